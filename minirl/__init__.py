@@ -1,0 +1,1 @@
+"""minirl: reinforcement learning of language models as one torchrun program."""

@@ -1,0 +1,370 @@
+"""Every knob of minirl: keyword-only dataclasses, filled from a YAML file and then from flags.
+
+    python -m minirl.rl --config configs/quickstart_rl.yaml --policy.lr 1e-4
+
+The file is read first, flags win. `check` refuses impossible settings before anything is loaded or written.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import os
+import sys
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from minirl.types import UserError
+
+
+@dataclass(kw_only=True)
+class ScratchConfig:
+    """The model made when `policy.model` is `scratch`: Qwen3 architecture, random weights, character tokenizer."""
+
+    hidden_size: int = 128
+    num_layers: int = 3
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    phrases: list[str] = field(default_factory=list)
+    """Fixed texts that become single tokens, so that a small model need not read them letter by letter."""
+
+
+@dataclass(kw_only=True)
+class PolicyConfig:
+    """The trained model and its optimizer."""
+
+    model: str = "scratch"
+    """Folder or hub id of a Hugging Face model, or `scratch`."""
+    scratch: ScratchConfig = field(default_factory=ScratchConfig)
+    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
+    """Of forward and backward. Masters, gradients and optimizer state are float32 (float64, for proofs: all of it)."""
+    activation_checkpointing: bool = False
+    """Keep only layer inputs and recompute the rest in backward: less memory, about a third more time."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters between forward and backward (ZeRO-3); False keeps them (ZeRO-2), faster if they fit."""
+    lr: float = 1e-6
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    lr_warmup_steps: int = 0
+    """Optimizer steps of linear warm-up from 0."""
+    lr_min_ratio: float = 0.1
+    """Share of `lr` that the cosine ends at."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    """On matrices only."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them."""
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """The vLLM engine in every rank."""
+
+    tensor_parallel_size: int = 1
+    """Consecutive ranks that share one engine."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: the dtype of the policy's forward."""
+    max_model_len: int = 0
+    """Tokens of prompt and answer together; 0 takes data.max_prompt_tokens + rollout.max_tokens."""
+    max_num_seqs: int = 256
+    """Sequences generated at once by an engine."""
+    kv_cache_gb: float = 0.0
+    """Memory of the KV cache per rank; 0: on CUDA what gpu_memory_utilization leaves, on CPU 1 GB."""
+    gpu_memory_utilization: float = 0.6
+    enforce_eager: bool = False
+    """CUDA: run without CUDA graphs. The CPU build always does."""
+    sleep_level: Literal[0, 1, 2] = 2
+    """CUDA, while training: 2 drops weights and KV cache, 1 keeps the weights in host memory, 0 keeps all."""
+
+
+@dataclass(kw_only=True)
+class RefitConfig:
+    """How weights move from the trainer's shards to the engine."""
+
+    transport: Literal["all_to_all", "all_gather"] = "all_to_all"
+    """all_to_all sends each rank what its engine lacks; all_gather sends every rank every shard."""
+    bucket_mb: int = 256
+    """Bytes on the wire at once; the peak of extra memory."""
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    train: str = ""
+    """A JSONL file, or `reasoning_gym:NAME?option=value&...` (options of that generator, `size` and `seed`)."""
+    eval: str = ""
+    """The same for held-out rows. Empty: `held_out` distinct prompts of `train`, which training then never sees."""
+    held_out: int = 128
+    prompt_key: str = "prompt"
+    """A text, or a list of chat messages."""
+    answer_key: str = "answer"
+    system_prompt: str = ""
+    max_prompt_tokens: int = 256
+    """A longer prompt is an error that names its row."""
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    prompts_per_step: int = 16
+    samples_per_prompt: int = 8
+    max_tokens: int = 256
+    """Longest answer."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    tickets: Literal["auto", "pull", "round_robin"] = "auto"
+    """Who generates which prompt. pull: an engine with room takes the next (best balance, order depends on timing);
+    round_robin: by number (bitwise repeatable). auto: round_robin on CPU, pull on CUDA."""
+
+
+@dataclass(kw_only=True)
+class RewardConfig:
+    function: str = "exact"
+    """A registered name (exact, final_answer, math_verify, reasoning_gym) or `file.py:function`, called as
+    f(prompt, completion, row) -> float."""
+    threads: int = 4
+    """Rewards are computed beside generation in this many threads."""
+
+
+@dataclass(kw_only=True)
+class AlgoConfig:
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"] = "grpo"
+    clip_low: float = 0.2
+    """Ratio is clipped below 1 - clip_low ..."""
+    clip_high: float = 0.2
+    """... and above 1 + clip_high (DAPO's clip-higher: 0.28)."""
+    dual_clip: float = 0.0
+    """Bound c > 1 of the loss at negative advantages (Ye et al. 2020); 0: off."""
+    aggregation: Literal["token", "sequence", "fixed"] = "token"
+    """Mean over tokens; over sequences of their token means; or sums over tokens divided by sequences times
+    rollout.max_tokens (Dr.GRPO)."""
+    kl_coef: float = 0.0
+    """Weight of the KL to a frozen copy of the initial policy in the loss; 0: no copy is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0
+    tis_cap: float = 2.0
+    """Truncated importance sampling: trainer-over-engine probability ratio of each token, at most this; 0: off."""
+    updates_per_step: int = 1
+    """Optimizer steps per batch of rollouts; prompts_per_step is split evenly."""
+
+
+@dataclass(kw_only=True)
+class SFTConfig:
+    """A supervised warm start on the training rows' own answers, before RL."""
+
+    num_steps: int = 0
+    batch_size: int = 64
+    lr: float = 2e-3
+    lr_warmup_steps: int = 20
+    wrong_character: float = 0.0
+    """Share of the answers in which one character is replaced at random. RL then has near misses to repair: a model that
+    knows the task but errs is what a reward teaches fastest."""
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    every: int = 10
+    """RL steps between evaluations on held-out prompts; 0: only before and after."""
+    samples: int = 1
+    """Answers per prompt; pass@k is reported for k = 1 and k = samples."""
+    temperature: float = 1.0
+    threshold: float = 1.0
+    """A reward of at least this counts as correct."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    every: int = 0
+    """RL steps between checkpoints; 0: none."""
+    keep: int = 2
+
+
+@dataclass(kw_only=True)
+class DebugConfig:
+    check_refit: bool = False
+    """After each refit compare the engine bitwise with a full gather; poison the engine's weights while it sleeps."""
+    save_trajectories: bool = False
+    """Write every step's trajectories to <output>/trajectories/."""
+
+
+@dataclass(kw_only=True)
+class RLConfig:
+    """`torchrun --nproc-per-node N -m minirl.rl --config FILE [--flag value ...]`"""
+
+    output: str = "runs/rl"
+    """Folder of this run: config, metrics, checkpoints, model."""
+    resume: bool = False
+    """Go on from the newest checkpoint in `output` (from the beginning, if none was finished)."""
+    seed: int = 0
+    num_steps: int = 100
+    tokens_per_rank: int = 16384
+    """Token budget of a micro-batch on a rank."""
+    timeout_minutes: float = 30.0
+    """A collective that waits longer ends the run; must exceed the difference in rollout time between ranks."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    refit: RefitConfig = field(default_factory=RefitConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig:
+    """`torchrun --nproc-per-node N -m minirl.evaluate --model FOLDER --data.eval FILE`"""
+
+    model: str = ""
+    """Folder or hub id."""
+    output: str = ""
+    """File for the figures as JSON; empty: only printed."""
+    seed: int = 0
+    timeout_minutes: float = 30.0
+    engine: EngineConfig = field(default_factory=lambda: EngineConfig(dtype="bfloat16"))
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+# ---------------------------------------------------------------------------------------------------- file and flags
+
+
+def parse(cls: type, argv: list[str] | None = None) -> Any:
+    """Read `--config FILE` (if given) and then the flags of a config class.
+
+    Raises UserError for a missing file, a key that does not exist (naming the closest) or a value of the wrong type;
+    tyro itself answers wrong flags and exits with code 2.
+    """
+    import tyro  # here, because only programs need it and it takes a while
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    default = cls()
+    for i, arg in enumerate(argv):
+        if arg == "--config" or arg.startswith("--config="):
+            path = arg.partition("=")[2] or (argv[i + 1] if i + 1 < len(argv) else "")
+            default = load(cls, path)
+            del argv[i : i + (1 if "=" in arg else 2)]
+            break
+    program = cls.__name__.removesuffix("Config").lower()
+    with contextlib.ExitStack() as stack:
+        if os.environ.get("RANK", "0") != "0":  # one rank tells what is wrong
+            silence = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stderr(silence))
+            stack.enter_context(contextlib.redirect_stdout(silence))
+        return tyro.cli(cls, prog=f"python -m minirl.{program}", default=default, args=argv, description=cls.__doc__)
+
+
+def load(cls: type, path: str) -> Any:
+    if not Path(path).is_file():
+        raise UserError(f"--config {path!r}: no such file")
+    try:
+        values = yaml.safe_load(Path(path).read_text()) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"--config {path}: not valid YAML: {error}") from error
+    return _fill(cls, values, where=path, prefix="")
+
+
+def save(cfg: Any, path: Path) -> None:
+    """Write a config that `load` reads back equal."""
+    path.write_text(yaml.safe_dump(to_dict(cfg), sort_keys=False))
+
+
+def to_dict(cfg: Any) -> dict:
+    return {k: list(v) if isinstance(v, tuple) else to_dict(v) if dataclasses.is_dataclass(v) else v
+            for k, v in ((f.name, getattr(cfg, f.name)) for f in dataclasses.fields(cfg))}
+
+
+def _fill(cls: type, values: Any, *, where: str, prefix: str) -> Any:
+    if not isinstance(values, dict):
+        raise UserError(f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping of settings, not {values!r}")
+    hints = typing.get_type_hints(cls)
+    given = {}
+    for key, value in values.items():
+        if key not in hints:
+            close = difflib.get_close_matches(str(key), hints, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(hints)}"
+            raise UserError(f"{where}: unknown setting {prefix}{key}; {hint}")
+        if dataclasses.is_dataclass(hints[key]):
+            given[key] = _fill(hints[key], value, where=where, prefix=f"{prefix}{key}.")
+        else:
+            given[key] = _convert(hints[key], value, f"{where}: {prefix}{key}")
+    return cls(**given)
+
+
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    """YAML gives 1e-4 as text and 1 for 1.0; anything else of the wrong type is an error."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value not in args or isinstance(value, bool):
+            raise UserError(f"{name} = {value!r} is not one of {', '.join(map(str, args))}")
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return None if value is None else _convert(next(a for a in args if a is not type(None)), value, name)
+    if origin in (list, tuple):
+        if not isinstance(value, list):
+            raise UserError(f"{name} = {value!r} must be a list")
+        return origin(_convert(args[0], v, name) for v in value)
+    try:
+        if hint is float and not isinstance(value, bool):
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise UserError(f"{name} = {value!r} must be of type {hint.__name__}")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------- checks
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise UserError(message)
+
+
+def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
+    r, e = cfg.rollout, cfg.engine
+    for name, value in (("rollout.max_tokens", r.max_tokens), ("rollout.prompts_per_step", r.prompts_per_step),
+                        ("rollout.samples_per_prompt", r.samples_per_prompt), ("engine.max_num_seqs", e.max_num_seqs),
+                        ("data.max_prompt_tokens", cfg.data.max_prompt_tokens), ("eval.samples", cfg.eval.samples),
+                        ("engine.tensor_parallel_size", e.tensor_parallel_size), ("reward.threads", cfg.reward.threads)):
+        _require(value >= 1, f"{name} = {value} must be at least 1")
+    _require(r.temperature > 0, f"rollout.temperature = {r.temperature} must be above 0: the policy's log-probs are taken at it")
+    _require(cfg.eval.temperature >= 0, f"eval.temperature = {cfg.eval.temperature} must be 0 (greedy) or above")
+    longest = cfg.data.max_prompt_tokens + r.max_tokens
+    e.max_model_len = e.max_model_len or longest
+    _require(e.max_model_len >= longest, f"engine.max_model_len = {e.max_model_len} is less than data.max_prompt_tokens + "
+             f"rollout.max_tokens = {cfg.data.max_prompt_tokens} + {r.max_tokens} = {longest}; raise it or set it to 0")
+
+
+def check_rl(cfg: RLConfig, world_size: int) -> None:
+    """Refuse what cannot work, with the arithmetic. Resolves engine.max_model_len = 0. Raises UserError."""
+    check_rollout(cfg)
+    r, a, p, tp = cfg.rollout, cfg.algo, cfg.policy, cfg.engine.tensor_parallel_size
+    _require(cfg.num_steps >= 0, f"num_steps = {cfg.num_steps} must be 0 or more")
+    _require(world_size % tp == 0, f"engine.tensor_parallel_size = {tp} does not divide the {world_size} ranks")
+    _require(r.samples_per_prompt >= 2, f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
+             "compares the samples of one prompt, so it needs at least 2")
+    _require(a.updates_per_step >= 1 and r.prompts_per_step % a.updates_per_step == 0,
+             f"algo.updates_per_step = {a.updates_per_step} does not divide rollout.prompts_per_step = {r.prompts_per_step}")
+    _require(cfg.tokens_per_rank >= cfg.engine.max_model_len, f"tokens_per_rank = {cfg.tokens_per_rank} cannot hold one sequence of "
+             f"engine.max_model_len = {cfg.engine.max_model_len} tokens; raise tokens_per_rank or lower the lengths")
+    off = r.top_p == 1.0 and r.top_k == -1 and r.min_p == 0.0
+    _require(off, f"rollout.top_p = {r.top_p}, top_k = {r.top_k}, min_p = {r.min_p}: the trainer cannot reproduce log-probs of a "
+             "truncated distribution; train with top_p 1.0, top_k -1, min_p 0.0")
+    _require(a.dual_clip == 0 or a.dual_clip > 1, f"algo.dual_clip = {a.dual_clip} must be 0 (off) or above 1")
+    _require(0 <= a.clip_low < 1 and a.clip_high >= 0, f"algo.clip_low = {a.clip_low} must be in [0, 1), clip_high = {a.clip_high} at least 0")
+    for name, value in (("algo.tis_cap", a.tis_cap), ("algo.kl_coef", a.kl_coef), ("policy.lr", p.lr), ("policy.max_grad_norm", p.max_grad_norm),
+                        ("eval.every", cfg.eval.every), ("checkpoint.every", cfg.checkpoint.every), ("sft.num_steps", cfg.sft.num_steps)):
+        _require(value >= 0, f"{name} = {value} must be 0 or more")
+    _require(cfg.checkpoint.keep >= 1, f"checkpoint.keep = {cfg.checkpoint.keep} must be at least 1")
+    _require(bool(cfg.data.train), "data.train is empty: give a JSONL file or reasoning_gym:NAME")

@@ -1,0 +1,85 @@
+"""Accuracy, pass@k and mean reward on held-out prompts. Called from rl.py, and a program of its own:
+
+    torchrun --nproc-per-node 2 -m minirl.evaluate --model runs/quickstart/model --data.eval held_out.jsonl --reward.function exact
+"""
+
+import json
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+
+import torch
+
+from minirl import cli
+from minirl.config import EvalConfig, EvaluateConfig, check_rollout
+from minirl.data import chat
+from minirl.data.datasets import Prompts, load_rows
+from minirl.model import build, families
+from minirl.parallel.mesh import Mesh
+from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rollout.env import check_rows, make_env
+from minirl.rollout.sampler import Sampler
+from minirl.types import UserError
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    scores: dict[str, float]
+    """accuracy (= pass@1), pass@k, reward, answer_tokens, stopped (share of answers that ended by themselves)."""
+    answers: list[dict]
+    """Prompt, answer and reward of the first sample of the first five prompts."""
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Chance that k of the samples, drawn without replacement, hold a correct one. Chen et al. 2021 (arXiv 2107.03374), eq. 1."""
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def evaluate(sampler: Sampler, prompts: Prompts, cfg: EvalConfig, sampling: Sampling, mesh: Mesh) -> Evaluation:
+    """Sample `cfg.samples` answers to every prompt. Collective; the engine must be awake. The seeds are the same at each call."""
+    trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
+    sums = torch.zeros(6, dtype=torch.float64)
+    for first in range(0, len(trajectories), cfg.samples):
+        group = trajectories[first : first + cfg.samples]
+        correct = sum(t.reward >= cfg.threshold for t in group)
+        tokens = sum(int(t.sampled.sum()) for t in group)
+        stopped = sum(t.info["stopped"] for t in group)
+        sums += torch.tensor([1, correct / len(group), pass_at_k(len(group), correct, len(group)), sum(t.reward for t in group) / len(group),
+                              tokens / len(group), stopped / len(group)], dtype=torch.float64)
+    num, *means = mesh.sums(sums).tolist()
+    names = ["accuracy", f"pass@{cfg.samples}", "reward", "answer_tokens", "stopped"]
+    shown = [(t.group, {"prompt": t.info["prompt"], "answer": t.info["completion"], "reward": t.reward})
+             for t in trajectories if t.group < 5 and t.episode == 0]
+    answers = sorted((a for rank in mesh.gather(shown) for a in rank), key=lambda a: a[0])
+    return Evaluation(dict(zip(names, (m / num for m in means), strict=True)), [a for _, a in answers])
+
+
+def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
+    check_rollout(cfg)
+    if not cfg.data.eval:
+        raise UserError("data.eval is empty: give a JSONL file or reasoning_gym:NAME")
+    folder = build.resolve(cfg.model, "model")
+    families.check(build.read_config(folder), f"model = {folder}", cfg.engine.tensor_parallel_size)
+    rows = load_rows(cfg.data.eval, "data.eval", cfg.data)
+    env = make_env(cfg.reward.function)
+    check_rows(cfg.reward.function, rows)
+    tokenizer = chat.load_tokenizer(folder)
+    prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
+    prompts.check_lengths("data.eval", slice(mesh.rank, None, mesh.world_size))
+    dtype = "bfloat16" if cfg.engine.dtype == "auto" else cfg.engine.dtype
+    engine = RolloutEngine(cfg.engine, folder, mesh, dtype=dtype, load_weights=True)
+    sampler = Sampler(engine, env, tokenizer, mesh, seed=cfg.seed, tickets=cfg.rollout.tickets, threads=cfg.reward.threads)
+    r = cfg.rollout
+    sampling = Sampling(max_tokens=r.max_tokens, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=cfg.eval.temperature,
+                        top_p=r.top_p, top_k=r.top_k, min_p=r.min_p)
+    result = evaluate(sampler, prompts, cfg.eval, sampling, mesh)
+    if mesh.rank == 0:
+        text = json.dumps({"model": cfg.model, "data": cfg.data.eval, "prompts": len(rows), **result.scores, "answers": result.answers}, indent=2)
+        print(text)
+        if cfg.output:
+            Path(cfg.output).write_text(text + "\n")
+    engine.close()
+
+
+if __name__ == "__main__":
+    cli.run(EvaluateConfig, main)

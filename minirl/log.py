@@ -1,0 +1,110 @@
+"""What a run says: console, metrics.jsonl, TensorBoard, and the seconds of each phase. Only rank 0 writes."""
+
+import contextlib
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+
+class Timer:
+    """Wall and CPU seconds by phase. Phases nest; a phase's time excludes that of the phases inside it."""
+
+    def __init__(self, device: torch.device | None = None):
+        self.device = device or torch.device("cpu")
+        self.wall: dict[str, float] = defaultdict(float)
+        self.cpu: dict[str, float] = defaultdict(float)
+        self._stack: list[str] = []
+        self._mark = (0.0, 0.0)
+
+    def _book(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # kernels run behind the host; without it their time lands in a later phase
+        now = (time.perf_counter(), time.process_time())
+        if self._stack:
+            self.wall[self._stack[-1]] += now[0] - self._mark[0]
+            self.cpu[self._stack[-1]] += now[1] - self._mark[1]
+        self._mark = now
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._book()
+        self._stack.append(name)
+        try:
+            yield
+        finally:
+            self._book()
+            self._stack.pop()
+
+    def take(self) -> dict[str, float]:
+        """Wall seconds by phase since the last call."""
+        self._book()
+        out = dict(self.wall)
+        self.wall.clear()
+        return out
+
+
+class Log:
+    """Scalars of this run. Made on every rank; silent on all but rank 0.
+
+    Files in the run folder: `metrics.jsonl` (one object a step), `tensorboard/`.
+    """
+
+    def __init__(self, folder: Path, *, rank: int):
+        self.folder, self.rank = folder, rank
+        self.bar: tqdm | None = None
+        if rank == 0:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and needed on one rank only
+
+            folder.mkdir(parents=True, exist_ok=True)
+            self.board = SummaryWriter(folder / "tensorboard")
+            self.file = (folder / "metrics.jsonl").open("a")
+
+    def progress(self, description: str, total: int, start: int = 0) -> None:
+        """Begin a progress bar; `advance` moves it."""
+        self.end_progress()
+        if self.rank == 0:
+            self.bar = tqdm(total=total, initial=start, desc=description, file=sys.stderr, dynamic_ncols=True, mininterval=1.0)
+
+    def advance(self, **shown: float) -> None:
+        if self.bar is not None:
+            self.bar.set_postfix({k: f"{v:.3g}" for k, v in shown.items()}, refresh=False)
+            self.bar.update(1)
+
+    def end_progress(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+    def scalars(self, phase: str, step: int, values: dict[str, float]) -> None:
+        """Write one row: {"phase": "rl", "step": 7, ...}."""
+        if self.rank == 0:
+            self.file.write(json.dumps({"phase": phase, "step": step, **values}) + "\n")
+            self.file.flush()
+            for name, value in values.items():
+                self.board.add_scalar(f"{phase}/{name}", value, step)
+
+    def say(self, message: str) -> None:
+        if self.rank == 0:
+            tqdm.write(f"minirl: {message}", file=sys.stderr)
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        self.end_progress()
+        if self.rank == 0:
+            self.board.close()
+            self.file.close()
+
+
+def truncate(path: Path, *, keep_before: int, keep_sft: bool) -> None:
+    """Drop the rows that a resumed run will write again: RL and evaluation steps from `keep_before` on."""
+    if path.exists():
+        def kept(row: dict) -> bool:
+            return keep_sft if row["phase"] == "sft" or row["step"] < 0 else row["step"] < keep_before
+        rows = [line for line in path.read_text().splitlines() if kept(json.loads(line))]
+        path.write_text("".join(line + "\n" for line in rows))

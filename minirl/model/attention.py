@@ -1,0 +1,81 @@
+"""The one attention function that all Hugging Face models here call: causal attention within each packed sequence.
+
+Registered as "minirl". Transformers builds no mask for a name that its mask registry does not know, so nothing T x T exists, and
+the packed batch comes through the model's keyword arguments as `pack`, never through a global (activation checkpointing would
+recompute with whichever batch came last).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from minirl.types import Packed
+
+NAME = "minirl"
+# Arguments that change the result and that neither kernel below honours. Ignoring them would train on wrong numbers.
+UNSUPPORTED = ("s_aux", "sinks", "softcap", "head_mask", "position_bias")
+
+
+def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+                     pack: Packed, scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+                     **kwargs: object) -> tuple[Tensor, None]:
+    """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]. `sliding_window` counts the keys that a query sees."""
+    refused = [k for k in UNSUPPORTED if kwargs.get(k) is not None]
+    if kwargs.get("is_causal") is False:
+        refused.append("is_causal=False")
+    if refused or dropout or attention_mask is not None:
+        raise NotImplementedError(f"{type(module).__name__} asks packed attention for {refused or 'dropout or a mask'}")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    window = sliding_window if sliding_window and sliding_window < max(pack.lengths) else None
+    flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+    out = VarlenFlash.apply(q, k, v, pack, scale, window) if flash else bucketed(q, k, v, pack, scale, window)
+    return out[None], None
+
+
+def bucketed(q: Tensor, k: Tensor, v: Tensor, pack: Packed, scale: float, window: int | None) -> Tensor:
+    """[T, H, D] by rectangles: sequences of like length share one call, padded at their ends.
+
+    Under a causal mask no real row sees the padding behind it, so the result is exact, and a batch of many short sequences costs a
+    few kernel calls instead of one each. Any device, any dtype.
+    """
+    outs = []
+    for index in pack.buckets:
+        rows, (num, length) = index.flatten(), index.shape
+        def rectangle(x: Tensor) -> Tensor:
+            return x.index_select(0, rows).view(num, length, *x.shape[1:]).transpose(1, 2)
+        band = None
+        if window is not None and window < length:
+            i = torch.arange(length, device=q.device)
+            band = (i[:, None] >= i[None]) & (i[:, None] - i[None] < window)
+        out = F.scaled_dot_product_attention(rectangle(q), rectangle(k), rectangle(v), attn_mask=band, is_causal=band is None,
+                                             scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        outs.append(out.transpose(1, 2).reshape(num * length, *q.shape[1:]))
+    return torch.cat(outs).index_select(0, pack.unbucket)
+
+
+class VarlenFlash(torch.autograd.Function):
+    """FlashAttention-2 over `cu_seqlens`, the kernels inside torch (they need no package): fp16/bf16 on CUDA."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, pack: Packed, scale: float, window: int | None) -> Tensor:
+        ctx.window = {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+        cu, longest = pack.cu_seqlens, max(pack.lengths)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, cu, cu, longest, longest, 0.0, True, False, scale=scale, **ctx.window)
+        ctx.save_for_backward(q, k, v, out, lse, cu)
+        ctx.scale, ctx.longest = scale, longest
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, cu = ctx.saved_tensors
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        grads = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), q, k, v, out, lse, cu, cu, ctx.longest, ctx.longest, 0.0, True, *no_dropout, scale=ctx.scale, **ctx.window)
+        return *grads, None, None, None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)

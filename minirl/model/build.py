@@ -1,0 +1,124 @@
+"""From a Hugging Face folder to a sharded model: meta init -> FSDP2 -> each rank reads its own slices."""
+
+import json
+import types
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from minirl.model import attention, families
+from minirl.model.logprob import logprob_entropy
+from minirl.parallel import fsdp
+from minirl.parallel.mesh import Mesh
+from minirl.types import Packed, UserError
+
+
+def resolve(model: str, setting: str) -> Path:
+    """The local folder of a model; a hub id is downloaded. Raises UserError, naming `setting`, if there is neither."""
+    if Path(model).is_dir():
+        folder = Path(model)
+    else:
+        try:
+            folder = Path(snapshot_download(model, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+            raise UserError(f"{setting} = {model!r} is neither a folder nor a hub id that can be had: {error}") from error
+    for needed, pattern in (("config.json", "config.json"), ("weights", "*.safetensors"), ("tokenizer", "tokenizer*")):
+        if not list(folder.glob(pattern)):
+            raise UserError(f"{setting} = {folder} has no {needed} ({pattern})")
+    return folder
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """Raises UserError for a model type that this version of transformers does not know."""
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except ValueError as error:
+        raise UserError(f"{folder}/config.json: {error}") from error
+
+
+class Weights:
+    """Lazy reader of a checkpoint's safetensors files; reads only the bytes of the slices asked for."""
+
+    def __init__(self, folder: Path):
+        index = folder / "model.safetensors.index.json"
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [p.name for p in sorted(folder.glob("*.safetensors"))]
+        self.bytes_read = 0
+        self._file_of: dict[str, safe_open] = {}
+        for name in names:
+            try:
+                file = safe_open(folder / name, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"policy.model: cannot read {folder / name}: {error}") from error
+            self._file_of |= dict.fromkeys(file.keys(), file)
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def shape(self, name: str) -> list[int]:
+        return self._file_of[name].get_slice(name).get_shape()
+
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        part = self._file_of[name].get_slice(name)[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+        self.bytes_read += part.numel() * part.element_size()
+        return part
+
+
+def load(model: nn.Module, folder: Path, device: torch.device) -> int:
+    """Materialise a sharded meta model and fill this rank's shards. Returns the bytes read. Raises UserError on other names
+    or shapes than the model's."""
+    weights = Weights(folder)
+    params = dict(model.named_parameters())  # a tied head appears once, under the embedding's name
+    wrong = [n for n, p in params.items() if n not in weights.names() or weights.shape(n) != list(p.shape)]
+    extra = weights.names() - params.keys() - {"lm_head.weight"}
+    if wrong or extra:
+        raise UserError(f"policy.model = {folder}: the weights do not fit its config.json; missing or of another shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}")
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, p in params.items():
+            offset, shape = fsdp.local_box(p)
+            if 0 not in shape:  # a small tensor may leave a rank with nothing
+                fsdp.local(p).copy_(weights.read(name, offset, shape))
+            p._is_hf_initialized = True  # or the next lines would draw it anew
+    for module in model.modules():
+        if module._buffers:  # rotary frequencies and the like are in no checkpoint
+            model._init_weights(module)
+    return weights.bytes_read
+
+
+def packed_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy of its distribution, both [T], 0 where the target is not in the loss.
+
+    Stands in for the model's own `forward`, so that the head's weight is used while FSDP has the root gathered.
+    """
+    hidden = self.model(input_ids=batch.inputs[None], position_ids=batch.positions[None], use_cache=False, pack=batch).last_hidden_state[0]
+    values = logprob_entropy(hidden.index_select(0, batch.rows), self.lm_head.weight, batch.targets[batch.rows], batch.temperature,
+                             entropy_gradient=entropy_gradient)
+    logprobs, entropy = (v.new_zeros(len(batch.inputs)).index_copy(0, batch.rows, v) for v in values)
+    return logprobs, entropy
+
+
+def build(folder: Path, mesh: Mesh, *, dtype: str, trainable: bool, activation_checkpointing: bool = False,
+          reshard_after_forward: bool = True) -> nn.Module:
+    """A sharded causal language model whose `forward` is `packed_forward`.
+
+    Trainable parameters are float32 masters (float64 for dtype float64); frozen ones are kept in `dtype`.
+    """
+    compute = getattr(torch, dtype)
+    master = compute if not trainable or compute == torch.float64 else torch.float32
+    config = families.without_dropout(read_config(folder))
+    families.check(config, f"policy.model = {folder}")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=master, attn_implementation=attention.NAME)
+    model.requires_grad_(trainable)
+    if activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train(trainable)
+    fsdp.shard(model, model.model.layers, mesh.shard, compute_dtype=compute, reduce_dtype=master, reshard_after_forward=reshard_after_forward)
+    load(model, folder, mesh.device)
+    model.forward = types.MethodType(packed_forward, model)
+    return model

@@ -1,0 +1,70 @@
+"""Log-probs and entropy straight from hidden states: chunk by chunk, never a whole [T, vocabulary] tensor."""
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 2**24
+"""Logits alive at once (64 MB in float32)."""
+
+
+def logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *,
+                    entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    """Log-prob of `targets` and entropy of the distribution softmax(hidden @ weight.T / temperature).
+
+    hidden [N, H], weight [V, H], targets int64 [N] -> two tensors [N], float32 (float64 for float64 inputs). The entropy carries
+    a gradient only if asked. Backward computes the logits again instead of keeping them.
+    """
+    logprobs, entropy = _LogprobEntropy.apply(hidden, weight, targets, temperature, entropy_gradient)
+    return logprobs, entropy
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # rounding logits to bf16 costs 3 digits of log-prob
+    else:
+        logits = torch.mm(hidden, weight.t())
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits.div_(temperature) if temperature != 1.0 else logits
+
+
+class _LogprobEntropy(torch.autograd.Function):
+    """With z the logits over temperature, p = softmax(z): d logp_y / dz = onehot_y - p;  dH / dz = -p (z - sum(p z))."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        ctx.chunk = max(16, CHUNK_ELEMENTS // weight.shape[0])
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logprobs, log_sum, mean = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))
+        for start in range(0, len(hidden), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            z = _logits(hidden[part], weight, temperature)
+            log_sum[part] = torch.logsumexp(z, dim=1)
+            logprobs[part] = z.gather(1, targets[part, None])[:, 0] - log_sum[part]
+            mean[part] = torch.linalg.vecdot((z - log_sum[part, None]).exp_(), z)
+        ctx.save_for_backward(hidden, weight, targets, log_sum, mean)
+        ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
+        ctx.set_materialize_grads(False)
+        entropy = log_sum - mean
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_sum, mean = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=log_sum.dtype)  # summed over chunks, so never in bf16
+        for start in range(0, len(hidden), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            z = _logits(hidden[part], weight, ctx.temperature)
+            p = (z - log_sum[part, None]).exp_()
+            grad = torch.zeros_like(p)
+            if ctx.entropy_gradient and grad_entropy is not None:
+                grad.addcmul_(p * (z - mean[part, None]), grad_entropy[part, None], value=-1)
+            if grad_logprobs is not None:
+                grad.addcmul_(p, grad_logprobs[part, None], value=-1)
+                grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            torch.mm(grad, weight, out=grad_hidden[part])
+            grad_weight += torch.mm(grad.t(), hidden[part])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None

@@ -1,0 +1,101 @@
+"""FSDP2 as this house uses it: plain SUM of gradients, fp32 masters, storages that can leave the device and come back."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def shard(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reduce_dtype: torch.dtype,
+          reshard_after_forward: bool) -> None:
+    """Shard each layer, then the root with what remains (embedding, last norm and head: tied weights are in one group).
+
+    Gradients are summed, not averaged: losses are divided by global counts (algo/normalize.py), so averaging would put the number
+    of ranks into the result. A world of one is sharded too: one code path.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # used at both ends of the forward
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def local_box(t: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offset, shape) of this rank's block in the coordinates of the whole tensor."""
+    if not isinstance(t, DTensor):
+        return (0,) * t.ndim, tuple(t.shape)
+    shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    return tuple(offset), tuple(shape)
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> float:
+    """Global 2-norm of the sharded gradients by one scalar all-reduce; scales them down to `max_norm` if it is not 0.
+
+    torch's own works only while all parameters live on one mesh, and reduces once per parameter group.
+    """
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
+    norms = torch._foreach_norm([g for g in grads if g.numel()])
+    wide = torch.float64 if grads[0].device.type == "cpu" else torch.float32
+    total = torch.stack([n.to(wide) for n in norms]).square().sum() if norms else torch.zeros((), dtype=wide, device=grads[0].device)
+    dist.all_reduce(total)
+    norm = total.sqrt().item()
+    if max_norm and norm > max_norm:
+        torch._foreach_mul_(grads, max_norm / norm)
+    return norm
+
+
+class Sleeper:
+    """Moves storages to host memory and back without changing any tensor object, so FSDP, optimizer and views stay valid."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
+        self.model, self.optimizer = model, optimizer
+        self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
+
+    @torch.no_grad()
+    def _leave(self, tensors: list[Tensor]) -> int:
+        leaving = []
+        for t in tensors:
+            storage = t.untyped_storage()
+            if storage.nbytes() and all(storage.data_ptr() != s.data_ptr() for s, _ in leaving):
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=t.is_cuda)
+                host.copy_(torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage), non_blocking=t.is_cuda)
+                leaving.append((storage, host))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        for storage, _ in leaving:
+            storage.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self._away += leaving
+        return sum(host.numel() for _, host in leaving)
+
+    def sleep_optimizer(self) -> int:
+        """Returns the bytes moved, like the next one."""
+        states = self.optimizer.state.values() if self.optimizer else ()
+        return self._leave([local(v) for state in states for v in state.values() if torch.is_tensor(v) and v.ndim])
+
+    def sleep_parameters(self) -> int:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the root stays gathered after a forward
+        return self._leave([local(p) for p in self.model.parameters()])
+
+    @torch.no_grad()
+    def wake(self) -> None:
+        for storage, host in self._away:
+            storage.resize_(host.numel())
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._away.clear()

@@ -1,0 +1,117 @@
+"""A sharded model and its optimizer: `annotate` adds log-probs to batches, `step` makes one optimizer step of any loss."""
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minirl.algo import normalize
+from minirl.algo.losses import Loss
+from minirl.config import PolicyConfig
+from minirl.log import Timer
+from minirl.model.build import build
+from minirl.parallel import fsdp
+from minirl.parallel.mesh import Mesh
+from minirl.types import Packed
+
+
+def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:
+    """Of optimizer step `step` (from 0): linear warm-up from 0, then constant, or half a cosine down to lr * lr_min_ratio."""
+    if step < cfg.lr_warmup_steps:
+        return cfg.lr * (step + 1) / cfg.lr_warmup_steps
+    if cfg.lr_schedule == "constant":
+        return cfg.lr
+    done = (step - cfg.lr_warmup_steps) / max(1, num_steps - cfg.lr_warmup_steps)
+    return cfg.lr * (cfg.lr_min_ratio + (1 - cfg.lr_min_ratio) * (1 + math.cos(math.pi * min(1.0, done))) / 2)
+
+
+class Policy:
+    """A causal language model over all ranks.
+
+    trainable=False: a frozen copy (the KL reference), in the compute dtype, without optimizer.
+    """
+
+    def __init__(self, cfg: PolicyConfig, folder: Path, mesh: Mesh, *, trainable: bool = True, timer: Timer | None = None):
+        self.cfg, self.folder, self.mesh, self.timer = cfg, folder, mesh, timer or Timer(mesh.device)
+        self.model = build(folder, mesh, dtype=cfg.dtype, trainable=trainable, activation_checkpointing=cfg.activation_checkpointing,
+                           reshard_after_forward=cfg.reshard_after_forward)
+        self.optimizer = self._make_optimizer() if trainable else None
+        self.num_updates = 0
+        self.sleeper = fsdp.Sleeper(self.model, self.optimizer)
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        decay = [p for p in self.model.parameters() if p.ndim >= 2]
+        plain = [p for p in self.model.parameters() if p.ndim < 2]
+        groups = [{"params": decay, "weight_decay": self.cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.cfg.lr, betas=self.cfg.betas, fused=True)
+
+    def start_phase(self, cfg: PolicyConfig) -> None:
+        """Forget the optimizer's state and take the settings of another phase (after SFT: those of RL)."""
+        self.cfg, self.num_updates = cfg, 0
+        self.optimizer = self._make_optimizer()
+        self.sleeper = fsdp.Sleeper(self.model, self.optimizer)
+
+    @torch.no_grad()
+    def annotate(self, minibatches: list[list[Packed]], field: str) -> None:
+        """Set `field` (old_logprobs or ref_logprobs) of every batch to this model's log-probs of the targets."""
+        training = self.model.training
+        self.model.eval()  # nothing to recompute, so no checkpointing
+        for minibatch in minibatches:
+            for batch in minibatch:
+                setattr(batch, field, self.model(batch)[0])
+        self.model.train(training)
+
+    def step(self, minibatch: list[Packed], loss: Loss, lr: float) -> dict[str, float]:
+        """One optimizer step over the micro-batches of all ranks. Returns means over the tokens in the loss.
+
+        Every rank must bring the same number of micro-batches.
+        """
+        counts = torch.stack([torch.stack([normalize.count(b, loss.aggregation), normalize.count(b, "token")]) for b in minibatch]).sum(0)
+        denominator, num_tokens = (max(1.0, n) for n in self.mesh.sums(counts.cpu()).tolist())
+        sums: dict[str, Tensor] = {}
+        for i, batch in enumerate(minibatch):
+            self.model.set_requires_gradient_sync(i == len(minibatch) - 1)
+            with self.timer.phase("forward"):
+                logprobs, entropy = self.model(batch, loss.entropy_gradient)
+                token_loss, metrics = loss.token_loss(batch, logprobs, entropy)
+                value = (token_loss * normalize.weights(batch, loss.aggregation, loss.fixed_length)).sum() / denominator
+            with self.timer.phase("backward"):
+                value.backward()
+            _add(sums, batch, value.detach(), metrics)
+        with self.timer.phase("optimizer"):
+            grad_norm = fsdp.clip_grad_norm(list(self.model.parameters()), self.cfg.max_grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            if math.isfinite(grad_norm):
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.num_updates += 1
+        out = _reduce(sums, num_tokens, self.mesh)
+        return out | {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not math.isfinite(grad_norm))}
+
+    def shards(self) -> dict[str, Tensor]:
+        """Parameters by checkpoint name; a tied head appears once, under the embedding's."""
+        return dict(self.model.named_parameters())
+
+
+def _add(sums: dict[str, Tensor], batch: Packed, value: Tensor, metrics: dict[str, Tensor]) -> None:
+    """Collect on the device, so that no micro-batch waits for the host."""
+    sums["loss"] = sums.get("loss", 0) + value.double()
+    for name, per_token in metrics.items():
+        kept = per_token.index_select(0, batch.rows).double()
+        if name.endswith("_max"):
+            new = kept.amax() if len(kept) else kept.new_zeros(())
+            sums[name] = torch.maximum(sums.get(name, new), new)
+        else:
+            sums[name] = sums.get(name, 0) + kept.sum()
+
+
+def _reduce(sums: dict[str, Tensor], num_tokens: float, mesh: Mesh) -> dict[str, float]:
+    added = [n for n in sums if not n.endswith("_max")]
+    most = [n for n in sums if n.endswith("_max")]
+    totals = mesh.sums(torch.stack([sums[n] for n in added]).cpu()).tolist()
+    out = {n: v if n == "loss" else v / num_tokens for n, v in zip(added, totals, strict=True)}
+    if most:
+        out |= dict(zip(most, mesh.maxima(torch.stack([sums[n] for n in most]).cpu()).tolist(), strict=True))
+    return out

@@ -1,0 +1,240 @@
+"""The rollout engine: vLLM inside this process. The only file that imports vLLM.
+
+Versions 0.26 (torch 2.11) and 0.32 (torch 2.13) run through the calls used here; where they differ, the difference is here.
+"""
+
+import contextlib
+import gc
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minirl.config import EngineConfig
+from minirl.log import Timer
+from minirl.parallel.fsdp import Sleeper
+from minirl.parallel.mesh import Mesh
+from minirl.types import UserError
+
+# Read when vLLM is imported or builds its engine. The engine core must live in this process, or its weights are out of reach.
+_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
+                "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    tokens: list[int]
+    logprobs: list[float]
+    """Of each token, under the distribution it was drawn from (temperature applied)."""
+    stopped: bool
+    """Ended by a stop token, which is then the last token; otherwise the length ran out."""
+
+
+class RolloutEngine:
+    """One vLLM engine in this rank, or one shared by `tensor_parallel_size` consecutive ranks.
+
+    Its weights are random until the first refit (load_weights=False), so it never reads the checkpoint. Building one is collective
+    over all ranks, because vLLM agrees on the size of the KV cache over the whole world. Raises UserError where vLLM refuses the
+    model or the memory.
+    """
+
+    def __init__(self, cfg: EngineConfig, folder: Path, mesh: Mesh, *, dtype: str, load_weights: bool = False, timer: Timer | None = None):
+        self.cfg, self.mesh, self.timer = cfg, mesh, timer or Timer(mesh.device)
+        os.environ.update({k: os.environ.get(k, v) for k, v in _ENVIRONMENT.items()})
+        self.on_cuda = mesh.device.type == "cuda"
+        with _keep_random_state_and_threads():
+            from vllm import LLM
+
+            if not self.on_cuda:
+                _patch_cpu(mesh)
+            try:
+                self.llm = LLM(**self._arguments(folder, dtype, load_weights))
+            except (ValueError, RuntimeError) as error:
+                raise UserError(f"the vLLM engine did not start with engine.* = {cfg} for {folder}: {error}") from error
+        self.tp_size = cfg.tensor_parallel_size
+        self.num_replicas, self.replica = mesh.world_size // self.tp_size, mesh.rank // self.tp_size
+        self.is_leader = mesh.rank % self.tp_size == 0
+        self._asleep = False
+
+    def _arguments(self, folder: Path, dtype: str, load_weights: bool) -> dict:
+        cfg = self.cfg
+        common = {
+            "model": str(folder), "dtype": dtype, "load_format": "auto" if load_weights else "dummy", "skip_tokenizer_init": True,
+            "distributed_executor_backend": "external_launcher", "tensor_parallel_size": cfg.tensor_parallel_size,
+            "max_model_len": cfg.max_model_len, "max_num_seqs": cfg.max_num_seqs, "seed": 0, "disable_log_stats": True,
+            # Raw log-probs ignore the temperature; the ratio to the trainer's needs those of the sampling distribution.
+            "logprobs_mode": "processed_logprobs",
+        }
+        if cfg.kv_cache_gb or not self.on_cuda:
+            common["kv_cache_memory_bytes"] = int((cfg.kv_cache_gb or 1.0) * 2**30)
+        if self.on_cuda:
+            return common | {"enable_sleep_mode": cfg.sleep_level > 0, "gpu_memory_utilization": cfg.gpu_memory_utilization,
+                             "enforce_eager": cfg.enforce_eager, "disable_custom_all_reduce": True}
+        # A prompt prefilled in parts makes the CPU runner rewind the request's random generator, which CPU generators cannot do.
+        return common | {"enforce_eager": True, "enable_chunked_prefill": False, "async_scheduling": False, "block_size": 32,
+                         "max_num_batched_tokens": max(8192, cfg.max_model_len)}
+
+    # ------------------------------------------------------------------------------------------------ weights
+
+    @property
+    def _worker(self):  # noqa: ANN202 - a vLLM class that differs between builds
+        return self.llm.llm_engine.model_executor.driver_worker.worker
+
+    def load_weights(self, named: Iterator[tuple[str, Tensor]]) -> None:
+        """vLLM's own loader for this model: checkpoint names and whole tensors in, fused and split parameters out."""
+        from vllm.config import set_current_vllm_config
+
+        with torch.no_grad(), set_current_vllm_config(self._worker.vllm_config):
+            self._worker.model_runner.get_model().load_weights(named)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: p.data for name, p in self._worker.model_runner.get_model().named_parameters()}
+
+    def padding(self) -> dict[str, int]:
+        """Elements of vocabulary parameters that no checkpoint fills: rows added to make the vocabulary divisible."""
+        out = {}
+        for name, module in self._worker.model_runner.get_model().named_modules():
+            if hasattr(module, "shard_indices"):
+                rows = module.shard_indices.num_elements_padded - module.shard_indices.num_org_elements
+                out[f"{name}.weight"] = rows * module.embedding_dim
+        return out
+
+    @contextlib.contextmanager
+    def awake(self, refit: Callable[[], None], evict: list[Sleeper]) -> Iterator[None]:
+        """The only place that wakes or sleeps anything: inside, the engine has the policy's weights and may generate.
+
+        The order keeps the peak low on a device: the optimizer leaves before the engine's weights return, and the shards (needed by
+        the refit) leave before the KV cache returns. On CPU nothing moves: there is no other memory to move to.
+        """
+        if self.on_cuda:
+            with self.timer.phase("sleep_wake"):
+                for sleeper in evict:
+                    sleeper.sleep_optimizer()
+                if self._asleep:
+                    self.llm.wake_up(["weights"])
+        with self.timer.phase("refit"):
+            refit()
+        if self.on_cuda:
+            with self.timer.phase("sleep_wake"):
+                for sleeper in evict:
+                    sleeper.sleep_parameters()
+                self.mesh.barrier()  # a rank that is still behind would run out of memory beside a neighbour's KV cache
+                if self._asleep:
+                    self.llm.wake_up(["kv_cache"])
+        self._asleep = False
+        self.llm.reset_prefix_cache()  # cached keys and values are of the old weights
+        yield
+        if self.on_cuda:
+            with self.timer.phase("sleep_wake"):
+                if self.cfg.sleep_level:
+                    self.llm.sleep(level=self.cfg.sleep_level)
+                    self._asleep = True
+                for sleeper in evict:
+                    sleeper.wake()
+
+    # ------------------------------------------------------------------------------------------------ generation
+
+    def add(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int) -> None:
+        """Queue one sample. With tensor parallelism every rank of the engine must add the same requests in the same order.
+
+        The seed must differ between samples: unseeded ones draw from the process's generator, which the trainer moves and
+        which would differ between ranks of one engine.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
+                                min_p=sampling.min_p, stop_token_ids=list(sampling.stop_token_ids), seed=seed, logprobs=0, detokenize=False,
+                                output_kind=RequestOutputKind.FINAL_ONLY)
+        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+
+    def step(self) -> list[tuple[str, Completion]]:
+        """One step of every running request; returns those that finished."""
+        done = []
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                sample = output.outputs[0]
+                tokens = list(sample.token_ids)
+                logprobs = [entry[token].logprob for entry, token in zip(sample.logprobs, tokens, strict=True)]
+                done.append((output.request_id, Completion(tokens, logprobs, sample.finish_reason == "stop")))
+        return done
+
+    def tensor_parallel_broadcast(self, value: int) -> int:
+        """The leader's number, on all ranks of this engine."""
+        if self.tp_size == 1:
+            return value
+        from vllm.distributed.parallel_state import get_tp_group
+
+        number = torch.tensor([value])
+        dist.broadcast(number, src=get_tp_group().ranks[0], group=get_tp_group().cpu_group)
+        return int(number)
+
+    def close(self) -> None:
+        """Release vLLM in the order that leaves torchrun an exit code of 0. Collective."""
+        from vllm.distributed import destroy_model_parallel
+
+        self.mesh.barrier()
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def _keep_random_state_and_threads() -> Iterator[None]:
+    """vLLM seeds the global generators, and its CPU build sets one thread and disables `torch.set_num_threads`."""
+    state, threads, set_threads = (random.getstate(), np.random.get_state(), torch.get_rng_state()), torch.get_num_threads(), torch.set_num_threads
+    try:
+        yield
+    finally:
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+        torch.set_rng_state(state[2])
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+
+
+def _patch_cpu(mesh: Mesh) -> None:
+    """Make the CPU build's weights plain parameters, and its shared memory private to this job.
+
+    As shipped it repacks every matrix for its kernels after loading, so that a later write to the parameter changes nothing
+    (silently, for tied embeddings). Plain `F.linear` costs about a third more per decoded token on a 60M model.
+    """
+    import vllm.distributed.device_communicators.cpu_communicator as shm
+    import vllm.model_executor.layers.utils as layers
+    from vllm.platforms import current_platform
+
+    type(current_platform).simple_compile_backend = "eager"  # else the first generation waits for a C++ compiler
+    layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", torch.nn.functional.linear)
+
+    # Under torchrun the segment's name is the same for all jobs of a host, so a second job, or one after a kill, fails.
+    job = mesh.gather(f"{os.getpid()}-{time.time_ns()}")[0]
+    shm._CPUSHMDistributed.make_group_name = staticmethod(
+        lambda communicator: f"minirl-{job}-{communicator.unique_name}-{'-'.join(map(str, communicator.ranks))}".replace(":", "_"))
+    if not hasattr(shm._CPUSHMDistributed, "minirl_init"):
+        shm._CPUSHMDistributed.minirl_init = shm._CPUSHMDistributed._init_cpu_shm
+
+        def init_and_unlink(self) -> int:  # noqa: ANN001 - a vLLM class
+            handle = self.minirl_init()
+            # All ranks have mapped it (a barrier inside), so nothing is left behind however the job ends.
+            Path(f"/dev/shm/{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
+            return handle
+
+        shm._CPUSHMDistributed._init_cpu_shm = init_and_unlink

@@ -1,0 +1,127 @@
+"""What an answer earns: the Env protocol, the single-turn adapter over a reward function, and the graders known by name.
+
+A reward is any function `(prompt, completion, row) -> float`, in any file:
+
+    # my_reward.py
+    def brevity(prompt, completion, row):
+        return 1.0 if completion.strip() == row["answer"] else -0.01 * len(completion)
+
+    --reward.function my_reward.py:brevity
+"""
+
+import importlib.util
+import math
+import numbers
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import math_verify
+import reasoning_gym
+
+from minirl.types import UserError
+
+RewardFunction = Callable[[str | list[dict], str, dict], float]
+REWARDS: dict[str, RewardFunction] = {}
+
+
+class Env(Protocol):
+    """One episode: a row is shown, the policy answers, the answer earns a reward. `step` runs in a thread, beside generation."""
+
+    def reset(self, row: dict) -> str | list[dict]:
+        """The prompt: a text, or chat messages."""
+
+    def step(self, row: dict, completion: str) -> float:
+        """The reward of an answer."""
+
+
+class SingleTurn:
+    """The Env of a row with a prompt, graded by a function."""
+
+    def __init__(self, function: RewardFunction, name: str):
+        self.function, self.name = function, name
+
+    def reset(self, row: dict) -> str | list[dict]:
+        return row["prompt"]
+
+    def step(self, row: dict, completion: str) -> float:
+        """Raises UserError if the function raises or returns anything but a finite number."""
+        shown = f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
+        try:
+            value = self.function(row["prompt"], completion, row)
+        except Exception as error:  # the user's code may raise anything; it is told with the input that did it
+            raise UserError(f"reward.function = {self.name} raised {type(error).__name__}: {error} for {shown}") from error
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise UserError(f"reward.function = {self.name} returned {value!r} for {shown}; it must return one finite number")
+        return float(value)
+
+
+def make_env(function: str) -> SingleTurn:
+    """`reward.function`: a registered name or `file.py:function`. Raises UserError for what cannot be found."""
+    if function in REWARDS:
+        return SingleTurn(REWARDS[function], function)
+    file, _, name = function.rpartition(":")
+    if not file:
+        raise UserError(f"reward.function = {function!r} is neither registered ({', '.join(REWARDS)}) nor of the form file.py:function")
+    if not Path(file).is_file():
+        raise UserError(f"reward.function = {function}: no file {file}")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # as above
+        raise UserError(f"reward.function = {function}: {file} does not import: {type(error).__name__}: {error}") from error
+    if not callable(vars(module).get(name)):
+        raise UserError(f"reward.function = {function}: {file} has no function {name}")
+    return SingleTurn(vars(module)[name], function)
+
+
+def check_rows(function: str, rows: list[dict]) -> None:
+    """Refuse rows that a registered reward cannot grade, before anything is generated. Raises UserError."""
+    for row in rows:
+        if function in ("exact", "final_answer", "math_verify") and "answer" not in row:
+            raise UserError(f"reward.function = {function} compares with the answer, and a row has none (data.answer_key): {str(row)[:120]}")
+        if function == "reasoning_gym" and "source_dataset" not in row.get("metadata", {}):
+            raise UserError(f"reward.function = reasoning_gym needs rows with metadata.source_dataset, and a row has none: {str(row)[:120]}")
+
+
+def register(name: str) -> Callable[[RewardFunction], RewardFunction]:
+    def add(function: RewardFunction) -> RewardFunction:
+        if name in REWARDS:
+            raise ValueError(f"reward {name!r} is registered twice")
+        REWARDS[name] = function
+        return function
+
+    return add
+
+
+@register("exact")
+def exact(prompt: str | list[dict], completion: str, row: dict) -> float:
+    """1 if the completion is the answer, spaces at the ends aside."""
+    return float(completion.strip() == str(row["answer"]).strip())
+
+
+@register("final_answer")
+def final_answer(prompt: str | list[dict], completion: str, row: dict) -> float:
+    """1 for the right number after `Answer:`, 0.3 if only the last number of the text is right: a small model finds the right
+    number before the form."""
+    gold = str(row["answer"]).replace(",", "").strip()
+    text = completion.replace(",", "")
+    if gold in re.findall(r"[Aa]nswer:\s*\$?(-?\d+(?:\.\d+)?)", text)[-1:]:
+        return 1.0
+    return 0.3 if gold in re.findall(r"-?\d+(?:\.\d+)?", text)[-1:] else 0.0
+
+
+@register("math_verify")
+def verified(prompt: str | list[dict], completion: str, row: dict) -> float:
+    """1 if math-verify finds the completion's final expression equal to the answer. Its own time limits use signals, which do
+    not work in threads."""
+    gold = math_verify.parse(str(row["answer"]), parsing_timeout=None)
+    return float(math_verify.verify(gold, math_verify.parse(completion, parsing_timeout=None), timeout_seconds=None))
+
+
+@register("reasoning_gym")
+def gym_score(prompt: str | list[dict], completion: str, row: dict) -> float:
+    """The score of reasoning-gym's own grader for the row's generator, 0 to 1; partly right answers earn part."""
+    return reasoning_gym.get_score_answer_fn(row["metadata"]["source_dataset"])(completion.strip(), row)

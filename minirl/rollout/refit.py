@@ -1,0 +1,263 @@
+"""Refit: the trainer's shards into the engine's parameters, in place.
+
+Record once: vLLM's own loader runs on meta tensors and only `copy_` is intercepted. A view already says which box of which
+checkpoint weight lands in which piece of which engine parameter, so no table per architecture is needed.
+Plan once: intersect those boxes with the shards of all ranks; prefer one's own shard, then the nearest replica.
+Run each step: bucket by bucket, cast to the engine's dtype before the wire, one collective, scatter.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minirl.config import RefitConfig
+from minirl.parallel.fsdp import local, local_box
+from minirl.parallel.mesh import Mesh
+from minirl.rollout.engine import RolloutEngine
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offset, size) in the coordinates of a whole checkpoint weight."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The engine wants `box` of weight `name`; dimension d of its target reads dimension axes[d] of the weight."""
+
+    name: str
+    box: Box
+    axes: tuple[int, ...]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every copy from a meta tensor and does not carry it out."""
+
+    def __init__(self, name_of: dict[int, str]):
+        super().__init__()
+        self.name_of, self.copies = name_of, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 - torch's signature
+        if func is torch.ops.aten.copy_.default and args[1].device.type == "meta":
+            target, source = args[0], args[1]
+            name = self.name_of.get(source.untyped_storage()._cdata)
+            if name is None or source.shape != target.shape:
+                raise NotImplementedError("the engine's loader computes with a weight instead of slicing it, which a refit cannot plan")
+            self.copies.append((name, source.storage_offset(), tuple(source.shape), source.stride(), target.detach()))
+            return target
+        return func(*args, **(kwargs or {}))
+
+
+def record(engine: RolloutEngine, shapes: dict[str, torch.Size]) -> list[tuple[Copy, Tensor]]:
+    """What the engine's loader does with whole weights: [(copy, view of the engine parameter it fills)]."""
+    probes = {n: torch.empty(s, device="meta") for n, s in shapes.items()}
+    recorder = _Recorder({p.untyped_storage()._cdata: n for n, p in probes.items()})
+    with recorder:
+        engine.load_weights(iter(probes.items()))
+    return [(_to_copy(name, shapes[name], *view), target) for name, *view, target in recorder.copies]
+
+
+def _to_copy(name: str, shape: torch.Size, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Copy:
+    """Read a strided view of a contiguous tensor as a box of it."""
+    full = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    start = []
+    for s in full:
+        start.append(offset // s)
+        offset %= s
+    box, axes = [1] * len(shape), []
+    free = set(range(len(shape)))
+    for n, s in zip(size, stride, strict=True):
+        axis = next((d for d in sorted(free, key=lambda d: shape[d] == 1) if full[d] == s or n == shape[d] == 1), None)
+        if axis is None:
+            raise NotImplementedError(f"{name}: the engine's loader takes a view that is not a box of the weight")
+        free.remove(axis)
+        axes.append(axis)
+        box[axis] = n
+    return Copy(name, (tuple(start), tuple(box)), tuple(axes))
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    low = tuple(map(max, a[0], b[0]))
+    high = tuple(min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True))
+    size = tuple(h - l for l, h in zip(low, high, strict=True))
+    return (low, size) if all(n > 0 for n in size) else None
+
+
+def cut(t: Tensor, box: Box, corner: tuple[int, ...]) -> Tensor:
+    """The view of `box` in a tensor whose first element is at `corner`."""
+    for d, (start, n, origin) in enumerate(zip(*box, corner, strict=True)):
+        t = t.narrow(d, start - origin, n)
+    return t
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Part of a copy that one rank's shard holds."""
+
+    copy: Copy
+    target: Tensor | None  # on the rank that wants it
+    box: Box
+
+    def numel(self) -> int:
+        return math.prod(self.box[1])
+
+    def scatter(self, source: Tensor) -> None:
+        """Write `source` (the values of the box, in the weight's axes) to where the engine wants them."""
+        axes = self.copy.axes
+        dropped = tuple(d for d in range(source.ndim) if d not in axes)  # indexed away by the loader: one expert of many
+        part = self.target
+        for d, axis in enumerate(axes):
+            part = part.narrow(d, self.box[0][axis] - self.copy.box[0][axis], self.box[1][axis])
+        part.copy_(source.permute(*axes, *dropped).reshape(part.shape))
+
+
+class Refit:
+    """Made once per policy and engine; each call moves the current weights. Building and calling are collective."""
+
+    def __init__(self, cfg: RefitConfig, shards: dict[str, Tensor], engine: RolloutEngine, mesh: Mesh, *, check: bool = False):
+        self.cfg, self.shards, self.engine, self.mesh, self.check = cfg, shards, engine, mesh, check
+        self.bytes_received, self.peak_bytes = 0, 0
+        recorded = record(engine, {n: p.shape for n, p in shards.items()})
+        self._check_coverage(recorded)
+        self.dtype = recorded[0][1].dtype
+        if any(target.dtype != self.dtype for _, target in recorded):
+            raise NotImplementedError("the engine keeps its parameters in more than one dtype")
+        self.boxes = mesh.gather({n: local_box(p) for n, p in shards.items()})
+        wants = mesh.gather([copy for copy, _ in recorded])
+        self._send, self._receive = self._plan(wants, [target for _, target in recorded])
+        self._buckets = list(self._make_buckets())
+
+    def _check_coverage(self, recorded: list[tuple[Copy, Tensor]]) -> None:
+        """Every element of every engine parameter must be written, or it would keep its random start. Raises RuntimeError."""
+        covered: dict[int, int] = defaultdict(int)
+        for _, target in recorded:
+            covered[target.untyped_storage().data_ptr()] += target.numel()
+        padding = self.engine.padding()
+        for name, parameter in self.engine.parameters().items():
+            filled = covered[parameter.untyped_storage().data_ptr()]
+            if filled != parameter.numel() - padding.get(name, 0):
+                raise RuntimeError(f"refit would fill {filled} of the {parameter.numel()} elements of the engine's {name} "
+                                   f"({padding.get(name, 0)} are padding)")
+            if padding.get(name):
+                parameter[-padding[name] // parameter.shape[1] :].zero_()
+
+    def _plan(self, wants: list[list[Copy]], targets: list[Tensor]) -> tuple[dict, dict]:
+        """Pieces by weight name and peer, in an order that both ends derive alike."""
+        send: dict[str, list[list[_Piece]]] = {n: [[] for _ in wants] for n in self.shards}
+        receive = {n: [[] for _ in wants] for n in self.shards}
+        me, world = self.mesh.rank, self.mesh.world_size
+        for to, copies in enumerate(wants):
+            for i, copy in enumerate(copies):
+                seen = set()  # a replica of a box that was found nearer is not asked again
+                for source in sorted(range(world), key=lambda r: ((r - to) % world)):
+                    box = self.boxes[source][copy.name]
+                    part = overlap(copy.box, box) if box not in seen else None
+                    seen.add(box)
+                    if part and source == me:
+                        send[copy.name][to].append(_Piece(copy, None, part))
+                    if part and to == me:
+                        receive[copy.name][source].append(_Piece(copy, targets[i], part))
+        return send, receive
+
+    def _make_buckets(self) -> Iterator[list[str]]:
+        limit = self.cfg.bucket_mb * 2**20
+        bucket, size = [], 0
+        for name, parameter in self.shards.items():
+            n = parameter.numel() * self.dtype.itemsize
+            if bucket and size + n > limit:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(name)
+            size += n
+        yield bucket
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        self.bytes_received, self.peak_bytes = 0, 0
+        run = self._all_to_all if self.cfg.transport == "all_to_all" else self._all_gather
+        for bucket in self._buckets:
+            for name in bucket:  # what is here already needs no wire
+                for piece in self._receive[name][self.mesh.rank]:
+                    piece.scatter(self._own(name, piece.box))
+            if self.mesh.world_size > 1:
+                run(bucket)
+        if self.check:
+            self._compare_with_oracle()
+
+    def _own(self, name: str, box: Box) -> Tensor:
+        return cut(local(self.shards[name]), box, self.boxes[self.mesh.rank][name][0])
+
+    def _peers(self, pieces: dict, bucket: list[str]) -> Iterator[list[_Piece]]:
+        """Pieces of a bucket by peer; none to or from oneself."""
+        for peer in range(self.mesh.world_size):
+            yield [] if peer == self.mesh.rank else list(itertools.chain.from_iterable(pieces[name][peer] for name in bucket))
+
+    def _all_to_all(self, bucket: list[str]) -> None:
+        """Each rank gets just what its engine lacks."""
+        sending, receiving = list(self._peers(self._send, bucket)), list(self._peers(self._receive, bucket))
+        num_out, num_in = ([sum(p.numel() for p in peer) for peer in side] for side in (sending, receiving))
+        out = torch.empty(sum(num_out), dtype=self.dtype, device=self.mesh.device)
+        at = 0
+        for piece in itertools.chain.from_iterable(sending):
+            out[at : at + piece.numel()].view(piece.box[1]).copy_(self._own(piece.copy.name, piece.box))  # casts to the wire's dtype
+            at += piece.numel()
+        into = torch.empty(sum(num_in), dtype=self.dtype, device=self.mesh.device)
+        dist.all_to_all_single(into, out, num_in, num_out)
+        at = 0
+        for piece in itertools.chain.from_iterable(receiving):
+            piece.scatter(into[at : at + piece.numel()].view(piece.box[1]))
+            at += piece.numel()
+        self._count(into.nbytes, out.nbytes + into.nbytes)
+
+    def _all_gather(self, bucket: list[str]) -> None:
+        """Every rank gets every shard, and takes what its engine wants from them."""
+        sizes = [[math.prod(boxes[name][1]) for name in bucket] for boxes in self.boxes]
+        longest = max(map(sum, sizes))
+        out = torch.zeros(longest, dtype=self.dtype, device=self.mesh.device)
+        at = 0
+        for name in bucket:
+            shard = local(self.shards[name])
+            out[at : at + shard.numel()].view(shard.shape).copy_(shard)
+            at += shard.numel()
+        into = torch.empty(longest * self.mesh.world_size, dtype=self.dtype, device=self.mesh.device)
+        dist.all_gather_into_tensor(into, out)
+        for source, rows in enumerate(into.view(self.mesh.world_size, longest)):
+            offsets = itertools.accumulate(sizes[source], initial=0)
+            for name, n, at in zip(bucket, sizes[source], offsets):  # noqa: B905 - offsets has one more
+                corner, shape = self.boxes[source][name]
+                for piece in self._receive[name][source] if source != self.mesh.rank else ():
+                    piece.scatter(cut(rows[at : at + n].view(shape), piece.box, corner))
+        self._count(into.nbytes - out.nbytes, into.nbytes + out.nbytes)
+
+    def _count(self, received: int, buffers: int) -> None:
+        self.bytes_received += received
+        self.peak_bytes = max(self.peak_bytes, buffers)
+
+    def _compare_with_oracle(self) -> None:
+        """Raises RuntimeError naming the engine parameters that differ from a full gather."""
+        mine = {n: p.clone() for n, p in self.engine.parameters().items()}
+        for p in self.engine.parameters().values():
+            p.fill_(torch.nan)
+        full_gather(self.shards, self.engine, self.dtype)
+        padding = self.engine.padding()
+        wrong = [n for n, p in self.engine.parameters().items()
+                 if not torch.equal(p.flatten()[: p.numel() - padding.get(n, 0)], mine[n].flatten()[: p.numel() - padding.get(n, 0)])]
+        for n, p in self.engine.parameters().items():
+            p.copy_(mine[n])
+        if wrong:
+            raise RuntimeError(f"refit differs from the full gather in {len(wrong)} engine parameters: {', '.join(wrong[:5])}")
+
+
+@torch.no_grad()
+def full_gather(shards: dict[str, Tensor], engine: RolloutEngine, dtype: torch.dtype) -> None:
+    """The obvious refit, kept as oracle: gather each weight whole on every rank and give it to the engine's own loader."""
+    def whole() -> Iterator[tuple[str, Tensor]]:
+        for name, p in shards.items():
+            yield name, (p.full_tensor() if isinstance(p, DTensor) else p).to(dtype)
+    engine.load_weights(whole())
