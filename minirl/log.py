@@ -61,7 +61,6 @@ class Log:
         if rank == 0:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and needed on one rank only
 
-            folder.mkdir(parents=True, exist_ok=True)
             self.board = SummaryWriter(folder / "tensorboard")
             self.file = (folder / "metrics.jsonl").open("a")
 

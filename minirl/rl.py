@@ -87,6 +87,7 @@ class Trainer:
             saved = checkpoint.load(found, self.policy, self.mesh)
             step, self.progress = saved["step"], Progress(**saved["progress"])
         if self.mesh.rank == 0:
+            self.output.mkdir(parents=True, exist_ok=True)
             save(self.cfg, self.output / "config.yaml")
             truncate(self.output / "metrics.jsonl", keep_before=step, keep_sft=found is not None)
         self.log = Log(self.output, rank=self.mesh.rank)
@@ -104,6 +105,7 @@ class Trainer:
         loss = losses.policy(cfg.algo, cfg.rollout.max_tokens)
         num_updates = cfg.num_steps * cfg.algo.updates_per_step
         self.log.progress("rl", cfg.num_steps, self.first_step)
+        self.progress.add(timer.take())
         for step in range(self.first_step, cfg.num_steps):
             with self.engine.awake(self.refit, self.evict):
                 if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
@@ -146,11 +148,11 @@ class Trainer:
     def warm_start(self) -> None:
         with self.engine.awake(self.refit, self.evict):
             self.evaluate(-1, "before_sft")
+        self.progress.add(self.timer.take())
         with self.timer.phase("sft"):
             num_tokens = warm_start(self.cfg, self.policy, self.inputs.train, self.inputs.stop_ids, self.mesh, self.log)
-        with self.timer.phase("export"):
             checkpoint.export(self.policy, self.output / "sft", self.mesh)
-        self.progress.add(self.timer.take(), sft=num_tokens)
+        self.progress.add({"sft": sum(self.timer.take().values())}, sft=num_tokens)  # its forward and backward are not RL's
 
     def load_reference(self) -> None:
         """The frozen copy for the KL term: the policy as RL found it."""

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from minirl.config import ScratchConfig
 
@@ -39,5 +40,6 @@ def make_model(cfg: ScratchConfig, folder: Path, *, max_len: int, seed: int) -> 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
+    disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

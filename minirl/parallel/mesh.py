@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def join_world(timeout_minutes: float = 30.0) -> Mesh:
         torch.cuda.set_device(device)
     else:
         # Keep freed memory: by default glibc returns buffers of this size to the system, and page faults cost a tenth of a step.
-        for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-            ctypes.CDLL(None).mallopt(option, 2**31 - 1)
+        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)):
+            ctypes.CDLL(None).mallopt(option, value)
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=timeout_minutes))

@@ -5,9 +5,11 @@ Versions 0.26 (torch 2.11) and 0.32 (torch 2.13) run through the calls used here
 
 import contextlib
 import gc
+import logging
 import os
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +61,9 @@ class RolloutEngine:
         self.cfg, self.mesh, self.timer = cfg, mesh, timer or Timer(mesh.device)
         os.environ.update({k: os.environ.get(k, v) for k, v in _ENVIRONMENT.items()})
         self.on_cuda = mesh.device.type == "cuda"
-        with _keep_random_state_and_threads():
+        with _keep_random_state_and_threads(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of vLLM's imports, which no setting of ours can mend
+            logging.getLogger("vllm").setLevel(logging.ERROR)
             from vllm import LLM
 
             if not self.on_cuda:
