@@ -1,6 +1,6 @@
 """The two structs that everything exchanges: `Trajectory` on the host, `Packed` on the device.
 
-A worked example. The prompt is `7 8`, the policy sampled `9 2` and 2 ends a sequence:
+A worked example. The prompt is `7 8`, the policy sampled `9 2` and 2 ends a sequence (no sibling shares the prompt):
 
     Trajectory.tokens    7    8    9    2
     Trajectory.sampled   F    F    T    T
@@ -48,9 +48,25 @@ class Trajectory:
     """For logs only; stays on the rank that sampled it."""
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """B sequences of like length as rectangles of row numbers; ends repeat the last row."""
+
+    queries: Tensor
+    """int64 [B, Lq]"""
+    keys: Tensor
+    """int64 [B, Lk]"""
+    prefix: Tensor | None
+    """int64 [B]: keys before a sequence's own first row; None if all are 0."""
+
+
 @dataclass(kw_only=True)
 class Packed:
-    """One micro-batch on the device: sequences laid end to end on one token axis of T rows, no padding."""
+    """One micro-batch on the device: sequences laid end to end on one token axis of T rows, no padding.
+
+    Answers to one prompt share its rows. The prompt but its last token is a sequence of its own, outside the loss; each answer's
+    sequence begins with the last prompt token (whose target is the answer's first) and sees the prompt's keys before its own.
+    """
 
     inputs: Tensor
     """int64 [T]"""
@@ -66,10 +82,16 @@ class Packed:
     """Rows of each of the S sequences, on the host so that no layer waits for the device."""
     cu_seqlens: Tensor
     """int32 [S+1]: running sum of `lengths`."""
-    buckets: tuple[Tensor, ...]
-    """int64 [B, L] each: row numbers of B sequences of like length, ends repeated, for kernels that want rectangles."""
+    key_lengths: tuple[int, ...]
+    """Keys that each sequence's last row sees: its own rows and those of a prompt shared with siblings."""
+    cu_key_seqlens: Tensor
+    """int32 [S+1]: running sum of `key_lengths`."""
+    key_rows: Tensor | None
+    """int64 [sum(key_lengths)]: the row of each key, sequence by sequence; None if no prompt is shared (keys are the rows)."""
+    buckets: tuple["Bucket", ...]
+    """The sequences in rectangles, for kernels that want them."""
     unbucket: Tensor
-    """int64 [T]: where each row is in the rectangles laid end to end."""
+    """int64 [T]: where each row is in the rectangles' queries laid end to end."""
     temperature: float = 1.0
     """Log-probs are of logits divided by it."""
     engine_logprobs: Tensor | None = None

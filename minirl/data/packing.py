@@ -1,24 +1,50 @@
 """Trajectories to balanced micro-batches: plan by lengths, move arrays between ranks, lay sequences end to end."""
 
 import heapq
+import itertools
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from minirl.parallel.mesh import Mesh
-from minirl.types import Packed, Trajectory, UserError
+from minirl.types import Bucket, Packed, Trajectory, UserError
 
 _HEADER = np.dtype([("group", "i8"), ("episode", "i8"), ("version", "i8"), ("reward", "f8")])
 _TOKEN = np.dtype([("token", "i4"), ("logprob", "f4"), ("advantage", "f4"), ("sampled", "?")])
 
 
+def pieces(table: np.ndarray, num_ranks: int, budget: int) -> tuple[list[list[int]], list[int]]:
+    """Cut groups into pieces that stay together and share their prompt's rows. `table` int64 [N, 3]: hash of the prompt, its
+    tokens, all tokens; in the order of groups. Returns the sequences of each piece, and its rows.
+
+    A piece is at most a quarter of a rank's share, so that ranks can be balanced, and within the budget.
+    """
+    unshared = int((table[:, 2] - 1).sum())
+    limit = max(min(budget, unshared // (4 * num_ranks)), int(table[:, 2].max(initial=1)) - 1)
+    members: list[list[int]] = []
+    rows: list[int] = []
+    shared = None
+    for i, (prompt, num_prompt, length) in enumerate(table.tolist()):
+        extra = length - num_prompt  # the branch from the last prompt token on
+        if prompt == shared and rows[-1] + extra <= limit:
+            members[-1].append(i)
+            rows[-1] += extra
+        else:
+            shared = prompt
+            members.append([i])
+            rows.append(length - 1)
+    return members, rows
+
+
 def partition(lengths: list[int], num_ranks: int, budget: int) -> list[list[list[int]]]:
-    """[micro-batch][rank] -> indices of sequences: as few micro-batches as the token budget allows, all about equally long.
+    """[micro-batch][rank] -> indices of pieces: as few micro-batches as the token budget allows, all about equally long.
 
     Longest first into the emptiest bin (Graham 1969: at most 4/3 of the optimum). Every rank gets the same number of
-    micro-batches, because FSDP's collectives are in each forward; some may be empty. Raises UserError if one sequence exceeds
-    the budget.
+    micro-batches, because FSDP's collectives are in each forward; some may be empty. Raises UserError if one exceeds the budget.
     """
     if lengths and max(lengths) > budget:
         raise UserError(f"tokens_per_rank = {budget} cannot hold a sequence of {max(lengths)} tokens; raise it")
@@ -39,13 +65,14 @@ def partition(lengths: list[int], num_ranks: int, budget: int) -> list[list[list
 def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_minibatches: int = 1) -> list[list[list[Trajectory]]]:
     """Spread the trajectories of all ranks evenly: [minibatch][micro-batch] -> the trajectories that this rank trains on.
 
-    Every rank learns all lengths (three integers each), plans the same partition, and sends each sequence straight to its place
+    Every rank learns all lengths (a few integers each), plans the same partition, and sends each sequence straight to its place
     by one all-to-all of bytes. The plan sorts by (group, episode), so who sampled what does not matter; minibatches split the
     groups evenly.
     """
-    keys = mesh.gather(np.array([(t.group, t.episode, len(t.tokens)) for t in trajectories], dtype=np.int64).reshape(-1, 3))
+    keys = mesh.gather(np.array([(t.group, t.episode, zlib.crc32(_shared_tokens(t)), _prompt_length(t), len(t.tokens)) for t in trajectories],
+                                dtype=np.int64).reshape(-1, 5))
     table = np.concatenate([np.column_stack([np.full(len(k), rank), np.arange(len(k)), k]) for rank, k in enumerate(keys)])
-    table = table[np.lexsort((table[:, 3], table[:, 2]))]  # columns: rank, index there, group, episode, length
+    table = table[np.lexsort((table[:, 3], table[:, 2]))]  # columns: rank, index there, group, episode, prompt hash, prompt tokens, tokens
     send: list[list[int]] = [[] for _ in range(mesh.world_size)]
     plan: list[list[list[tuple[int, int]]]] = []  # of this rank: [minibatch][micro-batch] -> (source rank, place in its message)
     sent = np.zeros((mesh.world_size, mesh.world_size), dtype=np.int64)  # sequences from -> to, so far
@@ -53,10 +80,11 @@ def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_miniba
     for chosen in np.array_split(np.unique(table[:, 2]), num_minibatches):
         part = table[np.isin(table[:, 2], chosen)]
         plan.append([])
-        for micro in partition([int(n) - 1 for n in part[:, 4]], mesh.world_size, budget):
+        members, rows = pieces(part[:, 4:], mesh.world_size, budget)
+        for micro in partition(rows, mesh.world_size, budget):
             plan[-1].append([])
-            for to, indices in enumerate(micro):
-                for source, index, _, _, length in part[indices].tolist():
+            for to, chosen_pieces in enumerate(micro):
+                for source, index, *_, length in part[[i for piece in chosen_pieces for i in members[piece]]].tolist():
                     if to == mesh.rank:
                         plan[-1][-1].append((source, int(sent[source, to])))
                     if source == mesh.rank:
@@ -96,46 +124,95 @@ def _from_bytes(message: bytes) -> list[Trajectory]:
     return out
 
 
+def _prompt_length(t: Trajectory) -> int:
+    return int(t.sampled.argmax()) if t.sampled.any() else len(t.tokens)
+
+
+def _shared_tokens(t: Trajectory) -> bytes:
+    """What siblings may share: the prompt but its last token."""
+    return t.tokens[: max(1, _prompt_length(t) - 1)].tobytes()
+
+
 _FILLER = Trajectory(tokens=np.zeros(2, np.int32), sampled=np.zeros(2, bool), logprobs=np.zeros(2, np.float32))
 
 
+@dataclass(frozen=True)
+class _Sequence:
+    """Rows start .. stop of a trajectory (row t: token t in, token t + 1 out), after `prefix` rows of another sequence."""
+
+    trajectory: Trajectory
+    start: int
+    stop: int
+    shared: int | None = None
+    """Number of the sequence that holds the rows before `start`."""
+
+
+def _sequences(trajectories: list[Trajectory]) -> list[_Sequence]:
+    """Prompts that siblings share, then everything with rows of its own, shortest first."""
+    groups: dict[bytes, list[Trajectory]] = {}
+    for t in trajectories:
+        groups.setdefault(_shared_tokens(t), []).append(t)
+    shared, own = [], []
+    for siblings in groups.values():
+        start = max(0, _prompt_length(siblings[0]) - 1)
+        if len(siblings) > 1 and start > 0:
+            shared.append(_Sequence(siblings[0], 0, start))
+            own += [_Sequence(t, start, len(t.tokens) - 1, len(shared) - 1) for t in siblings]
+        else:
+            own += [_Sequence(t, 0, len(t.tokens) - 1) for t in siblings]
+    return shared + sorted(own, key=lambda q: (q.shared is not None, q.stop - q.start))
+
+
 def pack(trajectories: list[Trajectory], device: torch.device, temperature: float = 1.0) -> Packed:
-    """Lay sequences end to end and shift once: a trajectory of L tokens becomes L - 1 rows.
+    """Lay sequences end to end and shift once: a trajectory of L tokens becomes L - 1 rows, of which siblings share the prompt's.
 
     Nothing to pack gives one row outside the loss, so that a rank without work still takes part in every collective.
-    Sequences are laid by length, so that those of like length lie together for attention's rectangles.
     """
-    chosen = sorted(trajectories or [_FILLER], key=lambda t: len(t.tokens))
-    lengths = np.array([len(t.tokens) - 1 for t in chosen])
+    sequences = _sequences(trajectories or [_FILLER])
+    lengths = np.array([q.stop - q.start for q in sequences])
     starts = np.concatenate([[0], lengths.cumsum()])
-    def tensor(parts: list[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device, dtype, non_blocking=True)
-    mask = np.concatenate([t.sampled[1:] for t in chosen])
-    buckets, unbucket = _rectangles(lengths, starts)
+    own_rows = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
+    keys = [rows if q.shared is None else np.concatenate([own_rows[q.shared], rows]) for q, rows in zip(sequences, own_rows, strict=True)]
+    key_lengths = np.array([len(k) for k in keys])
+    shares = bool((key_lengths != lengths).any())
+    def tensor(parts: Iterable[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(list(parts))).to(device, dtype, non_blocking=True)
+    mask = np.concatenate([q.trajectory.sampled[q.start + 1 : q.stop + 1] for q in sequences])
+    buckets, unbucket = _rectangles(own_rows, keys, device)
     return Packed(
-        inputs=tensor([t.tokens[:-1] for t in chosen], torch.int64),
-        targets=tensor([t.tokens[1:] for t in chosen], torch.int64),
-        positions=tensor([np.arange(n) for n in lengths], torch.int64),
+        inputs=tensor((q.trajectory.tokens[q.start : q.stop] for q in sequences), torch.int64),
+        targets=tensor((q.trajectory.tokens[q.start + 1 : q.stop + 1] for q in sequences), torch.int64),
+        positions=tensor((np.arange(q.start, q.stop) for q in sequences), torch.int64),
         mask=tensor([mask], torch.bool),
         rows=tensor([np.flatnonzero(mask)], torch.int64),
         lengths=tuple(lengths.tolist()),
         cu_seqlens=tensor([starts], torch.int32),
-        buckets=tuple(tensor([b.ravel()], torch.int64).view(b.shape) for b in buckets),
+        key_lengths=tuple(key_lengths.tolist()),
+        cu_key_seqlens=tensor([[0], key_lengths.cumsum()], torch.int32),
+        key_rows=tensor(keys, torch.int64) if shares else None,
+        buckets=tuple(buckets),
         unbucket=tensor([unbucket], torch.int64),
         temperature=temperature,
-        engine_logprobs=tensor([t.logprobs[1:] for t in chosen], torch.float32),
-        advantages=tensor([np.zeros(n) if t.advantages is None else t.advantages[1:] for t, n in zip(chosen, lengths, strict=True)], torch.float32),
+        engine_logprobs=tensor((q.trajectory.logprobs[q.start + 1 : q.stop + 1] for q in sequences), torch.float32),
+        advantages=tensor((np.zeros(q.stop - q.start) if q.trajectory.advantages is None else q.trajectory.advantages[q.start + 1 : q.stop + 1]
+                           for q in sequences), torch.float32),
     )
 
 
-def _rectangles(lengths: np.ndarray, starts: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-    """Cut ascending lengths where padding would exceed a fifth and 8 rows. Returns [B, L] row numbers, and each row's place."""
+def _rectangles(rows: list[np.ndarray], keys: list[np.ndarray], device: torch.device) -> tuple[list[Bucket], np.ndarray]:
+    """Cut the sequences into runs in which padding stays below a fifth or 8 rows. Returns them, and each row's place."""
     buckets, places, first, filled = [], [], 0, 0
-    for last in range(1, len(lengths) + 1):
-        if last < len(lengths) and lengths[last] <= max(1.2 * lengths[first], lengths[first] + 8):
+    def like(a: int, b: int) -> bool:
+        return b <= max(1.2 * a, a + 8) and a <= max(1.2 * b, b + 8)
+    def rectangle(parts: list[np.ndarray]) -> torch.Tensor:
+        longest = max(map(len, parts))
+        return torch.from_numpy(np.stack([np.pad(p, (0, longest - len(p)), mode="edge") for p in parts])).to(device, non_blocking=True)
+    for last in range(1, len(rows) + 1):
+        if last < len(rows) and like(len(rows[first]), len(rows[last])) and like(len(keys[first]), len(keys[last])):
             continue
-        column, longest = np.arange(lengths[last - 1]), lengths[last - 1]
-        buckets.append(starts[first:last, None] + np.minimum(column[None], lengths[first:last, None] - 1))
-        places += [filled + b * longest + np.arange(n) for b, n in enumerate(lengths[first:last])]
-        first, filled = last, filled + buckets[-1].size
+        queries = rectangle(rows[first:last])
+        prefix = np.array([len(k) - len(r) for r, k in zip(rows[first:last], keys[first:last], strict=True)])
+        buckets.append(Bucket(queries, rectangle(keys[first:last]), torch.from_numpy(prefix).to(device) if prefix.any() else None))
+        places += [filled + b * queries.shape[1] + np.arange(len(r)) for b, r in enumerate(rows[first:last])]
+        first, filled = last, filled + queries.numel()
     return buckets, np.concatenate(places)

@@ -1,0 +1,80 @@
+"""Runs a function on several gloo ranks in this test's process tree, in a fraction of a second.
+
+A forkserver imports torch, transformers and vLLM once per session; every rank is a fork of it. torchrun would pay ten seconds of
+imports each time.
+
+    def program(mesh, x): ...            # at the top level of a module; runs on every rank
+    results = ranks(2, program, x)       # [result of rank 0, result of rank 1]
+"""
+
+import io
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+PRELOAD = ["minirl.rl", "vllm", "vllm.entrypoints.llm", "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama",
+           "transformers.models.qwen2.modeling_qwen2", "transformers.models.mistral.modeling_mistral",
+           "transformers.models.smollm3.modeling_smollm3", "torch.distributed.checkpoint.state_dict"]
+
+
+class RankFailed(Exception):
+    """A rank raised; the message is its traceback, `kind` the name of the exception's class, `text` its message."""
+
+    def __init__(self, rank: int, kind: str, text: str, trace: str):
+        super().__init__(f"rank {rank}:\n{trace}")
+        self.kind, self.text = kind, text
+
+
+def _rank(rank: int, world: int, folder: str, function: Callable, args: tuple, results: Any) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    import torch.distributed as dist
+
+    from minirl.parallel.mesh import make_mesh
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+        value = function(make_mesh(torch.device("cpu")), *args)
+        buffer = io.BytesIO()  # bytes, because tensors in a queue share memory that dies with this process
+        torch.save(value, buffer)
+        results.put((rank, buffer.getvalue(), None))
+        dist.barrier()
+    except BaseException as error:  # told to the test, whatever it is
+        results.put((rank, None, (type(error).__name__, str(error), traceback.format_exc())))
+    os._exit(0)
+
+
+def ranks(world: int, function: Callable, *args: Any, timeout: float = 240) -> list:
+    """Call function(mesh, *args) on `world` ranks. Raises RankFailed with the first failure, TimeoutError if ranks hang."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [context.Process(target=_rank, args=(r, world, folder, function, args, results)) for r in range(world)]
+        for p in processes:
+            p.start()
+        try:
+            done: dict[int, Any] = {}
+            end = time.monotonic() + timeout
+            while len(done) < world:
+                if results.empty():
+                    if time.monotonic() > end or not any(p.is_alive() for p in processes):
+                        raise TimeoutError(f"{function.__name__}: only ranks {sorted(done)} of {world} answered")
+                    time.sleep(0.005)
+                    continue
+                rank, value, failure = results.get()
+                if failure:
+                    raise RankFailed(rank, *failure)
+                done[rank] = torch.load(io.BytesIO(value), weights_only=False)
+            for p in processes:
+                p.join(30)
+        finally:
+            for p in processes:
+                p.kill()
+    return [done[r] for r in range(world)]
