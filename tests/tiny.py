@@ -9,7 +9,7 @@ from transformers.utils.logging import disable_progress_bar
 from minirl.model.families import FAMILIES
 from minirl.model.scratch import make_tokenizer
 
-COMMON = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+COMMON = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
           "max_position_embeddings": 512, "initializer_range": 0.1, "bos_token_id": None}
 
 

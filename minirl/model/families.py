@@ -19,9 +19,9 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family({}),
-    "mistral": Family({"sliding_window": 12, "head_dim": 16}),
+    "mistral": Family({"sliding_window": 12, "head_dim": 32}),
     "qwen2": Family({}),
-    "qwen3": Family({"head_dim": 16}),
+    "qwen3": Family({"head_dim": 32}),
     "smollm3": Family({"no_rope_layer_interval": 2}),
 }
 

@@ -66,6 +66,11 @@ class RolloutEngine:
             logging.getLogger("vllm").setLevel(logging.ERROR)
             from vllm import LLM
 
+            # vLLM serves some families (smollm3) by transformers' own classes and decorates those for its compiler; the trainer's
+            # models are of the same classes, and would then demand a vLLM config.
+            from vllm.model_executor.models.transformers.base import Base
+
+            Base._decorate_cls_for_torch_compile = lambda self, *args, **kwargs: None
             if not self.on_cuda:
                 _patch_cpu(mesh)
             try:

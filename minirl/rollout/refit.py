@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minirl.config import RefitConfig
 from minirl.parallel.fsdp import local, local_box
-from minirl.parallel.mesh import Mesh
+from minirl.parallel.mesh import Mesh, all_gather_single
 from minirl.rollout.engine import RolloutEngine
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -226,7 +226,7 @@ class Refit:
             out[at : at + shard.numel()].view(shard.shape).copy_(shard)
             at += shard.numel()
         into = torch.empty(longest * self.mesh.world_size, dtype=self.dtype, device=self.mesh.device)
-        dist.all_gather_into_tensor(into, out)
+        all_gather_single(into, out)
         for source, rows in enumerate(into.view(self.mesh.world_size, longest)):
             offsets = itertools.accumulate(sizes[source], initial=0)
             for name, n, at in zip(bucket, sizes[source], offsets):  # noqa: B905 - offsets has one more
