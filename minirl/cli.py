@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -30,16 +31,37 @@ def run(config: type, program: Callable[[Any, Mesh], None]) -> None:
         if _first_to_tell(mesh):
             print(f"\nminirl: error: {error}", file=sys.stderr)
         _leave(BAD_INPUT)
+    except SystemExit as stop:  # tyro's, who told what is wrong with the flags on rank 0
+        if stop.code:
+            _let_rank_0_tell()
+        raise
     except Exception:  # the last handler of the program: whatever it is, this rank ends now
-        print(f"\nminirl: rank {os.environ.get('RANK', 0)} crashed\n{traceback.format_exc()}", file=sys.stderr)
+        if not _another_told(mesh):
+            print(f"\nminirl: rank {os.environ.get('RANK', 0)} crashed\n{traceback.format_exc()}", file=sys.stderr)
         _leave(CRASH)
 
 
 def _first_to_tell(mesh: Mesh | None) -> bool:
     """All ranks usually find the same mistake, and one message is enough; but only one rank may find it."""
     if mesh is None:
-        return os.environ.get("RANK", "0") == "0"
+        _let_rank_0_tell()
+        return True
     return mesh.store.add("minirl/errors", 1) == 1
+
+
+def _another_told(mesh: Mesh | None) -> bool:
+    """A rank that told what to mend has left, and this one only misses it."""
+    try:
+        return mesh is not None and mesh.store.add("minirl/errors", 0) > 0
+    except dist.DistError:  # the store is gone too
+        return False
+
+
+def _let_rank_0_tell() -> None:
+    """Before the ranks have met: torchrun ends all ranks when the first one leaves, so another would cut rank 0 short. Returns on
+    rank 0, and elsewhere if rank 0 did not find the mistake in all that time."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(30)
 
 
 def _leave(code: int) -> NoReturn:

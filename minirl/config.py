@@ -8,10 +8,12 @@ The file is read first, flags win. `check` refuses impossible settings before an
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import os
 import sys
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -132,7 +134,9 @@ class RewardConfig:
 
 @dataclass(kw_only=True)
 class AlgoConfig:
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"] = "grpo"
+    advantage: str = "grpo"
+    """A registered name (grpo, dr_grpo, rloo, reinforce_pp_baseline) or `file.py:function`, called as
+    f(rewards, groups, sums); see algo/advantages.py."""
     clip_low: float = 0.2
     """Ratio is clipped below 1 - clip_low ..."""
     clip_high: float = 0.2
@@ -228,7 +232,8 @@ class EvaluateConfig:
     """File for the figures as JSON; empty: only printed."""
     seed: int = 0
     timeout_minutes: float = 30.0
-    engine: EngineConfig = field(default_factory=lambda: EngineConfig(dtype="bfloat16"))
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """`dtype` auto is bfloat16 here."""
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -312,6 +317,8 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if origin in (list, tuple):
         if not isinstance(value, list):
             raise UserError(f"{name} = {value!r} must be a list")
+        if origin is tuple and len(value) != len(args):
+            raise UserError(f"{name} = {value!r} must have {len(args)} values")
         return origin(_convert(args[0], v, name) for v in value)
     try:
         if hint is float and not isinstance(value, bool):
@@ -321,6 +328,29 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise UserError(f"{name} = {value!r} must be of type {hint.__name__}")
     return value
+
+
+def find_function(setting: str, value: str, registered: dict[str, Callable]) -> Callable:
+    """What a setting names: a registered function, or `file.py:function` of the user's. Raises UserError for what is not there."""
+    if value in registered:
+        return registered[value]
+    file, _, name = value.rpartition(":")
+    if not file:
+        raise UserError(f"{setting} = {value!r} is neither registered ({', '.join(registered)}) nor of the form file.py:function")
+    if not Path(file).is_file():
+        raise UserError(f"{setting} = {value}: no file {file}")
+    if not file.endswith(".py"):
+        raise UserError(f"{setting} = {value}: {file} is not a Python file (.py)")
+    spec = importlib.util.spec_from_file_location(f"minirl_user_{Path(file).stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(f"{setting} = {value}: {file} does not import: {type(error).__name__}: {error}") from error
+    if not callable(vars(module).get(name)):
+        raise UserError(f"{setting} = {value}: {file} has no function {name}")
+    return vars(module)[name]
 
 
 # ---------------------------------------------------------------------------------------------------- checks
@@ -338,7 +368,10 @@ def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
                         ("data.max_prompt_tokens", cfg.data.max_prompt_tokens), ("eval.samples", cfg.eval.samples),
                         ("engine.tensor_parallel_size", e.tensor_parallel_size), ("reward.threads", cfg.reward.threads)):
         _require(value >= 1, f"{name} = {value} must be at least 1")
-    _require(r.temperature > 0, f"rollout.temperature = {r.temperature} must be above 0: the policy's log-probs are taken at it")
+    _require(cfg.seed >= 0, f"seed = {cfg.seed} must be 0 or more")
+    _require(cfg.timeout_minutes > 0, f"timeout_minutes = {cfg.timeout_minutes} must be above 0")
+    _require(0 < e.gpu_memory_utilization <= 1, f"engine.gpu_memory_utilization = {e.gpu_memory_utilization} is a share: above 0, at most 1")
+    _require(0 < r.temperature < float("inf"), f"rollout.temperature = {r.temperature} must be above 0: the policy's log-probs are taken at it")
     _require(cfg.eval.temperature >= 0, f"eval.temperature = {cfg.eval.temperature} must be 0 (greedy) or above")
     longest = cfg.data.max_prompt_tokens + r.max_tokens
     e.max_model_len = e.max_model_len or longest
@@ -364,7 +397,14 @@ def check_rl(cfg: RLConfig, world_size: int) -> None:
     _require(a.dual_clip == 0 or a.dual_clip > 1, f"algo.dual_clip = {a.dual_clip} must be 0 (off) or above 1")
     _require(0 <= a.clip_low < 1 and a.clip_high >= 0, f"algo.clip_low = {a.clip_low} must be in [0, 1), clip_high = {a.clip_high} at least 0")
     for name, value in (("algo.tis_cap", a.tis_cap), ("algo.kl_coef", a.kl_coef), ("policy.lr", p.lr), ("policy.max_grad_norm", p.max_grad_norm),
-                        ("eval.every", cfg.eval.every), ("checkpoint.every", cfg.checkpoint.every), ("sft.num_steps", cfg.sft.num_steps)):
+                        ("eval.every", cfg.eval.every), ("checkpoint.every", cfg.checkpoint.every), ("sft.num_steps", cfg.sft.num_steps),
+                        ("sft.lr", cfg.sft.lr), ("policy.weight_decay", p.weight_decay), ("policy.lr_warmup_steps", p.lr_warmup_steps),
+                        ("policy.lr_min_ratio", p.lr_min_ratio), ("engine.kv_cache_gb", cfg.engine.kv_cache_gb)):
         _require(value >= 0, f"{name} = {value} must be 0 or more")
-    _require(cfg.checkpoint.keep >= 1, f"checkpoint.keep = {cfg.checkpoint.keep} must be at least 1")
+    shape = [(f"policy.scratch.{name}", value) for name, value in vars(p.scratch).items() if name != "phrases"]
+    _require(all(0 <= b < 1 for b in p.betas), f"policy.betas = {p.betas} must be in [0, 1)")
+    _require(0 <= cfg.sft.wrong_character <= 1, f"sft.wrong_character = {cfg.sft.wrong_character} is a share: 0 to 1")
+    for name, value in (("checkpoint.keep", cfg.checkpoint.keep), ("sft.batch_size", cfg.sft.batch_size), *shape):
+        _require(value >= 1, f"{name} = {value} must be at least 1")
     _require(bool(cfg.data.train), "data.train is empty: give a JSONL file or reasoning_gym:NAME")
+    _require(bool(cfg.data.eval) or cfg.data.held_out >= 1, f"data.held_out = {cfg.data.held_out} must be at least 1 where data.eval names no file")

@@ -75,7 +75,8 @@ class Policy:
             with self.timer.phase("forward"):
                 logprobs, entropy = self.model(batch, loss.entropy_gradient)
                 token_loss, metrics = loss.token_loss(batch, logprobs, entropy)
-                value = (token_loss * normalize.weights(batch, loss.aggregation, loss.fixed_length)).sum() / denominator
+                weights = normalize.weights(batch, loss.aggregation, loss.fixed_length).to(token_loss.dtype)
+                value = (token_loss * weights).sum() / denominator
             with self.timer.phase("backward"):
                 value.backward()
             _add(sums, batch, value.detach(), metrics)

@@ -41,6 +41,7 @@ class Inputs:
     train: Prompts
     held_out: Prompts
     env: SingleTurn
+    estimator: advantages.Estimator
     stop_ids: list[int]
 
 
@@ -115,7 +116,7 @@ class Trainer:
                 with timer.phase("idle"):
                     mesh.barrier()
             with timer.phase("prepare"):
-                advantages.assign(trajectories, cfg.algo.advantage, mesh.sums)
+                advantages.assign(trajectories, self.inputs.estimator, mesh.sums)
                 minibatches = [[pack(micro, mesh.device, cfg.rollout.temperature) for micro in minibatch]
                                for minibatch in exchange(trajectories, mesh, cfg.tokens_per_rank, cfg.algo.updates_per_step)]
             with timer.phase("annotate"):
@@ -207,7 +208,7 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
     check_rl(cfg, mesh.world_size)
     output = Path(cfg.output)
     in_the_way = [p.name for p in output.iterdir() if p.name != "scratch"] if output.is_dir() else [output.name] * output.exists()
-    if in_the_way and not cfg.resume:
+    if in_the_way and not (cfg.resume and output.is_dir()):
         raise UserError(f"output = {output} holds {in_the_way[0]} of another run; choose another folder with --output, or go on with it by --resume")
     rows = load_rows(cfg.data.train, "data.train", cfg.data)
     if cfg.data.eval:
@@ -215,23 +216,28 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
     else:
         rows, held_out = split(rows, cfg.data.held_out, cfg.seed)
     env = make_env(cfg.reward.function)
+    estimator = advantages.find(cfg.algo.advantage)
     check_rows(cfg.reward.function, [*rows, *held_out])
-    if cfg.sft.num_steps and any("answer" not in row for row in rows):
+    if cfg.sft.num_steps and any(row.get("answer") is None for row in rows):
         raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
-    mesh.barrier()  # nobody looks at the output folder any more
     if cfg.policy.model == "scratch":
-        if mesh.rank == 0:
-            scratch.make_model(cfg.policy.scratch, output / "scratch", max_len=cfg.engine.max_model_len, seed=cfg.seed)
-        mesh.barrier()
-    folder = output / "scratch" if cfg.policy.model == "scratch" else build.resolve(cfg.policy.model, "policy.model")
-    families.check(build.read_config(folder), f"policy.model = {folder}", cfg.engine.tensor_parallel_size)
-    tokenizer = chat.load_tokenizer(folder)
+        folder, tokenizer = output / "scratch", scratch.make_tokenizer(cfg.policy.scratch.phrases)
+        families.check(scratch.make_config(cfg.policy.scratch, tokenizer, cfg.engine.max_model_len), "policy.model = scratch", cfg.engine.tensor_parallel_size)
+    else:
+        folder = build.resolve(cfg.policy.model, "policy.model")
+        families.check(build.read_config(folder), f"policy.model = {folder}", cfg.engine.tensor_parallel_size)
+        tokenizer = chat.load_tokenizer(folder)
     part = slice(mesh.rank, None, mesh.world_size)
     train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
     train.check_lengths("data.train", part)
     held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
     held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", part)
-    return Inputs(folder=folder, train=train, held_out=held_out, env=env, stop_ids=chat.stop_token_ids(tokenizer, folder))
+    mesh.barrier()  # nobody looks at the output folder any more, and nobody found a mistake
+    if cfg.policy.model == "scratch":
+        if mesh.rank == 0:
+            scratch.make_model(cfg.policy.scratch, folder, max_len=cfg.engine.max_model_len, seed=cfg.seed)
+        mesh.barrier()
+    return Inputs(folder=folder, train=train, held_out=held_out, env=env, estimator=estimator, stop_ids=chat.stop_token_ids(tokenizer, folder))
 
 
 def _num_equal_groups(trajectories: list[Trajectory]) -> int:

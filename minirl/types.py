@@ -73,7 +73,7 @@ class Packed:
     targets: Tensor
     """int64 [T]: the next token of the same sequence."""
     positions: Tensor
-    """int64 [T]: from 0 in every sequence."""
+    """int64 [T]: of the input token in its trajectory."""
     mask: Tensor
     """bool [T]: the target is in the loss."""
     rows: Tensor

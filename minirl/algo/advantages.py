@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from minirl.config import find_function
 from minirl.types import Trajectory
 
 Sums = Callable[[Tensor], Tensor]
@@ -77,9 +78,14 @@ def reinforce_pp_baseline(rewards: Tensor, groups: Tensor, sums: Sums) -> Tensor
     return centered / ((squares / count).sqrt() + 1e-8)
 
 
-def assign(trajectories: list[Trajectory], name: str, sums: Sums) -> None:
+def find(name: str) -> Estimator:
+    """The estimator that `algo.advantage` names. Raises UserError if there is none."""
+    return find_function("algo.advantage", name, ESTIMATORS)
+
+
+def assign(trajectories: list[Trajectory], estimator: Estimator, sums: Sums) -> None:
     """Set `advantages` of every trajectory: the estimate at sampled tokens, 0 elsewhere. Collective if the estimator is."""
     rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
     _, groups = torch.tensor([t.group for t in trajectories], dtype=torch.int64).unique(return_inverse=True)
-    for trajectory, value in zip(trajectories, ESTIMATORS[name](rewards, groups, sums).tolist(), strict=True):
+    for trajectory, value in zip(trajectories, estimator(rewards, groups, sums).tolist(), strict=True):
         trajectory.advantages = trajectory.sampled.astype("float32") * value

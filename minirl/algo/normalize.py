@@ -19,12 +19,12 @@ def sequence_sums(values: Tensor, batch: Packed) -> Tensor:
 
 
 def weights(batch: Packed, aggregation: str, fixed_length: int = 1) -> Tensor:
-    """float32 [T]: what one token's loss counts.
+    """float64 [T]: what one token's loss counts.
 
     token: 1 (DAPO, arXiv 2503.14476, eq. 8). sequence: 1 / tokens of its sequence (GRPO, arXiv 2402.03300, eq. 3).
     fixed: 1 / fixed_length (Dr.GRPO, arXiv 2503.20783).
     """
-    mask = batch.mask.float()
+    mask = batch.mask.double()
     if aggregation == "token":
         return mask
     if aggregation == "fixed":

@@ -24,18 +24,24 @@ def load_rows(source: str, setting: str, cfg: DataConfig) -> list[dict]:
     Every row has "prompt" and, where the source has one, "answer", whatever the columns were called. Raises UserError.
     """
     rows = _gym_rows(source, setting) if source.startswith(GYM) else _jsonl_rows(source, setting, cfg)
-    distinct = {json.dumps(row["prompt"]): row for row in reversed(rows)}
+    distinct: dict[str, dict] = {}
+    for row in rows:
+        distinct.setdefault(json.dumps(row["prompt"]), row)
     if not distinct:
         raise UserError(f"{setting} = {source}: no rows")
-    return list(reversed(distinct.values()))
+    return list(distinct.values())
 
 
 def _jsonl_rows(source: str, setting: str, cfg: DataConfig) -> list[dict]:
     path = Path(source)
     if not path.is_file():
         raise UserError(f"{setting} = {source!r}: no such file; give a JSONL file or {GYM}NAME")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() also cuts at line separators inside strings
+    except UnicodeDecodeError as error:
+        raise UserError(f"{setting} = {source}: not UTF-8 text ({error}); give a JSONL file") from error
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
@@ -63,11 +69,19 @@ def _gym_rows(source: str, setting: str) -> list[dict]:
         close = difflib.get_close_matches(name, DATASETS, n=1)
         raise UserError(f"{setting} = {source}: reasoning-gym has no {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
     try:
-        options = {key: json.loads(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
+        options = {key: _option(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
         entries = list(reasoning_gym.create_dataset(name, **{"size": 1000, "seed": 1, **options}))
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError(f"{setting} = {source}: {error}") from error
     return [{**entry, "prompt": entry["question"]} for entry in entries]
+
+
+def _option(value: str) -> object:
+    """A number, a list, true or false; anything else is a text, and the generator says if it wants none."""
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
 
 
 def split(rows: list[dict], held_out: int, seed: int) -> tuple[list[dict], list[dict]]:

@@ -69,7 +69,7 @@ def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_miniba
     by one all-to-all of bytes. The plan sorts by (group, episode), so who sampled what does not matter; minibatches split the
     groups evenly.
     """
-    keys = mesh.gather(np.array([(t.group, t.episode, zlib.crc32(_shared_tokens(t)), _prompt_length(t), len(t.tokens)) for t in trajectories],
+    keys = mesh.gather(np.array([(t.group, t.episode, zlib.crc32(_shared(t)), _prompt_length(t), len(t.tokens)) for t in trajectories],
                                 dtype=np.int64).reshape(-1, 5))
     table = np.concatenate([np.column_stack([np.full(len(k), rank), np.arange(len(k)), k]) for rank, k in enumerate(keys)])
     table = table[np.lexsort((table[:, 3], table[:, 2]))]  # columns: rank, index there, group, episode, prompt hash, prompt tokens, tokens
@@ -125,12 +125,13 @@ def _from_bytes(message: bytes) -> list[Trajectory]:
 
 
 def _prompt_length(t: Trajectory) -> int:
-    return int(t.sampled.argmax()) if t.sampled.any() else len(t.tokens)
+    """Tokens before the first sampled one; 1 if none is, so that nothing is shared."""
+    return int(t.sampled.argmax()) if t.sampled.any() else 1
 
 
-def _shared_tokens(t: Trajectory) -> bytes:
-    """What siblings may share: the prompt but its last token."""
-    return t.tokens[: max(1, _prompt_length(t) - 1)].tobytes()
+def _shared(t: Trajectory) -> bytes:
+    """Equal where siblings may share rows: those of the prompt but its last token."""
+    return t.tokens[: max(0, _prompt_length(t) - 1)].tobytes()
 
 
 _FILLER = Trajectory(tokens=np.zeros(2, np.int32), sampled=np.zeros(2, bool), logprobs=np.zeros(2, np.float32))
@@ -148,10 +149,10 @@ class _Sequence:
 
 
 def _sequences(trajectories: list[Trajectory]) -> list[_Sequence]:
-    """Prompts that siblings share, then everything with rows of its own, shortest first."""
+    """Prompts that siblings share, then everything with rows of its own, both by length, which makes full rectangles."""
     groups: dict[bytes, list[Trajectory]] = {}
-    for t in trajectories:
-        groups.setdefault(_shared_tokens(t), []).append(t)
+    for t in sorted(trajectories, key=_prompt_length):
+        groups.setdefault(_shared(t), []).append(t)
     shared, own = [], []
     for siblings in groups.values():
         start = max(0, _prompt_length(siblings[0]) - 1)

@@ -24,7 +24,7 @@ def resolve(model: str, setting: str) -> Path:
         folder = Path(model)
     else:
         try:
-            folder = Path(snapshot_download(model, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"]))
+            folder = Path(snapshot_download(model, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*", "consolidated*"]))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
             raise UserError(f"{setting} = {model!r} is neither a folder nor a hub id that can be had: {error}") from error
     for needed, pattern in (("config.json", "config.json"), ("weights", "*.safetensors"), ("tokenizer", "tokenizer*")):
@@ -37,7 +37,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     """Raises UserError for a model type that this version of transformers does not know."""
     try:
         return AutoConfig.from_pretrained(folder)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise UserError(f"{folder}/config.json: {error}") from error
 
 
@@ -45,8 +45,11 @@ class Weights:
     """Lazy reader of a checkpoint's safetensors files; reads only the bytes of the slices asked for."""
 
     def __init__(self, folder: Path):
-        index = folder / "model.safetensors.index.json"
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [p.name for p in sorted(folder.glob("*.safetensors"))]
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            names = [single.name] if single.exists() else sorted(p.name for p in folder.glob("*.safetensors"))
         self.bytes_read = 0
         self._file_of: dict[str, safe_open] = {}
         for name in names:
@@ -74,7 +77,8 @@ def load(model: nn.Module, folder: Path, device: torch.device) -> int:
     weights = Weights(folder)
     params = dict(model.named_parameters())  # a tied head appears once, under the embedding's name
     wrong = [n for n, p in params.items() if n not in weights.names() or weights.shape(n) != list(p.shape)]
-    extra = weights.names() - params.keys() - {"lm_head.weight"}
+    derived = {n for n in weights.names() if n.endswith("rotary_emb.inv_freq")}  # some old files keep these buffers
+    extra = weights.names() - params.keys() - {"lm_head.weight"} - derived
     if wrong or extra:
         raise UserError(f"policy.model = {folder}: the weights do not fit its config.json; missing or of another shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}")
     model.to_empty(device=device)

@@ -1,7 +1,7 @@
 """The allow-list: model families whose packed forward was shown to equal their plain one. Anything else is refused by name,
 because a family that reads its arguments differently (linear attention, attention sinks) would train on silently wrong numbers.
 
-To add one: a row here; `tests/test_families.py` runs it packed against unpacked, and through the engine.
+To add one: a row here; `tests/test_model.py` runs it packed against unpacked, `tests/test_rollout.py` through the engine.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,8 @@ def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1) -> Non
     if "quantization_config" in config.to_dict():
         raise UserError(f"{where} is quantised; train the unquantised checkpoint")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise UserError(f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
     # vLLM gives each rank whole heads; key-value heads are split or, when there are fewer than ranks, replicated.
     kv_ok = kv_heads % tensor_parallel == 0 or tensor_parallel % kv_heads == 0
     if heads % tensor_parallel or not kv_ok:

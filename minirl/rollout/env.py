@@ -9,17 +9,17 @@ A reward is any function `(prompt, completion, row) -> float`, in any file:
     --reward.function my_reward.py:brevity
 """
 
-import importlib.util
 import math
 import numbers
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 import math_verify
+import numpy as np
 import reasoning_gym
 
+from minirl.config import find_function
 from minirl.types import UserError
 
 RewardFunction = Callable[[str | list[dict], str, dict], float]
@@ -50,39 +50,25 @@ class SingleTurn:
         shown = f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
         try:
             value = self.function(row["prompt"], completion, row)
+            valid = isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
         except Exception as error:  # the user's code may raise anything; it is told with the input that did it
             raise UserError(f"reward.function = {self.name} raised {type(error).__name__}: {error} for {shown}") from error
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        if not valid:
             raise UserError(f"reward.function = {self.name} returned {value!r} for {shown}; it must return one finite number")
         return float(value)
 
 
 def make_env(function: str) -> SingleTurn:
     """`reward.function`: a registered name or `file.py:function`. Raises UserError for what cannot be found."""
-    if function in REWARDS:
-        return SingleTurn(REWARDS[function], function)
-    file, _, name = function.rpartition(":")
-    if not file:
-        raise UserError(f"reward.function = {function!r} is neither registered ({', '.join(REWARDS)}) nor of the form file.py:function")
-    if not Path(file).is_file():
-        raise UserError(f"reward.function = {function}: no file {file}")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # as above
-        raise UserError(f"reward.function = {function}: {file} does not import: {type(error).__name__}: {error}") from error
-    if not callable(vars(module).get(name)):
-        raise UserError(f"reward.function = {function}: {file} has no function {name}")
-    return SingleTurn(vars(module)[name], function)
+    return SingleTurn(find_function("reward.function", function, REWARDS), function)
 
 
 def check_rows(function: str, rows: list[dict]) -> None:
     """Refuse rows that a registered reward cannot grade, before anything is generated. Raises UserError."""
     for row in rows:
-        if function in ("exact", "final_answer", "math_verify") and "answer" not in row:
+        if function in ("exact", "final_answer", "math_verify") and row.get("answer") is None:
             raise UserError(f"reward.function = {function} compares with the answer, and a row has none (data.answer_key): {str(row)[:120]}")
-        if function == "reasoning_gym" and "source_dataset" not in row.get("metadata", {}):
+        if function == "reasoning_gym" and "source_dataset" not in (row.get("metadata") or {}):
             raise UserError(f"reward.function = reasoning_gym needs rows with metadata.source_dataset, and a row has none: {str(row)[:120]}")
 
 
@@ -117,7 +103,10 @@ def final_answer(prompt: str | list[dict], completion: str, row: dict) -> float:
 def verified(prompt: str | list[dict], completion: str, row: dict) -> float:
     """1 if math-verify finds the completion's final expression equal to the answer. Its own time limits use signals, which do
     not work in threads."""
-    gold = math_verify.parse(str(row["answer"]), parsing_timeout=None)
+    answer = str(row["answer"])
+    if "$" not in answer and "\\boxed" not in answer:
+        answer = f"${answer}$"  # bare LaTeX, as in MATH, would be read as a text with some number in it
+    gold = math_verify.parse(answer, parsing_timeout=None)
     return float(math_verify.verify(gold, math_verify.parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 

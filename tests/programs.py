@@ -1,0 +1,97 @@
+"""Runs minirl's programs the way their users do: under torchrun, alone, or as forks of a process that has imported everything.
+
+A fork costs a tenth of a second where torchrun pays ten of imports, and goes through the same `__main__` and the same exit.
+"""
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from harness import PRELOAD
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = ROOT / "configs" / "quickstart_rl.yaml"
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+
+    def errors(self) -> list[str]:
+        """The messages for the user."""
+        return [line for line in self.err.splitlines() if line.startswith("minirl: error:")]
+
+
+class Running:
+    """A program under way. Its streams go to files, so that no full pipe stops it."""
+
+    def __init__(self, command: list[str], log: Path, env: dict[str, str] | None = None):
+        log.mkdir(parents=True, exist_ok=True)
+        self.out, self.err = log / "out.txt", log / "err.txt"
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, env={**os.environ, **(env or {})})
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes that torchrun started, in the order of their ranks; empty before it did."""
+        return sorted(psutil.Process(self.process.pid).children(), key=lambda p: int(p.environ().get("RANK", -1)))
+
+    def wait_for(self, happened: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not happened():
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.end(0)
+                raise AssertionError(f"it did not come to that:\n{self.out.read_text()}\n{self.err.read_text()}")
+            time.sleep(0.02)
+
+    def end(self, seconds: float) -> Ended:
+        """Wait; what runs longer is killed with all its children."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            for p in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+                p.kill()
+            self.process.wait()
+        return Ended(self.process.returncode, self.out.read_text(), self.err.read_text())
+
+
+def torchrun(module: str, flags: list[object], log: Path, env: dict[str, str] | None = None) -> Running:
+    """Two ranks."""
+    launcher = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2", "-m", module]
+    return Running([str(x) for x in [*launcher, *flags]], log, env)
+
+
+def alone(module: str, flags: list[object], log: Path) -> Running:
+    return Running([str(x) for x in [sys.executable, "-m", module, *flags]], log)
+
+
+def fork(module: str, flags: list[object], log: Path, seconds: float = 120) -> Ended:
+    """`python -m module flags`, one rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    log.mkdir(parents=True, exist_ok=True)
+    process = context.Process(target=_main, args=(module, [str(f) for f in flags], str(log)))
+    process.start()
+    process.join(seconds)
+    process.kill()
+    process.join()
+    return Ended(process.exitcode, (log / "out.txt").read_text(), (log / "err.txt").read_text())
+
+
+def _main(module: str, flags: list[str], log: str) -> None:
+    os.chdir(ROOT)
+    for stream, name in ((1, "out.txt"), (2, "err.txt")):
+        os.dup2(os.open(f"{log}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    sys.argv = [module, *flags]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the module was imported before, under its own name
+        runpy.run_module(module, run_name="__main__")

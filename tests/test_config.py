@@ -1,0 +1,227 @@
+"""File and flags make one config; what is wrong in either is told by its name; settings that cannot work are refused before anything runs."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from minirl.config import EvaluateConfig, RLConfig, check_rl, check_rollout, load, parse, save
+from minirl.types import UserError
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+PROGRAMS = {"rl": RLConfig, "evaluate": EvaluateConfig}
+
+
+def written(tmp_path, text):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+# ---------------------------------------------------------------------------------------------------- file and flags
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    file = written(tmp_path, "num_steps: 7\nseed: 3\npolicy:\n  lr: 1e-4\n  betas: [0.8, 0.9]\ndata:\n  train: a.jsonl\n")
+    cfg = parse(RLConfig, ["--seed", "5", "--config", file, "--policy.lr", "3e-5", "--policy.scratch.phrases", "a b", "c"])
+    assert (cfg.seed, cfg.policy.lr, cfg.policy.scratch.phrases) == (5, 3e-5, ["a b", "c"])
+    assert (cfg.num_steps, cfg.policy.betas, cfg.data.train) == (7, (0.8, 0.9), "a.jsonl")
+    assert (cfg.policy.weight_decay, cfg.rollout) == (0.0, RLConfig().rollout)
+    assert parse(RLConfig, [f"--config={file}"]).seed == 3
+    assert parse(RLConfig, []) == RLConfig()
+
+
+def test_numbers_in_yaml_s_own_spellings(tmp_path):
+    """YAML 1.1 reads 1e-4 as a text and 1 as an integer."""
+    assert yaml.safe_load("1e-4") == "1e-4"
+    policy = load(RLConfig, written(tmp_path, "policy: {lr: 1e-4, weight_decay: 1, max_grad_norm: 1.0e-2}")).policy
+    assert (policy.lr, policy.weight_decay, policy.max_grad_norm) == (1e-4, 1.0, 1e-2)
+    assert {type(policy.lr), type(policy.weight_decay)} == {float}
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("num_step: 3", r"unknown setting num_step; did you mean num_steps\?"),
+    ("rollout: {max_token: 3}", r"unknown setting rollout.max_token; did you mean rollout.max_tokens\?"),
+    ("policy: {scratch: {layers: 2}}", r"unknown setting policy.scratch.layers; did you mean policy.scratch.num_layers\?"),
+    ("checkpoint: {zzz: 2}", r"unknown setting checkpoint.zzz; known here: every, keep"),
+    ("1: 2", r"unknown setting 1;"),
+    ("num_steps: many", r"num_steps = 'many' must be of type int"),
+    ("num_steps: 3.0", r"num_steps = 3.0 must be of type int"),
+    ("num_steps: true", r"num_steps = True must be of type int"),
+    ("policy: {lr: fast}", r"policy.lr = 'fast' must be of type float"),
+    ("policy: {lr: true}", r"policy.lr = True must be of type float"),
+    ("policy: {lr: [1]}", r"policy.lr = \[1\] must be of type float"),
+    ("policy: {lr: }", r"policy.lr = None must be of type float"),
+    ("policy: {model: 3}", r"policy.model = 3 must be of type str"),
+    ("resume: 1", r"resume = 1 must be of type bool"),
+    ("policy: {betas: 0.9}", r"policy.betas = 0.9 must be a list"),
+    ("policy: {betas: [0.9]}", r"policy.betas = \[0.9\] must have 2 values"),
+    ("policy: {betas: [0.9, x]}", r"policy.betas = 'x' must be of type float"),
+    ("policy: {scratch: {phrases: [1]}}", r"policy.scratch.phrases = 1 must be of type str"),
+    ("policy: {dtype: float16}", r"policy.dtype = 'float16' is not one of float32, bfloat16, float64"),
+    ("engine: {sleep_level: true}", r"engine.sleep_level = True is not one of 0, 1, 2"),
+    ("policy: 3", r"policy must be a mapping of settings, not 3"),
+    ("policy:", r"policy must be a mapping of settings, not None"),
+    ("- policy", r"the file must be a mapping of settings"),
+    ("policy: {lr: 1", r"not valid YAML"),
+])
+def test_a_bad_file_is_refused_with_file_and_setting(tmp_path, text, message):
+    with pytest.raises(UserError, match=rf"c\.yaml: {message}"):
+        parse(RLConfig, ["--config", written(tmp_path, text)])
+
+
+@pytest.mark.parametrize("argv", [["--config", "none.yaml"], ["--config=none.yaml"], ["--config"]])
+def test_a_missing_file_is_refused(argv):
+    with pytest.raises(UserError, match=r"--config '(none\.yaml)?': no such file"):
+        parse(RLConfig, argv)
+
+
+def test_an_empty_file_is_the_defaults(tmp_path):
+    assert load(RLConfig, written(tmp_path, "# nothing\n")) == RLConfig()
+
+
+@pytest.mark.parametrize("argv", [["--num-stepz", "3"], ["--num-steps", "many"], ["--policy.dtype", "float16"], ["--policy.betas", "0.9"]])
+def test_a_bad_flag_exits_with_2_and_says_so(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(RLConfig, argv)
+    assert stop.value.code == 2
+    told = "".join(capsys.readouterr())
+    assert argv[0] in told
+
+
+def test_one_rank_alone_tells_of_a_bad_flag(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as stop:
+        parse(RLConfig, ["--num-stepz", "3"])
+    assert stop.value.code == 2
+    assert "".join(capsys.readouterr()) == ""
+
+
+@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig])
+def test_a_saved_config_loads_back_equal(tmp_path, cls):
+    cfg = cls(seed=4)
+    cfg.data.train, cfg.data.system_prompt, cfg.rollout.temperature, cfg.engine.dtype = "a: b.jsonl", "line\n  two: # é\u2028", 1e-7, "float32"
+    if cls is RLConfig:
+        cfg.policy.betas, cfg.policy.scratch.phrases, cfg.policy.lr, cfg.policy.model = (0.5, 1e-3), ["", " x: ", "yes"], 1e22, "1e-4"
+    save(cfg, tmp_path / "config.yaml")
+    again = load(cls, str(tmp_path / "config.yaml"))
+    assert again == cfg
+    assert parse(cls, ["--config", str(tmp_path / "config.yaml")]) == cfg
+
+
+def leaves(cfg, prefix=""):
+    for f in dataclasses.fields(cfg):
+        value = getattr(cfg, f.name)
+        yield from leaves(value, f"{prefix}{f.name}.") if dataclasses.is_dataclass(value) else [(prefix + f.name, value)]
+
+
+@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig])
+def test_a_file_with_any_one_setting_at_its_default_changes_nothing(tmp_path, cls):
+    """Every setting can be written in a file, and none disturbs another."""
+    for name, value in leaves(cls()):
+        nested = list(value) if isinstance(value, tuple) else value
+        for part in reversed(name.split(".")):
+            nested = {part: nested}
+        assert load(cls, written(tmp_path, yaml.safe_dump(nested))) == cls(), name
+
+
+# ---------------------------------------------------------------------------------------------------- the recipes
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
+def test_every_recipe_loads_and_can_work_on_two_ranks(path):
+    """Its own head says with which program it runs."""
+    commands = re.findall(rf"-m minirl\.(\w+) --config configs/{re.escape(path.name)}\b", path.read_text())
+    assert commands, "the recipe does not say how to run it"
+    cfg = load(PROGRAMS[commands[0]], str(path))
+    check_rl(cfg, world_size=2) if isinstance(cfg, RLConfig) else check_rollout(cfg)
+    assert cfg.output != PROGRAMS[commands[0]]().output  # two recipes would otherwise write to one folder
+
+
+# ---------------------------------------------------------------------------------------------------- impossible settings
+
+
+def changed(cls, **settings):
+    cfg = cls()
+    cfg.data.train = cfg.data.eval = "rows.jsonl"
+    for name, value in settings.items():
+        *path, last = name.split("__")
+        target = cfg
+        for part in path:
+            target = getattr(target, part)
+        assert hasattr(target, last)
+        setattr(target, last, value)
+    return cfg
+
+
+def test_the_defaults_can_work_and_the_engine_s_length_is_filled_in():
+    cfg = changed(RLConfig, data__max_prompt_tokens=100, rollout__max_tokens=28)
+    check_rl(cfg, world_size=2)
+    assert cfg.engine.max_model_len == 128
+    check_rl(cfg, world_size=2)  # and twice is as good as once
+
+
+IMPOSSIBLE = [
+    ({"num_steps": -1}, "num_steps = -1 must be 0 or more"),
+    ({"seed": -1}, "seed = -1 must be 0 or more"),
+    ({"data__train": ""}, "data.train is empty"),
+    ({"data__eval": "", "data__held_out": 0}, "data.held_out = 0 must be at least 1"),
+    ({"data__eval": "", "data__held_out": -3}, "data.held_out = -3 must be at least 1"),
+    ({"data__max_prompt_tokens": 0}, "data.max_prompt_tokens = 0 must be at least 1"),
+    ({"rollout__max_tokens": 0}, "rollout.max_tokens = 0 must be at least 1"),
+    ({"rollout__prompts_per_step": 0}, "rollout.prompts_per_step = 0 must be at least 1"),
+    ({"rollout__samples_per_prompt": 0}, "rollout.samples_per_prompt = 0 must be at least 1"),
+    ({"rollout__samples_per_prompt": 1}, "rollout.samples_per_prompt = 1: algo.advantage = grpo compares the samples of one prompt, so it needs at least 2"),
+    ({"rollout__temperature": 0.0}, "rollout.temperature = 0.0 must be above 0"),
+    ({"rollout__temperature": float("nan")}, "rollout.temperature = nan must be above 0"),
+    ({"rollout__top_p": 0.9}, "rollout.top_p = 0.9"),
+    ({"rollout__top_k": 20}, "top_k = 20"),
+    ({"rollout__min_p": 0.1}, "min_p = 0.1"),
+    ({"eval__samples": 0}, "eval.samples = 0 must be at least 1"),
+    ({"eval__temperature": -1.0}, "eval.temperature = -1.0 must be 0 (greedy) or above"),
+    ({"eval__every": -1}, "eval.every = -1 must be 0 or more"),
+    ({"reward__threads": 0}, "reward.threads = 0 must be at least 1"),
+    ({"engine__max_num_seqs": 0}, "engine.max_num_seqs = 0 must be at least 1"),
+    ({"engine__tensor_parallel_size": 0}, "engine.tensor_parallel_size = 0 must be at least 1"),
+    ({"engine__tensor_parallel_size": 3}, "engine.tensor_parallel_size = 3 does not divide the 2 ranks"),
+    ({"engine__max_model_len": 300, "data__max_prompt_tokens": 256, "rollout__max_tokens": 64},
+     "engine.max_model_len = 300 is less than data.max_prompt_tokens + rollout.max_tokens = 256 + 64 = 320; raise it or set it to 0"),
+    ({"tokens_per_rank": 500}, "tokens_per_rank = 500 cannot hold one sequence of engine.max_model_len = 512 tokens"),
+    ({"algo__updates_per_step": 0}, "algo.updates_per_step = 0 does not divide rollout.prompts_per_step = 16"),
+    ({"algo__updates_per_step": 3}, "algo.updates_per_step = 3 does not divide rollout.prompts_per_step = 16"),
+    ({"algo__dual_clip": 1.0}, "algo.dual_clip = 1.0 must be 0 (off) or above 1"),
+    ({"algo__dual_clip": -3.0}, "algo.dual_clip = -3.0 must be 0 (off) or above 1"),
+    ({"algo__clip_low": 1.0}, "algo.clip_low = 1.0 must be in [0, 1)"),
+    ({"algo__clip_low": -0.1}, "algo.clip_low = -0.1 must be in [0, 1)"),
+    ({"algo__clip_high": -0.1}, "clip_high = -0.1 at least 0"),
+    ({"algo__tis_cap": -1.0}, "algo.tis_cap = -1.0 must be 0 or more"),
+    ({"algo__kl_coef": -0.1}, "algo.kl_coef = -0.1 must be 0 or more"),
+    ({"policy__lr": -1e-6}, "policy.lr = -1e-06 must be 0 or more"),
+    ({"policy__lr": float("nan")}, "policy.lr = nan must be 0 or more"),
+    ({"policy__max_grad_norm": -1.0}, "policy.max_grad_norm = -1.0 must be 0 or more"),
+    ({"policy__scratch__num_layers": 0}, "policy.scratch.num_layers = 0 must be at least 1"),
+    ({"checkpoint__every": -1}, "checkpoint.every = -1 must be 0 or more"),
+    ({"checkpoint__keep": 0}, "checkpoint.keep = 0 must be at least 1"),
+    ({"sft__num_steps": -1}, "sft.num_steps = -1 must be 0 or more"),
+    ({"sft__batch_size": 0}, "sft.batch_size = 0 must be at least 1"),
+    ({"sft__lr": -1.0}, "sft.lr = -1.0 must be 0 or more"),
+    # A share given as a percentage would spoil every answer; betas of 1 or a negative decay are refused by the optimizer, in a traceback.
+    ({"sft__wrong_character": 60.0}, "sft.wrong_character = 60.0"),
+    ({"policy__betas": (1.0, 0.9)}, "policy.betas = (1.0, 0.9)"),
+    ({"policy__weight_decay": -0.1}, "policy.weight_decay = -0.1"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), IMPOSSIBLE, ids=lambda v: ", ".join(f"{k}={x}" for k, x in v.items()) if isinstance(v, dict) else "")
+def test_impossible_settings_are_refused_with_the_arithmetic(settings, message):
+    with pytest.raises(UserError) as error:
+        check_rl(changed(RLConfig, **settings), world_size=2)
+    assert message in str(error.value)
+
+
+def test_sampling_may_be_truncated_where_nothing_is_trained():
+    check_rollout(changed(EvaluateConfig, rollout__top_p=0.9, rollout__top_k=20, eval__temperature=0.0))
+    with pytest.raises(UserError, match="rollout.max_tokens = 0 must be at least 1"):
+        check_rollout(changed(EvaluateConfig, rollout__max_tokens=0))

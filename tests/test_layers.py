@@ -1,0 +1,177 @@
+"""The shape of the package, read from its syntax trees: who may import whom, how long things may be, what is not done here.
+
+Lower layers do not know higher ones, and each outside thing has one door, so that a new version of vLLM or Transformers is felt in
+the files named here and nowhere else.
+"""
+
+import ast
+import io
+import tokenize
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "minirl"
+FILES = sorted(str(p.relative_to(ROOT)) for p in ROOT.rglob("*.py"))
+
+# Layer of each file (first match counts). A file may import lower layers and its own, but for those of FORBIDDEN.
+LAYERS = {"__init__.py": 0, "types.py": 0, "config.py": 0, "log.py": 0, "algo/*": 1, "parallel/*": 2, "model/*": 3, "data/*": 4, "policy.py": 5,
+          "checkpoint.py": 5, "rollout/*": 6, "envs/*": 6,
+          "cli.py": 7, "report.py": 7, "evaluate.py": 7, "sft.py": 7, "rm.py": 7, "dpo.py": 7, "rl.py": 7}  # the last line: programs and what only they use
+FORBIDDEN = [  # who, what, why
+    ("parallel/*", "algo/*", "wiring knows no algorithm"),
+    ("model/*", "algo/*", "a model does not know what it is trained for"),
+    ("data/*", "algo/*", "nor do data"),
+    ("data/*", "model/*", "data know tokenizers, not models"),
+    ("data/*", "parallel/fsdp.py", "of parallel only the mesh: trajectories travel, shards do not"),
+    ("rollout/*", "algo/*", "a rollout is the same for every algorithm"),
+    ("rollout/*", "model/*", "the engine has its own models"),
+    ("rollout/*", "policy.py", "refit gets shards by name, not a policy"),
+    ("rollout/*", "checkpoint.py", "rollouts keep no state of their own"),
+    ("rollout/env.py", "parallel/*", "an environment runs on one rank"),
+    ("envs/*", "parallel/*", "so does one with a file of its own"),
+    ("envs/*", "algo/*", "and it knows no algorithm"),
+    ("envs/*", "model/*", "nor a model"),
+    ("algo/*", "log.py", "algorithms are pure functions"),
+    ("types.py", "config.py", "types are the bottom of the house"),
+]
+# Outside package -> the only files that may import it, and the only names if not all.
+DOORS = {
+    "vllm": {"rollout/engine.py": None},
+    "transformers": {"model/*": None, "data/chat.py": None, "checkpoint.py": None, "data/datasets.py": {"PreTrainedTokenizerBase"},
+                     "rollout/sampler.py": {"PreTrainedTokenizerBase"}},
+    "huggingface_hub": {"model/build.py": None},
+    "safetensors": {"model/build.py": None, "checkpoint.py": None},
+    "torch.utils.tensorboard": {"log.py": None},
+    "wandb": {"log.py": None},
+    "tqdm": {"log.py": None},
+    "matplotlib": {"report.py": None},
+    "tyro": {"config.py": None},
+    "yaml": {"config.py": None},
+    "math_verify": {"rollout/env.py": None},
+    "reasoning_gym": {"rollout/env.py": None, "data/datasets.py": None},
+    "torch.distributed.fsdp": {"parallel/fsdp.py": None},
+    "torch.distributed.device_mesh": {"parallel/*": None},
+}
+# Handlers that catch everything, and why nothing narrower would do.
+BROAD = {
+    "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and with it all others",
+    "config.py:find_function": "importing a file of the user's may raise anything; the user is told which file and what",
+    "rollout/env.py:step": "so may their reward function; they are told the input that did it",
+}
+
+
+@cache
+def tree(file):
+    return ast.parse((ROOT / file).read_text())
+
+
+def file_of(module):
+    """minirl.algo.losses -> algo/losses.py, minirl.algo -> algo/__init__.py, None for what is no module."""
+    path = module.removeprefix("minirl").strip(".").replace(".", "/")
+    return next((f for f in (f"{path}.py", f"{path}/__init__.py".lstrip("/")) if f in FILES), None)
+
+
+def imports(file):
+    """(module, name or None) of every import, also those inside functions."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: a relative import hides its layer"
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def layer(file):
+    found = [n for pattern, n in LAYERS.items() if fnmatch(file, pattern)]
+    assert found, f"{file} has no layer: give it one in LAYERS"
+    return found[0]
+
+
+def own_imports(file):
+    for module, name in imports(file):
+        if module.split(".")[0] == "minirl":
+            yield file_of(f"{module}.{name}") or file_of(module)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_imports_only_what_lies_below(file):
+    for other in own_imports(file):
+        assert layer(other) <= layer(file), f"{file} (layer {layer(file)}) imports {other} (layer {layer(other)})"
+        for who, what, why in FORBIDDEN:
+            assert not (fnmatch(file, who) and fnmatch(other, what)), f"{file} imports {other}: {why}"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_outside_packages_come_in_by_their_doors(file):
+    for module, name in imports(file):
+        for package, doors in DOORS.items():
+            if f"{module}.{name}.".startswith(f"{package}."):
+                names = [allowed for door, allowed in doors.items() if fnmatch(file, door)]
+                assert names, f"{file} imports {module}; only {', '.join(doors)} may"
+                assert names[0] is None or name in names[0], f"{file} imports {name} of {module}; only {names[0]} is meant to be known there"
+
+
+def test_no_two_files_import_each_other():
+    below = {file: set(own_imports(file)) for file in FILES}
+    for _ in FILES:  # closure
+        below = {file: found.union(*(below[f] for f in found)) for file, found in below.items()}
+    assert [file for file, found in below.items() if file in found] == []
+
+
+@cache
+def code_lines(file):
+    """Numbers of the lines with code on them: not blank, comment or docstring (a field's docstring counts as one)."""
+    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = tokenize.generate_tokens(io.StringIO((ROOT / file).read_text()).readline)
+    lines = {n for t in tokens if t.type not in silent for n in range(t.start[0], t.end[0] + 1)}
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, node.end_lineno + 1))
+    return lines
+
+
+def test_code_lines_counts_neither_blanks_nor_comments_nor_docstrings():
+    example = "rollout/env.py"
+    text = (ROOT / example).read_text().splitlines()
+    counted = [text[n - 1] for n in sorted(code_lines(example))]
+    assert "REWARDS: dict[str, RewardFunction] = {}" in counted
+    assert not any(line.strip().startswith(("#", '"""')) or not line.strip() for line in counted)
+    assert 0.4 * len(text) < len(counted) < 0.8 * len(text)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_files_and_functions_are_short(file):
+    assert len(code_lines(file)) <= 300, f"{file}: two ideas moved in"
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= 60, f"{file}: {node.name} has {length} lines"
+
+
+def test_the_package_stays_small():
+    assert 1000 < sum(len(code_lines(file)) for file in FILES) < 6000
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_attribute_is_read_with_a_default(file):
+    """getattr(cfg, "x", default) turns a misspelt or renamed setting into a silent default."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            assert len(node.args) == 2, f"{file}:{node.lineno}"
+
+
+def broad_handlers(file, node=None, inside="module"):
+    """file:function of each handler of everything."""
+    for child in ast.iter_child_nodes(node or tree(file)):
+        if isinstance(child, ast.ExceptHandler):
+            caught = child.type.elts if isinstance(child.type, ast.Tuple) else [child.type]
+            if any(c is None or ast.unparse(c) in ("Exception", "BaseException") for c in caught):
+                yield f"{file}:{inside}"
+        yield from broad_handlers(file, child, child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else inside)
+
+
+def test_nothing_catches_everything_but_where_it_is_said_why():
+    assert sorted(handler for file in FILES for handler in broad_handlers(file)) == sorted(BROAD)

@@ -1,0 +1,322 @@
+"""Packing and exchange: nothing is lost, doubled or split, prompts are shared without changing what any token sees, and the plan
+depends on the trajectories alone."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from harness import RankFailed, ranks
+
+from minirl.data.packing import exchange, pack, partition, pieces
+from minirl.types import Trajectory, UserError
+
+CPU = torch.device("cpu")
+
+
+def trajectory(tokens, num_prompt, seed=0, **fields):
+    rng = np.random.default_rng([seed, len(tokens)])
+    sampled = np.arange(len(tokens)) >= num_prompt
+    values = {"logprobs": (rng.normal(-2, 1, len(tokens)) * sampled).astype(np.float32),
+              "advantages": (rng.normal(size=len(tokens)) * sampled).astype(np.float32)} | fields
+    return Trajectory(tokens=np.array(tokens, dtype=np.int32), sampled=sampled, **values)
+
+
+def groups(spec, seed=0):
+    """spec: (length of the prompt, lengths of the answers) of each group. Every token differs, but for the prompts of siblings."""
+    rng, fresh, out = np.random.default_rng(seed), itertools.count(5), []
+    for group, (num_prompt, answers) in enumerate(spec):
+        prompt = list(itertools.islice(fresh, num_prompt))
+        for episode, num_answer in enumerate(answers):
+            tokens = prompt + list(itertools.islice(fresh, num_answer))
+            out.append(trajectory(tokens, num_prompt, seed, group=group, episode=episode, reward=float(rng.normal()), version=group % 3))
+    return out
+
+
+SPEC = [(6, [3, 9, 1, 4]), (2, [5, 2]), (1, [7, 3]), (30, [2, 40]), (9, [12]), (3, [1, 1, 1, 25])]
+
+# ---------------------------------------------------------------------------------------------------- pack
+
+
+def test_pack_gives_the_worked_example_of_types():
+    t = Trajectory(tokens=np.array([7, 8, 9, 2], np.int32), sampled=np.array([False, False, True, True]),
+                   logprobs=np.array([0, 0, -0.3, -0.1], np.float32))
+    batch = pack([t], CPU)
+    assert batch.inputs.tolist() == [7, 8, 9]
+    assert batch.targets.tolist() == [8, 9, 2]
+    assert batch.positions.tolist() == [0, 1, 2]
+    assert batch.mask.tolist() == [False, True, True]
+    assert batch.engine_logprobs.tolist() == pytest.approx([0, -0.3, -0.1])
+    assert batch.rows.tolist() == [1, 2]
+    assert batch.lengths == batch.key_lengths == (3,)
+    assert batch.cu_seqlens.tolist() == batch.cu_key_seqlens.tolist() == [0, 3]
+    assert batch.key_rows is None
+
+
+def test_siblings_share_the_prompt_but_its_last_token():
+    """The prompt 7 8 9 with the answers `1` and `2 3`: 7 8 once, then 9 at the head of each answer."""
+    batch = pack([trajectory([7, 8, 9, 1], 3), trajectory([7, 8, 9, 2, 3], 3)], CPU, temperature=0.7)
+    assert batch.inputs.tolist() == [7, 8, 9, 9, 2]
+    assert batch.targets.tolist() == [8, 9, 1, 2, 3]
+    assert batch.positions.tolist() == [0, 1, 2, 2, 3]
+    assert batch.mask.tolist() == [False, False, True, True, True]
+    assert batch.rows.tolist() == [2, 3, 4]
+    assert batch.lengths == (2, 1, 2)
+    assert batch.cu_seqlens.tolist() == [0, 2, 3, 5]
+    assert batch.key_lengths == (2, 3, 4)
+    assert batch.cu_key_seqlens.tolist() == [0, 2, 5, 9]
+    assert batch.key_rows.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4]
+    assert batch.temperature == 0.7
+    dtypes = {"inputs": torch.int64, "targets": torch.int64, "positions": torch.int64, "mask": torch.bool, "rows": torch.int64, "unbucket": torch.int64,
+              "cu_seqlens": torch.int32, "cu_key_seqlens": torch.int32, "key_rows": torch.int64, "engine_logprobs": torch.float32, "advantages": torch.float32}
+    assert {name: getattr(batch, name).dtype for name in dtypes} == dtypes
+
+
+def seen(batch):
+    """(row, rows that it sees, itself last) of every row, sequence by sequence."""
+    key_rows = torch.arange(len(batch.inputs)) if batch.key_rows is None else batch.key_rows
+    first, first_key = 0, 0
+    for length, num_keys in zip(batch.lengths, batch.key_lengths, strict=True):
+        for i in range(length):
+            yield first + i, key_rows[first_key : first_key + num_keys - length + i + 1].tolist()
+        first, first_key = first + length, first_key + num_keys
+
+
+def in_the_loss(batch):
+    """(tokens seen, their positions, target, engine log-prob, advantage) of every row in the loss."""
+    return sorted((tuple(batch.inputs[keys].tolist()), tuple(batch.positions[keys].tolist()), batch.targets[row].item(),
+                   batch.engine_logprobs[row].item(), batch.advantages[row].item()) for row, keys in seen(batch) if batch.mask[row])
+
+
+def expected_in_the_loss(trajectories):
+    return sorted((tuple(t.tokens[:i].tolist()), tuple(range(i)), int(t.tokens[i]), float(t.logprobs[i]), float(t.advantages[i]))
+                  for t in trajectories for i in np.flatnonzero(t.sampled))
+
+
+@pytest.mark.parametrize("order", ["as sampled", "shuffled"])
+def test_every_sampled_token_is_in_the_loss_once_and_sees_its_own_past(order):
+    whole = groups(SPEC)
+    if order == "shuffled":
+        whole = [whole[i] for i in np.random.default_rng(5).permutation(len(whole))]
+    batch = pack(whole, CPU)
+    assert in_the_loss(batch) == expected_in_the_loss(whole)
+    assert all(keys[-1] == row for row, keys in seen(batch))
+    # each prompt of n >= 2 tokens and several answers takes n - 1 rows once, and an answer of m tokens m rows
+    assert len(batch.inputs) == 5 + 17 + 1 + 7 + 10 + 29 + 42 + 20 + 2 + 28
+    assert batch.rows.tolist() == batch.mask.nonzero()[:, 0].tolist()
+
+
+def test_an_observation_between_two_actions_stays_out_of_the_loss():
+    whole = groups([(4, [6, 6])])
+    whole[0].sampled[6:8] = False
+    batch = pack(whole, CPU)
+    assert in_the_loss(batch) == expected_in_the_loss(whole)
+    assert batch.mask.sum() == 4 + 6
+
+
+def test_one_token_prompt_is_not_taken_for_the_shared_part_of_a_longer_one():
+    """Prompts `7` and `7 8` begin alike, but the second shares a row and the first has none to share."""
+    whole = [trajectory([7, 8, 2], 2), trajectory([7, 9, 3], 1)]
+    assert in_the_loss(pack(whole, CPU)) == expected_in_the_loss(whole)
+    assert in_the_loss(pack(whole[::-1], CPU)) == expected_in_the_loss(whole)
+
+
+def test_siblings_without_a_sampled_token_pack_to_rows_outside_the_loss():
+    batch = pack([trajectory([5, 6, 7], 3), trajectory([5, 6, 7], 3)], CPU)
+    assert not batch.mask.any()
+
+
+def test_nothing_packs_to_one_row_outside_the_loss():
+    batch = pack([], CPU)
+    assert (batch.inputs.shape, batch.lengths, batch.mask.tolist(), batch.rows.tolist()) == ((1,), (1,), [False], [])
+
+
+@pytest.mark.parametrize("whole", [groups(SPEC), groups([(5, [n]) for n in range(1, 60, 3)]), []], ids=["shared", "alone", "nothing"])
+def test_rectangles_hold_every_row_and_its_keys(whole):
+    batch = pack(whole, CPU)
+    flat = torch.cat([b.queries.flatten() for b in batch.buckets])
+    assert flat[batch.unbucket].tolist() == list(range(len(batch.inputs)))
+    keys_of = dict(seen(batch))
+    first_rows = []
+    for bucket in batch.buckets:
+        prefixes = [0] * len(bucket.queries) if bucket.prefix is None else bucket.prefix.tolist()
+        for queries, keys, prefix in zip(bucket.queries.tolist(), bucket.keys.tolist(), prefixes, strict=True):
+            length = len(set(queries))
+            assert queries[length:] == [queries[length - 1]] * (len(queries) - length)  # ends repeat the last row
+            for i, row in enumerate(queries[:length]):
+                assert keys[: prefix + i + 1] == keys_of[row]
+            first_rows.append(queries[0])
+            assert len(queries) - length <= max(0.2 * length, 8)
+    assert sorted(first_rows) == batch.cu_seqlens[:-1].tolist()  # each sequence is in one rectangle
+
+
+# ---------------------------------------------------------------------------------------------------- partition
+
+
+def optimum(lengths, num_bins):
+    """Smallest possible load of the fullest bin, by trying every assignment."""
+    best = sum(lengths)
+    for choice in itertools.product(range(num_bins), repeat=len(lengths) - 1):  # the first goes to bin 0, by symmetry
+        best = min(best, np.bincount((0, *choice), weights=lengths).max())
+    return best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_partition_is_within_four_thirds_of_the_best(seed):
+    lengths = np.random.default_rng(seed).integers(1, 40, 8).tolist()
+    for num_ranks in (2, 3):
+        (micro,) = partition(lengths, num_ranks, sum(lengths))
+        loads = [sum(lengths[i] for i in members) for members in micro]
+        assert max(loads) <= (4 / 3 - 1 / (3 * num_ranks)) * optimum(lengths, num_ranks)
+
+
+@pytest.mark.parametrize(("num_ranks", "budget"), [(1, 64), (2, 64), (4, 100), (4, 4000), (3, 40)])
+def test_partition_places_each_once_within_budget_on_equally_many_micro_batches(num_ranks, budget):
+    lengths = np.random.default_rng(7).integers(1, 41, 60).clip(max=budget).tolist()
+    plan = partition(lengths, num_ranks, budget)
+    assert all(len(micro) == num_ranks for micro in plan)
+    assert sorted(i for micro in plan for members in micro for i in members) == list(range(60))
+    loads = np.array([[sum(lengths[i] for i in members) for members in micro] for micro in plan])
+    assert loads.max() <= budget
+    least = -(-sum(lengths) // (num_ranks * budget))
+    assert least <= len(plan) <= 4 / 3 * least + 1  # no more micro-batches than the bound of the balancing costs
+    assert loads.max() - loads.min() <= max(lengths)
+
+
+def test_partition_leaves_ranks_without_work_a_micro_batch_of_nothing():
+    assert partition([], 2, 100) == [[[], []]]
+    assert sorted(partition([5], 3, 100)[0]) == [[], [], [0]]
+
+
+def test_partition_refuses_what_the_budget_cannot_hold():
+    assert partition([100], 2, 100)
+    with pytest.raises(UserError, match=r"tokens_per_rank = 100 cannot hold a sequence of 101 tokens"):
+        partition([3, 101], 2, 100)
+
+
+# ---------------------------------------------------------------------------------------------------- pieces
+
+
+def table_of(rows):
+    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+
+def rows_when_packed(table, members):
+    """Distinct rows: a prompt of P tokens has P - 1 rows in common, an answer L - P of its own."""
+    prompts = {int(table[i, 0]): int(table[i, 1]) - 1 for i in members}
+    return sum(prompts.values()) + sum(int(table[i, 2] - table[i, 1]) for i in members)
+
+
+def test_a_group_that_fits_is_one_piece_with_the_prompt_counted_once():
+    group, others = [[11, 10, 15], [11, 10, 13], [11, 10, 16]], [[100 + i, 2, 16] for i in range(20)]
+    members, sizes = pieces(table_of(group + others), 1, 1000)
+    assert (members[0], sizes[0]) == ([0, 1, 2], 9 + 5 + 3 + 6)
+    assert pieces(table_of(group + others), 1, 18)[0][:2] == [[0, 1], [2]]  # the budget holds 17 rows, not 23
+    assert pieces(table_of(group + others), 4, 1000)[0][:2] == [[0, 1], [2]]  # nor does a sixteenth of the 341 rows in all
+
+
+@pytest.mark.parametrize(("num_ranks", "budget"), [(1, 10_000), (2, 300), (4, 10_000), (8, 90)])
+def test_pieces_hold_each_sequence_once_never_mix_prompts_and_keep_the_limits(num_ranks, budget):
+    rng = np.random.default_rng(8)
+    rows = [[1000 + g, p, p + int(n)] for g in range(12) for p in [int(rng.integers(1, 40))] for n in rng.integers(1, 50, rng.integers(1, 9))]
+    table = table_of(rows)
+    members, sizes = pieces(table, num_ranks, budget)
+    assert [i for piece in members for i in piece] == list(range(len(table)))
+    share = (table[:, 2] - 1).sum() / num_ranks
+    for piece, size in zip(members, sizes, strict=True):
+        assert len({int(table[i, 0]) for i in piece}) == 1
+        assert size == rows_when_packed(table, piece)
+        assert size <= max(min(budget, share / 4), table[:, 2].max() - 1)
+
+
+def test_another_prompt_in_the_same_group_is_a_piece_of_its_own():
+    """An environment may rewrite the prompt of an episode; nothing is shared then."""
+    prompts = [[1, 8, 12], [1, 8, 13], [2, 8, 12], [2, 8, 14], [1, 8, 20]]
+    members, _ = pieces(table_of(prompts + [[3, 2, 400]]), 1, 1000)
+    assert members == [[0, 1], [2, 3], [4], [5]]
+
+
+def test_nothing_makes_no_pieces():
+    assert pieces(table_of([]), 2, 100) == ([], [])
+
+
+# ---------------------------------------------------------------------------------------------------- exchange
+
+
+def whole_batch():
+    rng = np.random.default_rng(9)
+    out = groups([(int(rng.integers(1, 12)), rng.integers(1, 30, 4).tolist()) for _ in range(10)])
+    for t in out:
+        t.group += 2**40  # a header field that were too narrow would show
+        t.version = int(rng.integers(2**33))
+    out[3].logprobs[-1] = np.nan  # bits, not numbers, must arrive
+    out[4].logprobs[-1] = -0.0
+    out[5].reward = float(np.nextafter(0.3, 1))
+    return out
+
+
+def fields(t):
+    arrays = (t.tokens, t.sampled, t.logprobs, t.advantages)
+    return (t.group, t.episode, t.version, np.float64(t.reward).tobytes(), *((a.dtype.str, a.tobytes()) for a in arrays))
+
+
+BY_RANK = {"in turn": lambda i, world: i % world, "by group": lambda i, world: i // 4 % world, "last rank has all": lambda i, world: world - 1,
+           "first rank has none": lambda i, world: min(1 + i % 3, world - 1)}
+
+
+def exchange_all(mesh, budget, num_minibatches):
+    """{scheme: [minibatch][micro-batch] -> fields}: the same trajectories, brought by different ranks in different order."""
+    out = {}
+    for name, owner in BY_RANK.items():
+        own = [t for i, t in enumerate(whole_batch()) if owner(i, mesh.world_size) == mesh.rank]
+        plan = exchange(own[:: 1 if name == "in turn" else -1], mesh, budget, num_minibatches)
+        out[name] = [[[fields(t) for t in micro] for micro in minibatch] for minibatch in plan]
+        assert all(len(pack(micro, CPU).inputs) <= budget for minibatch in plan for micro in minibatch)
+    out["nothing"] = exchange([], mesh, budget, num_minibatches)
+    return out
+
+
+@pytest.mark.parametrize(("world", "budget", "num_minibatches"), [(1, 200, 1), (2, 100, 1), (2, 5000, 3), (4, 60, 2)])
+def test_exchange_delivers_each_trajectory_once_and_whole_whoever_brought_it(world, budget, num_minibatches):
+    results = ranks(world, exchange_all, budget, num_minibatches)
+    expected = sorted(fields(t) for t in whole_batch())
+    for result in results:
+        assert all(result[name] == result["in turn"] for name in BY_RANK)  # the plan is one of the trajectories alone
+        assert result["nothing"] == [[[]]] * num_minibatches
+    plans = [r["in turn"] for r in results]
+    assert sorted(t for plan in plans for minibatch in plan for micro in minibatch for t in micro) == expected
+    groups_of = []
+    for minibatch in zip(*plans, strict=True):
+        assert len({len(micros) for micros in minibatch}) == 1  # FSDP's collectives are in each forward
+        groups_of.append({t[0] for micros in minibatch for micro in micros for t in micro})
+        tokens = [sum(len(t[4][1]) // 4 for micro in micros for t in micro) for micros in minibatch]
+        assert min(tokens) > 0.5 * max(tokens)
+    assert len(groups_of) == num_minibatches
+    assert sum(map(len, groups_of)) == len(set().union(*groups_of)) == 10  # no group is in two minibatches
+    assert max(map(len, groups_of)) - min(map(len, groups_of)) <= 1
+
+
+def exchange_without_advantages(mesh):
+    own = [trajectory([5, 6, 7], 2, advantages=None)] if mesh.rank == 0 else []
+    try:
+        exchange(own, mesh, budget=1)
+    except UserError as error:
+        refused = str(error)
+    return refused, [t.advantages.tolist() for (micro,) in exchange(own, mesh, budget=2) for t in micro]
+
+
+def test_all_ranks_refuse_a_sequence_above_the_budget_and_unset_advantages_arrive_as_zeros():
+    (refusal, first), (also, second) = ranks(2, exchange_without_advantages)
+    assert "tokens_per_rank = 1 cannot hold a sequence of 2 tokens" in refusal
+    assert also == refusal
+    assert sorted([first, second]) == [[], [[0.0, 0.0, 0.0]]]
+
+
+def fail_on_rank_one(mesh):
+    assert mesh.rank == 0, "as it should"
+
+
+def test_the_harness_reports_a_failing_rank():
+    """Every test above would pass on ranks that never ran."""
+    with pytest.raises(RankFailed, match="as it should"):
+        ranks(2, fail_on_rank_one)
