@@ -55,13 +55,13 @@ class Log:
     Files in the run folder: `metrics.jsonl` (one object a step), `tensorboard/`.
     """
 
-    def __init__(self, folder: Path, *, rank: int):
+    def __init__(self, folder: Path, *, rank: int, first_step: int = 0):
         self.folder, self.rank = folder, rank
         self.bar: tqdm | None = None
         if rank == 0:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and needed on one rank only
 
-            self.board = SummaryWriter(folder / "tensorboard")
+            self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step or None)  # hides what a resumed run repeats
             self.file = (folder / "metrics.jsonl").open("a")
 
     def progress(self, description: str, total: int, start: int = 0) -> None:

@@ -91,7 +91,7 @@ class Trainer:
             self.output.mkdir(parents=True, exist_ok=True)
             save(self.cfg, self.output / "config.yaml")
             truncate(self.output / "metrics.jsonl", keep_before=step, keep_sft=found is not None)
-        self.log = Log(self.output, rank=self.mesh.rank)
+        self.log = Log(self.output, rank=self.mesh.rank, first_step=step)
         self.log.say(f"{self.mesh.world_size} ranks on {self.mesh.device.type}, {sum(p.numel() for p in self.policy.model.parameters()) / 1e6:.2f}M "
                      f"parameters, {len(self.inputs.train.rows)} training prompts, {len(self.inputs.held_out.rows)} held out; writing {self.output}")
         if self.cfg.resume:

@@ -64,10 +64,11 @@ class Sleeper:
 
     @torch.no_grad()
     def _leave(self, tensors: list[Tensor]) -> int:
-        leaving = []
+        leaving, seen = [], set()
         for t in tensors:
             storage = t.untyped_storage()
-            if storage.nbytes() and all(storage.data_ptr() != s.data_ptr() for s, _ in leaving):
+            if storage.nbytes() and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
                 host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=t.is_cuda)
                 host.copy_(torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage), non_blocking=t.is_cuda)
                 leaving.append((storage, host))

@@ -66,13 +66,14 @@ def join_world(timeout_minutes: float = 30.0) -> Mesh:
             ctypes.CDLL(None).mallopt(option, value)
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=timeout_minutes))
-    return make_mesh(device)
+    timeout = timedelta(minutes=timeout_minutes)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    return make_mesh(device, timeout)
 
 
-def make_mesh(device: torch.device) -> Mesh:
+def make_mesh(device: torch.device, timeout: timedelta | None = None) -> Mesh:
     """The mesh over an initialised default process group."""
     world = dist.get_world_size()
-    host_group = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
+    host_group = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
     shard = init_device_mesh(device.type, (world,), mesh_dim_names=("dp_shard",))
     return Mesh(dist.get_rank(), world, device, shard, host_group, dist.distributed_c10d._get_default_store())
