@@ -56,6 +56,8 @@ def evaluate(sampler: Sampler, prompts: Prompts, cfg: EvalConfig, sampling: Samp
 
 def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     check_rollout(cfg)
+    if not cfg.model:
+        raise UserError("model is empty: give a folder or a hub id with --model")
     if not cfg.data.eval:
         raise UserError("data.eval is empty: give a JSONL file or reasoning_gym:NAME")
     folder = build.resolve(cfg.model, "model")

@@ -222,7 +222,8 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
         raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
     if cfg.policy.model == "scratch":
         folder, tokenizer = output / "scratch", scratch.make_tokenizer(cfg.policy.scratch.phrases)
-        families.check(scratch.make_config(cfg.policy.scratch, tokenizer, cfg.engine.max_model_len), "policy.model = scratch", cfg.engine.tensor_parallel_size)
+        config = scratch.make_config(cfg.policy.scratch, tokenizer, cfg.engine.max_model_len)
+        families.check(config, "policy.model = scratch", cfg.engine.tensor_parallel_size)
     else:
         folder = build.resolve(cfg.policy.model, "policy.model")
         families.check(build.read_config(folder), f"policy.model = {folder}", cfg.engine.tensor_parallel_size)
@@ -234,7 +235,7 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
     held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", part)
     mesh.barrier()  # nobody looks at the output folder any more, and nobody found a mistake
     if cfg.policy.model == "scratch":
-        if mesh.rank == 0:
+        if mesh.rank == 0 and not (cfg.resume and folder.exists()):  # other weights would be another run
             scratch.make_model(cfg.policy.scratch, folder, max_len=cfg.engine.max_model_len, seed=cfg.seed)
         mesh.barrier()
     return Inputs(folder=folder, train=train, held_out=held_out, env=env, estimator=estimator, stop_ids=chat.stop_token_ids(tokenizer, folder))

@@ -43,7 +43,8 @@ class Running:
 
     def ranks(self) -> list[psutil.Process]:
         """The processes that torchrun started, in the order of their ranks; empty before it did."""
-        return sorted(psutil.Process(self.process.pid).children(), key=lambda p: int(p.environ().get("RANK", -1)))
+        children = [p for p in psutil.Process(self.process.pid).children() if "RANK" in p.environ()]
+        return sorted(children, key=lambda p: int(p.environ()["RANK"]))
 
     def wait_for(self, happened: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds

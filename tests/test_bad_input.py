@@ -20,16 +20,11 @@ PACKAGE = f"{ROOT}/minirl/"
 SMALL = ["--data.held-out", "8", "--rollout.prompts-per-step", "4", "--rollout.samples-per-prompt", "2", "--sft.num-steps", "0"]
 
 
-def write_rows(path: Path, num: int = 40, **changed: object) -> Path:
-    path.write_text("".join(json.dumps({"prompt": f"word {i}", "answer": str(i), **changed}) + "\n" for i in range(num)))
-    return path
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
     """A folder with everything that the cases below name."""
     folder = tmp_path_factory.mktemp("bad_input")
-    write_rows(folder / "rows.jsonl")
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"word {i}", "answer": str(i)}) + "\n" for i in range(40)))
     (folder / "empty.jsonl").write_text("\n")
     (folder / "question.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     (folder / "broken.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": \n')
@@ -91,7 +86,8 @@ CASES = {
     "unknown reward": (["--reward.function", "exakt"], ["reward.function = 'exakt'", "exact, final_answer", "file.py:function"]),
     "missing reward file": (["--reward.function", "{world}/none.py:grade"], ["reward.function", "no file", "none.py"]),
     "missing reward function": (["--reward.function", "{world}/reward.py:judge"], ["reward.function", "has no function judge"]),
-    "reward that does not import": (["--reward.function", "{world}/no_import.py:grade"], ["reward.function", "ModuleNotFoundError", "no_such_module"]),
+    "reward that does not import": (["--reward.function", "{world}/no_import.py:grade"],
+                                    ["reward.function", "ModuleNotFoundError", "no_such_module"]),
     "missing config": (["--config", "{world}/none.yaml"], ["--config", "none.yaml", "no such file"]),
     "unknown key": (["--config", "{world}/typo.yaml"], ["typo.yaml", "rollout.max_tokenz", "did you mean rollout.max_tokens?"]),
     "value of another type": (["--config", "{world}/kind.yaml"], ["num_steps = 'many'", "int"]),

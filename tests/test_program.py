@@ -86,8 +86,8 @@ def run(data, tmp_path_factory) -> Run:
 def test_run_ends_well_and_prints_its_table(run):
     assert run.ended.code == 0, run.ended.err
     assert "Traceback" not in run.ended.err and not run.ended.errors()
-    for title in ("held-out accuracy before SFT", "held-out accuracy after SFT", "held-out accuracy after RL", "tokens/s, generated", "tokens/s, trained",
-                  "seconds, rollout", "seconds, refit", "peak memory of a rank, MiB"):
+    for title in ("held-out accuracy before SFT", "held-out accuracy after SFT", "held-out accuracy after RL", "tokens/s, generated",
+                  "tokens/s, trained", "seconds, rollout", "seconds, refit", "peak memory of a rank, MiB"):
         assert re.search(rf"^{title} +[\d.,]+$", run.ended.out, re.MULTILINE), run.ended.out
     assert run.ended.out.count("sampled answers") == 2 and run.ended.out.count(" -> ") >= 10
 
@@ -98,7 +98,8 @@ def test_summary(run):
     evaluations = {row["step"]: row["accuracy"] for row in run.rows("eval")}
     assert list(evaluations) == [-1, 0, 5, 10]
     assert [evaluations[step] for step in (-1, 0, 10)] == [summary[f"accuracy_{name}"] for name in ("before_sft", "after_sft", "after_rl")]
-    phases = {"start", "sft", "evaluate", "rollout", "idle", "refit", "prepare", "annotate", "forward", "backward", "optimizer", "checkpoint", "export"}
+    phases = {"start", "sft", "evaluate", "rollout", "idle", "refit", "prepare", "annotate", "forward", "backward", "optimizer", "checkpoint",
+              "export"}
     assert phases <= summary["seconds"].keys() and all(value >= 0 for value in summary["seconds"].values())
     assert 0.8 * summary["wall_seconds"] < sum(summary["seconds"].values()) < summary["wall_seconds"] + 0.1
     assert summary["tokens_per_second"] > 0 and summary["tokens_per_second_by_phase"].keys() == {"generated", "trained"}
@@ -115,7 +116,8 @@ def test_metrics_of_every_step(run):
         assert row["clip_fraction"] == 0 and row["policy_kl"] == 0  # one update: still the policy that sampled
         assert 0 < row["mismatch"] < 1e-5 and row["mismatch"] <= row["mismatch_max"] < 1e-4
         assert row["skipped_updates"] == 0 and 0 <= row["stopped"] <= 1 and 0 <= row["equal_groups"] <= 1
-        for name in ("refit_bytes", "time/refit", "time/rollout", "time/forward", "time/backward", "tokens_per_second/generated", "tokens_per_second/trained"):
+        for name in ("refit_bytes", "time/refit", "time/rollout", "time/forward", "time/backward", "tokens_per_second/generated",
+                     "tokens_per_second/trained"):
             assert row[name] > 0
         assert all(0 <= row[f"time/idle_rank{rank}"] <= row["time/idle"] + 1e-9 for rank in (0, 1))
     assert any(row["grad_norm"] > 0 for row in rows), "nothing was learnt from, so nothing below proves anything"
@@ -213,8 +215,9 @@ def test_resumed_run_is_the_uninterrupted_run(run, repeated):
 def test_evaluate_the_exported_model(run, data, tmp_path):
     given = ["--model", run.folder / "model", "--data.eval", data / "held_out.jsonl", "--reward.function", "exact", "--data.max-prompt-tokens", 16,
              "--rollout.max-tokens", 10, "--engine.dtype", "float32", "--engine.kv-cache-gb", 0.1, "--eval.temperature", 0, "--eval.samples", 2]
-    both = alone("minirl.evaluate", [*given, "--output", tmp_path / "one.json"], tmp_path / "one"), torchrun("minirl.evaluate", given, tmp_path / "two")
-    one, two = (running.end(200) for running in both)
+    runs = [alone("minirl.evaluate", [*given, "--output", tmp_path / "one.json"], tmp_path / "one"),
+            torchrun("minirl.evaluate", given, tmp_path / "two")]
+    one, two = (running.end(200) for running in runs)
     assert one.code == two.code == 0, one.err + two.err
     result = json.loads(one.out)
     assert result == json.loads(two.out) == json.loads((tmp_path / "one.json").read_text())
@@ -234,7 +237,8 @@ ASIDE = ["--num-steps", 2, "--rollout.prompts-per-step", 8, "--rollout.samples-p
 def test_two_ranks_share_an_engine(data, tmp_path):
     output = tmp_path / "out"
     given = ["--config", QUICKSTART, "--output", output, "--data.train", data / "train.jsonl", "--data.eval", data / "held_out.jsonl", *ASIDE,
-             "--reward.function", f"{data}/reward.py:vowels", "--sft.num-steps", 5, "--engine.tensor-parallel-size", 2, "--refit.transport", "all_gather"]
+             "--reward.function", f"{data}/reward.py:vowels", "--sft.num-steps", 5, "--engine.tensor-parallel-size", 2,
+             "--refit.transport", "all_gather"]
     ended = torchrun("minirl.rl", given, tmp_path).end(300)
     assert ended.code == 0, ended.err
     rows = [row for row in read(output / "metrics.jsonl") if row["phase"] == "rl"]
@@ -251,8 +255,9 @@ def test_two_ranks_share_an_engine(data, tmp_path):
 def test_two_engines_pull_from_one_queue(data, tmp_path):
     """On the generated words of the quickstart, with every number of every update kept."""
     output = tmp_path / "out"
-    given = ["--config", QUICKSTART, "--output", output, *ASIDE, "--data.train", "reasoning_gym:spell_backward?size=200&seed=3&min_word_len=3&max_word_len=6",
-             "--data.held-out", 16, "--reward.function", f"{data}/reward.py:vowels", "--sft.num-steps", 0]
+    words = "reasoning_gym:spell_backward?size=200&seed=3&min_word_len=3&max_word_len=6"
+    given = ["--config", QUICKSTART, "--output", output, *ASIDE, "--data.train", words, "--data.held-out", 16,
+             "--reward.function", f"{data}/reward.py:vowels", "--sft.num-steps", 0]
     updates, groups = zip(*ranks(2, train_and_tell, [str(flag) for flag in given]), strict=True)
     assert updates[0] == updates[1]
     rows = [row for row in read(output / "metrics.jsonl") if row["phase"] == "rl"]

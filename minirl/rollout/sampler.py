@@ -30,11 +30,13 @@ class Sampler:
         Every rank must call it alike. Raises UserError from a reward function.
         """
         queue = self._pull(tickets) if self.tickets == "pull" else iter(tickets[self.engine.replica :: self.engine.num_replicas])
+        # At most an even share at once: with room for all, the engine that asks first would take everything.
+        room = min(self.engine.cfg.max_num_seqs, -(-len(tickets) // self.engine.num_replicas) * num_samples)
         live: dict[str, tuple[int, int, list[int], dict]] = {}
         graded: list[tuple[Trajectory, Future]] = []
         ticket = next(queue, None)
         while live or ticket is not None:
-            while ticket is not None and (not live or len(live) + num_samples <= self.engine.cfg.max_num_seqs):
+            while ticket is not None and (not live or len(live) + num_samples <= room):
                 row = prompts.row(ticket)
                 tokens = prompts.encode({**row, "prompt": self.env.reset(row)})
                 for i in range(num_samples):
