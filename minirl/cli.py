@@ -23,7 +23,7 @@ def run(config: type, program: Callable[[Any, Mesh], None]) -> None:
     mesh = None
     try:
         cfg = parse(config)
-        mesh = join_world(cfg.timeout_minutes)
+        mesh = join_world(cfg.timeout_minutes, vars(cfg).get("parallel"))
         program(cfg, mesh)
         if dist.is_initialized():  # vLLM's executor takes the default group down with it in some versions
             dist.destroy_process_group()

@@ -63,6 +63,18 @@ class PolicyConfig:
 
 
 @dataclass(kw_only=True)
+class ParallelConfig:
+    """How the trainer's ranks divide the model: replicate x shard x tensor, whose product is the number of ranks."""
+
+    replicate: int = 1
+    """Groups that each hold a whole model in shards (HSDP): gradients cross groups once a step, parameters never."""
+    tensor: int = 1
+    """Consecutive ranks that split every matrix and work on the same data."""
+    sequence: bool = False
+    """Between the blocks each of them keeps its part of the tokens: less memory, for the same traffic."""
+
+
+@dataclass(kw_only=True)
 class EngineConfig:
     """The vLLM engine in every rank."""
 
@@ -209,6 +221,7 @@ class RLConfig:
     """Token budget of a micro-batch on a rank."""
     timeout_minutes: float = 30.0
     """A collective that waits longer ends the run; must exceed the difference in rollout time between ranks."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
@@ -384,6 +397,12 @@ def check_rl(cfg: RLConfig, world_size: int) -> None:
     check_rollout(cfg)
     r, a, p, tp = cfg.rollout, cfg.algo, cfg.policy, cfg.engine.tensor_parallel_size
     _require(cfg.num_steps >= 0, f"num_steps = {cfg.num_steps} must be 0 or more")
+    split = cfg.parallel.replicate * cfg.parallel.tensor
+    for name, value in (("parallel.replicate", cfg.parallel.replicate), ("parallel.tensor", cfg.parallel.tensor)):
+        _require(value >= 1, f"{name} = {value} must be at least 1")
+    _require(world_size % split == 0, f"parallel.replicate * parallel.tensor = {cfg.parallel.replicate} * {cfg.parallel.tensor} = {split} "
+             f"does not divide the {world_size} ranks")
+    _require(not cfg.parallel.sequence or cfg.parallel.tensor > 1, "parallel.sequence divides tokens over parallel.tensor ranks, and that is 1")
     _require(world_size % tp == 0, f"engine.tensor_parallel_size = {tp} does not divide the {world_size} ranks")
     _require(r.samples_per_prompt >= 2, f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
              "compares the samples of one prompt, so it needs at least 2")

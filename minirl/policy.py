@@ -32,10 +32,13 @@ class Policy:
     trainable=False: a frozen copy (the KL reference), in the compute dtype, without optimizer.
     """
 
-    def __init__(self, cfg: PolicyConfig, folder: Path, mesh: Mesh, *, trainable: bool = True, timer: Timer | None = None):
+    def __init__(self, cfg: PolicyConfig, folder: Path, mesh: Mesh, *, trainable: bool = True, sequence_parallel: bool = False,
+                 timer: Timer | None = None):
         self.cfg, self.folder, self.mesh, self.timer = cfg, folder, mesh, timer or Timer(mesh.device)
         self.model = build(folder, mesh, dtype=cfg.dtype, trainable=trainable, activation_checkpointing=cfg.activation_checkpointing,
-                           reshard_after_forward=cfg.reshard_after_forward)
+                           reshard_after_forward=cfg.reshard_after_forward, sequence_parallel=sequence_parallel)
+        self.row_multiple = mesh.tensor.size() if sequence_parallel else 1
+        """Rows of a micro-batch must be a multiple of it."""
         self.optimizer = self._make_optimizer() if trainable else None
         self.num_updates = 0
         self.sleeper = fsdp.Sleeper(self.model, self.optimizer)
@@ -68,7 +71,7 @@ class Policy:
         Every rank must bring the same number of micro-batches.
         """
         counts = torch.stack([torch.stack([normalize.count(b, loss.aggregation), normalize.count(b, "token")]) for b in minibatch]).sum(0)
-        denominator, num_tokens = (max(1.0, n) for n in self.mesh.sums(counts.cpu()).tolist())
+        denominator, num_tokens = (max(1.0, n) for n in self.mesh.data_sums(counts.cpu()).tolist())
         sums: dict[str, Tensor] = {}
         for i, batch in enumerate(minibatch):
             self.model.set_requires_gradient_sync(i == len(minibatch) - 1)
@@ -111,7 +114,7 @@ def _add(sums: dict[str, Tensor], batch: Packed, value: Tensor, metrics: dict[st
 def _reduce(sums: dict[str, Tensor], num_tokens: float, mesh: Mesh) -> dict[str, float]:
     added = [n for n in sums if not n.endswith("_max")]
     most = [n for n in sums if n.endswith("_max")]
-    totals = mesh.sums(torch.stack([sums[n] for n in added]).cpu()).tolist()
+    totals = mesh.data_sums(torch.stack([sums[n] for n in added]).cpu()).tolist()
     out = {n: v if n == "loss" else v / num_tokens for n, v in zip(added, totals, strict=True)}
     if most:
         out |= dict(zip(most, mesh.maxima(torch.stack([sums[n] for n in most]).cpu()).tolist(), strict=True))

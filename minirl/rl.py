@@ -23,6 +23,7 @@ from minirl.data.packing import exchange, pack
 from minirl.evaluate import evaluate
 from minirl.log import Log, Timer, truncate
 from minirl.model import build, families, scratch
+from minirl.parallel import tensor
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy, learning_rate
 from minirl.rollout.engine import RolloutEngine, Sampling
@@ -68,7 +69,7 @@ class Trainer:
         self.inputs = find_inputs(cfg, mesh)
         self.timer, self.progress = Timer(mesh.device), Progress()
         with self.timer.phase("start"):
-            self.policy = Policy(cfg.policy, self.inputs.folder, mesh, timer=self.timer)
+            self.policy = Policy(cfg.policy, self.inputs.folder, mesh, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
             dtype = cfg.engine.dtype if cfg.engine.dtype != "auto" else cfg.policy.dtype.replace("float64", "float32")
             self.engine = RolloutEngine(cfg.engine, self.inputs.folder, mesh, dtype=dtype, timer=self.timer)
             self.refit = Refit(cfg.refit, self.policy.shards(), self.engine, mesh, check=cfg.debug.check_refit)
@@ -117,7 +118,7 @@ class Trainer:
                     mesh.barrier()
             with timer.phase("prepare"):
                 advantages.assign(trajectories, self.inputs.estimator, mesh.sums)
-                minibatches = [[pack(micro, mesh.device, cfg.rollout.temperature) for micro in minibatch]
+                minibatches = [[pack(micro, mesh.device, cfg.rollout.temperature, multiple=policy.row_multiple) for micro in minibatch]
                                for minibatch in exchange(trajectories, mesh, cfg.tokens_per_rank, cfg.algo.updates_per_step)]
             with timer.phase("annotate"):
                 if cfg.algo.updates_per_step > 1:
@@ -159,7 +160,7 @@ class Trainer:
         """The frozen copy for the KL term: the policy as RL found it."""
         if self.cfg.algo.kl_coef:
             folder = self.output / "sft" if self.cfg.sft.num_steps else self.inputs.folder
-            self.ref = Policy(self.cfg.policy, folder, self.mesh, trainable=False, timer=self.timer)
+            self.ref = Policy(self.cfg.policy, folder, self.mesh, trainable=False, sequence_parallel=self.cfg.parallel.sequence, timer=self.timer)
             self.evict.append(self.ref.sleeper)
 
     def report(self, step: int, trajectories: list[Trajectory], minibatches: list[list[Packed]], updates: list[dict]) -> None:
@@ -172,7 +173,7 @@ class Trainer:
         metrics = {name: sum(values[name] for _, values, *_ in ranks) / num for name in own}
         metrics["equal_groups"] *= self.cfg.rollout.samples_per_prompt  # a share of groups, not of trajectories
         metrics |= {name: max(u[name] for u in updates) if name.endswith("_max") else float(np.mean([u[name] for u in updates])) for name in updates[0]}
-        generated, trained = sum(v["answer_tokens"] for _, v, *_ in ranks), sum(t for *_, t, _ in ranks)
+        generated, trained = sum(v["answer_tokens"] for _, v, *_ in ranks), sum(t for *_, t, _ in ranks) // mesh.tensor.size()
         times = {f"time/{name}": max(s.get(name, 0.0) for *_, s in ranks) for name in {n for *_, s in ranks for n in s}}
         times |= {f"time/idle_rank{rank}": s["idle"] for rank, (*_, s) in enumerate(ranks)}
         times["tokens_per_second/generated"] = generated / times["time/rollout"]
@@ -223,11 +224,11 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
     if cfg.policy.model == "scratch":
         folder, tokenizer = output / "scratch", scratch.make_tokenizer(cfg.policy.scratch.phrases)
         config = scratch.make_config(cfg.policy.scratch, tokenizer, cfg.engine.max_model_len)
-        families.check(config, "policy.model = scratch", cfg.engine.tensor_parallel_size)
     else:
         folder = build.resolve(cfg.policy.model, "policy.model")
-        families.check(build.read_config(folder), f"policy.model = {folder}", cfg.engine.tensor_parallel_size)
-        tokenizer = chat.load_tokenizer(folder)
+        config, tokenizer = build.read_config(folder), chat.load_tokenizer(folder)
+    families.check(config, f"policy.model = {cfg.policy.model}", cfg.engine.tensor_parallel_size)
+    tensor.check(config, cfg.parallel.tensor)
     part = slice(mesh.rank, None, mesh.world_size)
     train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
     train.check_lengths("data.train", part)

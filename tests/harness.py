@@ -31,7 +31,7 @@ class RankFailed(Exception):
         self.kind, self.text = kind, text
 
 
-def _rank(rank: int, world: int, folder: str, function: Callable, args: tuple, results: Any) -> None:
+def _rank(rank: int, world: int, folder: str, function: Callable, args: tuple, parallel: Any, results: Any) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     import torch.distributed as dist
 
@@ -41,7 +41,7 @@ def _rank(rank: int, world: int, folder: str, function: Callable, args: tuple, r
     try:
         store = dist.FileStore(f"{folder}/store", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        value = function(make_mesh(torch.device("cpu")), *args)
+        value = function(make_mesh(torch.device("cpu"), parallel), *args)
         buffer = io.BytesIO()  # bytes, because tensors in a queue share memory that dies with this process
         torch.save(value, buffer)
         results.put((rank, buffer.getvalue(), None))
@@ -53,13 +53,13 @@ def _rank(rank: int, world: int, folder: str, function: Callable, args: tuple, r
     os._exit(0)
 
 
-def ranks(world: int, function: Callable, *args: Any, timeout: float = 240) -> list:
-    """Call function(mesh, *args) on `world` ranks. Raises RankFailed with the first failure, TimeoutError if ranks hang."""
+def ranks(world: int, function: Callable, *args: Any, parallel: Any = None, timeout: float = 240) -> list:
+    """Call function(mesh, *args) on `world` ranks; `parallel` is a ParallelConfig. Raises RankFailed with the first failure, TimeoutError if ranks hang."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=_rank, args=(r, world, folder, function, args, results)) for r in range(world)]
+        processes = [context.Process(target=_rank, args=(r, world, folder, function, args, parallel, results)) for r in range(world)]
         for p in processes:
             p.start()
         try:

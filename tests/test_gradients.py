@@ -6,9 +6,11 @@ import tiny
 import torch
 from harness import ranks
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from minirl.algo import losses
-from minirl.config import AlgoConfig, PolicyConfig
+from minirl.config import AlgoConfig, ParallelConfig, PolicyConfig
 from minirl.data.packing import exchange, pack
 from minirl.policy import Policy
 from minirl.types import Trajectory
@@ -36,10 +38,11 @@ def exact_norm(self, x):
     return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
-def step(mesh, folder, algo, budget, checkpointing, reshard, num_steps=1):
-    LlamaRMSNorm.forward = exact_norm
+def step(mesh, folder, algo, budget, checkpointing, reshard, num_steps=1, sequence=False):
+    for norm in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+        norm.forward = exact_norm
     cfg = PolicyConfig(model=str(folder), dtype="float64", activation_checkpointing=checkpointing, reshard_after_forward=reshard, max_grad_norm=0.0)
-    policy = Policy(cfg, folder, mesh)
+    policy = Policy(cfg, folder, mesh, sequence_parallel=sequence)
     grads, metrics, num_micro = {}, {}, 0
     take = policy.optimizer.step
     def keep_gradients():
@@ -49,7 +52,7 @@ def step(mesh, folder, algo, budget, checkpointing, reshard, num_steps=1):
     for _ in range(num_steps):
         own = trajectories()[: 3 + 11 * mesh.rank][3 * mesh.rank :] if mesh.world_size == 2 else trajectories()[mesh.rank :: mesh.world_size]
         (micros,) = exchange(own, mesh, budget) if budget else [[[t] for t in own]]  # the oracle: each sequence alone, nothing shared
-        batches = [pack(m, mesh.device, temperature=0.7) for m in micros]
+        batches = [pack(m, mesh.device, temperature=0.7, multiple=policy.row_multiple) for m in micros]
         metrics, num_micro = policy.step(batches, losses.policy(algo, 20), lr=1e-3), len(batches)
     params = {n: p.full_tensor() for n, p in policy.shards().items()}
     return {"grads": grads, "metrics": metrics, "num_micro": num_micro, "params": params}
@@ -82,3 +85,23 @@ def test_weights_after_three_steps_do_not_depend_on_the_split(tmp_path):
     (expected,) = ranks(1, step, folder, AlgoConfig(), 0, False, True, 3)
     assert worst(ranks(2, step, folder, AlgoConfig(), 60, False, True, 3)[1]["params"], expected["params"]) < 1e-10
     assert worst(ranks(4, step, folder, AlgoConfig(), 120, False, False, 3)[3]["params"], expected["params"]) < 1e-10
+
+
+@pytest.mark.parametrize(("world", "parallel", "family", "tied", "checkpointing"), [
+    (2, ParallelConfig(tensor=2), "llama", False, False),
+    (2, ParallelConfig(tensor=2, sequence=True), "qwen2", True, True),
+    (4, ParallelConfig(tensor=2), "qwen3", True, True),
+    (4, ParallelConfig(tensor=2, sequence=True), "qwen3", False, False),
+    (4, ParallelConfig(tensor=4), "qwen2", False, False),  # two key-value heads, with biases, on four ranks
+    (4, ParallelConfig(tensor=4, sequence=True), "llama", True, False),
+    (4, ParallelConfig(replicate=2), "llama", True, False),
+    (8, ParallelConfig(replicate=2, tensor=2, sequence=True), "qwen3", True, True),
+])
+def test_every_mesh_is_one_process(tmp_path, world, parallel, family, tied, checkpointing):
+    folder = tiny.make(tmp_path / "model", family, tied=tied, dtype=torch.float64)
+    algo = AlgoConfig(entropy_coef=0.01)
+    (expected,) = ranks(1, step, folder, algo, 0, False, True)
+    for result in ranks(world, step, folder, algo, 60, checkpointing, True, 1, parallel.sequence, parallel=parallel):
+        assert worst(result["grads"], expected["grads"]) < 1e-12
+        for name in ("loss", "grad_norm", "entropy", "mismatch", "mismatch_max"):
+            assert result["metrics"][name] == pytest.approx(expected["metrics"][name], rel=1e-11)

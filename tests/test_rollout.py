@@ -6,7 +6,7 @@ import tiny
 import torch
 from harness import RankFailed, ranks
 
-from minirl.config import DataConfig, EngineConfig, PolicyConfig, RefitConfig
+from minirl.config import DataConfig, EngineConfig, ParallelConfig, PolicyConfig, RefitConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts
 from minirl.data.packing import pack
@@ -66,16 +66,18 @@ def refit_program(mesh, a, b, tp, dtype):
             "model": sum(p.numel() for p in policy.shards().values()) * engine.parameters().popitem()[1].itemsize}
 
 
-@pytest.mark.parametrize(("world", "tp", "family", "tied", "dtype"), [
-    (1, 1, "qwen2", False, "bfloat16"),
-    (2, 1, "qwen3", True, "float32"),
-    (2, 2, "qwen2", True, "bfloat16"),
-    (4, 1, "llama", False, "float32"),
-    (4, 2, "qwen3", False, "float32"),
+@pytest.mark.parametrize(("world", "tp", "family", "tied", "dtype", "parallel"), [
+    (1, 1, "qwen2", False, "bfloat16", None),
+    (2, 1, "qwen3", True, "float32", None),
+    (2, 2, "qwen2", True, "bfloat16", None),
+    (4, 1, "llama", False, "float32", None),
+    (4, 2, "qwen3", False, "float32", None),
+    (4, 2, "qwen2", False, "float32", ParallelConfig(tensor=2)),
+    (4, 4, "llama", True, "float32", ParallelConfig(replicate=2, tensor=2)),
 ])
-def test_refit_equals_full_gather_and_a_fresh_engine(tmp_path, world, tp, family, tied, dtype):
+def test_refit_equals_full_gather_and_a_fresh_engine(tmp_path, world, tp, family, tied, dtype, parallel):
     a, b = (tiny.make(tmp_path / name, family, tied=tied, seed=seed) for seed, name in enumerate("ab"))
-    results = ranks(world, refit_program, a, b, tp, dtype)
+    results = ranks(world, refit_program, a, b, tp, dtype, parallel=parallel)
     for r in results:
         assert r["after"] == r["fresh"] != r["before"]
         assert r["received"]["all_to_all"] <= r["received"]["all_gather"]

@@ -72,6 +72,7 @@ def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_miniba
     keys = mesh.gather(np.array([(t.group, t.episode, zlib.crc32(_shared(t)), _prompt_length(t), len(t.tokens)) for t in trajectories],
                                 dtype=np.int64).reshape(-1, 5))
     table = np.concatenate([np.column_stack([np.full(len(k), rank), np.arange(len(k)), k]) for rank, k in enumerate(keys)])
+    copies = mesh.world_size // mesh.data_size  # ranks that work on the same data, consecutive
     table = table[np.lexsort((table[:, 3], table[:, 2]))]  # columns: rank, index there, group, episode, prompt hash, prompt tokens, tokens
     send: list[list[int]] = [[] for _ in range(mesh.world_size)]
     plan: list[list[list[tuple[int, int]]]] = []  # of this rank: [minibatch][micro-batch] -> (source rank, place in its message)
@@ -80,10 +81,10 @@ def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_miniba
     for chosen in np.array_split(np.unique(table[:, 2]), num_minibatches):
         part = table[np.isin(table[:, 2], chosen)]
         plan.append([])
-        members, rows = pieces(part[:, 4:], mesh.world_size, budget)
-        for micro in partition(rows, mesh.world_size, budget):
+        members, rows = pieces(part[:, 4:], mesh.data_size, budget)
+        for micro in partition(rows, mesh.data_size, budget):
             plan[-1].append([])
-            for to, chosen_pieces in enumerate(micro):
+            for to, chosen_pieces in ((data_rank * copies + i, own) for data_rank, own in enumerate(micro) for i in range(copies)):
                 for source, index, *_, length in part[[i for piece in chosen_pieces for i in members[piece]]].tolist():
                     if to == mesh.rank:
                         plan[-1][-1].append((source, int(sent[source, to])))
@@ -134,7 +135,8 @@ def _shared(t: Trajectory) -> bytes:
     return t.tokens[: max(0, _prompt_length(t) - 1)].tobytes()
 
 
-_FILLER = Trajectory(tokens=np.zeros(2, np.int32), sampled=np.zeros(2, bool), logprobs=np.zeros(2, np.float32))
+def _filler(rows: int) -> Trajectory:
+    return Trajectory(tokens=np.zeros(rows + 1, np.int32), sampled=np.zeros(rows + 1, bool), logprobs=np.zeros(rows + 1, np.float32))
 
 
 @dataclass(frozen=True)
@@ -164,12 +166,15 @@ def _sequences(trajectories: list[Trajectory]) -> list[_Sequence]:
     return shared + sorted(own, key=lambda q: (q.shared is not None, q.stop - q.start))
 
 
-def pack(trajectories: list[Trajectory], device: torch.device, temperature: float = 1.0) -> Packed:
+def pack(trajectories: list[Trajectory], device: torch.device, temperature: float = 1.0, *, multiple: int = 1) -> Packed:
     """Lay sequences end to end and shift once: a trajectory of L tokens becomes L - 1 rows, of which siblings share the prompt's.
 
-    Nothing to pack gives one row outside the loss, so that a rank without work still takes part in every collective.
+    Nothing to pack gives one row outside the loss, so that a rank without work still takes part in every collective. A sequence
+    outside the loss fills the rows up to a `multiple` (sequence parallelism cuts them evenly).
     """
-    sequences = _sequences(trajectories or [_FILLER])
+    sequences = _sequences(trajectories or [_filler(1)])
+    if missing := -sum(q.stop - q.start for q in sequences) % multiple:
+        sequences.append(_Sequence(_filler(missing), 0, missing))
     lengths = np.array([q.stop - q.start for q in sequences])
     starts = np.concatenate([[0], lengths.cumsum()])
     own_rows = [np.arange(a, b) for a, b in itertools.pairwise(starts)]

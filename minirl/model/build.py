@@ -1,5 +1,6 @@
 """From a Hugging Face folder to a sharded model: meta init -> FSDP2 -> each rank reads its own slices."""
 
+import functools
 import json
 import types
 from pathlib import Path
@@ -13,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from minirl.model import attention, families
 from minirl.model.logprob import logprob_entropy
-from minirl.parallel import fsdp
+from minirl.parallel import fsdp, tensor
 from minirl.parallel.mesh import Mesh
+from minirl.parallel.tensor import TensorParallel
 from minirl.types import Packed, UserError
 
 
@@ -94,20 +96,24 @@ def load(model: nn.Module, folder: Path, device: torch.device) -> int:
     return weights.bytes_read
 
 
-def packed_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+def packed_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = False, *, tp: TensorParallel | None = None) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, both [T], 0 where the target is not in the loss.
 
     Stands in for the model's own `forward`, so that the head's weight is used while FSDP has the root gathered.
     """
     hidden = self.model(input_ids=batch.inputs[None], position_ids=batch.positions[None], use_cache=False, pack=batch).last_hidden_state[0]
-    values = logprob_entropy(hidden.index_select(0, batch.rows), self.lm_head.weight, batch.targets[batch.rows], batch.temperature,
-                             entropy_gradient=entropy_gradient)
+    group = None
+    if tp is not None:
+        group = tp.group
+        hidden = tensor.gather_tokens(hidden[None], group)[0] if tp.sequence else hidden
+    values = logprob_entropy(hidden.index_select(0, batch.rows), fsdp.local(self.lm_head.weight), batch.targets[batch.rows], batch.temperature,
+                             entropy_gradient=entropy_gradient, group=group)
     logprobs, entropy = (v.new_zeros(len(batch.inputs)).index_copy(0, batch.rows, v) for v in values)
     return logprobs, entropy
 
 
 def build(folder: Path, mesh: Mesh, *, dtype: str, trainable: bool, activation_checkpointing: bool = False,
-          reshard_after_forward: bool = True) -> nn.Module:
+          reshard_after_forward: bool = True, sequence_parallel: bool = False) -> nn.Module:
     """A sharded causal language model whose `forward` is `packed_forward`.
 
     Trainable parameters are float32 masters (float64 for dtype float64); frozen ones are kept in `dtype`.
@@ -122,7 +128,10 @@ def build(folder: Path, mesh: Mesh, *, dtype: str, trainable: bool, activation_c
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train(trainable)
-    fsdp.shard(model, model.model.layers, mesh.shard, compute_dtype=compute, reduce_dtype=master, reshard_after_forward=reshard_after_forward)
+    tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
+    if tp:
+        tensor.apply(model, tp)
+    fsdp.shard(model, model.model.layers, mesh.data, compute_dtype=compute, reduce_dtype=master, reshard_after_forward=reshard_after_forward)
     load(model, folder, mesh.device)
-    model.forward = types.MethodType(packed_forward, model)
+    model.forward = types.MethodType(functools.partial(packed_forward, tp=tp), model)
     return model

@@ -1,6 +1,7 @@
 """Log-probs and entropy straight from hidden states: chunk by chunk, never a whole [T, vocabulary] tensor."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_ELEMENTS = 2**24
@@ -8,13 +9,16 @@ CHUNK_ELEMENTS = 2**24
 
 
 def logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *,
-                    entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+                    entropy_gradient: bool = False, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
     """Log-prob of `targets` and entropy of the distribution softmax(hidden @ weight.T / temperature).
 
     hidden [N, H], weight [V, H], targets int64 [N] -> two tensors [N], float32 (float64 for float64 inputs). The entropy carries
     a gradient only if asked. Backward computes the logits again instead of keeping them.
+
+    With a `group`, `weight` is this rank's part of the vocabulary (V / ranks rows, in rank order) and `hidden` is equal on all ranks, as
+    is then its gradient; logits are never gathered.
     """
-    logprobs, entropy = _LogprobEntropy.apply(hidden, weight, targets, temperature, entropy_gradient)
+    logprobs, entropy = _LogprobEntropy.apply(hidden, weight, targets, temperature, entropy_gradient, group)
     return logprobs, entropy
 
 
@@ -27,20 +31,41 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
+def _logsumexp(z: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Over all columns on all ranks, [N]."""
+    own = torch.logsumexp(z, dim=1)
+    if group is None:
+        return own
+    largest = own.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    total = (own - largest).exp_()
+    dist.all_reduce(total, group=group)
+    return largest + total.log_()
+
+
 class _LogprobEntropy(torch.autograd.Function):
     """With z the logits over temperature, p = softmax(z): d logp_y / dz = onehot_y - p;  dH / dz = -p (z - sum(p z))."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool,
+                group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        if group is not None:
+            targets = targets - dist.get_rank(group) * weight.shape[0]
+        ctx.elsewhere = (targets < 0) | (targets >= weight.shape[0])  # all False without a group
+        targets = targets.masked_fill(ctx.elsewhere, 0)
         ctx.chunk = max(16, CHUNK_ELEMENTS // weight.shape[0])
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprobs, log_sum, mean = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             z = _logits(hidden[part], weight, temperature)
-            log_sum[part] = torch.logsumexp(z, dim=1)
-            logprobs[part] = z.gather(1, targets[part, None])[:, 0] - log_sum[part]
-            mean[part] = torch.linalg.vecdot((z - log_sum[part, None]).exp_(), z)
+            log_sum[part] = _logsumexp(z, group)
+            picked = z.gather(1, targets[part, None])[:, 0].masked_fill(ctx.elsewhere[part], 0)
+            sums = torch.stack([picked, torch.linalg.vecdot((z - log_sum[part, None]).exp_(), z)])
+            if group is not None:
+                dist.all_reduce(sums, group=group)
+            logprobs[part], mean[part] = sums[0] - log_sum[part], sums[1]
+        ctx.group = group
         ctx.save_for_backward(hidden, weight, targets, log_sum, mean)
         ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
         ctx.set_materialize_grads(False)
@@ -63,8 +88,10 @@ class _LogprobEntropy(torch.autograd.Function):
                 grad.addcmul_(p * (z - mean[part, None]), grad_entropy[part, None], value=-1)
             if grad_logprobs is not None:
                 grad.addcmul_(p, grad_logprobs[part, None], value=-1)
-                grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+                grad.scatter_add_(1, targets[part, None], grad_logprobs[part].masked_fill(ctx.elsewhere[part], 0)[:, None])
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
             grad_weight += torch.mm(grad.t(), hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        if ctx.group is not None:
+            dist.all_reduce(grad_hidden, group=ctx.group)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None

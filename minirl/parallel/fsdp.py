@@ -1,5 +1,7 @@
 """FSDP2 as this house uses it: plain SUM of gradients, fp32 masters, storages that can leave the device and come back."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,6 +40,13 @@ def local_box(t: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offset), tuple(shape)
 
 
+def num_copies(t: Tensor) -> int:
+    """Ranks that hold the same block of a tensor."""
+    if not isinstance(t, DTensor):
+        return 1
+    return math.prod(t.device_mesh.size(axis) for axis, placement in enumerate(t.placements) if placement.is_replicate())
+
+
 @torch.no_grad()
 def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> float:
     """Global 2-norm of the sharded gradients by one scalar all-reduce; scales them down to `max_norm` if it is not 0.
@@ -45,9 +54,10 @@ def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> float:
     torch's own works only while all parameters live on one mesh, and reduces once per parameter group.
     """
     grads = [local(p.grad) for p in parameters if p.grad is not None]
-    norms = torch._foreach_norm([g for g in grads if g.numel()])
+    copies = [num_copies(p) for p in parameters if p.grad is not None]
     wide = torch.float64 if grads[0].device.type == "cpu" else torch.float32
-    total = torch.stack([n.to(wide) for n in norms]).square().sum() if norms else torch.zeros((), dtype=wide, device=grads[0].device)
+    norms = [n.to(wide).square() / c for n, c, g in zip(torch._foreach_norm(grads), copies, grads, strict=True) if g.numel()]
+    total = torch.stack(norms).sum() if norms else torch.zeros((), dtype=wide, device=grads[0].device)
     dist.all_reduce(total)
     norm = total.sqrt().item()
     if max_norm and norm > max_norm:

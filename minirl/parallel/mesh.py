@@ -10,26 +10,48 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+from minirl.config import ParallelConfig
+from minirl.types import UserError
+
+# Their names from torch 2.13 on; 2.11 has only the older ones.
+all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Who I am among the ranks, and how to talk to them."""
+    """Who I am among the ranks, and how to talk to them. rank = data_rank * tensor_size + tensor rank."""
 
     rank: int
     world_size: int
     device: torch.device
-    shard: DeviceMesh
-    """1-D, over all ranks: FSDP shards parameters and data over it."""
+    data: DeviceMesh
+    """1-D (dp_shard) or 2-D (dp_replicate, dp_shard): FSDP shards over the last axis and replicates over the first."""
+    tensor: DeviceMesh
+    """1-D (tp): consecutive ranks that hold parts of each matrix and work on the same data."""
     host_group: dist.ProcessGroup
     """gloo twin of the world for numpy arrays and counters, so that they never pass the accelerator."""
+    host_data_group: dist.ProcessGroup
+    """The same of the ranks that work on other data than this one, and this one."""
     store: dist.Store
+
+    @property
+    def data_size(self) -> int:
+        return self.data.size()
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tensor.size()
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """Add a CPU tensor over all ranks."""
         dist.all_reduce(values, group=self.host_group)
+        return values
+
+    def data_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Add a CPU tensor of counts of this rank's data, each datum once."""
+        dist.all_reduce(values, group=self.host_data_group)
         return values
 
     def maxima(self, values: torch.Tensor) -> torch.Tensor:
@@ -46,7 +68,7 @@ class Mesh:
         dist.barrier(group=self.host_group)
 
 
-def join_world(timeout_minutes: float = 30.0) -> Mesh:
+def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = None) -> Mesh:
     """Join the ranks that torchrun started; without torchrun, be a world of one.
 
     CUDA ranks get NCCL for device tensors and gloo for host ones. vLLM reuses this default group.
@@ -68,12 +90,22 @@ def join_world(timeout_minutes: float = 30.0) -> Mesh:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
     timeout = timedelta(minutes=timeout_minutes)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
-    return make_mesh(device, timeout)
+    return make_mesh(device, parallel, timeout)
 
 
-def make_mesh(device: torch.device, timeout: timedelta | None = None) -> Mesh:
-    """The mesh over an initialised default process group."""
-    world = dist.get_world_size()
-    host_group = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
-    shard = init_device_mesh(device.type, (world,), mesh_dim_names=("dp_shard",))
-    return Mesh(dist.get_rank(), world, device, shard, host_group, dist.distributed_c10d._get_default_store())
+def make_mesh(device: torch.device, parallel: ParallelConfig | None = None, timeout: timedelta | None = None) -> Mesh:
+    """The mesh over an initialised default process group. Raises UserError if its axes do not multiply to the world."""
+    parallel = parallel or ParallelConfig()
+    world, replicate, tensor = dist.get_world_size(), parallel.replicate, parallel.tensor
+    if world % (replicate * tensor):
+        raise UserError(f"parallel.replicate * parallel.tensor = {replicate} * {tensor} = {replicate * tensor} does not divide the {world} ranks")
+    shape = (replicate, world // (replicate * tensor), tensor)
+    whole = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    data = whole["dp_replicate", "dp_shard"] if replicate > 1 else whole["dp_shard"]
+    def host(ranks: list[int]) -> dist.ProcessGroup:
+        return dist.new_group(ranks, backend="gloo", timeout=timeout)
+    groups = [host(list(range(first, world, tensor))) for first in range(tensor)] if tensor > 1 else []
+    host_group = host(list(range(world))) if device.type == "cuda" else dist.group.WORLD
+    rank = dist.get_rank()
+    return Mesh(rank=rank, world_size=world, device=device, data=data, tensor=whole["tp"], host_group=host_group,
+                host_data_group=groups[rank % tensor] if groups else host_group, store=dist.distributed_c10d._get_default_store())
