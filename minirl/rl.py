@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m minirl.rl --config configs/quickstart_rl.yaml
 
 `train` is the whole algorithm; what it calls is one layer down. Left out so far: a critic, several turns, more than one
-reward, parallelism of the trainer beyond FSDP.
+reward, context parallelism.
 """
 
 import dataclasses
@@ -226,9 +226,10 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
         config = scratch.make_config(cfg.policy.scratch, tokenizer, cfg.engine.max_model_len)
     else:
         folder = build.resolve(cfg.policy.model, "policy.model")
-        config, tokenizer = build.read_config(folder), chat.load_tokenizer(folder)
+        config, tokenizer = build.read_config(folder), None
     families.check(config, f"policy.model = {cfg.policy.model}", cfg.engine.tensor_parallel_size)
     tensor.check(config, cfg.parallel.tensor)
+    tokenizer = tokenizer or chat.load_tokenizer(folder)
     part = slice(mesh.rank, None, mesh.world_size)
     train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
     train.check_lengths("data.train", part)

@@ -313,7 +313,7 @@ def load_slices(mesh, folder):
     """(bytes that this rank read, every parameter gathered)"""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation=attention.NAME)
-    fsdp.shard(model, model.model.layers, mesh.shard, compute_dtype=torch.float32, reduce_dtype=torch.float32, reshard_after_forward=True)
+    fsdp.shard(model, model.model.layers, mesh.data, compute_dtype=torch.float32, reduce_dtype=torch.float32, reshard_after_forward=True)
     num_bytes = build.load(model, folder, mesh.device)
     return num_bytes, {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 

@@ -238,7 +238,7 @@ def test_two_ranks_share_an_engine(data, tmp_path):
     output = tmp_path / "out"
     given = ["--config", QUICKSTART, "--output", output, "--data.train", data / "train.jsonl", "--data.eval", data / "held_out.jsonl", *ASIDE,
              "--reward.function", f"{data}/reward.py:vowels", "--sft.num-steps", 5, "--engine.tensor-parallel-size", 2,
-             "--refit.transport", "all_gather"]
+             "--refit.transport", "all_gather", "--parallel.tensor", 2, "--parallel.sequence"]
     ended = torchrun("minirl.rl", given, tmp_path).end(300)
     assert ended.code == 0, ended.err
     rows = [row for row in read(output / "metrics.jsonl") if row["phase"] == "rl"]

@@ -63,7 +63,7 @@ def refit_program(mesh, a, b, tp, dtype):
         after = greedy(engine)
     fresh = RolloutEngine(EngineConfig(**ENGINE, tensor_parallel_size=tp), b, mesh, dtype=dtype, load_weights=True)
     return {"received": received, "before": before, "after": after, "fresh": greedy(fresh), "peak": refit.peak_bytes,
-            "model": sum(p.numel() for p in policy.shards().values()) * engine.parameters().popitem()[1].itemsize}
+            "engine": sum(p.nbytes for p in engine.parameters().values())}
 
 
 @pytest.mark.parametrize(("world", "tp", "family", "tied", "dtype", "parallel"), [
@@ -81,8 +81,7 @@ def test_refit_equals_full_gather_and_a_fresh_engine(tmp_path, world, tp, family
     for r in results:
         assert r["after"] == r["fresh"] != r["before"]
         assert r["received"]["all_to_all"] <= r["received"]["all_gather"]
-        # What this rank lacks of its 1/tp of the model; norms are whole on every rank.
-        assert r["received"]["all_to_all"] <= r["model"] / tp * 1.15
+        assert r["received"]["all_to_all"] <= r["engine"]  # never more than this rank's engine holds
     if world == 1:
         assert results[0]["received"] == {"all_gather": 0, "all_to_all": 0}
 

@@ -1,6 +1,7 @@
 """The process group, the one DeviceMesh, and the small host-side collectives."""
 
 import ctypes
+import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -100,6 +101,8 @@ def make_mesh(device: torch.device, parallel: ParallelConfig | None = None, time
     if world % (replicate * tensor):
         raise UserError(f"parallel.replicate * parallel.tensor = {replicate} * {tensor} = {replicate * tensor} does not divide the {world} ranks")
     shape = (replicate, world // (replicate * tensor), tensor)
+    # FSDP over tensor parallelism gathers in an order that torch's redistribution finds worth a warning per rank and shape.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     whole = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     data = whole["dp_replicate", "dp_shard"] if replicate > 1 else whole["dp_shard"]
     def host(ranks: list[int]) -> dist.ProcessGroup:
