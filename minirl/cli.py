@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from minirl.config import parse
+from minirl.flags import parse
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.types import UserError
 

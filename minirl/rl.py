@@ -16,11 +16,12 @@ import numpy as np
 
 from minirl import checkpoint, cli, report
 from minirl.algo import advantages, losses
-from minirl.config import RLConfig, check_rl, save
+from minirl.config import RLConfig, check_rl
 from minirl.data import chat
 from minirl.data.datasets import Prompts, load_rows, split
 from minirl.data.packing import exchange, pack
 from minirl.evaluate import evaluate
+from minirl.flags import save
 from minirl.log import Log, Timer, truncate
 from minirl.model import build, families, scratch
 from minirl.parallel import tensor

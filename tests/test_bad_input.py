@@ -10,7 +10,8 @@ import torch
 from harness import RankFailed, ranks
 from programs import QUICKSTART, ROOT, Ended, fork, torchrun
 
-from minirl.config import RLConfig, parse
+from minirl.config import RLConfig
+from minirl.flags import parse
 from minirl.rl import find_inputs
 from minirl.rollout.env import make_env
 from minirl.types import UserError

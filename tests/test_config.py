@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from minirl.config import EvaluateConfig, RLConfig, check_rl, check_rollout, load, parse, save
+from minirl.config import EvaluateConfig, RLConfig, check_rl, check_rollout
+from minirl.flags import load, parse, save
 from minirl.types import UserError
 
 CONFIGS = Path(__file__).parent.parent / "configs"

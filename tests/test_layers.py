@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent / "minirl"
 FILES = sorted(str(p.relative_to(ROOT)) for p in ROOT.rglob("*.py"))
 
 # Layer of each file (first match counts). A file may import lower layers and its own, but for those of FORBIDDEN.
-LAYERS = {"__init__.py": 0, "types.py": 0, "config.py": 0, "log.py": 0, "algo/*": 1, "parallel/*": 2, "model/*": 3, "data/*": 4, "policy.py": 5,
+LAYERS = {"__init__.py": 0, "types.py": 0, "config.py": 0, "flags.py": 0, "log.py": 0, "algo/*": 1, "parallel/*": 2, "model/*": 3, "data/*": 4, "policy.py": 5,
           "checkpoint.py": 5, "rollout/*": 6, "envs/*": 6,
           "cli.py": 7, "report.py": 7, "evaluate.py": 7, "sft.py": 7, "rm.py": 7, "dpo.py": 7, "rl.py": 7}  # the last line: programs and what only they use
 FORBIDDEN = [  # who, what, why
@@ -48,8 +48,8 @@ DOORS = {
     "wandb": {"log.py": None},
     "tqdm": {"log.py": None},
     "matplotlib": {"report.py": None},
-    "tyro": {"config.py": None},
-    "yaml": {"config.py": None},
+    "tyro": {"flags.py": None},
+    "yaml": {"flags.py": None},
     "math_verify": {"rollout/env.py": None},
     "reasoning_gym": {"rollout/env.py": None, "data/datasets.py": None},
     "torch.distributed.fsdp": {"parallel/fsdp.py": None},
@@ -58,7 +58,7 @@ DOORS = {
 # Handlers that catch everything, and why nothing narrower would do.
 BROAD = {
     "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and with it all others",
-    "config.py:find_function": "importing a file of the user's may raise anything; the user is told which file and what",
+    "flags.py:find_function": "importing a file of the user's may raise anything; the user is told which file and what",
     "rollout/env.py:step": "so may their reward function; they are told the input that did it",
 }
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minirl.config import find_function
+from minirl.flags import find_function
 from minirl.types import Trajectory
 
 Sums = Callable[[Tensor], Tensor]

@@ -19,7 +19,7 @@ import math_verify
 import numpy as np
 import reasoning_gym
 
-from minirl.config import find_function
+from minirl.flags import find_function
 from minirl.types import UserError
 
 RewardFunction = Callable[[str | list[dict], str, dict], float]
