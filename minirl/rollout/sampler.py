@@ -34,16 +34,14 @@ class Sampler:
         room = min(self.engine.cfg.max_num_seqs, -(-len(tickets) // self.engine.num_replicas) * num_samples)
         live: dict[str, tuple[int, int, list[int], dict]] = {}
         graded: list[tuple[Trajectory, Future]] = []
-        ticket = next(queue, None)
-        while live or ticket is not None:
-            while ticket is not None and (not live or len(live) + num_samples <= room):
-                row = prompts.row(ticket)
-                tokens = prompts.encode({**row, "prompt": self.env.reset(row)})
-                for i in range(num_samples):
-                    live[f"{ticket}-{i}"] = (ticket, i, tokens, row)
-                    self.engine.add(f"{ticket}-{i}", tokens, sampling, _sample_seed(self.seed, ticket, i))
+        more = True
+        while live or more:
+            while more and (not live or len(live) + num_samples <= room):  # a ticket is taken only when its work can begin
                 ticket = next(queue, None)
-            for request, completion in self.engine.step():
+                more = ticket is not None
+                if more:
+                    live |= self._submit(prompts, ticket, num_samples, sampling)
+            for request, completion in self.engine.step() if live else ():
                 ticket_of, i, tokens, row = live.pop(request)
                 if self.engine.is_leader:
                     trajectory = _trajectory(tokens, completion, group=ticket_of, episode=i, version=version)
@@ -53,6 +51,14 @@ class Sampler:
         for trajectory, future in graded:
             trajectory.reward = future.result()
         return sorted((t for t, _ in graded), key=lambda t: (t.group, t.episode))
+
+    def _submit(self, prompts: Prompts, ticket: int, num_samples: int, sampling: Sampling) -> dict[str, tuple[int, int, list[int], dict]]:
+        """Queue a group; returns request id -> (ticket, number of the sample, prompt, row)."""
+        row = prompts.row(ticket)
+        tokens = prompts.encode({**row, "prompt": self.env.reset(row)})
+        for i in range(num_samples):
+            self.engine.add(f"{ticket}-{i}", tokens, sampling, _sample_seed(self.seed, ticket, i))
+        return {f"{ticket}-{i}": (ticket, i, tokens, row) for i in range(num_samples)}
 
     def _pull(self, tickets: range) -> Iterator[int]:
         """Take the next ticket that no engine has taken: one counter on torchrun's store, so long answers balance themselves."""
