@@ -190,7 +190,7 @@ class CheckpointConfig:
 @dataclass(kw_only=True)
 class DebugConfig:
     check_refit: bool = False
-    """After each refit compare the engine bitwise with a full gather; poison the engine's weights while it sleeps."""
+    """After each refit compare the engine bitwise with a full gather into weights that were all NaN before; ends the run if they differ."""
     save_trajectories: bool = False
     """Write every step's trajectories to <output>/trajectories/."""
 
