@@ -2,13 +2,11 @@
 
     python -m minirl.rl --config configs/quickstart_rl.yaml --policy.lr 1e-4
 
-`check_rl` and `check_rollout` refuse impossible settings before anything is loaded or written.
+`checks.py` refuses impossible ones before anything is loaded or written.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
-
-from minirl.types import UserError
 
 
 @dataclass(kw_only=True)
@@ -157,7 +155,7 @@ class AlgoConfig:
 
 
 @dataclass(kw_only=True)
-class SFTConfig:
+class WarmStartConfig:
     """A supervised warm start on the training rows' own answers, before RL."""
 
     num_steps: int = 0
@@ -217,7 +215,7 @@ class RLConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
-    sft: SFTConfig = field(default_factory=SFTConfig)
+    sft: WarmStartConfig = field(default_factory=WarmStartConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
@@ -239,66 +237,3 @@ class EvaluateConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-
-
-# ---------------------------------------------------------------------------------------------------- checks
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise UserError(message)
-
-
-def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
-    r, e = cfg.rollout, cfg.engine
-    for name, value in (("rollout.max_tokens", r.max_tokens), ("rollout.prompts_per_step", r.prompts_per_step),
-                        ("rollout.samples_per_prompt", r.samples_per_prompt), ("engine.max_num_seqs", e.max_num_seqs),
-                        ("data.max_prompt_tokens", cfg.data.max_prompt_tokens), ("eval.samples", cfg.eval.samples),
-                        ("engine.tensor_parallel_size", e.tensor_parallel_size), ("reward.threads", cfg.reward.threads)):
-        _require(value >= 1, f"{name} = {value} must be at least 1")
-    _require(cfg.seed >= 0, f"seed = {cfg.seed} must be 0 or more")
-    _require(cfg.timeout_minutes > 0, f"timeout_minutes = {cfg.timeout_minutes} must be above 0")
-    _require(0 < e.gpu_memory_utilization <= 1, f"engine.gpu_memory_utilization = {e.gpu_memory_utilization} is a share: above 0, at most 1")
-    _require(0 < r.temperature < float("inf"), f"rollout.temperature = {r.temperature} must be above 0: the policy's log-probs are taken at it")
-    _require(cfg.eval.temperature >= 0, f"eval.temperature = {cfg.eval.temperature} must be 0 (greedy) or above")
-    longest = cfg.data.max_prompt_tokens + r.max_tokens
-    e.max_model_len = e.max_model_len or longest
-    _require(e.max_model_len >= longest, f"engine.max_model_len = {e.max_model_len} is less than data.max_prompt_tokens + "
-             f"rollout.max_tokens = {cfg.data.max_prompt_tokens} + {r.max_tokens} = {longest}; raise it or set it to 0")
-
-
-def check_rl(cfg: RLConfig, world_size: int) -> None:
-    """Refuse what cannot work, with the arithmetic. Resolves engine.max_model_len = 0. Raises UserError."""
-    check_rollout(cfg)
-    r, a, p, tp = cfg.rollout, cfg.algo, cfg.policy, cfg.engine.tensor_parallel_size
-    _require(cfg.num_steps >= 0, f"num_steps = {cfg.num_steps} must be 0 or more")
-    split = cfg.parallel.replicate * cfg.parallel.tensor
-    for name, value in (("parallel.replicate", cfg.parallel.replicate), ("parallel.tensor", cfg.parallel.tensor)):
-        _require(value >= 1, f"{name} = {value} must be at least 1")
-    _require(world_size % split == 0, f"parallel.replicate * parallel.tensor = {cfg.parallel.replicate} * {cfg.parallel.tensor} = {split} "
-             f"does not divide the {world_size} ranks")
-    _require(not cfg.parallel.sequence or cfg.parallel.tensor > 1, "parallel.sequence divides tokens over parallel.tensor ranks, and that is 1")
-    _require(world_size % tp == 0, f"engine.tensor_parallel_size = {tp} does not divide the {world_size} ranks")
-    _require(r.samples_per_prompt >= 2, f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
-             "compares the samples of one prompt, so it needs at least 2")
-    _require(a.updates_per_step >= 1 and r.prompts_per_step % a.updates_per_step == 0,
-             f"algo.updates_per_step = {a.updates_per_step} does not divide rollout.prompts_per_step = {r.prompts_per_step}")
-    _require(cfg.tokens_per_rank >= cfg.engine.max_model_len, f"tokens_per_rank = {cfg.tokens_per_rank} cannot hold one sequence of "
-             f"engine.max_model_len = {cfg.engine.max_model_len} tokens; raise tokens_per_rank or lower the lengths")
-    off = r.top_p == 1.0 and r.top_k == -1 and r.min_p == 0.0
-    _require(off, f"rollout.top_p = {r.top_p}, top_k = {r.top_k}, min_p = {r.min_p}: the trainer cannot reproduce log-probs of a "
-             "truncated distribution; train with top_p 1.0, top_k -1, min_p 0.0")
-    _require(a.dual_clip == 0 or a.dual_clip > 1, f"algo.dual_clip = {a.dual_clip} must be 0 (off) or above 1")
-    _require(0 <= a.clip_low < 1 and a.clip_high >= 0, f"algo.clip_low = {a.clip_low} must be in [0, 1), clip_high = {a.clip_high} at least 0")
-    for name, value in (("algo.tis_cap", a.tis_cap), ("algo.kl_coef", a.kl_coef), ("policy.lr", p.lr), ("policy.max_grad_norm", p.max_grad_norm),
-                        ("eval.every", cfg.eval.every), ("checkpoint.every", cfg.checkpoint.every), ("sft.num_steps", cfg.sft.num_steps),
-                        ("sft.lr", cfg.sft.lr), ("policy.weight_decay", p.weight_decay), ("policy.lr_warmup_steps", p.lr_warmup_steps),
-                        ("policy.lr_min_ratio", p.lr_min_ratio), ("engine.kv_cache_gb", cfg.engine.kv_cache_gb)):
-        _require(value >= 0, f"{name} = {value} must be 0 or more")
-    shape = [(f"policy.scratch.{name}", value) for name, value in vars(p.scratch).items() if name != "phrases"]
-    _require(all(0 <= b < 1 for b in p.betas), f"policy.betas = {p.betas} must be in [0, 1)")
-    _require(0 <= cfg.sft.wrong_character <= 1, f"sft.wrong_character = {cfg.sft.wrong_character} is a share: 0 to 1")
-    for name, value in (("checkpoint.keep", cfg.checkpoint.keep), ("sft.batch_size", cfg.sft.batch_size), *shape):
-        _require(value >= 1, f"{name} = {value} must be at least 1")
-    _require(bool(cfg.data.train), "data.train is empty: give a JSONL file or reasoning_gym:NAME")
-    _require(bool(cfg.data.eval) or cfg.data.held_out >= 1, f"data.held_out = {cfg.data.held_out} must be at least 1 where data.eval names no file")

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from minirl import cli
-from minirl.config import EvalConfig, EvaluateConfig, check_rollout
+from minirl.checks import check_rollout
+from minirl.config import EvalConfig, EvaluateConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts, load_rows
 from minirl.model import build, families

@@ -16,7 +16,8 @@ import numpy as np
 
 from minirl import checkpoint, cli, report
 from minirl.algo import advantages, losses
-from minirl.config import RLConfig, check_rl
+from minirl.checks import check_rl
+from minirl.config import RLConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts, load_rows, split
 from minirl.data.packing import exchange, pack

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from minirl.config import EvaluateConfig, RLConfig, check_rl, check_rollout
+from minirl.checks import check_rl, check_rollout
+from minirl.config import EvaluateConfig, RLConfig
 from minirl.flags import load, parse, save
 from minirl.types import UserError
 

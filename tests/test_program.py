@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from minirl.config import RLConfig, check_rl
+from minirl.checks import check_rl
+from minirl.config import RLConfig
 from minirl.flags import load, parse
 from minirl.rl import Trainer
 
