@@ -1,51 +1,146 @@
 """Resumable state (torch.distributed.checkpoint) and Hugging Face export.
 
 A checkpoint is written beside its final name and renamed when all ranks are done, so what `find` returns is always whole.
+
+    python -m minirl.checkpoint export runs/mine --best     # a checkpoint of a run as a Hugging Face folder; or under torchrun
 """
 
 import json
+import math
 import random
+import re
 import shutil
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from minirl import cli
+from minirl.config import CheckpointConfig, ExportConfig, PolicyConfig
+from minirl.flags import load as load_config
+from minirl.model import build
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 from minirl.types import UserError
 
+LOWER_IS_BETTER = ("loss", "perplexity")
 
-def find(folder: Path) -> Path | None:
+
+def finished(run: Path) -> dict[int, Path]:
+    """The whole checkpoints of a run folder by step, oldest first."""
+    steps = {int(p.name.removeprefix("step-")): p for p in run.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)}
+    return dict(sorted(steps.items()))
+
+
+def find(run: Path) -> Path | None:
     """The newest finished checkpoint of a run folder."""
-    finished = [p for p in folder.glob("checkpoints/step-*") if not p.name.endswith(".partial")]
-    return max(finished, key=lambda p: int(p.name.removeprefix("step-")), default=None)
+    return next(reversed(finished(run).values()), None)
 
 
-def save(folder: Path, step: int, policy: Policy, progress: dict, mesh: Mesh, *, keep: int) -> Path:
-    """State after `step` finished RL steps. `progress` is what else the program needs to go on (JSON)."""
-    final = folder / "checkpoints" / f"step-{step}"
-    partial = final.with_name(final.name + ".partial")
-    if mesh.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        (partial / "progress.json").write_text(json.dumps({"progress": progress, "step": step, "num_updates": policy.num_updates, "model": _shape_of(policy)}))
-    mesh.barrier()
-    torch.save(_random_state(), partial / f"random-{mesh.rank}.pt")
-    dcp.save(_state(policy), checkpoint_id=partial / "state")
-    mesh.barrier()
-    if mesh.rank == 0:
-        partial.rename(final)
-        others = sorted(folder.glob("checkpoints/step-*"), key=lambda p: int(p.name.removeprefix("step-").removesuffix(".partial")))
-        for old in others[:-keep]:
+def find_best(run: Path) -> dict | None:
+    """{"step", "metric", "value"} of the checkpoint that scored best, if one did and is still there."""
+    path = run / "checkpoints" / "best.json"
+    best = json.loads(path.read_text()) if path.exists() else None
+    return best if best and best["step"] in finished(run) else None
+
+
+class Saver:
+    """Writes the checkpoints of a run, and keeps the newest `keep` and the best. All ranks call its methods alike.
+
+    In the background: `save` returns when the state is copied to host memory, so training may overwrite it at once; a thread
+    writes the copy and talks to the other ranks through a group of its own. A write that failed raises UserError, on every rank,
+    at the next `wait`, which `save`, `score` and a good end of the `with` block begin with.
+    """
+
+    def __init__(self, run: Path, cfg: CheckpointConfig, policy: Policy, mesh: Mesh):
+        self.run, self.cfg, self.policy, self.mesh = run, cfg, policy, mesh
+        self.step = max(finished(run), default=None)
+        """Of the newest checkpoint, finished or under way."""
+        best = find_best(run)
+        self.best = best if best and cfg.best_metric in ("", best["metric"]) else None
+        self.group = dist.new_group(backend="gloo")
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.pending: Future | None = None
+
+    def save(self, step: int, progress: dict) -> Path:
+        """State after `step` finished steps. `progress` is what else the program needs to go on (JSON)."""
+        self.wait()
+        final = self.run / "checkpoints" / f"step-{step}"
+        partial = final.with_name(final.name + ".partial")
+        about = {"progress": progress, "step": step, "num_updates": self.policy.num_updates, "model": _shape_of(self.policy)}
+        if self.mesh.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            (partial / "progress.json").write_text(json.dumps(about))
+        self.mesh.barrier()
+        torch.save(_random_state(), partial / f"random-{self.mesh.rank}.pt")
+        self.step, options = step, {"checkpoint_id": partial / "state", "process_group": self.group}
+        if self.cfg.background:
+            written = dcp.async_save(_state(self.policy), **options)
+            self.pending = self.thread.submit(self._publish, written.result, partial, final)
+        else:
+            self._publish(lambda: dcp.save(_state(self.policy), **options), partial, final)
+        return final
+
+    def _publish(self, write: Callable[[], object], partial: Path, final: Path) -> None:
+        """Write, and rename when all ranks have."""
+        try:
+            write()  # ends on each rank when all have written
+        except dcp.CheckpointException as error:
+            failed = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items())
+            raise UserError(f"checkpoint {final} could not be written ({failed}); {partial} is not whole and will not be resumed from") from error
+        if self.mesh.rank == 0:
+            partial.rename(final)
+            self._rotate()
+        dist.barrier(group=self.group)
+
+    def _rotate(self) -> None:
+        steps = finished(self.run)
+        kept = {*list(steps)[-self.cfg.keep :], self.best["step"] if self.best else None}
+        for old in [path for step, path in steps.items() if step not in kept] + list(self.run.glob("checkpoints/step-*.partial")):
             shutil.rmtree(old)
-    mesh.barrier()
-    return final
+
+    def score(self, step: int, scores: dict[str, float]) -> None:
+        """Held-out scores of the weights after `step` steps. They are those of the checkpoint of that very step, if there is one."""
+        if not self.cfg.best_metric or step != self.step:
+            return
+        self.wait()
+        value = scores[self.cfg.best_metric]
+        sign = -1 if self.cfg.best_metric in LOWER_IS_BETTER else 1
+        if math.isfinite(value) and (self.best is None or sign * value > sign * self.best["value"]):
+            self.best = {"step": step, "metric": self.cfg.best_metric, "value": value}
+            if self.mesh.rank == 0:
+                path = self.run / "checkpoints" / "best.json"
+                path.with_suffix(".partial").write_text(json.dumps(self.best))
+                path.with_suffix(".partial").rename(path)
+                self._rotate()
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises UserError if the last write failed."""
+        pending, self.pending = self.pending, None
+        if pending:
+            pending.result()
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        """A run that fails still leaves the checkpoint under way: it gets a minute, for the ranks that it needs may be gone."""
+        if error is None:
+            return self.wait()
+        if self.pending and self.pending in wait_for([self.pending], 60).done and self.pending.exception():
+            error.add_note(str(self.pending.exception()))
 
 
 def load(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
@@ -55,6 +150,11 @@ def load(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
         raise UserError(f"resume: {checkpoint} is of another model ({saved['model']}) than policy.model = {policy.folder} "
                         f"({_shape_of(policy)}); start in another output folder")
     state = _state(policy)
+    saved_shapes = _saved_shapes(checkpoint)
+    for name, p in state["model"].items():
+        if (shape := saved_shapes.get(name)) != p.shape:
+            raise UserError(f"resume: {checkpoint} has {name} of shape {shape and list(shape)}, and policy.model = {policy.folder} {list(p.shape)}; "
+                            "start in another output folder")
     dcp.load(state, checkpoint_id=checkpoint / "state")
     set_model_state_dict(policy.model, state["model"])
     set_optimizer_state_dict(policy.model, policy.optimizer, state["optimizer"])
@@ -67,6 +167,12 @@ def load(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
 
 def _state(policy: Policy) -> dict:
     return {"model": get_model_state_dict(policy.model), "optimizer": get_optimizer_state_dict(policy.model, policy.optimizer)}
+
+
+def _saved_shapes(checkpoint: Path) -> dict[str, torch.Size]:
+    """Of every weight; a tied head may be there under both names."""
+    saved = dcp.FileSystemReader(checkpoint / "state").read_metadata().state_dict_metadata
+    return {name.removeprefix("model."): about.size for name, about in saved.items() if name.startswith("model.")}
 
 
 def _shape_of(policy: Policy) -> str:
@@ -88,15 +194,29 @@ def _set_random_state(state: dict) -> None:
 
 
 def export(policy: Policy, folder: Path, mesh: Mesh, *, max_file_gb: float = 4.0) -> None:
-    """Write a Hugging Face folder that `transformers` and vLLM load, in the dtype of the forward.
+    """Write a Hugging Face folder that `transformers` and vLLM load, in the dtype of the forward."""
+    shards = policy.shards()
 
-    One weight is whole at a time, and on one rank only: files are owned by ranks in turn. Written beside and renamed.
-    """
-    dtype = getattr(torch, policy.cfg.dtype)
+    def gather(names: list[str], mine: bool) -> dict[str, Tensor]:
+        out = {}
+        for name in names:
+            p = shards[name].detach()
+            whole = p.full_tensor() if isinstance(p, DTensor) else p
+            if mine:
+                out[name] = whole.to("cpu")
+        return out
+
+    _write_folder(folder, {name: p.shape for name, p in shards.items()}, gather, policy.folder, getattr(torch, policy.cfg.dtype), mesh, max_file_gb)
+
+
+def _write_folder(folder: Path, shapes: dict[str, torch.Size], read: Callable[[list[str], bool], dict[str, Tensor]], source: Path,
+                  dtype: torch.dtype, mesh: Mesh, max_file_gb: float) -> None:
+    """read(names, mine) -> those weights in host memory where `mine`. Collective: one weight is whole at a time, and one file on one
+    rank only: files are owned by ranks in turn. Config and tokenizer are those of `source`. Written beside and renamed."""
     files: list[list[str]] = [[]]
     size = 0
-    for name, p in policy.shards().items():
-        n = p.numel() * dtype.itemsize
+    for name, shape in shapes.items():
+        n = shape.numel() * dtype.itemsize
         if files[-1] and size + n > max_file_gb * 2**30:
             files.append([])
             size = 0
@@ -109,20 +229,16 @@ def export(policy: Policy, folder: Path, mesh: Mesh, *, max_file_gb: float = 4.0
     mesh.barrier()
     names = ["model.safetensors"] if len(files) == 1 else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     for i, (file, members) in enumerate(zip(names, files, strict=True)):
-        owner, tensors = i % mesh.world_size, {}
-        for name in members:
-            p = policy.shards()[name].detach()
-            whole = p.full_tensor() if isinstance(p, DTensor) else p
-            if mesh.rank == owner:
-                tensors[name] = whole.to("cpu", dtype).contiguous()
-        if mesh.rank == owner:
-            save_file(tensors, partial / file, metadata={"format": "pt"})
+        mine = i % mesh.world_size == mesh.rank
+        tensors = read(members, mine)
+        if mine:
+            save_file({name: t.to(dtype).contiguous() for name, t in tensors.items()}, partial / file, metadata={"format": "pt"})
     if mesh.rank == 0:
         if len(files) > 1:
-            index = {"metadata": {"total_size": sum(p.numel() for p in policy.shards().values()) * dtype.itemsize},
+            index = {"metadata": {"total_size": sum(shape.numel() for shape in shapes.values()) * dtype.itemsize},
                      "weight_map": {name: file for file, members in zip(names, files, strict=True) for name in members}}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        _write_companions(policy, partial, dtype)
+        _write_companions(source, partial, dtype)
     mesh.barrier()
     if mesh.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -130,10 +246,63 @@ def export(policy: Policy, folder: Path, mesh: Mesh, *, max_file_gb: float = 4.0
     mesh.barrier()
 
 
-def _write_companions(policy: Policy, folder: Path, dtype: torch.dtype) -> None:
-    config = AutoConfig.from_pretrained(policy.folder)
+def _write_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    config = AutoConfig.from_pretrained(source)
     config.dtype = dtype
     config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(policy.folder).save_pretrained(folder)
-    if (policy.folder / "generation_config.json").exists():
-        GenerationConfig.from_pretrained(policy.folder).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    if (source / "generation_config.json").exists():
+        GenerationConfig.from_pretrained(source).save_pretrained(folder)
+
+
+def choose(run: Path, step: int | None, best: bool) -> Path:
+    """The checkpoint that flags name; by default the newest. Raises UserError."""
+    if not (run / "config.yaml").is_file():
+        raise UserError(f"run = {run} is not the folder of a run: it has no config.yaml")
+    steps = finished(run)
+    if not steps:
+        raise UserError(f"run = {run} has no finished checkpoint; checkpoint.every of the run says when there is one")
+    if step is not None and best:
+        raise UserError(f"--step {step} and --best name two checkpoints; give one of them")
+    if best and not (found := find_best(run)):
+        raise UserError(f"--best: no checkpoint of {run} is marked as the best; runs with checkpoint.best_metric mark one. Give --step, one of {_listed(steps)}")
+    step = found["step"] if best else max(steps) if step is None else step
+    if step not in steps:
+        raise UserError(f"--step {step}: {run} has no such checkpoint; it has {_listed(steps)}")
+    return steps[step]
+
+
+def _listed(steps: dict[int, Path]) -> str:
+    return ", ".join(map(str, steps))
+
+
+def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
+    """Each rank reads the weights of its own files and nothing else: no model is built, no optimizer state is read."""
+    run = Path(cfg.run)
+    checkpoint = choose(run, cfg.step, cfg.best)
+    policy = load_config(PolicyConfig, str(run / "config.yaml"), section="policy")
+    source = run / "scratch" if policy.model == "scratch" else build.resolve(policy.model, "policy.model")
+    output = Path(cfg.output) if cfg.output else run / f"model-{checkpoint.name}"
+    if output.exists():
+        raise UserError(f"--output {output} exists; name another folder or remove it")
+    mesh.barrier()  # all ranks have looked
+    shapes = _saved_shapes(checkpoint)
+    if build.read_config(source).tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)
+    master = torch.float64 if policy.dtype == "float64" else torch.float32
+
+    def read(names: list[str], mine: bool) -> dict[str, Tensor]:
+        tensors = {name: torch.empty(shapes[name], dtype=master) for name in names} if mine else {}
+        if mine:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # meant so: each rank reads on its own
+                dcp.load({"model": tensors}, checkpoint_id=checkpoint / "state", no_dist=True)
+        return tensors
+
+    _write_folder(output, shapes, read, source, getattr(torch, policy.dtype), mesh, max_file_gb=4.0)
+    if mesh.rank == 0:
+        print(output)
+
+
+if __name__ == "__main__":
+    cli.run(ExportConfig, export_checkpoint)

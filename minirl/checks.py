@@ -1,6 +1,6 @@
 """Settings that cannot work, refused with the arithmetic before anything is loaded or written."""
 
-from minirl.config import EvaluateConfig, RLConfig
+from minirl.config import EvaluateConfig, RLConfig, SFTConfig
 from minirl.types import UserError
 
 
@@ -27,10 +27,10 @@ def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
              f"rollout.max_tokens = {cfg.data.max_prompt_tokens} + {r.max_tokens} = {longest}; raise it or set it to 0")
 
 
-def check_rl(cfg: RLConfig, world_size: int) -> None:
-    """Refuse what cannot work, with the arithmetic. Resolves engine.max_model_len = 0. Raises UserError."""
-    check_rollout(cfg)
-    r, a, p, tp = cfg.rollout, cfg.algo, cfg.policy, cfg.engine.tensor_parallel_size
+def _check_training(cfg: RLConfig | SFTConfig, world_size: int, longest: int, what: str, scores: tuple[str, ...]) -> None:
+    """What every program that trains refuses. `longest`: tokens of a sequence, `what`: the setting that says so; `scores`: names of
+    held-out scores."""
+    p, c = cfg.policy, cfg.checkpoint
     _require(cfg.num_steps >= 0, f"num_steps = {cfg.num_steps} must be 0 or more")
     split = cfg.parallel.replicate * cfg.parallel.tensor
     for name, value in (("parallel.replicate", cfg.parallel.replicate), ("parallel.tensor", cfg.parallel.tensor)):
@@ -38,27 +38,52 @@ def check_rl(cfg: RLConfig, world_size: int) -> None:
     _require(world_size % split == 0, f"parallel.replicate * parallel.tensor = {cfg.parallel.replicate} * {cfg.parallel.tensor} = {split} "
              f"does not divide the {world_size} ranks")
     _require(not cfg.parallel.sequence or cfg.parallel.tensor > 1, "parallel.sequence divides tokens over parallel.tensor ranks, and that is 1")
+    _require(cfg.tokens_per_rank >= longest, f"tokens_per_rank = {cfg.tokens_per_rank} cannot hold one sequence of "
+             f"{what} = {longest} tokens; raise tokens_per_rank or lower the lengths")
+    for name, value in (("policy.lr", p.lr), ("policy.max_grad_norm", p.max_grad_norm), ("policy.weight_decay", p.weight_decay),
+                        ("policy.lr_warmup_steps", p.lr_warmup_steps), ("policy.lr_min_ratio", p.lr_min_ratio), ("eval.every", cfg.eval.every),
+                        ("checkpoint.every", c.every)):
+        _require(value >= 0, f"{name} = {value} must be 0 or more")
+    _require(all(0 <= b < 1 for b in p.betas), f"policy.betas = {p.betas} must be in [0, 1)")
+    shape = [(f"policy.scratch.{name}", value) for name, value in vars(p.scratch).items() if name != "phrases"]
+    for name, value in (("checkpoint.keep", c.keep), *shape):
+        _require(value >= 1, f"{name} = {value} must be at least 1")
+    _require(bool(cfg.data.train), "data.train is empty: give a JSONL file or reasoning_gym:NAME")
+    _require(c.best_metric in ("", *scores), f"checkpoint.best_metric = {c.best_metric!r} is no held-out score; those are {', '.join(scores)}")
+    _require(not c.best_metric or c.every > 0 and cfg.eval.every > 0 and c.every % cfg.eval.every == 0,
+             f"checkpoint.best_metric = {c.best_metric} needs an evaluation of every checkpoint, but checkpoint.every = {c.every} is no multiple of "
+             f"eval.every = {cfg.eval.every}")
+
+
+def check_sft(cfg: SFTConfig, world_size: int) -> None:
+    """Refuse what cannot work, with the arithmetic. Raises UserError."""
+    _require(cfg.seed >= 0, f"seed = {cfg.seed} must be 0 or more")
+    _require(cfg.timeout_minutes > 0, f"timeout_minutes = {cfg.timeout_minutes} must be above 0")
+    _check_training(cfg, world_size, cfg.data.max_tokens, "data.max_tokens", ("loss", "perplexity"))
+    _require(cfg.data.max_tokens >= 2, f"data.max_tokens = {cfg.data.max_tokens} must be at least 2: a token and the next one")
+    _require(cfg.batch_size >= 1, f"batch_size = {cfg.batch_size} must be at least 1")
+    _require(cfg.num_steps > 0 or 0 < cfg.num_epochs < float("inf"), f"num_epochs = {cfg.num_epochs} must be above 0 where num_steps is 0")
+    _require(bool(cfg.data.eval) or cfg.data.held_out >= 1, f"data.held_out = {cfg.data.held_out} must be at least 1 where data.eval names no file")
+
+
+def check_rl(cfg: RLConfig, world_size: int) -> None:
+    """Refuse what cannot work, with the arithmetic. Resolves engine.max_model_len = 0. Raises UserError."""
+    check_rollout(cfg)
+    _check_training(cfg, world_size, cfg.engine.max_model_len, "engine.max_model_len", ("accuracy", "reward", f"pass@{cfg.eval.samples}"))
+    r, a, tp = cfg.rollout, cfg.algo, cfg.engine.tensor_parallel_size
     _require(world_size % tp == 0, f"engine.tensor_parallel_size = {tp} does not divide the {world_size} ranks")
     _require(r.samples_per_prompt >= 2, f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
              "compares the samples of one prompt, so it needs at least 2")
     _require(a.updates_per_step >= 1 and r.prompts_per_step % a.updates_per_step == 0,
              f"algo.updates_per_step = {a.updates_per_step} does not divide rollout.prompts_per_step = {r.prompts_per_step}")
-    _require(cfg.tokens_per_rank >= cfg.engine.max_model_len, f"tokens_per_rank = {cfg.tokens_per_rank} cannot hold one sequence of "
-             f"engine.max_model_len = {cfg.engine.max_model_len} tokens; raise tokens_per_rank or lower the lengths")
     off = r.top_p == 1.0 and r.top_k == -1 and r.min_p == 0.0
     _require(off, f"rollout.top_p = {r.top_p}, top_k = {r.top_k}, min_p = {r.min_p}: the trainer cannot reproduce log-probs of a "
              "truncated distribution; train with top_p 1.0, top_k -1, min_p 0.0")
     _require(a.dual_clip == 0 or a.dual_clip > 1, f"algo.dual_clip = {a.dual_clip} must be 0 (off) or above 1")
     _require(0 <= a.clip_low < 1 and a.clip_high >= 0, f"algo.clip_low = {a.clip_low} must be in [0, 1), clip_high = {a.clip_high} at least 0")
-    for name, value in (("algo.tis_cap", a.tis_cap), ("algo.kl_coef", a.kl_coef), ("policy.lr", p.lr), ("policy.max_grad_norm", p.max_grad_norm),
-                        ("eval.every", cfg.eval.every), ("checkpoint.every", cfg.checkpoint.every), ("sft.num_steps", cfg.sft.num_steps),
-                        ("sft.lr", cfg.sft.lr), ("policy.weight_decay", p.weight_decay), ("policy.lr_warmup_steps", p.lr_warmup_steps),
-                        ("policy.lr_min_ratio", p.lr_min_ratio), ("engine.kv_cache_gb", cfg.engine.kv_cache_gb)):
+    for name, value in (("algo.tis_cap", a.tis_cap), ("algo.kl_coef", a.kl_coef), ("sft.num_steps", cfg.sft.num_steps), ("sft.lr", cfg.sft.lr),
+                        ("engine.kv_cache_gb", cfg.engine.kv_cache_gb)):
         _require(value >= 0, f"{name} = {value} must be 0 or more")
-    shape = [(f"policy.scratch.{name}", value) for name, value in vars(p.scratch).items() if name != "phrases"]
-    _require(all(0 <= b < 1 for b in p.betas), f"policy.betas = {p.betas} must be in [0, 1)")
     _require(0 <= cfg.sft.wrong_character <= 1, f"sft.wrong_character = {cfg.sft.wrong_character} is a share: 0 to 1")
-    for name, value in (("checkpoint.keep", cfg.checkpoint.keep), ("sft.batch_size", cfg.sft.batch_size), *shape):
-        _require(value >= 1, f"{name} = {value} must be at least 1")
-    _require(bool(cfg.data.train), "data.train is empty: give a JSONL file or reasoning_gym:NAME")
+    _require(cfg.sft.batch_size >= 1, f"sft.batch_size = {cfg.sft.batch_size} must be at least 1")
     _require(bool(cfg.data.eval) or cfg.data.held_out >= 1, f"data.held_out = {cfg.data.held_out} must be at least 1 where data.eval names no file")

@@ -29,7 +29,7 @@ def run(config: type, program: Callable[[Any, Mesh], None]) -> None:
             dist.destroy_process_group()
     except UserError as error:
         if _first_to_tell(mesh):
-            print(f"\nminirl: error: {error}", file=sys.stderr)
+            print("\n".join([f"\nminirl: error: {error}", *vars(error).get("__notes__", [])]), file=sys.stderr)
         _leave(BAD_INPUT)
     except SystemExit as stop:  # tyro's, who told what is wrong with the flags on rank 0
         if stop.code:

@@ -181,8 +181,15 @@ class EvalConfig:
 @dataclass(kw_only=True)
 class CheckpointConfig:
     every: int = 0
-    """RL steps between checkpoints; 0: none."""
+    """Steps between checkpoints; 0: none. Checkpoint N holds the weights after N steps."""
     keep: int = 2
+    """Newest ones that stay."""
+    best_metric: str = ""
+    """A held-out score (RL: accuracy, reward or pass@k; SFT: loss or perplexity, of which less is better). The checkpoint with the best
+    one stays too, and is named in checkpoints/best.json. The evaluation of step N, which is of the weights after N steps, belongs to
+    checkpoint N, so `every` must be a multiple of eval.every; a later equal score does not replace an earlier one."""
+    background: bool = True
+    """Go on training while a copy of the state, in host memory, is written."""
 
 
 @dataclass(kw_only=True)
@@ -222,6 +229,62 @@ class RLConfig:
 
 
 @dataclass(kw_only=True)
+class ChatsConfig:
+    """Rows to imitate: JSON lines with `messages`, with `prompt` and `completion`, or with `text`."""
+
+    train: str = ""
+    """A JSONL file, or `reasoning_gym:NAME?option=value&...` (prompt: the question; its answers are in the column `answer`)."""
+    eval: str = ""
+    """The same for held-out rows. Empty: `held_out` rows of `train`, which training then never sees."""
+    held_out: int = 128
+    messages_key: str = "messages"
+    """A chat: list of messages with role and content; any number of turns."""
+    prompt_key: str = "prompt"
+    """A text or a list of messages, none of which is in the loss."""
+    completion_key: str = "completion"
+    """What follows it: a text or a list of messages."""
+    text_key: str = "text"
+    """A plain text, every token of which is in the loss; no chat template is applied."""
+    system_prompt: str = ""
+    """Put before chats that have none."""
+    train_on: Literal["all_turns", "last_turn"] = "all_turns"
+    """Which assistant turns of a chat are in the loss."""
+    max_tokens: int = 2048
+    """Longer rows are cut at their end; a row left without a token in the loss is dropped."""
+
+
+@dataclass(kw_only=True)
+class HeldOutConfig:
+    every: int = 50
+    """Steps between evaluations of the loss on held-out rows; 0: only before and after."""
+
+
+@dataclass(kw_only=True)
+class SFTConfig:
+    """`torchrun --nproc-per-node N -m minirl.sft --config FILE [--flag value ...]`"""
+
+    output: str = "runs/sft"
+    """Folder of this run: config, metrics, checkpoints, model."""
+    resume: bool = False
+    """Go on from the newest checkpoint in `output` (from the beginning, if none was finished)."""
+    seed: int = 0
+    num_epochs: float = 1.0
+    """Passes over the rows."""
+    num_steps: int = 0
+    """Optimizer steps; 0: as many as num_epochs takes."""
+    batch_size: int = 64
+    """Rows of an optimizer step, over all ranks."""
+    tokens_per_rank: int = 16384
+    """Token budget of a micro-batch on a rank."""
+    timeout_minutes: float = 30.0
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    data: ChatsConfig = field(default_factory=ChatsConfig)
+    eval: HeldOutConfig = field(default_factory=HeldOutConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+@dataclass(kw_only=True)
 class EvaluateConfig:
     """`torchrun --nproc-per-node N -m minirl.evaluate --model FOLDER --data.eval FILE`"""
 
@@ -237,3 +300,22 @@ class EvaluateConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+@dataclass(kw_only=True)
+class ExportConfig:
+    """`python -m minirl.checkpoint export RUN [--step N | --best] [--output FOLDER]`: a checkpoint as a Hugging Face folder.
+
+    Under torchrun the ranks share the work.
+    """
+
+    command: Literal["export"]
+    run: str
+    """Folder of a run of minirl.rl or minirl.sft."""
+    step: int | None = None
+    """Which checkpoint; the newest if neither this nor `best` is given."""
+    best: bool = False
+    """The one that checkpoint.best_metric found best."""
+    output: str = ""
+    """Folder to write; empty: model-step-N in the run's."""
+    timeout_minutes: float = 30.0

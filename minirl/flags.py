@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import importlib.util
 import os
+import re
 import sys
 import types
 import typing
@@ -26,29 +27,34 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
     import tyro  # here, because only programs need it and it takes a while
 
     argv = list(sys.argv[1:] if argv is None else argv)
-    default = cls()
+    required = any(f.default is f.default_factory is dataclasses.MISSING for f in dataclasses.fields(cls))
+    default = None if required else cls()
     for i, arg in enumerate(argv):
         if arg == "--config" or arg.startswith("--config="):
             path = arg.partition("=")[2] or (argv[i + 1] if i + 1 < len(argv) else "")
             default = load(cls, path)
             del argv[i : i + (1 if "=" in arg else 2)]
             break
-    program = cls.__name__.removesuffix("Config").lower()
+    program = re.search(r"-m (minirl\.\w+)", cls.__doc__)[1]
     with contextlib.ExitStack() as stack:
         if os.environ.get("RANK", "0") != "0":  # one rank tells what is wrong
             silence = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stderr(silence))
             stack.enter_context(contextlib.redirect_stdout(silence))
-        return tyro.cli(cls, prog=f"python -m minirl.{program}", default=default, args=argv, description=cls.__doc__)
+        return tyro.cli(cls, prog=f"python -m {program}", args=argv, description=cls.__doc__, config=(tyro.conf.PositionalRequiredArgs,),
+                        **({} if default is None else {"default": default}))
 
 
-def load(cls: type, path: str) -> Any:
+def load(cls: type, path: str, section: str = "") -> Any:
+    """A config class from a file, or from one section of the file. Raises UserError."""
     if not Path(path).is_file():
         raise UserError(f"--config {path!r}: no such file")
     try:
         values = yaml.safe_load(Path(path).read_text()) or {}
     except yaml.YAMLError as error:
         raise UserError(f"--config {path}: not valid YAML: {error}") from error
+    if section:
+        return _fill(cls, values.get(section, {}) if isinstance(values, dict) else values, where=path, prefix=f"{section}.")
     return _fill(cls, values, where=path, prefix="")
 
 

@@ -17,6 +17,7 @@ class Timer:
 
     def __init__(self, device: torch.device | None = None):
         self.device = device or torch.device("cpu")
+        self.began = time.perf_counter()
         self.wall: dict[str, float] = defaultdict(float)
         self.cpu: dict[str, float] = defaultdict(float)
         self._stack: list[str] = []

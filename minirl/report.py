@@ -21,12 +21,16 @@ def write_curves(folder: Path) -> Path:
 
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     panels = {"held-out accuracy": ("eval", "accuracy"), "reward": ("rl", "reward"), "answer tokens": ("rl", "answer_tokens"),
-              "entropy": ("rl", "entropy"), "engine-trainer |log-prob| difference": ("rl", "mismatch"), "SFT loss": ("sft", "loss")}
-    figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
-    for axis, (title, (phase, name)) in zip(axes.flat, panels.items(), strict=True):
-        points = [(row["step"], row[name]) for row in rows if row["phase"] == phase and name in row]
-        axis.plot(*zip(*points, strict=True), marker="o" if len(points) < 30 else None) if points else axis.set_axis_off()
-        axis.set(title=title if points else "", xlabel="step")
+              "entropy": ("rl", "entropy"), "engine-trainer |log-prob| difference": ("rl", "mismatch"), "SFT loss": ("sft", "loss"),
+              "loss": ("train", "loss"), "held-out loss": ("eval", "loss")}
+    points = {title: [(row["step"], row[name]) for row in rows if row["phase"] == phase and name in row] for title, (phase, name) in panels.items()}
+    shown = {title: found for title, found in points.items() if found}
+    figure, axes = pyplot.subplots(-(-len(shown) // 3) or 1, min(3, len(shown)) or 1, figsize=(12, 6), layout="constrained", squeeze=False)
+    for axis in axes.flat[len(shown) :]:
+        axis.set_axis_off()
+    for axis, (title, found) in zip(axes.flat, shown.items(), strict=False):
+        axis.plot(*zip(*found, strict=True), marker="o" if len(found) < 30 else None)
+        axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
     path = folder / "curves.png"
     figure.savefig(path, dpi=110)
@@ -34,11 +38,12 @@ def write_curves(folder: Path) -> Path:
     return path
 
 
-def summarise(evaluations: dict[str, dict], seconds: dict[str, float], tokens: dict[str, int], memory: list[float]) -> dict:
-    """The content of summary.json. Seconds are rank 0's; `tokens_per_second` counts the tokens that were generated and then
-    trained on over the whole of the RL steps, evaluation aside."""
+def summarise(evaluations: dict[str, dict], tokens: dict[str, int], common: dict) -> dict:
+    """The content of RL's summary.json, `common` being what `Run.finish` returned. Seconds are rank 0's; `tokens_per_second` counts the
+    tokens that were generated and then trained on over the whole of the RL steps, evaluation aside."""
     def accuracy(name: str) -> float | None:
         return evaluations[name]["scores"]["accuracy"] if name in evaluations else None
+    seconds = common["seconds"]
     training = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
     steps = sum(v for name, v in seconds.items() if name not in ("start", "sft", "evaluate", "export", "checkpoint"))
     by_phase = {"generated": tokens.get("generated", 0) / max(seconds.get("rollout", 0.0), 1e-9),
@@ -48,31 +53,32 @@ def summarise(evaluations: dict[str, dict], seconds: dict[str, float], tokens: d
         "accuracy_after_sft": accuracy("before_rl") if "before_sft" in evaluations else None,
         "accuracy_before_rl": accuracy("before_rl"),
         "accuracy_after_rl": accuracy("after_rl"),
-        "seconds": {name: round(value, 3) for name, value in sorted(seconds.items(), key=lambda item: -item[1])},
         "tokens_per_second": tokens.get("generated", 0) / max(steps, 1e-9),
         "tokens_per_second_by_phase": by_phase,
-        "peak_rss_mb": max(memory),
-        "peak_rss_mb_by_rank": memory,
+        **common,
     }
 
 
-def write(folder: Path, summary: dict, evaluations: dict[str, dict]) -> None:
-    """summary.json, curves.png, answers.json, and the same on the console."""
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+def write_answers(folder: Path, evaluations: dict[str, dict]) -> None:
+    """answers.json, and the same on the console."""
     answers = {name: evaluation["answers"] for name, evaluation in evaluations.items()}
     (folder / "answers.json").write_text(json.dumps(answers, indent=2) + "\n")
-    curves = write_curves(folder)
     for name, title in (("before_rl", "sampled answers before RL"), ("after_rl", "sampled answers after RL")):
         print(show_answers(title, answers.get(name, [])))
-    print(table(summary))
+
+
+def write(folder: Path, summary: dict, scores: dict[str, str]) -> None:
+    """summary.json, curves.png, and the closing table, which begins with `scores`: {title: key of the summary}."""
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    curves = write_curves(folder)
+    print(table(summary, scores))
     print(f"curves       {curves}\nTensorBoard  tensorboard --logdir {folder / 'tensorboard'}\nsummary      {folder / 'summary.json'}\n"
           f"model        {summary['model']}", flush=True)
 
 
-def table(summary: dict) -> str:
+def table(summary: dict, scores: dict[str, str]) -> str:
     """The closing table; None is shown as a dash."""
-    rows = [("held-out accuracy before SFT", summary["accuracy_before_sft"]), ("held-out accuracy after SFT", summary["accuracy_after_sft"]),
-            ("held-out accuracy before RL", summary["accuracy_before_rl"]), ("held-out accuracy after RL", summary["accuracy_after_rl"]), (None, None)]
+    rows = [*((title, summary[key]) for title, key in scores.items()), (None, None)]
     rows += [(f"tokens/s, {name}", value) for name, value in summary["tokens_per_second_by_phase"].items()]
     rows += [(None, None), *((f"seconds, {name}", value) for name, value in summary["seconds"].items())]
     rows += [(None, None), ("peak memory of a rank, MiB", summary["peak_rss_mb"])]

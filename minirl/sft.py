@@ -1,18 +1,132 @@
-"""Supervised warm start: the same verbs as RL (exchange, pack, step) with another loss and the rows' own answers."""
+"""Supervised fine-tuning on chats, prompts with completions or plain text; the mesh, the verbs and the files of a run are those of RL.
+
+    torchrun --nproc-per-node 2 -m minirl.sft --config configs/sft_products.yaml
+
+`warm_start` is the short form that minirl.rl runs before RL, on its prompts' own answers.
+"""
 
 import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 
+from minirl import cli, report
 from minirl.algo import losses
-from minirl.config import RLConfig
+from minirl.checks import check_sft
+from minirl.config import RLConfig, SFTConfig
 from minirl.data import chat
-from minirl.data.datasets import Prompts
+from minirl.data.datasets import Chats, Prompts, load_chats, split
 from minirl.data.packing import exchange, pack
-from minirl.log import Log
+from minirl.log import Log, Timer
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy, learning_rate
-from minirl.types import Trajectory
+from minirl.run import Run, check_output, find_model, make_scratch, slowest
+from minirl.types import Packed, Trajectory, UserError
+
+
+@dataclass(kw_only=True)
+class Inputs:
+    """What the config names, found and checked before anything is trained or written."""
+
+    folder: Path
+    train: Chats
+    held_out: Chats
+
+
+class Trainer:
+    """The parts of a run; `train` is the algorithm."""
+
+    def __init__(self, cfg: SFTConfig, mesh: Mesh):
+        self.cfg, self.mesh, self.timer = cfg, mesh, Timer(mesh.device)
+        with self.timer.phase("start"):
+            self.inputs = find_inputs(cfg, mesh)
+            train, held_out = self.inputs.train, self.inputs.held_out
+            self.num_steps = cfg.num_steps or max(1, math.ceil(cfg.num_epochs * len(train) / cfg.batch_size))
+            self.policy = Policy(cfg.policy, self.inputs.folder, mesh, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
+            about = (f"{len(train)} rows, {len(held_out)} held out ({train.num_cut + held_out.num_cut} cut to {cfg.data.max_tokens} tokens, "
+                     f"{train.num_dropped + held_out.num_dropped} dropped with no token in the loss)")
+            self.run = Run(cfg, self.policy, mesh, self.timer, about)
+        self.log, self.progress = self.run.log, self.run.progress
+
+    def train(self) -> None:
+        cfg, policy = self.cfg, self.policy
+        self.log.progress("sft", self.num_steps, self.run.first_step)
+        self.progress.add(self.timer.take())
+        for step in range(self.run.first_step, self.num_steps):
+            if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
+                self.evaluate(step, "before" if step == 0 else None)
+            examples = self.inputs.train.examples(range(step * cfg.batch_size, (step + 1) * cfg.batch_size))
+            batches = self.pack(examples)
+            metrics = policy.step(batches, losses.sft(), learning_rate(cfg.policy, step, self.num_steps))
+            self.report(step, examples, batches, metrics)
+            self.run.save_if_due(step + 1)
+        self.evaluate(self.num_steps, "after")
+        self.finish()
+
+    def pack(self, examples: list[Trajectory]) -> list[Packed]:
+        with self.timer.phase("prepare"):
+            return batches_of(examples, self.policy, self.mesh, self.cfg.tokens_per_rank)
+
+    def evaluate(self, step: int, name: str | None = None) -> None:
+        """Mean negative log-likelihood of the held-out tokens in the loss. `name`: keep it for the summary."""
+        with self.timer.phase("evaluate"):
+            batches = self.pack(self.inputs.held_out.examples(range(len(self.inputs.held_out))))
+            self.policy.annotate([batches], "old_logprobs")
+            sums = torch.stack([torch.stack([-(b.old_logprobs.double() * b.mask).sum(), b.mask.sum().double()]) for b in batches]).sum(0)
+            total, num = self.mesh.data_sums(sums.cpu()).tolist()
+        scores = {"loss": total / num, "perplexity": math.exp(min(total / num, 700.0))}
+        self.run.evaluated(step, scores)
+        self.log.say(f"step {step}: held-out loss {scores['loss']:.4f}, perplexity {scores['perplexity']:.4g}")
+        if name:
+            self.progress.evaluations[name] = scores
+
+    def report(self, step: int, examples: list[Trajectory], batches: list[Packed], metrics: dict[str, float]) -> None:
+        """Of all ranks to the log. Tokens are those of the rows, whether in the loss or not."""
+        seconds = self.timer.take()
+        ranks = self.mesh.gather((sum(len(t.tokens) for t in examples), len(batches), seconds))
+        tokens, times = sum(n for n, *_ in ranks), slowest([s for *_, s in ranks])
+        times["tokens_per_second"] = tokens / (times["time/forward"] + times["time/backward"])
+        self.log.scalars("train", step, {**metrics, "epoch": (step + 1) * self.cfg.batch_size / len(self.inputs.train), "tokens": tokens,
+                                         "micro_batches": len(batches), **times})
+        self.log.advance(loss=metrics["loss"], tokens=tokens)
+        self.progress.add(seconds, trained=tokens)
+
+    def finish(self) -> None:
+        """Export and summary."""
+        common, evaluations = self.run.finish(), self.progress.evaluations
+        spent = sum(common["seconds"].get(name, 0.0) for name in ("forward", "backward"))
+        summary = {**{f"{name}_{when}": evaluations[when][name] for name in ("loss", "perplexity") for when in ("before", "after")},
+                   "tokens_per_second_by_phase": {"trained": self.progress.tokens.get("trained", 0) / max(spent, 1e-9)}, **common}
+        if self.mesh.rank == 0:
+            report.write(self.run.output, summary, {f"held-out {name} {when}": f"{name}_{when}" for name in ("loss", "perplexity")
+                                                    for when in ("before", "after")})
+
+
+def find_inputs(cfg: SFTConfig, mesh: Mesh) -> Inputs:
+    """Raises UserError at the first thing that is missing or cannot work."""
+    check_sft(cfg, mesh.world_size)
+    check_output(Path(cfg.output), cfg.resume)
+    rows = load_chats(cfg.data.train, "data.train", cfg.data)
+    rows, held_out = (rows, load_chats(cfg.data.eval, "data.eval", cfg.data)) if cfg.data.eval else split(rows, cfg.data.held_out, cfg.seed)
+    chats = any("messages" in row for row in [*rows, *held_out])
+    folder, config, tokenizer = find_model(cfg, cfg.data.max_tokens, chats=chats)
+    if config.max_position_embeddings < cfg.data.max_tokens:
+        raise UserError(f"data.max_tokens = {cfg.data.max_tokens} is more than the {config.max_position_embeddings} positions of policy.model = "
+                        f"{cfg.policy.model}; lower it")
+    stop_ids = chat.stop_token_ids(tokenizer, folder) if chats else []
+    train = Chats(rows, "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed)
+    held_out = Chats(held_out, "data.eval" if cfg.data.eval else "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed, shuffle=False)
+    make_scratch(cfg, cfg.data.max_tokens, mesh)
+    return Inputs(folder=folder, train=train, held_out=held_out)
+
+
+def batches_of(examples: list[Trajectory], policy: Policy, mesh: Mesh, tokens_per_rank: int) -> list[Packed]:
+    """The micro-batches of one optimizer step on this rank, from whatever examples each rank brings."""
+    (minibatch,) = exchange(examples, mesh, tokens_per_rank)
+    return [pack(micro, mesh.device, multiple=policy.row_multiple) for micro in minibatch]
 
 
 def warm_start(cfg: RLConfig, policy: Policy, prompts: Prompts, stop_ids: list[int], mesh: Mesh, log: Log) -> int:
@@ -26,8 +140,7 @@ def warm_start(cfg: RLConfig, policy: Policy, prompts: Prompts, stop_ids: list[i
     for step in range(sft.num_steps):
         examples = range(step * sft.batch_size, (step + 1) * sft.batch_size)
         own = [_example(prompts, n, sft.wrong_character, cfg.seed, stop_ids) for n in examples[mesh.rank :: mesh.world_size]]
-        (minibatch,) = exchange(own, mesh, cfg.tokens_per_rank)
-        batches = [pack(micro, mesh.device, multiple=policy.row_multiple) for micro in minibatch]
+        batches = batches_of(own, policy, mesh, cfg.tokens_per_rank)
         metrics = policy.step(batches, losses.sft(), learning_rate(policy.cfg, step, sft.num_steps))
         num_tokens += sum(sum(b.lengths) for b in batches)
         log.scalars("sft", step, metrics)
@@ -44,7 +157,16 @@ def _example(prompts: Prompts, number: int, wrong_character: float, seed: int, s
         at = int(rng.integers(len(answer)))
         alphabet = sorted(set(answer + str(prompts.row(int(rng.integers(len(prompts.rows))))["answer"])))
         answer = answer[:at] + str(rng.choice(alphabet)) + answer[at + 1 :]
-    prompt = prompts.encode(row)
-    tokens = prompt + chat.encode_answer(prompts.tokenizer, prompts.messages(row), answer, stop_ids)
-    sampled = np.arange(len(tokens)) >= len(prompt)
-    return Trajectory(tokens=np.array(tokens, dtype=np.int32), sampled=sampled, logprobs=np.zeros(len(tokens), np.float32), group=number)
+    messages = [*prompts.messages(row), {"role": "assistant", "content": answer}]
+    ids, mask = chat.encode_chat(prompts.tokenizer, messages, [len(messages) - 1], stop_ids)
+    return Trajectory(tokens=np.array(ids, np.int32), sampled=np.array(mask), logprobs=np.zeros(len(ids), np.float32), group=number)
+
+
+def main(cfg: SFTConfig, mesh: Mesh) -> None:
+    trainer = Trainer(cfg, mesh)
+    with trainer.run:
+        trainer.train()
+
+
+if __name__ == "__main__":
+    cli.run(SFTConfig, main)

@@ -1,9 +1,15 @@
-"""A checkpoint moves between meshes bit by bit; an export is the model."""
+"""A checkpoint moves between meshes bit by bit, written beside training or not; the best one stays; an export is the model."""
+
+import json
+import threading
+import time
 
 import pytest
 import tiny
 import torch
-from harness import ranks
+from harness import RankFailed, ranks
+from programs import alone, fork
+from safetensors.torch import load_file
 from test_gradients import exact_norm, trajectories
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -11,9 +17,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minirl import checkpoint
 from minirl.algo import losses
-from minirl.config import AlgoConfig, ParallelConfig, PolicyConfig
+from minirl.config import AlgoConfig, CheckpointConfig, ExportConfig, ParallelConfig, PolicyConfig, RLConfig
 from minirl.data.packing import exchange, pack
+from minirl.flags import save as save_config
 from minirl.policy import Policy
+from minirl.types import UserError
 
 
 def whole(tree):
@@ -42,14 +50,25 @@ def make(mesh, folder, sequence):
     return Policy(PolicyConfig(dtype="float64"), folder, mesh, sequence_parallel=sequence)
 
 
-def save(mesh, folder, run, sequence):
+def save(mesh, folder, run, sequence, background):
     policy = make(mesh, folder, sequence)
     for _ in range(2):
         update(policy, mesh)
-    checkpoint.save(run, 2, policy, {"note": 7}, mesh, keep=1)
+    saver = checkpoint.Saver(run, CheckpointConfig(background=background), policy, mesh)
+    begin, write = threading.Event(), checkpoint.dcp.FileSystemWriter.write_data
+    if background:
+        checkpoint.dcp.FileSystemWriter.write_data = lambda *args: begin.wait() and write(*args)
+    saver.save(2, {"note": 7})
+    assert (checkpoint.find(run) is None) == background
+    state, num_updates = whole(checkpoint._state(policy)), policy.num_updates
     checkpoint.export(policy, run / "exported", mesh, max_file_gb=1e-4)
-    state = whole(checkpoint._state(policy))
-    return state, policy.num_updates, update(policy, mesh)
+    loss = update(policy, mesh)  # overwrites what is being written
+    if background:
+        for t in [*policy.shards().values(), *(v for s in policy.optimizer.state.values() for v in s.values())]:
+            t.data.fill_(torch.nan)
+        begin.set()
+    saver.wait()
+    return state, num_updates, loss
 
 
 def resume(mesh, folder, run, sequence):
@@ -60,13 +79,13 @@ def resume(mesh, folder, run, sequence):
     return state, policy.num_updates, update(policy, mesh)
 
 
-@pytest.mark.parametrize(("world", "parallel", "targets"), [
-    (2, ParallelConfig(), [(1, ParallelConfig()), (4, ParallelConfig()), (4, ParallelConfig(tensor=2))]),
-    (4, ParallelConfig(tensor=2, sequence=True), [(2, ParallelConfig()), (4, ParallelConfig(replicate=2)), (2, ParallelConfig(tensor=2))]),
+@pytest.mark.parametrize(("world", "parallel", "background", "targets"), [
+    (2, ParallelConfig(), True, [(1, ParallelConfig()), (4, ParallelConfig()), (4, ParallelConfig(tensor=2))]),
+    (4, ParallelConfig(tensor=2, sequence=True), False, [(2, ParallelConfig()), (4, ParallelConfig(replicate=2)), (2, ParallelConfig(tensor=2))]),
 ])
-def test_saved_on_one_mesh_resumed_on_another(tmp_path, world, parallel, targets):
+def test_saved_on_one_mesh_resumed_on_another(tmp_path, world, parallel, background, targets):
     folder, run = tiny.make(tmp_path / "model", "llama", tied=world == 2, dtype=torch.float64), tmp_path / "run"
-    state, num_updates, loss = ranks(world, save, folder, run, parallel.sequence, parallel=parallel)[0]
+    state, num_updates, loss = ranks(world, save, folder, run, parallel.sequence, background, parallel=parallel)[0]
     for target_world, target in targets:
         resumed, resumed_updates, resumed_loss = ranks(target_world, resume, folder, run, target.sequence, parallel=target)[0]
         assert differences(state, resumed) == [] and resumed_updates == num_updates == 2
@@ -78,3 +97,174 @@ def test_saved_on_one_mesh_resumed_on_another(tmp_path, world, parallel, targets
     parameters = dict(model.named_parameters())
     assert parameters.keys() <= state["model"].keys()
     assert all(torch.equal(p, state["model"][n]) for n, p in parameters.items())
+
+
+# ---------------------------------------------------------------------------------------------------- which ones stay
+
+
+def rotate(mesh, folder, run, cfg, scores, first=0):
+    """Save at steps 1, 2, ... of which `scores` has one each, as a loop does: a score comes after its step was saved."""
+    saver = checkpoint.Saver(run, cfg, make(mesh, folder, False), mesh)
+    there = []
+    for step, score in enumerate(scores, start=first + 1):
+        saver.save(step, {})
+        if score is not None:
+            saver.score(step, {cfg.best_metric or "accuracy": score})
+        saver.score(step - 1, {cfg.best_metric or "accuracy": 1e9})  # of other weights than the newest checkpoint's
+        saver.wait()
+        there.append(list(checkpoint.finished(run)))
+    return there, saver.best
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_the_newest_and_the_best_stay(tmp_path, background):
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    cfg = CheckpointConfig(keep=2, best_metric="accuracy", background=background)
+    scores = [0.5, 0.7, 0.7, None, 0.1, float("nan"), 0.9]
+    there, best = ranks(2, rotate, folder, tmp_path / "run", cfg, scores)[0]
+    assert there == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [2, 5, 6], [6, 7]]  # an equal score later is no better
+    assert best == checkpoint.find_best(tmp_path / "run") == {"step": 7, "metric": "accuracy", "value": 0.9}
+    (tmp_path / "run" / "checkpoints" / "step-6.partial").mkdir()
+    there, best = ranks(1, rotate, folder, tmp_path / "run", cfg, [0.3, 0.2, 0.9], 7)[0]  # a resumed run
+    assert there == [[7, 8], [7, 8, 9], [7, 9, 10]] and best["step"] == 7
+    assert not (tmp_path / "run" / "checkpoints" / "step-6.partial").exists()
+
+
+def test_of_losses_the_lowest_is_best_and_without_a_metric_none_is(tmp_path):
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    there, best = ranks(1, rotate, folder, tmp_path / "loss", CheckpointConfig(keep=1, best_metric="loss"), [2.0, 1.0, 3.0])[0]
+    assert there == [[1], [2], [2, 3]] and best["step"] == 2
+    there, best = ranks(1, rotate, folder, tmp_path / "none", CheckpointConfig(keep=1), [2.0, 1.0, 3.0])[0]
+    assert there == [[1], [2], [3]] and best is None
+
+
+def test_what_is_not_whole_is_not_resumed(tmp_path):
+    for name in ("step-3", "step-20", "step-100.partial", "step-4.old"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert checkpoint.find(tmp_path) == tmp_path / "checkpoints" / "step-20"
+    assert list(checkpoint.finished(tmp_path)) == [3, 20]
+    (tmp_path / "checkpoints" / "best.json").write_text('{"step": 100, "metric": "accuracy", "value": 1.0}')
+    assert checkpoint.find_best(tmp_path) is None
+
+
+def fail(mesh, folder, run, background, use):
+    """Rank 1 cannot write."""
+    saver = checkpoint.Saver(run, CheckpointConfig(background=background), make(mesh, folder, False), mesh)
+    saver.save(1, {})
+    saver.wait()
+    if mesh.rank == 1:
+        def no_room(*args):
+            raise OSError(28, "No space left on device")
+        checkpoint.dcp.filesystem._write_item = no_room
+    if use == "save":
+        saver.save(2, {})
+        saver.save(3, {})
+    if use == "exit":
+        with saver:
+            saver.save(2, {})
+    with saver:
+        saver.save(2, {})
+        raise ValueError("another failure")
+
+
+@pytest.mark.parametrize(("background", "use", "kind"), [(True, "save", "UserError"), (True, "exit", "UserError"), (False, "save", "UserError"),
+                                                         (True, "another", "ValueError")])
+def test_a_failed_write_is_told(tmp_path, background, use, kind):
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    with pytest.raises(RankFailed) as failed:
+        ranks(2, fail, folder, tmp_path, background, use)
+    assert failed.value.kind == kind
+    for text in ("step-2 could not be written", "rank 1", "No space left on device"):
+        assert text in str(failed.value)
+    assert list(checkpoint.finished(tmp_path)) == [1] and (tmp_path / "checkpoints" / "step-2.partial").exists()
+
+
+def crash(mesh, folder, run):
+    saver = checkpoint.Saver(run, CheckpointConfig(), make(mesh, folder, False), mesh)
+    publish = saver._publish
+    saver._publish = lambda *args: (time.sleep(0.5), publish(*args))
+    with saver:
+        saver.save(1, {})
+        raise UserError("the reward function raised")
+
+
+def test_a_run_that_fails_leaves_the_checkpoint_under_way(tmp_path):
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    with pytest.raises(RankFailed, match="the reward function raised"):
+        ranks(2, crash, folder, tmp_path)
+    assert list(checkpoint.finished(tmp_path)) == [1]
+
+
+def load_into(mesh, folder, run):
+    checkpoint.load(checkpoint.find(run), make(mesh, folder, False), mesh)
+
+
+def test_another_shape_is_refused_with_both(tmp_path):
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    ranks(1, rotate, folder, tmp_path / "run", CheckpointConfig(), [0.0])
+    wide = tiny.make(tmp_path / "wide", "llama", dtype=torch.float64, intermediate_size=160)
+    with pytest.raises(RankFailed) as failed:
+        ranks(1, load_into, wide, tmp_path / "run")
+    assert failed.value.kind == "UserError"
+    for text in ("step-1 has model.layers.0.mlp.", "of shape [96, 128]", str(wide), "[160, 128]", "another output folder"):
+        assert text in failed.value.text
+
+
+# ---------------------------------------------------------------------------------------------------- the program
+
+
+def train_and_save(mesh, folder, run, tied):
+    cfg = RLConfig(output=str(run))
+    cfg.policy.model, cfg.policy.dtype = str(folder), "bfloat16"
+    policy = Policy(cfg.policy, folder, mesh)
+    saver = checkpoint.Saver(run, CheckpointConfig(keep=2, best_metric="accuracy"), policy, mesh)
+    for step, score in ((1, 0.5), (2, 0.9), (3, 0.1), (4, 0.2)):
+        update(policy, mesh)
+        saver.save(step, {})
+        saver.score(step, {"accuracy": score})
+        if step in (2, 4):
+            saver.wait()
+            checkpoint.export(policy, run / f"live-{step}", mesh)
+    if mesh.rank == 0:
+        save_config(cfg, run / "config.yaml")
+
+
+def export_checkpoint(mesh, *values):
+    checkpoint.export_checkpoint(ExportConfig(command="export", **dict(values)), mesh)
+
+
+def test_export_of_a_checkpoint(tmp_path):
+    folder, run = tiny.make(tmp_path / "model", "qwen3", tied=True), tmp_path / "run"
+    ranks(2, train_and_save, folder, run, True)
+    ended = alone("minirl.checkpoint", ["export", run], tmp_path / "log").end(120)
+    assert ended.code == 0, ended.err
+    assert ended.out.strip() == str(run / "model-step-4") and "warn" not in ended.err.lower()
+    ranks(2, export_checkpoint, ("run", str(run)), ("best", True), ("output", str(tmp_path / "best")))
+    for exported, live in ((tmp_path / "best", run / "live-2"), (run / "model-step-4", run / "live-4")):
+        assert {p.name for p in exported.iterdir()} == {p.name for p in live.iterdir()}
+        got, expected = (load_file(f / "model.safetensors") for f in (exported, live))
+        assert got.keys() == expected.keys() and all(torch.equal(got[n], expected[n]) and got[n].dtype == torch.bfloat16 for n in got)
+        model = AutoModelForCausalLM.from_pretrained(exported)
+        assert all(torch.equal(p, expected[n]) for n, p in model.named_parameters()) and AutoTokenizer.from_pretrained(exported).chat_template
+
+
+def test_export_refuses_what_is_not_there(tmp_path):
+    with pytest.raises(UserError, match="is not the folder of a run: it has no config.yaml"):
+        checkpoint.choose(tmp_path / "none", None, False)
+    (tmp_path / "config.yaml").write_text("policy: {model: nowhere}")
+    (tmp_path / "checkpoints" / "step-9.partial").mkdir(parents=True)
+    with pytest.raises(UserError, match="has no finished checkpoint"):
+        checkpoint.choose(tmp_path, None, False)
+    for step in (4, 12):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir()
+    assert checkpoint.choose(tmp_path, None, False).name == "step-12" and checkpoint.choose(tmp_path, 4, False).name == "step-4"
+    for step, best, message in ((9, False, "--step 9: .* it has 4, 12"), (None, True, "--best: no checkpoint .* one of 4, 12"), (4, True, "name two")):
+        with pytest.raises(UserError, match=message):
+            checkpoint.choose(tmp_path, step, best)
+    (tmp_path / "checkpoints" / "best.json").write_text(json.dumps({"step": 4, "metric": "loss", "value": 1.0}))
+    assert checkpoint.choose(tmp_path, None, True).name == "step-4"
+    ended = fork("minirl.checkpoint", ["export", tmp_path, "--output", tmp_path / "checkpoints"], tmp_path / "log")
+    assert ended.code == 2 and len(ended.errors()) == 1 and "policy.model = 'nowhere' is neither a folder" in ended.errors()[0], ended.err
+    (tmp_path / "config.yaml").write_text(f"policy: {{model: {tiny.make(tmp_path / 'model')}}}")
+    ended = fork("minirl.checkpoint", ["export", tmp_path, "--output", tmp_path / "checkpoints"], tmp_path / "log")
+    assert ended.code == 2 and f"--output {tmp_path}/checkpoints exists" in ended.errors()[0], ended.err

@@ -451,7 +451,9 @@ def test_an_answer_ends_with_the_stop_token_and_is_what_the_template_renders(tem
     tokenizer.chat_template = template
     messages = chat.to_messages("6 * 7?", "")
     prompt = chat.encode_prompt(tokenizer, messages)
-    ids = chat.encode_answer(tokenizer, messages, answer, [tokenizer.eos_token_id])
+    whole, mask = chat.encode_chat(tokenizer, [*messages, {"role": "assistant", "content": answer}], [1], [tokenizer.eos_token_id])
+    assert whole[: len(prompt)] == prompt and mask == [i >= len(prompt) for i in range(len(whole))]
+    ids = whole[len(prompt) :]
     assert ids[-1] == tokenizer.eos_token_id
     assert ids.count(tokenizer.eos_token_id) == 1
     rendered = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": answer}], tokenize=False)
@@ -461,13 +463,13 @@ def test_an_answer_ends_with_the_stop_token_and_is_what_the_template_renders(tem
 
 @pytest.mark.parametrize(("template", "message"), [
     ("{%- for m in messages -%}{{ m.content + '\n' }}{%- endfor -%}", "does not end an answer by one of the stop tokens"),
-    (CHATML.replace("'<|assistant|>' + '\n' }}", "'<|assistant|>' + '\n<think>' }}"), "renders a prompt otherwise when an answer follows"),
+    (CHATML.replace("'<|assistant|>' + '\n' }}", "'<|assistant|>' + '\n<think>' }}"), "renders message 2 of a chat otherwise when others follow"),
 ])
 def test_a_template_that_answers_cannot_be_cut_from_is_refused(template, message):
     tokenizer = scratch.make_tokenizer([])
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=message):
-        chat.encode_answer(tokenizer, chat.to_messages("hi", ""), "yes", [tokenizer.eos_token_id])
+        chat.encode_chat(tokenizer, [*chat.to_messages("hi", ""), {"role": "assistant", "content": "yes"}], [1], [tokenizer.eos_token_id])
 
 
 def test_stop_tokens_are_the_tokenizer_s_and_the_generation_config_s(tmp_path):

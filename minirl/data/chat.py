@@ -1,15 +1,18 @@
 """Messages to token ids, through the tokenizer's own chat template."""
 
+import bisect
 from pathlib import Path
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from minirl.types import UserError
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path, *, chats: bool = True) -> PreTrainedTokenizerBase:
+    """Raises UserError if there are chats to encode and no template for them."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    if tokenizer.chat_template is None:
+    if chats and tokenizer.chat_template is None:
         raise UserError(f"policy.model = {folder}: its tokenizer has no chat template; add a chat_template.jinja to the folder")
     return tokenizer
 
@@ -37,14 +40,45 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> l
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def encode_answer(tokenizer: PreTrainedTokenizerBase, messages: list[dict], answer: str, stop_ids: list[int]) -> list[int]:
-    """Token ids of an assistant's answer with the token that ends it, as the policy would have to sample them."""
-    prompt = encode_prompt(tokenizer, messages)
-    whole = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": answer}], return_dict=True)["input_ids"]
-    if whole[: len(prompt)] != prompt:
-        raise UserError("the chat template renders a prompt otherwise when an answer follows, so an answer cannot be trained on")
-    tail = whole[len(prompt) :]
-    end = next((i for i, token in enumerate(tail) if token in stop_ids), None)
-    if end is None:
-        raise UserError(f"the chat template does not end an answer by one of the stop tokens {stop_ids}")
-    return tail[: end + 1]  # templates put a line break behind the stop token, which the policy never samples
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], trained: list[int],
+                stop_ids: list[int]) -> tuple[list[int], list[bool]]:
+    """(token ids, mask) of a chat as the template renders it; nothing follows the last token in the loss.
+
+    The mask is True on what a policy asked for the messages `trained` (indices of assistant turns) would sample: the content and
+    the token that ends the turn, not the header before nor the line break behind. A turn begins where the rendering of the messages
+    before it, with the header of an answer, ends; a token on both sides of that border is not in the loss. The whole is rendered and
+    tokenised once. Raises UserError if the template renders a turn otherwise when others follow, or does not end one by a stop token.
+    """
+    def render(upto: int, header: bool = False) -> str:
+        try:
+            return tokenizer.apply_chat_template(messages[:upto], tokenize=False, add_generation_prompt=header)
+        except TemplateError as error:
+            raise UserError(f"the chat template refuses a chat: {error} ({str(messages[:upto])[:200]})") from error
+
+    text = render(len(messages))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, spans = encoded["input_ids"], encoded["offset_mapping"]
+    mask = [False] * len(ids)
+    starts = [start for start, _ in spans]
+    for i in trained:
+        before, through = render(i, header=True), text if i == len(messages) - 1 else render(i + 1)
+        first = bisect.bisect_left(starts, len(before))
+        while 0 < first < len(ids) and spans[first - 1][1] < len(before):  # a token that holds the header's last space, which offsets leave out
+            first += 1
+        last = next((n for n in range(first, len(ids)) if ids[n] in stop_ids), None)
+        if not text.startswith(before) or last is not None and through[: spans[last][1]] != text[: spans[last][1]]:
+            raise UserError(f"the chat template renders message {i + 1} of a chat otherwise when others follow, so it cannot be trained on; "
+                            f"--data.train-on last_turn may help ({str(messages[i])[:100]})")
+        if last is None:
+            raise UserError(f"the chat template does not end an answer by one of the stop tokens {stop_ids} ({str(messages[i])[:100]})")
+        mask[first : last + 1] = [True] * (last + 1 - first)
+    length = len(mask) - mask[::-1].index(True) if any(mask) else 0
+    return ids[:length], mask[:length]
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[bool]]:
+    """(token ids, mask) of a plain text with the tokens that begin and end one; all but the first are in the loss."""
+    ids = tokenizer(text)["input_ids"]
+    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
+        ids = [*ids, tokenizer.eos_token_id]
+    return ids, [i > 0 for i in range(len(ids))]

@@ -1,0 +1,125 @@
+"""What every training program does around its loop: find the model, open the run's folder or go on in it, save, close."""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from minirl import checkpoint, report
+from minirl.config import RLConfig, SFTConfig
+from minirl.data import chat
+from minirl.flags import save
+from minirl.log import Log, Timer, truncate
+from minirl.model import build, families, scratch
+from minirl.parallel import tensor
+from minirl.parallel.mesh import Mesh
+from minirl.policy import Policy
+from minirl.types import UserError
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What the summary needs and a checkpoint carries, beside weights."""
+
+    evaluations: dict[str, dict] = field(default_factory=dict)
+    """before_sft, before_rl, after_rl, ... -> what the program found"""
+    seconds: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+
+    def add(self, seconds: dict[str, float], **tokens: int) -> None:
+        for total, new in ((self.seconds, seconds), (self.tokens, tokens)):
+            for name, value in new.items():
+                total[name] = total.get(name, 0) + value
+
+
+class Run:
+    """A run's folder, log, progress and checkpoints. As a context manager it ends no checkpoint that is being written."""
+
+    def __init__(self, cfg: RLConfig | SFTConfig, policy: Policy, mesh: Mesh, timer: Timer, about: str):
+        """Go on from the newest checkpoint if asked; `about` is told in the first line of the log. Raises UserError."""
+        self.cfg, self.policy, self.mesh, self.timer, self.output = cfg, policy, mesh, timer, Path(cfg.output)
+        self.first_step, self.progress = 0, Progress()
+        found = checkpoint.find(self.output) if cfg.resume else None
+        if found:
+            saved = checkpoint.load(found, policy, mesh)
+            self.first_step, self.progress = saved["step"], Progress(**saved["progress"])
+        if mesh.rank == 0:
+            self.output.mkdir(parents=True, exist_ok=True)
+            save(cfg, self.output / "config.yaml")
+            truncate(self.output / "metrics.jsonl", keep_before=self.first_step, keep_sft=found is not None)
+        self.saver = checkpoint.Saver(self.output, cfg.checkpoint, policy, mesh)
+        self.log = Log(self.output, rank=mesh.rank, first_step=self.first_step)
+        self.log.say(f"{mesh.world_size} ranks on {mesh.device.type}, {sum(p.numel() for p in policy.model.parameters()) / 1e6:.2f}M parameters, "
+                     f"{about}; writing {self.output}")
+        if cfg.resume:
+            self.log.say(f"resuming at step {self.first_step} from {found}" if found else "no finished checkpoint to resume from; starting at step 0")
+
+    def __enter__(self) -> "Run":
+        self.saver.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.saver.__exit__(*error)
+
+    def evaluated(self, step: int, scores: dict[str, float]) -> None:
+        """Log held-out scores of the weights after `step` steps; they may make the checkpoint of that step the best."""
+        self.log.scalars("eval", step, scores)
+        self.saver.score(step, scores)
+
+    def save_if_due(self, step: int) -> None:
+        """`step`: how many are finished."""
+        if self.cfg.checkpoint.every and step % self.cfg.checkpoint.every == 0:
+            with self.timer.phase("checkpoint"):
+                path = self.saver.save(step, vars(self.progress))
+            self.log.say(f"step {step}: {'writing' if self.cfg.checkpoint.background else 'saved'} {path}")
+
+    def finish(self) -> dict:
+        """Export the model, close the log. Returns what every summary says: seconds, peak memory of each rank, the model's folder."""
+        self.log.end_progress()
+        with self.timer.phase("checkpoint"):
+            self.saver.wait()
+        with self.timer.phase("export"):
+            checkpoint.export(self.policy, self.output / "model", self.mesh)
+        self.progress.add(self.timer.take())
+        self.log.close()
+        memory = report.peak_rss_mb(self.mesh)
+        seconds = {name: round(value, 3) for name, value in sorted(self.progress.seconds.items(), key=lambda item: -item[1])}
+        return {"seconds": seconds, "peak_rss_mb": max(memory), "peak_rss_mb_by_rank": memory,
+                "wall_seconds": time.perf_counter() - self.timer.began, "model": str(self.output / "model")}
+
+
+def slowest(seconds: list[dict[str, float]]) -> dict[str, float]:
+    """Phases of all ranks -> {"time/<phase>": that of the rank that took longest}."""
+    return {f"time/{name}": max(s.get(name, 0.0) for s in seconds) for name in sorted({name for s in seconds for name in s})}
+
+
+def check_output(output: Path, resume: bool) -> None:
+    """Refuse the folder of another run. Raises UserError."""
+    in_the_way = [p.name for p in output.iterdir() if p.name != "scratch"] if output.is_dir() else [output.name] * output.exists()
+    if in_the_way and not (resume and output.is_dir()):
+        raise UserError(f"output = {output} holds {in_the_way[0]} of another run; choose another folder with --output, or go on with it by --resume")
+
+
+def find_model(cfg: RLConfig | SFTConfig, max_len: int, *, engine_tp: int = 1,
+               chats: bool = True) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
+    """(folder, config, tokenizer) of policy.model, checked; the folder of a scratch model is still to be made. Raises UserError."""
+    if cfg.policy.model == "scratch":
+        folder, tokenizer = Path(cfg.output) / "scratch", scratch.make_tokenizer(cfg.policy.scratch.phrases)
+        config = scratch.make_config(cfg.policy.scratch, tokenizer, max_len)
+    else:
+        folder = build.resolve(cfg.policy.model, "policy.model")
+        config, tokenizer = build.read_config(folder), None
+    families.check(config, f"policy.model = {cfg.policy.model}", engine_tp)
+    tensor.check(config, cfg.parallel.tensor)
+    return folder, config, tokenizer or chat.load_tokenizer(folder, chats=chats)
+
+
+def make_scratch(cfg: RLConfig | SFTConfig, max_len: int, mesh: Mesh) -> None:
+    """Write the model that `policy.model = scratch` asks for. Collective; call it when nobody can find a mistake any more."""
+    mesh.barrier()  # nobody looks at the output folder any more
+    folder = Path(cfg.output) / "scratch"
+    if cfg.policy.model == "scratch":
+        if mesh.rank == 0 and not (cfg.resume and folder.exists()):  # other weights would be another run
+            scratch.make_model(cfg.policy.scratch, folder, max_len=max_len, seed=cfg.seed)
+        mesh.barrier()
