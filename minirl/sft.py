@@ -1,6 +1,6 @@
 """Supervised fine-tuning on chats, prompts with completions or plain text; the mesh, the verbs and the files of a run are those of RL.
 
-    torchrun --nproc-per-node 2 -m minirl.sft --config configs/sft_products.yaml
+    torchrun --nproc-per-node 2 -m minirl.sft --config configs/sft_spell_backward.yaml
 
 `warm_start` is the short form that minirl.rl runs before RL, on its prompts' own answers.
 """
