@@ -259,21 +259,17 @@ def choose(run: Path, step: int | None, best: bool) -> Path:
     """The checkpoint that flags name; by default the newest. Raises UserError."""
     if not (run / "config.yaml").is_file():
         raise UserError(f"run = {run} is not the folder of a run: it has no config.yaml")
-    steps = finished(run)
+    steps, found = finished(run), find_best(run)
     if not steps:
         raise UserError(f"run = {run} has no finished checkpoint; checkpoint.every of the run says when there is one")
     if step is not None and best:
         raise UserError(f"--step {step} and --best name two checkpoints; give one of them")
-    if best and not (found := find_best(run)):
-        raise UserError(f"--best: no checkpoint of {run} is marked as the best; runs with checkpoint.best_metric mark one. Give --step, one of {_listed(steps)}")
+    if best and not found:
+        raise UserError(f"--best: no checkpoint of {run} is marked as the best, which checkpoint.best_metric asks for; use --step, one of {list(steps)}")
     step = found["step"] if best else max(steps) if step is None else step
     if step not in steps:
-        raise UserError(f"--step {step}: {run} has no such checkpoint; it has {_listed(steps)}")
+        raise UserError(f"--step {step}: {run} has no such checkpoint; use one of {list(steps)}")
     return steps[step]
-
-
-def _listed(steps: dict[int, Path]) -> str:
-    return ", ".join(map(str, steps))
 
 
 def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:

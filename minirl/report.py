@@ -67,8 +67,8 @@ def write_answers(folder: Path, evaluations: dict[str, dict]) -> None:
         print(show_answers(title, answers.get(name, [])))
 
 
-def write(folder: Path, summary: dict, scores: dict[str, str]) -> None:
-    """summary.json, curves.png, and the closing table, which begins with `scores`: {title: key of the summary}."""
+def write(folder: Path, summary: dict, scores: dict[str, float | None]) -> None:
+    """summary.json, curves.png, and the closing table, which begins with held-out `scores`."""
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     curves = write_curves(folder)
     print(table(summary, scores))
@@ -76,9 +76,9 @@ def write(folder: Path, summary: dict, scores: dict[str, str]) -> None:
           f"model        {summary['model']}", flush=True)
 
 
-def table(summary: dict, scores: dict[str, str]) -> str:
+def table(summary: dict, scores: dict[str, float | None]) -> str:
     """The closing table; None is shown as a dash."""
-    rows = [*((title, summary[key]) for title, key in scores.items()), (None, None)]
+    rows = [*((f"held-out {title}", value) for title, value in scores.items()), (None, None)]
     rows += [(f"tokens/s, {name}", value) for name, value in summary["tokens_per_second_by_phase"].items()]
     rows += [(None, None), *((f"seconds, {name}", value) for name, value in summary["seconds"].items())]
     rows += [(None, None), ("peak memory of a rank, MiB", summary["peak_rss_mb"])]

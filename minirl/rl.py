@@ -156,7 +156,7 @@ class Trainer:
         summary = report.summarise(self.progress.evaluations, self.progress.tokens, self.run.finish())
         if self.mesh.rank == 0:
             report.write_answers(self.run.output, self.progress.evaluations)
-            report.write(self.run.output, summary, {f"held-out accuracy {when}": f"accuracy_{when}".replace(" ", "_")
+            report.write(self.run.output, summary, {f"accuracy {when}": summary[f"accuracy_{when.lower().replace(' ', '_')}"]
                                                     for when in ("before SFT", "after SFT", "before RL", "after RL")})
         self.engine.close()
 
@@ -202,7 +202,7 @@ def _dump(trajectories: list[Trajectory], path: Path) -> None:
 
 def main(cfg: RLConfig, mesh: Mesh) -> None:
     trainer = Trainer(cfg, mesh)
-    with trainer.run:
+    with trainer.run.saver:
         trainer.train()
 
 

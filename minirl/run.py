@@ -34,7 +34,7 @@ class Progress:
 
 
 class Run:
-    """A run's folder, log, progress and checkpoints. As a context manager it ends no checkpoint that is being written."""
+    """A run's folder, log, progress and checkpoints."""
 
     def __init__(self, cfg: RLConfig | SFTConfig, policy: Policy, mesh: Mesh, timer: Timer, about: str):
         """Go on from the newest checkpoint if asked; `about` is told in the first line of the log. Raises UserError."""
@@ -54,13 +54,6 @@ class Run:
                      f"{about}; writing {self.output}")
         if cfg.resume:
             self.log.say(f"resuming at step {self.first_step} from {found}" if found else "no finished checkpoint to resume from; starting at step 0")
-
-    def __enter__(self) -> "Run":
-        self.saver.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.saver.__exit__(*error)
 
     def evaluated(self, step: int, scores: dict[str, float]) -> None:
         """Log held-out scores of the weights after `step` steps; they may make the checkpoint of that step the best."""

@@ -7,7 +7,6 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,28 +26,18 @@ from minirl.run import Run, check_output, find_model, make_scratch, slowest
 from minirl.types import Packed, Trajectory, UserError
 
 
-@dataclass(kw_only=True)
-class Inputs:
-    """What the config names, found and checked before anything is trained or written."""
-
-    folder: Path
-    train: Chats
-    held_out: Chats
-
-
 class Trainer:
     """The parts of a run; `train` is the algorithm."""
 
     def __init__(self, cfg: SFTConfig, mesh: Mesh):
         self.cfg, self.mesh, self.timer = cfg, mesh, Timer(mesh.device)
         with self.timer.phase("start"):
-            self.inputs = find_inputs(cfg, mesh)
-            train, held_out = self.inputs.train, self.inputs.held_out
-            self.num_steps = cfg.num_steps or max(1, math.ceil(cfg.num_epochs * len(train) / cfg.batch_size))
-            self.policy = Policy(cfg.policy, self.inputs.folder, mesh, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
-            about = (f"{len(train)} rows, {len(held_out)} held out ({train.num_cut + held_out.num_cut} cut to {cfg.data.max_tokens} tokens, "
-                     f"{train.num_dropped + held_out.num_dropped} dropped with no token in the loss)")
-            self.run = Run(cfg, self.policy, mesh, self.timer, about)
+            folder, self.rows, self.held_out = find_inputs(cfg, mesh)
+            self.num_steps = cfg.num_steps or max(1, math.ceil(cfg.num_epochs * len(self.rows) / cfg.batch_size))
+            self.policy = Policy(cfg.policy, folder, mesh, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
+            num_cut, num_dropped = (a + b for a, b in zip(self.rows.lost, self.held_out.lost, strict=True))
+            self.run = Run(cfg, self.policy, mesh, self.timer, f"{len(self.rows)} rows, {len(self.held_out)} held out ({num_cut} cut to "
+                           f"{cfg.data.max_tokens} tokens, {num_dropped} dropped with no token in the loss)")
         self.log, self.progress = self.run.log, self.run.progress
 
     def train(self) -> None:
@@ -58,55 +47,51 @@ class Trainer:
         for step in range(self.run.first_step, self.num_steps):
             if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
                 self.evaluate(step, "before" if step == 0 else None)
-            examples = self.inputs.train.examples(range(step * cfg.batch_size, (step + 1) * cfg.batch_size))
-            batches = self.pack(examples)
+            with self.timer.phase("prepare"):
+                examples = self.rows.examples(range(step * cfg.batch_size, (step + 1) * cfg.batch_size))
+                batches = batches_of(examples, policy, self.mesh, cfg.tokens_per_rank)
             metrics = policy.step(batches, losses.sft(), learning_rate(cfg.policy, step, self.num_steps))
-            self.report(step, examples, batches, metrics)
+            self.report(step, sum(len(t.tokens) for t in examples), metrics)
             self.run.save_if_due(step + 1)
         self.evaluate(self.num_steps, "after")
         self.finish()
 
-    def pack(self, examples: list[Trajectory]) -> list[Packed]:
-        with self.timer.phase("prepare"):
-            return batches_of(examples, self.policy, self.mesh, self.cfg.tokens_per_rank)
-
     def evaluate(self, step: int, name: str | None = None) -> None:
         """Mean negative log-likelihood of the held-out tokens in the loss. `name`: keep it for the summary."""
         with self.timer.phase("evaluate"):
-            batches = self.pack(self.inputs.held_out.examples(range(len(self.inputs.held_out))))
+            batches = batches_of(self.held_out.examples(range(len(self.held_out))), self.policy, self.mesh, self.cfg.tokens_per_rank)
             self.policy.annotate([batches], "old_logprobs")
-            sums = torch.stack([torch.stack([-(b.old_logprobs.double() * b.mask).sum(), b.mask.sum().double()]) for b in batches]).sum(0)
+            sums = torch.stack([torch.stack([b.old_logprobs[b.mask].double().sum(), b.mask.sum().double()]) for b in batches]).sum(0)
             total, num = self.mesh.data_sums(sums.cpu()).tolist()
-        scores = {"loss": total / num, "perplexity": math.exp(min(total / num, 700.0))}
+        scores = {"loss": -total / num, "perplexity": math.exp(min(-total / num, 700.0))}
         self.run.evaluated(step, scores)
         self.log.say(f"step {step}: held-out loss {scores['loss']:.4f}, perplexity {scores['perplexity']:.4g}")
         if name:
             self.progress.evaluations[name] = scores
 
-    def report(self, step: int, examples: list[Trajectory], batches: list[Packed], metrics: dict[str, float]) -> None:
+    def report(self, step: int, num_tokens: int, metrics: dict[str, float]) -> None:
         """Of all ranks to the log. Tokens are those of the rows, whether in the loss or not."""
         seconds = self.timer.take()
-        ranks = self.mesh.gather((sum(len(t.tokens) for t in examples), len(batches), seconds))
-        tokens, times = sum(n for n, *_ in ranks), slowest([s for *_, s in ranks])
+        ranks = self.mesh.gather((num_tokens, seconds))
+        tokens, times = sum(n for n, _ in ranks), slowest([s for _, s in ranks])
         times["tokens_per_second"] = tokens / (times["time/forward"] + times["time/backward"])
-        self.log.scalars("train", step, {**metrics, "epoch": (step + 1) * self.cfg.batch_size / len(self.inputs.train), "tokens": tokens,
-                                         "micro_batches": len(batches), **times})
+        self.log.scalars("train", step, {**metrics, "epoch": (step + 1) * self.cfg.batch_size / len(self.rows), "tokens": tokens, **times})
         self.log.advance(loss=metrics["loss"], tokens=tokens)
         self.progress.add(seconds, trained=tokens)
 
     def finish(self) -> None:
         """Export and summary."""
-        common, evaluations = self.run.finish(), self.progress.evaluations
-        spent = sum(common["seconds"].get(name, 0.0) for name in ("forward", "backward"))
-        summary = {**{f"{name}_{when}": evaluations[when][name] for name in ("loss", "perplexity") for when in ("before", "after")},
-                   "tokens_per_second_by_phase": {"trained": self.progress.tokens.get("trained", 0) / max(spent, 1e-9)}, **common}
+        common = self.run.finish()
+        scores = {f"{name} {when}": value for when, found in self.progress.evaluations.items() for name, value in found.items()}
+        spent = sum(common["seconds"].get(phase, 0.0) for phase in ("forward", "backward"))
+        speed = {"trained": self.progress.tokens.get("trained", 0) / max(spent, 1e-9)}
+        summary = {**{title.replace(" ", "_"): value for title, value in scores.items()}, "tokens_per_second_by_phase": speed, **common}
         if self.mesh.rank == 0:
-            report.write(self.run.output, summary, {f"held-out {name} {when}": f"{name}_{when}" for name in ("loss", "perplexity")
-                                                    for when in ("before", "after")})
+            report.write(self.run.output, summary, scores)
 
 
-def find_inputs(cfg: SFTConfig, mesh: Mesh) -> Inputs:
-    """Raises UserError at the first thing that is missing or cannot work."""
+def find_inputs(cfg: SFTConfig, mesh: Mesh) -> tuple[Path, Chats, Chats]:
+    """(folder of the model, rows to train on, held-out rows). Raises UserError at the first thing that is missing or cannot work."""
     check_sft(cfg, mesh.world_size)
     check_output(Path(cfg.output), cfg.resume)
     rows = load_chats(cfg.data.train, "data.train", cfg.data)
@@ -120,7 +105,7 @@ def find_inputs(cfg: SFTConfig, mesh: Mesh) -> Inputs:
     train = Chats(rows, "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed)
     held_out = Chats(held_out, "data.eval" if cfg.data.eval else "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed, shuffle=False)
     make_scratch(cfg, cfg.data.max_tokens, mesh)
-    return Inputs(folder=folder, train=train, held_out=held_out)
+    return folder, train, held_out
 
 
 def batches_of(examples: list[Trajectory], policy: Policy, mesh: Mesh, tokens_per_rank: int) -> list[Packed]:
@@ -164,7 +149,7 @@ def _example(prompts: Prompts, number: int, wrong_character: float, seed: int, s
 
 def main(cfg: SFTConfig, mesh: Mesh) -> None:
     trainer = Trainer(cfg, mesh)
-    with trainer.run:
+    with trainer.run.saver:
         trainer.train()
 
 

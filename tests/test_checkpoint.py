@@ -258,7 +258,7 @@ def test_export_refuses_what_is_not_there(tmp_path):
     for step in (4, 12):
         (tmp_path / "checkpoints" / f"step-{step}").mkdir()
     assert checkpoint.choose(tmp_path, None, False).name == "step-12" and checkpoint.choose(tmp_path, 4, False).name == "step-4"
-    for step, best, message in ((9, False, "--step 9: .* it has 4, 12"), (None, True, "--best: no checkpoint .* one of 4, 12"), (4, True, "name two")):
+    for step, best, message in ((9, False, r"--step 9: .* use one of \[4, 12\]"), (None, True, r"--best: no checkpoint .* one of \[4, 12\]"), (4, True, "name two")):
         with pytest.raises(UserError, match=message):
             checkpoint.choose(tmp_path, step, best)
     (tmp_path / "checkpoints" / "best.json").write_text(json.dumps({"step": 4, "metric": "loss", "value": 1.0}))

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from minirl.checks import check_rl, check_rollout
-from minirl.config import EvaluateConfig, RLConfig
+from minirl.checks import check_rl, check_rollout, check_sft
+from minirl.config import EvaluateConfig, ExportConfig, PolicyConfig, RLConfig, SFTConfig
 from minirl.flags import load, parse, save
 from minirl.types import UserError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-PROGRAMS = {"rl": RLConfig, "evaluate": EvaluateConfig}
+PROGRAMS = {"rl": RLConfig, "evaluate": EvaluateConfig, "sft": SFTConfig}
 
 
 def written(tmp_path, text):
@@ -101,16 +101,36 @@ def test_one_rank_alone_tells_of_a_bad_flag(monkeypatch, capsys):
     assert "".join(capsys.readouterr()) == ""
 
 
-@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig])
+@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig, SFTConfig])
 def test_a_saved_config_loads_back_equal(tmp_path, cls):
     cfg = cls(seed=4)
-    cfg.data.train, cfg.data.system_prompt, cfg.rollout.temperature, cfg.engine.dtype = "a: b.jsonl", "line\n  two: # é\u2028", 1e-7, "float32"
-    if cls is RLConfig:
+    cfg.data.train, cfg.data.system_prompt = "a: b.jsonl", "line\n  two: # é\u2028"
+    if cls is not SFTConfig:
+        cfg.rollout.temperature, cfg.engine.dtype = 1e-7, "float32"
+    if cls is not EvaluateConfig:
         cfg.policy.betas, cfg.policy.scratch.phrases, cfg.policy.lr, cfg.policy.model = (0.5, 1e-3), ["", " x: ", "yes"], 1e22, "1e-4"
     save(cfg, tmp_path / "config.yaml")
     again = load(cls, str(tmp_path / "config.yaml"))
     assert again == cfg
     assert parse(cls, ["--config", str(tmp_path / "config.yaml")]) == cfg
+    if cls is not EvaluateConfig:
+        assert load(PolicyConfig, str(tmp_path / "config.yaml"), section="policy") == cfg.policy
+
+
+def test_a_program_may_want_words_before_its_flags(capsys):
+    assert parse(ExportConfig, ["export", "runs/a", "--step", "3"]) == ExportConfig(command="export", run="runs/a", step=3)
+    for argv in ([], ["export"], ["import", "runs/a"]):
+        with pytest.raises(SystemExit) as stop:
+            parse(ExportConfig, argv)
+        assert stop.value.code == 2
+    assert "python -m minirl.checkpoint" in "".join(capsys.readouterr())
+
+
+def test_a_section_of_a_file_is_checked_like_the_whole(tmp_path):
+    for text, message in (("policy: {modle: a}", "unknown setting policy.modle; did you mean policy.model"), ("- a", "policy must be a mapping"),
+                          ("policy: 3", "policy must be a mapping")):
+        with pytest.raises(UserError, match=message):
+            load(PolicyConfig, written(tmp_path, text), section="policy")
 
 
 def leaves(cfg, prefix=""):
@@ -119,7 +139,7 @@ def leaves(cfg, prefix=""):
         yield from leaves(value, f"{prefix}{f.name}.") if dataclasses.is_dataclass(value) else [(prefix + f.name, value)]
 
 
-@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig])
+@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig, SFTConfig])
 def test_a_file_with_any_one_setting_at_its_default_changes_nothing(tmp_path, cls):
     """Every setting can be written in a file, and none disturbs another."""
     for name, value in leaves(cls()):
@@ -138,7 +158,7 @@ def test_every_recipe_loads_and_can_work_on_two_ranks(path):
     commands = re.findall(rf"-m minirl\.(\w+) --config configs/{re.escape(path.name)}\b", path.read_text())
     assert commands, "the recipe does not say how to run it"
     cfg = load(PROGRAMS[commands[0]], str(path))
-    check_rl(cfg, world_size=2) if isinstance(cfg, RLConfig) else check_rollout(cfg)
+    {RLConfig: lambda: check_rl(cfg, 2), SFTConfig: lambda: check_sft(cfg, 2), EvaluateConfig: lambda: check_rollout(cfg)}[type(cfg)]()
     assert cfg.output != PROGRAMS[commands[0]]().output  # two recipes would otherwise write to one folder
 
 
@@ -206,6 +226,9 @@ IMPOSSIBLE = [
     ({"policy__scratch__num_layers": 0}, "policy.scratch.num_layers = 0 must be at least 1"),
     ({"checkpoint__every": -1}, "checkpoint.every = -1 must be 0 or more"),
     ({"checkpoint__keep": 0}, "checkpoint.keep = 0 must be at least 1"),
+    ({"checkpoint__best_metric": "loss"}, "checkpoint.best_metric = 'loss' is no held-out score; those are accuracy, reward, pass@1"),
+    ({"checkpoint__best_metric": "reward"}, "checkpoint.best_metric = reward needs an evaluation of every checkpoint, but checkpoint.every = 0"),
+    ({"checkpoint__best_metric": "reward", "checkpoint__every": 15}, "checkpoint.every = 15 is no multiple of eval.every = 10"),
     ({"sft__num_steps": -1}, "sft.num_steps = -1 must be 0 or more"),
     ({"sft__batch_size": 0}, "sft.batch_size = 0 must be at least 1"),
     ({"sft__lr": -1.0}, "sft.lr = -1.0 must be 0 or more"),

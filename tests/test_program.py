@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from minirl import checkpoint
 from minirl.checks import check_rl
 from minirl.config import RLConfig
 from minirl.flags import load, parse
@@ -70,7 +71,7 @@ def data(tmp_path_factory) -> Path:
 def flags(data: Path, output: Path) -> list[str]:
     given = ["--config", QUICKSTART, "--output", output, "--data.train", data / "train.jsonl", "--data.eval", data / "held_out.jsonl",
              "--num-steps", NUM_STEPS, "--sft.num-steps", 30, "--eval.every", SAVED, "--eval.temperature", 0, "--checkpoint.every", SAVED,
-             "--debug.check-refit"]
+             "--checkpoint.best-metric", "accuracy", "--debug.check-refit"]
     return [str(flag) for flag in given]
 
 
@@ -204,6 +205,9 @@ def test_resumed_run_is_the_uninterrupted_run(run, repeated):
     assert f"resuming at step {SAVED}" in resumed.ended.err
     assert repeatable(read(resumed.folder / "metrics.jsonl")) == repeatable(read(run.folder / "metrics.jsonl"))
     assert (resumed.folder / "model" / "model.safetensors").read_bytes() == (run.folder / "model" / "model.safetensors").read_bytes()
+    assert checkpoint.find_best(resumed.folder) == checkpoint.find_best(run.folder)
+    best = max((row for row in run.rows("eval") if row["step"] in (SAVED, NUM_STEPS)), key=lambda row: row["accuracy"])  # the first of equals
+    assert checkpoint.find_best(run.folder) == {"step": best["step"], "metric": "accuracy", "value": best["accuracy"]}
     assert (resumed.folder / "answers.json").read_text() == (run.folder / "answers.json").read_text()
     for name in ("accuracy_before_sft", "accuracy_after_sft", "accuracy_after_rl"):
         assert resumed.summary()[name] == run.summary()[name]

@@ -196,7 +196,7 @@ def test_a_row_that_is_none_of_them_is_refused_with_its_line(tmp_path, row, mess
 def encode(mesh, rows, max_tokens):
     tokenizer = make_tokenizer([])
     chats = Chats(rows, "data.train", tokenizer, [1], ChatsConfig(max_tokens=max_tokens), mesh, seed=3)
-    return {"own": chats.encoded, "kept": chats.kept, "cut": chats.num_cut, "dropped": chats.num_dropped,
+    return {"own": chats.encoded, "kept": chats.kept, "lost": chats.lost,
             "steps": [[(t.group, t.tokens.tolist(), t.sampled.tolist()) for t in chats.examples(range(4 * s, 4 * s + 4))] for s in range(5)]}
 
 
@@ -207,7 +207,7 @@ def test_long_rows_are_cut_and_those_left_without_loss_are_dropped():
     results = ranks(2, encode, [short, long_prompt, long_answer, {"text": "z" * 12}, long_prompt, {"text": ""}], 10)
     encoded = results[0]["own"] | results[1]["own"]
     assert results[0]["kept"] == results[1]["kept"] == sorted(encoded) == [0, 2, 3]
-    assert results[0]["dropped"] == 3 and results[0]["cut"] == 4
+    assert results[0]["lost"] == results[1]["lost"] == (4, 3)
     for n, mask in ((0, "FFFFFTTT"), (2, "FFFFFTTTTT"), (3, "FTTTTTTTTT")):
         assert encoded[n][1].tolist() == [c == "T" for c in mask] and len(encoded[n][0]) == len(mask)
     assert encoded[2][0][-1] != 1  # what was cut does not end

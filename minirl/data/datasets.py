@@ -189,8 +189,8 @@ class Chats:
         self.encoded = {n: (ids, mask) for n, (ids, mask, _) in own.items() if mask.any()}
         self.kept = sorted(n for part in mesh.gather(list(self.encoded)) for n in part)
         """Numbers of the rows that are trained on."""
-        self.num_dropped = len(rows) - len(self.kept)
-        self.num_cut = sum(mesh.gather(sum(cut for *_, cut in own.values())))
+        self.lost = sum(mesh.gather(sum(cut for *_, cut in own.values()))), len(rows) - len(self.kept)
+        """How many rows were cut, and how many dropped."""
         if not self.kept:
             raise UserError(f"{setting}: none of the {len(rows)} rows has a token in the loss within data.max_tokens = {cfg.max_tokens}; raise it")
         self.order = Order(len(self.kept), seed=seed, shuffle=shuffle)
