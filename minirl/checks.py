@@ -49,6 +49,7 @@ def _check_training(cfg: RLConfig | SFTConfig, world_size: int, longest: int, wh
     for name, value in (("checkpoint.keep", c.keep), *shape):
         _require(value >= 1, f"{name} = {value} must be at least 1")
     _require(bool(cfg.data.train), "data.train is empty: give a JSONL file or reasoning_gym:NAME")
+    _require(bool(cfg.data.eval) or cfg.data.held_out >= 1, f"data.held_out = {cfg.data.held_out} must be at least 1 where data.eval names no file")
     _require(c.best_metric in ("", *scores), f"checkpoint.best_metric = {c.best_metric!r} is no held-out score; those are {', '.join(scores)}")
     _require(not c.best_metric or c.every > 0 and cfg.eval.every > 0 and c.every % cfg.eval.every == 0,
              f"checkpoint.best_metric = {c.best_metric} needs an evaluation of every checkpoint, but checkpoint.every = {c.every} is no multiple of "
@@ -63,7 +64,6 @@ def check_sft(cfg: SFTConfig, world_size: int) -> None:
     _require(cfg.data.max_tokens >= 2, f"data.max_tokens = {cfg.data.max_tokens} must be at least 2: a token and the next one")
     _require(cfg.batch_size >= 1, f"batch_size = {cfg.batch_size} must be at least 1")
     _require(cfg.num_steps > 0 or 0 < cfg.num_epochs < float("inf"), f"num_epochs = {cfg.num_epochs} must be above 0 where num_steps is 0")
-    _require(bool(cfg.data.eval) or cfg.data.held_out >= 1, f"data.held_out = {cfg.data.held_out} must be at least 1 where data.eval names no file")
 
 
 def check_rl(cfg: RLConfig, world_size: int) -> None:
@@ -86,4 +86,3 @@ def check_rl(cfg: RLConfig, world_size: int) -> None:
         _require(value >= 0, f"{name} = {value} must be 0 or more")
     _require(0 <= cfg.sft.wrong_character <= 1, f"sft.wrong_character = {cfg.sft.wrong_character} is a share: 0 to 1")
     _require(cfg.sft.batch_size >= 1, f"sft.batch_size = {cfg.sft.batch_size} must be at least 1")
-    _require(bool(cfg.data.eval) or cfg.data.held_out >= 1, f"data.held_out = {cfg.data.held_out} must be at least 1 where data.eval names no file")

@@ -74,7 +74,7 @@ class Trainer:
         seconds = self.timer.take()
         ranks = self.mesh.gather((num_tokens, seconds))
         tokens, times = sum(n for n, _ in ranks), slowest([s for _, s in ranks])
-        times["tokens_per_second"] = tokens / (times["time/forward"] + times["time/backward"])
+        times["tokens_per_second/trained"] = tokens / (times["time/forward"] + times["time/backward"])
         self.log.scalars("train", step, {**metrics, "epoch": (step + 1) * self.cfg.batch_size / len(self.rows), "tokens": tokens, **times})
         self.log.advance(loss=metrics["loss"], tokens=tokens)
         self.progress.add(seconds, trained=tokens)

@@ -224,8 +224,9 @@ def test_examples_of_a_step_depend_on_the_seed_alone():
     assert sorted(map(str, tokens[:7])) == sorted(map(str, tokens[7:14])) and tokens[:7] != tokens[7:14]  # an epoch, and the next in another order
     order = Order(7, seed=3, shuffle=True)
     assert [order[n] for n in (13, 0, 13)] == [order[13], Order(7, seed=3, shuffle=True)[0], order[13]]
-    train, held_out = split([*rows, rows[0]], 3, seed=0)
-    assert not any(row in held_out for row in train)
+    for seed in range(5):
+        train, held_out = split([*rows, rows[0]], 3, seed=seed)
+        assert len(held_out) == 3 and not any(row in held_out for row in train) and len(train) == 5 - (rows[0] in held_out)
 
 
 # ---------------------------------------------------------------------------------------------------- loss
@@ -341,6 +342,7 @@ BAD = {  # name -> flags, what the message must say
     "too long for the model": (["--data.max-tokens", 4096, "--tokens-per-rank", 4096], ["data.max_tokens = 4096", "512 positions", "lower it"]),
     "sequence does not fit": (["--tokens-per-rank", 40], ["tokens_per_rank = 40", "data.max_tokens = 48", "raise tokens_per_rank"]),
     "nothing left": (["--data.held-out", 99], ["data.held_out = 99", "lower it"]),
+    "nothing but repeats": (["--data.train", "{folder}/same.jsonl"], ["data.held_out = 6", "1 distinct", "lower it"]),
     "nothing held out": (["--data.held-out", 0], ["data.held_out = 0", "at least 1"]),
     "no steps": (["--num-epochs", 0], ["num_epochs = 0.0", "above 0"]),
     "empty batch": (["--batch-size", 0], ["batch_size = 0", "at least 1"]),
@@ -353,7 +355,8 @@ BAD = {  # name -> flags, what the message must say
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bad")
-    written(folder / "chats.jsonl", [{"messages": [HI, YO]}] * 20)
+    written(folder / "chats.jsonl", [{"messages": [HI, YO, BYE, SO, {"role": "user", "content": str(n)}, YO]} for n in range(20)])
+    written(folder / "same.jsonl", [{"messages": [HI, YO]}] * 20)
     written(folder / "asked.jsonl", [{"messages": [HI]}])
     tiny.make(folder / "model")
     shutil.copytree(folder / "model", folder / "bare")

@@ -131,11 +131,12 @@ def split(rows: list[dict], held_out: int, seed: int) -> tuple[list[dict], list[
     depend on row order."""
     def identity(row: dict) -> str:
         return json.dumps(row.get("prompt", row))
-    if held_out >= len(rows):
-        raise UserError(f"data.held_out = {held_out} leaves nothing of the {len(rows)} distinct prompts in data.train; lower it or set data.eval")
-    order = sorted(rows, key=lambda row: hashlib.sha256(f"{seed} {identity(row)}".encode()).digest())
-    chosen = {identity(row) for row in order[:held_out]}
-    return [r for r in rows if identity(r) not in chosen], order[:held_out]
+    distinct = {identity(row): row for row in rows}
+    if held_out >= len(distinct):
+        raise UserError(f"data.held_out = {held_out} leaves nothing of the {len(distinct)} distinct prompts in data.train; lower it or set data.eval")
+    chosen = sorted(distinct, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())[:held_out]
+    kept = distinct.keys() - chosen
+    return [row for row in rows if identity(row) in kept], [distinct[name] for name in chosen]
 
 
 class Order:
@@ -200,6 +201,5 @@ class Chats:
 
     def examples(self, numbers: range) -> list[Trajectory]:
         """Those of the examples that this rank holds."""
-        rows = {n: self.kept[self.order[n]] for n in numbers}
-        return [Trajectory(tokens=ids, sampled=mask, logprobs=np.zeros(len(ids), np.float32), group=n)
-                for n, (ids, mask) in ((n, self.encoded[row]) for n, row in rows.items() if row in self.encoded)]
+        own = ((n, self.encoded.get(self.kept[self.order[n]])) for n in numbers)
+        return [Trajectory(tokens=e[0], sampled=e[1], logprobs=np.zeros(len(e[0]), np.float32), group=n) for n, e in own if e]
