@@ -1,6 +1,7 @@
 """A checkpoint moves between meshes bit by bit, written beside training or not; the best one stays; an export is the model."""
 
 import json
+import os
 import threading
 import time
 
@@ -193,6 +194,23 @@ def test_a_run_that_fails_leaves_the_checkpoint_under_way(tmp_path):
     with pytest.raises(RankFailed, match="the reward function raised"):
         ranks(2, crash, folder, tmp_path)
     assert list(checkpoint.finished(tmp_path)) == [1]
+
+
+def die(mesh, folder, run):
+    saver = checkpoint.Saver(run, CheckpointConfig(), make(mesh, folder, False), mesh)
+    saver.save(1, {})
+    saver.wait()
+    checkpoint.dcp.FileSystemWriter.write_data = lambda *args: os._exit(9)
+    saver.save(2, {})
+    saver.wait()
+
+
+def test_killed_while_it_writes(tmp_path):
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    with pytest.raises(TimeoutError, match=r"only ranks \[\] of 2 answered"):
+        ranks(2, die, folder, tmp_path)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-2.partial"]
+    assert checkpoint.find(tmp_path).name == "step-1"
 
 
 def load_into(mesh, folder, run):

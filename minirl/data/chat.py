@@ -56,7 +56,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], traine
             raise UserError(f"the chat template refuses a chat: {error} ({str(messages[:upto])[:200]})") from error
 
     text = render(len(messages))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)  # long ones are cut later
     ids, spans = encoded["input_ids"], encoded["offset_mapping"]
     mask = [False] * len(ids)
     starts = [start for start, _ in spans]
@@ -78,7 +78,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], traine
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[bool]]:
     """(token ids, mask) of a plain text with the tokens that begin and end one; all but the first are in the loss."""
-    ids = tokenizer(text)["input_ids"]
+    ids = tokenizer(text, verbose=False)["input_ids"]
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
         ids = [*ids, tokenizer.eos_token_id]
     return ids, [i > 0 for i in range(len(ids))]
