@@ -1,6 +1,6 @@
 """Settings that cannot work, refused with the arithmetic before anything is loaded or written."""
 
-from minirl.config import EvaluateConfig, RLConfig
+from minirl.config import EvaluateConfig, ParallelConfig, RLConfig
 from minirl.types import UserError
 
 
@@ -27,24 +27,36 @@ def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
              f"rollout.max_tokens = {cfg.data.max_prompt_tokens} + {r.max_tokens} = {longest}; raise it or set it to 0")
 
 
+def check_parallel(p: ParallelConfig, world_size: int) -> None:
+    axes = {f"parallel.{name}": vars(p)[name] for name in ("replicate", "context", "tensor")}
+    for name, value in axes.items():
+        _require(value >= 1, f"{name} = {value} must be at least 1")
+    product = p.replicate * p.context * p.tensor
+    _require(world_size % product == 0, f"{' * '.join(axes)} = {p.replicate} * {p.context} * {p.tensor} = {product} does not divide the {world_size} ranks; "
+             "the ranks that are left over must be whole copies, over which parameters are sharded")
+    _require(not p.sequence or p.tensor > 1, "parallel.sequence divides tokens over parallel.tensor ranks, and that is 1; set parallel.tensor")
+    _require(p.context_engine == "all_gather" or p.context > 1, f"parallel.context_engine = {p.context_engine} needs parallel.context above 1")
+
+
+def check_budget(tokens_per_rank: int, context: int, setting: str, longest: int) -> None:
+    """`setting` says that a sequence may have `longest` tokens."""
+    times, product = (f" * parallel.context = {tokens_per_rank} * {context}", tokens_per_rank * context) if context > 1 else ("", tokens_per_rank)
+    _require(product >= longest, f"tokens_per_rank{times} = {product} cannot hold one sequence of {setting} = {longest} tokens; "
+             "raise tokens_per_rank or parallel.context, or lower the lengths")
+
+
 def check_rl(cfg: RLConfig, world_size: int) -> None:
     """Refuse what cannot work, with the arithmetic. Resolves engine.max_model_len = 0. Raises UserError."""
     check_rollout(cfg)
     r, a, p, tp = cfg.rollout, cfg.algo, cfg.policy, cfg.engine.tensor_parallel_size
     _require(cfg.num_steps >= 0, f"num_steps = {cfg.num_steps} must be 0 or more")
-    split = cfg.parallel.replicate * cfg.parallel.tensor
-    for name, value in (("parallel.replicate", cfg.parallel.replicate), ("parallel.tensor", cfg.parallel.tensor)):
-        _require(value >= 1, f"{name} = {value} must be at least 1")
-    _require(world_size % split == 0, f"parallel.replicate * parallel.tensor = {cfg.parallel.replicate} * {cfg.parallel.tensor} = {split} "
-             f"does not divide the {world_size} ranks")
-    _require(not cfg.parallel.sequence or cfg.parallel.tensor > 1, "parallel.sequence divides tokens over parallel.tensor ranks, and that is 1")
+    check_parallel(cfg.parallel, world_size)
     _require(world_size % tp == 0, f"engine.tensor_parallel_size = {tp} does not divide the {world_size} ranks")
     _require(r.samples_per_prompt >= 2, f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
              "compares the samples of one prompt, so it needs at least 2")
     _require(a.updates_per_step >= 1 and r.prompts_per_step % a.updates_per_step == 0,
              f"algo.updates_per_step = {a.updates_per_step} does not divide rollout.prompts_per_step = {r.prompts_per_step}")
-    _require(cfg.tokens_per_rank >= cfg.engine.max_model_len, f"tokens_per_rank = {cfg.tokens_per_rank} cannot hold one sequence of "
-             f"engine.max_model_len = {cfg.engine.max_model_len} tokens; raise tokens_per_rank or lower the lengths")
+    check_budget(cfg.tokens_per_rank, cfg.parallel.context, "engine.max_model_len", cfg.engine.max_model_len)
     off = r.top_p == 1.0 and r.top_k == -1 and r.min_p == 0.0
     _require(off, f"rollout.top_p = {r.top_p}, top_k = {r.top_k}, min_p = {r.min_p}: the trainer cannot reproduce log-probs of a "
              "truncated distribution; train with top_p 1.0, top_k -1, min_p 0.0")

@@ -27,7 +27,7 @@ def warm_start(cfg: RLConfig, policy: Policy, prompts: Prompts, stop_ids: list[i
         examples = range(step * sft.batch_size, (step + 1) * sft.batch_size)
         own = [_example(prompts, n, sft.wrong_character, cfg.seed, stop_ids) for n in examples[mesh.rank :: mesh.world_size]]
         (minibatch,) = exchange(own, mesh, cfg.tokens_per_rank)
-        batches = [pack(micro, mesh.device, multiple=policy.row_multiple) for micro in minibatch]
+        batches = [pack(micro, mesh.device, layout=policy.layout) for micro in minibatch]
         metrics = policy.step(batches, losses.sft(), learning_rate(policy.cfg, step, sft.num_steps))
         num_tokens += sum(sum(b.lengths) for b in batches)
         log.scalars("sft", step, metrics)
