@@ -72,17 +72,27 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Rectangle:
-    """B pairs of like size as rectangles of row numbers; ends repeat the last row."""
+class Run:
+    """Row numbers in a rectangle; its ends repeat the last row."""
 
-    queries: Tensor
-    """int64 [B, Lq]"""
-    keys: Tensor
-    """int64 [B, Lk]"""
-    before: Tensor | None
-    """int64 [B], of a causal block: keys that already the first query sees but its own; None if all are 0."""
+    rows: Tensor
+    """int64 [B, L]"""
+    first: int | None
+    """If they count up by one, the first of them: a view does instead of a copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rectangle:
+    """B pairs of like size."""
+
+    queries: Run
+    keys: Run
+    filling: Tensor | None
+    """bool [B, Lq]: queries that only fill; None if there are none."""
     hidden: Tensor | None
     """bool [B, Lk], of a block that is not causal: keys that only fill; None if there are none."""
+    before: Tensor | None
+    """int64 [B], of a causal block: keys that already the first query sees but its own; None if all are 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +113,8 @@ class Block:
     """Most queries and most keys of a pair, on the host so that no layer waits for the device."""
     rectangles: tuple[Rectangle, ...]
     """The same pairs for kernels that want equal lengths."""
-    places: Tensor
-    """int64 [N]: where each query is in the rectangles laid end to end."""
+    places: Tensor | None
+    """int64 [N]: where each query is in the rectangles laid end to end; None if in order."""
 
 
 @dataclass(kw_only=True)

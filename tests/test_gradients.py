@@ -12,6 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from minirl.algo import losses
 from minirl.config import AlgoConfig, ParallelConfig, PolicyConfig
+from minirl.data import blocks
 from minirl.data.packing import exchange, pack
 from minirl.policy import Policy
 from minirl.types import Trajectory
@@ -40,6 +41,7 @@ def exact_norm(self, x):
 
 
 def step(mesh, folder, algo, budget, checkpointing, reshard, num_steps=1, sequence=False):
+    blocks.SHORT_PROMPT = 2  # most of the shared prompts here are a block of their own
     for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
         norm.forward = exact_norm
     cfg = PolicyConfig(model=str(folder), dtype="float64", activation_checkpointing=checkpointing, reshard_after_forward=reshard, max_grad_norm=0.0)

@@ -42,6 +42,7 @@ DOORS = {
     "vllm": {"rollout/engine.py": None},
     "transformers": {"model/*": None, "data/chat.py": None, "checkpoint.py": None, "data/datasets.py": {"PreTrainedTokenizerBase"},
                      "rollout/sampler.py": {"PreTrainedTokenizerBase"}},
+    "ring_flash_attn": {"model/ring_package.py": None},
     "huggingface_hub": {"model/build.py": None},
     "safetensors": {"model/build.py": None, "checkpoint.py": None},
     "torch.utils.tensorboard": {"log.py": None},

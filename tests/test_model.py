@@ -13,7 +13,7 @@ from test_packing import groups, seen
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from minirl.config import PolicyConfig, ScratchConfig
-from minirl.data import chat
+from minirl.data import blocks, chat
 from minirl.data.packing import pack
 from minirl.model import attention, build, families, kernels, logprob, scratch
 from minirl.parallel import fsdp
@@ -101,7 +101,9 @@ def naive_attention(q, k, v, batch, window, softcap):
 @pytest.mark.parametrize("spec", [PROMPTS_SHARED, PROMPTS_ALONE], ids=["shared", "alone"])
 @pytest.mark.parametrize("window", [None, 1, 7, 30, 4096])
 @pytest.mark.parametrize("softcap", [None, 0.7])
-def test_packed_attention_equals_one_query_at_a_time(spec, window, softcap):
+@pytest.mark.parametrize("short", [128, 10])
+def test_packed_attention_equals_one_query_at_a_time(monkeypatch, spec, window, softcap, short):
+    monkeypatch.setattr(blocks, "SHORT_PROMPT", short)
     batch = pack(groups(spec), CPU, layout=Layout(windowed=window is not None))
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, len(batch.inputs), 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
@@ -118,6 +120,7 @@ def test_packed_attention_equals_one_query_at_a_time(spec, window, softcap):
 @pytest.mark.parametrize("window", [None, 7])
 def test_kernels_agree(monkeypatch, spec, window):
     """torch's kernel for CPU and the formula, in float32 and bfloat16, forward and backward."""
+    monkeypatch.setattr(blocks, "SHORT_PROMPT", 10)
     batch = pack(groups(spec), CPU, layout=Layout(windowed=window is not None))
     torch.manual_seed(0)
     inputs = [torch.randn(1, heads, len(batch.inputs), 6) for heads in (4, 2, 2)]

@@ -9,6 +9,7 @@ import torch
 from harness import RankFailed, ranks
 
 from minirl.algo import normalize
+from minirl.data import blocks
 from minirl.data.packing import exchange, pack, partition, pieces
 from minirl.types import Context, Layout, Trajectory, UserError
 
@@ -57,8 +58,12 @@ def test_pack_gives_the_worked_example_of_types():
     assert block.longest == (3, 3)
 
 
-def test_siblings_share_the_prompt_but_its_last_token():
+def test_siblings_share_the_prompt_but_its_last_token(monkeypatch):
     """The prompt 7 8 9 with the answers `1` and `2 3`: 7 8 once, then 9 at the head of each answer."""
+    (block,) = pack([trajectory([7, 8, 9, 1], 3), trajectory([7, 8, 9, 2, 3], 3)], CPU).blocks  # a short prompt goes with each answer's keys
+    assert block.rows is None and block.key_rows.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4]
+    assert block.cu_queries.tolist() == [0, 2, 3, 5] and block.cu_keys.tolist() == [0, 2, 5, 9]
+    monkeypatch.setattr(blocks, "SHORT_PROMPT", 1)
     batch = pack([trajectory([7, 8, 9, 1], 3), trajectory([7, 8, 9, 2, 3], 3)], CPU, temperature=0.7)
     assert batch.inputs.tolist() == [7, 8, 9, 9, 2]
     assert batch.targets.tolist() == [8, 9, 1, 2, 3]
@@ -76,7 +81,7 @@ def test_siblings_share_the_prompt_but_its_last_token():
     dtypes = {"inputs": torch.int64, "targets": torch.int64, "positions": torch.int64, "mask": torch.bool, "rows": torch.int64, "loss_tokens": torch.int64,
               "engine_logprobs": torch.float32, "advantages": torch.float32}
     assert {name: getattr(batch, name).dtype for name in dtypes} == dtypes
-    assert {getattr(prompt, name).dtype for name in ("rows", "key_rows", "places")} == {torch.int64}
+    assert {prompt.rows.dtype, prompt.key_rows.dtype} == {torch.int64}
     assert {getattr(prompt, name).dtype for name in ("cu_queries", "cu_keys")} == {torch.int32}
 
 
@@ -88,10 +93,10 @@ def pairs(block, num_rows):
         yield rows[slice(*queries)].tolist(), key_rows[slice(*keys)].tolist()
 
 
-def seen(batch, blocks=None, positions=None):
+def seen(batch, parts=None, positions=None):
     """(row, key rows that it sees, in the order of their `positions`) of every row."""
     keys_of = {row: [] for row in range(len(batch.inputs))}
-    for block in blocks or batch.blocks:
+    for block in parts or batch.blocks:
         for rows, keys in pairs(block, len(batch.inputs)):
             for i, row in enumerate(rows):
                 keys_of[row] += keys[: len(keys) - len(rows) + i + 1] if block.causal else keys
@@ -99,12 +104,12 @@ def seen(batch, blocks=None, positions=None):
     return [(row, sorted(keys, key=lambda k: positions[k].item())) for row, keys in keys_of.items()]
 
 
-def in_the_loss(batch, blocks=None, everywhere=None):
+def in_the_loss(batch, parts=None, everywhere=None):
     """(tokens seen, their positions, target, engine log-prob, advantage) of every row in the loss. `everywhere`: tokens and positions of all ranks'
     rows, if keys count in those."""
     tokens, positions = everywhere or (batch.inputs, batch.positions)
     return sorted((tuple(tokens[keys].tolist()), tuple(positions[keys].tolist()), batch.targets[row].item(),
-                   batch.engine_logprobs[row].item(), batch.advantages[row].item()) for row, keys in seen(batch, blocks, positions) if batch.mask[row])
+                   batch.engine_logprobs[row].item(), batch.advantages[row].item()) for row, keys in seen(batch, parts, positions) if batch.mask[row])
 
 
 def expected_in_the_loss(trajectories):
@@ -112,6 +117,13 @@ def expected_in_the_loss(trajectories):
                   for t in trajectories for i in np.flatnonzero(t.sampled))
 
 
+@pytest.fixture(params=[128, 4], ids=["short prompts", "long prompts"])
+def _prompts(request, monkeypatch):
+    """Prompts of SPEC are all short, or most are long."""
+    monkeypatch.setattr(blocks, "SHORT_PROMPT", request.param)
+
+
+@pytest.mark.usefixtures("_prompts")
 @pytest.mark.parametrize("order", ["as sampled", "shuffled"])
 def test_every_sampled_token_is_in_the_loss_once_and_sees_its_own_past(order):
     whole = groups(SPEC)
@@ -150,27 +162,35 @@ def test_nothing_packs_to_one_row_outside_the_loss():
     assert (batch.inputs.shape, batch.lengths, batch.mask.tolist(), batch.rows.tolist()) == ((1,), (1,), [False], [])
 
 
+@pytest.mark.usefixtures("_prompts")
 @pytest.mark.parametrize("layout", [Layout(windowed=True), Layout(windowed=True, context=Context(None, 1, 2))], ids=["whole", "context"])
 @pytest.mark.parametrize("whole", [groups(SPEC), groups([(5, [n]) for n in range(1, 60, 3)]), []], ids=["shared", "alone", "nothing"])
 def test_rectangles_hold_the_pairs_of_their_block(whole, layout):
     batch = pack(whole, CPU, layout=layout)
     for block in (*batch.blocks, batch.joined):
         expected = sorted(pairs(block, len(batch.inputs)))
-        flat = torch.cat([r.queries.flatten() for r in block.rectangles])
-        assert flat[block.places].tolist() == (list(range(len(batch.inputs))) if block.rows is None else block.rows.tolist())
+        flat = torch.cat([r.queries.rows.flatten() for r in block.rectangles])
+        assert (flat if block.places is None else flat[block.places]).tolist() == (list(range(len(batch.inputs))) if block.rows is None else block.rows.tolist())
         got = []
         for r in block.rectangles:
-            before = [0] * len(r.queries) if r.before is None else r.before.tolist()
-            hidden = torch.zeros(r.keys.shape, dtype=torch.bool) if r.hidden is None else r.hidden
+            before = [0] * len(r.queries.rows) if r.before is None else r.before.tolist()
+            hidden = torch.zeros(r.keys.rows.shape, dtype=torch.bool) if r.hidden is None else r.hidden
+            filling = torch.zeros(r.queries.rows.shape, dtype=torch.bool) if r.filling is None else r.filling
+            for run in (r.queries, r.keys):
+                flat = run.rows.flatten().tolist()
+                assert (run.first is not None) == (flat == list(range(flat[0], flat[0] + len(flat))))
+                assert run.first in (None, flat[0])
             assert not (block.causal and hidden.any()) and not (not block.causal and any(before))
-            for queries, keys, num_before, padding in zip(r.queries.tolist(), r.keys.tolist(), before, hidden, strict=True):
+            for queries, keys, num_before, padding, fills in zip(r.queries.rows.tolist(), r.keys.rows.tolist(), before, hidden, filling, strict=True):
                 num = len(set(queries))
+                assert fills.tolist() == [False] * num + [True] * (len(queries) - num)
                 assert queries[num:] == [queries[num - 1]] * (len(queries) - num)  # ends repeat the last row
                 got.append((queries[:num], keys[: num_before + num] if block.causal else [k for k, pad in zip(keys, padding, strict=True) if not pad]))
                 assert len(queries) - num <= max(0.2 * num, 8)
         assert sorted(got) == expected
 
 
+@pytest.mark.usefixtures("_prompts")
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("multiple", [1, 3, 4])
 def test_context_ranks_hold_every_row_once_and_see_what_one_rank_would(size, multiple):

@@ -192,7 +192,9 @@ def pack(trajectories: list[Trajectory], device: torch.device, temperature: floa
     def column(name: str, shift: int = 0) -> np.ndarray:
         """Of the row's own token, or of the one after it; 0 in rows that only fill."""
         whole = [getattr(q.trajectory, name)[q.start + shift : q.stop + shift] for q in sequences]
-        return np.concatenate([np.pad(values, (0, cp.padded(len(values), context) - len(values)))[rows] for values, rows in zip(whole, own, strict=True)])
+        if context:
+            whole = [np.pad(values, (0, cp.padded(len(values), context) - len(values)))[rows] for values, rows in zip(whole, own, strict=True)]
+        return np.concatenate(whole)
     mask = column("sampled", 1)
     return Packed(
         inputs=tensor(column("tokens"), torch.int64),

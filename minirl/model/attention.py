@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from minirl.model import kernels
+from minirl.model import kernels, ring_package
 from minirl.model.kernels import Options
 from minirl.parallel.context import Visit, gather_keys
 from minirl.types import Block, Context, Packed
@@ -35,6 +35,8 @@ def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value:
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     context, options = pack.context, Options(scale, sliding_window, softcap)
     if not sliding_window or context is None and pack.joined is not None and sliding_window >= pack.joined.longest[1]:
+        if context and context.ring and softcap is None and ring_package.available(q):
+            return ring_package.ring(q, k, v, pack.blocks[0], scale, context)[None], None
         if context and context.ring:
             return Ring.apply(q, k, v, pack.blocks, Options(scale, None, softcap), context)[None], None
         blocks, options = pack.blocks, Options(scale, None, softcap)
@@ -65,10 +67,6 @@ class _Merged:
         return self.out.to(self.dtype), self.lse
 
 
-def _rows(x: Tensor, block: Block) -> Tensor:
-    return x if block.rows is None else x.index_select(0, block.rows)
-
-
 class Attention(torch.autograd.Function):
     """q [T, H, D] to keys and values [M, Hkv, D]. The first block has all rows as queries."""
 
@@ -85,15 +83,10 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        def gradients(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-            return kernels.backward(_rows(dout, block), q, k, v, _rows(out, block), _rows(lse, block), block, ctx.options)
-        dq, dk, dv = gradients(ctx.blocks[0])
-        for block in ctx.blocks[1:]:
-            more = gradients(block)
-            dq.index_add_(0, block.rows, more[0])
-            dk += more[1]
-            dv += more[2]
-        return dq, dk, dv, None, None
+        gradients = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for block in ctx.blocks:
+            kernels.backward(gradients, dout, q, k, v, out, lse, block, ctx.options)
+        return *gradients, None, None
 
 
 class Ring(torch.autograd.Function):
@@ -124,17 +117,13 @@ class Ring(torch.autograd.Function):
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
-        dq, at_hand, gradients = torch.zeros_like(q, dtype=wide), [k, v], [torch.zeros_like(x, dtype=wide) for x in (k, v)]
+        dq, at_hand, traveling = torch.zeros_like(q, dtype=wide), [k, v], [torch.zeros_like(x, dtype=wide) for x in (k, v)]
         for hop in range(ctx.context.size):
             visit = Visit(at_hand, ctx.context) if hop + 1 < ctx.context.size else None
-            block = _of_hop(ctx.blocks, hop, ctx.context)
-            more = kernels.backward(_rows(dout, block), q, *at_hand, _rows(out, block), _rows(lse, block), block, ctx.options)
-            dq = dq + more[0] if block.rows is None else dq.index_add_(0, block.rows, more[0].to(wide))
-            for gradient, part in zip(gradients, more[1:], strict=True):
-                gradient += part
-            gradients = Visit(gradients, ctx.context).wait()  # behind their keys by the time of this hop
+            kernels.backward((dq, *traveling), dout, q, *at_hand, out, lse, _of_hop(ctx.blocks, hop, ctx.context), ctx.options)
+            traveling = Visit(traveling, ctx.context).wait()  # behind their keys
             at_hand = visit.wait() if visit else []
-        return dq.to(q.dtype), *(g.to(k.dtype) for g in gradients), None, None, None
+        return dq.to(q.dtype), *(g.to(k.dtype) for g in traveling), None, None, None
 
 
 def _of_hop(blocks: tuple[Block, Block, Block], hop: int, context: Context) -> Block:

@@ -1,23 +1,18 @@
 """Attention of one `Block`, forward and backward. Any kernel gives the log-sum-exp of the scores beside its output, and in backward takes
 both of the *whole* attention: so what a query sees may come block by block, from wherever its keys are (`attention.py`).
 
-    forward(q, k, v, block, options) -> out [N, H, D], lse [N, H]                 q [T, H, D], k and v [M, Hkv, D]; N queries of the block
-    backward(dout, q, k, v, out, lse, block, options) -> dq [N, H, D], dk, dv     dout, out and lse at the N queries
+    forward(q, k, v, block, options) -> out [N, H, D], lse [N, H]     q [T, H, D], k and v [M, Hkv, D]; N queries of the block
+    backward(gradients, dout, q, k, v, out, lse, block, options)      adds to gradients = (dq [T, H, D], dk, dv [M, Hkv, D])
 
 With p = exp(s - lse):  dv = p' do;  dp = do v';  ds = p (dp - sum(do out));  dq = ds k;  dk = ds' q.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minirl.types import Block, Rectangle
-
-NEVER = 1e30
-"""Log-sum-exp of a row that only fills: exp(score - this) is 0."""
-
+from minirl.types import Block, Rectangle, Run
 
 @dataclass(frozen=True)
 class Options:
@@ -37,49 +32,51 @@ def forward(q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options) -> 
         out, lse = (_cpu_forward if _cpu_can(q, options) else eager_forward)(*inputs, options)
         outs.append(out.transpose(1, 2).flatten(0, 1))
         lses.append(lse.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outs).index_select(0, block.places), torch.cat(lses).index_select(0, block.places)
+    out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
+    return (out, lse) if block.places is None else (out.index_select(0, block.places), lse.index_select(0, block.places))
 
 
-def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+def backward(gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block,
+             options: Options) -> None:
     if _flash_can(q, options):
-        return _flash_backward(dout, q, k, v, out, lse, block, options)
-    dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
-    for r, do, o, l in zip(block.rectangles, _spread(dout, block), _spread(out, block), _spread(lse, block, NEVER), strict=True):
-        inputs = _cut(q, r.queries), _cut(k, r.keys), _cut(v, r.keys), o, l, _bias(r, block, options, q), block.causal
-        grads = (_cpu_backward if _cpu_can(q, options) else eager_backward)(do, *inputs, options)
-        dqs.append(grads[0].transpose(1, 2).flatten(0, 1))
-        for into, grad in zip((dk, dv), grads[1:], strict=True):
-            into.index_add_(0, r.keys.flatten(), grad.transpose(1, 2).flatten(0, 1).to(into.dtype))
-    return torch.cat(dqs).index_select(0, block.places), dk, dv
+        return _flash_backward(gradients, dout, q, k, v, out, lse, block, options)
+    for r in block.rectangles:
+        do = _cut(dout, r.queries)
+        if r.filling is not None:  # these repeat a row, whose gradient then would count twice
+            do = do.masked_fill(r.filling[:, None, :, None], 0)
+        inputs = _cut(q, r.queries), _cut(k, r.keys), _cut(v, r.keys), _cut(out, r.queries), _cut(lse, r.queries), _bias(r, block, options, q), block.causal
+        for into, run, grad in zip(gradients, (r.queries, r.keys, r.keys), (_cpu_backward if _cpu_can(q, options) else eager_backward)(do, *inputs, options), strict=True):
+            _add(into, run, grad.transpose(1, 2).flatten(0, 1))
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------- rectangles: CPU, and any device
 
 
-def _cut(x: Tensor, rows: Tensor) -> Tensor:
-    """[T, H, D] -> [B, H, L, D]"""
-    return x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
+def _cut(x: Tensor, run: Run) -> Tensor:
+    """[T, H, ...] -> [B, H, L, ...]"""
+    flat = x.index_select(0, run.rows.flatten()) if run.first is None else x.narrow(0, run.first, run.rows.numel())
+    return flat.unflatten(0, run.rows.shape).transpose(1, 2)
 
 
-def _spread(x: Tensor, block: Block, fill: float = 0.0) -> Iterator[Tensor]:
-    """[N, H, ...] -> [B, H, Lq, ...] of each rectangle, `fill` at the rows that only fill."""
-    sizes = [r.queries.numel() for r in block.rectangles]
-    flat = x.new_full((sum(sizes), *x.shape[1:]), fill).index_copy_(0, block.places, x)
-    for part, r in zip(flat.split(sizes), block.rectangles, strict=True):
-        yield part.view(*r.queries.shape, *x.shape[1:]).transpose(1, 2)
+def _add(into: Tensor, run: Run, rows: Tensor) -> None:
+    if run.first is None:
+        into.index_add_(0, run.rows.flatten(), rows.to(into.dtype))
+    else:
+        into.narrow(0, run.first, len(rows)).add_(rows)
 
 
 def _bias(r: Rectangle, block: Block, options: Options, like: Tensor) -> Tensor | None:
     """[B or 1, 1, Lq or 1, Lk]: 0 where a query sees a key, else -inf; None where plain causal, or all, says it."""
     if not block.causal:
         hidden = None if r.hidden is None else r.hidden[:, None, None]
-    elif r.before is None and (options.window is None or options.window >= r.keys.shape[1]):
+    elif r.before is None and (options.window is None or options.window >= r.keys.rows.shape[1]):
         hidden = None
     else:
-        before = r.queries.new_zeros(1) if r.before is None else r.before
-        last_key = before[:, None] + torch.arange(r.queries.shape[1], device=like.device)
-        ahead = last_key[:, :, None] - torch.arange(r.keys.shape[1], device=like.device)
-        hidden = ((ahead < 0) | (ahead >= (options.window or r.keys.shape[1])))[:, None]
+        before = r.queries.rows.new_zeros(1) if r.before is None else r.before
+        last_key = before[:, None] + torch.arange(r.queries.rows.shape[1], device=like.device)
+        ahead = last_key[:, :, None] - torch.arange(r.keys.rows.shape[1], device=like.device)
+        hidden = ((ahead < 0) | (ahead >= (options.window or r.keys.rows.shape[1])))[:, None]
     return None if hidden is None else torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
@@ -164,11 +161,15 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block, options: Optio
     return out, lse.t()
 
 
-def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    own_q, own_k, own_v, lengths = _flash_inputs(q, k, v, block)
+def _flash_backward(gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block,
+                    options: Options) -> None:
+    dout, out, lse = (x if block.rows is None else x.index_select(0, block.rows) for x in (dout, out, lse))
+    q, k, v, lengths = _flash_inputs(q, k, v, block)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(dout.contiguous(), own_q, own_k, own_v, out.contiguous(), lse.t().contiguous(), *lengths, 0.0,
-                                                          block.causal, *no_dropout, **_flash_options(block, options))
-    if block.key_rows is not None:
-        dk, dv = (torch.zeros_like(x).index_add_(0, block.key_rows, grad) for x, grad in ((k, dk), (v, dv)))
-    return dq, dk, dv
+    grads = torch.ops.aten._flash_attention_backward(dout.contiguous(), q, k, v, out.contiguous(), lse.t().contiguous(), *lengths, 0.0,
+                                                     block.causal, *no_dropout, **_flash_options(block, options))
+    for into, rows, grad in zip(gradients, (block.rows, block.key_rows, block.key_rows), grads, strict=True):
+        if rows is None:
+            into += grad
+        else:
+            into.index_add_(0, rows, grad.to(into.dtype))
