@@ -10,7 +10,7 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from minirl.algo import losses
+from minirl.algo import advantages, losses
 from minirl.config import AlgoConfig, ParallelConfig, PolicyConfig
 from minirl.data import blocks
 from minirl.data.packing import exchange, pack
@@ -143,3 +143,51 @@ def test_every_mesh_is_one_process(expected, mesh):
             assert worst(result["grads"], wanted["grads"]) < 1e-12
             for metric in ("loss", "grad_norm", "entropy", "mismatch", "mismatch_max"):
                 assert result["metrics"][metric] == pytest.approx(wanted["metrics"][metric], rel=1e-11)
+
+
+# ---------------------------------------------------------------------------------------------------- three steps of GRPO
+
+
+def recorded(num_step: int) -> list[list[Trajectory]]:
+    """Groups of four answers with their rewards, as a rollout would leave them; groups are whole on a rank."""
+    rng = np.random.default_rng([7, num_step])
+    groups = []
+    for group in range(8):
+        prompt = rng.integers(5, 250, rng.integers(1, 20))
+        groups.append([])
+        for episode in range(4):
+            tokens = np.concatenate([prompt, rng.integers(5, 250, rng.integers(2, 25))]).astype(np.int32)
+            sampled = np.arange(len(tokens)) >= len(prompt)
+            groups[-1].append(Trajectory(tokens=tokens, sampled=sampled, group=group, episode=episode, reward=float(rng.integers(0, 2)),
+                                         logprobs=(rng.normal(-5, 0.3, len(tokens)) * sampled).astype(np.float32)))
+    return groups
+
+
+def grpo(mesh, folder, sequence):
+    """The verbs of rl.py's loop from where the rollout ends: advantages, exchange, pack, reference, two updates a step."""
+    for norm in (LlamaRMSNorm, Qwen3RMSNorm):
+        norm.forward = exact_norm
+    algo = AlgoConfig(kl_coef=0.1, updates_per_step=2, clip_high=0.28)
+    policy, ref = (Policy(PolicyConfig(dtype="float64", max_grad_norm=0.05), folder, mesh, trainable=trainable, sequence_parallel=sequence) for trainable in (True, False))
+    history = []
+    for num_step in range(3):
+        own = [t for group in recorded(num_step)[mesh.rank :: mesh.world_size] for t in group]
+        advantages.assign(own, advantages.find("grpo"), mesh.sums)
+        minibatches = [[pack(m, mesh.device, 0.9, layout=policy.layout) for m in micros] for micros in exchange(own, mesh, 120, algo.updates_per_step)]
+        policy.annotate(minibatches, "old_logprobs")
+        ref.annotate(minibatches, "ref_logprobs")
+        history += [policy.step(minibatch, losses.policy(algo, 30), lr=1e-3) for minibatch in minibatches]
+    return history, {n: p.full_tensor() for n, p in policy.shards().items()}
+
+
+def test_three_steps_of_grpo_from_recorded_trajectories(tmp_path):
+    folder = tiny.make(tmp_path / "model", "qwen3", tied=True, dtype=torch.float64)
+    ((history, params),) = ranks(1, grpo, folder, False)
+    assert history[1]["clip_fraction"] > 0 and history[1]["ref_kl"] > 0  # clipping and reference play a part
+    for world, parallel in ((2, ParallelConfig(tensor=2)), (2, ParallelConfig(context=2)), (2, ParallelConfig()), (4, ParallelConfig(tensor=2, sequence=True)),
+                            (2, ParallelConfig(context=2, context_engine="ring"))):
+        for got, got_params in ranks(world, grpo, folder, parallel.sequence, parallel=parallel):
+            assert worst(got_params, params) < 1e-10
+            for step_, wanted in zip(got, history, strict=True):
+                for name in ("loss", "grad_norm", "ref_kl", "entropy", "clip_fraction"):
+                    assert step_[name] == pytest.approx(wanted[name], rel=1e-10, abs=1e-14)
