@@ -1,6 +1,6 @@
 """Settings that cannot work, refused with the arithmetic before anything is loaded or written."""
 
-from minirl.config import EvaluateConfig, RLConfig, SFTConfig
+from minirl.config import EvaluateConfig, ParallelConfig, RLConfig, SFTConfig
 from minirl.types import UserError
 
 
@@ -27,19 +27,31 @@ def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
              f"rollout.max_tokens = {cfg.data.max_prompt_tokens} + {r.max_tokens} = {longest}; raise it or set it to 0")
 
 
+def check_parallel(p: ParallelConfig, world_size: int) -> None:
+    axes = {f"parallel.{name}": vars(p)[name] for name in ("replicate", "context", "tensor")}
+    for name, value in axes.items():
+        _require(value >= 1, f"{name} = {value} must be at least 1")
+    product = p.replicate * p.context * p.tensor
+    _require(world_size % product == 0, f"{' * '.join(axes)} = {p.replicate} * {p.context} * {p.tensor} = {product} does not divide the {world_size} ranks; "
+             "the ranks that are left over must be whole copies, over which parameters are sharded")
+    _require(not p.sequence or p.tensor > 1, "parallel.sequence divides tokens over parallel.tensor ranks, and that is 1; set parallel.tensor")
+    _require(p.context_engine == "all_gather" or p.context > 1, f"parallel.context_engine = {p.context_engine} needs parallel.context above 1")
+
+
+def check_budget(tokens_per_rank: int, context: int, setting: str, longest: int) -> None:
+    """`setting` says that a sequence may have `longest` tokens."""
+    times, product = (f" * parallel.context = {tokens_per_rank} * {context}", tokens_per_rank * context) if context > 1 else ("", tokens_per_rank)
+    _require(product >= longest, f"tokens_per_rank{times} = {product} cannot hold one sequence of {setting} = {longest} tokens; "
+             "raise tokens_per_rank or parallel.context, or lower the lengths")
+
+
 def _check_training(cfg: RLConfig | SFTConfig, world_size: int, longest: int, what: str, scores: tuple[str, ...]) -> None:
     """What every program that trains refuses. `longest`: tokens of a sequence, `what`: the setting that says so; `scores`: names of
     held-out scores."""
     p, c = cfg.policy, cfg.checkpoint
     _require(cfg.num_steps >= 0, f"num_steps = {cfg.num_steps} must be 0 or more")
-    split = cfg.parallel.replicate * cfg.parallel.tensor
-    for name, value in (("parallel.replicate", cfg.parallel.replicate), ("parallel.tensor", cfg.parallel.tensor)):
-        _require(value >= 1, f"{name} = {value} must be at least 1")
-    _require(world_size % split == 0, f"parallel.replicate * parallel.tensor = {cfg.parallel.replicate} * {cfg.parallel.tensor} = {split} "
-             f"does not divide the {world_size} ranks")
-    _require(not cfg.parallel.sequence or cfg.parallel.tensor > 1, "parallel.sequence divides tokens over parallel.tensor ranks, and that is 1")
-    _require(cfg.tokens_per_rank >= longest, f"tokens_per_rank = {cfg.tokens_per_rank} cannot hold one sequence of "
-             f"{what} = {longest} tokens; raise tokens_per_rank or lower the lengths")
+    check_parallel(cfg.parallel, world_size)
+    check_budget(cfg.tokens_per_rank, cfg.parallel.context, what, longest)
     for name, value in (("policy.lr", p.lr), ("policy.max_grad_norm", p.max_grad_norm), ("policy.weight_decay", p.weight_decay),
                         ("policy.lr_warmup_steps", p.lr_warmup_steps), ("policy.lr_min_ratio", p.lr_min_ratio), ("eval.every", cfg.eval.every),
                         ("checkpoint.every", c.every)):

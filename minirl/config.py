@@ -50,10 +50,15 @@ class PolicyConfig:
 
 @dataclass(kw_only=True)
 class ParallelConfig:
-    """How the trainer's ranks divide the model: replicate x shard x tensor, whose product is the number of ranks."""
+    """How the trainer's ranks divide the model and its data: replicate x shard x context x tensor, whose product is the number of ranks
+    (shard is what the others leave)."""
 
     replicate: int = 1
     """Groups that each hold a whole model in shards (HSDP): gradients cross groups once a step, parameters never."""
+    context: int = 1
+    """Ranks that split every sequence, for those too long for one."""
+    context_engine: Literal["all_gather", "ring"] = "all_gather"
+    """How attention gets the other ranks' keys: all at once for a layer (fastest), or one rank's after the other's."""
     tensor: int = 1
     """Consecutive ranks that split every matrix and work on the same data."""
     sequence: bool = False

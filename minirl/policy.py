@@ -10,10 +10,11 @@ from minirl.algo import normalize
 from minirl.algo.losses import Loss
 from minirl.config import PolicyConfig
 from minirl.log import Timer
+from minirl.model import families
 from minirl.model.build import build
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
-from minirl.types import Packed
+from minirl.types import Layout, Packed
 
 
 def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:
@@ -37,8 +38,8 @@ class Policy:
         self.cfg, self.folder, self.mesh, self.timer = cfg, folder, mesh, timer or Timer(mesh.device)
         self.model = build(folder, mesh, dtype=cfg.dtype, trainable=trainable, activation_checkpointing=cfg.activation_checkpointing,
                            reshard_after_forward=cfg.reshard_after_forward, sequence_parallel=sequence_parallel)
-        self.row_multiple = mesh.tensor.size() if sequence_parallel else 1
-        """Rows of a micro-batch must be a multiple of it."""
+        self.layout = Layout(multiple=mesh.tensor.size() if sequence_parallel else 1, context=mesh.context, windowed=families.windowed(self.model.config))
+        """What `pack` must make of micro-batches for this model."""
         self.optimizer = self._make_optimizer() if trainable else None
         self.num_updates = 0
         self.sleeper = fsdp.Sleeper(self.model, self.optimizer)
@@ -71,7 +72,7 @@ class Policy:
         Every rank must bring the same number of micro-batches.
         """
         counts = torch.stack([torch.stack([normalize.count(b, loss.aggregation), normalize.count(b, "token")]) for b in minibatch]).sum(0)
-        denominator, num_tokens = (max(1.0, n) for n in self.mesh.data_sums(counts.cpu()).tolist())
+        denominator, num_tokens = (max(1.0, round(n)) for n in self.mesh.data_sums(counts.cpu()).tolist())  # sequences come in shares of context ranks
         sums: dict[str, Tensor] = {}
         for i, batch in enumerate(minibatch):
             self.model.set_requires_gradient_sync(i == len(minibatch) - 1)

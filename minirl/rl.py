@@ -85,7 +85,7 @@ class Trainer:
                     mesh.barrier()
             with timer.phase("prepare"):
                 advantages.assign(trajectories, self.inputs.estimator, mesh.sums)
-                minibatches = [[pack(micro, mesh.device, cfg.rollout.temperature, multiple=policy.row_multiple) for micro in minibatch]
+                minibatches = [[pack(micro, mesh.device, cfg.rollout.temperature, layout=policy.layout) for micro in minibatch]
                                for minibatch in exchange(trajectories, mesh, cfg.tokens_per_rank, cfg.algo.updates_per_step)]
             with timer.phase("annotate"):
                 if cfg.algo.updates_per_step > 1:

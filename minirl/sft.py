@@ -111,7 +111,7 @@ def find_inputs(cfg: SFTConfig, mesh: Mesh) -> tuple[Path, Chats, Chats]:
 def batches_of(examples: list[Trajectory], policy: Policy, mesh: Mesh, tokens_per_rank: int) -> list[Packed]:
     """The micro-batches of one optimizer step on this rank, from whatever examples each rank brings."""
     (minibatch,) = exchange(examples, mesh, tokens_per_rank)
-    return [pack(micro, mesh.device, multiple=policy.row_multiple) for micro in minibatch]
+    return [pack(micro, mesh.device, layout=policy.layout) for micro in minibatch]
 
 
 def warm_start(cfg: RLConfig, policy: Policy, prompts: Prompts, stop_ids: list[int], mesh: Mesh, log: Log) -> int:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 class UserError(Exception):
@@ -49,15 +50,71 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """B sequences of like length as rectangles of row numbers; ends repeat the last row."""
+class Context:
+    """The ranks that hold parts of the same sequences (context parallelism), and how their attention meets the others' keys."""
 
-    queries: Tensor
-    """int64 [B, Lq]"""
-    keys: Tensor
-    """int64 [B, Lk]"""
-    prefix: Tensor | None
-    """int64 [B]: keys before a sequence's own first row; None if all are 0."""
+    group: ProcessGroup
+    rank: int
+    size: int
+    ring: bool = False
+    """Keys travel from rank to rank; False: every rank gathers them all, layer by layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a model on its mesh asks of the rows of a micro-batch."""
+
+    multiple: int = 1
+    """Their number on a rank is a multiple of this (sequence parallelism cuts them evenly)."""
+    context: Context | None = None
+    windowed: bool = False
+    """Some layers see a sliding window, and want `Packed.joined`."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Row numbers in a rectangle; its ends repeat the last row."""
+
+    rows: Tensor
+    """int64 [B, L]"""
+    first: int | None
+    """If they count up by one, the first of them: a view does instead of a copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rectangle:
+    """B pairs of like size."""
+
+    queries: Run
+    keys: Run
+    filling: Tensor | None
+    """bool [B, Lq]: queries that only fill; None if there are none."""
+    hidden: Tensor | None
+    """bool [B, Lk], of a block that is not causal: keys that only fill; None if there are none."""
+    before: Tensor | None
+    """int64 [B], of a causal block: keys that already the first query sees but its own; None if all are 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Part of an attention: ragged pairs of some query rows and the key rows that they see. A query is in one pair at most; what it
+    sees in several blocks is merged by the log-sum-exp of its scores in each."""
+
+    causal: bool
+    """The last query of a pair sees all its keys, and each one before it one key less. False: every query sees every key."""
+    rows: Tensor | None
+    """int64 [N]: the query rows, pair by pair; None: all rows in order."""
+    key_rows: Tensor | None
+    """int64 [M]: the same of the keys, which may repeat between pairs; None: the keys are the query rows, all in order."""
+    cu_queries: Tensor
+    """int32 [pairs + 1]: running sum of the pairs' queries."""
+    cu_keys: Tensor
+    longest: tuple[int, int]
+    """Most queries and most keys of a pair, on the host so that no layer waits for the device."""
+    rectangles: tuple[Rectangle, ...]
+    """The same pairs for kernels that want equal lengths."""
+    places: Tensor | None
+    """int64 [N]: where each query is in the rectangles laid end to end; None if in order."""
 
 
 @dataclass(kw_only=True)
@@ -80,18 +137,16 @@ class Packed:
     """int64 [N]: where `mask` is True; the language-model head runs on these rows only."""
     lengths: tuple[int, ...]
     """Rows of each of the S sequences, on the host so that no layer waits for the device."""
-    cu_seqlens: Tensor
-    """int32 [S+1]: running sum of `lengths`."""
-    key_lengths: tuple[int, ...]
-    """Keys that each sequence's last row sees: its own rows and those of a prompt shared with siblings."""
-    cu_key_seqlens: Tensor
-    """int32 [S+1]: running sum of `key_lengths`."""
-    key_rows: Tensor | None
-    """int64 [sum(key_lengths)]: the row of each key, sequence by sequence; None if no prompt is shared (keys are the rows)."""
-    buckets: tuple["Bucket", ...]
-    """The sequences in rectangles, for kernels that want them."""
-    unbucket: Tensor
-    """int64 [T]: where each row is in the rectangles' queries laid end to end."""
+    loss_tokens: Tensor
+    """int64 [S]: targets in the loss of each sequence, on all context ranks together."""
+    blocks: tuple[Block, ...]
+    """Attention without a window, in parts: each sequence's own rows, and what it sees before them. On a context ring: that of a rank's
+    own rows, of all rows with the first halves of an earlier rank, of the second halves with all rows of a later one."""
+    joined: Block | None = None
+    """The same as one causal block, for layers that see a sliding window only."""
+    context: Context | None = None
+    """Rows are this rank's part of each sequence: chunk r and chunk 2R - 1 - r of 2R, in zigzag so that causal work is even. Key rows of
+    the blocks count in the gathered rows of all ranks, rank by rank (but for those of a ring)."""
     temperature: float = 1.0
     """Log-probs are of logits divided by it."""
     engine_logprobs: Tensor | None = None

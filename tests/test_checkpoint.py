@@ -43,7 +43,7 @@ def differences(a, b, path=""):
 
 def update(policy, mesh):
     (micros,) = exchange(trajectories()[mesh.rank :: mesh.world_size], mesh, 200)
-    return policy.step([pack(m, mesh.device, multiple=policy.row_multiple) for m in micros], losses.policy(AlgoConfig(), 20), lr=1e-3)["loss"]
+    return policy.step([pack(m, mesh.device, layout=policy.layout) for m in micros], losses.policy(AlgoConfig(), 20), lr=1e-3)["loss"]
 
 
 def make(mesh, folder, sequence):

@@ -6,35 +6,69 @@ import tiny
 import torch
 
 from minirl.data.packing import pack
-from minirl.model.attention import VarlenFlash, bucketed
-from minirl.types import Trajectory
+from minirl.model import kernels
+from minirl.model.attention import Attention, _Merged, _of_hop, packed_attention
+from minirl.model.kernels import Options
+from minirl.types import Context, Layout, Trajectory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-@pytest.mark.parametrize("window", [None, 24])
-def test_flash_attention_over_shared_prompts_equals_rectangles_in_float32(window):
-    rng, device = np.random.default_rng(0), torch.device("cuda")
-    siblings = []
-    for group, num_prompt in enumerate((40, 7)):
+def siblings(seed=0):
+    rng, out = np.random.default_rng(seed), []
+    for group, num_prompt in enumerate((240, 40, 7)):
         prompt = rng.integers(5, 200, num_prompt)
         for _ in range(4):
             tokens = np.concatenate([prompt, rng.integers(5, 200, rng.integers(3, 60))]).astype(np.int32)
-            siblings.append(Trajectory(tokens=tokens, sampled=np.arange(len(tokens)) >= num_prompt, logprobs=np.zeros(len(tokens), np.float32), group=group))
-    batch = pack(siblings, device)
+            out.append(Trajectory(tokens=tokens, sampled=np.arange(len(tokens)) >= num_prompt, logprobs=np.zeros(len(tokens), np.float32), group=group))
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_flash_attention_over_shared_prompts_equals_the_formula_in_float32(window):
+    device = torch.device("cuda")
+    batch = pack(siblings(), device, layout=Layout(windowed=window is not None))
     torch.manual_seed(0)
-    q, k, v = (torch.randn(len(batch.inputs), heads, 64, device=device) for heads in (8, 2, 2))
-    grad = torch.randn_like(q)
-    def run(dtype, flash):
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        if flash:
-            keys = [x.index_select(0, batch.key_rows) for x in leaves[1:]]
-            out = VarlenFlash.apply(leaves[0], *keys, batch, 0.125, window)
-        else:
-            out = bucketed(*leaves, batch, 0.125, window)
+    inputs = [torch.randn(1, heads, len(batch.inputs), 64, device=device) for heads in (8, 2, 2)]
+    grad = torch.randn(1, len(batch.inputs), 8, 64, device=device)
+    def run(dtype):  # float32 is what no kernel there takes
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out, _ = packed_attention(torch.nn.Identity(), *leaves, None, pack=batch, scaling=0.125, sliding_window=window)
         return out, *torch.autograd.grad(out, leaves, grad.to(dtype))
-    for flash, exact in zip(run(torch.bfloat16, True), run(torch.float32, False), strict=True):
+    for flash, exact in zip(run(torch.bfloat16), run(torch.float32), strict=True):
         assert (flash.float() - exact).abs().max() < 0.02 * exact.abs().max()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ring_emulated_on_one_device_equals_one_rank(size):
+    """What every rank of a ring would compute, hop by hop, with keys handed over by indexing instead of a network."""
+    device = torch.device("cuda")
+    packs = [pack(siblings()[::4], device, layout=Layout(context=Context(None, rank, size, ring=True))) for rank in range(size)]
+    rows = len(packs[0].inputs)
+    torch.manual_seed(0)
+    shape = {"q": 8, "k": 2, "v": 2, "dout": 8}
+    whole = {name: torch.randn(size * rows, heads, 64, device=device) for name, heads in shape.items()}  # rank by rank
+    flash = {name: x.to(torch.bfloat16).split(rows) for name, x in whole.items()}
+    options = Options(0.125)
+    outs, gradients = [], [[torch.zeros_like(x, dtype=torch.float32) for x in flash[name]] for name in ("q", "k", "v")]
+    for rank, batch in enumerate(packs):
+        q = flash["q"][rank]
+        hops = [(_of_hop(batch.blocks, hop, batch.context), (rank - hop) % size) for hop in range(size)]
+        merged = _Merged(*kernels.forward(q, flash["k"][rank], flash["v"][rank], hops[0][0], options), wide=True)
+        for block, source in hops[1:]:
+            merged.add(block.rows, *kernels.forward(q, flash["k"][source], flash["v"][source], block, options))
+        out, lse = merged.result()
+        for block, source in hops:
+            into = gradients[0][rank], gradients[1][source], gradients[2][source]
+            kernels.backward(into, flash["dout"][rank], q, flash["k"][source], flash["v"][source], out, lse, block, options)
+        outs.append(out)
+    # the oracle in float32: gathered keys, one block, all ranks' rows
+    leaves = [whole[name].clone().requires_grad_() for name in ("q", "k", "v")]
+    gathered = [pack(siblings()[::4], device, layout=Layout(context=Context(None, rank, size), windowed=True)).joined for rank in range(size)]
+    exact = torch.cat([Attention.apply(part, *leaves[1:], (block,), options) for part, block in zip(leaves[0].split(rows), gathered, strict=True)])
+    wanted = torch.autograd.grad(exact, leaves, whole["dout"])
+    for got, expected in zip((torch.cat(outs), *(torch.cat(g) for g in gradients)), (exact, *wanted), strict=True):
+        assert (got.float() - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 def test_sleep_refit_and_logprobs(tmp_path):

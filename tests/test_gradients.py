@@ -6,11 +6,13 @@ import tiny
 import torch
 from harness import ranks
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from minirl.algo import losses
+from minirl.algo import advantages, losses
 from minirl.config import AlgoConfig, ParallelConfig, PolicyConfig
+from minirl.data import blocks
 from minirl.data.packing import exchange, pack
 from minirl.policy import Policy
 from minirl.types import Trajectory
@@ -39,7 +41,8 @@ def exact_norm(self, x):
 
 
 def step(mesh, folder, algo, budget, checkpointing, reshard, num_steps=1, sequence=False):
-    for norm in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+    blocks.SHORT_PROMPT = 2  # most of the shared prompts here are a block of their own
+    for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
         norm.forward = exact_norm
     cfg = PolicyConfig(model=str(folder), dtype="float64", activation_checkpointing=checkpointing, reshard_after_forward=reshard, max_grad_norm=0.0)
     policy = Policy(cfg, folder, mesh, sequence_parallel=sequence)
@@ -52,7 +55,7 @@ def step(mesh, folder, algo, budget, checkpointing, reshard, num_steps=1, sequen
     for _ in range(num_steps):
         own = trajectories()[: 3 + 11 * mesh.rank][3 * mesh.rank :] if mesh.world_size == 2 else trajectories()[mesh.rank :: mesh.world_size]
         (micros,) = exchange(own, mesh, budget) if budget else [[[t] for t in own]]  # the oracle: each sequence alone, nothing shared
-        batches = [pack(m, mesh.device, temperature=0.7, multiple=policy.row_multiple) for m in micros]
+        batches = [pack(m, mesh.device, temperature=0.7, layout=policy.layout) for m in micros]
         metrics, num_micro = policy.step(batches, losses.policy(algo, 20), lr=1e-3), len(batches)
     params = {n: p.full_tensor() for n, p in policy.shards().items()}
     return {"grads": grads, "metrics": metrics, "num_micro": num_micro, "params": params}
@@ -87,21 +90,104 @@ def test_weights_after_three_steps_do_not_depend_on_the_split(tmp_path):
     assert worst(ranks(4, step, folder, AlgoConfig(), 120, False, False, 3)[3]["params"], expected["params"]) < 1e-10
 
 
-@pytest.mark.parametrize(("world", "parallel", "family", "tied", "checkpointing"), [
-    (2, ParallelConfig(tensor=2), "llama", False, False),
-    (2, ParallelConfig(tensor=2, sequence=True), "qwen2", True, True),
-    (4, ParallelConfig(tensor=2), "qwen3", True, True),
-    (4, ParallelConfig(tensor=2, sequence=True), "qwen3", False, False),
-    (4, ParallelConfig(tensor=4), "qwen2", False, False),  # two key-value heads, with biases, on four ranks
-    (4, ParallelConfig(tensor=4, sequence=True), "llama", True, False),
-    (4, ParallelConfig(replicate=2), "llama", True, False),
-    (8, ParallelConfig(replicate=2, tensor=2, sequence=True), "qwen3", True, True),
-])
-def test_every_mesh_is_one_process(tmp_path, world, parallel, family, tied, checkpointing):
-    folder = tiny.make(tmp_path / "model", family, tied=tied, dtype=torch.float64)
-    algo = AlgoConfig(entropy_coef=0.01)
-    (expected,) = ranks(1, step, folder, algo, 0, False, True)
-    for result in ranks(world, step, folder, algo, 60, checkpointing, True, 1, parallel.sequence, parallel=parallel):
-        assert worst(result["grads"], expected["grads"]) < 1e-12
-        for name in ("loss", "grad_norm", "entropy", "mismatch", "mismatch_max"):
-            assert result["metrics"][name] == pytest.approx(expected["metrics"][name], rel=1e-11)
+# ---------------------------------------------------------------------------------------------------- every mesh
+
+MESHES = {
+    "dp 2": (2, ParallelConfig()),
+    "tp 2": (2, ParallelConfig(tensor=2)),
+    "tp 4": (4, ParallelConfig(tensor=4)),  # more ranks than key-value heads
+    "cp 2, all-gather": (2, ParallelConfig(context=2)),
+    "cp 2, ring": (2, ParallelConfig(context=2, context_engine="ring")),
+    "cp 4, all-gather": (4, ParallelConfig(context=4)),
+    "cp 4, ring": (4, ParallelConfig(context=4, context_engine="ring")),
+    "dp 2 x tp 2": (4, ParallelConfig(tensor=2)),
+    "dp 2 x cp 2": (4, ParallelConfig(context=2)),
+    "cp 2 x tp 2": (4, ParallelConfig(context=2, tensor=2)),
+    "cp 2 x tp 2, ring": (4, ParallelConfig(context=2, context_engine="ring", tensor=2)),
+    "hsdp 2 x 2": (4, ParallelConfig(replicate=2)),
+    "hsdp 2 x 2 x tp 2": (8, ParallelConfig(replicate=2, tensor=2)),
+    "hsdp 2 x cp 2 x tp 2": (8, ParallelConfig(replicate=2, context=2, tensor=2)),
+    "dp 2 x cp 2 x tp 2": (8, ParallelConfig(context=2, tensor=2)),
+    "dp 2 x cp 2 x tp 2, ring": (8, ParallelConfig(context=2, context_engine="ring", tensor=2)),
+}
+MODELS = {"qwen2, untied": ("qwen2", False), "qwen3, tied": ("qwen3", True), "mistral, window": ("mistral", False)}  # biases; q and k norms; a window
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Folder of each model, and the step of one process that runs each sequence alone."""
+    folders = {name: tiny.make(tmp_path_factory.mktemp("models") / family, family, tied=tied, dtype=torch.float64) for name, (family, tied) in MODELS.items()}
+    (values,) = ranks(1, steps, [(folder, 0, False, False) for folder in folders.values()])
+    return dict(zip(MODELS, zip(folders.values(), values, strict=True), strict=True))
+
+
+def steps(mesh, cases):
+    return [step(mesh, folder, AlgoConfig(aggregation="sequence", entropy_coef=0.01), budget, checkpointing, True, 1, sequence)
+            for folder, budget, checkpointing, sequence in cases]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_is_one_process(expected, mesh):
+    """With sequence parallelism on and off, checkpointing on and off, at least 2 accumulation steps."""
+    world, parallel = MESHES[mesh]
+    names, cases = [], []
+    for name, (folder, _) in expected.items():
+        for checkpointing in (False, True):
+            for sequence in (False, True) if parallel.tensor > 1 else (False,):
+                names.append(name)
+                cases.append((folder, 60 // parallel.context, checkpointing, sequence))
+    for results in ranks(world, steps, cases, parallel=parallel):
+        for name, result in zip(names, results, strict=True):
+            wanted = expected[name][1]
+            assert result["num_micro"] >= 2
+            assert worst(result["grads"], wanted["grads"]) < 1e-12
+            for metric in ("loss", "grad_norm", "entropy", "mismatch", "mismatch_max"):
+                assert result["metrics"][metric] == pytest.approx(wanted["metrics"][metric], rel=1e-11)
+
+
+# ---------------------------------------------------------------------------------------------------- three steps of GRPO
+
+
+def recorded(num_step: int) -> list[list[Trajectory]]:
+    """Groups of four answers with their rewards, as a rollout would leave them; groups are whole on a rank."""
+    rng = np.random.default_rng([7, num_step])
+    groups = []
+    for group in range(8):
+        prompt = rng.integers(5, 250, rng.integers(1, 20))
+        groups.append([])
+        for episode in range(4):
+            tokens = np.concatenate([prompt, rng.integers(5, 250, rng.integers(2, 25))]).astype(np.int32)
+            sampled = np.arange(len(tokens)) >= len(prompt)
+            groups[-1].append(Trajectory(tokens=tokens, sampled=sampled, group=group, episode=episode, reward=float(rng.integers(0, 2)),
+                                         logprobs=(rng.normal(-5, 0.3, len(tokens)) * sampled).astype(np.float32)))
+    return groups
+
+
+def grpo(mesh, folder, sequence):
+    """The verbs of rl.py's loop from where the rollout ends: advantages, exchange, pack, reference, two updates a step."""
+    for norm in (LlamaRMSNorm, Qwen3RMSNorm):
+        norm.forward = exact_norm
+    algo = AlgoConfig(kl_coef=0.1, updates_per_step=2, clip_high=0.28)
+    policy, ref = (Policy(PolicyConfig(dtype="float64", max_grad_norm=0.05), folder, mesh, trainable=trainable, sequence_parallel=sequence) for trainable in (True, False))
+    history = []
+    for num_step in range(3):
+        own = [t for group in recorded(num_step)[mesh.rank :: mesh.world_size] for t in group]
+        advantages.assign(own, advantages.find("grpo"), mesh.sums)
+        minibatches = [[pack(m, mesh.device, 0.9, layout=policy.layout) for m in micros] for micros in exchange(own, mesh, 120, algo.updates_per_step)]
+        policy.annotate(minibatches, "old_logprobs")
+        ref.annotate(minibatches, "ref_logprobs")
+        history += [policy.step(minibatch, losses.policy(algo, 30), lr=1e-3) for minibatch in minibatches]
+    return history, {n: p.full_tensor() for n, p in policy.shards().items()}
+
+
+def test_three_steps_of_grpo_from_recorded_trajectories(tmp_path):
+    folder = tiny.make(tmp_path / "model", "qwen3", tied=True, dtype=torch.float64)
+    ((history, params),) = ranks(1, grpo, folder, False)
+    assert history[1]["clip_fraction"] > 0 and history[1]["ref_kl"] > 0  # clipping and reference play a part
+    for world, parallel in ((2, ParallelConfig(tensor=2)), (2, ParallelConfig(context=2)), (2, ParallelConfig()), (4, ParallelConfig(tensor=2, sequence=True)),
+                            (2, ParallelConfig(context=2, context_engine="ring"))):
+        for got, got_params in ranks(world, grpo, folder, parallel.sequence, parallel=parallel):
+            assert worst(got_params, params) < 1e-10
+            for step_, wanted in zip(got, history, strict=True):
+                for name in ("loss", "grad_norm", "ref_kl", "entropy", "clip_fraction"):
+                    assert step_[name] == pytest.approx(wanted[name], rel=1e-10, abs=1e-14)

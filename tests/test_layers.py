@@ -43,6 +43,7 @@ DOORS = {
     "transformers": {"model/*": None, "data/chat.py": None, "checkpoint.py": None, "data/datasets.py": {"PreTrainedTokenizerBase"},
                      "rollout/sampler.py": {"PreTrainedTokenizerBase"}, "run.py": {"PretrainedConfig", "PreTrainedTokenizerBase"}},
     "jinja2": {"data/chat.py": None},
+    "ring_flash_attn": {"model/ring_package.py": None},
     "huggingface_hub": {"model/build.py": None},
     "safetensors": {"model/build.py": None, "checkpoint.py": None},
     "torch.utils.tensorboard": {"log.py": None},

@@ -13,12 +13,12 @@ from test_packing import groups, seen
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from minirl.config import PolicyConfig, ScratchConfig
-from minirl.data import chat
+from minirl.data import blocks, chat
 from minirl.data.packing import pack
-from minirl.model import attention, build, families, logprob, scratch
+from minirl.model import attention, build, families, kernels, logprob, scratch
 from minirl.parallel import fsdp
 from minirl.policy import Policy
-from minirl.types import UserError
+from minirl.types import Layout, UserError
 
 CPU = torch.device("cpu")
 
@@ -86,25 +86,29 @@ PROMPTS_SHARED = [(14, [3, 9, 22]), (2, [5, 2]), (1, [7, 3]), (20, [6, 1])]
 PROMPTS_ALONE = [(14, [3]), (5, [22]), (2, [5]), (1, [9]), (9, [1]), (20, [6])]
 
 
-def naive_attention(q, k, v, batch, window):
+def naive_attention(q, k, v, batch, window, softcap):
     """One query at a time, float64; q [1, H, T, D], k and v [1, H / 2, T, D]."""
     out = torch.zeros_like(q)
     for row, keys in seen(batch):
         keys = keys[-window:] if window else keys
         for head in range(q.shape[1]):
-            scores = torch.softmax(k[0, head // 2, keys] @ q[0, head, row] * 0.3, dim=0)
-            out[0, head, row] = scores @ v[0, head // 2, keys]
+            scores = k[0, head // 2, keys] @ q[0, head, row] * 0.3
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            out[0, head, row] = torch.softmax(scores, dim=0) @ v[0, head // 2, keys]
     return out.transpose(1, 2)
 
 
 @pytest.mark.parametrize("spec", [PROMPTS_SHARED, PROMPTS_ALONE], ids=["shared", "alone"])
 @pytest.mark.parametrize("window", [None, 1, 7, 30, 4096])
-def test_packed_attention_equals_one_query_at_a_time(spec, window):
-    batch = pack(groups(spec), CPU)
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("short", [128, 10])
+def test_packed_attention_equals_one_query_at_a_time(monkeypatch, spec, window, softcap, short):
+    monkeypatch.setattr(blocks, "SHORT_PROMPT", short)
+    batch = pack(groups(spec), CPU, layout=Layout(windowed=window is not None))
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, len(batch.inputs), 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
-    out, _ = attention.packed_attention(torch.nn.Identity(), q, k, v, None, pack=batch, scaling=0.3, sliding_window=window)
-    expected = naive_attention(q, k, v, batch, window)
+    out, _ = attention.packed_attention(torch.nn.Identity(), q, k, v, None, pack=batch, scaling=0.3, sliding_window=window, softcap=softcap)
+    expected = naive_attention(q, k, v, batch, window, softcap)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     direction = torch.randn_like(out)
     got, wanted = (torch.autograd.grad((x * direction).sum(), (q, k, v)) for x in (out, expected))
@@ -112,8 +116,36 @@ def test_packed_attention_equals_one_query_at_a_time(spec, window):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("spec", [PROMPTS_SHARED, PROMPTS_ALONE], ids=["shared", "alone"])
+@pytest.mark.parametrize("window", [None, 7])
+def test_kernels_agree(monkeypatch, spec, window):
+    """torch's kernel for CPU and the formula, in float32 and bfloat16, forward and backward."""
+    monkeypatch.setattr(blocks, "SHORT_PROMPT", 10)
+    batch = pack(groups(spec), CPU, layout=Layout(windowed=window is not None))
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, heads, len(batch.inputs), 6) for heads in (4, 2, 2)]
+    direction = torch.randn(1, len(batch.inputs), 4, 6)
+    def run(dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out, _ = attention.packed_attention(torch.nn.Identity(), *leaves, None, pack=batch, sliding_window=window)
+        assert out.dtype == dtype
+        return out, *torch.autograd.grad((out * direction.to(dtype)).sum(), leaves)
+    fast = [run(dtype) for dtype in (torch.float32, torch.bfloat16)]
+    monkeypatch.setattr(kernels, "_cpu_can", lambda q, options: False)
+    for results, dtype, tolerance in zip(fast, (torch.float32, torch.bfloat16), (1e-5, 0.04), strict=True):
+        for x, y in zip(results, run(dtype), strict=True):
+            assert (x.double() - y.double()).abs().max() < tolerance * y.double().abs().max()
+
+
+def test_a_window_without_its_block_is_refused():
+    batch = pack(groups(PROMPTS_ALONE), CPU)
+    q = torch.zeros(1, 2, len(batch.inputs), 4)
+    with pytest.raises(NotImplementedError, match="windowed=True"):
+        attention.packed_attention(torch.nn.Identity(), q, q, q, None, pack=batch, sliding_window=4)
+
+
 @pytest.mark.parametrize(("asked", "named"), [({"s_aux": torch.zeros(2)}, "s_aux"), ({"is_causal": False}, "is_causal=False"), ({"dropout": 0.1}, "dropout"),
-                                              ({"softcap": 30.0}, "softcap"), ({"attention_mask": torch.ones(1)}, "mask")])
+                                              ({"attention_mask": torch.ones(1)}, "mask")])
 def test_attention_arguments_that_would_be_ignored_are_refused(asked, named):
     batch = pack(groups([(2, [3])]), CPU)
     q = torch.zeros(1, 2, len(batch.inputs), 4)
@@ -174,7 +206,7 @@ def packed(policy, trajectories, temperature):
         for i in np.flatnonzero(t.sampled):
             marks[len(marks) + 1] = (t, i - 1)
             t.logprobs[i] = len(marks)
-    batch = pack(trajectories, CPU, temperature)
+    batch = pack(trajectories, CPU, temperature, layout=policy.layout)
     logprobs, entropy = policy.model(batch, True)
     row_of = {int(mark): row for row, mark in enumerate(batch.engine_logprobs.tolist()) if mark}
     loss = sum(logprobs[row_of[m]] * weights_of(t)[0, i + 1] + entropy[row_of[m]] * weights_of(t)[1, i + 1] for m, (t, i) in marks.items())
@@ -313,7 +345,7 @@ def load_slices(mesh, folder):
     """(bytes that this rank read, every parameter gathered)"""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation=attention.NAME)
-    fsdp.shard(model, model.model.layers, mesh.data, compute_dtype=torch.float32, reduce_dtype=torch.float32, reshard_after_forward=True)
+    fsdp.shard(model, model.model.layers, mesh.fsdp, compute_dtype=torch.float32, reduce_dtype=torch.float32, reshard_after_forward=True)
     num_bytes = build.load(model, folder, mesh.device)
     return num_bytes, {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 from harness import RankFailed, ranks
 
+from minirl.algo import normalize
+from minirl.data import blocks
 from minirl.data.packing import exchange, pack, partition, pieces
-from minirl.types import Trajectory, UserError
+from minirl.types import Context, Layout, Trajectory, UserError
 
 CPU = torch.device("cpu")
 
@@ -48,13 +50,20 @@ def test_pack_gives_the_worked_example_of_types():
     assert batch.mask.tolist() == [False, True, True]
     assert batch.engine_logprobs.tolist() == pytest.approx([0, -0.3, -0.1])
     assert batch.rows.tolist() == [1, 2]
-    assert batch.lengths == batch.key_lengths == (3,)
-    assert batch.cu_seqlens.tolist() == batch.cu_key_seqlens.tolist() == [0, 3]
-    assert batch.key_rows is None
+    assert batch.lengths == (3,)
+    assert batch.loss_tokens.tolist() == [2]
+    (block,) = batch.blocks
+    assert block.causal and block.rows is None and block.key_rows is None
+    assert block.cu_queries.tolist() == block.cu_keys.tolist() == [0, 3]
+    assert block.longest == (3, 3)
 
 
-def test_siblings_share_the_prompt_but_its_last_token():
+def test_siblings_share_the_prompt_but_its_last_token(monkeypatch):
     """The prompt 7 8 9 with the answers `1` and `2 3`: 7 8 once, then 9 at the head of each answer."""
+    (block,) = pack([trajectory([7, 8, 9, 1], 3), trajectory([7, 8, 9, 2, 3], 3)], CPU).blocks  # a short prompt goes with each answer's keys
+    assert block.rows is None and block.key_rows.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4]
+    assert block.cu_queries.tolist() == [0, 2, 3, 5] and block.cu_keys.tolist() == [0, 2, 5, 9]
+    monkeypatch.setattr(blocks, "SHORT_PROMPT", 1)
     batch = pack([trajectory([7, 8, 9, 1], 3), trajectory([7, 8, 9, 2, 3], 3)], CPU, temperature=0.7)
     assert batch.inputs.tolist() == [7, 8, 9, 9, 2]
     assert batch.targets.tolist() == [8, 9, 1, 2, 3]
@@ -62,30 +71,45 @@ def test_siblings_share_the_prompt_but_its_last_token():
     assert batch.mask.tolist() == [False, False, True, True, True]
     assert batch.rows.tolist() == [2, 3, 4]
     assert batch.lengths == (2, 1, 2)
-    assert batch.cu_seqlens.tolist() == [0, 2, 3, 5]
-    assert batch.key_lengths == (2, 3, 4)
-    assert batch.cu_key_seqlens.tolist() == [0, 2, 5, 9]
-    assert batch.key_rows.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4]
+    assert batch.loss_tokens.tolist() == [0, 1, 2]
+    own, prompt = batch.blocks
+    assert own.causal and own.cu_queries.tolist() == own.cu_keys.tolist() == [0, 2, 3, 5]
+    assert not prompt.causal and prompt.rows.tolist() == [2, 3, 4] and prompt.key_rows.tolist() == [0, 1]  # both answers as one pair
+    assert prompt.cu_queries.tolist() == [0, 3] and prompt.cu_keys.tolist() == [0, 2]
+    assert batch.joined is None and pack([trajectory([7, 8], 1)], CPU, layout=Layout(windowed=True)).joined.causal
     assert batch.temperature == 0.7
-    dtypes = {"inputs": torch.int64, "targets": torch.int64, "positions": torch.int64, "mask": torch.bool, "rows": torch.int64, "unbucket": torch.int64,
-              "cu_seqlens": torch.int32, "cu_key_seqlens": torch.int32, "key_rows": torch.int64, "engine_logprobs": torch.float32, "advantages": torch.float32}
+    dtypes = {"inputs": torch.int64, "targets": torch.int64, "positions": torch.int64, "mask": torch.bool, "rows": torch.int64, "loss_tokens": torch.int64,
+              "engine_logprobs": torch.float32, "advantages": torch.float32}
     assert {name: getattr(batch, name).dtype for name in dtypes} == dtypes
+    assert {prompt.rows.dtype, prompt.key_rows.dtype} == {torch.int64}
+    assert {getattr(prompt, name).dtype for name in ("cu_queries", "cu_keys")} == {torch.int32}
 
 
-def seen(batch):
-    """(row, rows that it sees, itself last) of every row, sequence by sequence."""
-    key_rows = torch.arange(len(batch.inputs)) if batch.key_rows is None else batch.key_rows
-    first, first_key = 0, 0
-    for length, num_keys in zip(batch.lengths, batch.key_lengths, strict=True):
-        for i in range(length):
-            yield first + i, key_rows[first_key : first_key + num_keys - length + i + 1].tolist()
-        first, first_key = first + length, first_key + num_keys
+def pairs(block, num_rows):
+    """(query rows, key rows) of each pair of a block."""
+    rows = torch.arange(num_rows) if block.rows is None else block.rows
+    key_rows = torch.arange(num_rows) if block.key_rows is None else block.key_rows
+    for queries, keys in zip(itertools.pairwise(block.cu_queries.tolist()), itertools.pairwise(block.cu_keys.tolist()), strict=True):
+        yield rows[slice(*queries)].tolist(), key_rows[slice(*keys)].tolist()
 
 
-def in_the_loss(batch):
-    """(tokens seen, their positions, target, engine log-prob, advantage) of every row in the loss."""
-    return sorted((tuple(batch.inputs[keys].tolist()), tuple(batch.positions[keys].tolist()), batch.targets[row].item(),
-                   batch.engine_logprobs[row].item(), batch.advantages[row].item()) for row, keys in seen(batch) if batch.mask[row])
+def seen(batch, parts=None, positions=None):
+    """(row, key rows that it sees, in the order of their `positions`) of every row."""
+    keys_of = {row: [] for row in range(len(batch.inputs))}
+    for block in parts or batch.blocks:
+        for rows, keys in pairs(block, len(batch.inputs)):
+            for i, row in enumerate(rows):
+                keys_of[row] += keys[: len(keys) - len(rows) + i + 1] if block.causal else keys
+    positions = batch.positions if positions is None else positions
+    return [(row, sorted(keys, key=lambda k: positions[k].item())) for row, keys in keys_of.items()]
+
+
+def in_the_loss(batch, parts=None, everywhere=None):
+    """(tokens seen, their positions, target, engine log-prob, advantage) of every row in the loss. `everywhere`: tokens and positions of all ranks'
+    rows, if keys count in those."""
+    tokens, positions = everywhere or (batch.inputs, batch.positions)
+    return sorted((tuple(tokens[keys].tolist()), tuple(positions[keys].tolist()), batch.targets[row].item(),
+                   batch.engine_logprobs[row].item(), batch.advantages[row].item()) for row, keys in seen(batch, parts, positions) if batch.mask[row])
 
 
 def expected_in_the_loss(trajectories):
@@ -93,13 +117,20 @@ def expected_in_the_loss(trajectories):
                   for t in trajectories for i in np.flatnonzero(t.sampled))
 
 
+@pytest.fixture(params=[128, 4], ids=["short prompts", "long prompts"])
+def _prompts(request, monkeypatch):
+    """Prompts of SPEC are all short, or most are long."""
+    monkeypatch.setattr(blocks, "SHORT_PROMPT", request.param)
+
+
+@pytest.mark.usefixtures("_prompts")
 @pytest.mark.parametrize("order", ["as sampled", "shuffled"])
 def test_every_sampled_token_is_in_the_loss_once_and_sees_its_own_past(order):
     whole = groups(SPEC)
     if order == "shuffled":
         whole = [whole[i] for i in np.random.default_rng(5).permutation(len(whole))]
-    batch = pack(whole, CPU)
-    assert in_the_loss(batch) == expected_in_the_loss(whole)
+    batch = pack(whole, CPU, layout=Layout(windowed=True))
+    assert in_the_loss(batch) == in_the_loss(batch, [batch.joined]) == expected_in_the_loss(whole)
     assert all(keys[-1] == row for row, keys in seen(batch))
     # each prompt of n >= 2 tokens and several answers takes n - 1 rows once, and an answer of m tokens m rows
     assert len(batch.inputs) == 5 + 17 + 1 + 7 + 10 + 29 + 42 + 20 + 2 + 28
@@ -131,23 +162,56 @@ def test_nothing_packs_to_one_row_outside_the_loss():
     assert (batch.inputs.shape, batch.lengths, batch.mask.tolist(), batch.rows.tolist()) == ((1,), (1,), [False], [])
 
 
+@pytest.mark.usefixtures("_prompts")
+@pytest.mark.parametrize("layout", [Layout(windowed=True), Layout(windowed=True, context=Context(None, 1, 2))], ids=["whole", "context"])
 @pytest.mark.parametrize("whole", [groups(SPEC), groups([(5, [n]) for n in range(1, 60, 3)]), []], ids=["shared", "alone", "nothing"])
-def test_rectangles_hold_every_row_and_its_keys(whole):
-    batch = pack(whole, CPU)
-    flat = torch.cat([b.queries.flatten() for b in batch.buckets])
-    assert flat[batch.unbucket].tolist() == list(range(len(batch.inputs)))
-    keys_of = dict(seen(batch))
-    first_rows = []
-    for bucket in batch.buckets:
-        prefixes = [0] * len(bucket.queries) if bucket.prefix is None else bucket.prefix.tolist()
-        for queries, keys, prefix in zip(bucket.queries.tolist(), bucket.keys.tolist(), prefixes, strict=True):
-            length = len(set(queries))
-            assert queries[length:] == [queries[length - 1]] * (len(queries) - length)  # ends repeat the last row
-            for i, row in enumerate(queries[:length]):
-                assert keys[: prefix + i + 1] == keys_of[row]
-            first_rows.append(queries[0])
-            assert len(queries) - length <= max(0.2 * length, 8)
-    assert sorted(first_rows) == batch.cu_seqlens[:-1].tolist()  # each sequence is in one rectangle
+def test_rectangles_hold_the_pairs_of_their_block(whole, layout):
+    batch = pack(whole, CPU, layout=layout)
+    for block in (*batch.blocks, batch.joined):
+        expected = sorted(pairs(block, len(batch.inputs)))
+        flat = torch.cat([r.queries.rows.flatten() for r in block.rectangles])
+        assert (flat if block.places is None else flat[block.places]).tolist() == (list(range(len(batch.inputs))) if block.rows is None else block.rows.tolist())
+        got = []
+        for r in block.rectangles:
+            before = [0] * len(r.queries.rows) if r.before is None else r.before.tolist()
+            hidden = torch.zeros(r.keys.rows.shape, dtype=torch.bool) if r.hidden is None else r.hidden
+            filling = torch.zeros(r.queries.rows.shape, dtype=torch.bool) if r.filling is None else r.filling
+            for run in (r.queries, r.keys):
+                flat = run.rows.flatten().tolist()
+                assert (run.first is not None) == (flat == list(range(flat[0], flat[0] + len(flat))))
+                assert run.first in (None, flat[0])
+            assert not (block.causal and hidden.any()) and not (not block.causal and any(before))
+            for queries, keys, num_before, padding, fills in zip(r.queries.rows.tolist(), r.keys.rows.tolist(), before, hidden, filling, strict=True):
+                num = len(set(queries))
+                assert fills.tolist() == [False] * num + [True] * (len(queries) - num)
+                assert queries[num:] == [queries[num - 1]] * (len(queries) - num)  # ends repeat the last row
+                got.append((queries[:num], keys[: num_before + num] if block.causal else [k for k, pad in zip(keys, padding, strict=True) if not pad]))
+                assert len(queries) - num <= max(0.2 * num, 8)
+        assert sorted(got) == expected
+
+
+@pytest.mark.usefixtures("_prompts")
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("multiple", [1, 3, 4])
+def test_context_ranks_hold_every_row_once_and_see_what_one_rank_would(size, multiple):
+    whole = groups(SPEC)
+    batches = [pack(whole, CPU, layout=Layout(multiple=multiple, windowed=True, context=Context(None, rank, size))) for rank in range(size)]
+    assert len({b.lengths for b in batches}) == 1 and all(len(b.inputs) % multiple == 0 for b in batches)
+    everywhere = torch.cat([b.inputs for b in batches]), torch.cat([b.positions for b in batches])
+    assert sorted(x for b in batches for x in in_the_loss(b, None, everywhere)) == expected_in_the_loss(whole)
+    assert sorted(x for b in batches for x in in_the_loss(b, [b.joined], everywhere)) == expected_in_the_loss(whole)
+    single = pack(whole, CPU)
+    filled = len(batches[0].loss_tokens) - len(single.loss_tokens)  # a sequence that fills rows up to the multiple
+    assert all(b.loss_tokens.tolist() == single.loss_tokens.tolist() + [0] * filled for b in batches)
+    for aggregation in ("token", "sequence", "fixed"):
+        assert sum(normalize.count(b, aggregation) for b in batches).item() == pytest.approx(normalize.count(single, aggregation).item(), rel=1e-12)
+        assert sum(normalize.weights(b, aggregation, 16).sum() for b in batches).item() == pytest.approx(normalize.weights(single, aggregation, 16).sum().item(), rel=1e-12)
+
+
+def test_work_is_even_over_context_ranks():
+    """One sequence of 64 rows: 64 * 65 / 2 = 2080 pairs of query and key, in zigzag 520 for each of 4 ranks but for the diagonal."""
+    batches = [pack(groups([(1, [64])]), CPU, layout=Layout(context=Context(None, rank, 4))) for rank in range(4)]
+    assert [sum(len(keys) for _, keys in seen(b, positions=torch.arange(64))) for b in batches] == [520] * 4
 
 
 # ---------------------------------------------------------------------------------------------------- partition
@@ -190,7 +254,7 @@ def test_partition_leaves_ranks_without_work_a_micro_batch_of_nothing():
 
 def test_partition_refuses_what_the_budget_cannot_hold():
     assert partition([100], 2, 100)
-    with pytest.raises(UserError, match=r"tokens_per_rank = 100 cannot hold a sequence of 101 tokens"):
+    with pytest.raises(UserError, match=r"= 100 cannot hold a sequence of 101 tokens"):
         partition([3, 101], 2, 100)
 
 
@@ -307,7 +371,7 @@ def exchange_without_advantages(mesh):
 
 def test_all_ranks_refuse_a_sequence_above_the_budget_and_unset_advantages_arrive_as_zeros():
     (refusal, first), (also, second) = ranks(2, exchange_without_advantages)
-    assert "tokens_per_rank = 1 cannot hold a sequence of 2 tokens" in refusal
+    assert "= 1 cannot hold a sequence of 2 tokens" in refusal
     assert also == refusal
     assert sorted([first, second]) == [[], [[0.0, 0.0, 0.0]]]
 

@@ -72,7 +72,7 @@ def refit_program(mesh, a, b, tp, dtype):
     (2, 2, "qwen2", True, "bfloat16", None),
     (4, 1, "llama", False, "float32", None),
     (4, 2, "qwen3", False, "float32", None),
-    (4, 2, "qwen2", False, "float32", ParallelConfig(tensor=2)),
+    (4, 2, "qwen2", False, "float32", ParallelConfig(context=2, tensor=2)),
     (4, 4, "llama", True, "float32", ParallelConfig(replicate=2, tensor=2)),
 ])
 def test_refit_equals_full_gather_and_a_fresh_engine(tmp_path, world, tp, family, tied, dtype, parallel):
@@ -110,7 +110,7 @@ def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options
     with engine.awake(Refit(RefitConfig(), policy.shards(), engine, mesh), []):
         trajectories = sampler.collect(prompts, range(7, 7 + len(rows)), num_samples, sampling)
         again = sampler.collect(prompts, range(7, 7 + len(rows)), num_samples, sampling)
-    batches = [pack(ts, mesh.device, temperature) for ts in (mesh.gather(trajectories) if engine.tp_size == 1 else [trajectories])]
+    batches = [pack(ts, mesh.device, temperature, layout=policy.layout) for ts in (mesh.gather(trajectories) if engine.tp_size == 1 else [trajectories])]
     policy.annotate([batches], "old_logprobs")
     mismatch = max([((b.old_logprobs - b.engine_logprobs).abs() * b.mask).max().item() for b in batches if b.mask.any()], default=0.0)
     return {"mismatch": mismatch, "trajectories": [(t.group, t.episode, t.tokens.tolist(), t.logprobs.tolist(), t.reward) for t in trajectories],

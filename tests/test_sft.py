@@ -1,5 +1,6 @@
 """Fine-tuning on chats: which tokens are in the loss, to the token; the loss is Hugging Face's; order, resume and refusals of the program."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minirl import checkpoint, sft
 from minirl.algo import losses
+from minirl.checks import check_sft
 from minirl.config import ChatsConfig, ParallelConfig, PolicyConfig, SFTConfig
 from minirl.data import chat
 from minirl.data.datasets import Chats, Order, load_chats, split
@@ -263,11 +265,17 @@ def test_packed_loss_is_the_loss_of_hugging_face_with_masked_labels(tmp_path, mo
     assert loss == pytest.approx(total / num, rel=1e-10)
 
 
+def num_bytes(value) -> int:
+    """Of all tensors in nested dataclasses and tuples."""
+    if torch.is_tensor(value):
+        return value.nbytes
+    inner = value if isinstance(value, tuple | list) else vars(value).values() if dataclasses.is_dataclass(value) else ()
+    return sum(map(num_bytes, inner))
+
+
 def test_a_long_sequence_takes_memory_in_proportion():
     t = Trajectory(tokens=torch.zeros(32769).int().numpy(), sampled=torch.arange(32769).gt(100).numpy(), logprobs=torch.zeros(32769).numpy())
-    batch = pack([t], torch.device("cpu"))
-    tensors = [v for v in vars(batch).values() if torch.is_tensor(v)] + [v for b in batch.buckets for v in vars(b).values() if torch.is_tensor(v)]
-    assert sum(v.nbytes for v in tensors) < 100 * 32768
+    assert 30 * 32768 < num_bytes(pack([t], torch.device("cpu"))) < 100 * 32768
 
 
 # ---------------------------------------------------------------------------------------------------- the program
@@ -289,12 +297,13 @@ def train(mesh, given):
     sft.main(parse(SFTConfig, given), mesh)
 
 
-@pytest.mark.parametrize(("world", "parallel"), [(2, ParallelConfig()), (4, ParallelConfig(tensor=2, sequence=True)), (4, ParallelConfig(replicate=2))])
+@pytest.mark.parametrize(("world", "parallel"), [(2, ParallelConfig()), (4, ParallelConfig(tensor=2, sequence=True)), (4, ParallelConfig(replicate=2)),
+                                                 (4, ParallelConfig(context=2))])
 def test_every_mesh_trains_alike(tmp_path, world, parallel):
     folder, source = tiny.make(tmp_path / "model", "llama", dtype=torch.float64), written(tmp_path / "a.jsonl", conversations(30))
     given = flags(folder, source, tmp_path / "one", "--policy.dtype", "float64")
     ranks(1, train, given)
-    more = ["--parallel.tensor", parallel.tensor, "--parallel.replicate", parallel.replicate, *["--parallel.sequence"] * parallel.sequence]
+    more = ["--parallel.tensor", parallel.tensor, "--parallel.replicate", parallel.replicate, "--parallel.context", parallel.context, *["--parallel.sequence"] * parallel.sequence]
     ranks(world, train, flags(folder, source, tmp_path / "many", "--policy.dtype", "float64", *more), parallel=parallel)
     for phase in ("train", "eval"):
         one, many = rows_of(tmp_path / "one", phase), rows_of(tmp_path / "many", phase)
@@ -350,6 +359,14 @@ BAD = {  # name -> flags, what the message must say
     "unscored checkpoints": (["--checkpoint.best-metric", "loss", "--checkpoint.every", 3], ["checkpoint.every = 3", "eval.every = 2"]),
     "mesh": (["--parallel.tensor", 2], ["parallel.tensor", "does not divide the 1 ranks"]),
 }
+
+
+def test_a_context_holds_what_its_ranks_hold_together():
+    cfg = SFTConfig(tokens_per_rank=512, data=ChatsConfig(train="a.jsonl", max_tokens=1024), parallel=ParallelConfig(context=2))
+    check_sft(cfg, world_size=4)
+    cfg.data.max_tokens = 1025
+    with pytest.raises(UserError, match=r"tokens_per_rank \* parallel.context = 512 \* 2 = 1024 cannot hold one sequence of data.max_tokens = 1025"):
+        check_sft(cfg, world_size=4)
 
 
 @pytest.fixture(scope="module")

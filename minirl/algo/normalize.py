@@ -6,16 +6,40 @@ micro-batches or spread over ranks, and no factor of any of these appears anywhe
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from minirl.types import Packed
+from minirl.types import Context, Packed
+
+
+class _AddOverContext(torch.autograd.Function):
+    """Sum over the ranks that hold parts of the same sequences. The loss is the sum of all ranks' losses, so the gradient of each of
+    them by this sum counts."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, context: Context) -> Tensor:
+        ctx.context = context
+        x = x.clone()
+        dist.all_reduce(x, group=context.group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.context.group)
+        return grad, None
 
 
 def sequence_sums(values: Tensor, batch: Packed) -> Tensor:
-    """[T] -> [S]: sums over each sequence."""
-    lengths = torch.tensor(batch.lengths, device=values.device)
-    index = torch.repeat_interleave(torch.arange(len(batch.lengths), device=values.device), lengths, output_size=len(values))
-    return values.new_zeros(len(batch.lengths)).index_add(0, index, values)
+    """[T] -> [S]: sums over each sequence, with its rows on other context ranks; differentiable."""
+    sums = values.new_zeros(len(batch.lengths)).index_add(0, to_rows(torch.arange(len(batch.lengths), device=values.device), batch), values)
+    return sums if batch.context is None else _AddOverContext.apply(sums, batch.context)
+
+
+def to_rows(per_sequence: Tensor, batch: Packed) -> Tensor:
+    """[S] -> [T]: each sequence's value at its rows."""
+    lengths = torch.tensor(batch.lengths, device=per_sequence.device)
+    return torch.repeat_interleave(per_sequence, lengths, output_size=len(batch.inputs))
 
 
 def weights(batch: Packed, aggregation: str, fixed_length: int = 1) -> Tensor:
@@ -29,13 +53,10 @@ def weights(batch: Packed, aggregation: str, fixed_length: int = 1) -> Tensor:
         return mask
     if aggregation == "fixed":
         return mask / fixed_length
-    per_sequence = 1.0 / sequence_sums(mask, batch).clamp(min=1)
-    lengths = torch.tensor(batch.lengths, device=mask.device)
-    return mask * torch.repeat_interleave(per_sequence, lengths, output_size=len(mask))
+    return mask / to_rows(batch.loss_tokens.double().clamp(min=1), batch)
 
 
 def count(batch: Packed, aggregation: str) -> Tensor:
-    """This micro-batch's share of the denominator: tokens in the loss, or sequences with any; float64 scalar."""
-    if aggregation == "token":
-        return batch.mask.sum(dtype=torch.float64)
-    return (sequence_sums(batch.mask.double(), batch) > 0).sum(dtype=torch.float64)
+    """This rank's share of the denominator: tokens in the loss, or sequences with any, by the share of their tokens that is here;
+    float64 scalar."""
+    return weights(batch, "token" if aggregation == "token" else "sequence").sum()

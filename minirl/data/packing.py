@@ -1,17 +1,17 @@
 """Trajectories to balanced micro-batches: plan by lengths, move arrays between ranks, lay sequences end to end."""
 
 import heapq
-import itertools
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from minirl.data.blocks import Span, build
+from minirl.parallel import context as cp
 from minirl.parallel.mesh import Mesh
-from minirl.types import Bucket, Packed, Trajectory, UserError
+from minirl.types import Layout, Packed, Trajectory, UserError
 
 _HEADER = np.dtype([("group", "i8"), ("episode", "i8"), ("version", "i8"), ("reward", "f8")])
 _TOKEN = np.dtype([("token", "i4"), ("logprob", "f4"), ("advantage", "f4"), ("sampled", "?")])
@@ -47,7 +47,7 @@ def partition(lengths: list[int], num_ranks: int, budget: int) -> list[list[list
     micro-batches, because FSDP's collectives are in each forward; some may be empty. Raises UserError if one exceeds the budget.
     """
     if lengths and max(lengths) > budget:
-        raise UserError(f"tokens_per_rank = {budget} cannot hold a sequence of {max(lengths)} tokens; raise it")
+        raise UserError(f"tokens_per_rank (times parallel.context) = {budget} cannot hold a sequence of {max(lengths)} tokens; raise it")
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     num_micro = max(1, -(-sum(lengths) // (num_ranks * budget)))
     while True:
@@ -72,7 +72,7 @@ def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_miniba
     keys = mesh.gather(np.array([(t.group, t.episode, zlib.crc32(_shared(t)), _prompt_length(t), len(t.tokens)) for t in trajectories],
                                 dtype=np.int64).reshape(-1, 5))
     table = np.concatenate([np.column_stack([np.full(len(k), rank), np.arange(len(k)), k]) for rank, k in enumerate(keys)])
-    copies = mesh.world_size // mesh.data_size  # ranks that work on the same data, consecutive
+    copies, budget = mesh.num_copies, budget * mesh.context_size
     table = table[np.lexsort((table[:, 3], table[:, 2]))]  # columns: rank, index there, group, episode, prompt hash, prompt tokens, tokens
     send: list[list[int]] = [[] for _ in range(mesh.world_size)]
     plan: list[list[list[tuple[int, int]]]] = []  # of this rank: [minibatch][micro-batch] -> (source rank, place in its message)
@@ -136,7 +136,8 @@ def _shared(t: Trajectory) -> bytes:
 
 
 def _filler(rows: int) -> Trajectory:
-    return Trajectory(tokens=np.zeros(rows + 1, np.int32), sampled=np.zeros(rows + 1, bool), logprobs=np.zeros(rows + 1, np.float32))
+    zeros = np.zeros(rows + 1, np.float32)
+    return Trajectory(tokens=zeros.astype(np.int32), sampled=zeros.astype(bool), logprobs=zeros, advantages=zeros)
 
 
 @dataclass(frozen=True)
@@ -149,76 +150,64 @@ class _Sequence:
     shared: int | None = None
     """Number of the sequence that holds the rows before `start`."""
 
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
 
-def _sequences(trajectories: list[Trajectory]) -> list[_Sequence]:
-    """Prompts that siblings share, then everything with rows of its own, both by length, which makes full rectangles."""
+
+def _sequences(trajectories: list[Trajectory], *, share: bool) -> list[_Sequence]:
+    """Prompts that siblings share, then everything with rows of its own, siblings side by side."""
     groups: dict[bytes, list[Trajectory]] = {}
     for t in sorted(trajectories, key=_prompt_length):
         groups.setdefault(_shared(t), []).append(t)
     shared, own = [], []
     for siblings in groups.values():
         start = max(0, _prompt_length(siblings[0]) - 1)
-        if len(siblings) > 1 and start > 0:
+        if share and len(siblings) > 1 and start > 0:
             shared.append(_Sequence(siblings[0], 0, start))
             own += [_Sequence(t, start, len(t.tokens) - 1, len(shared) - 1) for t in siblings]
         else:
             own += [_Sequence(t, 0, len(t.tokens) - 1) for t in siblings]
-    return shared + sorted(own, key=lambda q: (q.shared is not None, q.stop - q.start))
+    return shared + own
 
 
-def pack(trajectories: list[Trajectory], device: torch.device, temperature: float = 1.0, *, multiple: int = 1) -> Packed:
+def pack(trajectories: list[Trajectory], device: torch.device, temperature: float = 1.0, *, layout: Layout = Layout()) -> Packed:
     """Lay sequences end to end and shift once: a trajectory of L tokens becomes L - 1 rows, of which siblings share the prompt's.
 
     Nothing to pack gives one row outside the loss, so that a rank without work still takes part in every collective. A sequence
-    outside the loss fills the rows up to a `multiple` (sequence parallelism cuts them evenly).
+    outside the loss fills the rows up to `layout.multiple`. With a context, rows are this rank's part of each sequence.
     """
-    sequences = _sequences(trajectories or [_filler(1)])
-    if missing := -sum(q.stop - q.start for q in sequences) % multiple:
-        sequences.append(_Sequence(_filler(missing), 0, missing))
-    lengths = np.array([q.stop - q.start for q in sequences])
-    starts = np.concatenate([[0], lengths.cumsum()])
-    own_rows = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
-    keys = [rows if q.shared is None else np.concatenate([own_rows[q.shared], rows]) for q, rows in zip(sequences, own_rows, strict=True)]
-    key_lengths = np.array([len(k) for k in keys])
-    shares = bool((key_lengths != lengths).any())
-    def tensor(parts: Iterable[np.ndarray], dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(list(parts))).to(device, dtype, non_blocking=True)
-    mask = np.concatenate([q.trajectory.sampled[q.start + 1 : q.stop + 1] for q in sequences])
-    buckets, unbucket = _rectangles(own_rows, keys, device)
+    context = layout.context
+    sequences = _sequences(trajectories or [_filler(1)], share=not (context and context.ring))  # on a ring no rank has all keys of a prompt
+    size = context.size if context else 1
+    if missing := -sum(cp.padded(q.num_rows, context) // size for q in sequences) % layout.multiple:
+        missing += layout.multiple * (missing % 2 and size > 1)  # two equal chunks on a rank
+        sequences.append(_Sequence(_filler(missing * size), 0, missing * size))
+    lengths = [cp.padded(q.num_rows, context) // size for q in sequences]
+    own = [np.concatenate(cp.chunks(q.num_rows, context)) for q in sequences]
+    starts = np.cumsum([0, *lengths])
+    blocks, joined = build([Span(int(start), q.num_rows, q.shared) for start, q in zip(starts, sequences, strict=False)], int(starts[-1]), layout, device)
+    def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(values).to(device, dtype, non_blocking=True)
+    def column(name: str, shift: int = 0) -> np.ndarray:
+        """Of the row's own token, or of the one after it; 0 in rows that only fill."""
+        whole = [getattr(q.trajectory, name)[q.start + shift : q.stop + shift] for q in sequences]
+        if context:
+            whole = [np.pad(values, (0, cp.padded(len(values), context) - len(values)))[rows] for values, rows in zip(whole, own, strict=True)]
+        return np.concatenate(whole)
+    mask = column("sampled", 1)
     return Packed(
-        inputs=tensor((q.trajectory.tokens[q.start : q.stop] for q in sequences), torch.int64),
-        targets=tensor((q.trajectory.tokens[q.start + 1 : q.stop + 1] for q in sequences), torch.int64),
-        positions=tensor((np.arange(q.start, q.stop) for q in sequences), torch.int64),
-        mask=tensor([mask], torch.bool),
-        rows=tensor([np.flatnonzero(mask)], torch.int64),
-        lengths=tuple(lengths.tolist()),
-        cu_seqlens=tensor([starts], torch.int32),
-        key_lengths=tuple(key_lengths.tolist()),
-        cu_key_seqlens=tensor([[0], key_lengths.cumsum()], torch.int32),
-        key_rows=tensor(keys, torch.int64) if shares else None,
-        buckets=tuple(buckets),
-        unbucket=tensor([unbucket], torch.int64),
+        inputs=tensor(column("tokens"), torch.int64),
+        targets=tensor(column("tokens", 1), torch.int64),
+        positions=tensor(np.concatenate([q.start + rows for q, rows in zip(sequences, own, strict=True)]), torch.int64),
+        mask=tensor(mask, torch.bool),
+        rows=tensor(np.flatnonzero(mask), torch.int64),
+        lengths=tuple(lengths),
+        loss_tokens=tensor(np.array([int(q.trajectory.sampled[q.start + 1 : q.stop + 1].sum()) for q in sequences]), torch.int64),
+        blocks=blocks,
+        joined=joined,
+        context=context,
         temperature=temperature,
-        engine_logprobs=tensor((q.trajectory.logprobs[q.start + 1 : q.stop + 1] for q in sequences), torch.float32),
-        advantages=tensor((np.zeros(q.stop - q.start) if q.trajectory.advantages is None else q.trajectory.advantages[q.start + 1 : q.stop + 1]
-                           for q in sequences), torch.float32),
+        engine_logprobs=tensor(column("logprobs", 1), torch.float32),
+        advantages=tensor(column("advantages", 1), torch.float32) if all(q.trajectory.advantages is not None for q in sequences) else None,
     )
-
-
-def _rectangles(rows: list[np.ndarray], keys: list[np.ndarray], device: torch.device) -> tuple[list[Bucket], np.ndarray]:
-    """Cut the sequences into runs in which padding stays below a fifth or 8 rows. Returns them, and each row's place."""
-    buckets, places, first, filled = [], [], 0, 0
-    def like(a: int, b: int) -> bool:
-        return b <= max(1.2 * a, a + 8) and a <= max(1.2 * b, b + 8)
-    def rectangle(parts: list[np.ndarray]) -> torch.Tensor:
-        longest = max(map(len, parts))
-        return torch.from_numpy(np.stack([np.pad(p, (0, longest - len(p)), mode="edge") for p in parts])).to(device, non_blocking=True)
-    for last in range(1, len(rows) + 1):
-        if last < len(rows) and like(len(rows[first]), len(rows[last])) and like(len(keys[first]), len(keys[last])):
-            continue
-        queries = rectangle(rows[first:last])
-        prefix = np.array([len(k) - len(r) for r, k in zip(rows[first:last], keys[first:last], strict=True)])
-        buckets.append(Bucket(queries, rectangle(keys[first:last]), torch.from_numpy(prefix).to(device) if prefix.any() else None))
-        places += [filled + b * queries.shape[1] + np.arange(len(r)) for b, r in enumerate(rows[first:last])]
-        first, filled = last, filled + queries.numel()
-    return buckets, np.concatenate(places)

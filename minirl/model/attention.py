@@ -3,23 +3,28 @@
 Registered as "minirl". Transformers builds no mask for a name that its mask registry does not know, so nothing T x T exists, and
 the packed batch comes through the model's keyword arguments as `pack`, never through a global (activation checkpointing would
 recompute with whichever batch came last).
+
+Everything here is one primitive: attention to blocks of keys, merged by the log-sum-exp of their scores. A sequence's own rows are a
+block, the prompt that siblings share is one, and with context parallelism so is what other ranks hold.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from minirl.types import Bucket, Packed
+from minirl.model import kernels, ring_package
+from minirl.model.kernels import Options
+from minirl.parallel.context import Visit, gather_keys
+from minirl.types import Block, Context, Packed
 
 NAME = "minirl"
-# Arguments that change the result and that neither kernel below honours. Ignoring them would train on wrong numbers.
-UNSUPPORTED = ("s_aux", "sinks", "softcap", "head_mask", "position_bias")
+# Arguments that change the result and that no kernel here honours. Ignoring them would train on wrong numbers.
+UNSUPPORTED = ("s_aux", "sinks", "head_mask", "position_bias")
 
 
 def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
                      pack: Packed, scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-                     **kwargs: object) -> tuple[Tensor, None]:
+                     softcap: float | None = None, **kwargs: object) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]. `sliding_window` counts the keys that a query sees."""
     refused = [k for k in UNSUPPORTED if kwargs.get(k) is not None]
     if kwargs.get("is_causal") is False:
@@ -28,61 +33,102 @@ def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value:
         raise NotImplementedError(f"{type(module).__name__} asks packed attention for {refused or 'dropout or a mask'}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    window = sliding_window if sliding_window and sliding_window < max(pack.key_lengths) else None
-    if not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256):
-        return bucketed(q, k, v, pack, scale, window)[None], None
-    if pack.key_rows is not None:
-        k, v = k.index_select(0, pack.key_rows), v.index_select(0, pack.key_rows)
-    return VarlenFlash.apply(q, k, v, pack, scale, window)[None], None
+    context, options = pack.context, Options(scale, sliding_window, softcap)
+    if not sliding_window or context is None and pack.joined is not None and sliding_window >= pack.joined.longest[1]:
+        if context and context.ring and softcap is None and ring_package.available(q):
+            return ring_package.ring(q, k, v, pack.blocks[0], scale, context)[None], None
+        if context and context.ring:
+            return Ring.apply(q, k, v, pack.blocks, Options(scale, None, softcap), context)[None], None
+        blocks, options = pack.blocks, Options(scale, None, softcap)
+    elif pack.joined is None:
+        raise NotImplementedError(f"{type(module).__name__} has a sliding window; pack with Layout(windowed=True)")
+    else:
+        blocks = (pack.joined,)
+    keys = gather_keys(k, v, context) if context else (k, v)
+    return Attention.apply(q, *keys, blocks, options)[None], None
 
 
-def bucketed(q: Tensor, k: Tensor, v: Tensor, pack: Packed, scale: float, window: int | None) -> Tensor:
-    """[T, H, D] by rectangles: sequences of like length share one call, padded at their ends. Any device, any dtype.
+class _Merged:
+    """Output and log-sum-exp of what has been attended to so far. Rabe and Staats 2021 (arXiv 2112.05682), sec. 2."""
 
-    Under a causal mask no real row sees the padding behind it, so the result is exact, and a batch of many short sequences costs a
-    few kernel calls instead of one each.
-    """
-    outs = []
-    for bucket in pack.buckets:
-        def rectangle(x: Tensor, rows: Tensor) -> Tensor:
-            return x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
-        mask = _mask(bucket, window)
-        out = F.scaled_dot_product_attention(rectangle(q, bucket.queries), rectangle(k, bucket.keys), rectangle(v, bucket.keys), attn_mask=mask,
-                                             is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        outs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
-    return torch.cat(outs).index_select(0, pack.unbucket)
+    def __init__(self, out: Tensor, lse: Tensor, *, wide: bool):
+        self.dtype, self.lse = out.dtype, lse
+        self.out = out.float() if wide and out.dtype in (torch.bfloat16, torch.float16) else out
 
+    def add(self, rows: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Merge a block of queries `rows`."""
+        before = self.lse.index_select(0, rows)
+        total = torch.logaddexp(before, lse)
+        kept = self.out.index_select(0, rows) * (before - total).exp_()[..., None]
+        self.out.index_copy_(0, rows, kept.addcmul_(out.to(kept.dtype), (lse - total).exp_()[..., None].to(kept.dtype)))
+        self.lse.index_copy_(0, rows, total)
 
-def _mask(bucket: Bucket, window: int | None) -> Tensor | None:
-    """bool [B or 1, 1, Lq, Lk], True where a query sees a key; None if plain causal says it all."""
-    if bucket.prefix is None and (window is None or window >= bucket.keys.shape[1]):
-        return None
-    prefix = bucket.queries.new_zeros(1) if bucket.prefix is None else bucket.prefix
-    last_key = prefix[:, None] + torch.arange(bucket.queries.shape[1], device=prefix.device)
-    ahead = last_key[:, :, None] - torch.arange(bucket.keys.shape[1], device=prefix.device)
-    seen = (ahead >= 0) & (ahead < (window or bucket.keys.shape[1]))
-    return seen[:, None]
+    def result(self) -> tuple[Tensor, Tensor]:
+        return self.out.to(self.dtype), self.lse
 
 
-class VarlenFlash(torch.autograd.Function):
-    """FlashAttention-2 over running lengths, the kernels inside torch (they need no package): fp16/bf16 on CUDA. With more keys than
-    queries its causal mask lies at the bottom right, which is how an answer sees a shared prompt."""
+class Attention(torch.autograd.Function):
+    """q [T, H, D] to keys and values [M, Hkv, D]. The first block has all rows as queries."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, pack: Packed, scale: float, window: int | None) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        ctx.lengths = (pack.cu_seqlens, pack.cu_key_seqlens, max(pack.lengths), max(pack.key_lengths))
-        ctx.options = {"scale": scale, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *ctx.lengths, 0.0, True, False, **ctx.options)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], options: Options) -> Tensor:
+        merged = _Merged(*kernels.forward(q, k, v, blocks[0], options), wide=len(blocks) > 1)
+        for block in blocks[1:]:
+            merged.add(block.rows, *kernels.forward(q, k, v, block, options))
+        out, lse = merged.result()
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.blocks, ctx.options = blocks, options
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        grads = torch.ops.aten._flash_attention_backward(grad.contiguous(), q, k, v, out, lse, *ctx.lengths, 0.0, True, *no_dropout, **ctx.options)
-        return *grads, None, None, None
+        gradients = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for block in ctx.blocks:
+            kernels.backward(gradients, dout, q, k, v, out, lse, block, ctx.options)
+        return *gradients, None, None
+
+
+class Ring(torch.autograd.Function):
+    """Attention over the ranks of a context whose keys and values go around, one hop a step, while the ones at hand are used. Liu et al.
+    2023 (arXiv 2310.01889). In backward their gradients travel with them, and are home after R hops.
+
+    A rank has the keys of R ranks one after the other only, never at once: for sequences whose keys do not fit.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, Block, Block], options: Options, context: Context) -> Tensor:
+        at_hand = [k, v]
+        for hop in range(context.size):
+            visit = Visit(at_hand, context) if hop + 1 < context.size else None
+            block = _of_hop(blocks, hop, context)
+            part = kernels.forward(q, *at_hand, block, options)
+            if hop == 0:
+                merged = _Merged(*part, wide=True)
+            else:
+                merged.add(block.rows, *part)
+            at_hand = visit.wait() if visit else []
+        out, lse = merged.result()
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.blocks, ctx.options, ctx.context = blocks, options, context
+        return out
+
+    @staticmethod
+    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
+        dq, at_hand, traveling = torch.zeros_like(q, dtype=wide), [k, v], [torch.zeros_like(x, dtype=wide) for x in (k, v)]
+        for hop in range(ctx.context.size):
+            visit = Visit(at_hand, ctx.context) if hop + 1 < ctx.context.size else None
+            kernels.backward((dq, *traveling), dout, q, *at_hand, out, lse, _of_hop(ctx.blocks, hop, ctx.context), ctx.options)
+            traveling = Visit(traveling, ctx.context).wait()  # behind their keys
+            at_hand = visit.wait() if visit else []
+        return dq.to(q.dtype), *(g.to(k.dtype) for g in traveling), None, None, None
+
+
+def _of_hop(blocks: tuple[Block, Block, Block], hop: int, context: Context) -> Block:
+    """After `hop` hops the keys at hand are of rank `context.rank - hop`: one's own, an earlier one's, or (from behind zero) a later one's."""
+    return blocks[0] if hop == 0 else blocks[1] if hop <= context.rank else blocks[2]
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)

@@ -131,7 +131,7 @@ def build(folder: Path, mesh: Mesh, *, dtype: str, trainable: bool, activation_c
     tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
     if tp:
         tensor.apply(model, tp)
-    fsdp.shard(model, model.model.layers, mesh.data, compute_dtype=compute, reduce_dtype=master, reshard_after_forward=reshard_after_forward)
+    fsdp.shard(model, model.model.layers, mesh.fsdp, compute_dtype=compute, reduce_dtype=master, reshard_after_forward=reshard_after_forward)
     load(model, folder, mesh.device)
     model.forward = types.MethodType(functools.partial(packed_forward, tp=tp), model)
     return model

@@ -49,3 +49,8 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
         if "dropout" in name and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
     return config
+
+
+def windowed(config: PretrainedConfig) -> bool:
+    """Some layer sees a sliding window only."""
+    return bool(config.to_dict().get("sliding_window"))

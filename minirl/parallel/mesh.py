@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minirl.config import ParallelConfig
-from minirl.types import UserError
+from minirl.types import Context, UserError
 
 # Their names from torch 2.13 on; 2.11 has only the older ones.
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
@@ -22,28 +22,37 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Who I am among the ranks, and how to talk to them. rank = data_rank * tensor_size + tensor rank."""
+    """Who I am among the ranks, and how to talk to them. Axes from the outside in: dp_replicate, dp_shard, cp, tp; the last one
+    counts fastest, so that the ranks that talk most are neighbours."""
 
     rank: int
     world_size: int
     device: torch.device
-    data: DeviceMesh
-    """1-D (dp_shard) or 2-D (dp_replicate, dp_shard): FSDP shards over the last axis and replicates over the first."""
+    fsdp: DeviceMesh
+    """1-D (dp_shard x cp) or 2-D (dp_replicate, dp_shard x cp): FSDP shards over the last axis and replicates over the first."""
+    context: Context | None
+    """The ranks that hold parts of the same sequences; None if each sequence is on one."""
     tensor: DeviceMesh
     """1-D (tp): consecutive ranks that hold parts of each matrix and work on the same data."""
     host_group: dist.ProcessGroup
     """gloo twin of the world for numpy arrays and counters, so that they never pass the accelerator."""
     host_data_group: dist.ProcessGroup
-    """The same of the ranks that work on other data than this one, and this one."""
+    """The same of the ranks that hold other tokens than this one, and this one."""
     store: dist.Store
 
     @property
-    def data_size(self) -> int:
-        return self.data.size()
+    def context_size(self) -> int:
+        return self.context.size if self.context else 1
 
     @property
-    def data_rank(self) -> int:
-        return self.rank // self.tensor.size()
+    def num_copies(self) -> int:
+        """Ranks that work on the same sequences; consecutive."""
+        return self.context_size * self.tensor.size()
+
+    @property
+    def data_size(self) -> int:
+        """Parts into which sequences are divided."""
+        return self.world_size // self.num_copies
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """Add a CPU tensor over all ranks."""
@@ -51,7 +60,7 @@ class Mesh:
         return values
 
     def data_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Add a CPU tensor of counts of this rank's data, each datum once."""
+        """Add a CPU tensor of counts of this rank's tokens, each token once."""
         dist.all_reduce(values, group=self.host_data_group)
         return values
 
@@ -97,18 +106,24 @@ def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = 
 def make_mesh(device: torch.device, parallel: ParallelConfig | None = None, timeout: timedelta | None = None) -> Mesh:
     """The mesh over an initialised default process group. Raises UserError if its axes do not multiply to the world."""
     parallel = parallel or ParallelConfig()
-    world, replicate, tensor = dist.get_world_size(), parallel.replicate, parallel.tensor
-    if world % (replicate * tensor):
-        raise UserError(f"parallel.replicate * parallel.tensor = {replicate} * {tensor} = {replicate * tensor} does not divide the {world} ranks")
-    shape = (replicate, world // (replicate * tensor), tensor)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    replicate, context, tensor = parallel.replicate, parallel.context, parallel.tensor
+    if world % (replicate * context * tensor):
+        raise UserError(f"parallel.replicate * parallel.context * parallel.tensor = {replicate} * {context} * {tensor} = {replicate * context * tensor} "
+                        f"does not divide the {world} ranks")
     # FSDP over tensor parallelism gathers in an order that torch's redistribution finds worth a warning per rank and shape.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    whole = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
-    data = whole["dp_replicate", "dp_shard"] if replicate > 1 else whole["dp_shard"]
-    def host(ranks: list[int]) -> dist.ProcessGroup:
-        return dist.new_group(ranks, backend="gloo", timeout=timeout)
-    groups = [host(list(range(first, world, tensor))) for first in range(tensor)] if tensor > 1 else []
-    host_group = host(list(range(world))) if device.type == "cuda" else dist.group.WORLD
-    rank = dist.get_rank()
-    return Mesh(rank=rank, world_size=world, device=device, data=data, tensor=whole["tp"], host_group=host_group,
-                host_data_group=groups[rank % tensor] if groups else host_group, store=dist.distributed_c10d._get_default_store())
+    # To parameters the context axis is more of dp_shard. One axis for both, because torch deprecates slices with a flattened axis in them.
+    whole = init_device_mesh(device.type, (replicate, world // (replicate * tensor), tensor), mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"))
+    fsdp = whole["dp_replicate", "dp_shard_cp"] if replicate > 1 else whole["dp_shard_cp"]
+    def group(parts: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
+        """The one of the groups that this rank is in; all ranks make all."""
+        return next(g for part, g in [(part, dist.new_group(part, backend=backend, timeout=timeout)) for part in parts] if rank in part)
+    host_group = group([list(range(world))], "gloo") if device.type == "cuda" else dist.group.WORLD
+    cp = None
+    if context > 1:
+        members = group([[first + i * tensor for i in range(context)] for start in range(0, world, context * tensor) for first in range(start, start + tensor)])
+        cp = Context(members, dist.get_rank(members), context, ring=parallel.context_engine == "ring")
+    return Mesh(rank=rank, world_size=world, device=device, fsdp=fsdp, context=cp, tensor=whole["tp"], host_group=host_group,
+                host_data_group=group([list(range(first, world, tensor)) for first in range(tensor)], "gloo") if tensor > 1 else host_group,
+                store=dist.distributed_c10d._get_default_store())
