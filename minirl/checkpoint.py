@@ -58,8 +58,9 @@ def load(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
     if saved["model"] != _shape_of(policy):
         raise UserError(f"resume: {checkpoint} is of another model ({saved['model']}) than policy.model = {policy.folder} "
                         f"({_shape_of(policy)}); start in another output folder")
-    if saved["optimizer"] != _kind_of(policy):
-        raise UserError(f"resume: {checkpoint} holds the state of {saved['optimizer']}, and policy.optimizer and policy.ema_decay now ask for "
+    kind = saved.get("optimizer", "adamw")  # the first checkpoints do not say
+    if kind != _kind_of(policy):
+        raise UserError(f"resume: {checkpoint} holds the state of {kind}, and policy.optimizer and policy.ema_decay now ask for "
                         f"{_kind_of(policy)}; set them as they were, or start in another output folder")
     with policy.state_awake():
         state = _state(policy)

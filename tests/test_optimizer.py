@@ -27,7 +27,7 @@ from minirl.policy import Policy
 from minirl.rl import Trainer
 
 LR, DECAY = 1e-2, 0.1
-MESHES = {"dp2": (2, ParallelConfig()), "tp2": (2, ParallelConfig(tensor=2)), "dp2xtp2": (4, ParallelConfig(tensor=2, sequence=True)),
+MESHES = {"dp2": (2, ParallelConfig()), "tp2": (2, ParallelConfig(tensor=2)), "dp2xtp2": (4, ParallelConfig(tensor=2)),
           "hsdp": (4, ParallelConfig(replicate=2))}
 
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 def make(mesh, folder, settings) -> Policy:
     LlamaRMSNorm.forward = exact_norm
-    policy = Policy(PolicyConfig(dtype="float64", **settings), folder, mesh, sequence_parallel=False)
+    policy = Policy(PolicyConfig(dtype="float64", **settings), folder, mesh)
     policy.optimizer.elements_at_once = 30_000  # some matrices at a time
     return policy
 

@@ -19,7 +19,9 @@ class Optimizer:
     """Steps `parts`, optimizers of disjoint parameters, one after the other.
 
     `rest`: where their state is between two steps. device: stays as it is. offload: in host memory. 8bit: on the device in one byte
-    an element (see `quantize`). From the latter two it comes back in full precision for `elements_at_once` parameters at a time.
+    an element (see `quantize`). From the latter two it comes back in full precision for the step, `elements_at_once` parameters at a
+    time, and all at once for a checkpoint. So a checkpoint knows no `rest`; one of 8-bit state resumes bitwise on the same mesh, and
+    on another, whose blocks are others, to within a level.
     `average`: keep an exponential moving average of the parameters as one more entry of the state, `ema`, in their dtype and shards.
     It begins as the weights after the first update; set `ema_decay` before each further one.
     """
