@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -34,10 +35,12 @@ def save(folder: Path, step: int, policy: Policy, progress: dict, mesh: Mesh, *,
     if mesh.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        (partial / "progress.json").write_text(json.dumps({"progress": progress, "step": step, "num_updates": policy.num_updates, "model": _shape_of(policy)}))
+        (partial / "progress.json").write_text(json.dumps({"progress": progress, "step": step, "num_updates": policy.num_updates, "model": _shape_of(policy),
+                                                               "optimizer": _kind_of(policy)}))
     mesh.barrier()
     torch.save(_random_state(), partial / f"random-{mesh.rank}.pt")
-    dcp.save(_state(policy), checkpoint_id=partial / "state")
+    with policy.state_awake():
+        dcp.save(_state(policy), checkpoint_id=partial / "state")
     mesh.barrier()
     if mesh.rank == 0:
         partial.rename(final)
@@ -49,15 +52,21 @@ def save(folder: Path, step: int, policy: Policy, progress: dict, mesh: Mesh, *,
 
 
 def load(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
-    """Restore policy, optimizer and random state; returns what `save` was given as `progress`, and `step`. Raises UserError for a checkpoint of another model."""
+    """Restore policy, optimizer and random state; returns what `save` was given as `progress`, and `step`. Raises UserError for a checkpoint of another model
+    or optimizer."""
     saved = json.loads((checkpoint / "progress.json").read_text())
     if saved["model"] != _shape_of(policy):
         raise UserError(f"resume: {checkpoint} is of another model ({saved['model']}) than policy.model = {policy.folder} "
                         f"({_shape_of(policy)}); start in another output folder")
-    state = _state(policy)
-    dcp.load(state, checkpoint_id=checkpoint / "state")
-    set_model_state_dict(policy.model, state["model"])
-    set_optimizer_state_dict(policy.model, policy.optimizer, state["optimizer"])
+    kind = saved.get("optimizer", "adamw")  # the first checkpoints do not say
+    if kind != _kind_of(policy):
+        raise UserError(f"resume: {checkpoint} holds the state of {kind}, and policy.optimizer and policy.ema_decay now ask for "
+                        f"{_kind_of(policy)}; set them as they were, or start in another output folder")
+    with policy.state_awake():
+        state = _state(policy)
+        dcp.load(state, checkpoint_id=checkpoint / "state")
+        set_model_state_dict(policy.model, state["model"])
+        set_optimizer_state_dict(policy.model, policy.optimizer.parts, state["optimizer"])
     policy.num_updates = saved["num_updates"]
     own = checkpoint / f"random-{mesh.rank}.pt"
     if own.exists():  # a run resumed on more ranks than it was saved on starts the new ones from their seed
@@ -66,7 +75,12 @@ def load(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
 
 
 def _state(policy: Policy) -> dict:
-    return {"model": get_model_state_dict(policy.model), "optimizer": get_optimizer_state_dict(policy.model, policy.optimizer)}
+    return {"model": get_model_state_dict(policy.model), "optimizer": get_optimizer_state_dict(policy.model, policy.optimizer.parts)}
+
+
+def _kind_of(policy: Policy) -> str:
+    """What decides which state there is. Where it rests does not: checkpoints hold it in full precision."""
+    return policy.cfg.optimizer + (" with a moving average" if policy.cfg.ema_decay else "")
 
 
 def _shape_of(policy: Policy) -> str:
@@ -87,15 +101,17 @@ def _set_random_state(state: dict) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def export(policy: Policy, folder: Path, mesh: Mesh, *, max_file_gb: float = 4.0) -> None:
+def export(policy: Policy, folder: Path, mesh: Mesh, *, weights: dict[str, Tensor] | None = None, max_file_gb: float = 4.0) -> None:
     """Write a Hugging Face folder that `transformers` and vLLM load, in the dtype of the forward.
 
     One weight is whole at a time, and on one rank only: files are owned by ranks in turn. Written beside and renamed.
+    `weights`: others than the policy's, by the same names.
     """
+    weights = weights or policy.shards()
     dtype = getattr(torch, policy.cfg.dtype)
     files: list[list[str]] = [[]]
     size = 0
-    for name, p in policy.shards().items():
+    for name, p in weights.items():
         n = p.numel() * dtype.itemsize
         if files[-1] and size + n > max_file_gb * 2**30:
             files.append([])
@@ -111,7 +127,7 @@ def export(policy: Policy, folder: Path, mesh: Mesh, *, max_file_gb: float = 4.0
     for i, (file, members) in enumerate(zip(names, files, strict=True)):
         owner, tensors = i % mesh.world_size, {}
         for name in members:
-            p = policy.shards()[name].detach()
+            p = weights[name].detach()
             whole = p.full_tensor() if isinstance(p, DTensor) else p
             if mesh.rank == owner:
                 tensors[name] = whole.to("cpu", dtype).contiguous()
@@ -119,7 +135,7 @@ def export(policy: Policy, folder: Path, mesh: Mesh, *, max_file_gb: float = 4.0
             save_file(tensors, partial / file, metadata={"format": "pt"})
     if mesh.rank == 0:
         if len(files) > 1:
-            index = {"metadata": {"total_size": sum(p.numel() for p in policy.shards().values()) * dtype.itemsize},
+            index = {"metadata": {"total_size": sum(p.numel() for p in weights.values()) * dtype.itemsize},
                      "weight_map": {name: file for file, members in zip(names, files, strict=True) for name in members}}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         _write_companions(policy, partial, dtype)

@@ -68,6 +68,9 @@ def check_rl(cfg: RLConfig, world_size: int) -> None:
                         ("policy.lr_min_ratio", p.lr_min_ratio), ("engine.kv_cache_gb", cfg.engine.kv_cache_gb)):
         _require(value >= 0, f"{name} = {value} must be 0 or more")
     shape = [(f"policy.scratch.{name}", value) for name, value in vars(p.scratch).items() if name != "phrases"]
+    _require(0 <= p.ema_decay < 1, f"policy.ema_decay = {p.ema_decay} must be 0 (off) or a share below 1")
+    _require(not p.cpu_offload or p.optimizer_state != "offload", "policy.optimizer_state = offload moves to the host what policy.cpu_offload "
+             "has there already; set one of them")
     _require(all(0 <= b < 1 for b in p.betas), f"policy.betas = {p.betas} must be in [0, 1)")
     _require(0 <= cfg.sft.wrong_character <= 1, f"sft.wrong_character = {cfg.sft.wrong_character} is a share: 0 to 1")
     for name, value in (("checkpoint.keep", cfg.checkpoint.keep), ("sft.batch_size", cfg.sft.batch_size), *shape):

@@ -126,7 +126,9 @@ class Trainer:
                 if cfg.algo.updates_per_step > 1:
                     policy.annotate(minibatches, "old_logprobs")
                 if self.ref:
+                    self.ref.sleeper.wake_parameters()
                     self.ref.annotate(minibatches, "ref_logprobs")
+                    self.ref.sleeper.sleep_parameters()
             updates = [policy.step(minibatch, loss, learning_rate(cfg.policy, policy.num_updates, num_updates)) for minibatch in minibatches]
             self.report(step, trajectories, minibatches, updates)
             if cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0:
@@ -163,7 +165,7 @@ class Trainer:
         if self.cfg.algo.kl_coef:
             folder = self.output / "sft" if self.cfg.sft.num_steps else self.inputs.folder
             self.ref = Policy(self.cfg.policy, folder, self.mesh, trainable=False, sequence_parallel=self.cfg.parallel.sequence, timer=self.timer)
-            self.evict.append(self.ref.sleeper)
+            self.ref.sleeper.sleep_parameters()  # awake only where it annotates, while the policy's optimizer still sleeps
 
     def report(self, step: int, trajectories: list[Trajectory], minibatches: list[list[Packed]], updates: list[dict]) -> None:
         """Means over all ranks to the log."""
@@ -197,6 +199,9 @@ class Trainer:
             self.evaluate(self.cfg.num_steps, "after_rl")
         with self.timer.phase("export"):
             checkpoint.export(self.policy, self.output / "model", self.mesh)
+            if self.cfg.policy.ema_decay:
+                with self.policy.state_awake():
+                    checkpoint.export(self.policy, self.output / "model_ema", self.mesh, weights=self.policy.averages())
         self.progress.add(self.timer.take())
         summary = report.summarise(self.progress.evaluations, self.progress.seconds, self.progress.tokens, report.peak_rss_mb(self.mesh))
         summary |= {"wall_seconds": time.perf_counter() - self.began, "model": str(self.output / "model")}

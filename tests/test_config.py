@@ -213,6 +213,9 @@ IMPOSSIBLE = [
     ({"sft__wrong_character": 60.0}, "sft.wrong_character = 60.0"),
     ({"policy__betas": (1.0, 0.9)}, "policy.betas = (1.0, 0.9)"),
     ({"policy__weight_decay": -0.1}, "policy.weight_decay = -0.1"),
+    ({"policy__ema_decay": 1.0}, "policy.ema_decay = 1.0 must be 0 (off) or a share below 1"),
+    ({"policy__ema_decay": -0.5}, "policy.ema_decay = -0.5 must be 0 (off)"),
+    ({"policy__cpu_offload": True, "policy__optimizer_state": "offload"}, "policy.optimizer_state = offload moves to the host what policy.cpu_offload has there"),
 ]
 
 
