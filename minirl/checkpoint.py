@@ -78,7 +78,8 @@ class Saver:
         self.wait()
         final = self.run / "checkpoints" / f"step-{step}"
         partial = final.with_name(final.name + ".partial")
-        about = {"progress": progress, "step": step, "num_updates": self.policy.num_updates, "model": _shape_of(self.policy)}
+        about = {"progress": progress, "step": step, "num_updates": self.policy.num_updates, "model": _shape_of(self.policy),
+                 "optimizer": _kind_of(self.policy)}
         if self.mesh.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -86,11 +87,12 @@ class Saver:
         self.mesh.barrier()
         torch.save(_random_state(), partial / f"random-{self.mesh.rank}.pt")
         self.step, options = step, {"checkpoint_id": partial / "state", "process_group": self.group}
-        if self.cfg.background:
-            written = dcp.async_save(_state(self.policy), **options)
-            self.pending = self.thread.submit(self._publish, written.result, partial, final)
-        else:
-            self._publish(lambda: dcp.save(_state(self.policy), **options), partial, final)
+        with self.policy.state_awake():
+            if self.cfg.background:
+                written = dcp.async_save(_state(self.policy), **options)
+                self.pending = self.thread.submit(self._publish, written.result, partial, final)
+            else:
+                self._publish(lambda: dcp.save(_state(self.policy), **options), partial, final)
         return final
 
     def _publish(self, write: Callable[[], object], partial: Path, final: Path) -> None:
@@ -144,20 +146,26 @@ class Saver:
 
 
 def load(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
-    """Restore policy, optimizer and random state; returns what `save` was given as `progress`, and `step`. Raises UserError for a checkpoint of another model."""
+    """Restore policy, optimizer and random state; returns what `save` was given as `progress`, and `step`. Raises UserError for a checkpoint of another model
+    or optimizer."""
     saved = json.loads((checkpoint / "progress.json").read_text())
     if saved["model"] != _shape_of(policy):
         raise UserError(f"resume: {checkpoint} is of another model ({saved['model']}) than policy.model = {policy.folder} "
                         f"({_shape_of(policy)}); start in another output folder")
-    state = _state(policy)
+    kind = saved.get("optimizer", "adamw")  # the first checkpoints do not say
+    if kind != _kind_of(policy):
+        raise UserError(f"resume: {checkpoint} holds the state of {kind}, and policy.optimizer and policy.ema_decay now ask for "
+                        f"{_kind_of(policy)}; set them as they were, or start in another output folder")
     saved_shapes = _saved_shapes(checkpoint)
-    for name, p in state["model"].items():
-        if (shape := saved_shapes.get(name)) != p.shape:
-            raise UserError(f"resume: {checkpoint} has {name} of shape {shape and list(shape)}, and policy.model = {policy.folder} {list(p.shape)}; "
-                            "start in another output folder")
-    dcp.load(state, checkpoint_id=checkpoint / "state")
-    set_model_state_dict(policy.model, state["model"])
-    set_optimizer_state_dict(policy.model, policy.optimizer, state["optimizer"])
+    with policy.state_awake():
+        state = _state(policy)
+        for name, p in state["model"].items():
+            if (shape := saved_shapes.get(name)) != p.shape:
+                raise UserError(f"resume: {checkpoint} has {name} of shape {shape and list(shape)}, and policy.model = {policy.folder} {list(p.shape)}; "
+                                "start in another output folder")
+        dcp.load(state, checkpoint_id=checkpoint / "state")
+        set_model_state_dict(policy.model, state["model"])
+        set_optimizer_state_dict(policy.model, policy.optimizer.parts, state["optimizer"])
     policy.num_updates = saved["num_updates"]
     own = checkpoint / f"random-{mesh.rank}.pt"
     if own.exists():  # a run resumed on more ranks than it was saved on starts the new ones from their seed
@@ -166,7 +174,12 @@ def load(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
 
 
 def _state(policy: Policy) -> dict:
-    return {"model": get_model_state_dict(policy.model), "optimizer": get_optimizer_state_dict(policy.model, policy.optimizer)}
+    return {"model": get_model_state_dict(policy.model), "optimizer": get_optimizer_state_dict(policy.model, policy.optimizer.parts)}
+
+
+def _kind_of(policy: Policy) -> str:
+    """What decides which state there is. Where it rests does not: checkpoints hold it in full precision."""
+    return policy.cfg.optimizer + (" with a moving average" if policy.cfg.ema_decay else "")
 
 
 def _saved_shapes(checkpoint: Path) -> dict[str, torch.Size]:
@@ -193,9 +206,10 @@ def _set_random_state(state: dict) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def export(policy: Policy, folder: Path, mesh: Mesh, *, max_file_gb: float = 4.0) -> None:
-    """Write a Hugging Face folder that `transformers` and vLLM load, in the dtype of the forward."""
-    shards = policy.shards()
+def export(policy: Policy, folder: Path, mesh: Mesh, *, weights: dict[str, Tensor] | None = None, max_file_gb: float = 4.0) -> None:
+    """Write a Hugging Face folder that `transformers` and vLLM load, in the dtype of the forward. `weights`: others than the policy's,
+    by the same names."""
+    shards = weights or policy.shards()
 
     def gather(names: list[str], mine: bool) -> dict[str, Tensor]:
         out = {}

@@ -57,6 +57,9 @@ def _check_training(cfg: RLConfig | SFTConfig, world_size: int, longest: int, wh
                         ("checkpoint.every", c.every)):
         _require(value >= 0, f"{name} = {value} must be 0 or more")
     _require(all(0 <= b < 1 for b in p.betas), f"policy.betas = {p.betas} must be in [0, 1)")
+    _require(0 <= p.ema_decay < 1, f"policy.ema_decay = {p.ema_decay} must be 0 (off) or a share below 1")
+    _require(not p.cpu_offload or p.optimizer_state != "offload", "policy.optimizer_state = offload moves to the host what policy.cpu_offload "
+             "has there already; set one of them")
     shape = [(f"policy.scratch.{name}", value) for name, value in vars(p.scratch).items() if name != "phrases"]
     for name, value in (("checkpoint.keep", c.keep), *shape):
         _require(value >= 1, f"{name} = {value} must be at least 1")

@@ -35,6 +35,17 @@ class PolicyConfig:
     """Keep only layer inputs and recompute the rest in backward: less memory, about a third more time."""
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward (ZeRO-3); False keeps them (ZeRO-2), faster if they fit."""
+    cpu_offload: bool = False
+    """Shards, gradients and optimizer live in host memory, and a layer visits the device while it computes: for models that do not fit."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for the layers' matrices, with AdamW for embedding, head, norms and biases. Its steps are scaled to AdamW's size, so the
+    same `lr` and `weight_decay` serve both."""
+    optimizer_state: Literal["device", "offload", "8bit"] = "device"
+    """Where it is between steps. offload: in host memory; 8bit: in one byte an element. Both are on the device in full for some
+    parameters at a time."""
+    ema_decay: float = 0.0
+    """Of a moving average of the weights, written to <output>/model_ema at the end; rises to it as (1 + n) / (10 + n) over n updates.
+    0: no average."""
     lr: float = 1e-6
     lr_schedule: Literal["constant", "cosine"] = "constant"
     lr_warmup_steps: int = 0

@@ -1,6 +1,8 @@
 """A sharded model and its optimizer: `annotate` adds log-probs to batches, `step` makes one optimizer step of any loss."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,6 +16,8 @@ from minirl.model import families
 from minirl.model.build import build
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
+from minirl.parallel.muon import Muon
+from minirl.parallel.optimizer import Optimizer
 from minirl.types import Layout, Packed
 
 
@@ -37,24 +41,36 @@ class Policy:
                  timer: Timer | None = None):
         self.cfg, self.folder, self.mesh, self.timer = cfg, folder, mesh, timer or Timer(mesh.device)
         self.model = build(folder, mesh, dtype=cfg.dtype, trainable=trainable, activation_checkpointing=cfg.activation_checkpointing,
-                           reshard_after_forward=cfg.reshard_after_forward, sequence_parallel=sequence_parallel)
+                           reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload, sequence_parallel=sequence_parallel)
         self.layout = Layout(multiple=mesh.tensor.size() if sequence_parallel else 1, context=mesh.context, windowed=families.windowed(self.model.config))
         """What `pack` must make of micro-batches for this model."""
         self.optimizer = self._make_optimizer() if trainable else None
         self.num_updates = 0
-        self.sleeper = fsdp.Sleeper(self.model, self.optimizer)
+        self.sleeper = fsdp.Sleeper(self.model, lambda: self.optimizer.tensors() if self.optimizer else [])
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        decay = [p for p in self.model.parameters() if p.ndim >= 2]
+    def _make_optimizer(self) -> Optimizer:
+        cfg = self.cfg
+        hidden = {p for p in self.model.model.layers.parameters() if p.ndim >= 2} if cfg.optimizer == "muon" else set()
+        decay = [p for p in self.model.parameters() if p.ndim >= 2 and p not in hidden]
         plain = [p for p in self.model.parameters() if p.ndim < 2]
-        groups = [{"params": decay, "weight_decay": self.cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=self.cfg.lr, betas=self.cfg.betas, fused=True)
+        groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        parts = [torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, fused=True)]
+        if hidden:
+            parts.append(Muon([p for p in self.model.parameters() if p in hidden], self.mesh, lr=cfg.lr, weight_decay=cfg.weight_decay))
+        return Optimizer(parts, rest=cfg.optimizer_state, average=cfg.ema_decay > 0)
 
     def start_phase(self, cfg: PolicyConfig) -> None:
         """Forget the optimizer's state and take the settings of another phase (after SFT: those of RL)."""
         self.cfg, self.num_updates = cfg, 0
+        self.sleeper.wake_optimizer()  # or it would bring back later what is gone now
         self.optimizer = self._make_optimizer()
-        self.sleeper = fsdp.Sleeper(self.model, self.optimizer)
+
+    @contextlib.contextmanager
+    def state_awake(self) -> Iterator[None]:
+        """Inside, the optimizer's state is on the device, whatever slept before: for checkpoints and `averages`."""
+        self.sleeper.wake_optimizer()
+        with self.optimizer.awake():
+            yield
 
     @torch.no_grad()
     def annotate(self, minibatches: list[list[Packed]], field: str) -> None:
@@ -84,13 +100,16 @@ class Policy:
             with self.timer.phase("backward"):
                 value.backward()
             _add(sums, batch, value.detach(), metrics)
+        with self.timer.phase("sleep_wake"):
+            self.sleeper.wake_optimizer()
         with self.timer.phase("optimizer"):
             grad_norm = fsdp.clip_grad_norm(list(self.model.parameters()), self.cfg.max_grad_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
+            self.optimizer.ema_decay = min(self.cfg.ema_decay, (1 + self.num_updates) / (10 + self.num_updates))
             if math.isfinite(grad_norm):
                 self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
             self.num_updates += 1
         out = _reduce(sums, num_tokens, self.mesh)
         return out | {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not math.isfinite(grad_norm))}
@@ -98,6 +117,11 @@ class Policy:
     def shards(self) -> dict[str, Tensor]:
         """Parameters by checkpoint name; a tied head appears once, under the embedding's."""
         return dict(self.model.named_parameters())
+
+    def averages(self) -> dict[str, Tensor]:
+        """The same of their moving averages; before the first update, the parameters themselves. Only inside `state_awake`."""
+        averages = self.optimizer.averages()
+        return {name: averages[p] if p in averages else p for name, p in self.shards().items()}
 
 
 def _add(sums: dict[str, Tensor], batch: Packed, value: Tensor, metrics: dict[str, Tensor]) -> None:

@@ -91,7 +91,9 @@ class Trainer:
                 if cfg.algo.updates_per_step > 1:
                     policy.annotate(minibatches, "old_logprobs")
                 if self.ref:
+                    self.ref.sleeper.wake_parameters()
                     self.ref.annotate(minibatches, "ref_logprobs")
+                    self.ref.sleeper.sleep_parameters()
             updates = [policy.step(minibatch, loss, learning_rate(cfg.policy, policy.num_updates, num_updates)) for minibatch in minibatches]
             self.report(step, trajectories, minibatches, updates)
             self.run.save_if_due(step + 1)
@@ -126,7 +128,7 @@ class Trainer:
         if self.cfg.algo.kl_coef:
             folder = self.run.output / "sft" if self.cfg.sft.num_steps else self.inputs.folder
             self.ref = Policy(self.cfg.policy, folder, self.mesh, trainable=False, sequence_parallel=self.cfg.parallel.sequence, timer=self.timer)
-            self.evict.append(self.ref.sleeper)
+            self.ref.sleeper.sleep_parameters()  # awake only where it annotates, while the policy's optimizer still sleeps
 
     def report(self, step: int, trajectories: list[Trajectory], minibatches: list[list[Packed]], updates: list[dict]) -> None:
         """Means over all ranks to the log."""

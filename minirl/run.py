@@ -74,6 +74,9 @@ class Run:
             self.saver.wait()
         with self.timer.phase("export"):
             checkpoint.export(self.policy, self.output / "model", self.mesh)
+            if self.cfg.policy.ema_decay:
+                with self.policy.state_awake():
+                    checkpoint.export(self.policy, self.output / "model_ema", self.mesh, weights=self.policy.averages())
         self.progress.add(self.timer.take())
         self.log.close()
         memory = report.peak_rss_mb(self.mesh)

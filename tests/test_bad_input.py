@@ -76,6 +76,8 @@ CASES = {
     "one sample": (["--rollout.samples-per-prompt", "1"], ["rollout.samples_per_prompt = 1", "at least 2"]),
     "updates do not divide": (["--algo.updates-per-step", "3"], ["algo.updates_per_step = 3", "rollout.prompts_per_step = 4"]),
     "TP does not divide ranks": (["--engine.tensor-parallel-size", "2"], ["engine.tensor_parallel_size = 2", "1 ranks"]),
+    "mesh that does not multiply": (["--parallel.context", "2", "--parallel.tensor", "2"], ["parallel.context * parallel.tensor = 1 * 2 * 2 = 4", "1 ranks"]),
+    "no tensor ranks": (["--parallel.tensor", "0"], ["parallel.tensor = 0", "at least 1"]),
     "heads do not divide": (["--policy.scratch.num-heads", "3"], ["num_attention_heads = 3", "num_key_value_heads = 2"]),
     "no layers": (["--policy.scratch.num-layers", "0"], ["policy.scratch.num_layers = 0", "at least 1"]),
     "sequence does not fit": (["--tokens-per-rank", "20"], ["tokens_per_rank = 20", "engine.max_model_len = 26", "raise tokens_per_rank"]),

@@ -65,7 +65,7 @@ def save(mesh, folder, run, sequence, background):
     checkpoint.export(policy, run / "exported", mesh, max_file_gb=1e-4)
     loss = update(policy, mesh)  # overwrites what is being written
     if background:
-        for t in [*policy.shards().values(), *(v for s in policy.optimizer.state.values() for v in s.values())]:
+        for t in [*policy.shards().values(), *policy.optimizer.tensors()]:
             t.data.fill_(torch.nan)
         begin.set()
     saver.wait()

@@ -208,6 +208,12 @@ IMPOSSIBLE = [
     ({"engine__max_num_seqs": 0}, "engine.max_num_seqs = 0 must be at least 1"),
     ({"engine__tensor_parallel_size": 0}, "engine.tensor_parallel_size = 0 must be at least 1"),
     ({"engine__tensor_parallel_size": 3}, "engine.tensor_parallel_size = 3 does not divide the 2 ranks"),
+    ({"parallel__context": 0}, "parallel.context = 0 must be at least 1"),
+    ({"parallel__context": 4}, "parallel.replicate * parallel.context * parallel.tensor = 1 * 4 * 1 = 4 does not divide the 2 ranks"),
+    ({"parallel__tensor": 3, "parallel__replicate": 2}, "parallel.replicate * parallel.context * parallel.tensor = 2 * 1 * 3 = 6 does not divide the 2 ranks"),
+    ({"parallel__sequence": True}, "parallel.sequence divides tokens over parallel.tensor ranks, and that is 1"),
+    ({"parallel__context_engine": "ring"}, "parallel.context_engine = ring needs parallel.context above 1"),
+    ({"parallel__context": 2, "tokens_per_rank": 200}, "tokens_per_rank * parallel.context = 200 * 2 = 400 cannot hold one sequence of engine.max_model_len = 512"),
     ({"engine__max_model_len": 300, "data__max_prompt_tokens": 256, "rollout__max_tokens": 64},
      "engine.max_model_len = 300 is less than data.max_prompt_tokens + rollout.max_tokens = 256 + 64 = 320; raise it or set it to 0"),
     ({"tokens_per_rank": 500}, "tokens_per_rank = 500 cannot hold one sequence of engine.max_model_len = 512 tokens"),
@@ -236,6 +242,9 @@ IMPOSSIBLE = [
     ({"sft__wrong_character": 60.0}, "sft.wrong_character = 60.0"),
     ({"policy__betas": (1.0, 0.9)}, "policy.betas = (1.0, 0.9)"),
     ({"policy__weight_decay": -0.1}, "policy.weight_decay = -0.1"),
+    ({"policy__ema_decay": 1.0}, "policy.ema_decay = 1.0 must be 0 (off) or a share below 1"),
+    ({"policy__ema_decay": -0.5}, "policy.ema_decay = -0.5 must be 0 (off)"),
+    ({"policy__cpu_offload": True, "policy__optimizer_state": "offload"}, "policy.optimizer_state = offload moves to the host what policy.cpu_offload has there"),
 ]
 
 

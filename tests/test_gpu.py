@@ -100,3 +100,36 @@ def test_sleep_refit_and_logprobs(tmp_path):
         difference = ((batch.old_logprobs - batch.engine_logprobs).abs() * batch.mask).sum() / batch.mask.sum()
         assert difference < 0.03
     engine.close()
+
+
+@pytest.mark.parametrize("settings", [{"optimizer": "muon"}, {"optimizer_state": "offload"}, {"optimizer_state": "8bit"}, {"cpu_offload": True},
+                                      {"cpu_offload": True, "optimizer": "muon", "optimizer_state": "8bit"}], ids=str)
+def test_state_at_rest_sleep_and_offload_train_alike(tmp_path, settings):
+    """Three steps with everything asleep between them, against the same optimizer on the device and awake."""
+    from minirl import checkpoint
+    from minirl.algo import losses
+    from minirl.config import CheckpointConfig, PolicyConfig
+    from minirl.parallel.mesh import join_world, make_mesh
+    from minirl.policy import Policy
+
+    folder = tiny.make(tmp_path / "model", hidden_size=256, head_dim=64)
+    device = torch.device("cuda", 0)
+    mesh = make_mesh(device) if torch.distributed.is_initialized() else join_world()
+    tokens = np.random.default_rng(0).integers(5, 200, 100).astype(np.int32)
+    batch = pack([Trajectory(tokens=tokens, sampled=np.arange(100) >= 10, logprobs=np.zeros(100, np.float32), group=0)], device)
+    history = []
+    for given in ({"optimizer": settings.get("optimizer", "adamw")}, settings):
+        policy = Policy(PolicyConfig(dtype="float32", ema_decay=0.9, **given), folder, mesh)
+        history.append([])
+        for _ in range(3):
+            history[-1].append(policy.step([batch], losses.sft(), lr=1e-3)["loss"])
+            if given is settings:
+                policy.sleeper.sleep_optimizer()
+                policy.sleeper.sleep_parameters()
+                policy.sleeper.wake_parameters()
+        with checkpoint.Saver(tmp_path / str(len(history)), CheckpointConfig(), policy, mesh) as saver:
+            saver.save(3, {})
+        checkpoint.load(checkpoint.find(tmp_path / str(len(history))), policy, mesh)
+        with policy.state_awake():
+            checkpoint.export(policy, tmp_path / "ema", mesh, weights=policy.averages())
+    assert history[0][2] < history[0][0] and history[1] == pytest.approx(history[0], rel=0.02)

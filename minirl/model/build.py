@@ -73,8 +73,8 @@ class Weights:
         return part
 
 
-def load(model: nn.Module, folder: Path, device: torch.device) -> int:
-    """Materialise a sharded meta model and fill this rank's shards. Returns the bytes read. Raises UserError on other names
+def load(model: nn.Module, folder: Path, device: torch.device, *, cpu_offload: bool = False) -> int:
+    """Materialise a sharded meta model (on the host with `cpu_offload`, but for buffers) and fill this rank's shards. Returns the bytes read. Raises UserError on other names
     or shapes than the model's."""
     weights = Weights(folder)
     params = dict(model.named_parameters())  # a tied head appears once, under the embedding's name
@@ -83,7 +83,7 @@ def load(model: nn.Module, folder: Path, device: torch.device) -> int:
     extra = weights.names() - params.keys() - {"lm_head.weight"} - derived
     if wrong or extra:
         raise UserError(f"policy.model = {folder}: the weights do not fit its config.json; missing or of another shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}")
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if cpu_offload else device)
     with torch.no_grad():
         for name, p in params.items():
             offset, shape = fsdp.local_box(p)
@@ -93,6 +93,7 @@ def load(model: nn.Module, folder: Path, device: torch.device) -> int:
     for module in model.modules():
         if module._buffers:  # rotary frequencies and the like are in no checkpoint
             model._init_weights(module)
+            module._buffers.update({name: b if b is None else b.to(device) for name, b in module._buffers.items()})
     return weights.bytes_read
 
 
@@ -113,7 +114,7 @@ def packed_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = Fals
 
 
 def build(folder: Path, mesh: Mesh, *, dtype: str, trainable: bool, activation_checkpointing: bool = False,
-          reshard_after_forward: bool = True, sequence_parallel: bool = False) -> nn.Module:
+          reshard_after_forward: bool = True, cpu_offload: bool = False, sequence_parallel: bool = False) -> nn.Module:
     """A sharded causal language model whose `forward` is `packed_forward`.
 
     Trainable parameters are float32 masters (float64 for dtype float64); frozen ones are kept in `dtype`.
@@ -131,7 +132,8 @@ def build(folder: Path, mesh: Mesh, *, dtype: str, trainable: bool, activation_c
     tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
     if tp:
         tensor.apply(model, tp)
-    fsdp.shard(model, model.model.layers, mesh.fsdp, compute_dtype=compute, reduce_dtype=master, reshard_after_forward=reshard_after_forward)
-    load(model, folder, mesh.device)
+    fsdp.shard(model, model.model.layers, mesh.fsdp, compute_dtype=compute, reduce_dtype=master,
+               reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload)
+    load(model, folder, mesh.device, cpu_offload=cpu_offload)
     model.forward = types.MethodType(functools.partial(packed_forward, tp=tp), model)
     return model

@@ -1,27 +1,30 @@
 """FSDP2 as this house uses it: plain SUM of gradients, fp32 masters, storages that can leave the device and come back."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def shard(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reduce_dtype: torch.dtype,
-          reshard_after_forward: bool) -> None:
+          reshard_after_forward: bool, cpu_offload: bool = False) -> None:
     """Shard each layer, then the root with what remains (embedding, last norm and head: tied weights are in one group).
 
     Gradients are summed, not averaged: losses are divided by global counts (algo/normalize.py), so averaging would put the number
     of ranks into the result. A world of one is sharded too: one code path.
+    cpu_offload: shards and their gradients live on the host; a layer visits the device while it computes.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # used at both ends of the forward
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)  # used at both ends of the forward
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -66,18 +69,22 @@ def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> float:
 
 
 class Sleeper:
-    """Moves storages to host memory and back without changing any tensor object, so FSDP, optimizer and views stay valid."""
+    """Moves storages to host memory and back without changing any tensor object, so FSDP, optimizer and views stay valid.
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None):
-        self.model, self.optimizer = model, optimizer
-        self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
+    `active` is off without CUDA, where there is no other memory to move to; then all its verbs do nothing.
+    """
+
+    def __init__(self, model: nn.Module, optimizer_state: Callable[[], list[Tensor]]):
+        self.model, self.optimizer_state, self.active = model, optimizer_state, torch.cuda.is_available()
+        self._away: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {"optimizer": [], "parameters": []}
 
     @torch.no_grad()
-    def _leave(self, tensors: list[Tensor]) -> int:
+    def _leave(self, kind: str, tensors: list[Tensor]) -> int:
         leaving, seen = [], set()
         for t in tensors:
             storage = t.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in seen:
+            on_device = t.is_cuda or not torch.cuda.is_available()  # with CPU offload shards are on the host already
+            if on_device and storage.nbytes() and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=t.is_cuda)
                 host.copy_(torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage), non_blocking=t.is_cuda)
@@ -88,25 +95,32 @@ class Sleeper:
             storage.resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        self._away += leaving
+        self._away[kind] += leaving
         return sum(host.numel() for _, host in leaving)
 
     def sleep_optimizer(self) -> int:
         """Returns the bytes moved, like the next one."""
-        states = self.optimizer.state.values() if self.optimizer else ()
-        return self._leave([local(v) for state in states for v in state.values() if torch.is_tensor(v) and v.ndim])
+        return self._leave("optimizer", self.optimizer_state()) if self.active else 0
 
     def sleep_parameters(self) -> int:
+        if not self.active:
+            return 0
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the root stays gathered after a forward
-        return self._leave([local(p) for p in self.model.parameters()])
+        return self._leave("parameters", [local(p) for p in self.model.parameters()])
+
+    def wake_optimizer(self) -> None:
+        self._return("optimizer")
+
+    def wake_parameters(self) -> None:
+        self._return("parameters")
 
     @torch.no_grad()
-    def wake(self) -> None:
-        for storage, host in self._away:
+    def _return(self, kind: str) -> None:
+        for storage, host in self._away[kind]:
             storage.resize_(host.numel())
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host, non_blocking=True)
-        if torch.cuda.is_available():
+        if self._away[kind] and torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._away.clear()
+        self._away[kind].clear()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from minirl.checks import check_parallel
 from minirl.config import ParallelConfig
 from minirl.types import Context, UserError
 
@@ -104,13 +105,11 @@ def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = 
 
 
 def make_mesh(device: torch.device, parallel: ParallelConfig | None = None, timeout: timedelta | None = None) -> Mesh:
-    """The mesh over an initialised default process group. Raises UserError if its axes do not multiply to the world."""
+    """The mesh over an initialised default process group. Raises UserError if its axes do not multiply to the world's size."""
     parallel = parallel or ParallelConfig()
     world, rank = dist.get_world_size(), dist.get_rank()
+    check_parallel(parallel, world)
     replicate, context, tensor = parallel.replicate, parallel.context, parallel.tensor
-    if world % (replicate * context * tensor):
-        raise UserError(f"parallel.replicate * parallel.context * parallel.tensor = {replicate} * {context} * {tensor} = {replicate * context * tensor} "
-                        f"does not divide the {world} ranks")
     # FSDP over tensor parallelism gathers in an order that torch's redistribution finds worth a warning per rank and shape.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # To parameters the context axis is more of dp_shard. One axis for both, because torch deprecates slices with a flattened axis in them.

@@ -127,36 +127,35 @@ class RolloutEngine:
 
     @contextlib.contextmanager
     def awake(self, refit: Callable[[], None], evict: list[Sleeper]) -> Iterator[None]:
-        """The only place that wakes or sleeps anything: inside, the engine has the policy's weights and may generate.
+        """Inside, the engine has the policy's weights and may generate.
 
         The order keeps the peak low on a device: the optimizer leaves before the engine's weights return, and the shards (needed by
-        the refit) leave before the KV cache returns. On CPU nothing moves: there is no other memory to move to.
+        the refit) leave before the KV cache returns. Afterwards the shards are back; the optimizer's state returns when it steps.
+        On CPU nothing moves: there is no other memory to move to.
         """
-        if self.on_cuda:
-            with self.timer.phase("sleep_wake"):
-                for sleeper in evict:
-                    sleeper.sleep_optimizer()
-                if self._asleep:
-                    self.llm.wake_up(["weights"])
+        with self.timer.phase("sleep_wake"):
+            for sleeper in evict:
+                sleeper.sleep_optimizer()
+            if self._asleep:
+                self.llm.wake_up(["weights"])
         with self.timer.phase("refit"):
             refit()
-        if self.on_cuda:
-            with self.timer.phase("sleep_wake"):
-                for sleeper in evict:
-                    sleeper.sleep_parameters()
+        with self.timer.phase("sleep_wake"):
+            for sleeper in evict:
+                sleeper.sleep_parameters()
+            if self.on_cuda:
                 self.mesh.barrier()  # a rank that is still behind would run out of memory beside a neighbour's KV cache
-                if self._asleep:
-                    self.llm.wake_up(["kv_cache"])
+            if self._asleep:
+                self.llm.wake_up(["kv_cache"])
         self._asleep = False
         self.llm.reset_prefix_cache()  # cached keys and values are of the old weights
         yield
-        if self.on_cuda:
-            with self.timer.phase("sleep_wake"):
-                if self.cfg.sleep_level:
-                    self.llm.sleep(level=self.cfg.sleep_level)
-                    self._asleep = True
-                for sleeper in evict:
-                    sleeper.wake()
+        with self.timer.phase("sleep_wake"):
+            if self.on_cuda and self.cfg.sleep_level:
+                self.llm.sleep(level=self.cfg.sleep_level)
+                self._asleep = True
+            for sleeper in evict:
+                sleeper.wake_parameters()
 
     # ------------------------------------------------------------------------------------------------ generation
 

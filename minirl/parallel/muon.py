@@ -1,0 +1,106 @@
+"""Muon over sharded matrices: the momentum stays in shards, each matrix is whole on one rank only."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minirl.parallel.fsdp import local, local_box
+from minirl.parallel.mesh import Mesh
+
+MATCH_ADAM = 0.2
+"""RMS of an AdamW update, which an orthogonal [m, n] matrix (RMS 1 / sqrt(max(m, n))) is scaled to, so that one learning rate
+serves both optimizers (Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv 2502.16982, equation 4)."""
+
+
+def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
+    """Replace the singular values of matrices [..., m, n] by values near 1 (about 0.7 to 1.2) with a Newton-Schulz iteration.
+
+    Its quintic polynomial is of Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks": steepest at 0 so
+    that five steps are enough, at the price of not converging to 1 exactly.
+    """
+    tall = x.size(-2) > x.size(-1)
+    x = x.mT if tall else x  # the smaller Gram matrix
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+def work(shape: torch.Size) -> int:
+    """Multiplications of one Newton-Schulz step, but for a factor."""
+    *batch, m, n = shape
+    return math.prod(batch) * m * n * min(m, n)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, Nesterov, orthogonalized (Jordan et al. 2024), with decoupled weight decay.
+
+    Takes matrices [m, n] and stacks of them [E, m, n], as tensors or DTensors of any placement without partial sums. All ranks must
+    step together. Matrices are sorted by work and taken `world_size` at a time: in each round rank r is sent the shards of the
+    r-th, orthogonalizes it once, and sends every rank its part; so ranks wait for each other little, and hold one matrix at most.
+    bfloat16 on CUDA (but for float64 parameters), the parameters' dtype on CPU.
+    """
+
+    def __init__(self, params: list[nn.Parameter], mesh: Mesh, *, lr: float, momentum: float = 0.95, weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.mesh = mesh
+        boxes_of_ranks = mesh.gather([local_box(p) for p in params])
+        self._boxes = {p: [boxes[i] for boxes in boxes_of_ranks] for i, p in enumerate(params)}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            matrices = sorted((p for p in group["params"] if p.grad is not None), key=lambda p: work(p.shape), reverse=True)
+            for first in range(0, len(matrices), self.mesh.world_size):
+                self._round(matrices[first : first + self.mesh.world_size], group)
+
+    def _round(self, matrices: list[nn.Parameter], group: dict) -> None:
+        device, shards = self.mesh.device, []
+        dtype = torch.bfloat16 if device.type == "cuda" and matrices[0].dtype == torch.float32 else matrices[0].dtype
+        for p in matrices:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            grad, buffer = local(p.grad), local(self.state[p]["momentum_buffer"])
+            buffer.lerp_(grad, 1 - group["momentum"])
+            shards.append(grad.lerp(buffer, group["momentum"]).to(device, dtype))
+        whole = self._collect(matrices, shards)
+        shards = self._distribute(matrices, shards, None if whole is None else orthogonalize(whole))
+        for p, shard in zip(matrices, shards, strict=True):
+            rate = group["lr"] * MATCH_ADAM * math.sqrt(max(p.shape[-2:]))
+            local(p).mul_(1 - group["lr"] * group["weight_decay"]).add_(shard.to(local(p)), alpha=-rate)
+
+    def _collect(self, matrices: list[nn.Parameter], shards: list[Tensor]) -> Tensor | None:
+        """The matrix of this rank, if there is one for it, out of its shards; of replicas the first is sent."""
+        rank, world = self.mesh.rank, self.mesh.world_size
+        sent = [shard.flatten() if self._boxes[p].index(self._boxes[p][rank]) == rank else shard.new_empty(0)
+                for p, shard in zip(matrices, shards, strict=True)]
+        boxes = self._boxes[matrices[rank]] if rank < len(matrices) else []
+        sizes = [math.prod(box[1]) * (boxes.index(box) == source) for source, box in enumerate(boxes)] or [0] * world
+        parts = self._exchange(sent, sizes)
+        if rank >= len(matrices):
+            return None
+        whole = shards[0].new_empty(matrices[rank].shape)
+        for part, box in zip(parts, boxes, strict=True):
+            if part.numel():
+                _part(whole, box).copy_(part.view(box[1]))
+        return whole
+
+    def _distribute(self, matrices: list[nn.Parameter], shards: list[Tensor], whole: Tensor | None) -> list[Tensor]:
+        sent = [] if whole is None else [_part(whole, box).flatten() for box in self._boxes[matrices[self.mesh.rank]]]
+        sizes = [shard.numel() for shard in shards] + [0] * (self.mesh.world_size - len(shards))
+        parts = self._exchange(sent or [shards[0].new_empty(0)], sizes)
+        return [part.view(shard.shape) for part, shard in zip(parts, shards)]  # noqa: B905 - ranks without a matrix send nothing
+
+    def _exchange(self, sent: list[Tensor], sizes: list[int]) -> tuple[Tensor, ...]:
+        """`sent[r]` to rank r (nothing to those behind the last); returns `sizes[r]` elements of each rank r."""
+        into = sent[0].new_empty(sum(sizes))
+        num_sent = [t.numel() for t in sent] + [0] * (self.mesh.world_size - len(sent))
+        dist.all_to_all_single(into, torch.cat(sent), sizes, num_sent)
+        return into.split(sizes)
+
+
+def _part(whole: Tensor, box: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
+    return whole[tuple(slice(offset, offset + n) for offset, n in zip(*box, strict=True))]
