@@ -14,12 +14,12 @@ from minirl.types import Bucket, Packed
 
 NAME = "minirl"
 # Arguments that change the result and that neither kernel below honours. Ignoring them would train on wrong numbers.
-UNSUPPORTED = ("s_aux", "sinks", "softcap", "head_mask", "position_bias")
+UNSUPPORTED = ("s_aux", "sinks", "head_mask", "position_bias")
 
 
 def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
                      pack: Packed, scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-                     **kwargs: object) -> tuple[Tensor, None]:
+                     softcap: float | None = None, **kwargs: object) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]. `sliding_window` counts the keys that a query sees."""
     refused = [k for k in UNSUPPORTED if kwargs.get(k) is not None]
     if kwargs.get("is_causal") is False:
@@ -29,6 +29,8 @@ def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value:
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window if sliding_window and sliding_window < max(pack.key_lengths) else None
+    if softcap is not None:
+        return eager_softcap(q, k, v, pack, scale, window, softcap)[None], None
     if not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256):
         return bucketed(q, k, v, pack, scale, window)[None], None
     if pack.key_rows is not None:
@@ -49,6 +51,21 @@ def bucketed(q: Tensor, k: Tensor, v: Tensor, pack: Packed, scale: float, window
         mask = _mask(bucket, window)
         out = F.scaled_dot_product_attention(rectangle(q, bucket.queries), rectangle(k, bucket.keys), rectangle(v, bucket.keys), attn_mask=mask,
                                              is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        outs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
+    return torch.cat(outs).index_select(0, pack.unbucket)
+
+
+def eager_softcap(q: Tensor, k: Tensor, v: Tensor, pack: Packed, scale: float, window: int | None, softcap: float) -> Tensor:
+    outs, groups = [], q.shape[1] // k.shape[1]
+    for bucket in pack.buckets:
+        def rectangle(x: Tensor, rows: Tensor) -> Tensor:
+            return x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
+        length = bucket.keys.shape[1]
+        mask = _mask(bucket, window)
+        mask = torch.ones(bucket.queries.shape[1], length, dtype=torch.bool, device=q.device).tril() if mask is None else mask
+        keys, values = (rectangle(x, bucket.keys).repeat_interleave(groups, 1) for x in (k, v))
+        scores = (rectangle(q, bucket.queries) @ keys.transpose(2, 3) * (scale / softcap)).tanh() * softcap
+        out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ values
         outs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
     return torch.cat(outs).index_select(0, pack.unbucket)
 
