@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -93,9 +94,8 @@ def export(policy: Policy, folder: Path, mesh: Mesh, *, max_file_gb: float = 4.0
     One weight is whole at a time, and on one rank only: files are owned by ranks in turn. Written beside and renamed.
     """
     dtype = getattr(torch, policy.cfg.dtype)
-    files: list[list[str]] = [[]]
-    size = 0
-    for name, p in policy.shards().items():
+    shards, files, size = policy.shards(), [[]], 0
+    for name, p in shards.items():
         n = p.numel() * dtype.itemsize
         if files[-1] and size + n > max_file_gb * 2**30:
             files.append([])
@@ -108,19 +108,21 @@ def export(policy: Policy, folder: Path, mesh: Mesh, *, max_file_gb: float = 4.0
         partial.mkdir(parents=True)
     mesh.barrier()
     names = ["model.safetensors"] if len(files) == 1 else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    parts = policy.parts()
     for i, (file, members) in enumerate(zip(names, files, strict=True)):
         owner, tensors = i % mesh.world_size, {}
         for name in members:
-            p = policy.shards()[name].detach()
+            p = shards[name].detach()
             whole = p.full_tensor() if isinstance(p, DTensor) else p
-            if mesh.rank == owner:
-                tensors[name] = whole.to("cpu", dtype).contiguous()
+            if mesh.rank == owner:  # buffers are few and keep their dtype, which routing depends on
+                whole = whole.to("cpu", dtype if isinstance(shards[name], nn.Parameter) else p.dtype)
+                tensors |= {part.name: part.of(whole).clone(memory_format=torch.contiguous_format) for part in parts[name]}
         if mesh.rank == owner:
             save_file(tensors, partial / file, metadata={"format": "pt"})
     if mesh.rank == 0:
         if len(files) > 1:
-            index = {"metadata": {"total_size": sum(p.numel() for p in policy.shards().values()) * dtype.itemsize},
-                     "weight_map": {name: file for file, members in zip(names, files, strict=True) for name in members}}
+            index = {"metadata": {"total_size": sum(p.numel() for p in shards.values()) * dtype.itemsize},
+                     "weight_map": {part.name: file for file, members in zip(names, files, strict=True) for name in members for part in parts[name]}}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         _write_companions(policy, partial, dtype)
     mesh.barrier()

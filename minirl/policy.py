@@ -10,8 +10,9 @@ from minirl.algo import normalize
 from minirl.algo.losses import Loss
 from minirl.config import PolicyConfig
 from minirl.log import Timer
-from minirl.model.build import build
+from minirl.model import build, families
 from minirl.parallel import fsdp
+from minirl.parallel.boxes import Part
 from minirl.parallel.mesh import Mesh
 from minirl.types import Packed
 
@@ -35,7 +36,7 @@ class Policy:
     def __init__(self, cfg: PolicyConfig, folder: Path, mesh: Mesh, *, trainable: bool = True, sequence_parallel: bool = False,
                  timer: Timer | None = None):
         self.cfg, self.folder, self.mesh, self.timer = cfg, folder, mesh, timer or Timer(mesh.device)
-        self.model = build(folder, mesh, dtype=cfg.dtype, trainable=trainable, activation_checkpointing=cfg.activation_checkpointing,
+        self.model = build.build(folder, mesh, dtype=cfg.dtype, trainable=trainable, activation_checkpointing=cfg.activation_checkpointing,
                            reshard_after_forward=cfg.reshard_after_forward, sequence_parallel=sequence_parallel)
         self.row_multiple = mesh.tensor.size() if sequence_parallel else 1
         """Rows of a micro-batch must be a multiple of it."""
@@ -95,8 +96,12 @@ class Policy:
         return out | {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not math.isfinite(grad_norm))}
 
     def shards(self) -> dict[str, Tensor]:
-        """Parameters by checkpoint name; a tied head appears once, under the embedding's."""
-        return dict(self.model.named_parameters())
+        """All that a checkpoint holds, by the model's names; a tied head appears once, under the embedding's."""
+        return build.tensors(self.model)
+
+    def parts(self) -> dict[str, list[Part]]:
+        """The weights of a checkpoint's files that each of `shards` is made of."""
+        return {name: families.parts(self.model.config, name, t.shape) for name, t in self.shards().items()}
 
 
 def _add(sums: dict[str, Tensor], batch: Packed, value: Tensor, metrics: dict[str, Tensor]) -> None:

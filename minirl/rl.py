@@ -230,7 +230,7 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
         folder = build.resolve(cfg.policy.model, "policy.model")
         config, tokenizer = build.read_config(folder), None
     families.check(config, f"policy.model = {cfg.policy.model}", cfg.engine.tensor_parallel_size)
-    tensor.check(config, cfg.parallel.tensor)
+    tensor.check(families.divided(config), cfg.parallel.tensor)
     tokenizer = tokenizer or chat.load_tokenizer(folder)
     part = slice(mesh.rank, None, mesh.world_size)
     train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)

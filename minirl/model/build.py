@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from minirl.model import attention, families
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp, tensor
+from minirl.parallel.boxes import Part, cut, overlap
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.tensor import TensorParallel
 from minirl.types import Packed, UserError
@@ -72,27 +73,44 @@ class Weights:
         self.bytes_read += part.numel() * part.element_size()
         return part
 
+    def fill(self, t: Tensor, parts: list[Part]) -> None:
+        """Read this rank's block of a parameter, in place, from the file weights that it is made of."""
+        box = fsdp.local_box(t)
+        for part in parts:
+            if common := overlap(part.box, box):  # a small tensor may leave a rank with nothing
+                target = cut(fsdp.local(t), common, box[0])
+                target.copy_(self.read(part.name, *part.inside(common)).view(target.shape))
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All that a checkpoint holds: parameters, and the few buffers that are no function of the config (a router's correction).
+    A tied head appears once, under the embedding's name."""
+    buffers = {f"{prefix}.{name}": b for prefix, module in model.named_modules() for name, b in module._buffers.items()
+               if name not in module._non_persistent_buffers_set}
+    return dict(model.named_parameters()) | buffers
+
 
 def load(model: nn.Module, folder: Path, device: torch.device) -> int:
     """Materialise a sharded meta model and fill this rank's shards. Returns the bytes read. Raises UserError on other names
     or shapes than the model's."""
     weights = Weights(folder)
-    params = dict(model.named_parameters())  # a tied head appears once, under the embedding's name
-    wrong = [n for n, p in params.items() if n not in weights.names() or weights.shape(n) != list(p.shape)]
+    held = tensors(model)
+    parts = {name: families.parts(model.config, name, t.shape) for name, t in held.items()}
+    expected = {part.name: list(part.shape) for of_one in parts.values() for part in of_one}
+    wrong = [n for n, shape in expected.items() if n not in weights.names() or weights.shape(n) != shape]
     derived = {n for n in weights.names() if n.endswith("rotary_emb.inv_freq")}  # some old files keep these buffers
-    extra = weights.names() - params.keys() - {"lm_head.weight"} - derived
+    extra = weights.names() - expected.keys() - {"lm_head.weight"} - derived
     if wrong or extra:
         raise UserError(f"policy.model = {folder}: the weights do not fit its config.json; missing or of another shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}")
     model.to_empty(device=device)
-    with torch.no_grad():
-        for name, p in params.items():
-            offset, shape = fsdp.local_box(p)
-            if 0 not in shape:  # a small tensor may leave a rank with nothing
-                fsdp.local(p).copy_(weights.read(name, offset, shape))
-            p._is_hf_initialized = True  # or the next lines would draw it anew
+    for p in model.parameters():
+        p._is_hf_initialized = True  # or the next lines would draw it anew
     for module in model.modules():
         if module._buffers:  # rotary frequencies and the like are in no checkpoint
             model._init_weights(module)
+    with torch.no_grad():
+        for name, t in tensors(model).items():
+            weights.fill(t, parts[name])
     return weights.bytes_read
 
 
@@ -106,8 +124,9 @@ def packed_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = Fals
     if tp is not None:
         group = tp.group
         hidden = tensor.gather_tokens(hidden[None], group)[0] if tp.sequence else hidden
-    values = logprob_entropy(hidden.index_select(0, batch.rows), fsdp.local(self.lm_head.weight), batch.targets[batch.rows], batch.temperature,
-                             entropy_gradient=entropy_gradient, group=group)
+    scale, softcap = families.head(self.config)
+    values = logprob_entropy(hidden.index_select(0, batch.rows), fsdp.local(self.lm_head.weight), batch.targets[batch.rows], batch.temperature / scale,
+                             softcap=softcap, entropy_gradient=entropy_gradient, group=group)
     logprobs, entropy = (v.new_zeros(len(batch.inputs)).index_copy(0, batch.rows, v) for v in values)
     return logprobs, entropy
 
@@ -130,7 +149,8 @@ def build(folder: Path, mesh: Mesh, *, dtype: str, trainable: bool, activation_c
     model.train(trainable)
     tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
     if tp:
-        tensor.apply(model, tp)
+        tensor.check(families.divided(config), tp.size)
+        tensor.apply(model, tp, model._tp_plan | families.FAMILIES[config.model_type].plan)
     fsdp.shard(model, model.model.layers, mesh.data, compute_dtype=compute, reduce_dtype=master, reshard_after_forward=reshard_after_forward)
     load(model, folder, mesh.device)
     model.forward = types.MethodType(functools.partial(packed_forward, tp=tp), model)

@@ -1,37 +1,111 @@
-"""The allow-list: model families whose packed forward was shown to equal their plain one. Anything else is refused by name,
-because a family that reads its arguments differently (linear attention, attention sinks) would train on silently wrong numbers.
+"""The allow-list: model families whose packed forward was shown to equal their plain one, alone, under tensor and under sequence
+parallelism. Anything else is refused by name, because a family that reads its arguments differently (linear attention, attention
+sinks) would train on silently wrong numbers. All that differs between families is data in these rows.
 
-To add one: a row here; `tests/test_model.py` runs it packed against unpacked, `tests/test_rollout.py` through the engine.
+To add one: a row here; `tests/test_families.py` runs it packed against unpacked, on two ranks, and through load and export;
+`tests/test_rollout.py` through the engine.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
+import torch
 from transformers import PretrainedConfig
 
+from minirl.parallel.boxes import Part
 from minirl.types import UserError
+
+HEADS = ("num_attention_heads", "num_key_value_heads")
+FEATURES = ("num_attention_heads * head_dim", "num_key_value_heads * head_dim")  # attention itself is whole on every rank
+DENSE = (*HEADS, "intermediate_size")
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Names in the files of what the model keeps as two fused tensors: `{block}.experts.{number}.{gate, up or down}.weight`."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    block: str = "mlp"
+    """Stands for the model's `mlp`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     tiny: dict
-    """Config values beyond the common ones that make a small instance for tests."""
+    """Config values beyond the common ones that make a small instance for tests, in which every peculiarity shows."""
+    divided: tuple[str, ...] = DENSE
+    """Config values, or products of them, that parallel.tensor splits."""
+    plan: dict[str, str] = field(default_factory=dict)
+    """Tensor-parallel styles that the library's own plan lacks."""
+    logits_divided_by: str | None = None
+    """Config value that the head's logits are divided by (over and above the temperature)."""
+    logits_multiplied_by: str | None = None
+    logits_softcap: str | None = None
+    """Config value c, which may be None, of logits that are c * tanh(logits / c)."""
+    experts: Experts | None = None
 
+
+def _moe(*divided: str, tiny: dict, experts: Experts = Experts(), heads: tuple[str, ...] = HEADS, plan: dict[str, str] | None = None) -> Family:  # noqa: B008
+    return Family(tiny={"num_experts_per_tok": 2, "head_dim": 32} | tiny, divided=(*heads, *divided), experts=experts, plan=plan or {})
+
+
+_MIXTRAL = Experts("w1", "w3", "w2", "block_sparse_moe")
+_DEEPSEEK = {"n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 2, "n_group": 2, "topk_group": 1,
+             "norm_topk_prob": True, "routed_scaling_factor": 1.5}
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family({}),
-    "mistral": Family({"sliding_window": 12, "head_dim": 32}),
-    "qwen2": Family({}),
-    "qwen3": Family({"head_dim": 32}),
-    "smollm3": Family({"no_rope_layer_interval": 2}),
+    "llama": Family(tiny={}),
+    "mistral": Family(tiny={"sliding_window": 12, "head_dim": 32}),
+    "qwen2": Family(tiny={}),
+    "qwen3": Family(tiny={"head_dim": 32}),
+    "smollm3": Family(tiny={"no_rope_layer_interval": 2}),
+    "gemma": Family(tiny={"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma2": Family(tiny=ALTERNATING | {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0,
+                                         "final_logit_softcapping": 3.0}, logits_softcap="final_logit_softcapping"),
+    "gemma3_text": Family(tiny=ALTERNATING | {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 20},
+                          logits_softcap="final_logit_softcapping"),
+    "phi3": Family(tiny={"sliding_window": 12}, divided=(*FEATURES, "intermediate_size")),
+    "olmo2": Family(tiny={}, divided=(*FEATURES, "intermediate_size")),
+    "olmo3": Family(tiny=ALTERNATING, divided=(*FEATURES, "intermediate_size")),
+    "granite": Family(tiny={"embedding_multiplier": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 3.0},
+                      logits_divided_by="logits_scaling"),
+    "glm": Family(tiny={"head_dim": 32}),
+    "glm4": Family(tiny={"head_dim": 32}),
+    "cohere": Family(tiny={"tie_word_embeddings": True, "logit_scale": 0.25}, logits_multiplied_by="logit_scale"),
+    "cohere2": Family(tiny=ALTERNATING | {"tie_word_embeddings": True, "logit_scale": 0.25}, logits_multiplied_by="logit_scale"),
+    "seed_oss": Family(tiny={"head_dim": 32}),
+    "exaone4": Family(tiny=ALTERNATING),
+    "ernie4_5": Family(tiny={"head_dim": 32}),
+}
+
+# Families that users ask for, and what was found wrong with them.
+REFUSED = {
+    "gpt_oss": "its attention sinks are an argument that packed attention does not take",
+    "qwen3_next": "its linear attention leaks from one packed sequence into the next",
+    "qwen3_5_text": "its linear attention leaks from one packed sequence into the next",
+    "nemotron": "it does not call the attention interface",
+    "starcoder2": "it fails under sequence parallelism",
+    "hunyuan_v1_dense": "it fails under sequence parallelism",
+    "granitemoe": "it fails under sequence parallelism",
+    "deepseek_v3": "it fails under sequence parallelism",
+    "llama4_text": "its experts have a layout of their own",
 }
 
 
 def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1) -> None:
-    """Refuse a model that would not work. Raises UserError."""
+    """Refuse a model that would not work. `tensor_parallel` is the engine's. Raises UserError."""
     if config.model_type not in FAMILIES:
-        raise UserError(f"{where}: family {config.model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
-    if "quantization_config" in config.to_dict():
+        why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
+        raise UserError(f"{where}: family {config.model_type!r} is not supported{why}; supported are {', '.join(FAMILIES)}")
+    values = config.to_dict()
+    if "quantization_config" in values:
         raise UserError(f"{where} is quantised; train the unquantised checkpoint")
+    if values.get("use_bidirectional_attention"):
+        raise UserError(f"{where}: use_bidirectional_attention is set, and tokens would see the future; packed attention is causal")
+    _check_rope(values.get("rope_parameters") or {}, where)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise UserError(f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
@@ -43,9 +117,47 @@ def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1) -> Non
                         f"num_key_value_heads = {kv_heads} of {where}; use one of {', '.join(map(str, works))}")
 
 
+def _check_rope(parameters: dict, where: str) -> None:
+    """`parameters` are one rope's, or those of each layer type."""
+    for rope in [p for p in parameters.values() if isinstance(p, dict)] or [parameters]:
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            raise UserError(f"{where}: rope_type = {rope['rope_type']!r} takes its frequencies from the longest position of a batch, so a sequence's "
+                            "log-probs would depend on what it is packed with; use a checkpoint with another rope_type")
+
+
+def divided(config: PretrainedConfig) -> dict[str, int]:
+    """What parallel.tensor splits: names of config values (or products of them) -> their numbers."""
+    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    def value(product: str) -> int:
+        return math.prod(head_dim if name == "head_dim" else getattr(config, name) for name in product.split(" * "))
+    return {product: value(product) for product in ("vocab_size", *FAMILIES[config.model_type].divided)}
+
+
+def head(config: PretrainedConfig) -> tuple[float, float | None]:
+    """(what the head's logits are multiplied by, what they are softcapped at or None)"""
+    family = FAMILIES[config.model_type]
+    def value(name: str | None) -> float | None:
+        return getattr(config, name) if name else None
+    return (value(family.logits_multiplied_by) or 1.0) / (value(family.logits_divided_by) or 1.0), value(family.logits_softcap)
+
+
+def parts(config: PretrainedConfig, name: str, shape: torch.Size) -> list[Part]:
+    """The weights of the files that a parameter (or buffer) of the model is made of."""
+    experts = FAMILIES[config.model_type].experts
+    if experts is None:
+        return [Part(name, ((0,) * len(shape), tuple(shape)))]
+    layer, fused, which = name.partition(".mlp.experts.")
+    if not fused:
+        return [Part(name.replace(".mlp.", f".{experts.block}."), ((0,) * len(shape), tuple(shape)))]
+    names = (experts.gate, experts.up) if which == "gate_up_proj" else (experts.down,)
+    rows = shape[1] // len(names)
+    return [Part(f"{layer}.{experts.block}.experts.{number}.{matrix}.weight", ((number, i * rows, 0), (1, rows, shape[2])), fused=True)
+            for number in range(shape[0]) for i, matrix in enumerate(names)]
+
+
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """Dropout makes the trainer's log-probs differ from the engine's, and a resumed run from an uninterrupted one."""
+    """Dropout makes the trainer's log-probs differ from the engine's, and a resumed run from an uninterrupted one. A router's noise, too."""
     for name in vars(config):
-        if "dropout" in name and isinstance(getattr(config, name), float):
+        if ("drop" in name or "jitter" in name) and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
     return config
