@@ -115,7 +115,7 @@ def test_packed_attention_equals_one_query_at_a_time(spec, window):
 
 
 @pytest.mark.parametrize(("asked", "named"), [({"s_aux": torch.zeros(2)}, "s_aux"), ({"is_causal": False}, "is_causal=False"), ({"dropout": 0.1}, "dropout"),
-                                              ({"softcap": 30.0}, "softcap"), ({"attention_mask": torch.ones(1)}, "mask")])
+                                              ({"attention_mask": torch.ones(1)}, "mask")])
 def test_attention_arguments_that_would_be_ignored_are_refused(asked, named):
     batch = pack(groups([(2, [3])]), CPU)
     q = torch.zeros(1, 2, len(batch.inputs), 4)
