@@ -126,13 +126,30 @@ def test_forward_and_gradients_are_hugging_faces(results, family, mesh):
         assert result["float32"]["values"] < 1e-5 and result["float32"]["gradient"] < 2e-5, result
 
 
+@pytest.mark.parametrize(("family", "num_experts", "parallel"), [
+    ("qwen3_moe", 4, ParallelConfig()), ("mixtral", 4, ParallelConfig(tensor=2, sequence=True)),
+    ("qwen3_moe", 2, ParallelConfig()), ("minimax_m2", 2, ParallelConfig(tensor=2, sequence=True)), ("glm4_moe", 4, ParallelConfig(replicate=2, tensor=2)),
+])
+def test_experts_over_data_ranks(tmp_path, family, num_experts, parallel):
+    """An expert or less on each of four ranks; two experts on four are split by rows."""
+    tiny.make(tmp_path / family, family, **{divided: num_experts for divided in FAMILIES[family].divided if divided.endswith("experts")})
+    result = ranks(4, every_family, tmp_path, parallel.sequence, [family], parallel=parallel)[0][family]
+    assert isinstance(result, dict), result
+    assert result["values"] < 1e-12 and result["gradient"] < 1e-13, result
+    if parallel.sequence:
+        assert_same_files(tmp_path / family, tmp_path / f"{family} exported")
+
+
+def assert_same_files(*folders):
+    before, after = ({n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()} for folder in folders)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_load_and_export_give_the_same_files(results, root, family):
     """Read by two ranks under tensor parallelism, written by them: names, shapes, bits, and what the library makes of them."""
-    before, after = ({n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
-                     for folder in (root / family, root / f"{family} exported"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before)
+    assert_same_files(root / family, root / f"{family} exported")
     a, b = (AutoModelForCausalLM.from_pretrained(folder, dtype="float32").state_dict() for folder in (root / family, root / f"{family} exported"))
     assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from minirl.model import attention, families
+from minirl.model import attention, experts, families
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp, tensor
 from minirl.parallel.boxes import Part, cut, overlap
@@ -82,12 +82,15 @@ class Weights:
                 target.copy_(self.read(part.name, *part.inside(common)).view(target.shape))
 
 
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The few buffers that are no function of the config: a router's correction."""
+    return {f"{prefix}.{name}": b for prefix, module in model.named_modules() for name, b in module._buffers.items()
+            if name not in module._non_persistent_buffers_set}
+
+
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All that a checkpoint holds: parameters, and the few buffers that are no function of the config (a router's correction).
-    A tied head appears once, under the embedding's name."""
-    buffers = {f"{prefix}.{name}": b for prefix, module in model.named_modules() for name, b in module._buffers.items()
-               if name not in module._non_persistent_buffers_set}
-    return dict(model.named_parameters()) | buffers
+    """All that a checkpoint holds. A tied head appears once, under the embedding's name."""
+    return dict(model.named_parameters()) | buffers(model)
 
 
 def load(model: nn.Module, folder: Path, device: torch.device) -> int:
@@ -142,7 +145,10 @@ def build(folder: Path, mesh: Mesh, *, dtype: str, trainable: bool, activation_c
     config = families.without_dropout(read_config(folder))
     families.check(config, f"policy.model = {folder}")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=master, attn_implementation=attention.NAME)
+        model = AutoModelForCausalLM.from_config(config, dtype=master, attn_implementation=attention.NAME, experts_implementation=experts.NAME)
+    for name, b in buffers(model).items():  # rounded to bfloat16 they would choose other experts
+        parent, _, own_name = name.rpartition(".")
+        model.get_submodule(parent)._buffers[own_name] = b.to(torch.promote_types(b.dtype, torch.float32))
     model.requires_grad_(trainable)
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -48,13 +48,16 @@ class Family:
     experts: Experts | None = None
 
 
-def _moe(*divided: str, tiny: dict, experts: Experts = Experts(), heads: tuple[str, ...] = HEADS, plan: dict[str, str] | None = None) -> Family:  # noqa: B008
-    return Family(tiny={"num_experts_per_tok": 2, "head_dim": 32} | tiny, divided=(*heads, *divided), experts=experts, plan=plan or {})
+def _moe(*divided: str, tiny: dict, experts: Experts | None = None, heads: tuple[str, ...] = HEADS, plan: dict[str, str] | None = None) -> Family:
+    return Family(tiny={"num_experts_per_tok": 2, "head_dim": 32} | tiny, divided=(*heads, *divided), experts=experts or Experts(), plan=plan or {})
 
 
 _MIXTRAL = Experts("w1", "w3", "w2", "block_sparse_moe")
+_QWEN2_MOE = {"model.layers.*.mlp.experts": "moe_tp_experts", "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
+              "model.layers.*.mlp.shared_expert.up_proj": "colwise", "model.layers.*.mlp.shared_expert.down_proj": "rowwise"}
 _DEEPSEEK = {"n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 2, "n_group": 2, "topk_group": 1,
              "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+_DEEPSEEK_DIVIDED = ("intermediate_size", "n_routed_experts", "n_shared_experts * moe_intermediate_size")
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(tiny={}),
@@ -79,6 +82,14 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": Family(tiny={"head_dim": 32}),
     "exaone4": Family(tiny=ALTERNATING),
     "ernie4_5": Family(tiny={"head_dim": 32}),
+    "mixtral": _moe("num_local_experts", tiny={"num_local_experts": 4, "router_jitter_noise": 0.1}, experts=_MIXTRAL),
+    "qwen2_moe": _moe("num_experts", "shared_expert_intermediate_size", plan=_QWEN2_MOE,
+                      tiny={"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}),
+    "qwen3_moe": _moe("num_experts", tiny={"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True}),
+    "olmoe": _moe("num_experts", heads=FEATURES, tiny={"num_experts": 4}),
+    "glm4_moe": _moe(*_DEEPSEEK_DIVIDED, tiny=_DEEPSEEK | {"use_qk_norm": True}),
+    "dots1": _moe(*_DEEPSEEK_DIVIDED, tiny=_DEEPSEEK | ALTERNATING),
+    "minimax_m2": _moe("num_local_experts", heads=FEATURES, experts=_MIXTRAL, tiny={"num_local_experts": 4}),
 }
 
 # Families that users ask for, and what was found wrong with them.
