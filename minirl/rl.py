@@ -74,7 +74,7 @@ class Trainer:
             self.policy = Policy(cfg.policy, self.inputs.folder, mesh, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
             dtype = cfg.engine.dtype if cfg.engine.dtype != "auto" else cfg.policy.dtype.replace("float64", "float32")
             self.engine = RolloutEngine(cfg.engine, self.inputs.folder, mesh, dtype=dtype, timer=self.timer)
-            self.refit = Refit(cfg.refit, self.policy.shards(), self.engine, mesh, check=cfg.debug.check_refit)
+            self.refit = Refit(cfg.refit, self.policy.shards(), self.policy.parts(), self.engine, mesh, check=cfg.debug.check_refit)
             self.sampler = Sampler(self.engine, self.inputs.env, self.inputs.train.tokenizer, mesh, seed=cfg.seed,
                                    tickets=cfg.rollout.tickets, threads=cfg.reward.threads)
             self.sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=tuple(self.inputs.stop_ids),

@@ -3,6 +3,7 @@ sequence at a time, and from a file through load and export to a file. All famil
 """
 
 import re
+import shutil
 import traceback
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 from harness import ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_model import CPU, hugging_face, model_batch, weights_of
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -19,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from minirl import checkpoint
 from minirl.config import ParallelConfig, PolicyConfig
 from minirl.data.packing import pack
-from minirl.model import families
+from minirl.model import build, experts, families
 from minirl.model.families import FAMILIES
 from minirl.parallel import tensor
 from minirl.policy import Policy
@@ -195,3 +196,60 @@ def test_dropout_by_any_name_is_zeroed():
     config = families.without_dropout(AutoConfig.for_model("phi3", resid_pdrop=0.1, embd_pdrop=0.1, attention_dropout=0.1))
     assert config.resid_pdrop == config.embd_pdrop == config.attention_dropout == 0.0
     assert families.without_dropout(AutoConfig.for_model("seed_oss")).residual_dropout == 0.0
+
+
+def kept_dtypes(mesh, folder, out):
+    policy = Policy(PolicyConfig(dtype="bfloat16"), folder, mesh, trainable=False)
+    checkpoint.export(policy, out, mesh)
+    return {n: t.dtype for n, t in policy.shards().items()}
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "dots1", "minimax_m2"])
+def test_a_routers_correction_stays_float32(root, tmp_path, family):
+    """In bfloat16 it would choose other experts than the checkpoint's."""
+    (dtypes,) = ranks(1, kept_dtypes, root / family, tmp_path / "exported")
+    assert {d for n, d in dtypes.items() if n.endswith("e_score_correction_bias")} == {torch.float32}
+    assert {d for n, d in dtypes.items() if not n.endswith("e_score_correction_bias")} == {torch.bfloat16}
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    for name, t in load_file(root / family / "model.safetensors").items():
+        assert torch.equal(exported[name], t if name.endswith("e_score_correction_bias") else t.bfloat16())
+
+
+def test_layers_for_speculative_decoding_are_passed_over(root, tmp_path):
+    """GLM 4.5's files hold one that the library does not build either."""
+    shutil.copytree(root / "glm4_moe", tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    save_file(tensors | {"model.layers.46.eh_proj.weight": torch.zeros(2)}, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model"))
+    assert build.load(model, tmp_path / "model", CPU) == sum(t.nbytes for t in tensors.values())
+
+
+def mixture_inputs(dtype, device):
+    """7 tokens, 3 of 5 experts each; expert 3 gets none, and index 5 is no expert."""
+    torch.manual_seed(0)
+    indices = torch.tensor([[0, 1, 2], [2, 4, 5], [5, 5, 5], [1, 0, 4], [4, 2, 0], [0, 5, 1], [2, 1, 0]], device=device)
+    module = SimpleNamespace(num_experts=5, _apply_gate=lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1])
+    module.gate_up_proj, module.down_proj, hidden, weights = (
+        torch.randn(shape, dtype=torch.float64).to(device, dtype).requires_grad_() for shape in ((5, 48, 16), (5, 16, 24), (7, 16), (7, 3)))
+    return module, hidden, indices, weights
+
+
+def naive_mixture(module, hidden, indices, weights):
+    out = []
+    for t, row in enumerate(hidden):
+        out.append(sum((weights[t, k] * (module.down_proj[e] @ module._apply_gate(module.gate_up_proj[e] @ row)) for k, e in enumerate(indices[t]) if e < 5),
+                       torch.zeros_like(row)))
+    return torch.stack(out)
+
+
+def test_mixture_equals_one_token_and_expert_at_a_time():
+    module, hidden, indices, weights = mixture_inputs(torch.float64, CPU)
+    inputs = (hidden, weights, module.gate_up_proj, module.down_proj)
+    got, expected = experts.mixture(module, hidden, indices, weights), naive_mixture(module, hidden, indices, weights)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    direction = torch.randn_like(got)
+    for x, y in zip(*(torch.autograd.grad((out * direction).sum(), inputs) for out in (got, expected)), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
+    nobody = experts.mixture(module, hidden, torch.full_like(indices, 5), weights)  # still gives FSDP gradients
+    assert not nobody.any() and [not g.any() for g in torch.autograd.grad(nobody.sum(), inputs)] == [True] * 4

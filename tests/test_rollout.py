@@ -12,7 +12,6 @@ from minirl.data.datasets import Prompts
 from minirl.data.packing import pack
 from minirl.model.build import Weights
 from minirl.model.families import FAMILIES
-from minirl.parallel import fsdp
 from minirl.policy import Policy
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.env import make_env
@@ -31,9 +30,7 @@ def overwrite(policy, folder):
     weights = Weights(folder)
     with torch.no_grad():
         for name, p in policy.shards().items():
-            offset, shape = fsdp.local_box(p)
-            if 0 not in shape:
-                fsdp.local(p).copy_(weights.read(name, offset, shape))
+            weights.fill(p, policy.parts()[name])
 
 
 def greedy(engine, num=6, length=24):
@@ -51,7 +48,7 @@ def refit_program(mesh, a, b, tp, dtype):
     engine = RolloutEngine(EngineConfig(**ENGINE, tensor_parallel_size=tp), a, mesh, dtype=dtype)
     received = {}
     for transport in ("all_gather", "all_to_all"):
-        refit = Refit(RefitConfig(transport=transport, bucket_mb=1), policy.shards(), engine, mesh, check=True)
+        refit = Refit(RefitConfig(transport=transport, bucket_mb=1), policy.shards(), policy.parts(), engine, mesh, check=True)
         for p in engine.parameters().values():
             p.fill_(torch.nan)
         with engine.awake(refit, []):  # raises if one element differs from the full gather
@@ -89,9 +86,9 @@ def test_refit_equals_full_gather_and_a_fresh_engine(tmp_path, world, tp, family
 def incomplete_refit(mesh, folder):
     policy = make_policy(folder, mesh)
     engine = RolloutEngine(EngineConfig(**ENGINE), folder, mesh, dtype="float32")
-    shards = policy.shards()
-    del shards["model.layers.1.mlp.up_proj.weight"]
-    Refit(RefitConfig(), shards, engine, mesh)
+    shards, parts = policy.shards(), policy.parts()
+    del shards["model.layers.1.mlp.up_proj.weight"], parts["model.layers.1.mlp.up_proj.weight"]
+    Refit(RefitConfig(), shards, parts, engine, mesh)
 
 
 def test_refit_names_what_it_would_leave_unfilled(tmp_path):
@@ -107,7 +104,7 @@ def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options
     sampler = Sampler(engine, make_env("exact"), tokenizer, mesh, seed=0, tickets=tickets, threads=2)
     prompts = Prompts(rows, tokenizer, DataConfig(), seed=0)
     sampling = Sampling(max_tokens=20, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=temperature)
-    with engine.awake(Refit(RefitConfig(), policy.shards(), engine, mesh), []):
+    with engine.awake(Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True), []):
         trajectories = sampler.collect(prompts, range(7, 7 + len(rows)), num_samples, sampling)
         again = sampler.collect(prompts, range(7, 7 + len(rows)), num_samples, sampling)
     batches = [pack(ts, mesh.device, temperature) for ts in (mesh.gather(trajectories) if engine.tp_size == 1 else [trajectories])]

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import types
 from pathlib import Path
 
@@ -101,7 +102,9 @@ def load(model: nn.Module, folder: Path, device: torch.device) -> int:
     parts = {name: families.parts(model.config, name, t.shape) for name, t in held.items()}
     expected = {part.name: list(part.shape) for of_one in parts.values() for part in of_one}
     wrong = [n for n, shape in expected.items() if n not in weights.names() or weights.shape(n) != shape]
-    derived = {n for n in weights.names() if n.endswith("rotary_emb.inv_freq")}  # some old files keep these buffers
+    # Some old files keep buffers that are a function of the config, some new ones layers that only a speculating engine uses.
+    unused = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])]
+    derived = {n for n in weights.names() if any(re.search(pattern, n) for pattern in unused)}
     extra = weights.names() - expected.keys() - {"lm_head.weight"} - derived
     if wrong or extra:
         raise UserError(f"policy.model = {folder}: the weights do not fit its config.json; missing or of another shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}")

@@ -77,7 +77,7 @@ FAMILIES: dict[str, Family] = {
                       logits_divided_by="logits_scaling"),
     "glm": Family(tiny={"head_dim": 32}),
     "glm4": Family(tiny={"head_dim": 32}),
-    "cohere": Family(tiny={"tie_word_embeddings": True, "logit_scale": 0.25}, logits_multiplied_by="logit_scale"),
+    "cohere": Family(tiny={"tie_word_embeddings": True, "logit_scale": 0.25, "use_qk_norm": True}, logits_multiplied_by="logit_scale"),
     "cohere2": Family(tiny=ALTERNATING | {"tie_word_embeddings": True, "logit_scale": 0.25}, logits_multiplied_by="logit_scale"),
     "seed_oss": Family(tiny={"head_dim": 32}),
     "exaone4": Family(tiny=ALTERNATING),

@@ -209,6 +209,13 @@ def _replicated(module: nn.Module, tp: TensorParallel, *, partial: bool) -> None
     module.forward = _with_local_parameters(module, partial=partial)
 
 
+def _per_head(module: nn.Module, tp: TensorParallel) -> None:
+    """A norm with weights of its own for each head, [heads, head_dim]: own heads."""
+    for name in module._parameters:
+        _shard(module, name, tp, Shard(0))
+    module.forward = _with_local_parameters(module, partial=False)
+
+
 def _experts(module: nn.Module, tp: TensorParallel) -> None:
     """Own experts out of fused tensors [experts, ...]: tokens of others' experts give 0 here, and the block sums over ranks.
 
@@ -286,6 +293,8 @@ def apply(model: nn.Module, tp: TensorParallel, plan: dict[str, str]) -> None:
             _experts(module, tp)
         elif style not in (None, "replicated_with_grad_allreduce"):
             raise NotImplementedError(f"{type(model).__name__}: tensor-parallel style {style!r} of {name}")
+        elif block_of(name) in blocks - mixtures and any(p.ndim == 2 for p in module._parameters.values()):
+            _per_head(module, tp)
         elif any(p is not None for p in module._parameters.values()):
             # Inside a block tokens are whole, but a query norm sees own heads, a router own experts. Outside, norms see own tokens or all.
             block = block_of(name)
