@@ -192,6 +192,13 @@ def test_settings_that_packing_would_change_are_refused(family, values, named):
     families.check(AutoConfig.for_model(family), "policy.model = x")
 
 
+def test_a_length_at_which_engine_and_trainer_differ_is_refused():
+    config = AutoConfig.for_model("cohere2", sliding_window=100)
+    families.check(config, "policy.model = x", max_model_len=100)
+    with pytest.raises(UserError, match="engine.max_model_len = 101 is above sliding_window = 100"):
+        families.check(config, "policy.model = x", max_model_len=101)
+
+
 def test_dropout_by_any_name_is_zeroed():
     config = families.without_dropout(AutoConfig.for_model("phi3", resid_pdrop=0.1, embd_pdrop=0.1, attention_dropout=0.1))
     assert config.resid_pdrop == config.embd_pdrop == config.attention_dropout == 0.0

@@ -46,6 +46,8 @@ class Family:
     logits_softcap: str | None = None
     """Config value c, which may be None, of logits that are c * tanh(logits / c)."""
     experts: Experts | None = None
+    engine_length: str | None = None
+    """Config value: of longer sequences the engine computes something else than the library."""
 
 
 def _moe(*divided: str, tiny: dict, experts: Experts | None = None, heads: tuple[str, ...] = HEADS, plan: dict[str, str] | None = None) -> Family:
@@ -78,7 +80,8 @@ FAMILIES: dict[str, Family] = {
     "glm": Family(tiny={"head_dim": 32}),
     "glm4": Family(tiny={"head_dim": 32}),
     "cohere": Family(tiny={"tie_word_embeddings": True, "logit_scale": 0.25, "use_qk_norm": True}, logits_multiplied_by="logit_scale"),
-    "cohere2": Family(tiny=ALTERNATING | {"tie_word_embeddings": True, "logit_scale": 0.25}, logits_multiplied_by="logit_scale"),
+    "cohere2": Family(tiny=ALTERNATING | {"tie_word_embeddings": True, "logit_scale": 0.25}, logits_multiplied_by="logit_scale",
+                      engine_length="sliding_window"),  # vLLM's windows are one token wider
     "seed_oss": Family(tiny={"head_dim": 32}),
     "exaone4": Family(tiny=ALTERNATING),
     "ernie4_5": Family(tiny={"head_dim": 32}),
@@ -106,8 +109,8 @@ REFUSED = {
 }
 
 
-def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1) -> None:
-    """Refuse a model that would not work. `tensor_parallel` is the engine's. Raises UserError."""
+def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1, max_model_len: int = 0) -> None:
+    """Refuse a model that would not work. `tensor_parallel` is the engine's, `max_model_len` too where its log-probs are trained on. Raises UserError."""
     if config.model_type not in FAMILIES:
         why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
         raise UserError(f"{where}: family {config.model_type!r} is not supported{why}; supported are {', '.join(FAMILIES)}")
@@ -117,6 +120,10 @@ def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1) -> Non
     if values.get("use_bidirectional_attention"):
         raise UserError(f"{where}: use_bidirectional_attention is set, and tokens would see the future; packed attention is causal")
     _check_rope(values.get("rope_parameters") or {}, where)
+    length = FAMILIES[config.model_type].engine_length
+    if length and getattr(config, length) and max_model_len > getattr(config, length):
+        raise UserError(f"{where}: engine.max_model_len = {max_model_len} is above {length} = {getattr(config, length)}, beyond which the engine's "
+                        f"{config.model_type} attends to other tokens than the trainer's; lower the lengths")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise UserError(f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")

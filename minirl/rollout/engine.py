@@ -229,13 +229,9 @@ def _patch_cpu(mesh: Mesh) -> None:
     """
     import vllm.distributed.device_communicators.cpu_communicator as shm
     import vllm.model_executor.layers.utils as layers
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.platforms import current_platform
 
-    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
-    CPUUnquantizedExperts._padded_intermediate_size = classmethod(lambda cls, config: config.intermediate_size_per_partition)
-    CPUUnquantizedExperts.is_supported_config = staticmethod(lambda *args, **kwargs: (True, None))
-    CPUUnquantizedExperts.apply = _plain_experts
+    _patch_cpu_experts()
     type(current_platform).simple_compile_backend = "eager"  # else the first generation waits for a C++ compiler
     layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", torch.nn.functional.linear)
 
@@ -255,12 +251,30 @@ def _patch_cpu(mesh: Mesh) -> None:
         shm._CPUSHMDistributed._init_cpu_shm = init_and_unlink
 
 
-def _plain_experts(self, output: Tensor, hidden: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, indices: Tensor, *rest: object) -> None:  # noqa: ANN001
-    """hidden [T, H], w13 [E, 2I, H], w2 [E, H, I], weights and indices [T, k] -> output [T, H], by the weights as they were loaded."""
-    total = torch.zeros(hidden.shape, dtype=torch.float32)
-    for expert in indices.unique().tolist():
-        rows, slot = (indices == expert).nonzero(as_tuple=True)
-        gate, up = torch.nn.functional.linear(hidden[rows], w13[expert]).chunk(2, dim=-1)
+def _patch_cpu_experts() -> None:
+    """The same of fused experts, which would be repacked, too."""
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+    except ImportError:  # vLLM 0.26
+        from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+        def refuse(*_: object) -> None:
+            raise UserError("the CPU engine of vLLM 0.26 keeps expert weights where a refit cannot write them; use vLLM 0.32")
+
+        CPUFusedMOE.__init__ = refuse
+        return
+    Experts.process_weights_after_loading = lambda self, layer: None
+    Experts._padded_intermediate_size = classmethod(lambda cls, config: config.intermediate_size_per_partition)
+    Experts.is_supported_config = staticmethod(lambda *args, **kwargs: (True, None))
+    Experts.apply = _plain_experts
+
+
+def _plain_experts(self, *, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, **_: object) -> None:  # noqa: ANN001
+    """hidden_states [T, H], w1 [E, 2I, H], w2 [E, H, I], topk_* [T, k] -> output [T, H], by the weights as they were loaded."""
+    total = torch.zeros(hidden_states.shape, dtype=torch.float32)
+    for expert in topk_ids.unique().tolist():
+        rows, slot = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = torch.nn.functional.linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
         y = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2[expert])
-        total.index_add_(0, rows, y.float() * weights[rows, slot, None].float())
+        total.index_add_(0, rows, y.float() * topk_weights[rows, slot, None].float())
     output.copy_(total)
