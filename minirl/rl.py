@@ -229,7 +229,7 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
     else:
         folder = build.resolve(cfg.policy.model, "policy.model")
         config, tokenizer = build.read_config(folder), None
-    families.check(config, f"policy.model = {cfg.policy.model}", cfg.engine.tensor_parallel_size, cfg.engine.max_model_len)
+    families.check(config, f"policy.model = {cfg.policy.model}", cfg.engine.tensor_parallel_size, cfg.engine.max_model_len, mesh.device.type)
     tensor.check(families.divided(config), cfg.parallel.tensor)
     tokenizer = tokenizer or chat.load_tokenizer(folder)
     part = slice(mesh.rank, None, mesh.world_size)

@@ -199,6 +199,13 @@ def test_a_length_at_which_engine_and_trainer_differ_is_refused():
         families.check(config, "policy.model = x", max_model_len=101)
 
 
+def test_a_family_that_the_engine_runs_on_cuda_only_is_refused_on_cpu():
+    config = AutoConfig.for_model("minimax_m2")
+    families.check(config, "policy.model = x", device="cuda")
+    with pytest.raises(UserError, match="vLLM's CPU build does not run family 'minimax_m2'"):
+        families.check(config, "policy.model = x", device="cpu")
+
+
 def test_dropout_by_any_name_is_zeroed():
     config = families.without_dropout(AutoConfig.for_model("phi3", resid_pdrop=0.1, embd_pdrop=0.1, attention_dropout=0.1))
     assert config.resid_pdrop == config.embd_pdrop == config.attention_dropout == 0.0

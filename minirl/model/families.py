@@ -48,10 +48,13 @@ class Family:
     experts: Experts | None = None
     engine_length: str | None = None
     """Config value: of longer sequences the engine computes something else than the library."""
+    engine_on_cpu: bool = True
 
 
-def _moe(*divided: str, tiny: dict, experts: Experts | None = None, heads: tuple[str, ...] = HEADS, plan: dict[str, str] | None = None) -> Family:
-    return Family(tiny={"num_experts_per_tok": 2, "head_dim": 32} | tiny, divided=(*heads, *divided), experts=experts or Experts(), plan=plan or {})
+def _moe(*divided: str, tiny: dict, experts: Experts | None = None, heads: tuple[str, ...] = HEADS, plan: dict[str, str] | None = None,
+         engine_on_cpu: bool = True) -> Family:
+    return Family(tiny={"num_experts_per_tok": 2, "head_dim": 32} | tiny, divided=(*heads, *divided), experts=experts or Experts(), plan=plan or {},
+                  engine_on_cpu=engine_on_cpu)
 
 
 _MIXTRAL = Experts("w1", "w3", "w2", "block_sparse_moe")
@@ -92,7 +95,8 @@ FAMILIES: dict[str, Family] = {
     "olmoe": _moe("num_experts", heads=FEATURES, tiny={"num_experts": 4}),
     "glm4_moe": _moe(*_DEEPSEEK_DIVIDED, tiny=_DEEPSEEK | {"use_qk_norm": True}),
     "dots1": _moe(*_DEEPSEEK_DIVIDED, tiny=_DEEPSEEK | ALTERNATING),
-    "minimax_m2": _moe("num_local_experts", heads=FEATURES, experts=_MIXTRAL, tiny={"num_local_experts": 4}),
+    "minimax_m2": _moe("num_local_experts", heads=FEATURES, experts=_MIXTRAL, engine_on_cpu=False,
+                       tiny={"num_local_experts": 4, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}),
 }
 
 # Families that users ask for, and what was found wrong with them.
@@ -109,8 +113,11 @@ REFUSED = {
 }
 
 
-def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1, max_model_len: int = 0) -> None:
-    """Refuse a model that would not work. `tensor_parallel` is the engine's, `max_model_len` too where its log-probs are trained on. Raises UserError."""
+def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1, max_model_len: int = 0, device: str | None = None) -> None:
+    """Refuse a model that would not work. Raises UserError.
+
+    Of the engine: `tensor_parallel`; `max_model_len` where its log-probs are trained on; `device`, its type.
+    """
     if config.model_type not in FAMILIES:
         why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
         raise UserError(f"{where}: family {config.model_type!r} is not supported{why}; supported are {', '.join(FAMILIES)}")
@@ -120,6 +127,8 @@ def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1, max_mo
     if values.get("use_bidirectional_attention"):
         raise UserError(f"{where}: use_bidirectional_attention is set, and tokens would see the future; packed attention is causal")
     _check_rope(values.get("rope_parameters") or {}, where)
+    if device == "cpu" and not FAMILIES[config.model_type].engine_on_cpu:
+        raise UserError(f"{where}: vLLM's CPU build does not run family {config.model_type!r} (its router scores); use a CUDA device")
     length = FAMILIES[config.model_type].engine_length
     if length and getattr(config, length) and max_model_len > getattr(config, length):
         raise UserError(f"{where}: engine.max_model_len = {max_model_len} is above {length} = {getattr(config, length)}, beyond which the engine's "
