@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 NAME = "minirl"
-# Its name from torch 2.10 on is public.
+# Public from torch 2.10 on.
 _grouped_mm = vars(F).get("grouped_mm", torch._grouped_mm)
 
 

@@ -269,7 +269,8 @@ def _patch_cpu_experts() -> None:
     Experts.apply = _plain_experts
 
 
-def _plain_experts(self, *, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, **_: object) -> None:  # noqa: ANN001
+def _plain_experts(self, *, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,  # noqa: ANN001
+                   **_: object) -> None:
     """hidden_states [T, H], w1 [E, 2I, H], w2 [E, H, I], topk_* [T, k] -> output [T, H], by the weights as they were loaded."""
     total = torch.zeros(hidden_states.shape, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
