@@ -46,10 +46,10 @@ def main(cfg: RLConfig, mesh: Mesh) -> None:
     rows = []
     for transport in ("all_to_all", "all_gather"):
         cfg.refit.transport = transport
-        refit = Refit(cfg.refit, policy.shards(), engine, mesh)
+        refit = Refit(cfg.refit, policy.shards(), policy.parts(), engine, mesh)
         wall, cpu = timed(refit, mesh)
         rows.append((transport, wall, cpu, refit.bytes_received / 2**20, refit.peak_bytes / 2**20))
-    wall, cpu = timed(lambda: full_gather(policy.shards(), engine, refit.dtype), mesh)
+    wall, cpu = timed(lambda: full_gather(policy.shards(), policy.parts(), engine, refit.dtypes), mesh)
     itemsize, world = refit.dtype.itemsize, mesh.world_size
     sizes = [p.numel() for p in policy.shards().values()]
     rows.append(("full gather", wall, cpu, sum(sizes) * 4 * (world - 1) / world / 2**20, max(sizes) * (4 + itemsize) / 2**20))

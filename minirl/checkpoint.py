@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from minirl import cli
 from minirl.config import CheckpointConfig, ExportConfig, PolicyConfig
 from minirl.flags import load as load_config
-from minirl.model import build
+from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 from minirl.types import UserError
@@ -225,8 +225,10 @@ def export(policy: Policy, folder: Path, mesh: Mesh, *, weights: dict[str, Tenso
 
 def _write_folder(folder: Path, shapes: dict[str, torch.Size], read: Callable[[list[str], bool], dict[str, Tensor]], source: Path,
                   dtype: torch.dtype, mesh: Mesh, max_file_gb: float) -> None:
-    """read(names, mine) -> those weights in host memory where `mine`. Collective: one weight is whole at a time, and one file on one
-    rank only: files are owned by ranks in turn. Config and tokenizer are those of `source`. Written beside and renamed."""
+    """read(names, mine) -> those of the model's tensors in host memory where `mine`. Collective: one weight is whole at a time, and one file on
+    one rank only: files are owned by ranks in turn. Config and tokenizer are those of `source`. Written beside and renamed."""
+    config = build.read_config(source)
+    parts = {name: families.parts(config, name, shape) for name, shape in shapes.items()}
     files: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():
@@ -244,13 +246,14 @@ def _write_folder(folder: Path, shapes: dict[str, torch.Size], read: Callable[[l
     names = ["model.safetensors"] if len(files) == 1 else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     for i, (file, members) in enumerate(zip(names, files, strict=True)):
         mine = i % mesh.world_size == mesh.rank
-        tensors = read(members, mine)
+        tensors = {name: t if families.keeps_precision(name) else t.to(dtype) for name, t in read(members, mine).items()}
         if mine:
-            save_file({name: t.to(dtype).contiguous() for name, t in tensors.items()}, partial / file, metadata={"format": "pt"})
+            save_file({part.name: part.of(t).clone(memory_format=torch.contiguous_format) for name, t in tensors.items() for part in parts[name]},
+                      partial / file, metadata={"format": "pt"})
     if mesh.rank == 0:
         if len(files) > 1:
             index = {"metadata": {"total_size": sum(shape.numel() for shape in shapes.values()) * dtype.itemsize},
-                     "weight_map": {name: file for file, members in zip(names, files, strict=True) for name in members}}
+                     "weight_map": {part.name: file for file, members in zip(names, files, strict=True) for name in members for part in parts[name]}}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         _write_companions(source, partial, dtype)
     mesh.barrier()

@@ -62,7 +62,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     if not cfg.data.eval:
         raise UserError("data.eval is empty: give a JSONL file or reasoning_gym:NAME")
     folder = build.resolve(cfg.model, "model")
-    families.check(build.read_config(folder), f"model = {folder}", cfg.engine.tensor_parallel_size)
+    families.check(build.read_config(folder), f"model = {folder}", cfg.engine.tensor_parallel_size, device=mesh.device.type)
     rows = load_rows(cfg.data.eval, "data.eval", cfg.data)
     env = make_env(cfg.reward.function)
     check_rows(cfg.reward.function, rows)

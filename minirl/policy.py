@@ -12,9 +12,9 @@ from minirl.algo import normalize
 from minirl.algo.losses import Loss
 from minirl.config import PolicyConfig
 from minirl.log import Timer
-from minirl.model import families
-from minirl.model.build import build
+from minirl.model import build, families
 from minirl.parallel import fsdp
+from minirl.parallel.boxes import Part
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.muon import Muon
 from minirl.parallel.optimizer import Optimizer
@@ -40,8 +40,8 @@ class Policy:
     def __init__(self, cfg: PolicyConfig, folder: Path, mesh: Mesh, *, trainable: bool = True, sequence_parallel: bool = False,
                  timer: Timer | None = None):
         self.cfg, self.folder, self.mesh, self.timer = cfg, folder, mesh, timer or Timer(mesh.device)
-        self.model = build(folder, mesh, dtype=cfg.dtype, trainable=trainable, activation_checkpointing=cfg.activation_checkpointing,
-                           reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload, sequence_parallel=sequence_parallel)
+        self.model = build.build(folder, mesh, dtype=cfg.dtype, trainable=trainable, activation_checkpointing=cfg.activation_checkpointing,
+                                 reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload, sequence_parallel=sequence_parallel)
         self.layout = Layout(multiple=mesh.tensor.size() if sequence_parallel else 1, context=mesh.context, windowed=families.windowed(self.model.config))
         """What `pack` must make of micro-batches for this model."""
         self.optimizer = self._make_optimizer() if trainable else None
@@ -115,8 +115,12 @@ class Policy:
         return out | {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not math.isfinite(grad_norm))}
 
     def shards(self) -> dict[str, Tensor]:
-        """Parameters by checkpoint name; a tied head appears once, under the embedding's."""
-        return dict(self.model.named_parameters())
+        """All that a checkpoint holds, by the model's names; a tied head appears once, under the embedding's."""
+        return build.tensors(self.model)
+
+    def parts(self) -> dict[str, list[Part]]:
+        """The weights of a checkpoint's files that each of `shards` is made of."""
+        return {name: families.parts(self.model.config, name, t.shape) for name, t in self.shards().items()}
 
     def averages(self) -> dict[str, Tensor]:
         """The same of their moving averages; before the first update, the parameters themselves. Only inside `state_awake`."""

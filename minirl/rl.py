@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m minirl.rl --config configs/quickstart_rl.yaml
 
 `train` is the whole algorithm; what it calls is one layer down. Left out so far: a critic, several turns, more than one
-reward, context parallelism.
+reward.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ class Trainer:
             self.policy = Policy(cfg.policy, self.inputs.folder, mesh, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
             dtype = cfg.engine.dtype if cfg.engine.dtype != "auto" else cfg.policy.dtype.replace("float64", "float32")
             self.engine = RolloutEngine(cfg.engine, self.inputs.folder, mesh, dtype=dtype, timer=self.timer)
-            self.refit = Refit(cfg.refit, self.policy.shards(), self.engine, mesh, check=cfg.debug.check_refit)
+            self.refit = Refit(cfg.refit, self.policy.shards(), self.policy.parts(), self.engine, mesh, check=cfg.debug.check_refit)
             self.sampler = Sampler(self.engine, self.inputs.env, self.inputs.train.tokenizer, mesh, seed=cfg.seed,
                                    tickets=cfg.rollout.tickets, threads=cfg.reward.threads)
             self.sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=tuple(self.inputs.stop_ids),
@@ -177,7 +177,7 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
     check_rows(cfg.reward.function, [*rows, *held_out])
     if cfg.sft.num_steps and any(row.get("answer") is None for row in rows):
         raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
-    folder, _, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_tp=cfg.engine.tensor_parallel_size)
+    folder, _, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
     part = slice(mesh.rank, None, mesh.world_size)
     train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
     train.check_lengths("data.train", part)

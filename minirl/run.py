@@ -97,17 +97,19 @@ def check_output(output: Path, resume: bool) -> None:
         raise UserError(f"output = {output} holds {in_the_way[0]} of another run; choose another folder with --output, or go on with it by --resume")
 
 
-def find_model(cfg: RLConfig | SFTConfig, max_len: int, *, engine_tp: int = 1,
+def find_model(cfg: RLConfig | SFTConfig, max_len: int, *, engine_on: str | None = None,
                chats: bool = True) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
-    """(folder, config, tokenizer) of policy.model, checked; the folder of a scratch model is still to be made. Raises UserError."""
+    """(folder, config, tokenizer) of policy.model, checked, also for an engine on that type of device; the folder of a scratch model is still to
+    be made. Raises UserError."""
     if cfg.policy.model == "scratch":
         folder, tokenizer = Path(cfg.output) / "scratch", scratch.make_tokenizer(cfg.policy.scratch.phrases)
         config = scratch.make_config(cfg.policy.scratch, tokenizer, max_len)
     else:
         folder = build.resolve(cfg.policy.model, "policy.model")
         config, tokenizer = build.read_config(folder), None
-    families.check(config, f"policy.model = {cfg.policy.model}", engine_tp)
-    tensor.check(config, cfg.parallel.tensor)
+    engine = (cfg.engine.tensor_parallel_size, cfg.engine.max_model_len, engine_on) if engine_on else ()
+    families.check(config, f"policy.model = {cfg.policy.model}", *engine)
+    tensor.check(families.divided(config), cfg.parallel.tensor)
     return folder, config, tokenizer or chat.load_tokenizer(folder, chats=chats)
 
 

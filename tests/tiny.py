@@ -22,7 +22,7 @@ def make(folder: Path, family: str = "qwen3", *, tied: bool = False, seed: int =
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values), dtype=dtype)
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for p in model.state_dict().values():
             if p.ndim == 1:  # norms are ones and biases zeros at birth, which would hide a missing one
                 p.add_(torch.randn_like(p) * 0.1)
     model.save_pretrained(folder)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import types
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from minirl.model import attention, families
+from minirl.model import attention, experts, families
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp, tensor
+from minirl.parallel.boxes import Part, cut, overlap
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.tensor import TensorParallel
 from minirl.types import Packed, UserError
@@ -72,28 +74,50 @@ class Weights:
         self.bytes_read += part.numel() * part.element_size()
         return part
 
+    def fill(self, t: Tensor, parts: list[Part]) -> None:
+        """Read this rank's block of a parameter, in place, from the file weights that it is made of."""
+        box = fsdp.local_box(t)
+        for part in parts:
+            if common := overlap(part.box, box):  # a small tensor may leave a rank with nothing
+                target = cut(fsdp.local(t), common, box[0])
+                target.copy_(self.read(part.name, *part.inside(common)).view(target.shape))
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The few buffers that are no function of the config: a router's correction."""
+    return {f"{prefix}.{name}": b for prefix, module in model.named_modules() for name, b in module._buffers.items()
+            if name not in module._non_persistent_buffers_set}
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All that a checkpoint holds. A tied head appears once, under the embedding's name."""
+    return dict(model.named_parameters()) | buffers(model)
+
 
 def load(model: nn.Module, folder: Path, device: torch.device, *, cpu_offload: bool = False) -> int:
     """Materialise a sharded meta model (on the host with `cpu_offload`, but for buffers) and fill this rank's shards. Returns the bytes read. Raises UserError on other names
     or shapes than the model's."""
     weights = Weights(folder)
-    params = dict(model.named_parameters())  # a tied head appears once, under the embedding's name
-    wrong = [n for n, p in params.items() if n not in weights.names() or weights.shape(n) != list(p.shape)]
-    derived = {n for n in weights.names() if n.endswith("rotary_emb.inv_freq")}  # some old files keep these buffers
-    extra = weights.names() - params.keys() - {"lm_head.weight"} - derived
+    held = tensors(model)
+    parts = {name: families.parts(model.config, name, t.shape) for name, t in held.items()}
+    expected = {part.name: list(part.shape) for of_one in parts.values() for part in of_one}
+    wrong = [n for n, shape in expected.items() if n not in weights.names() or weights.shape(n) != shape]
+    # Some old files keep buffers that are a function of the config, some new ones layers that only a speculating engine uses.
+    unused = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])]
+    derived = {n for n in weights.names() if any(re.search(pattern, n) for pattern in unused)}
+    extra = weights.names() - expected.keys() - {"lm_head.weight"} - derived
     if wrong or extra:
         raise UserError(f"policy.model = {folder}: the weights do not fit its config.json; missing or of another shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}")
     model.to_empty(device="cpu" if cpu_offload else device)
-    with torch.no_grad():
-        for name, p in params.items():
-            offset, shape = fsdp.local_box(p)
-            if 0 not in shape:  # a small tensor may leave a rank with nothing
-                fsdp.local(p).copy_(weights.read(name, offset, shape))
-            p._is_hf_initialized = True  # or the next lines would draw it anew
+    for p in model.parameters():
+        p._is_hf_initialized = True  # or the next lines would draw it anew
     for module in model.modules():
         if module._buffers:  # rotary frequencies and the like are in no checkpoint
             model._init_weights(module)
             module._buffers.update({name: b if b is None else b.to(device) for name, b in module._buffers.items()})
+    with torch.no_grad():
+        for name, t in tensors(model).items():
+            weights.fill(t, parts[name])
     return weights.bytes_read
 
 
@@ -107,8 +131,9 @@ def packed_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = Fals
     if tp is not None:
         group = tp.group
         hidden = tensor.gather_tokens(hidden[None], group)[0] if tp.sequence else hidden
-    values = logprob_entropy(hidden.index_select(0, batch.rows), fsdp.local(self.lm_head.weight), batch.targets[batch.rows], batch.temperature,
-                             entropy_gradient=entropy_gradient, group=group)
+    scale, softcap = families.head(self.config)
+    values = logprob_entropy(hidden.index_select(0, batch.rows), fsdp.local(self.lm_head.weight), batch.targets[batch.rows], batch.temperature / scale,
+                             softcap=softcap, entropy_gradient=entropy_gradient, group=group)
     logprobs, entropy = (v.new_zeros(len(batch.inputs)).index_copy(0, batch.rows, v) for v in values)
     return logprobs, entropy
 
@@ -124,14 +149,18 @@ def build(folder: Path, mesh: Mesh, *, dtype: str, trainable: bool, activation_c
     config = families.without_dropout(read_config(folder))
     families.check(config, f"policy.model = {folder}")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=master, attn_implementation=attention.NAME)
+        model = AutoModelForCausalLM.from_config(config, dtype=master, attn_implementation=attention.NAME, experts_implementation=experts.NAME)
+    for name, b in buffers(model).items():  # rounded to bfloat16 they would choose other experts
+        parent, _, own_name = name.rpartition(".")
+        model.get_submodule(parent)._buffers[own_name] = b.to(torch.promote_types(b.dtype, torch.float32))
     model.requires_grad_(trainable)
     if activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train(trainable)
     tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
     if tp:
-        tensor.apply(model, tp)
+        tensor.check(families.divided(config), tp.size)
+        tensor.apply(model, tp, model._tp_plan | families.FAMILIES[config.model_type].plan)
     fsdp.shard(model, model.model.layers, mesh.fsdp, compute_dtype=compute, reduce_dtype=master,
                reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload)
     load(model, folder, mesh.device, cpu_offload=cpu_offload)

@@ -1,37 +1,138 @@
-"""The allow-list: model families whose packed forward was shown to equal their plain one. Anything else is refused by name,
-because a family that reads its arguments differently (linear attention, attention sinks) would train on silently wrong numbers.
+"""The allow-list: model families whose packed forward was shown to equal their plain one, alone, under tensor and under sequence
+parallelism. Anything else is refused by name, because a family that reads its arguments differently (linear attention, attention
+sinks) would train on silently wrong numbers. All that differs between families is data in these rows.
 
-To add one: a row here; `tests/test_model.py` runs it packed against unpacked, `tests/test_rollout.py` through the engine.
+To add one: a row here; `tests/test_families.py` runs it packed against unpacked, on two ranks, and through load and export;
+`tests/test_rollout.py` through the engine.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
+import torch
 from transformers import PretrainedConfig
 
+from minirl.parallel.boxes import Part
 from minirl.types import UserError
+
+HEADS = ("num_attention_heads", "num_key_value_heads")
+FEATURES = ("num_attention_heads * head_dim", "num_key_value_heads * head_dim")  # attention itself is whole on every rank
+DENSE = (*HEADS, "intermediate_size")
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Names in the files of what the model keeps as two fused tensors: `{block}.experts.{number}.{gate, up or down}.weight`."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    block: str = "mlp"
+    """Stands for the model's `mlp`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     tiny: dict
-    """Config values beyond the common ones that make a small instance for tests."""
+    """Config values beyond the common ones that make a small instance for tests, in which every peculiarity shows."""
+    divided: tuple[str, ...] = DENSE
+    """Config values, or products of them, that parallel.tensor splits."""
+    plan: dict[str, str] = field(default_factory=dict)
+    """Tensor-parallel styles that the library's own plan lacks."""
+    logits_divided_by: str | None = None
+    """Config value that the head's logits are divided by (over and above the temperature)."""
+    logits_multiplied_by: str | None = None
+    logits_softcap: str | None = None
+    """Config value c, which may be None, of logits that are c * tanh(logits / c)."""
+    experts: Experts | None = None
+    engine_length: str | None = None
+    """Config value: of longer sequences the engine computes something else than the library."""
+    engine_on_cpu: bool = True
 
+
+def _moe(*divided: str, tiny: dict, experts: Experts | None = None, heads: tuple[str, ...] = HEADS, plan: dict[str, str] | None = None,
+         engine_on_cpu: bool = True) -> Family:
+    return Family(tiny={"num_experts_per_tok": 2, "head_dim": 32} | tiny, divided=(*heads, *divided), experts=experts or Experts(), plan=plan or {},
+                  engine_on_cpu=engine_on_cpu)
+
+
+_MIXTRAL = Experts("w1", "w3", "w2", "block_sparse_moe")
+_QWEN2_MOE = {"model.layers.*.mlp.experts": "moe_tp_experts", "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
+              "model.layers.*.mlp.shared_expert.up_proj": "colwise", "model.layers.*.mlp.shared_expert.down_proj": "rowwise"}
+_DEEPSEEK = {"n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 2, "n_group": 2, "topk_group": 1,
+             "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+_DEEPSEEK_DIVIDED = ("intermediate_size", "n_routed_experts", "n_shared_experts * moe_intermediate_size")
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family({}),
-    "mistral": Family({"sliding_window": 12, "head_dim": 32}),
-    "qwen2": Family({}),
-    "qwen3": Family({"head_dim": 32}),
-    "smollm3": Family({"no_rope_layer_interval": 2}),
+    "llama": Family(tiny={}),
+    "mistral": Family(tiny={"sliding_window": 12, "head_dim": 32}),
+    "qwen2": Family(tiny={}),
+    "qwen3": Family(tiny={"head_dim": 32}),
+    "smollm3": Family(tiny={"no_rope_layer_interval": 2}),
+    "gemma": Family(tiny={"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma2": Family(tiny=ALTERNATING | {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0,
+                                         "final_logit_softcapping": 3.0}, logits_softcap="final_logit_softcapping"),
+    "gemma3_text": Family(tiny=ALTERNATING | {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 20},
+                          logits_softcap="final_logit_softcapping"),
+    "phi3": Family(tiny={"sliding_window": 12}, divided=(*FEATURES, "intermediate_size")),
+    "olmo2": Family(tiny={}, divided=(*FEATURES, "intermediate_size")),
+    "olmo3": Family(tiny=ALTERNATING, divided=(*FEATURES, "intermediate_size")),
+    "granite": Family(tiny={"embedding_multiplier": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 3.0},
+                      logits_divided_by="logits_scaling"),
+    "glm": Family(tiny={"head_dim": 32}),
+    "glm4": Family(tiny={"head_dim": 32}),
+    "cohere": Family(tiny={"tie_word_embeddings": True, "logit_scale": 0.25, "use_qk_norm": True}, logits_multiplied_by="logit_scale"),
+    "cohere2": Family(tiny=ALTERNATING | {"tie_word_embeddings": True, "logit_scale": 0.25}, logits_multiplied_by="logit_scale",
+                      engine_length="sliding_window"),  # vLLM's windows are one token wider
+    "seed_oss": Family(tiny={"head_dim": 32}),
+    "exaone4": Family(tiny=ALTERNATING),
+    "ernie4_5": Family(tiny={"head_dim": 32}),
+    "mixtral": _moe("num_local_experts", tiny={"num_local_experts": 4, "router_jitter_noise": 0.1}, experts=_MIXTRAL),
+    "qwen2_moe": _moe("num_experts", "shared_expert_intermediate_size", plan=_QWEN2_MOE,
+                      tiny={"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}),
+    "qwen3_moe": _moe("num_experts", tiny={"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True}),
+    "olmoe": _moe("num_experts", heads=FEATURES, tiny={"num_experts": 4}),
+    "glm4_moe": _moe(*_DEEPSEEK_DIVIDED, tiny=_DEEPSEEK | {"use_qk_norm": True}),
+    "dots1": _moe(*_DEEPSEEK_DIVIDED, tiny=_DEEPSEEK | ALTERNATING),
+    "minimax_m2": _moe("num_local_experts", heads=FEATURES, experts=_MIXTRAL, engine_on_cpu=False,
+                       tiny={"num_local_experts": 4, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}),
+}
+
+# Families that users ask for, and what was found wrong with them.
+REFUSED = {
+    "gpt_oss": "its attention sinks are an argument that packed attention does not take",
+    "qwen3_next": "its linear attention leaks from one packed sequence into the next",
+    "qwen3_5_text": "its linear attention leaks from one packed sequence into the next",
+    "nemotron": "it does not call the attention interface",
+    "starcoder2": "it fails under sequence parallelism",
+    "hunyuan_v1_dense": "it fails under sequence parallelism",
+    "granitemoe": "it fails under sequence parallelism",
+    "deepseek_v3": "it fails under sequence parallelism",
+    "llama4_text": "its experts have a layout of their own",
 }
 
 
-def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1) -> None:
-    """Refuse a model that would not work. Raises UserError."""
+def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1, max_model_len: int = 0, device: str | None = None) -> None:
+    """Refuse a model that would not work. Raises UserError.
+
+    Of the engine: `tensor_parallel`; `max_model_len` where its log-probs are trained on; `device`, its type.
+    """
     if config.model_type not in FAMILIES:
-        raise UserError(f"{where}: family {config.model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
-    if "quantization_config" in config.to_dict():
+        why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
+        raise UserError(f"{where}: family {config.model_type!r} is not supported{why}; supported are {', '.join(FAMILIES)}")
+    values = config.to_dict()
+    if "quantization_config" in values:
         raise UserError(f"{where} is quantised; train the unquantised checkpoint")
+    if values.get("use_bidirectional_attention"):
+        raise UserError(f"{where}: use_bidirectional_attention is set, and tokens would see the future; packed attention is causal")
+    _check_rope(values.get("rope_parameters") or {}, where)
+    if device == "cpu" and not FAMILIES[config.model_type].engine_on_cpu:
+        raise UserError(f"{where}: vLLM's CPU build does not run family {config.model_type!r} (its router scores); use a CUDA device")
+    length = FAMILIES[config.model_type].engine_length
+    if length and getattr(config, length) and max_model_len > getattr(config, length):
+        raise UserError(f"{where}: engine.max_model_len = {max_model_len} is above {length} = {getattr(config, length)}, beyond which the engine's "
+                        f"{config.model_type} attends to other tokens than the trainer's; lower the lengths")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         raise UserError(f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
@@ -43,10 +144,53 @@ def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1) -> Non
                         f"num_key_value_heads = {kv_heads} of {where}; use one of {', '.join(map(str, works))}")
 
 
+def _check_rope(parameters: dict, where: str) -> None:
+    """`parameters` are one rope's, or those of each layer type."""
+    for rope in [p for p in parameters.values() if isinstance(p, dict)] or [parameters]:
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            raise UserError(f"{where}: rope_type = {rope['rope_type']!r} takes its frequencies from the longest position of a batch, so a sequence's "
+                            "log-probs would depend on what it is packed with; use a checkpoint with another rope_type")
+
+
+def divided(config: PretrainedConfig) -> dict[str, int]:
+    """What parallel.tensor splits: names of config values (or products of them) -> their numbers."""
+    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    def value(product: str) -> int:
+        return math.prod(head_dim if name == "head_dim" else getattr(config, name) for name in product.split(" * "))
+    return {product: value(product) for product in ("vocab_size", *FAMILIES[config.model_type].divided)}
+
+
+def head(config: PretrainedConfig) -> tuple[float, float | None]:
+    """(what the head's logits are multiplied by, what they are softcapped at or None)"""
+    family = FAMILIES[config.model_type]
+    def value(name: str | None) -> float | None:
+        return getattr(config, name) if name else None
+    return (value(family.logits_multiplied_by) or 1.0) / (value(family.logits_divided_by) or 1.0), value(family.logits_softcap)
+
+
+def parts(config: PretrainedConfig, name: str, shape: torch.Size) -> list[Part]:
+    """The weights of the files that a parameter (or buffer) of the model is made of."""
+    experts = FAMILIES[config.model_type].experts
+    if experts is None:
+        return [Part(name, ((0,) * len(shape), tuple(shape)))]
+    layer, fused, which = name.partition(".mlp.experts.")
+    if not fused:
+        return [Part(name.replace(".mlp.", f".{experts.block}."), ((0,) * len(shape), tuple(shape)))]
+    names = (experts.gate, experts.up) if which == "gate_up_proj" else (experts.down,)
+    rows = shape[1] // len(names)
+    return [Part(f"{layer}.{experts.block}.experts.{number}.{matrix}.weight", ((number, i * rows, 0), (1, rows, shape[2])), fused=True)
+            for number in range(shape[0]) for i, matrix in enumerate(names)]
+
+
+def keeps_precision(name: str) -> bool:
+    """Of a tensor that is float32 in files of any dtype: a router's correction, which in bfloat16 would choose other experts."""
+    return name.endswith("e_score_correction_bias")
+
+
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """Dropout makes the trainer's log-probs differ from the engine's, and a resumed run from an uninterrupted one."""
+    """Dropout makes the trainer's log-probs differ from the engine's, and a resumed run from an uninterrupted one. A router's noise, too."""
     for name in vars(config):
-        if "dropout" in name and isinstance(getattr(config, name), float):
+        if ("drop" in name or "jitter" in name) and isinstance(getattr(config, name), float):
             setattr(config, name, 0.0)
     return config
 

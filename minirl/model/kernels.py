@@ -55,7 +55,11 @@ def backward(gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor, 
 
 def _cut(x: Tensor, run: Run) -> Tensor:
     """[T, H, ...] -> [B, H, L, ...]"""
-    flat = x.index_select(0, run.rows.flatten()) if run.first is None else x.narrow(0, run.first, run.rows.numel())
+    if run.first is None:
+        flat = x.index_select(0, run.rows.flatten())
+    else:
+        flat = x.narrow(0, run.first, run.rows.numel())
+        flat = flat if flat.stride(-1) == 1 else flat.contiguous()  # the CPU kernel takes it for granted
     return flat.unflatten(0, run.rows.shape).transpose(1, 2)
 
 

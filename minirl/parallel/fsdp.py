@@ -8,8 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from minirl.parallel.boxes import Box
 
 
 def shard(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reduce_dtype: torch.dtype,
@@ -22,8 +24,15 @@ def shard(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, *, compute_
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    ranks = mesh.size(-1)
+
+    def placement(p: nn.Parameter) -> Shard | None:
+        """Fused experts [E, rows, columns] by rows where there are more ranks than experts, which would leave ranks without any."""
+        by_rows = p.ndim == 3 and local(p).shape[0] < ranks and p.shape[1] % ranks == 0
+        return Shard(1) if by_rows else None
+
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_after_forward)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard_after_forward, shard_placement_fn=placement)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)  # used at both ends of the forward
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -35,7 +44,7 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def local_box(t: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def local_box(t: Tensor) -> Box:
     """(offset, shape) of this rank's block in the coordinates of the whole tensor."""
     if not isinstance(t, DTensor):
         return (0,) * t.ndim, tuple(t.shape)

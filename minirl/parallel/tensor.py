@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from minirl.parallel.mesh import all_gather_single, reduce_scatter_single
 from minirl.types import UserError
 
-TOKENS = 1  # dimension of [1, T, H]
+TOKENS, FEATURES = 1, -1  # dimensions of [1, T, H]
 
 
 @dataclass(frozen=True)
@@ -48,44 +48,44 @@ class TensorParallel:
 # ---------------------------------------------------------------------------------------------------- collectives
 
 
-def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_reduce(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group)
     return x
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.movedim(TOKENS, 0).contiguous()
+def _gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    x = x.movedim(dim, 0).contiguous()
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
     all_gather_single(out, x, group=group)
-    return out.movedim(0, TOKENS)
+    return out.movedim(0, dim)
 
 
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.movedim(TOKENS, 0).contiguous()
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    x = x.movedim(dim, 0).contiguous()
     out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     reduce_scatter_single(out, x, group=group)
-    return out.movedim(0, TOKENS)
+    return out.movedim(0, dim)
 
 
-def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.chunk(dist.get_world_size(group), TOKENS)[dist.get_rank(group)].contiguous()
+def _own(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
 
 
-def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _same(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return x.view_as(x)
 
 
-def _function(forward: Callable, backward: Callable) -> Callable[[Tensor, dist.ProcessGroup], Tensor]:
+def _function(forward: Callable, backward: Callable, dim: int = TOKENS) -> Callable[[Tensor, dist.ProcessGroup], Tensor]:
     class Collective(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
             ctx.group = group
-            return forward(x, group)
+            return forward(x, group, dim)
 
         @staticmethod
         def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-            return backward(grad, ctx.group), None
+            return backward(grad, ctx.group, dim), None
 
     return Collective.apply
 
@@ -95,6 +95,8 @@ leave = _function(_all_reduce, _same)  # Megatron's g: partial sums come out of 
 gather_in = _function(_gather, _reduce_scatter)  # f and g under sequence parallelism
 scatter_out = _function(_reduce_scatter, _gather)
 gather_tokens = _function(_gather, _own)  # in front of what computes the same on every rank and whose gradient is whole
+gather_features = _function(_gather, _own, FEATURES)  # the same behind a column-parallel matrix
+own_features = _function(_own, _gather, FEATURES)  # and back, in front of a row-parallel one
 
 
 # ---------------------------------------------------------------------------------------------------- parameters
@@ -103,6 +105,8 @@ gather_tokens = _function(_gather, _own)  # in front of what computes the same o
 def _shard(module: nn.Module, name: str, tp: TensorParallel, placement: Shard | Replicate) -> None:
     parameter = module._parameters.get(name)
     if parameter is not None and not isinstance(parameter, DTensor):
+        if isinstance(placement, Shard) and parameter.shape[placement.dim] % tp.size:
+            raise UserError(f"parallel.tensor = {tp.size} does not divide dimension {placement.dim} of {type(module).__name__}.{name}, {tuple(parameter.shape)}")
         sharded = distribute_tensor(parameter.data, tp.mesh, [placement], src_data_rank=None)  # no broadcast: all have the same, or meta
         module._parameters[name] = nn.Parameter(sharded, parameter.requires_grad)
 
@@ -118,11 +122,19 @@ def _local(parameter: Tensor | None, *, partial: bool = False) -> Tensor | None:
 # ---------------------------------------------------------------------------------------------------- styles
 
 
-def _column(module: nn.Linear, tp: TensorParallel) -> None:
-    """Own rows of the weight; whole tokens in, own features out. The block around it enters once for all its columns."""
+def _column(module: nn.Linear, tp: TensorParallel, *, gather: bool = False) -> None:
+    """Own rows of the weight; whole tokens in, own features out. The block around it enters once for all its columns.
+
+    `gather`: all features out, for what cannot be split by heads: fused projections, norms over all heads jointly.
+    """
     _shard(module, "weight", tp, Shard(0))
     _shard(module, "bias", tp, Shard(0))
-    module.forward = types.MethodType(lambda self, x: F.linear(x, _local(self.weight), _local(self.bias)), module)
+
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        y = F.linear(x, _local(self.weight), _local(self.bias))
+        return gather_features(y, tp.group) if gather else y
+
+    module.forward = types.MethodType(forward, module)
 
 
 def _column_of_one_head(module: nn.Linear, tp: TensorParallel, num_heads: int, head_dim: int) -> None:
@@ -139,52 +151,91 @@ def _column_of_one_head(module: nn.Linear, tp: TensorParallel, num_heads: int, h
     module.forward = types.MethodType(forward, module)
 
 
-def _row(module: nn.Linear, tp: TensorParallel) -> None:
-    """Own columns of the weight; own features in, sums over ranks out. The bias is added once, behind the sum."""
+def _row(module: nn.Linear, tp: TensorParallel, *, split: bool = False, inner: bool = False) -> None:
+    """Own columns of the weight; own features in, sums over ranks out. The bias is added once, behind the sum.
+
+    `split`: all features come in. `inner`: the block around it sums its whole output over ranks.
+    """
     _shard(module, "weight", tp, Shard(1))
     _shard(module, "bias", tp, Replicate())
 
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        y = (scatter_out if tp.sequence else leave)(F.linear(x, _local(self.weight)), tp.group)
+        y = F.linear(own_features(x, tp.group) if split else x, _local(self.weight))
+        if inner:
+            return y
+        y = (scatter_out if tp.sequence else leave)(y, tp.group)
         return y if self.bias is None else y + _local(self.bias, partial=tp.sequence)
 
     module.forward = types.MethodType(forward, module)
 
 
 def _vocabulary(module: nn.Embedding, tp: TensorParallel) -> None:
-    """Own rows of the embedding; other tokens give 0, and the sum over ranks is whole."""
+    """Own rows of the embedding; other tokens give 0, and the sum over ranks is whole. What a family does besides (scaling) is kept."""
     num = module.weight.shape[0] // tp.size
     _shard(module, "weight", tp, Shard(0))
+    if module.padding_idx is not None:  # its row gets no gradient, whichever rank has it
+        row = module.padding_idx - tp.rank * num
+        module.padding_idx = row if 0 <= row < num else None
+    plain = _with_local_parameters(module, partial=False)
 
     def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
         own = ids - tp.rank * num
         elsewhere = (own < 0) | (own >= num)
-        y = F.embedding(own.masked_fill(elsewhere, 0), _local(self.weight)).masked_fill(elsewhere[..., None], 0)
+        y = plain(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
         return (scatter_out if tp.sequence else leave)(y, tp.group)
 
     module.forward = types.MethodType(forward, module)
 
 
-def _replicated(module: nn.Module, tp: TensorParallel, *, partial: bool) -> None:
-    """Small parameters, whole on every rank: norms. Partial gradients where this rank sees its own heads or tokens only."""
-    names = [n for n, p in module._parameters.items() if p is not None]
-    for name in names:
-        _shard(module, name, tp, Replicate())
+def _with_local_parameters(module: nn.Module, *, partial: bool) -> Callable:
+    """The module's own forward, which finds local tensors where its DTensors are."""
     plain = module.forward
 
-    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        kept = {n: self._parameters[n] for n in names}
-        self._parameters.update({n: _local(p, partial=partial) for n, p in kept.items()})
+    def forward(*args: object, **kwargs: object) -> object:
+        kept = dict(module._parameters)
+        module._parameters.update({n: _local(p, partial=partial) for n, p in kept.items()})
         try:
             return plain(*args, **kwargs)
         finally:
-            self._parameters.update(kept)
+            module._parameters.update(kept)
+
+    return forward
+
+
+def _replicated(module: nn.Module, tp: TensorParallel, *, partial: bool) -> None:
+    """Small parameters, whole on every rank: norms, routers. Partial gradients where this rank sees only its own heads, tokens or experts."""
+    for name in module._parameters:
+        _shard(module, name, tp, Replicate())
+    module.forward = _with_local_parameters(module, partial=partial)
+
+
+def _per_head(module: nn.Module, tp: TensorParallel) -> None:
+    """A norm with weights of its own for each head, [heads, head_dim]: own heads."""
+    for name in module._parameters:
+        _shard(module, name, tp, Shard(0))
+    module.forward = _with_local_parameters(module, partial=False)
+
+
+def _experts(module: nn.Module, tp: TensorParallel) -> None:
+    """Own experts out of fused tensors [experts, ...]: tokens of others' experts give 0 here, and the block sums over ranks.
+
+    To the experts function an index of `num_experts` means none of them.
+    """
+    num = module.num_experts // tp.size
+    for name in module._parameters:
+        _shard(module, name, tp, Shard(0))
+    module.num_experts = num
+    plain = _with_local_parameters(module, partial=False)
+
+    def forward(self: nn.Module, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        own = indices - tp.rank * num
+        return plain(hidden, own.masked_fill((own < 0) | (own >= num), num), weights)
 
     module.forward = types.MethodType(forward, module)
 
 
 def _enter_once(module: nn.Module, tp: TensorParallel) -> None:
-    """One collective at the input of an attention or MLP block, instead of one for each of its column-parallel matrices."""
+    """One collective at the input of an attention, MLP or mixture block, instead of one for each of its column-parallel matrices."""
     function = gather_in if tp.sequence else enter
 
     def hook(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -195,47 +246,69 @@ def _enter_once(module: nn.Module, tp: TensorParallel) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+def _leave_once(module: nn.Module, tp: TensorParallel) -> None:
+    """And one at the output of a mixture block, in which everything is a partial sum: own experts, own features of the shared one."""
+    function = scatter_out if tp.sequence else leave
+    module.register_forward_hook(lambda _, args, y: function(y, tp.group))
+
+
 # ---------------------------------------------------------------------------------------------------- plan
 
 
-def check(config: object, size: int) -> None:
-    """Raises UserError where `size` does not divide what it must, with the arithmetic."""
-    kv = config.num_key_value_heads
-    for name, value in (("num_attention_heads", config.num_attention_heads), ("vocab_size", config.vocab_size), ("intermediate_size", config.intermediate_size)):
-        if value % size:
+def check(divided: dict[str, int], size: int) -> None:
+    """`divided`: names and values of what the family splits over ranks. Raises UserError where `size` does not divide one, with the arithmetic."""
+    for name, value in divided.items():
+        if name == "num_key_value_heads" and value % size and size % value:  # fewer heads than ranks are replicated
+            raise UserError(f"parallel.tensor = {size} neither divides num_key_value_heads = {value} nor is a multiple of it")
+        if name != "num_key_value_heads" and value % size:
             raise UserError(f"parallel.tensor = {size} does not divide {name} = {value}")
-    if kv % size and size % kv:
-        raise UserError(f"parallel.tensor = {size} neither divides num_key_value_heads = {kv} nor is a multiple of it")
 
 
-def apply(model: nn.Module, tp: TensorParallel) -> None:
-    """Make every parameter of a Hugging Face causal language model a DTensor over the tensor axis. On meta tensors or real ones."""
-    config, plan = model.config, dict(model._tp_plan)
-    check(config, tp.size)
-    head_dim = model.model.layers[0].self_attn.head_dim
-    modules = dict(model.named_modules())
-    blocks = {name.rpartition(".")[0] for name in modules if plan.get(_wild(name)) == "colwise"}
+def apply(model: nn.Module, tp: TensorParallel, plan: dict[str, str]) -> None:
+    """Make every parameter of a Hugging Face causal language model a DTensor over the tensor axis. On meta tensors or real ones.
+
+    `plan`: names with * for layer numbers -> the library's style strings.
+    """
+    config, modules = model.config, dict(model.named_modules())
+    styles = {name: plan.get(_wild(name)) for name in modules if modules[name] is not model.get_output_embeddings()}
+    mixtures = {_parent(name) for name, style in styles.items() if style == "moe_tp_experts"}
+    def block_of(name: str) -> str:
+        return next((m for m in mixtures if name.startswith(f"{m}.")), _parent(name))
+    columns = {name: style for name, style in styles.items() if style in ("colwise", "colwise_gather_output")}
+    blocks = mixtures | {block_of(name) for name in columns}
+    partial_blocks = mixtures | {block_of(name) for name, style in columns.items() if style == "colwise"}
     for name, module in modules.items():
-        style = plan.get(_wild(name))
+        style = styles.get(name)
         if module is model.get_input_embeddings():
             _vocabulary(module, tp)
         elif module is model.get_output_embeddings():
             _column(module, tp)  # its logits are never gathered
         elif style == "colwise" and name.endswith(("k_proj", "v_proj")) and config.num_key_value_heads < tp.size:
-            _column_of_one_head(module, tp, config.num_key_value_heads, head_dim)
-        elif style == "colwise":
-            _column(module, tp)
-        elif style == "rowwise":
-            _row(module, tp)
+            _column_of_one_head(module, tp, config.num_key_value_heads, modules[_parent(name)].head_dim)
+        elif style in ("colwise", "colwise_gather_output"):
+            _column(module, tp, gather=style == "colwise_gather_output")
+        elif style in ("rowwise", "rowwise_split_input"):
+            _row(module, tp, split=style == "rowwise_split_input", inner=block_of(name) in mixtures)
+        elif style == "moe_tp_experts":
+            _experts(module, tp)
         elif style not in (None, "replicated_with_grad_allreduce"):
             raise NotImplementedError(f"{type(model).__name__}: tensor-parallel style {style!r} of {name}")
+        elif block_of(name) in blocks - mixtures and any(p.ndim == 2 for p in module._parameters.values()):
+            _per_head(module, tp)
         elif any(p is not None for p in module._parameters.values()):
-            inside = name.rpartition(".")[0] in blocks  # query and key norms see whole tokens, but own heads
-            _replicated(module, tp, partial=inside or tp.sequence)
+            # Inside a block tokens are whole, but a query norm sees own heads, a router own experts. Outside, norms see own tokens or all.
+            block = block_of(name)
+            _replicated(module, tp, partial=block in partial_blocks if block in blocks else tp.sequence)
         if name in blocks:
             _enter_once(module, tp)
+        if name in mixtures:
+            _leave_once(module, tp)
     if config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _wild(name: str) -> str:

@@ -95,7 +95,8 @@ class RolloutEngine:
             common["kv_cache_memory_bytes"] = int((cfg.kv_cache_gb or 1.0) * 2**30)
         if self.on_cuda:
             return common | {"enable_sleep_mode": cfg.sleep_level > 0, "gpu_memory_utilization": cfg.gpu_memory_utilization,
-                             "enforce_eager": cfg.enforce_eager, "disable_custom_all_reduce": True}
+                             "enforce_eager": cfg.enforce_eager, "disable_custom_all_reduce": True,
+                             "moe_backend": "triton"}  # others shuffle expert weights after loading, where a refit would not find them
         # A prompt prefilled in parts makes the CPU runner rewind the request's random generator, which CPU generators cannot do.
         return common | {"enforce_eager": True, "enable_chunked_prefill": False, "async_scheduling": False, "block_size": 32,
                          "max_num_batched_tokens": max(8192, cfg.max_model_len)}
@@ -229,6 +230,7 @@ def _patch_cpu(mesh: Mesh) -> None:
     import vllm.model_executor.layers.utils as layers
     from vllm.platforms import current_platform
 
+    _patch_cpu_experts()
     type(current_platform).simple_compile_backend = "eager"  # else the first generation waits for a C++ compiler
     layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", torch.nn.functional.linear)
 
@@ -246,3 +248,33 @@ def _patch_cpu(mesh: Mesh) -> None:
             return handle
 
         shm._CPUSHMDistributed._init_cpu_shm = init_and_unlink
+
+
+def _patch_cpu_experts() -> None:
+    """The same of fused experts, which would be repacked, too."""
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
+    except ImportError:  # vLLM 0.26
+        from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+        def refuse(*_: object) -> None:
+            raise UserError("the CPU engine of vLLM 0.26 keeps expert weights where a refit cannot write them; use vLLM 0.32")
+
+        CPUFusedMOE.__init__ = refuse
+        return
+    Experts.process_weights_after_loading = lambda self, layer: None
+    Experts._padded_intermediate_size = classmethod(lambda cls, config: config.intermediate_size_per_partition)
+    Experts.is_supported_config = staticmethod(lambda *args, **kwargs: (True, None))
+    Experts.apply = _plain_experts
+
+
+def _plain_experts(self, *, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,  # noqa: ANN001
+                   **_: object) -> None:
+    """hidden_states [T, H], w1 [E, 2I, H], w2 [E, H, I], topk_* [T, k] -> output [T, H], by the weights as they were loaded."""
+    total = torch.zeros(hidden_states.shape, dtype=torch.float32)
+    for expert in topk_ids.unique().tolist():
+        rows, slot = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = torch.nn.functional.linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
+        y = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2[expert])
+        total.index_add_(0, rows, y.float() * topk_weights[rows, slot, None].float())
+    output.copy_(total)

@@ -19,17 +19,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minirl.config import RefitConfig
+from minirl.parallel.boxes import Box, Part, cut, overlap
 from minirl.parallel.fsdp import local, local_box
 from minirl.parallel.mesh import Mesh, all_gather_single
 from minirl.rollout.engine import RolloutEngine
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offset, size) in the coordinates of a whole checkpoint weight."""
-
-
 @dataclass(frozen=True)
 class Copy:
-    """The engine wants `box` of weight `name`; dimension d of its target reads dimension axes[d] of the weight."""
+    """The engine wants `box` of the trainer's weight `name`; dimension d of its target reads dimension axes[d] of the weight."""
 
     name: str
     box: Box
@@ -54,12 +51,16 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def record(engine: RolloutEngine, shapes: dict[str, torch.Size]) -> list[tuple[Copy, Tensor]]:
-    """What the engine's loader does with whole weights: [(copy, view of the engine parameter it fills)]."""
-    probes = {n: torch.empty(s, device="meta") for n, s in shapes.items()}
-    recorder = _Recorder({p.untyped_storage()._cdata: n for n, p in probes.items()})
+def record(engine: RolloutEngine, shapes: dict[str, torch.Size], parts: dict[str, list[Part]]) -> list[tuple[Copy, Tensor]]:
+    """What the engine's loader does with whole weights: [(copy, view of the engine parameter it fills)].
+
+    It is offered the files' weights, each a view of the trainer's: one expert's matrix is already a box of the fused tensor.
+    """
+    whole = {n: torch.empty(s, device="meta") for n, s in shapes.items()}
+    recorder = _Recorder({t.untyped_storage()._cdata: n for n, t in whole.items()})
+    probes = [(part.name, part.of(whole[n])) for n, of_one in parts.items() for part in of_one]
     with recorder:
-        engine.load_weights(iter(probes.items()))
+        engine.load_weights(iter(probes))
     return [(_to_copy(name, shapes[name], *view), target) for name, *view, target in recorder.copies]
 
 
@@ -80,20 +81,6 @@ def _to_copy(name: str, shape: torch.Size, offset: int, size: tuple[int, ...], s
         axes.append(axis)
         box[axis] = n
     return Copy(name, (tuple(start), tuple(box)), tuple(axes))
-
-
-def overlap(a: Box, b: Box) -> Box | None:
-    low = tuple(map(max, a[0], b[0]))
-    high = tuple(min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True))
-    size = tuple(h - l for l, h in zip(low, high, strict=True))
-    return (low, size) if all(n > 0 for n in size) else None
-
-
-def cut(t: Tensor, box: Box, corner: tuple[int, ...]) -> Tensor:
-    """The view of `box` in a tensor whose first element is at `corner`."""
-    for d, (start, n, origin) in enumerate(zip(*box, corner, strict=True)):
-        t = t.narrow(d, start - origin, n)
-    return t
 
 
 @dataclass(frozen=True)
@@ -120,14 +107,18 @@ class _Piece:
 class Refit:
     """Made once per policy and engine; each call moves the current weights. Building and calling are collective."""
 
-    def __init__(self, cfg: RefitConfig, shards: dict[str, Tensor], engine: RolloutEngine, mesh: Mesh, *, check: bool = False):
-        self.cfg, self.shards, self.engine, self.mesh, self.check = cfg, shards, engine, mesh, check
+    def __init__(self, cfg: RefitConfig, shards: dict[str, Tensor], parts: dict[str, list[Part]], engine: RolloutEngine, mesh: Mesh, *, check: bool = False):
+        """`shards`: the trainer's weights by its names. `parts`: what each is in a checkpoint's files, which is what the engine's loader knows."""
+        self.cfg, self.shards, self.parts, self.engine, self.mesh, self.check = cfg, shards, parts, engine, mesh, check
         self.bytes_received, self.peak_bytes = 0, 0
-        recorded = record(engine, {n: p.shape for n, p in shards.items()})
+        recorded = record(engine, {n: p.shape for n, p in shards.items()}, parts)
         self._check_coverage(recorded)
-        self.dtype = recorded[0][1].dtype
-        if any(target.dtype != self.dtype for _, target in recorded):
-            raise NotImplementedError("the engine keeps its parameters in more than one dtype")
+        wanted = set().union(*mesh.gather({(copy.name, target.dtype) for copy, target in recorded}))
+        dtype_of = dict(wanted)
+        self.dtypes = {n: dtype_of[n] for n in shards if n in dtype_of}  # in one order on all ranks
+        """Of the engine's parameter, by the trainer's name: what goes over the wire. A router's correction may be wider than the rest."""
+        if len(wanted) != len(self.dtypes):
+            raise NotImplementedError("the engine keeps parts of one weight in more than one dtype")
         self.boxes = mesh.gather({n: local_box(p) for n, p in shards.items()})
         wants = mesh.gather([copy for copy, _ in recorded])
         self._send, self._receive = self._plan(wants, [target for _, target in recorded])
@@ -166,16 +157,18 @@ class Refit:
         return send, receive
 
     def _make_buckets(self) -> Iterator[list[str]]:
+        """Weight names in turn, of one dtype, up to a size."""
         limit = self.cfg.bucket_mb * 2**20
-        bucket, size = [], 0
-        for name, parameter in self.shards.items():
-            n = parameter.numel() * self.dtype.itemsize
-            if bucket and size + n > limit:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(name)
-            size += n
-        yield bucket
+        for dtype in dict.fromkeys(self.dtypes.values()):
+            bucket, size = [], 0
+            for name in (n for n, d in self.dtypes.items() if d == dtype):
+                n = self.shards[name].numel() * dtype.itemsize
+                if bucket and size + n > limit:
+                    yield bucket
+                    bucket, size = [], 0
+                bucket.append(name)
+                size += n
+            yield bucket
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -202,12 +195,12 @@ class Refit:
         """Each rank gets just what its engine lacks."""
         sending, receiving = list(self._peers(self._send, bucket)), list(self._peers(self._receive, bucket))
         num_out, num_in = ([sum(p.numel() for p in peer) for peer in side] for side in (sending, receiving))
-        out = torch.empty(sum(num_out), dtype=self.dtype, device=self.mesh.device)
+        out = torch.empty(sum(num_out), dtype=self.dtypes[bucket[0]], device=self.mesh.device)
         at = 0
         for piece in itertools.chain.from_iterable(sending):
             out[at : at + piece.numel()].view(piece.box[1]).copy_(self._own(piece.copy.name, piece.box))  # casts to the wire's dtype
             at += piece.numel()
-        into = torch.empty(sum(num_in), dtype=self.dtype, device=self.mesh.device)
+        into = torch.empty(sum(num_in), dtype=self.dtypes[bucket[0]], device=self.mesh.device)
         dist.all_to_all_single(into, out, num_in, num_out)
         at = 0
         for piece in itertools.chain.from_iterable(receiving):
@@ -219,13 +212,13 @@ class Refit:
         """Every rank gets every shard, and takes what its engine wants from them."""
         sizes = [[math.prod(boxes[name][1]) for name in bucket] for boxes in self.boxes]
         longest = max(map(sum, sizes))
-        out = torch.zeros(longest, dtype=self.dtype, device=self.mesh.device)
+        out = torch.zeros(longest, dtype=self.dtypes[bucket[0]], device=self.mesh.device)
         at = 0
         for name in bucket:
             shard = local(self.shards[name])
             out[at : at + shard.numel()].view(shard.shape).copy_(shard)
             at += shard.numel()
-        into = torch.empty(longest * self.mesh.world_size, dtype=self.dtype, device=self.mesh.device)
+        into = torch.empty(longest * self.mesh.world_size, dtype=self.dtypes[bucket[0]], device=self.mesh.device)
         all_gather_single(into, out)
         for source, rows in enumerate(into.view(self.mesh.world_size, longest)):
             offsets = itertools.accumulate(sizes[source], initial=0)
@@ -244,7 +237,7 @@ class Refit:
         mine = {n: p.clone() for n, p in self.engine.parameters().items()}
         for p in self.engine.parameters().values():
             p.fill_(torch.nan)
-        full_gather(self.shards, self.engine, self.dtype)
+        full_gather(self.shards, self.parts, self.engine, self.dtypes)
         padding = self.engine.padding()
         wrong = [n for n, p in self.engine.parameters().items()
                  if not torch.equal(p.flatten()[: p.numel() - padding.get(n, 0)], mine[n].flatten()[: p.numel() - padding.get(n, 0)])]
@@ -255,9 +248,10 @@ class Refit:
 
 
 @torch.no_grad()
-def full_gather(shards: dict[str, Tensor], engine: RolloutEngine, dtype: torch.dtype) -> None:
+def full_gather(shards: dict[str, Tensor], parts: dict[str, list[Part]], engine: RolloutEngine, dtypes: dict[str, torch.dtype]) -> None:
     """The obvious refit, kept as oracle: gather each weight whole on every rank and give it to the engine's own loader."""
     def whole() -> Iterator[tuple[str, Tensor]]:
-        for name, p in shards.items():
-            yield name, (p.full_tensor() if isinstance(p, DTensor) else p).to(dtype)
+        for name, dtype in dtypes.items():
+            t = (shards[name].full_tensor() if isinstance(shards[name], DTensor) else shards[name]).to(dtype)
+            yield from ((part.name, part.of(t)) for part in parts[name])
     engine.load_weights(whole())

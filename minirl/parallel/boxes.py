@@ -1,0 +1,49 @@
+"""Boxes: blocks of a whole tensor, the common tongue of loading, export and refit."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offset, size) in the coordinates of a whole tensor."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One weight of a checkpoint's files as a block of a parameter: all of it, or one expert's matrix of a fused one."""
+
+    name: str
+    """In the files."""
+    box: Box
+    """Of the parameter."""
+    fused: bool = False
+    """The block is one of many along dimension 0, which the file's weight does not have."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight in the file."""
+        return self.box[1][self.fused :]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The view of it in a whole parameter, in the file's shape."""
+        part = cut(whole, self.box, (0,) * whole.ndim)
+        return part[0] if self.fused else part
+
+    def inside(self, box: Box) -> Box:
+        """A block of the parameter that lies in this part, in the coordinates of the file's weight."""
+        offset = tuple(o - start for o, start in zip(box[0], self.box[0], strict=True))
+        return offset[self.fused :], box[1][self.fused :]
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    low = tuple(map(max, a[0], b[0]))
+    high = tuple(min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True))
+    size = tuple(h - l for l, h in zip(low, high, strict=True))
+    return (low, size) if all(n > 0 for n in size) else None
+
+
+def cut(t: Tensor, box: Box, corner: tuple[int, ...]) -> Tensor:
+    """The view of `box` in a tensor whose first element is at `corner`."""
+    for d, (start, n, origin) in enumerate(zip(*box, corner, strict=True)):
+        t = t.narrow(d, start - origin, n)
+    return t
