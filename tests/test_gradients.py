@@ -105,6 +105,7 @@ MESHES = {
     "cp 2 x tp 2": (4, ParallelConfig(context=2, tensor=2)),
     "cp 2 x tp 2, ring": (4, ParallelConfig(context=2, context_engine="ring", tensor=2)),
     "hsdp 2 x 2": (4, ParallelConfig(replicate=2)),
+    "hsdp 2 x cp 2, ring": (4, ParallelConfig(replicate=2, context=2, context_engine="ring")),
     "hsdp 2 x 2 x tp 2": (8, ParallelConfig(replicate=2, tensor=2)),
     "hsdp 2 x cp 2 x tp 2": (8, ParallelConfig(replicate=2, context=2, tensor=2)),
     "dp 2 x cp 2 x tp 2": (8, ParallelConfig(context=2, tensor=2)),
