@@ -22,7 +22,8 @@ def shard(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, *, compute_
     of ranks into the result. A world of one is sharded too: one code path.
     cpu_offload: shards and their gradients live on the host; a layer visits the device while it computes.
     """
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    # Inputs stay as they are: some families keep rotary embeddings in float32, and torch 2.11 would cast them in forward, not in the recomputation.
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     ranks = mesh.size(-1)
 
