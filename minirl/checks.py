@@ -1,6 +1,6 @@
 """Settings that cannot work, refused with the arithmetic before anything is loaded or written."""
 
-from minirl.config import EvaluateConfig, ParallelConfig, RLConfig, SFTConfig
+from minirl.config import ChatsConfig, DataConfig, EvaluateConfig, ParallelConfig, RLConfig, SFTConfig
 from minirl.types import UserError
 
 
@@ -21,10 +21,21 @@ def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
     _require(0 < e.gpu_memory_utilization <= 1, f"engine.gpu_memory_utilization = {e.gpu_memory_utilization} is a share: above 0, at most 1")
     _require(0 < r.temperature < float("inf"), f"rollout.temperature = {r.temperature} must be above 0: the policy's log-probs are taken at it")
     _require(cfg.eval.temperature >= 0, f"eval.temperature = {cfg.eval.temperature} must be 0 (greedy) or above")
+    check_data(cfg.data)
+    w = cfg.reward
+    _require(w.retries >= 0 and w.backoff_seconds >= 0 and w.timeout_seconds > 0, f"reward.retries = {w.retries} and backoff_seconds = {w.backoff_seconds} must "
+             f"be 0 or more, timeout_seconds = {w.timeout_seconds} above 0")
     longest = cfg.data.max_prompt_tokens + r.max_tokens
     e.max_model_len = e.max_model_len or longest
     _require(e.max_model_len >= longest, f"engine.max_model_len = {e.max_model_len} is less than data.max_prompt_tokens + "
              f"rollout.max_tokens = {cfg.data.max_prompt_tokens} + {r.max_tokens} = {longest}; raise it or set it to 0")
+
+
+def check_data(d: DataConfig | ChatsConfig) -> None:
+    _require(d.max_samples >= 0, f"data.max_samples = {d.max_samples} must be 0 (all) or more")
+    _require(not d.input_template or d.input_template.count("{}") == 1, f"data.input_template = {d.input_template!r} must have {{}} once, where the prompt goes")
+    for name, value in (("chat_template", d.chat_template), ("system_prompt", d.system_prompt)):
+        _require(not d.input_template or not value, f"data.{name} = {value!r} has no place where data.input_template stands for the chat template; set one of them")
 
 
 def check_parallel(p: ParallelConfig, world_size: int) -> None:
@@ -63,7 +74,7 @@ def _check_training(cfg: RLConfig | SFTConfig, world_size: int, longest: int, wh
     shape = [(f"policy.scratch.{name}", value) for name, value in vars(p.scratch).items() if name != "phrases"]
     for name, value in (("checkpoint.keep", c.keep), *shape):
         _require(value >= 1, f"{name} = {value} must be at least 1")
-    _require(bool(cfg.data.train), "data.train is empty: give a JSONL file or reasoning_gym:NAME")
+    _require(bool(cfg.data.train), "data.train is empty: give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets, or reasoning_gym:NAME")
     _require(bool(cfg.data.eval) or cfg.data.held_out >= 1, f"data.held_out = {cfg.data.held_out} must be at least 1 where data.eval names no file")
     _require(c.best_metric in ("", *scores), f"checkpoint.best_metric = {c.best_metric!r} is no held-out score; those are {', '.join(scores)}")
     _require(not c.best_metric or c.every > 0 and cfg.eval.every > 0 and c.every % cfg.eval.every == 0,
@@ -76,6 +87,7 @@ def check_sft(cfg: SFTConfig, world_size: int) -> None:
     _require(cfg.seed >= 0, f"seed = {cfg.seed} must be 0 or more")
     _require(cfg.timeout_minutes > 0, f"timeout_minutes = {cfg.timeout_minutes} must be above 0")
     _check_training(cfg, world_size, cfg.data.max_tokens, "data.max_tokens", ("loss", "perplexity"))
+    check_data(cfg.data)
     _require(cfg.data.max_tokens >= 2, f"data.max_tokens = {cfg.data.max_tokens} must be at least 2: a token and the next one")
     _require(cfg.batch_size >= 1, f"batch_size = {cfg.batch_size} must be at least 1")
     _require(cfg.num_steps > 0 or 0 < cfg.num_epochs < float("inf"), f"num_epochs = {cfg.num_epochs} must be above 0 where num_steps is 0")
