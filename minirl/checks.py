@@ -74,7 +74,7 @@ def _check_training(cfg: RLConfig | SFTConfig, world_size: int, longest: int, wh
     shape = [(f"policy.scratch.{name}", value) for name, value in vars(p.scratch).items() if name != "phrases"]
     for name, value in (("checkpoint.keep", c.keep), *shape):
         _require(value >= 1, f"{name} = {value} must be at least 1")
-    _require(bool(cfg.data.train), "data.train is empty: give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets, or reasoning_gym:NAME")
+    _require(bool(cfg.data.train), "data.train is empty: give a JSONL file or reasoning_gym:NAME")
     _require(bool(cfg.data.eval) or cfg.data.held_out >= 1, f"data.held_out = {cfg.data.held_out} must be at least 1 where data.eval names no file")
     _require(c.best_metric in ("", *scores), f"checkpoint.best_metric = {c.best_metric!r} is no held-out score; those are {', '.join(scores)}")
     _require(not c.best_metric or c.every > 0 and cfg.eval.every > 0 and c.every % cfg.eval.every == 0,

@@ -91,7 +91,8 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
                         top_p=r.top_p, top_k=r.top_k, min_p=r.min_p)
     result = evaluate(sampler, prompts, cfg.eval, sampling, mesh)
     if mesh.rank == 0:
-        text = json.dumps({"model": cfg.model, "data": cfg.data.eval, "prompts": len(prompts.rows), "dropped": num_dropped, **result.scores, "answers": result.answers}, indent=2)
+        about = {"model": cfg.model, "data": cfg.data.eval, "prompts": len(prompts.rows), "dropped": num_dropped}
+        text = json.dumps({**about, **result.scores, "answers": result.answers}, indent=2)
         print(text)
         if cfg.output:
             Path(cfg.output).write_text(text + "\n")

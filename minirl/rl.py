@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class Inputs:
     train: Prompts
     held_out: Prompts
     num_dropped: int
-    """Prompts of both that were too long."""
+    """Prompts of both that were too long, and are left out."""
     env: SingleTurn
     estimator: advantages.Estimator
     stop_ids: list[int]
@@ -176,7 +177,7 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
         rows, held_out = split(rows, cfg.data.held_out, cfg.seed)
     env = make_env(cfg.reward)
     estimator = advantages.find(cfg.algo.advantage)
-    check_rows(cfg.reward.function, [*rows, *held_out])
+    check_rows(cfg.reward.function, itertools.chain(rows, held_out))
     if cfg.sft.num_steps and any(row.get("answer") is None for row in rows):
         raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
     folder, _, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)

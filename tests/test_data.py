@@ -263,7 +263,7 @@ def test_a_file_with_a_dataclass_and_postponed_annotations_imports(tmp_path):
 
 
 def graded_by(function):
-    return env.SingleTurn(env.Part(function, "my.py:score")).step({"prompt": "the prompt"}, "the answer")
+    return env.SingleTurn((1.0, function, "my.py:score")).step({"prompt": "the prompt"}, "the answer")
 
 
 @pytest.mark.parametrize("value", [None, "0.5", [1.0], float("nan"), float("inf"), np.array([1.0, 2.0]), 1j], ids=str)

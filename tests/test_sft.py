@@ -342,7 +342,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path):
 
 
 BAD = {  # name -> flags, what the message must say
-    "no data": (["--data.train", ""], ["data.train is empty", "JSONL"]),
+    "no data": (["--data.train", ""], ["data.train is empty", "JSONL file"]),
     "missing data": (["--data.train", "{folder}/none.jsonl"], ["data.train", "none.jsonl", "no such file"]),
     "columns": (["--data.messages-key", "talk"], ["data.train", "line 1 has neither 'talk'", "its keys: messages", "data.messages_key"]),
     "no assistant turn": (["--data.train", "{folder}/asked.jsonl"], ["asked.jsonl: line 1: no assistant turn follows"]),

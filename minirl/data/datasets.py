@@ -13,8 +13,7 @@ from minirl.data.sources import Source, open_source
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory, UserError
 
-OTHER_NAMES = {"prompt": ("instruction", "input", "context_messages", "messages"), "completion": ("output",), "answer": ("solution", "label"),
-               "data_source": ("datasource",)}
+OTHER_NAMES = {"prompt": ("instruction", "input", "context_messages", "messages"), "completion": ("output",), "answer": ("solution", "label"), "data_source": ("datasource",)}
 """What TRL, OpenRLHF and others call a column: read where a row has none of the first name, unless a setting asks for another name."""
 
 
@@ -45,8 +44,7 @@ def open_rows(source: str | list[str], setting: str, make: Callable[[object, Sou
     sources = [open_source(text, setting) for text in ([source] if isinstance(source, str) else source)]
     weighted = [s for s in sources if s.weight is not None]
     if weighted and (setting == "data.eval" or len(weighted) < len(sources)):
-        why = "held-out rows are all used once" if setting == "data.eval" else "another source has none"
-        raise UserError(f"{weighted[0].shown}: a weight, but {why}; give one to every source of data.train, or to none")
+        raise UserError(f"{weighted[0].shown}: give a weight to every source of data.train or to none (held-out rows are all used once, without)")
     lengths = [min(len(s.rows), max_samples or len(s.rows)) for s in sources]
     if 0 in lengths:
         raise UserError(f"{sources[lengths.index(0)].shown}: no rows")
@@ -73,9 +71,7 @@ def load_chats(source: str | list[str], setting: str, cfg: ChatsConfig) -> Rows:
     Raises UserError.
     """
     rows = open_rows(source, setting, lambda raw, of, where: _to_chat(raw, where, cfg), cfg.max_samples)
-    for _ in rows:  # as above
-        pass
-    return rows
+    return take(rows, [n for n, _ in enumerate(rows)])  # having looked at each once, as above
 
 
 def column(row: dict, key: str) -> object:

@@ -64,7 +64,7 @@ def open_source(text: str, setting: str) -> Source:
         if options:
             raise UserError(f"{shown}: a file has no option {next(iter(options))}; it has weight and name")
         rows = _read_file(path, shown)
-    elif path.is_dir() or re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", place) and path.suffix not in (".jsonl", ".json", ".parquet", ".csv"):
+    elif place and path.is_dir() or re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", place) and path.suffix not in (".jsonl", ".json", ".parquet", ".csv"):
         rows = _load_dataset(path, options, shown)
     else:
         raise UserError(f"{setting} = {text!r}: no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets, or {GYM}NAME")
@@ -91,10 +91,9 @@ class JsonLines(Sequence):
         at, length, number = self.lines[i].tolist()
         try:
             return json.loads(os.pread(self.file.fileno(), length, at).decode())
-        except UnicodeDecodeError as error:
-            raise UserError(f"{self.shown}: line {number} is not UTF-8 text ({error}); give a JSONL file") from error
-        except json.JSONDecodeError as error:
-            raise UserError(f"{self.shown}: line {number} is not JSON: {error}") from error
+        except ValueError as error:
+            wanted = "UTF-8 text" if isinstance(error, UnicodeDecodeError) else "JSON"
+            raise UserError(f"{self.shown}: line {number} is not {wanted}: {error}") from error
 
 
 def _read_file(path: Path, shown: str) -> Sequence:

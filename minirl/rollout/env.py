@@ -15,7 +15,6 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 import math_verify
@@ -41,45 +40,38 @@ class Env(Protocol):
         """The reward of an answer. What it is made of, if that is worth a log, goes to `info["rewards"]`: name -> value."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """One function of a weighted sum."""
-
-    function: RewardFunction
-    name: str
-    weight: float = 1.0
-
-    def grade(self, row: dict, completion: str) -> float:
-        """Raises UserError if the function raises or returns anything but a finite number: an answer without a reward cannot be left out of
-        its group, and any number in its place would be learned from."""
-        shown = f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
-        try:
-            value = self.function(row["prompt"], completion, row)
-            valid = isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
-        except UserError:
-            raise
-        except Exception as error:  # the user's code may raise anything; it is told with the input that did it
-            raise UserError(f"reward.function = {self.name} raised {type(error).__name__}: {error} for {shown}") from error
-        if not valid:
-            raise UserError(f"reward.function = {self.name} returned {value!r} for {shown}; it must return one finite number")
-        return float(value)
-
-
 class SingleTurn:
-    """The Env of a row with a prompt, graded by a function or a weighted sum of several."""
+    """The Env of a row with a prompt, graded by a weighted sum of functions."""
 
-    def __init__(self, *parts: Part):
+    def __init__(self, *parts: tuple[float, RewardFunction, str]):
+        """Weight, function and name of each."""
         self.parts = parts
 
     def reset(self, row: dict) -> str | list[dict]:
         return row["prompt"]
 
     def step(self, row: dict, completion: str, info: dict | None = None) -> float:
-        """Raises UserError as `Part.grade`."""
-        values = [part.grade(row, completion) for part in self.parts]
+        """Raises UserError as `grade`."""
+        values = {name: grade(function, name, row, completion) for _, function, name in self.parts}
         if info is not None and len(values) > 1:
-            info["rewards"] = {part.name: value for part, value in zip(self.parts, values, strict=True)}
-        return sum(part.weight * value for part, value in zip(self.parts, values, strict=True))
+            info["rewards"] = values
+        return sum(weight * values[name] for weight, _, name in self.parts)
+
+
+def grade(function: RewardFunction, name: str, row: dict, completion: str) -> float:
+    """Raises UserError if the function raises or returns anything but a finite number: an answer cannot be left out of its group, and any
+    number in place of its reward would be learned from."""
+    shown = f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
+    try:
+        value = function(row["prompt"], completion, row)
+        valid = isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
+    except UserError:
+        raise
+    except Exception as error:  # the user's code may raise anything; it is told with the input that did it
+        raise UserError(f"reward.function = {name} raised {type(error).__name__}: {error} for {shown}") from error
+    if not valid:
+        raise UserError(f"reward.function = {name} returned {value!r} for {shown}; it must return one finite number")
+    return float(value)
 
 
 def make_env(cfg: RewardConfig | str) -> SingleTurn:
@@ -87,10 +79,9 @@ def make_env(cfg: RewardConfig | str) -> SingleTurn:
     cfg = RewardConfig(function=cfg) if isinstance(cfg, str) else cfg
     names = _names(cfg.function)
     if not names or len(set(names)) < len(names) or cfg.weights and len(cfg.weights) != len(names) or not all(map(math.isfinite, cfg.weights)):
-        raise UserError(f"reward.function = {cfg.function}, reward.weights = {cfg.weights}: give one or more different functions, and no weights or as many "
-                        "finite ones")
+        raise UserError(f"reward.function = {cfg.function}, reward.weights = {cfg.weights}: give different functions, and no or as many finite weights")
     found = [RemoteReward(name, cfg) if name.startswith(("http://", "https://")) else find_function("reward.function", name, REWARDS) for name in names]
-    return SingleTurn(*map(Part, found, names, cfg.weights or [1.0] * len(names)))
+    return SingleTurn(*zip(cfg.weights or [1.0] * len(names), found, names, strict=True))
 
 
 def _names(function: str | list[str]) -> list[str]:

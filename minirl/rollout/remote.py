@@ -32,25 +32,27 @@ class RemoteReward:
             raise UserError(f"reward.function = {name}: {bad[0]!r} is not of the form http://host:port/path")
         self.client = httpx.Client(timeout=cfg.timeout_seconds)
         self.turn = itertools.count()
-        self.waiting: list[tuple[tuple[str, str, object], Future]] = []
+        self.waiting: dict[Future, tuple[str, str, object]] = {}
         self.lock, self.free = threading.Lock(), threading.Semaphore(len(self.urls))
 
     def __call__(self, prompt: str | list[dict], completion: str, row: dict) -> float:
         """`row["rendered_prompt"]` is the prompt as the policy reads it. Raises UserError if no endpoint answers rightly."""
         future: Future = Future()
         with self.lock:
-            self.waiting.append(((row["rendered_prompt"] + completion, row["rendered_prompt"], row.get("answer")), future))
+            self.waiting[future] = row["rendered_prompt"] + completion, row["rendered_prompt"], row.get("answer")
         with self.free:
+            batch = {}
             with self.lock:
-                batch, self.waiting = self.waiting, []
-            try:  # the batch is empty if another thread took this one's answer along
-                for (_, waits), reward in zip(batch, self._ask([asked for asked, _ in batch]), strict=True):
+                if future in self.waiting:  # no other thread took it along; one that is answered must not send what little has come since
+                    batch, self.waiting = self.waiting, batch
+            try:
+                for waits, reward in zip(batch, self._ask(list(batch.values())), strict=True):
                     waits.set_result(reward)
             except UserError as error:
-                for _, waits in batch:
+                for waits in batch:
                     waits.set_exception(error)
             finally:
-                for _, waits in batch:
+                for waits in batch:
                     waits.cancel()  # of no effect on what is done; otherwise something unforeseen ends this thread, and no other may wait for it
         return future.result()
 
@@ -68,22 +70,22 @@ class RemoteReward:
                 problem = f"{type(error).__name__}: {error}"
                 continue
             if response.is_success:
-                return self._rewards(url, response, len(asked))
+                return _rewards(f"reward.function = {self.name}: {url}", response, len(asked))
             problem = f"status {response.status_code}: {response.text[:200]}"
             if response.status_code < 500 and response.status_code not in (408, 429):
                 break  # asking again would not help
         raise UserError(f"reward.function = {self.name}: {url} failed after {attempt + 1} tries (reward.retries = {self.cfg.retries}, "
                         f"reward.timeout_seconds = {self.cfg.timeout_seconds}), the last with {problem}; see that it runs and can be reached from every node")
 
-    def _rewards(self, url: str, response: httpx.Response, num: int) -> list[float]:
-        try:
-            rewards = response.json()["rewards"]
-        except (ValueError, KeyError, TypeError):
-            rewards = None
-        if not isinstance(rewards, list) or len(rewards) != num:
-            raise UserError(f'reward.function = {self.name}: {url} answered {response.text[:200]!r} to {num} queries; it must answer {{"rewards": [one number for '
-                            'each]}')
-        return rewards
+
+def _rewards(who: str, response: httpx.Response, num: int) -> list[float]:
+    try:
+        rewards = response.json()["rewards"]
+        if len(rewards) == num:
+            return list(rewards)
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f'{who} answered {response.text[:200]!r} to {num} queries; it must answer {{"rewards": [one number for each]}}')
 
 
 def serve(score: Callable[[list[str]], list[float]], host: str, port: int) -> None:
