@@ -22,9 +22,9 @@ def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
     _require(0 < r.temperature < float("inf"), f"rollout.temperature = {r.temperature} must be above 0: the policy's log-probs are taken at it")
     _require(cfg.eval.temperature >= 0, f"eval.temperature = {cfg.eval.temperature} must be 0 (greedy) or above")
     check_data(cfg.data)
-    w = cfg.reward
-    _require(w.retries >= 0 and w.backoff_seconds >= 0 and w.timeout_seconds > 0, f"reward.retries = {w.retries} and backoff_seconds = {w.backoff_seconds} must "
-             f"be 0 or more, timeout_seconds = {w.timeout_seconds} above 0")
+    for name, value in (("reward.retries", cfg.reward.retries), ("reward.backoff_seconds", cfg.reward.backoff_seconds)):
+        _require(value >= 0, f"{name} = {value} must be 0 or more")
+    _require(cfg.reward.timeout_seconds > 0, f"reward.timeout_seconds = {cfg.reward.timeout_seconds} must be above 0")
     longest = cfg.data.max_prompt_tokens + r.max_tokens
     e.max_model_len = e.max_model_len or longest
     _require(e.max_model_len >= longest, f"engine.max_model_len = {e.max_model_len} is less than data.max_prompt_tokens + "

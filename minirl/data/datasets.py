@@ -156,8 +156,9 @@ class Order:
 
 
 class Mixture(Order):
-    """The order where sources have weights. Of an epoch, which is as long as there are rows, each source has its share; its examples run
-    through permutations of its own rows, from one epoch on into the next."""
+    """The order where sources have weights. Of an epoch, which is as long as there are rows, each source has its share, spread at random;
+    they are the next rows of permutations of its own that run on from epoch to epoch, so after each all its rows have come equally often (or
+    once more)."""
 
     def __init__(self, rows: Rows, *, seed: int):
         super().__init__(len(rows), seed=seed, shuffle=True)

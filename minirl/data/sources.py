@@ -4,7 +4,8 @@
     a folder that `datasets` saved (save_to_disk) or can load, or a hub id; options `split` and `subset`
     reasoning_gym:NAME; options of that generator, `size` and `seed`
 
-Options of every source: `weight`, its share of the training examples among several sources; `name`, what metrics call it.
+Options of every source: `weight`, its share of the training examples among several sources; `name`, what metrics call it. In YAML several
+are a list, with one on each line (or each in quotes: a `?` has a meaning between brackets).
 
 Rows are read when they are asked for: JSON lines from their place in the file, Parquet and what `datasets` loads from memory-mapped Arrow
 files. So the ranks of a machine do not each hold a large file's rows.

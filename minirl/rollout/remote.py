@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -32,33 +32,22 @@ class RemoteReward:
             raise UserError(f"reward.function = {name}: {bad[0]!r} is not of the form http://host:port/path")
         self.client = httpx.Client(timeout=cfg.timeout_seconds)
         self.turn = itertools.count()
-        self.waiting: dict[Future, tuple[str, str, object]] = {}
-        self.lock, self.free = threading.Lock(), threading.Semaphore(len(self.urls))
+        self.senders, self.lock = ThreadPoolExecutor(len(self.urls), thread_name_prefix="endpoint"), threading.Lock()
+        self.gathered: list[tuple[str, str, object]] = []
+        """What the next request asks; `self.request` is its promise."""
 
     def __call__(self, prompt: str | list[dict], completion: str, row: dict) -> float:
         """`row["rendered_prompt"]` is the prompt as the policy reads it. Raises UserError if no endpoint answers rightly."""
-        future: Future = Future()
         with self.lock:
-            self.waiting[future] = row["rendered_prompt"] + completion, row["rendered_prompt"], row.get("answer")
-        with self.free:
-            batch = {}
-            with self.lock:
-                if future in self.waiting:  # no other thread took it along; one that is answered must not send what little has come since
-                    batch, self.waiting = self.waiting, batch
-            try:
-                for waits, reward in zip(batch, self._ask(list(batch.values())), strict=True):
-                    waits.set_result(reward)
-            except UserError as error:
-                for waits in batch:
-                    waits.set_exception(error)
-            finally:
-                for waits in batch:
-                    waits.cancel()  # of no effect on what is done; otherwise something unforeseen ends this thread, and no other may wait for it
-        return future.result()
+            if not self.gathered:
+                self.request = self.senders.submit(self._ask)
+            self.gathered.append((row["rendered_prompt"] + completion, row["rendered_prompt"], row.get("answer")))
+            number, request = len(self.gathered) - 1, self.request
+        return request.result()[number]
 
-    def _ask(self, asked: list[tuple[str, str, object]]) -> list[float]:
-        if not asked:
-            return []
+    def _ask(self) -> list[float]:
+        with self.lock:
+            asked, self.gathered = self.gathered, []
         body = dict(zip(("query", "prompts", "labels"), map(list, zip(*asked, strict=True)), strict=True))
         for attempt in range(self.cfg.retries + 1):
             if attempt:
