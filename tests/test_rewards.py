@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from programs import fork
 
 from minirl.config import RewardConfig
 from minirl.evaluate import breakdown
@@ -86,7 +87,7 @@ def test_threads_share_requests_and_each_gets_its_own_reward(endpoint):
         found = list(pool.map(lambda n: graded.step(ROW, "x" * n), range(64)))
     assert found == [len(ROW["rendered_prompt"]) + n for n in range(64)]
     sizes = [len(body["query"]) for body in server.bodies]
-    assert sum(sizes) == 64 and len(sizes) < 20 and max(sizes) <= 16  # alone they would be 64 requests
+    assert sum(sizes) == 64 and len(sizes) < 40 and 4 < max(sizes) <= 16  # alone they would be 64 requests
 
 
 def test_endpoints_take_turns(endpoint):
@@ -237,3 +238,32 @@ def test_means_by_source_and_by_reward():
     assert breakdown(here, 1.0, mesh) == {"reward/brief": -0.25, "reward/exact": 0.5, "source/code/accuracy": 0.0, "source/code/reward": 0.5,
                                           "source/math/accuracy": 0.5, "source/math/reward": 0.5}
     assert breakdown([answer(None, 1.0)], 1.0, SimpleNamespace(gather=lambda own: [own])) == {}
+
+
+# ---------------------------------------------------------------------------------------------------- a run
+
+
+def test_a_run_on_two_sources_with_two_rewards(endpoint, tmp_path):
+    """Mixed by weight under a plain template, long prompts dropped, warm start, an endpoint beside a registered reward: all in its metrics."""
+    server = endpoint(lambda body: (200, json.dumps({"rewards": [0.125 * (label == "7") for label in body["labels"]]})))
+    for name, rows in (("short", [{"prompt": f"{i}+", "solution": "7"} for i in range(20)]), ("mixed", [{"input": "x" * i, "label": "y"} for i in range(1, 13)])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rl.yaml").write_text(f"data:\n  train:\n    - {tmp_path}/short.jsonl?weight=3\n    - {tmp_path}/mixed.jsonl?weight=1&name=other\n")
+    flags = ["--config", tmp_path / "rl.yaml", "--output", tmp_path / "run", "--policy.model", "scratch", "--policy.dtype", "float32", "--num-steps", "1",
+             "--data.held-out", "6", "--data.max-prompt-tokens", "14", "--data.too-long", "drop", "--data.input-template", "say {}: ", "--rollout.max-tokens", "4",
+             "--engine.max-num-seqs", "16", "--rollout.prompts-per-step", "4", "--rollout.samples-per-prompt", "2", "--sft.num-steps", "1", "--sft.batch-size", "4",
+             "--reward.function", "exact", server.url, "--reward.weights", "1", "2", "--debug.save-trajectories"]
+    ended = fork("minirl.rl", flags, tmp_path / "log")
+    assert ended.code == 0, ended.err
+    assert "(4 dropped as too long)" in ended.err  # beside `say ` and `: ` 14 tokens hold 8 characters
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    sources = {f"source/{name}/{what}" for name in ("short", "other") for what in ("accuracy", "reward")}
+    for row in rows:
+        if row["phase"] in ("eval", "rl"):
+            assert {"reward/exact", f"reward/{server.url}"} < row.keys() and sources & row.keys()
+            assert row["reward"] == pytest.approx(row["reward/exact"] + 2 * row[f"reward/{server.url}"])
+    assert all(row["source/short/reward"] >= 0.25 for row in rows if "source/short/reward" in row)
+    sampled = [json.loads(line) for line in (tmp_path / "run" / "trajectories" / "step-0-rank-0.jsonl").read_text().splitlines()]
+    assert len(sampled) == 8 and {t["source"] for t in sampled} <= {"short", "other"}
+    queries = [query for body in server.bodies for query in body["query"]]
+    assert all(query.startswith("say ") and ": " in query for query in queries)

@@ -84,7 +84,7 @@ def test_csv_values_stay_the_texts_they_are(tmp_path):
     ("a.parquet", "nothing of the kind", r"not a good .parquet file"),
     ("a.json", "[{]", r"not a good .json file"),
     ("a.jsonl?split=train", "{}\n", "a file has no option split; it has weight and name"),
-    ("a.jsonl?weight=0", "{}\n", r"weight = 0.0 must be above 0"),
+    ("a.jsonl?weight=0", "{}\n", r"weight = 0.0 is not above 0 and finite"),
     ("a.jsonl?weight=many", "{}\n", "could not convert string to float.*weight is a number"),
     ("a.jsonl?weight", "{}\n", "options are written"),
 ])

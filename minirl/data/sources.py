@@ -54,10 +54,10 @@ def open_source(text: str, setting: str) -> Source:
     try:
         options = dict(parse_qsl(query, strict_parsing=bool(query)))
         weight = float(options.pop("weight")) if "weight" in options else None
+        if weight is not None and not 0 < weight < float("inf"):
+            raise ValueError(f"weight = {weight} is not above 0 and finite")
     except ValueError as error:
-        raise UserError(f"{shown}: {error}; options are written ?name=value&name=value, and weight is a number") from error
-    if weight is not None and not 0 < weight < float("inf"):
-        raise UserError(f"{shown}: weight = {weight} must be above 0 and finite; leave the source out instead")
+        raise UserError(f"{shown}: {error}; options are written ?name=value&name=value, and weight is a number above 0") from error
     name = options.pop("name", path.stem if path.is_file() else place.removeprefix(GYM))
     if place.startswith(GYM):
         rows = _generate(place.removeprefix(GYM), options, shown)
