@@ -33,9 +33,9 @@ def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
 
 def check_data(d: DataConfig | ChatsConfig) -> None:
     _require(d.max_samples >= 0, f"data.max_samples = {d.max_samples} must be 0 (all) or more")
-    _require(not d.input_template or d.input_template.count("{}") == 1, f"data.input_template = {d.input_template!r} must have {{}} once, where the prompt goes")
+    _require(not d.input_template or d.input_template.count("{}") == 1, f"data.input_template = {d.input_template!r} must have {{}} once, for the prompt")
     for name, value in (("chat_template", d.chat_template), ("system_prompt", d.system_prompt)):
-        _require(not d.input_template or not value, f"data.{name} = {value!r} has no place where data.input_template stands for the chat template; set one of them")
+        _require(not d.input_template or not value, f"data.{name} = {value!r} has no place in data.input_template; set one of them")
 
 
 def check_parallel(p: ParallelConfig, world_size: int) -> None:

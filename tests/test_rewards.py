@@ -1,5 +1,6 @@
 """Rewards over HTTP, against real servers, and weighted sums: every answer gets its own number, and what fails says which endpoint and why."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -37,7 +38,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
-        self.wfile.write(text.encode())
+        with contextlib.suppress(BrokenPipeError):  # whoever asked may be gone
+            self.wfile.write(text.encode())
 
     def log_message(self, *_):
         pass
@@ -246,7 +248,8 @@ def test_means_by_source_and_by_reward():
 def test_a_run_on_two_sources_with_two_rewards(endpoint, tmp_path):
     """Mixed by weight under a plain template, long prompts dropped, warm start, an endpoint beside a registered reward: all in its metrics."""
     server = endpoint(lambda body: (200, json.dumps({"rewards": [0.125 * (label == "7") for label in body["labels"]]})))
-    for name, rows in (("short", [{"prompt": f"{i}+", "solution": "7"} for i in range(20)]), ("mixed", [{"input": "x" * i, "label": "y"} for i in range(1, 13)])):
+    for name, rows in (("short", [{"prompt": f"{i}+", "solution": "7"} for i in range(20)]),
+                       ("mixed", [{"input": "x" * i, "label": "y"} for i in range(1, 13)])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rl.yaml").write_text(f"data:\n  train:\n    - {tmp_path}/short.jsonl?weight=3\n    - {tmp_path}/mixed.jsonl?weight=1&name=other\n")
     flags = ["--config", tmp_path / "rl.yaml", "--output", tmp_path / "run", "--policy.model", "scratch", "--policy.dtype", "float32", "--num-steps", "1",

@@ -165,7 +165,8 @@ def test_a_name_that_was_asked_for_has_no_others(tmp_path):
 
 
 def test_where_a_row_is_from(tmp_path):
-    one, two = jsonl(tmp_path / "one.jsonl", [{"prompt": "a"}, {"prompt": "b", "datasource": "math"}]), jsonl(tmp_path / "two.jsonl", [{"prompt": "c", "kind": 7}])
+    one = jsonl(tmp_path / "one.jsonl", [{"prompt": "a"}, {"prompt": "b", "datasource": "math"}])
+    two = jsonl(tmp_path / "two.jsonl", [{"prompt": "c", "kind": 7}])
     assert [row.get("data_source") for row in rows_of(one)] == [None, "math"]
     assert [row.get("data_source") for row in rows_of([one, f"{two}?name=other"])] == ["one", "math", "other"]
     assert [row.get("data_source") for row in rows_of([one, two], source_key="kind")] == ["one", "one", "7"]
@@ -272,7 +273,8 @@ def test_long_prompts_can_be_dropped_and_counted(tmp_path):
 
 
 def test_a_chat_template_from_a_file(tmp_path):
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}")
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}"
+                                      "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}")
     tokenizer = chat.use_template(make_tokenizer([]), str(tmp_path / "t.jinja"), "")
     assert tokenizer.decode(chat.encode_prompt(tokenizer, [USER])) == "[1+1]"
     with pytest.raises(UserError, match="the chat template refuses a prompt: no"):
@@ -304,16 +306,17 @@ def test_a_plain_template_has_the_prompt_and_then_the_answer():
 
 
 def test_several_sources_in_a_file_and_by_flags(tmp_path):
-    (tmp_path / "c.yaml").write_text("data:\n  train:\n  - a.jsonl?weight=1\n  - b.jsonl?weight=2\n  eval: c.jsonl\nreward: {function: [exact, my.py:f], weights: [1, 0.5]}\n")
+    (tmp_path / "c.yaml").write_text("data:\n  train:\n  - a.jsonl?weight=1\n  - b.jsonl?weight=2\n  eval: c.jsonl\n"
+                                     "reward: {function: [exact, my.py:f], weights: [1, 0.5]}\n")
     cfg = load(RLConfig, str(tmp_path / "c.yaml"))
     assert (cfg.data.train, cfg.data.eval, cfg.reward.weights) == (["a.jsonl?weight=1", "b.jsonl?weight=2"], "c.jsonl", [1.0, 0.5])
     save(cfg, tmp_path / "again.yaml")
     assert load(RLConfig, str(tmp_path / "again.yaml")) == cfg
     cfg = parse(RLConfig, ["--config", str(tmp_path / "c.yaml"), "--data.train", "d.jsonl", "--data.eval", "e.jsonl", "f.csv", "--reward.function", "exact"])
     assert (cfg.data.train, cfg.data.eval, cfg.reward.function) == ("d.jsonl", ["e.jsonl", "f.csv"], "exact")
-    for text, message in (("3", "data.train = 3 must be of type str"), ("[1]", "data.train = 1 must be of type str"), ("null", "data.train = None must be of type str")):
+    for text, value in (("3", 3), ("[1]", 1), ("null", None)):
         (tmp_path / "bad.yaml").write_text(f"data: {{train: {text}}}")
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=f"data.train = {value} must be of type str"):
             load(RLConfig, str(tmp_path / "bad.yaml"))
 
 
@@ -321,8 +324,8 @@ def test_several_sources_in_a_file_and_by_flags(tmp_path):
     ({"max_samples": -1}, r"data.max_samples = -1 must be 0 \(all\) or more"),
     ({"input_template": "no place"}, "data.input_template = 'no place' must have {} once"),
     ({"input_template": "{} {}"}, "must have {} once"),
-    ({"input_template": "{}", "system_prompt": "s"}, "data.system_prompt = 's' has no place where data.input_template"),
-    ({"input_template": "{}", "chat_template": "f"}, "data.chat_template = 'f' has no place where data.input_template"),
+    ({"input_template": "{}", "system_prompt": "s"}, "data.system_prompt = 's' has no place in data.input_template"),
+    ({"input_template": "{}", "chat_template": "f"}, "data.chat_template = 'f' has no place in data.input_template"),
 ])
 def test_data_settings_that_cannot_work_are_refused(values, message):
     with pytest.raises(UserError, match=message):

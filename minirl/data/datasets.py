@@ -13,7 +13,8 @@ from minirl.data.sources import Source, open_source
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory, UserError
 
-OTHER_NAMES = {"prompt": ("instruction", "input", "context_messages", "messages"), "completion": ("output",), "answer": ("solution", "label"), "data_source": ("datasource",)}
+OTHER_NAMES = {"prompt": ("instruction", "input", "context_messages", "messages"), "completion": ("output",), "answer": ("solution", "label"),
+               "data_source": ("datasource",)}
 """What TRL, OpenRLHF and others call a column: read where a row has none of the first name, unless a setting asks for another name."""
 
 
