@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from minirl import cli
 from minirl.config import CheckpointConfig, ExportConfig, PolicyConfig
+from minirl.data import chat
 from minirl.flags import load as load_config
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
@@ -255,7 +256,7 @@ def _write_folder(folder: Path, shapes: dict[str, torch.Size], read: Callable[[l
             index = {"metadata": {"total_size": sum(shape.numel() for shape in shapes.values()) * dtype.itemsize},
                      "weight_map": {part.name: file for file, members in zip(names, files, strict=True) for name in members for part in parts[name]}}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        _write_companions(source, partial, dtype)
+        _write_companions(source, partial, dtype, score=build.SCORE in shapes)
     mesh.barrier()
     if mesh.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -263,11 +264,14 @@ def _write_folder(folder: Path, shapes: dict[str, torch.Size], read: Callable[[l
     mesh.barrier()
 
 
-def _write_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    config = AutoConfig.from_pretrained(source)
+def _write_companions(source: Path, folder: Path, dtype: torch.dtype, *, score: bool) -> None:
+    config, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
     config.dtype = dtype
+    if score:
+        config.architectures, config.num_labels = [families.score_class(config, str(source))], 1
+        config.pad_token_id = tokenizer.pad_token_id = chat.filling_token_id(tokenizer, chat.stop_token_ids(tokenizer, source), str(source))
     config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     if (source / "generation_config.json").exists():
         GenerationConfig.from_pretrained(source).save_pretrained(folder)
 

@@ -1,6 +1,6 @@
 """Settings that cannot work, refused with the arithmetic before anything is loaded or written."""
 
-from minirl.config import EvaluateConfig, ParallelConfig, RLConfig, SFTConfig
+from minirl.config import DPOConfig, EvaluateConfig, ParallelConfig, RLConfig, RMConfig, SFTConfig
 from minirl.types import UserError
 
 
@@ -73,12 +73,29 @@ def _check_training(cfg: RLConfig | SFTConfig, world_size: int, longest: int, wh
 
 def check_sft(cfg: SFTConfig, world_size: int) -> None:
     """Refuse what cannot work, with the arithmetic. Raises UserError."""
+    _check_supervised(cfg, world_size, cfg.data.max_tokens, "data.max_tokens", ("loss", "perplexity"))
+
+
+def _check_supervised(cfg: SFTConfig, world_size: int, longest: int, what: str, scores: tuple[str, ...]) -> None:
     _require(cfg.seed >= 0, f"seed = {cfg.seed} must be 0 or more")
     _require(cfg.timeout_minutes > 0, f"timeout_minutes = {cfg.timeout_minutes} must be above 0")
-    _check_training(cfg, world_size, cfg.data.max_tokens, "data.max_tokens", ("loss", "perplexity"))
+    _check_training(cfg, world_size, longest, what, scores)
     _require(cfg.data.max_tokens >= 2, f"data.max_tokens = {cfg.data.max_tokens} must be at least 2: a token and the next one")
     _require(cfg.batch_size >= 1, f"batch_size = {cfg.batch_size} must be at least 1")
     _require(cfg.num_steps > 0 or 0 < cfg.num_epochs < float("inf"), f"num_epochs = {cfg.num_epochs} must be above 0 where num_steps is 0")
+
+
+def check_pairs(cfg: RMConfig | DPOConfig, world_size: int) -> None:
+    """Refuse what cannot work, with the arithmetic. Raises UserError."""
+    _check_supervised(cfg, world_size, 2 * cfg.data.max_tokens, "2 * data.max_tokens", ("loss", "accuracy", "margin"))
+    a = cfg.algo
+    if isinstance(cfg, RMConfig):
+        _require(a.center_coef >= 0, f"algo.center_coef = {a.center_coef} must be 0 or more")
+        return
+    _require(a.beta > 0, f"algo.beta = {a.beta} must be above 0")
+    _require(0 <= a.label_smoothing < 0.5, f"algo.label_smoothing = {a.label_smoothing} is the chance of a wrong label: at least 0, below 0.5")
+    _require(a.label_smoothing == 0 or a.loss == "sigmoid", f"algo.label_smoothing = {a.label_smoothing} is of algo.loss sigmoid, not {a.loss}; set it to 0")
+    _require(a.nll_coef >= 0, f"algo.nll_coef = {a.nll_coef} must be 0 or more")
 
 
 def check_rl(cfg: RLConfig, world_size: int) -> None:

@@ -301,6 +301,78 @@ class SFTConfig:
 
 
 @dataclass(kw_only=True)
+class PairsConfig:
+    """Answers of which one was preferred: JSON lines with `prompt`, `chosen` and `rejected`, each a text or messages. Without a prompt the
+    two are whole texts or whole chats that begin alike."""
+
+    train: str = ""
+    """A JSONL file."""
+    eval: str = ""
+    """The same for held-out rows. Empty: `held_out` rows of `train`, which training then never sees."""
+    held_out: int = 128
+    prompt_key: str = "prompt"
+    chosen_key: str = "chosen"
+    """An answer, messages that follow the prompt, or the whole chat, prompt included."""
+    rejected_key: str = "rejected"
+    margin_key: str = "margin"
+    """How much better the chosen answer is (a number), for the reward model's sigmoid loss; 0 in rows that do not say."""
+    system_prompt: str = ""
+    """Put before chats that have none."""
+    max_tokens: int = 2048
+    """Pairs with a longer sequence are dropped: cut, it would not say what was judged. So are those whose answers are the same."""
+
+
+@dataclass(kw_only=True)
+class RewardModelLossConfig:
+    loss: Literal["sigmoid", "logexp"] = "sigmoid"
+    """Bradley-Terry with margins, or without."""
+    center_coef: float = 0.0
+    """Weight of the squared sum of a pair's scores, which holds their mean near 0 (0.01 is usual)."""
+
+
+@dataclass(kw_only=True)
+class DPOLossConfig:
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    beta: float = 0.1
+    """Scale of the reward beta log(policy / reference): the larger, the nearer the policy stays to the reference."""
+    label_smoothing: float = 0.0
+    """Chance that a pair is the wrong way round (cDPO), of loss sigmoid."""
+    nll_coef: float = 0.0
+    """Weight of the chosen answer's negative log-likelihood per token."""
+    length_normalized: bool = False
+    """Log-probs are means over an answer's tokens."""
+
+
+@dataclass(kw_only=True)
+class RMConfig(SFTConfig):
+    """`torchrun --nproc-per-node N -m minirl.rm --config FILE [--flag value ...]`"""
+
+    output: str = "runs/rm"
+    """Folder of this run: config, metrics, checkpoints, model."""
+    batch_size: int = 64
+    """Pairs of an optimizer step, over all ranks."""
+    data: PairsConfig = field(default_factory=PairsConfig)
+    algo: RewardModelLossConfig = field(default_factory=RewardModelLossConfig)
+
+
+@dataclass(kw_only=True)
+class DPOConfig(SFTConfig):
+    """`torchrun --nproc-per-node N -m minirl.dpo --config FILE [--flag value ...]`"""
+
+    output: str = "runs/dpo"
+    """Folder of this run: config, metrics, checkpoints, model."""
+    batch_size: int = 64
+    """Pairs of an optimizer step, over all ranks."""
+    data: PairsConfig = field(default_factory=PairsConfig)
+    algo: DPOLossConfig = field(default_factory=DPOLossConfig)
+    reference: str = ""
+    """Folder or hub id of the frozen reference; empty: policy.model as it is given."""
+    reference_cache: str = ""
+    """File prefix for the reference's log-probs of all rows: computed once before training, or read if they are of this reference, data and
+    settings. Empty: the reference is kept, and runs once per batch."""
+
+
+@dataclass(kw_only=True)
 class EvaluateConfig:
     """`torchrun --nproc-per-node N -m minirl.evaluate --model FOLDER --data.eval FILE`"""
 

@@ -139,18 +139,28 @@ class Packed:
     """Rows of each of the S sequences, on the host so that no layer waits for the device."""
     loss_tokens: Tensor
     """int64 [S]: targets in the loss of each sequence, on all context ranks together."""
+    rewards: Tensor
+    """float64 [S]: of the trajectory; it means something where a sequence has targets in the loss."""
     blocks: tuple[Block, ...]
     """Attention without a window, in parts: each sequence's own rows, and what it sees before them. On a context ring: that of a rank's
     own rows, of all rows with the first halves of an earlier rank, of the second halves with all rows of a later one."""
     joined: Block | None = None
     """The same as one causal block, for layers that see a sliding window only."""
+    ends: Tensor | None = None
+    """bool [T]: the row is the last of a trajectory."""
+    pairs: Tensor | None = None
+    """int64 [P, 2], if asked for: numbers of the sequences of each pair's chosen and rejected answer."""
     context: Context | None = None
     """Rows are this rank's part of each sequence: chunk r and chunk 2R - 1 - r of 2R, in zigzag so that causal work is even. Key rows of
     the blocks count in the gathered rows of all ranks, rank by rank (but for those of a ring)."""
     temperature: float = 1.0
     """Log-probs are of logits divided by it."""
     engine_logprobs: Tensor | None = None
-    """float32 [T], as the three below."""
+    """float32 [T], as all below."""
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
+    values: Tensor | None = None
+    """A critic's, of what stood before the target."""
+    returns: Tensor | None = None
+    """What it should have said."""

@@ -1,7 +1,7 @@
 """Losses: pure functions of one packed micro-batch, returning a value per token; `normalize` turns them into means.
 
 A token loss gets the batch, the policy's log-probs and entropy (float32 [T], 0 where `batch.mask` is False) and returns
-the loss of each token [T] and a dict of metrics [T]. Metrics are averaged over the tokens in the loss; of names that end in
+the loss of each token [T] and a dict of metrics [T]; of aggregation `pair`, of each pair [P]. Metrics are averaged over the tokens in the loss; of names that end in
 `_max` the maximum is taken.
 """
 
