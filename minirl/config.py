@@ -201,7 +201,7 @@ class CheckpointConfig:
     keep: int = 2
     """Newest ones that stay."""
     best_metric: str = ""
-    """A held-out score (RL: accuracy, reward or pass@k; SFT: loss or perplexity, of which less is better). The checkpoint with the best
+    """A held-out score (RL: accuracy, reward or pass@k; SFT: loss or perplexity, of which less is better; pairs: loss, accuracy or margin). The checkpoint with the best
     one stays too, and is named in checkpoints/best.json. The evaluation of step N, which is of the weights after N steps, belongs to
     checkpoint N, so `every` must be a multiple of eval.every; a later equal score does not replace an earlier one."""
     background: bool = True
@@ -306,7 +306,7 @@ class PairsConfig:
     two are whole texts or whole chats that begin alike."""
 
     train: str = ""
-    """A JSONL file."""
+    """A JSONL file, or `reasoning_gym:NAME?option=value&...` (a question's answer was preferred to another question's)."""
     eval: str = ""
     """The same for held-out rows. Empty: `held_out` rows of `train`, which training then never sees."""
     held_out: int = 128

@@ -26,6 +26,8 @@ from minirl.types import Packed, Trajectory, UserError
 class Trainer(PairTrainer):
     """With a frozen reference, or what it said of every row."""
 
+    name = "dpo"
+
     def __init__(self, cfg: DPOConfig, mesh: Mesh):
         super().__init__(cfg, mesh)
         self.ref: Policy | None = None
@@ -51,9 +53,10 @@ class Trainer(PairTrainer):
     def batches(self, examples: list[Trajectory]) -> list[Packed]:
         batches = super().batches(examples)
         if self.ref:
-            self.ref.sleeper.wake_parameters()
-            self.ref.annotate([batches], "ref_logprobs")
-            self.ref.sleeper.sleep_parameters()
+            with self.timer.phase("annotate"):
+                self.ref.sleeper.wake_parameters()
+                self.ref.annotate([batches], "ref_logprobs")
+                self.ref.sleeper.sleep_parameters()
         else:
             for batch in batches:
                 batch.ref_logprobs = batch.engine_logprobs
@@ -110,7 +113,7 @@ def _is_of(cache: Path, about: dict) -> bool:
     found = json.loads(path.read_text()) if path.exists() else {}
     if found != about:
         other = ", ".join(name for name in about if found.get(name) != about[name])
-        raise UserError(f"reference_cache = {cache} is of another run: {other} differs; name another folder or remove it")
+        raise UserError(f"reference_cache = {cache} is of another run: its {other} differ; name another folder or remove it")
     return True
 
 

@@ -38,7 +38,7 @@ class PairTrainer(sft.Trainer):
 
 
 class Trainer(PairTrainer):
-    score = True
+    name, score = "rm", True
 
     def find_inputs(self) -> tuple[Path, Pairs, Pairs]:
         folder, *rows = super().find_inputs()

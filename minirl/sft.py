@@ -29,7 +29,7 @@ from minirl.types import Packed, Trajectory, UserError
 class Trainer:
     """The parts of a run; `train` is the algorithm. What other programs put in its place comes first."""
 
-    score = False
+    name, score = "sft", False
     lost = "{} cut to {max_tokens} tokens, {} dropped with no token in the loss"
 
     def find_inputs(self) -> tuple[Path, Chats, Chats]:
@@ -58,7 +58,7 @@ class Trainer:
 
     def train(self) -> None:
         cfg, loss = self.cfg, self.make_loss()
-        self.log.progress("sft", self.num_steps, self.run.first_step)
+        self.log.progress(self.name, self.num_steps, self.run.first_step)
         self.progress.add(self.timer.take())
         for step in range(self.run.first_step, self.num_steps):
             if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):

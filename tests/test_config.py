@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from minirl.checks import check_rl, check_rollout, check_sft
-from minirl.config import EvaluateConfig, ExportConfig, PolicyConfig, RLConfig, SFTConfig
+from minirl.checks import check_pairs, check_rl, check_rollout, check_sft
+from minirl.config import DPOConfig, EvaluateConfig, ExportConfig, PolicyConfig, RLConfig, RMConfig, SFTConfig
 from minirl.flags import load, parse, save
 from minirl.types import UserError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-PROGRAMS = {"rl": RLConfig, "evaluate": EvaluateConfig, "sft": SFTConfig}
+PROGRAMS = {"rl": RLConfig, "evaluate": EvaluateConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig}
 
 
 def written(tmp_path, text):
@@ -101,11 +101,11 @@ def test_one_rank_alone_tells_of_a_bad_flag(monkeypatch, capsys):
     assert "".join(capsys.readouterr()) == ""
 
 
-@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig, SFTConfig])
+@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig, SFTConfig, RMConfig, DPOConfig])
 def test_a_saved_config_loads_back_equal(tmp_path, cls):
     cfg = cls(seed=4)
     cfg.data.train, cfg.data.system_prompt = "a: b.jsonl", "line\n  two: # é\u2028"
-    if cls is not SFTConfig:
+    if not issubclass(cls, SFTConfig):
         cfg.rollout.temperature, cfg.engine.dtype = 1e-7, "float32"
     if cls is not EvaluateConfig:
         cfg.policy.betas, cfg.policy.scratch.phrases, cfg.policy.lr, cfg.policy.model = (0.5, 1e-3), ["", " x: ", "yes"], 1e22, "1e-4"
@@ -139,7 +139,7 @@ def leaves(cfg, prefix=""):
         yield from leaves(value, f"{prefix}{f.name}.") if dataclasses.is_dataclass(value) else [(prefix + f.name, value)]
 
 
-@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig, SFTConfig])
+@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig, SFTConfig, RMConfig, DPOConfig])
 def test_a_file_with_any_one_setting_at_its_default_changes_nothing(tmp_path, cls):
     """Every setting can be written in a file, and none disturbs another."""
     for name, value in leaves(cls()):
@@ -158,7 +158,8 @@ def test_every_recipe_loads_and_can_work_on_two_ranks(path):
     commands = re.findall(rf"-m minirl\.(\w+) --config configs/{re.escape(path.name)}\b", path.read_text())
     assert commands, "the recipe does not say how to run it"
     cfg = load(PROGRAMS[commands[0]], str(path))
-    {RLConfig: lambda: check_rl(cfg, 2), SFTConfig: lambda: check_sft(cfg, 2), EvaluateConfig: lambda: check_rollout(cfg)}[type(cfg)]()
+    {RLConfig: lambda: check_rl(cfg, 2), SFTConfig: lambda: check_sft(cfg, 2), RMConfig: lambda: check_pairs(cfg, 2), DPOConfig: lambda: check_pairs(cfg, 2),
+     EvaluateConfig: lambda: check_rollout(cfg)}[type(cfg)]()
     assert cfg.output != PROGRAMS[commands[0]]().output  # two recipes would otherwise write to one folder
 
 

@@ -1,11 +1,13 @@
 """Pairs of answers to one prompt, of which the first was preferred: from TRL's and OpenRLHF's columns to token ids."""
 
+from collections.abc import Iterator
+
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.config import PairsConfig
 from minirl.data import chat
-from minirl.data.datasets import Order, _is_prompt, _read_jsonl
+from minirl.data.datasets import GYM, Order, _gym_rows, _is_prompt, _read_jsonl
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory, UserError
 
@@ -15,12 +17,20 @@ SIDES = ("chosen", "rejected")
 def load_pairs(source: str, setting: str, cfg: PairsConfig) -> list[dict]:
     """Rows in file order: {"prompt": messages, "chosen", "rejected": the messages after it; "margin"}, or of plain texts without a prompt.
 
-    Raises UserError for a row that is no pair, with its line.
+    Of a reasoning-gym generator, a question's answer was preferred to that of another. Raises UserError for a row that is no pair, with its line.
     """
-    rows = [_to_pair(row, f"{setting} = {source}: line {number}", cfg) for number, row in _read_jsonl(source, setting)]
+    numbered = _gym_pairs(_gym_rows(source, setting), cfg) if source.startswith(GYM) else _read_jsonl(source, setting)
+    rows = [_to_pair(row, f"{setting} = {source}: line {number}", cfg) for number, row in numbered]
     if not rows:
         raise UserError(f"{setting} = {source}: no rows")
     return rows
+
+
+def _gym_pairs(rows: list[dict], cfg: PairsConfig) -> Iterator[tuple[int, dict]]:
+    for i, row in enumerate(rows):
+        others = (rows[(i + k) % len(rows)]["answer"] for k in range(1, len(rows)))
+        wrong = next((str(answer) for answer in others if answer != row["answer"]), "")
+        yield i + 1, {cfg.prompt_key: row["prompt"], cfg.chosen_key: str(row["answer"]), cfg.rejected_key: wrong}
 
 
 def _to_pair(row: object, where: str, cfg: PairsConfig) -> dict:
