@@ -74,12 +74,14 @@ class Policy:
 
     @torch.no_grad()
     def annotate(self, minibatches: list[list[Packed]], field: str) -> None:
-        """Set `field` (old_logprobs or ref_logprobs) of every batch to this model's log-probs of the targets."""
+        """Set `field` (old_logprobs or ref_logprobs) of every batch to this model's log-probs of the targets; with old_logprobs also old_entropy."""
         training = self.model.training
         self.model.eval()  # nothing to recompute, so no checkpointing
         for minibatch in minibatches:
             for batch in minibatch:
-                setattr(batch, field, self.model(batch)[0])
+                logprobs, entropy = self.model(batch)
+                setattr(batch, field, logprobs)
+                batch.old_entropy = entropy if field == "old_logprobs" else batch.old_entropy
         self.model.train(training)
 
     def step(self, minibatch: list[Packed], loss: Loss, lr: float) -> dict[str, float]:
