@@ -38,9 +38,9 @@ from minirl.types import UserError
 LOWER_IS_BETTER = ("loss", "perplexity")
 
 
-def finished(run: Path) -> dict[int, Path]:
-    """The whole checkpoints of a run folder by step, oldest first."""
-    steps = {int(p.name.removeprefix("step-")): p for p in run.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)}
+def finished(run: Path, kind: str = "checkpoints") -> dict[int, Path]:
+    """The whole checkpoints (or references) of a run folder by step, oldest first."""
+    steps = {int(p.name.removeprefix("step-")): p for p in run.glob(f"{kind}/step-*") if re.fullmatch(r"step-\d+", p.name)}
     return dict(sorted(steps.items()))
 
 

@@ -104,7 +104,7 @@ def check_rl(cfg: RLConfig, world_size: int) -> None:
     _check_training(cfg, world_size, cfg.engine.max_model_len, "engine.max_model_len", ("accuracy", "reward", f"pass@{cfg.eval.samples}"))
     r, a, tp = cfg.rollout, cfg.algo, cfg.engine.tensor_parallel_size
     _require(world_size % tp == 0, f"engine.tensor_parallel_size = {tp} does not divide the {world_size} ranks")
-    _require(r.samples_per_prompt >= 2, f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
+    _require(r.samples_per_prompt >= (1 if a.advantage in ("reinforce_pp", "on_policy_distill") else 2), f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
              "compares the samples of one prompt, so it needs at least 2")
     _require(a.updates_per_step >= 1 and r.prompts_per_step % a.updates_per_step == 0,
              f"algo.updates_per_step = {a.updates_per_step} does not divide rollout.prompts_per_step = {r.prompts_per_step}")
@@ -112,9 +112,28 @@ def check_rl(cfg: RLConfig, world_size: int) -> None:
     _require(off, f"rollout.top_p = {r.top_p}, top_k = {r.top_k}, min_p = {r.min_p}: the trainer cannot reproduce log-probs of a "
              "truncated distribution; train with top_p 1.0, top_k -1, min_p 0.0")
     _require(a.dual_clip == 0 or a.dual_clip > 1, f"algo.dual_clip = {a.dual_clip} must be 0 (off) or above 1")
-    _require(0 <= a.clip_low < 1 and a.clip_high >= 0, f"algo.clip_low = {a.clip_low} must be in [0, 1), clip_high = {a.clip_high} at least 0")
-    for name, value in (("algo.tis_cap", a.tis_cap), ("algo.kl_coef", a.kl_coef), ("sft.num_steps", cfg.sft.num_steps), ("sft.lr", cfg.sft.lr),
+    _require(0 <= a.clip_low <= 1 and a.clip_high >= 0, f"algo.clip_low = {a.clip_low} must be in [0, 1], clip_high = {a.clip_high} at least 0")
+    _check_algo(cfg)
+    for name, value in (("algo.kl_coef", a.kl_coef), ("algo.kl_target", a.kl_target), ("rollout.extra_prompts", r.extra_prompts), ("ref.every", cfg.ref.every),
+                        ("reward.clip", cfg.reward.clip), ("sft.num_steps", cfg.sft.num_steps), ("sft.lr", cfg.sft.lr),
                         ("engine.kv_cache_gb", cfg.engine.kv_cache_gb)):
         _require(value >= 0, f"{name} = {value} must be 0 or more")
     _require(0 <= cfg.sft.wrong_character <= 1, f"sft.wrong_character = {cfg.sft.wrong_character} is a share: 0 to 1")
     _require(cfg.sft.batch_size >= 1, f"sft.batch_size = {cfg.sft.batch_size} must be at least 1")
+
+
+def _check_algo(cfg: RLConfig) -> None:
+    a, ref, r = cfg.algo, cfg.ref, cfg.rollout
+    distill = a.advantage == "on_policy_distill"
+    _require(not distill or bool(ref.model), "algo.advantage = on_policy_distill learns from a teacher; name it with ref.model")
+    _require(not (distill and a.kl_in == "reward" and a.kl_coef), "algo.kl_in = reward: on_policy_distill takes no rewards; set algo.kl_in loss or algo.kl_coef 0")
+    for name, value in (("algo.kl_target", a.kl_target), ("ref.every", ref.every), ("ref.model", ref.model), ("algo.kl_in = reward", a.kl_in == "reward")):
+        _require(not value or a.kl_coef > 0 or distill and name == "ref.model", f"{name}{'' if value is True else f' = {value}'} has no effect while "
+                 f"algo.kl_coef = {a.kl_coef}, for then no KL is taken and no reference loaded; set algo.kl_coef above 0")
+    _require(not (ref.every and ref.model), f"ref.every = {ref.every} would replace ref.model = {ref.model} by the policy; set one of them")
+    _require(a.kl_in == "loss" or a.kl_estimator != "unbiased", "algo.kl_estimator = unbiased is about the gradient, and a reward has none; take k1, k2 or k3")
+    _require(a.loss != "cispo" or not a.dual_clip, f"algo.dual_clip = {a.dual_clip} bounds what algo.loss = cispo bounds already; set it to 0")
+    _require(0 <= a.entropy_share <= 1, f"algo.entropy_share = {a.entropy_share} is a share: 0 (off) to 1")
+    _require(0 < a.gamma <= 1, f"algo.gamma = {a.gamma} must be above 0, at most 1")
+    _require(r.keep_inside[0] < r.keep_inside[1], f"rollout.keep_inside = {r.keep_inside} is empty: its first number must be below its second")
+    _require(0 <= cfg.reward.overlong_tokens <= r.max_tokens, f"reward.overlong_tokens = {cfg.reward.overlong_tokens} must be 0 (off) to rollout.max_tokens = {r.max_tokens}")

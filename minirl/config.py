@@ -132,6 +132,10 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    extra_prompts: int = 0
+    """Dynamic sampling (DAPO): at most so many more prompts a step, in place of those whose answers' mean reward is not strictly inside
+    `keep_inside`. What is missing then is filled up with such prompts, so that a step always has prompts_per_step. 0: off."""
+    keep_inside: tuple[float, float] = (0.0, 1.0)
     tickets: Literal["auto", "pull", "round_robin"] = "auto"
     """Who generates which prompt. pull: an engine with room takes the next (best balance, order depends on timing);
     round_robin: by number (bitwise repeatable). auto: round_robin on CPU, pull on CUDA."""
@@ -144,28 +148,77 @@ class RewardConfig:
     f(prompt, completion, row) -> float."""
     threads: int = 4
     """Rewards are computed beside generation in this many threads."""
+    unstopped: Literal["keep", "scale", "set"] = "keep"
+    """An answer cut at rollout.max_tokens has its reward multiplied by `unstopped_value`, or set to it."""
+    unstopped_value: float = 0.0
+    overlong_tokens: int = 0
+    """The last so many of rollout.max_tokens generated tokens cost `overlong_penalty`, in even parts (DAPO); 0: off."""
+    overlong_penalty: float = 1.0
+    normalize: bool = False
+    """Subtract the running mean of all rewards of the run and divide by their running deviation."""
+    clip: float = 0.0
+    """Rewards are brought into [-clip, clip], after all of the above; 0: off."""
+
+
+@dataclass(kw_only=True)
+class CorrectionConfig:
+    """What is done about the engine's probabilities differing from the trainer's; see algo/correction.py. None: what the preset says."""
+
+    preset: Literal["off", "tis", "icepop", "seq-mask-tis"] = "tis"
+    level: Literal["off", "token", "sequence", "geometric"] | None = None
+    """Trainer-over-engine ratio of each token, of a sequence (their product) or its geometric mean."""
+    mode: Literal["clip", "mask", "truncate"] | None = None
+    """Of what is outside the gate: bring the ratio into [low, high], leave the tokens out, or bring the ratio down to high."""
+    gate: Literal["ratio", "binary_kl", "tv"] | None = None
+    """Outside is a ratio not in [low, high], or a divergence above `divergence`."""
+    low: float | None = None
+    high: float | None = None
+    divergence: float = 0.05
+    """Nats of binary KL, or difference of probabilities (total variation)."""
+
+
+@dataclass(kw_only=True)
+class RefConfig:
+    """The frozen model that the KL is taken to, loaded only if something needs it."""
+
+    model: str = ""
+    """Folder or hub id with the policy's vocabulary: the teacher of on_policy_distill. Empty: the policy as RL found it."""
+    every: int = 0
+    """Steps after which the reference becomes the policy as it is then (ProRL, arXiv 2505.24864, sec. 3.2; which also forgets the optimizer's
+    state, and this does not); 0: never."""
 
 
 @dataclass(kw_only=True)
 class AlgoConfig:
     advantage: str = "grpo"
-    """A registered name (grpo, dr_grpo, rloo, reinforce_pp_baseline) or `file.py:function`, called as
-    f(rewards, groups, sums); see algo/advantages.py."""
+    """A registered name (grpo, dr_grpo, rloo, reinforce_pp_baseline; by token: reinforce_pp, on_policy_distill) or `file.py:function`, called
+    as f(rewards, groups, sums); see algo/advantages.py."""
+    gamma: float = 1.0
+    """Discount per sampled token of reinforce_pp."""
+    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """ppo: clipped ratios of tokens; gspo: of sequences, bounds near 3e-4; cispo: clipped weights of log-probs."""
     clip_low: float = 0.2
     """Ratio is clipped below 1 - clip_low ..."""
     clip_high: float = 0.2
     """... and above 1 + clip_high (DAPO's clip-higher: 0.28)."""
     dual_clip: float = 0.0
     """Bound c > 1 of the loss at negative advantages (Ye et al. 2020); 0: off."""
-    aggregation: Literal["token", "sequence", "fixed"] = "token"
-    """Mean over tokens; over sequences of their token means; or sums over tokens divided by sequences times
+    aggregation: Literal["token", "sequence", "prompt", "fixed"] = "token"
+    """Mean over tokens; over sequences of their token means; over prompts of the means of all their tokens; or sums over tokens divided by sequences times
     rollout.max_tokens (Dr.GRPO)."""
     kl_coef: float = 0.0
-    """Weight of the KL to a frozen copy of the initial policy in the loss; 0: no copy is loaded."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Weight of the KL to the reference (`ref`); 0: none is loaded for it."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """reward: each token is charged, which estimators that compare answers sum over the answer."""
+    kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
+    """unbiased (in the loss): the value of k3, weighted so that its gradient is right, off policy too."""
+    kl_target: float = 0.0
+    """Nats per token: the weight is adapted so that the KL stays there (Ziegler et al. 2019); 0: it is fixed."""
     entropy_coef: float = 0.0
-    tis_cap: float = 2.0
-    """Truncated importance sampling: trainer-over-engine probability ratio of each token, at most this; 0: off."""
+    entropy_share: float = 0.0
+    """Policy gradient and entropy bonus only at this share of the tokens of an optimizer step, those with the highest entropy before the
+    step's first update (0.2 in arXiv 2506.01939); 0: at all."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     updates_per_step: int = 1
     """Optimizer steps per batch of rollouts; prompts_per_step is split evenly."""
 
@@ -238,6 +291,7 @@ class RLConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
     sft: WarmStartConfig = field(default_factory=WarmStartConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -75,12 +75,15 @@ class Policy:
 
     @torch.no_grad()
     def annotate(self, minibatches: list[list[Packed]], field: str) -> None:
-        """Set `field` (old_logprobs, ref_logprobs or values) of every batch to this model's log-probs of the targets, or scores."""
+        """Set `field` (old_logprobs, ref_logprobs or values) of every batch to this model's log-probs of the targets, or scores; with old_logprobs
+        also old_entropy."""
         training = self.model.training
         self.model.eval()  # nothing to recompute, so no checkpointing
         for minibatch in minibatches:
             for batch in minibatch:
-                setattr(batch, field, self.model(batch)[0])
+                logprobs, entropy = self.model(batch)
+                setattr(batch, field, logprobs)
+                batch.old_entropy = entropy if field == "old_logprobs" else batch.old_entropy
         self.model.train(training)
 
     def step(self, minibatch: list[Packed], loss: Loss, lr: float) -> dict[str, float]:

@@ -8,13 +8,15 @@ reward.
 
 import dataclasses
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from minirl import checkpoint, cli, report
-from minirl.algo import advantages, losses
+from minirl.algo import advantages, correction, losses, shaping
 from minirl.checks import check_rl
 from minirl.config import RLConfig
 from minirl.data import chat
@@ -28,7 +30,7 @@ from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.env import SingleTurn, check_rows, make_env
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
-from minirl.run import Run, check_output, find_model, make_scratch, slowest
+from minirl.run import Run, check_output, find_model, find_teacher, make_scratch, slowest
 from minirl.sft import warm_start
 from minirl.types import Packed, Trajectory, UserError
 
@@ -41,7 +43,9 @@ class Inputs:
     train: Prompts
     held_out: Prompts
     env: SingleTurn
-    estimator: advantages.Estimator
+    estimator: advantages.Estimator | advantages.TokenEstimator
+    teacher: Path | None
+    """What ref.model names."""
     stop_ids: list[int]
 
 
@@ -65,13 +69,18 @@ class Trainer:
         self.log, self.progress = self.run.log, self.run.progress
         self.evict = [self.policy.sleeper]
         self.ref: Policy | None = None
+        self.layout, self.num_extra = self.policy.layout, 0
+
+    @property
+    def kl_coef(self) -> float:
+        return self.cfg.algo.kl_coef if self.progress.kl_coef is None else self.progress.kl_coef
 
     def train(self) -> None:
         cfg, mesh, policy, timer = self.cfg, self.mesh, self.policy, self.timer
         if cfg.sft.num_steps and self.run.first_step == 0 and "before_rl" not in self.progress.evaluations:
             self.warm_start()
-        self.load_reference()
-        loss = losses.policy(cfg.algo, cfg.rollout.max_tokens)
+        self.load_reference(self.run.first_step)
+        early = not advantages.need_logprobs(cfg.algo)
         num_updates = cfg.num_steps * cfg.algo.updates_per_step
         self.log.progress("rl", cfg.num_steps, self.run.first_step)
         self.progress.add(timer.take())
@@ -84,25 +93,58 @@ class Trainer:
                 with timer.phase("idle"):
                     mesh.barrier()
             with timer.phase("prepare"):
-                advantages.assign(trajectories, self.inputs.estimator, mesh.sums)
-                minibatches = [[pack(micro, mesh.device, cfg.rollout.temperature, layout=policy.layout) for micro in minibatch]
+                self.shape(trajectories)
+                if early:
+                    advantages.assign(trajectories, self.inputs.estimator, mesh.sums)
+                minibatches = [[pack(micro, mesh.device, cfg.rollout.temperature, layout=self.layout) for micro in minibatch]
                                for minibatch in exchange(trajectories, mesh, cfg.tokens_per_rank, cfg.algo.updates_per_step)]
             with timer.phase("annotate"):
-                if cfg.algo.updates_per_step > 1:
+                if cfg.algo.updates_per_step > 1 or cfg.algo.entropy_share or not early:
                     policy.annotate(minibatches, "old_logprobs")
                 if self.ref:
                     self.ref.sleeper.wake_parameters()
                     self.ref.annotate(minibatches, "ref_logprobs")
                     self.ref.sleeper.sleep_parameters()
+                if not early:
+                    advantages.assign_packed([b for m in minibatches for b in m], cfg.algo, self.kl_coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
+                if cfg.algo.entropy_share:
+                    self.find_forks(minibatches)
+            loss = losses.policy(cfg.algo, cfg.rollout.max_tokens, self.kl_coef)
             updates = [policy.step(minibatch, loss, learning_rate(cfg.policy, policy.num_updates, num_updates)) for minibatch in minibatches]
             self.report(step, trajectories, minibatches, updates)
+            if cfg.algo.kl_target:
+                self.progress.kl_coef = losses.adapt_kl_coef(self.kl_coef, float(np.mean([u["ref_kl"] for u in updates])), cfg.algo.kl_target)
             self.run.save_if_due(step + 1)
+            if cfg.ref.every and (step + 1) % cfg.ref.every == 0:
+                self.refresh_reference(step + 1)
         self.finish()
 
     def collect(self, step: int) -> list[Trajectory]:
         r = self.cfg.rollout
-        tickets = range(step * r.prompts_per_step, (step + 1) * r.prompts_per_step)
-        return self.sampler.collect(self.inputs.train, tickets, r.samples_per_prompt, self.sampling, version=self.policy.num_updates)
+        first = step * r.prompts_per_step + self.progress.extra_tickets
+        trajectories, end = self.sampler.collect_varied(self.inputs.train, first, r.prompts_per_step, r.extra_prompts, r.keep_inside, r.samples_per_prompt,
+                                                        self.sampling, version=self.policy.num_updates)
+        self.num_extra = end - first - r.prompts_per_step
+        self.progress.extra_tickets += self.num_extra
+        return trajectories
+
+    def shape(self, trajectories: list[Trajectory]) -> None:
+        """The score of each answer stays in `info`."""
+        for t in trajectories:
+            t.info["score"] = t.reward
+        rewards, lengths, stopped = (torch.tensor([value(t) for t in trajectories], dtype=torch.float64) for value in (
+            lambda t: t.reward, lambda t: int(t.sampled.sum()), lambda t: t.info["stopped"]))
+        rewards, self.progress.reward_stats = shaping.shape(rewards, lengths, stopped.bool(), self.cfg.reward, self.cfg.rollout.max_tokens,
+                                                            self.progress.reward_stats, self.mesh.sums)
+        for t, reward in zip(trajectories, rewards.tolist(), strict=True):
+            t.reward = reward
+
+    def find_forks(self, minibatches: list[list[Packed]]) -> None:
+        """Mark the tokens of highest entropy, algo.entropy_share of each optimizer step's."""
+        for minibatch in minibatches:
+            least = losses.top_entropy([b.old_entropy[b.mask] for b in minibatch], self.cfg.algo.entropy_share, self.mesh.gather)
+            for batch in minibatch:
+                batch.forks = batch.old_entropy >= least
 
     def evaluate(self, step: int, name: str | None = None) -> None:
         """Score held-out prompts; the engine must be awake. `name`: keep the result for the summary."""
@@ -123,22 +165,39 @@ class Trainer:
             checkpoint.export(self.policy, self.run.output / "sft", self.mesh)
         self.progress.add({"sft": sum(self.timer.take().values())}, sft=num_tokens)  # its forward and backward are not RL's
 
-    def load_reference(self) -> None:
-        """The frozen copy for the KL term: the policy as RL found it."""
-        if self.cfg.algo.kl_coef:
-            folder = self.run.output / "sft" if self.cfg.sft.num_steps else self.inputs.folder
+    def load_reference(self, step: int) -> None:
+        """The frozen copy for the KL: the teacher, or the policy as RL found it or as it was at the last refresh by that step."""
+        if self.cfg.algo.kl_coef or self.inputs.teacher:
+            found = self.inputs.teacher or (self.run.output / "sft" if self.cfg.sft.num_steps else self.inputs.folder)
+            refreshed = [n for n in checkpoint.finished(self.run.output, "references") if n <= step]
+            folder = self.run.output / "references" / f"step-{max(refreshed)}" if refreshed else found
             self.ref = Policy(self.cfg.policy, folder, self.mesh, trainable=False, sequence_parallel=self.cfg.parallel.sequence, timer=self.timer)
             self.ref.sleeper.sleep_parameters()  # awake only where it annotates, while the policy's optimizer still sleeps
+            self.layout = dataclasses.replace(self.layout, windowed=self.layout.windowed or self.ref.layout.windowed)
+
+    def refresh_reference(self, step: int) -> None:
+        """From here on the reference is the policy after `step` steps. The folders stay that a resumed run may need."""
+        folder, oldest = self.run.output / "references", min(checkpoint.finished(self.run.output), default=step)
+        checkpoint.export(self.policy, folder / f"step-{step}", self.mesh)
+        if self.mesh.rank == 0:
+            needed = max((n for n in checkpoint.finished(self.run.output, "references") if n <= oldest), default=0)
+            for n, old in checkpoint.finished(self.run.output, "references").items():
+                if n < needed:
+                    shutil.rmtree(old)
+        self.mesh.barrier()
+        self.ref = None  # its memory first
+        self.load_reference(step)
 
     def report(self, step: int, trajectories: list[Trajectory], minibatches: list[list[Packed]], updates: list[dict]) -> None:
         """Means over all ranks to the log."""
         mesh, seconds = self.mesh, self.timer.take()
-        own = {"reward": sum(t.reward for t in trajectories), "answer_tokens": sum(int(t.sampled.sum()) for t in trajectories),
+        own = {"reward": sum(t.info["score"] for t in trajectories), "shaped_reward": sum(t.reward for t in trajectories), "answer_tokens": sum(int(t.sampled.sum()) for t in trajectories),
                "stopped": sum(t.info["stopped"] for t in trajectories), "equal_groups": _num_equal_groups(trajectories)}
         ranks = mesh.gather((len(trajectories), own, sum(sum(b.lengths) for m in minibatches for b in m), seconds))
         num = sum(n for n, *_ in ranks)
         metrics = {name: sum(values[name] for _, values, *_ in ranks) / num for name in own}
         metrics["equal_groups"] *= self.cfg.rollout.samples_per_prompt  # a share of groups, not of trajectories
+        metrics |= {"extra_prompts": self.num_extra, "kl_coef": self.kl_coef}
         metrics |= {name: max(u[name] for u in updates) if name.endswith("_max") else float(np.mean([u[name] for u in updates])) for name in updates[0]}
         generated, trained = sum(v["answer_tokens"] for _, v, *_ in ranks), sum(t for *_, t, _ in ranks) // mesh.tensor.size()
         times = slowest([s for *_, s in ranks])
@@ -177,14 +236,16 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
     check_rows(cfg.reward.function, [*rows, *held_out])
     if cfg.sft.num_steps and any(row.get("answer") is None for row in rows):
         raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
-    folder, _, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
+    correction.resolve(cfg.algo.correction)
+    folder, model, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
+    teacher = find_teacher(cfg.ref.model, model.vocab_size, cfg.parallel.tensor) if cfg.ref.model else None
     part = slice(mesh.rank, None, mesh.world_size)
     train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
     train.check_lengths("data.train", part)
     held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
     held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", part)
     make_scratch(cfg, cfg.engine.max_model_len, mesh)
-    return Inputs(folder=folder, train=train, held_out=held_out, env=env, estimator=estimator, stop_ids=chat.stop_token_ids(tokenizer, folder))
+    return Inputs(folder=folder, train=train, held_out=held_out, env=env, estimator=estimator, teacher=teacher, stop_ids=chat.stop_token_ids(tokenizer, folder))
 
 
 def _num_equal_groups(trajectories: list[Trajectory]) -> int:

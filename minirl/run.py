@@ -26,6 +26,12 @@ class Progress:
     """before_sft, before_rl, after_rl, ... -> what the program found"""
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
+    extra_tickets: int = 0
+    """Prompts that dynamic sampling took beyond those of the steps themselves."""
+    kl_coef: float | None = None
+    """What the adaptive controller made of algo.kl_coef."""
+    reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Count, mean and squares about it of all rewards, for reward.normalize."""
 
     def add(self, seconds: dict[str, float], **tokens: int) -> None:
         for total, new in ((self.seconds, seconds), (self.tokens, tokens)):
@@ -111,6 +117,18 @@ def find_model(cfg: RLConfig | SFTConfig, max_len: int, *, engine_on: str | None
     families.check(config, f"policy.model = {cfg.policy.model}", *engine)
     tensor.check(families.divided(config), cfg.parallel.tensor)
     return folder, config, tokenizer or chat.load_tokenizer(folder, chats=chats)
+
+
+def find_teacher(model: str, vocab_size: int, tensor_parallel: int) -> Path:
+    """The folder of ref.model, checked. Raises UserError."""
+    folder = build.resolve(model, "ref.model")
+    config = build.read_config(folder)
+    families.check(config, f"ref.model = {model}")
+    tensor.check(families.divided(config), tensor_parallel)
+    if config.vocab_size != vocab_size:
+        raise UserError(f"ref.model = {model} has a vocabulary of {config.vocab_size}, and the policy's is of {vocab_size}: log-probs of the policy's "
+                        "tokens mean nothing there; take a model with the same tokenizer")
+    return folder
 
 
 def make_scratch(cfg: RLConfig | SFTConfig, max_len: int, mesh: Mesh) -> None:

@@ -73,7 +73,7 @@ def worst(a: dict, b: dict) -> float:
 ])
 def test_step_equals_one_process(tmp_path, world, budget, checkpointing, reshard, aggregation, tied):
     folder = tiny.make(tmp_path / "model", "llama", tied=tied, dtype=torch.float64)
-    algo = AlgoConfig(aggregation=aggregation, entropy_coef=0.01, tis_cap=2.0)
+    algo = AlgoConfig(aggregation=aggregation, entropy_coef=0.01)
     (expected,) = ranks(1, step, folder, algo, 0, False, True)
     results = ranks(world, step, folder, algo, budget, checkpointing, reshard)
     assert results[0]["num_micro"] >= 3

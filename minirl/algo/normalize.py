@@ -66,8 +66,8 @@ def weights(batch: Packed, aggregation: str, fixed_length: int = 1) -> Tensor:
     """float64 [T]: what one token's loss counts.
 
     token: 1 (DAPO, arXiv 2503.14476, eq. 8). sequence: 1 / tokens of its sequence (GRPO, arXiv 2402.03300, eq. 3).
-    fixed: 1 / fixed_length (Dr.GRPO, arXiv 2503.20783). pair, float64 [P]: a pair's loss counts once over the ranks that share its sequences,
-    all of which compute it from `sequence_sums`.
+    fixed: 1 / fixed_length (Dr.GRPO, arXiv 2503.20783). prompt: 1 / tokens of all answers to its prompt, so that prompts count alike. pair,
+    float64 [P]: a pair's loss counts once over the ranks that share its sequences, all of which compute it from `sequence_sums`.
     """
     if aggregation == "pair":
         return torch.full((len(batch.pairs),), 1 / (batch.context.size if batch.context else 1), dtype=torch.float64, device=batch.inputs.device)
@@ -76,13 +76,13 @@ def weights(batch: Packed, aggregation: str, fixed_length: int = 1) -> Tensor:
         return mask
     if aggregation == "fixed":
         return mask / fixed_length
-    return mask / to_rows(batch.loss_tokens.double().clamp(min=1), batch)
+    return mask / to_rows((batch.group_tokens if aggregation == "prompt" else batch.loss_tokens).double().clamp(min=1), batch)
 
 
 def count(batch: Packed, aggregation: str) -> Tensor:
-    """This rank's share of the denominator: tokens in the loss, pairs, or sequences with any token, by the share of their tokens that is
-    here; float64 scalar."""
-    return weights(batch, aggregation if aggregation in ("token", "pair") else "sequence").sum()
+    """This rank's share of the denominator: tokens in the loss, pairs, or sequences or prompts with any token, by the share of their tokens
+    that is here; float64 scalar."""
+    return weights(batch, aggregation if aggregation in ("token", "prompt", "pair") else "sequence").sum()
 
 
 def unit(aggregation: str) -> str:

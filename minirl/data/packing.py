@@ -71,23 +71,24 @@ def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_miniba
     by one all-to-all of bytes. The plan sorts by (group, episode), so who sampled what does not matter; minibatches split the
     groups evenly. `whole_groups`: siblings stay in one micro-batch, for losses that compare them.
     """
-    keys = mesh.gather(np.array([(t.group, t.episode, zlib.crc32(_shared(t)), _prompt_length(t), len(t.tokens)) for t in trajectories],
-                                dtype=np.int64).reshape(-1, 5))
+    keys = mesh.gather(np.array([(t.group, t.episode, zlib.crc32(_shared(t)), _prompt_length(t), len(t.tokens), t.sampled.sum()) for t in trajectories],
+                                dtype=np.int64).reshape(-1, 6))
     table = np.concatenate([np.column_stack([np.full(len(k), rank), np.arange(len(k)), k]) for rank, k in enumerate(keys)])
     copies, budget = mesh.num_copies, budget * mesh.context_size
-    table = table[np.lexsort((table[:, 3], table[:, 2]))]  # columns: rank, index there, group, episode, prompt hash, prompt tokens, tokens
+    table = table[np.lexsort((table[:, 3], table[:, 2]))]  # columns: rank, index there, group, episode, prompt hash, prompt tokens, tokens, sampled
     send: list[list[int]] = [[] for _ in range(mesh.world_size)]
     plan: list[list[list[tuple[int, int]]]] = []  # of this rank: [minibatch][micro-batch] -> (source rank, place in its message)
     sent = np.zeros((mesh.world_size, mesh.world_size), dtype=np.int64)  # sequences from -> to, so far
     size = np.zeros_like(sent)  # the same in bytes
+    group_tokens = dict(zip(*(a.tolist() for a in _totals(table[:, 2], table[:, 7])), strict=True))
     for chosen in np.array_split(np.unique(table[:, 2]), num_minibatches):
         part = table[np.isin(table[:, 2], chosen)]
         plan.append([])
-        members, rows = pieces(part[:, 4:], mesh.data_size, budget, groups=part[:, 2] if whole_groups else None)
+        members, rows = pieces(part[:, 4:7], mesh.data_size, budget, groups=part[:, 2] if whole_groups else None)
         for micro in partition(rows, mesh.data_size, budget):
             plan[-1].append([])
             for to, chosen_pieces in ((data_rank * copies + i, own) for data_rank, own in enumerate(micro) for i in range(copies)):
-                for source, index, *_, length in part[[i for piece in chosen_pieces for i in members[piece]]].tolist():
+                for source, index, *_, length, _ in part[[i for piece in chosen_pieces for i in members[piece]]].tolist():
                     if to == mesh.rank:
                         plan[-1][-1].append((source, int(sent[source, to])))
                     if source == mesh.rank:
@@ -96,7 +97,15 @@ def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_miniba
                     size[source, to] += 8 + _HEADER.itemsize + length * _TOKEN.itemsize
     messages = _all_to_all([b"".join(_to_bytes(trajectories[i]) for i in chosen) for chosen in send], size[:, mesh.rank].tolist(), mesh)
     received = [_from_bytes(m) for m in messages]
+    for t in (t for message in received for t in message):
+        t.group_tokens = group_tokens[t.group]
     return [[[received[source][place] for source, place in micro] for micro in minibatch] for minibatch in plan]
+
+
+def _totals(groups: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct groups, and the sum of the values of each."""
+    distinct, which = np.unique(groups, return_inverse=True)
+    return distinct, np.bincount(which, values, len(distinct)).astype(np.int64)
 
 
 def _all_to_all(messages: list[bytes], sizes: list[int], mesh: Mesh) -> list[bytes]:
@@ -215,7 +224,9 @@ def pack(trajectories: list[Trajectory], device: torch.device, temperature: floa
         rows=tensor(np.flatnonzero(mask), torch.int64),
         lengths=tuple(lengths),
         loss_tokens=tensor(np.array([int(q.trajectory.sampled[q.start + 1 : q.stop + 1].sum()) for q in sequences]), torch.int64),
+        group_tokens=tensor(np.array([q.trajectory.group_tokens for q in sequences]), torch.int64),
         rewards=tensor(np.array([q.trajectory.reward for q in sequences]), torch.float64),
+        names=tuple((q.trajectory.group, q.trajectory.episode) for q in sequences),
         blocks=blocks,
         joined=joined,
         context=context,
