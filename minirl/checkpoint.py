@@ -5,6 +5,7 @@ A checkpoint is written beside its final name and renamed when all ranks are don
     python -m minirl.checkpoint export runs/mine --best     # a checkpoint of a run as a Hugging Face folder; or under torchrun
 """
 
+import contextlib
 import json
 import math
 import random
@@ -66,6 +67,8 @@ class Saver:
 
     def __init__(self, run: Path, cfg: CheckpointConfig, policy: Policy, mesh: Mesh):
         self.run, self.cfg, self.policy, self.mesh = run, cfg, policy, mesh
+        self.others: dict[str, Policy] = {}
+        """More models whose state is saved, by name (a critic). They may sleep, and sleep afterwards."""
         self.step = max(finished(run), default=None)
         """Of the newest checkpoint, finished or under way."""
         best = find_best(run)
@@ -79,8 +82,7 @@ class Saver:
         self.wait()
         final = self.run / "checkpoints" / f"step-{step}"
         partial = final.with_name(final.name + ".partial")
-        about = {"progress": progress, "step": step, "num_updates": self.policy.num_updates, "model": _shape_of(self.policy),
-                 "optimizer": _kind_of(self.policy)}
+        about = {"progress": progress, "step": step, **_about(self.policy), **{name: _about(model) for name, model in self.others.items()}}
         if self.mesh.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -88,12 +90,19 @@ class Saver:
         self.mesh.barrier()
         torch.save(_random_state(), partial / f"random-{self.mesh.rank}.pt")
         self.step, options = step, {"checkpoint_id": partial / "state", "process_group": self.group}
-        with self.policy.state_awake():
+        with contextlib.ExitStack() as stack:
+            state = {}
+            for prefix, model in (("", self.policy), *((f"{name}_", other) for name, other in self.others.items())):
+                model.sleeper.wake_parameters()
+                stack.enter_context(model.state_awake())
+                state |= _state(model, prefix)
             if self.cfg.background:
-                written = dcp.async_save(_state(self.policy), **options)
+                written = dcp.async_save(state, **options)
                 self.pending = self.thread.submit(self._publish, written.result, partial, final)
             else:
-                self._publish(lambda: dcp.save(_state(self.policy), **options), partial, final)
+                self._publish(lambda: dcp.save(state, **options), partial, final)
+        for model in self.others.values():
+            model.sleeper.sleep()
         return final
 
     def _publish(self, write: Callable[[], object], partial: Path, final: Path) -> None:
@@ -150,32 +159,48 @@ def load(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
     """Restore policy, optimizer and random state; returns what `save` was given as `progress`, and `step`. Raises UserError for a checkpoint of another model
     or optimizer."""
     saved = json.loads((checkpoint / "progress.json").read_text())
-    if saved["model"] != _shape_of(policy):
-        raise UserError(f"resume: {checkpoint} is of another model ({saved['model']}) than policy.model = {policy.folder} "
-                        f"({_shape_of(policy)}); start in another output folder")
-    kind = saved.get("optimizer", "adamw")  # the first checkpoints do not say
-    if kind != _kind_of(policy):
-        raise UserError(f"resume: {checkpoint} holds the state of {kind}, and policy.optimizer and policy.ema_decay now ask for "
-                        f"{_kind_of(policy)}; set them as they were, or start in another output folder")
-    saved_shapes = _saved_shapes(checkpoint)
-    with policy.state_awake():
-        state = _state(policy)
-        for name, p in state["model"].items():
-            if (shape := saved_shapes.get(name)) != p.shape:
-                raise UserError(f"resume: {checkpoint} has {name} of shape {shape and list(shape)}, and policy.model = {policy.folder} {list(p.shape)}; "
-                                "start in another output folder")
-        dcp.load(state, checkpoint_id=checkpoint / "state")
-        set_model_state_dict(policy.model, state["model"])
-        set_optimizer_state_dict(policy.model, policy.optimizer.parts, state["optimizer"])
-    policy.num_updates = saved["num_updates"]
+    _restore(checkpoint, saved, policy, "policy")
     own = checkpoint / f"random-{mesh.rank}.pt"
     if own.exists():  # a run resumed on more ranks than it was saved on starts the new ones from their seed
         _set_random_state(torch.load(own, weights_only=False))
     return saved
 
 
-def _state(policy: Policy) -> dict:
-    return {"model": get_model_state_dict(policy.model), "optimizer": get_optimizer_state_dict(policy.model, policy.optimizer.parts)}
+def load_other(checkpoint: Path, name: str, model: Policy) -> None:
+    """Restore what `Saver.others` had by that name. Raises UserError if there was none, or another."""
+    saved = json.loads((checkpoint / "progress.json").read_text())
+    if name not in saved:
+        raise UserError(f"resume: {checkpoint} has no {name}; start in another output folder")
+    _restore(checkpoint, saved[name], model, name, f"{name}_")
+
+
+def _restore(checkpoint: Path, saved: dict, policy: Policy, setting: str, prefix: str = "") -> None:
+    if saved["model"] != _shape_of(policy):
+        raise UserError(f"resume: {checkpoint} is of another model ({saved['model']}) than {setting}.model = {policy.folder} "
+                        f"({_shape_of(policy)}); start in another output folder")
+    kind = saved.get("optimizer", "adamw")  # the first checkpoints do not say
+    if kind != _kind_of(policy):
+        raise UserError(f"resume: {checkpoint} holds the state of {kind}, and {setting}.optimizer and {setting}.ema_decay now ask for "
+                        f"{_kind_of(policy)}; set them as they were, or start in another output folder")
+    saved_shapes = _saved_shapes(checkpoint, prefix)
+    with policy.state_awake():
+        state = _state(policy, prefix)
+        for name, p in state[f"{prefix}model"].items():
+            if (shape := saved_shapes.get(name)) != p.shape:
+                raise UserError(f"resume: {checkpoint} has {name} of shape {shape and list(shape)}, and {setting}.model = {policy.folder} {list(p.shape)}; "
+                                "start in another output folder")
+        dcp.load(state, checkpoint_id=checkpoint / "state")
+        set_model_state_dict(policy.model, state[f"{prefix}model"])
+        set_optimizer_state_dict(policy.model, policy.optimizer.parts, state[f"{prefix}optimizer"])
+    policy.num_updates = saved["num_updates"]
+
+
+def _state(policy: Policy, prefix: str = "") -> dict:
+    return {f"{prefix}model": get_model_state_dict(policy.model), f"{prefix}optimizer": get_optimizer_state_dict(policy.model, policy.optimizer.parts)}
+
+
+def _about(policy: Policy) -> dict:
+    return {"num_updates": policy.num_updates, "model": _shape_of(policy), "optimizer": _kind_of(policy)}
 
 
 def _kind_of(policy: Policy) -> str:
@@ -183,10 +208,11 @@ def _kind_of(policy: Policy) -> str:
     return policy.cfg.optimizer + (" with a moving average" if policy.cfg.ema_decay else "")
 
 
-def _saved_shapes(checkpoint: Path) -> dict[str, torch.Size]:
-    """Of every weight; a tied head may be there under both names."""
+def _saved_shapes(checkpoint: Path, prefix: str = "") -> dict[str, torch.Size]:
+    """Of every weight of a model; a tied head may be there under both names."""
     saved = dcp.FileSystemReader(checkpoint / "state").read_metadata().state_dict_metadata
-    return {name.removeprefix("model."): about.size for name, about in saved.items() if name.startswith("model.")}
+    start = f"{prefix}model."
+    return {name.removeprefix(start): about.size for name, about in saved.items() if name.startswith(start)}
 
 
 def _shape_of(policy: Policy) -> str:

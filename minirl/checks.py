@@ -104,7 +104,7 @@ def check_rl(cfg: RLConfig, world_size: int) -> None:
     _check_training(cfg, world_size, cfg.engine.max_model_len, "engine.max_model_len", ("accuracy", "reward", f"pass@{cfg.eval.samples}"))
     r, a, tp = cfg.rollout, cfg.algo, cfg.engine.tensor_parallel_size
     _require(world_size % tp == 0, f"engine.tensor_parallel_size = {tp} does not divide the {world_size} ranks")
-    _require(r.samples_per_prompt >= (1 if a.advantage in ("reinforce_pp", "on_policy_distill") else 2), f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
+    _require(r.samples_per_prompt >= (1 if a.advantage in ("reinforce_pp", "gae", "on_policy_distill") else 2), f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
              "compares the samples of one prompt, so it needs at least 2")
     _require(a.updates_per_step >= 1 and r.prompts_per_step % a.updates_per_step == 0,
              f"algo.updates_per_step = {a.updates_per_step} does not divide rollout.prompts_per_step = {r.prompts_per_step}")
@@ -122,7 +122,19 @@ def check_rl(cfg: RLConfig, world_size: int) -> None:
     _require(cfg.sft.batch_size >= 1, f"sft.batch_size = {cfg.sft.batch_size} must be at least 1")
 
 
+def _check_critic(cfg: RLConfig) -> None:
+    c, a = cfg.critic, cfg.algo
+    _require(a.advantage == "gae" or not c.model, f"critic.model = {c.model} has no effect while algo.advantage = {a.advantage}; set algo.advantage gae")
+    _require(c.model != "scratch", "critic.model = scratch: leave it empty, and the critic begins as the policy does")
+    _require(0 <= a.gae_lambda <= 1, f"algo.gae_lambda = {a.gae_lambda} is a share: 0 to 1")
+    _require(0 <= c.warmup_steps < max(1, cfg.num_steps), f"critic.warmup_steps = {c.warmup_steps} leaves the policy none of num_steps = {cfg.num_steps}; lower it")
+    for name, value in (("critic.lr", c.lr), ("critic.max_grad_norm", c.max_grad_norm), ("critic.lr_warmup_steps", c.lr_warmup_steps), ("critic.value_clip", c.value_clip)):
+        _require(value >= 0, f"{name} = {value} must be 0 or more")
+    _require(c.ema_decay == 0, f"critic.ema_decay = {c.ema_decay}: the critic is not exported, so nobody would see its average; set it to 0")
+
+
 def _check_algo(cfg: RLConfig) -> None:
+    _check_critic(cfg)
     a, ref, r = cfg.algo, cfg.ref, cfg.rollout
     distill = a.advantage == "on_policy_distill"
     _require(not distill or bool(ref.model), "algo.advantage = on_policy_distill learns from a teacher; name it with ref.model")

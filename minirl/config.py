@@ -191,10 +191,12 @@ class RefConfig:
 @dataclass(kw_only=True)
 class AlgoConfig:
     advantage: str = "grpo"
-    """A registered name (grpo, dr_grpo, rloo, reinforce_pp_baseline; by token: reinforce_pp, on_policy_distill) or `file.py:function`, called
+    """A registered name (grpo, dr_grpo, rloo, reinforce_pp_baseline; by token: reinforce_pp, gae, on_policy_distill) or `file.py:function`, called
     as f(rewards, groups, sums); see algo/advantages.py."""
     gamma: float = 1.0
-    """Discount per sampled token of reinforce_pp."""
+    """Discount per sampled token of reinforce_pp and gae."""
+    gae_lambda: float = 0.95
+    """Of gae: 0 trusts the critic for all but the next token's reward, 1 only the rewards."""
     loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """ppo: clipped ratios of tokens; gspo: of sequences, bounds near 3e-4; cispo: clipped weights of log-probs."""
     clip_low: float = 0.2
@@ -221,6 +223,20 @@ class AlgoConfig:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     updates_per_step: int = 1
     """Optimizer steps per batch of rollouts; prompts_per_step is split evenly."""
+
+
+@dataclass(kw_only=True)
+class CriticConfig(PolicyConfig):
+    """The critic of algo.advantage = gae (PPO): a model with a score head, of its own size and with its own optimizer."""
+
+    model: str = ""
+    """Folder or hub id with the policy's vocabulary: a reward model, or a language model, whose score head then begins at 0. Empty: the
+    policy as RL finds it."""
+    lr: float = 5e-6
+    warmup_steps: int = 0
+    """RL steps in which the critic learns and the policy does not move."""
+    value_clip: float = 0.2
+    """Bound of how far values move from those that advantages were made with; 0: off."""
 
 
 @dataclass(kw_only=True)
@@ -292,6 +308,7 @@ class RLConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     ref: RefConfig = field(default_factory=RefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     sft: WarmStartConfig = field(default_factory=WarmStartConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -16,10 +16,10 @@ from minirl.algo.losses import Loss
 from minirl.config import DPOConfig
 from minirl.data.packing import exchange, pack, unpack
 from minirl.data.pairs import Pairs
-from minirl.model import build
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 from minirl.rm import PairTrainer
+from minirl.run import find_teacher
 from minirl.types import Packed, Trajectory, UserError
 
 
@@ -32,11 +32,8 @@ class Trainer(PairTrainer):
         super().__init__(cfg, mesh)
         self.ref: Policy | None = None
         with self.timer.phase("reference"):
-            folder, cache = build.resolve(cfg.reference, "reference") if cfg.reference else self.folder, Path(cfg.reference_cache)
-            sizes = [build.read_config(f).vocab_size for f in (folder, self.folder)]
-            if sizes[0] != sizes[1]:
-                raise UserError(f"reference = {folder} has a vocabulary of {sizes[0]}, and policy.model = {self.folder} one of {sizes[1]}; both must read "
-                                "the same tokens")
+            vocab_size, cache = self.policy.model.config.vocab_size, Path(cfg.reference_cache)
+            folder = find_teacher(cfg.reference, vocab_size, cfg.parallel.tensor, "reference") if cfg.reference else self.folder
             about = _about(cfg, folder, self.rows, self.held_out, mesh) if cfg.reference_cache else None
             if about is None or not _is_of(cache, about):
                 self.ref = Policy(cfg.policy, folder, mesh, trainable=False, sequence_parallel=cfg.parallel.sequence, timer=self.timer)

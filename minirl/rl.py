@@ -1,8 +1,8 @@
-"""GRPO and its family: every rank holds a shard of the policy and its own vLLM engine, and runs this program.
+"""PPO, GRPO and their family: every rank holds a shard of the policy and its own vLLM engine, and runs this program.
 
     torchrun --nproc-per-node 2 -m minirl.rl --config configs/quickstart_rl.yaml
 
-`train` is the whole algorithm; what it calls is one layer down. Left out so far: a critic, several turns, more than one
+`train` is the whole algorithm; what it calls is one layer down. Left out so far: several turns, more than one
 reward.
 """
 
@@ -46,6 +46,8 @@ class Inputs:
     estimator: advantages.Estimator | advantages.TokenEstimator
     teacher: Path | None
     """What ref.model names."""
+    critic: Path | None
+    """What critic.model names."""
     stop_ids: list[int]
 
 
@@ -69,6 +71,7 @@ class Trainer:
         self.log, self.progress = self.run.log, self.run.progress
         self.evict = [self.policy.sleeper]
         self.ref: Policy | None = None
+        self.critic: Policy | None = None
         self.layout, self.num_extra = self.policy.layout, 0
 
     @property
@@ -80,8 +83,9 @@ class Trainer:
         if cfg.sft.num_steps and self.run.first_step == 0 and "before_rl" not in self.progress.evaluations:
             self.warm_start()
         self.load_reference(self.run.first_step)
+        self.load_critic()
         early = not advantages.need_logprobs(cfg.algo)
-        num_updates = cfg.num_steps * cfg.algo.updates_per_step
+        num_updates = (cfg.num_steps - (cfg.critic.warmup_steps if self.critic else 0)) * cfg.algo.updates_per_step
         self.log.progress("rl", cfg.num_steps, self.run.first_step)
         self.progress.add(timer.take())
         for step in range(self.run.first_step, cfg.num_steps):
@@ -105,14 +109,20 @@ class Trainer:
                     self.ref.sleeper.wake_parameters()
                     self.ref.annotate(minibatches, "ref_logprobs")
                     self.ref.sleeper.sleep_parameters()
+                if self.critic:
+                    self.critic.sleeper.wake_parameters()
+                    self.critic.annotate(minibatches, "values")
+                    self.critic.sleeper.sleep_parameters()
                 if not early:
                     advantages.assign_packed([b for m in minibatches for b in m], cfg.algo, self.kl_coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
                 if cfg.algo.entropy_share:
                     self.find_forks(minibatches)
             loss = losses.policy(cfg.algo, cfg.rollout.max_tokens, self.kl_coef)
-            updates = [policy.step(minibatch, loss, learning_rate(cfg.policy, policy.num_updates, num_updates)) for minibatch in minibatches]
-            self.report(step, trajectories, minibatches, updates)
-            if cfg.algo.kl_target:
+            criticised = self.train_critic(minibatches) if self.critic else {}
+            moves = not self.critic or step >= cfg.critic.warmup_steps
+            updates = [policy.step(minibatch, loss, learning_rate(cfg.policy, policy.num_updates, num_updates)) for minibatch in minibatches if moves]
+            self.report(step, trajectories, minibatches, _means(updates) | criticised)
+            if cfg.algo.kl_target and moves:
                 self.progress.kl_coef = losses.adapt_kl_coef(self.kl_coef, float(np.mean([u["ref_kl"] for u in updates])), cfg.algo.kl_target)
             self.run.save_if_due(step + 1)
             if cfg.ref.every and (step + 1) % cfg.ref.every == 0:
@@ -188,7 +198,25 @@ class Trainer:
         self.ref = None  # its memory first
         self.load_reference(step)
 
-    def report(self, step: int, trajectories: list[Trajectory], minibatches: list[list[Packed]], updates: list[dict]) -> None:
+    def load_critic(self) -> None:
+        """Asleep but while it works: with the policy's shards on the device, and never with its optimizer's state."""
+        cfg = self.cfg
+        if cfg.algo.advantage == "gae":
+            folder = self.inputs.critic or (self.run.output / "sft" if cfg.sft.num_steps else self.inputs.folder)
+            self.critic = Policy(cfg.critic, folder, self.mesh, score=True, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
+            self.run.attach("critic", self.critic)
+            self.critic.sleeper.sleep()
+            self.layout = dataclasses.replace(self.layout, windowed=self.layout.windowed or self.critic.layout.windowed)
+
+    def train_critic(self, minibatches: list[list[Packed]]) -> dict[str, float]:
+        critic, cfg = self.critic, self.cfg
+        critic.sleeper.wake_parameters()
+        loss, num_updates = losses.value(cfg.critic.value_clip), cfg.num_steps * cfg.algo.updates_per_step
+        updates = [critic.step(minibatch, loss, learning_rate(cfg.critic, critic.num_updates, num_updates)) for minibatch in minibatches]
+        critic.sleeper.sleep()
+        return {f"critic_{name}": value for name, value in _means(updates).items()}
+
+    def report(self, step: int, trajectories: list[Trajectory], minibatches: list[list[Packed]], updates: dict[str, float]) -> None:
         """Means over all ranks to the log."""
         mesh, seconds = self.mesh, self.timer.take()
         own = {"reward": sum(t.info["score"] for t in trajectories), "shaped_reward": sum(t.reward for t in trajectories), "answer_tokens": sum(int(t.sampled.sum()) for t in trajectories),
@@ -197,15 +225,14 @@ class Trainer:
         num = sum(n for n, *_ in ranks)
         metrics = {name: sum(values[name] for _, values, *_ in ranks) / num for name in own}
         metrics["equal_groups"] *= self.cfg.rollout.samples_per_prompt  # a share of groups, not of trajectories
-        metrics |= {"extra_prompts": self.num_extra, "kl_coef": self.kl_coef}
-        metrics |= {name: max(u[name] for u in updates) if name.endswith("_max") else float(np.mean([u[name] for u in updates])) for name in updates[0]}
+        metrics |= {"extra_prompts": self.num_extra, "kl_coef": self.kl_coef} | updates
         generated, trained = sum(v["answer_tokens"] for _, v, *_ in ranks), sum(t for *_, t, _ in ranks) // mesh.tensor.size()
         times = slowest([s for *_, s in ranks])
         times |= {f"time/idle_rank{rank}": s["idle"] for rank, (*_, s) in enumerate(ranks)}
         times["tokens_per_second/generated"] = generated / times["time/rollout"]
         times["tokens_per_second/trained"] = trained / (times["time/forward"] + times["time/backward"])
         self.log.scalars("rl", step, {**metrics, "refit_bytes": self.refit.bytes_received, **dict(sorted(times.items()))})
-        self.log.advance(reward=metrics["reward"], tokens=metrics["answer_tokens"], mismatch=metrics["mismatch"])
+        self.log.advance(reward=metrics["reward"], tokens=metrics["answer_tokens"], **{name: updates[name] for name in ("mismatch",) if name in updates})
         self.progress.add(seconds, generated=generated, trained=trained)
         if self.cfg.debug.save_trajectories:
             _dump(trajectories, self.run.output / "trajectories" / f"step-{step}-rank-{mesh.rank}.jsonl")
@@ -244,8 +271,15 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
     train.check_lengths("data.train", part)
     held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
     held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", part)
+    critic = find_teacher(cfg.critic.model, model.vocab_size, cfg.parallel.tensor, "critic.model") if cfg.critic.model else None
     make_scratch(cfg, cfg.engine.max_model_len, mesh)
-    return Inputs(folder=folder, train=train, held_out=held_out, env=env, estimator=estimator, teacher=teacher, stop_ids=chat.stop_token_ids(tokenizer, folder))
+    return Inputs(folder=folder, train=train, held_out=held_out, env=env, estimator=estimator, teacher=teacher, critic=critic,
+                  stop_ids=chat.stop_token_ids(tokenizer, folder))
+
+
+def _means(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Over the optimizer steps on one batch."""
+    return {name: max(u[name] for u in updates) if name.endswith("_max") else float(np.mean([u[name] for u in updates])) for u in updates[:1] for name in u}
 
 
 def _num_equal_groups(trajectories: list[Trajectory]) -> int:

@@ -46,7 +46,7 @@ class Run:
         """Go on from the newest checkpoint if asked; `about` is told in the first line of the log. Raises UserError."""
         self.cfg, self.policy, self.mesh, self.timer, self.output = cfg, policy, mesh, timer, Path(cfg.output)
         self.first_step, self.progress = 0, Progress()
-        found = checkpoint.find(self.output) if cfg.resume else None
+        self.found = found = checkpoint.find(self.output) if cfg.resume else None
         if found:
             saved = checkpoint.load(found, policy, mesh)
             self.first_step, self.progress = saved["step"], Progress(**saved["progress"])
@@ -60,6 +60,12 @@ class Run:
                      f"{about}; writing {self.output}")
         if cfg.resume:
             self.log.say(f"resuming at step {self.first_step} from {found}" if found else "no finished checkpoint to resume from; starting at step 0")
+
+    def attach(self, name: str, model: Policy) -> None:
+        """Keep another trained model in the checkpoints; take its state from the one that is gone on with. Raises UserError."""
+        if self.found:
+            checkpoint.load_other(self.found, name, model)
+        self.saver.others[name] = model
 
     def evaluated(self, step: int, scores: dict[str, float]) -> None:
         """Log held-out scores of the weights after `step` steps; they may make the checkpoint of that step the best."""
@@ -119,14 +125,14 @@ def find_model(cfg: RLConfig | SFTConfig, max_len: int, *, engine_on: str | None
     return folder, config, tokenizer or chat.load_tokenizer(folder, chats=chats)
 
 
-def find_teacher(model: str, vocab_size: int, tensor_parallel: int) -> Path:
-    """The folder of ref.model, checked. Raises UserError."""
-    folder = build.resolve(model, "ref.model")
+def find_teacher(model: str, vocab_size: int, tensor_parallel: int, setting: str = "ref.model") -> Path:
+    """The folder of a model that is to read the policy's tokens, checked. Raises UserError."""
+    folder = build.resolve(model, setting)
     config = build.read_config(folder)
-    families.check(config, f"ref.model = {model}")
+    families.check(config, f"{setting} = {model}")
     tensor.check(families.divided(config), tensor_parallel)
     if config.vocab_size != vocab_size:
-        raise UserError(f"ref.model = {model} has a vocabulary of {config.vocab_size}, and the policy's is of {vocab_size}: log-probs of the policy's "
+        raise UserError(f"{setting} = {model} has a vocabulary of {config.vocab_size}, and the policy's is of {vocab_size}: the policy's "
                         "tokens mean nothing there; take a model with the same tokenizer")
     return folder
 

@@ -386,7 +386,7 @@ BAD = {
     "smoothing of another loss": ("dpo", ["--algo.loss", "ipo", "--algo.label-smoothing", 0.1], ["algo.label_smoothing = 0.1 is of algo.loss sigmoid"]),
     "no beta": ("dpo", ["--algo.beta", 0], ["algo.beta = 0.0 must be above 0"]),
     "nobody loads it": ("rm", ["--policy.model", "{folder}/cohere"], ["no sequence classification model of family 'cohere'"]),
-    "another vocabulary": ("dpo", ["--reference", "{folder}/wide"], ["reference = ", "vocabulary of 300", "must read the same tokens"]),
+    "another vocabulary": ("dpo", ["--reference", "{folder}/wide"], ["reference = ", "vocabulary of 300", "take a model with the same tokenizer"]),
 }
 
 

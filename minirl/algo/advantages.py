@@ -26,7 +26,7 @@ Estimator = Callable[[Tensor, Tensor, Sums], Tensor]
 TokenEstimator = Callable[[Packed, Tensor, AlgoConfig], Tensor]
 ESTIMATORS: dict[str, Estimator] = {}
 TOKEN_ESTIMATORS: dict[str, TokenEstimator] = {}
-WHITENED = ("reinforce_pp",)
+WHITENED = ("reinforce_pp", "gae")
 """Token estimators whose advantages get mean 0 and deviation 1 over the tokens of the global batch."""
 
 
@@ -106,6 +106,24 @@ def reinforce_pp(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     """A_t = sum_{k >= t} gamma^(k - t) r_k, whitened over the global batch. Hu et al. 2025, REINFORCE++ (arXiv 2501.03262), sec. 3.1; the KL is in r
     with algo.kl_in reward."""
     return over_sequences(lambda sequence, r: discounted(sequence, r, cfg.gamma), batch, rewards)
+
+
+@register_token("gae")
+def gae(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
+    """A_t = sum_l (gamma lambda)^l d_{t + l} with d_t = r_t + gamma V_{t+1} - V_t, whitened over the global batch. Schulman et al. 2016
+    (arXiv 1506.02438), eq. 16. Sets `batch.returns`, A_t + V_t, before the whitening.
+
+    V is of what stood before the token (`batch.values`), known at sampled tokens only, so the successor of one is the next sampled one, over
+    what an environment said in between; after the last one it is 0."""
+
+    def estimate(sequence: Tensor, r: Tensor, v: Tensor) -> Tensor:
+        last = torch.ones_like(sequence, dtype=torch.bool)
+        last[:-1] = sequence[1:] != sequence[:-1]
+        return discounted(sequence, r + cfg.gamma * v.roll(-1).masked_fill(last, 0.0) - v, cfg.gamma * cfg.gae_lambda)
+
+    advantages = over_sequences(estimate, batch, rewards, batch.values.double())
+    batch.returns = torch.where(batch.mask, advantages + batch.values, 0.0).to(batch.values.dtype)
+    return advantages
 
 
 @register_token("on_policy_distill")

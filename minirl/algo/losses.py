@@ -131,6 +131,30 @@ def policy(cfg: AlgoConfig, max_tokens: int, kl_coef: float | None = None) -> Lo
     return Loss(token_loss=token_loss, aggregation=cfg.aggregation, fixed_length=max_tokens, entropy_gradient=bool(cfg.entropy_coef))
 
 
+def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """max((V - R)^2, (V' - R)^2) / 2 with V' = V_old + clamp(V - V_old, -clip, clip), [T]; clip 0: without the second.
+
+    Schulman et al. 2017 (arXiv 1707.06347), eq. 9, L^VF; the clip is of its authors' code, "PPO2" of openai/baselines: a critic
+    moves at most so far from what advantages were made with.
+    """
+    loss = (values - returns).square()
+    if clip:
+        loss = torch.maximum(loss, (old_values + (values - old_values).clamp(-clip, clip) - returns).square())
+    return loss / 2
+
+
+def value(clip: float) -> Loss:
+    """Of a critic, mean over all sampled tokens; `batch.values` are its own before the first update."""
+
+    def token_loss(batch: Packed, values: Tensor, entropy: None) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.no_grad():
+            moved = (values - batch.values).abs()
+            metrics = {"value": values, "return": batch.returns, "error": (values - batch.returns).abs(), "clip_fraction": (moved > clip).float() * (clip > 0)}
+        return value_clip(values, batch.values, batch.returns, clip), metrics
+
+    return Loss(token_loss=token_loss)
+
+
 def sft() -> Loss:
     """Negative log-likelihood of the target tokens, mean over all of them."""
 
