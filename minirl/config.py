@@ -439,8 +439,8 @@ class DPOConfig(SFTConfig):
     reference: str = ""
     """Folder or hub id of the frozen reference; empty: policy.model as it is given."""
     reference_cache: str = ""
-    """File prefix for the reference's log-probs of all rows: computed once before training, or read if they are of this reference, data and
-    settings. Empty: the reference is kept, and runs once per batch."""
+    """File (.npz) with the reference's float32 log-probs of all rows: written once before training, or read if it is of this reference, these rows
+    and this dtype. Empty: the reference is kept, and runs once per batch."""
 
 
 @dataclass(kw_only=True)

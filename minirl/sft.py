@@ -38,6 +38,9 @@ class Trainer:
     def make_loss(self) -> losses.Loss:
         return losses.sft()
 
+    def load_others(self) -> None:
+        """Models beside the policy, before anything of the run is written. Raises UserError."""
+
     def batches(self, examples: list[Trajectory]) -> list[Packed]:
         return batches_of(examples, self.policy, self.mesh, self.cfg.tokens_per_rank)
 
@@ -52,6 +55,7 @@ class Trainer:
             self.folder, self.rows, self.held_out = self.find_inputs()
             self.num_steps = cfg.num_steps or max(1, math.ceil(cfg.num_epochs * len(self.rows) / cfg.batch_size))
             self.policy = Policy(cfg.policy, self.folder, mesh, score=self.score, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
+            self.load_others()
             lost = self.lost.format(*(a + b for a, b in zip(self.rows.lost, self.held_out.lost, strict=True)), max_tokens=cfg.data.max_tokens)
             self.run = Run(cfg, self.policy, mesh, self.timer, f"{len(self.rows)} rows, {len(self.held_out)} held out ({lost})")
         self.log, self.progress = self.run.log, self.run.progress

@@ -8,14 +8,15 @@ import pytest
 import tiny
 import torch
 from harness import RankFailed, ranks
-from programs import QUICKSTART, fork
 from test_gradients import exact_norm, worst
-from test_preference import MESHES, random, rows_of, same, value_and_gradient, by_difference
+from test_preference import MESHES, by_difference, random, same, value_and_gradient
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from minirl import checkpoint, rl
 from minirl.algo import advantages, losses
-from minirl.config import AlgoConfig, PolicyConfig
+from minirl.config import AlgoConfig, PolicyConfig, RLConfig
 from minirl.data.packing import exchange, pack, unpack
+from minirl.flags import parse
 from minirl.policy import Policy
 from minirl.types import Layout, Trajectory
 
@@ -120,3 +121,59 @@ def test_every_mesh_is_one_process(one_process, mesh):
                 np.testing.assert_allclose(value, wanted[name][key], rtol=1e-11, atol=1e-11)
         for name, value in wanted["metrics"].items():
             assert result["metrics"][name] == pytest.approx(value, rel=1e-11, abs=1e-13), name
+
+
+# ---------------------------------------------------------------------------------------------------- the program
+
+
+def run(mesh, given):
+    rl.main(parse(RLConfig, [str(x) for x in given]), mesh)
+
+
+def metrics_of(output):
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_second"))} for row in rows]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="bitwise repeatable on CPU only")
+def test_resumed_run_is_the_uninterrupted_run(tmp_path):
+    """Two ranks, two updates a step, the KL in the reward; the critic begins as a reward model and learns a step alone."""
+    data, output, again = tmp_path / "rows.jsonl", tmp_path / "run", tmp_path / "again"
+    data.write_text("".join(json.dumps({"prompt": f"say {n}", "answer": str(n)}) + "\n" for n in range(24)))
+    tiny.make(tmp_path / "model")
+    ranks(1, export_with_head, tmp_path / "model", tmp_path / "reward_model")
+    given = ["--output", output, "--policy.model", tmp_path / "model", "--policy.dtype", "float32", "--policy.lr", 1e-3, "--critic.model", tmp_path / "reward_model",
+             "--critic.dtype", "float32", "--critic.lr", 1e-3, "--critic.warmup-steps", 1, "--critic.value-clip", 0.05, "--algo.advantage", "gae", "--algo.kl-coef", 0.1,
+             "--algo.kl-in", "reward", "--algo.updates-per-step", 2, "--data.train", data, "--data.held-out", 4, "--data.max-prompt-tokens", 24,
+             "--rollout.max-tokens", 8, "--rollout.prompts-per-step", 8, "--rollout.samples-per-prompt", 1, "--tokens-per-rank", 64, "--num-steps", 4,
+             "--eval.every", 0, "--checkpoint.every", 2, "--engine.kv-cache-gb", 0.05, "--reward.function", f"{tmp_path / 'reward.py'}:count"]
+    (tmp_path / "reward.py").write_text("def count(prompt, completion, row):\n    return float(len(completion))\n")
+    ranks(2, run, given)
+    rows = [row for row in metrics_of(output) if row["phase"] == "rl"]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert "policy_kl" not in rows[0] and "policy_kl" in rows[1] and rows[0]["critic_grad_norm"] > 0  # the first step is the critic's
+    assert rows[-1]["critic_clip_fraction"] > 0 and rows[-1]["critic_value"] != rows[0]["critic_value"]
+    saved = json.loads((output / "checkpoints" / "step-4" / "progress.json").read_text())
+    assert (saved["num_updates"], saved["critic"]["num_updates"]) == (6, 8)
+    shutil.copytree(output, again)
+    shutil.rmtree(again / "checkpoints" / "step-4")
+    shutil.rmtree(again / "model")
+    ranks(2, run, ["--config", output / "config.yaml", "--output", again, "--resume"])
+    assert metrics_of(again) == metrics_of(output)
+    assert (again / "model" / "model.safetensors").read_bytes() == (output / "model" / "model.safetensors").read_bytes()
+    tiny.make(tmp_path / "small", num_hidden_layers=1)
+    for name, folder, says in (("critic", "small", "step-4 is of another model .* than critic.model = .*small"), ("judge", "model", "step-4 has no judge")):
+        with pytest.raises(RankFailed, match=f"resume: .*{says}"):
+            ranks(1, load_other, output / "checkpoints" / "step-4", name, tmp_path / folder)
+
+
+def load_other(mesh, saved, name, folder):
+    checkpoint.load_other(saved, name, Policy(PolicyConfig(), folder, mesh, score=True))
+
+
+def export_with_head(mesh, folder, output):
+    """A reward model whose scores are not all 0."""
+    policy = Policy(PolicyConfig(dtype="float32"), folder, mesh, score=True)
+    with torch.no_grad():
+        policy.shards()["score.weight"].to_local().copy_(torch.linspace(-0.1, 0.1, 128)[None])
+    checkpoint.export(policy, output, mesh)

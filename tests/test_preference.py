@@ -375,9 +375,10 @@ def test_cached_reference_is_the_reference(folder, tmp_path):
         for got, row in zip(rows_of(tmp_path / name, "train"), wanted, strict=True):
             assert {k: pytest.approx(v, rel=1e-3, abs=1e-5) for k, v in row.items() if k in got.keys() - unlike} == {k: v for k, v in got.items() if k not in unlike}
     other = tiny.make(tmp_path / "other", seed=5)
-    for more, says in ((["--data.max-tokens", 18], "train.* differ"), (["--reference", other], "reference differ"), (["--policy.dtype", "float64"], "dtype differ")):
-        with pytest.raises(RankFailed, match=f"reference_cache = .*cache is of another run: .*{says}.*; name another folder or remove it"):
+    for more, says in ((["--data.max-tokens", 18], "its data differ"), (["--reference", other], "its reference differ"), (["--policy.dtype", "float64"], "its dtype differ")):
+        with pytest.raises(RankFailed, match=f"reference_cache = .*cache is of another run: .*{says}; name another file or remove it"):
             ranks(1, run, "minirl.dpo", flags(folder, tmp_path / "stale", "--reference-cache", cache, *more))
+        assert not (tmp_path / "stale").exists()
 
 
 BAD = {

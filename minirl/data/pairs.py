@@ -98,13 +98,16 @@ class Pairs:
 
     def examples(self, numbers: range) -> list[Trajectory]:
         """Those of the pairs that this rank holds, as two trajectories each: episode 0 was chosen; its reward is the margin."""
-        return [t for n in numbers if (pair := self.encoded.get(self.kept[self.order[n]])) for t in self._pair(n, *pair)]
+        return [t for n in numbers if (pair := self.encoded.get(self.row(n))) for t in self._pair(n, *pair)]
+
+    def row(self, number: int) -> int:
+        return self.kept[self.order[number]]
 
     def _pair(self, number: int, chosen: tuple, rejected: tuple, margin: float) -> list[Trajectory]:
         out = []
         for episode, (ids, mask) in enumerate((chosen, rejected)):
             tokens, sampled = np.array(ids + ids[-1:] * self.score, np.int32), np.array(mask + [True] * self.score)
-            logprobs = self.logprobs.get(f"{self.kept[self.order[number]]}-{episode}", np.zeros(len(tokens), np.float32))
+            logprobs = self.logprobs.get(f"{self.row(number)}-{episode}", np.zeros(len(tokens), np.float32))
             out.append(Trajectory(tokens=tokens, sampled=sampled, logprobs=logprobs, group=number, episode=episode, reward=0.0 if episode else margin))
         return out
 
