@@ -1,6 +1,6 @@
 """Settings that cannot work, refused with the arithmetic before anything is loaded or written."""
 
-from minirl.config import DPOConfig, EvaluateConfig, ParallelConfig, RLConfig, RMConfig, SFTConfig
+from minirl.config import ChatsConfig, DataConfig, DPOConfig, EvaluateConfig, PairsConfig, ParallelConfig, RLConfig, RMConfig, SFTConfig
 from minirl.types import UserError
 
 
@@ -21,10 +21,21 @@ def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
     _require(0 < e.gpu_memory_utilization <= 1, f"engine.gpu_memory_utilization = {e.gpu_memory_utilization} is a share: above 0, at most 1")
     _require(0 < r.temperature < float("inf"), f"rollout.temperature = {r.temperature} must be above 0: the policy's log-probs are taken at it")
     _require(cfg.eval.temperature >= 0, f"eval.temperature = {cfg.eval.temperature} must be 0 (greedy) or above")
+    check_data(cfg.data)
+    for name, value in (("reward.retries", cfg.reward.retries), ("reward.backoff_seconds", cfg.reward.backoff_seconds)):
+        _require(value >= 0, f"{name} = {value} must be 0 or more")
+    _require(cfg.reward.timeout_seconds > 0, f"reward.timeout_seconds = {cfg.reward.timeout_seconds} must be above 0")
     longest = cfg.data.max_prompt_tokens + r.max_tokens
     e.max_model_len = e.max_model_len or longest
     _require(e.max_model_len >= longest, f"engine.max_model_len = {e.max_model_len} is less than data.max_prompt_tokens + "
              f"rollout.max_tokens = {cfg.data.max_prompt_tokens} + {r.max_tokens} = {longest}; raise it or set it to 0")
+
+
+def check_data(d: DataConfig | ChatsConfig | PairsConfig) -> None:
+    _require(d.max_samples >= 0, f"data.max_samples = {d.max_samples} must be 0 (all) or more")
+    _require(not d.input_template or d.input_template.count("{}") == 1, f"data.input_template = {d.input_template!r} must have {{}} once, where the prompt goes")
+    for name, value in (("chat_template", d.chat_template), ("system_prompt", d.system_prompt)):
+        _require(not d.input_template or not value, f"data.{name} = {value!r} has no place where data.input_template stands for the chat template; set one of them")
 
 
 def check_parallel(p: ParallelConfig, world_size: int) -> None:
@@ -80,6 +91,7 @@ def _check_supervised(cfg: SFTConfig, world_size: int, longest: int, what: str, 
     _require(cfg.seed >= 0, f"seed = {cfg.seed} must be 0 or more")
     _require(cfg.timeout_minutes > 0, f"timeout_minutes = {cfg.timeout_minutes} must be above 0")
     _check_training(cfg, world_size, longest, what, scores)
+    check_data(cfg.data)
     _require(cfg.data.max_tokens >= 2, f"data.max_tokens = {cfg.data.max_tokens} must be at least 2: a token and the next one")
     _require(cfg.batch_size >= 1, f"batch_size = {cfg.batch_size} must be at least 1")
     _require(cfg.num_steps > 0 or 0 < cfg.num_epochs < float("inf"), f"num_epochs = {cfg.num_epochs} must be above 0 where num_steps is 0")

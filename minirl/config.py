@@ -109,17 +109,28 @@ class RefitConfig:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    train: str = ""
-    """A JSONL file, or `reasoning_gym:NAME?option=value&...` (options of that generator, `size` and `seed`)."""
-    eval: str = ""
+    train: str | list[str] = ""
+    """A source, or several: a JSONL, JSON, Parquet or CSV file, a folder or hub id of `datasets` (`org/name?subset=main&split=train`), or
+    `reasoning_gym:NAME?option=value&...`. Several are mixed by size, or by their `?weight=`; see data/sources.py."""
+    eval: str | list[str] = ""
     """The same for held-out rows. Empty: `held_out` distinct prompts of `train`, which training then never sees."""
     held_out: int = 128
+    max_samples: int = 0
+    """At most this many rows of each source, its first; 0: all."""
     prompt_key: str = "prompt"
-    """A text, or a list of chat messages."""
+    """A text, or a list of chat messages. Where a row has no `prompt`: `instruction`, `input`, `context_messages` or `messages`."""
     answer_key: str = "answer"
+    """Where a row has no `answer`: `solution` or `label`."""
+    source_key: str = "data_source"
+    """Scores are also logged by the value of this column (or `datasource`); without it, by source where there are several."""
     system_prompt: str = ""
+    chat_template: str = ""
+    """File with a Jinja template to use instead of the tokenizer's."""
+    input_template: str = ""
+    """A text in which {} is the prompt, to use instead of a chat template."""
     max_prompt_tokens: int = 256
-    """A longer prompt is an error that names its row."""
+    too_long: Literal["error", "drop"] = "error"
+    """What a longer prompt is: an error that names it, or left out and counted."""
 
 
 @dataclass(kw_only=True)
@@ -143,11 +154,19 @@ class RolloutConfig:
 
 @dataclass(kw_only=True)
 class RewardConfig:
-    function: str = "exact"
-    """A registered name (exact, final_answer, math_verify, reasoning_gym) or `file.py:function`, called as
-    f(prompt, completion, row) -> float."""
+    function: str | list[str] = "exact"
+    """A registered name (exact, final_answer, math_verify, reasoning_gym), `file.py:function`, called as f(prompt, completion, row) -> float,
+    or `http://host:port/path` (several, separated by commas, take turns; the protocol is in rollout/remote.py). Several rewards are summed."""
+    weights: list[float] = field(default_factory=list)
+    """Of the rewards in the sum; empty: 1 each."""
     threads: int = 4
-    """Rewards are computed beside generation in this many threads."""
+    """Rewards are computed beside generation in this many threads; so many answers at most are in a request to an endpoint."""
+    timeout_seconds: float = 60.0
+    """How long an endpoint may take for a request."""
+    retries: int = 4
+    """Further tries, each at the next endpoint, when one cannot be reached, is too slow or fails (status 408, 429, 5xx)."""
+    backoff_seconds: float = 1.0
+    """Pause before the second try; it doubles with each."""
     unstopped: Literal["keep", "scale", "set"] = "keep"
     """An answer cut at rollout.max_tokens has its reward multiplied by `unstopped_value`, or set to it."""
     unstopped_value: float = 0.0
@@ -317,23 +336,29 @@ class RLConfig:
 
 @dataclass(kw_only=True)
 class ChatsConfig:
-    """Rows to imitate: JSON lines with `messages`, with `prompt` and `completion`, or with `text`."""
+    """Rows to imitate, with `messages`, with `prompt` and `completion`, or with `text`."""
 
-    train: str = ""
-    """A JSONL file, or `reasoning_gym:NAME?option=value&...` (prompt: the question; its answers are in the column `answer`)."""
-    eval: str = ""
+    train: str | list[str] = ""
+    """One source or several, as RL's (reasoning_gym: the prompt is the question; its answers are in the column `answer`)."""
+    eval: str | list[str] = ""
     """The same for held-out rows. Empty: `held_out` rows of `train`, which training then never sees."""
     held_out: int = 128
+    max_samples: int = 0
+    """At most this many rows of each source, its first; 0: all."""
     messages_key: str = "messages"
     """A chat: list of messages with role and content; any number of turns."""
     prompt_key: str = "prompt"
-    """A text or a list of messages, none of which is in the loss."""
+    """A text or a list of messages, none of which is in the loss. Where a row has no `prompt`: `instruction`, `input`, ... as in RL."""
     completion_key: str = "completion"
-    """What follows it: a text or a list of messages."""
+    """What follows it: a text or a list of messages. Where a row has no `completion`: `output`."""
     text_key: str = "text"
     """A plain text, every token of which is in the loss; no chat template is applied."""
     system_prompt: str = ""
     """Put before chats that have none."""
+    chat_template: str = ""
+    """File with a Jinja template to use instead of the tokenizer's."""
+    input_template: str = ""
+    """A text in which {} is the prompt, to use for prompts and completions instead of a chat template."""
     train_on: Literal["all_turns", "last_turn"] = "all_turns"
     """Which assistant turns of a chat are in the loss."""
     max_tokens: int = 2048
@@ -373,14 +398,16 @@ class SFTConfig:
 
 @dataclass(kw_only=True)
 class PairsConfig:
-    """Answers of which one was preferred: JSON lines with `prompt`, `chosen` and `rejected`, each a text or messages. Without a prompt the
-    two are whole texts or whole chats that begin alike."""
+    """Answers of which one was preferred, with `prompt`, `chosen` and `rejected`, each a text or messages. Without a prompt the two are
+    whole texts or whole chats that begin alike."""
 
-    train: str = ""
-    """A JSONL file, or `reasoning_gym:NAME?option=value&...` (a question's answer was preferred to another question's)."""
-    eval: str = ""
+    train: str | list[str] = ""
+    """One source or several, as RL's (reasoning_gym: a question's answer was preferred to another question's)."""
+    eval: str | list[str] = ""
     """The same for held-out rows. Empty: `held_out` rows of `train`, which training then never sees."""
     held_out: int = 128
+    max_samples: int = 0
+    """At most this many rows of each source, its first; 0: all."""
     prompt_key: str = "prompt"
     chosen_key: str = "chosen"
     """An answer, messages that follow the prompt, or the whole chat, prompt included."""
@@ -389,6 +416,10 @@ class PairsConfig:
     """How much better the chosen answer is (a number), for the reward model's sigmoid loss; 0 in rows that do not say."""
     system_prompt: str = ""
     """Put before chats that have none."""
+    chat_template: str = ""
+    """File with a Jinja template to use instead of the tokenizer's."""
+    input_template: str = ""
+    """A text in which {} is the prompt, to use for prompts and answers instead of a chat template."""
     max_tokens: int = 2048
     """Pairs with a longer sequence are dropped: cut, it would not say what was judged. So are those whose answers are the same."""
 

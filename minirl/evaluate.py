@@ -20,13 +20,13 @@ from minirl.parallel.mesh import Mesh
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.env import check_rows, make_env
 from minirl.rollout.sampler import Sampler
-from minirl.types import UserError
+from minirl.types import Trajectory, UserError
 
 
 @dataclass(frozen=True)
 class Evaluation:
     scores: dict[str, float]
-    """accuracy (= pass@1), pass@k, reward, answer_tokens, stopped (share of answers that ended by themselves)."""
+    """accuracy (= pass@1), pass@k, reward, answer_tokens, stopped (share of answers that ended by themselves), and what `breakdown` adds."""
     answers: list[dict]
     """Prompt, answer and reward of the first sample of the first five prompts."""
 
@@ -34,6 +34,19 @@ class Evaluation:
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Chance that k of the samples, drawn without replacement, hold a correct one. Chen et al. 2021 (arXiv 2107.03374), eq. 1."""
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def breakdown(trajectories: list[Trajectory], threshold: float, mesh: Mesh) -> dict[str, float]:
+    """Means over all ranks: `source/NAME/accuracy` and `/reward` of each data source where rows have one, `reward/NAME` of each of several
+    reward functions. Collective."""
+    own = [(f"reward/{name}", value) for t in trajectories for name, value in t.info.get("rewards", {}).items()]
+    for t in trajectories:
+        if source := t.info["source"]:
+            own += [(f"source/{source}/accuracy", float(t.reward >= threshold)), (f"source/{source}/reward", t.reward)]
+    found: dict[str, list[float]] = {}
+    for name, value in sorted(pair for rank in mesh.gather(own) for pair in rank):
+        found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def evaluate(sampler: Sampler, prompts: Prompts, cfg: EvalConfig, sampling: Sampling, mesh: Mesh) -> Evaluation:
@@ -52,7 +65,8 @@ def evaluate(sampler: Sampler, prompts: Prompts, cfg: EvalConfig, sampling: Samp
     shown = [(t.group, {"prompt": t.info["prompt"], "answer": t.info["completion"], "reward": t.reward})
              for t in trajectories if t.group < 5 and t.episode == 0]
     answers = sorted((a for rank in mesh.gather(shown) for a in rank), key=lambda a: a[0])
-    return Evaluation(dict(zip(names, (m / num for m in means), strict=True)), [a for _, a in answers])
+    scores = dict(zip(names, (m / num for m in means), strict=True))
+    return Evaluation(scores | breakdown(trajectories, cfg.threshold, mesh), [a for _, a in answers])
 
 
 def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
@@ -64,11 +78,11 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     folder = build.resolve(cfg.model, "model")
     families.check(build.read_config(folder), f"model = {folder}", cfg.engine.tensor_parallel_size, device=mesh.device.type)
     rows = load_rows(cfg.data.eval, "data.eval", cfg.data)
-    env = make_env(cfg.reward.function)
+    env = make_env(cfg.reward)
     check_rows(cfg.reward.function, rows)
-    tokenizer = chat.load_tokenizer(folder)
+    tokenizer = chat.load_tokenizer(folder, template=cfg.data.chat_template, plain=cfg.data.input_template)
     prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
-    prompts.check_lengths("data.eval", slice(mesh.rank, None, mesh.world_size))
+    num_dropped = prompts.check_lengths("data.eval", mesh)
     dtype = "bfloat16" if cfg.engine.dtype == "auto" else cfg.engine.dtype
     engine = RolloutEngine(cfg.engine, folder, mesh, dtype=dtype, load_weights=True)
     sampler = Sampler(engine, env, tokenizer, mesh, seed=cfg.seed, tickets=cfg.rollout.tickets, threads=cfg.reward.threads)
@@ -77,7 +91,8 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
                         top_p=r.top_p, top_k=r.top_k, min_p=r.min_p)
     result = evaluate(sampler, prompts, cfg.eval, sampling, mesh)
     if mesh.rank == 0:
-        text = json.dumps({"model": cfg.model, "data": cfg.data.eval, "prompts": len(rows), **result.scores, "answers": result.answers}, indent=2)
+        about = {"model": cfg.model, "data": cfg.data.eval, "prompts": len(prompts.rows), "dropped": num_dropped}
+        text = json.dumps({**about, **result.scores, "answers": result.answers}, indent=2)
         print(text)
         if cfg.output:
             Path(cfg.output).write_text(text + "\n")

@@ -93,7 +93,8 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
             raise UserError(f"{name} = {value!r} is not one of {', '.join(map(str, args))}")
         return value
     if origin in (typing.Union, types.UnionType):
-        return None if value is None else _convert(next(a for a in args if a is not type(None)), value, name)
+        arms = [a for a in args if (typing.get_origin(a) is list) == isinstance(value, list)]
+        return None if value is None and type(None) in args else _convert(next((a for a in arms if a is not type(None)), args[0]), value, name)
     if origin in (list, tuple):
         if not isinstance(value, list):
             raise UserError(f"{name} = {value!r} must be a list")

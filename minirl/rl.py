@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node 2 -m minirl.rl --config configs/quickstart_rl.yaml
 
-`train` is the whole algorithm; what it calls is one layer down. Left out so far: several turns, more than one
-reward.
+`train` is the whole algorithm; what it calls is one layer down. Left out so far: several turns.
 """
 
 import dataclasses
+import itertools
 import json
 import shutil
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from minirl.config import RLConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts, load_rows, split
 from minirl.data.packing import exchange, pack
-from minirl.evaluate import evaluate
+from minirl.evaluate import breakdown, evaluate
 from minirl.log import Timer
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy, learning_rate
@@ -42,6 +42,8 @@ class Inputs:
     folder: Path
     train: Prompts
     held_out: Prompts
+    num_dropped: int
+    """Prompts of both that were too long, and are left out."""
     env: SingleTurn
     estimator: advantages.Estimator | advantages.TokenEstimator
     teacher: Path | None
@@ -66,7 +68,7 @@ class Trainer:
                                    tickets=cfg.rollout.tickets, threads=cfg.reward.threads)
             self.sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=tuple(self.inputs.stop_ids),
                                      temperature=cfg.rollout.temperature)
-            about = f"{len(self.inputs.train.rows)} training prompts, {len(self.inputs.held_out.rows)} held out"
+            about = f"{len(self.inputs.train.rows)} training prompts, {len(self.inputs.held_out.rows)} held out ({self.inputs.num_dropped} dropped as too long)"
             self.run = Run(cfg, self.policy, mesh, self.timer, about)
         self.log, self.progress = self.run.log, self.run.progress
         self.evict = [self.policy.sleeper]
@@ -225,6 +227,7 @@ class Trainer:
         num = sum(n for n, *_ in ranks)
         metrics = {name: sum(values[name] for _, values, *_ in ranks) / num for name in own}
         metrics["equal_groups"] *= self.cfg.rollout.samples_per_prompt  # a share of groups, not of trajectories
+        metrics |= breakdown(trajectories, self.cfg.eval.threshold, mesh)
         metrics |= {"extra_prompts": self.num_extra, "kl_coef": self.kl_coef} | updates
         generated, trained = sum(v["answer_tokens"] for _, v, *_ in ranks), sum(t for *_, t, _ in ranks) // mesh.tensor.size()
         times = slowest([s for *_, s in ranks])
@@ -258,22 +261,20 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
         held_out = load_rows(cfg.data.eval, "data.eval", cfg.data)
     else:
         rows, held_out = split(rows, cfg.data.held_out, cfg.seed)
-    env = make_env(cfg.reward.function)
+    env = make_env(cfg.reward)
     estimator = advantages.find(cfg.algo.advantage)
-    check_rows(cfg.reward.function, [*rows, *held_out])
+    check_rows(cfg.reward.function, itertools.chain(rows, held_out))
     if cfg.sft.num_steps and any(row.get("answer") is None for row in rows):
         raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
     correction.resolve(cfg.algo.correction)
     folder, model, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
     teacher = find_teacher(cfg.ref.model, model.vocab_size, cfg.parallel.tensor) if cfg.ref.model else None
-    part = slice(mesh.rank, None, mesh.world_size)
-    train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
-    train.check_lengths("data.train", part)
-    held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
-    held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", part)
     critic = find_teacher(cfg.critic.model, model.vocab_size, cfg.parallel.tensor, "critic.model") if cfg.critic.model else None
+    train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
+    held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
+    num_dropped = train.check_lengths("data.train", mesh) + held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", mesh)
     make_scratch(cfg, cfg.engine.max_model_len, mesh)
-    return Inputs(folder=folder, train=train, held_out=held_out, env=env, estimator=estimator, teacher=teacher, critic=critic,
+    return Inputs(folder=folder, train=train, held_out=held_out, num_dropped=num_dropped, env=env, estimator=estimator, teacher=teacher, critic=critic,
                   stop_ids=chat.stop_token_ids(tokenizer, folder))
 
 

@@ -113,8 +113,9 @@ def find_model(cfg: RLConfig | SFTConfig, max_len: int, *, engine_on: str | None
                chats: bool = True) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
     """(folder, config, tokenizer) of policy.model, checked, also for an engine on that type of device; the folder of a scratch model is still to
     be made. Raises UserError."""
+    templates = cfg.data.chat_template, cfg.data.input_template
     if cfg.policy.model == "scratch":
-        folder, tokenizer = Path(cfg.output) / "scratch", scratch.make_tokenizer(cfg.policy.scratch.phrases)
+        folder, tokenizer = Path(cfg.output) / "scratch", chat.use_template(scratch.make_tokenizer(cfg.policy.scratch.phrases), *templates)
         config = scratch.make_config(cfg.policy.scratch, tokenizer, max_len)
     else:
         folder = build.resolve(cfg.policy.model, "policy.model")
@@ -122,7 +123,7 @@ def find_model(cfg: RLConfig | SFTConfig, max_len: int, *, engine_on: str | None
     engine = (cfg.engine.tensor_parallel_size, cfg.engine.max_model_len, engine_on) if engine_on else ()
     families.check(config, f"policy.model = {cfg.policy.model}", *engine)
     tensor.check(families.divided(config), cfg.parallel.tensor)
-    return folder, config, tokenizer or chat.load_tokenizer(folder, chats=chats)
+    return folder, config, tokenizer or chat.load_tokenizer(folder, chats=chats, template=templates[0], plain=templates[1])
 
 
 def find_teacher(model: str, vocab_size: int, tensor_parallel: int, setting: str = "ref.model") -> Path:

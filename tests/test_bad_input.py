@@ -59,7 +59,7 @@ CASES = {
     "missing model": (["--policy.model", "{world}/nowhere"], ["policy.model", "nowhere", "neither a folder nor a hub id"]),
     "model folder without weights": (["--policy.model", "{world}/hollow"], ["policy.model", "hollow", "config.json"]),
     "unsupported family": (["--policy.model", "{world}/gpt2"], ["policy.model", "'gpt2' is not supported", "llama", "qwen3"]),
-    "missing data": (["--data.train", "{world}/none.jsonl"], ["data.train", "none.jsonl", "no such file", "JSONL file or reasoning_gym:NAME"]),
+    "missing data": (["--data.train", "{world}/none.jsonl"], ["data.train", "none.jsonl", "no such file", "JSONL, JSON, Parquet or CSV file", "reasoning_gym:NAME"]),
     "missing eval data": (["--data.eval", "{world}/none.jsonl"], ["data.eval", "none.jsonl", "no such file"]),
     "no data": (["--data.train", ""], ["data.train is empty", "JSONL file"]),
     "empty data": (["--data.train", "{world}/empty.jsonl"], ["data.train", "empty.jsonl", "no rows"]),

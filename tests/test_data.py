@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path, lines, message):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"data.train = '.*none.jsonl': no such file; give a JSONL file or reasoning_gym:NAME"):
+    with pytest.raises(UserError, match=r"data.train = '.*none.jsonl': no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets, or reasoning_gym:NAME"):
         load(tmp_path / "none.jsonl")
 
 
@@ -150,16 +151,21 @@ def test_each_epoch_is_a_new_permutation_and_evaluation_keeps_file_order():
     assert [prompts(shuffle=False).row(t)["answer"] for t in range(80)] == [*range(40), *range(40)]
 
 
+def alone(world_size):
+    """Rank 0 of so many, whose others find nothing."""
+    return SimpleNamespace(rank=0, world_size=world_size, gather=lambda value: [value])
+
+
 def test_a_prompt_above_the_limit_is_refused_with_its_length_and_row():
     rows = [{"prompt": "short"}, {"prompt": "x" * 30}]
     length = 30 + len("sys") + 5  # a token a byte, and <|system|> <|end|> <|user|> <|end|> <|assistant|>
     fits = prompts(rows=rows, system_prompt="sys", max_prompt_tokens=length)
     assert len(fits.encode(rows[1])) == length
-    fits.check_lengths("data.train", slice(None))
+    assert fits.check_lengths("data.train", alone(1)) == 0
     tight = prompts(rows=rows, system_prompt="sys", max_prompt_tokens=length - 1)
     with pytest.raises(UserError, match=rf"data.train: a prompt has {length} tokens, more than data.max_prompt_tokens = {length - 1}; .*'x+'"):
-        tight.check_lengths("data.train", slice(None))
-    tight.check_lengths("data.train", slice(0, None, 2))  # this rank's part holds the short one only
+        tight.check_lengths("data.train", alone(1))
+    assert tight.check_lengths("data.train", alone(2)) == 0  # this rank's part holds the short one only
 
 
 # ---------------------------------------------------------------------------------------------------- rewards known by name
@@ -257,7 +263,7 @@ def test_a_file_with_a_dataclass_and_postponed_annotations_imports(tmp_path):
 
 
 def graded_by(function):
-    return env.SingleTurn(function, "my.py:score").step({"prompt": "the prompt"}, "the answer")
+    return env.SingleTurn((1.0, function, "my.py:score")).step({"prompt": "the prompt"}, "the answer")
 
 
 @pytest.mark.parametrize("value", [None, "0.5", [1.0], float("nan"), float("inf"), np.array([1.0, 2.0]), 1j], ids=str)

@@ -53,7 +53,11 @@ DOORS = {
     "tyro": {"flags.py": None},
     "yaml": {"flags.py": None},
     "math_verify": {"rollout/env.py": None},
-    "reasoning_gym": {"rollout/env.py": None, "data/datasets.py": None},
+    "reasoning_gym": {"rollout/env.py": None, "data/sources.py": None},
+    "datasets": {"data/sources.py": None},
+    "httpx": {"rollout/remote.py": None},
+    "fastapi": {"rollout/remote.py": None},
+    "uvicorn": {"rollout/remote.py": None},
     "torch.distributed.fsdp": {"parallel/fsdp.py": None},
     "torch.distributed.device_mesh": {"parallel/*": None},
 }
@@ -61,7 +65,7 @@ DOORS = {
 BROAD = {
     "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and with it all others",
     "flags.py:find_function": "importing a file of the user's may raise anything; the user is told which file and what",
-    "rollout/env.py:step": "so may their reward function; they are told the input that did it",
+    "rollout/env.py:grade": "so may their reward function; they are told the input that did it",
 }
 
 

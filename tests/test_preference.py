@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from harness import RankFailed, ranks
-from programs import fork
+from programs import ROOT, fork
 from test_gradients import exact_norm, worst
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -205,16 +205,17 @@ def test_every_layout_gives_the_same_pair(tmp_path):
     wanted = {"prompt": [HI], "chosen": [YO], "rejected": [NO], "margin": 0.0}
     for row in ({"prompt": "hi there", "chosen": "yo!", "rejected": "go away"}, {"prompt": [HI], "chosen": [YO], "rejected": [NO]},  # TRL
                 {"chosen": [HI, YO], "rejected": [HI, NO]}, {"prompt": "hi there", "chosen": [HI, YO], "rejected": [HI, NO]}):  # without a prompt; OpenRLHF
-        assert load_pairs(written(tmp_path / "a.jsonl", [row]), "data.train", PairsConfig()) == [wanted]
+        assert load_pairs(written(tmp_path / "a.jsonl", [row]), "data.train", PairsConfig())[0] == wanted
     long = {"chosen": [HI, YO, BYE, YO, HI, YO], "rejected": [HI, YO, BYE, NO], "margin": 2}
     texts = {"chosen": "Human: hi Assistant: yo", "rejected": "Human: hi Assistant: no"}
     rows = load_pairs(written(tmp_path / "b.jsonl", [long, texts]), "data.train", PairsConfig(system_prompt="be brief"))
     assert rows[0] == {"prompt": [{"role": "system", "content": "be brief"}, HI, YO, BYE], "chosen": [YO, HI, YO], "rejected": [NO], "margin": 2.0}
     assert rows[1] == {**texts, "margin": 0.0}
     named = PairsConfig(prompt_key="q", chosen_key="good", rejected_key="bad", margin_key="by")
-    assert load_pairs(written(tmp_path / "c.jsonl", [{"q": "hi there", "good": "yo!", "bad": "go away", "by": 0.5}]), "data.train", named) == [wanted | {"margin": 0.5}]
+    assert load_pairs(written(tmp_path / "c.jsonl", [{"q": "hi there", "good": "yo!", "bad": "go away", "by": 0.5}]), "data.train", named)[0] == wanted | {"margin": 0.5}
     gym = load_pairs("reasoning_gym:spell_backward?size=5&seed=1", "data.train", PairsConfig())
-    assert len(gym) == 5 and all(row["chosen"] != row["rejected"] for row in gym) and gym[0]["rejected"] == gym[1]["chosen"]
+    assert len(gym) == 5 and all(row["chosen"] != row["rejected"] for row in gym) \
+        and {row["rejected"][0]["content"] for row in gym} <= {row["chosen"][0]["content"] for row in gym}
 
 
 @pytest.mark.parametrize(("row", "message"), [
@@ -401,3 +402,13 @@ def test_one_message(folder, tmp_path, name):
     ended = fork(f"minirl.{program}", given, tmp_path / "log")
     assert ended.code == 2 and len(ended.errors()) == 1, ended.err
     assert all(text in ended.errors()[0] for text in says), ended.errors()
+
+
+@pytest.mark.parametrize("program", ["rm", "dpo"])
+def test_recipe_learns_the_rule_on_held_out_pairs(tmp_path, program):
+    """A third of its steps, on fewer words. Held-out accuracy: share of pairs with the chosen answer's score (DPO: rewarded margin) on the right side."""
+    words = "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=6000&seed=1"
+    ranks(2, run, f"minirl.{program}", ["--config", ROOT / "configs" / f"{program}_spell_backward.yaml", "--output", tmp_path / "out", "--num-steps", 70,
+                                        "--data.train", words, "--eval.every", 0])
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["accuracy_before"] == 0 and summary["accuracy_after"] >= 0.9 and summary["loss_after"] < 0.4 < summary["loss_before"]

@@ -167,7 +167,7 @@ def test_columns_say_what_a_row_is(tmp_path):
         {"prompt": [HI, YO, BYE], "completion": [SO, HI, YO]}, {"text": "plain", "prompt": "not a pair"}])
     user = {"role": "user", "content": "hi there"}
     rows = load_chats(source, "data.train", ChatsConfig())
-    assert rows == [{"messages": [HI, YO, BYE, SO], "trained": [1, 3]}, {"messages": [user, {"role": "assistant", "content": "7"}], "trained": [1]},
+    assert list(rows) == [{"messages": [HI, YO, BYE, SO], "trained": [1, 3]}, {"messages": [user, {"role": "assistant", "content": "7"}], "trained": [1]},
                     {"messages": [HI, YO, BYE, SO, HI, YO], "trained": [3, 5]}, {"text": "plain"}]
     rows = load_chats(source, "data.train", ChatsConfig(train_on="last_turn", system_prompt="be brief"))
     assert [row.get("trained") for row in rows] == [[4], [2], [6], None] and rows[0]["messages"][0] == SYSTEM
@@ -298,7 +298,7 @@ def train(mesh, given):
 
 
 @pytest.mark.parametrize(("world", "parallel"), [(2, ParallelConfig()), (4, ParallelConfig(tensor=2, sequence=True)), (4, ParallelConfig(replicate=2)),
-                                                 (4, ParallelConfig(context=2))])
+                                                 (4, ParallelConfig(context=2)), (2, ParallelConfig(context=2, context_engine="ring"))])
 def test_every_mesh_trains_alike(tmp_path, world, parallel):
     folder, source = tiny.make(tmp_path / "model", "llama", dtype=torch.float64), written(tmp_path / "a.jsonl", conversations(30))
     given = flags(folder, source, tmp_path / "one", "--policy.dtype", "float64")

@@ -1,6 +1,7 @@
 """Messages to token ids, through the tokenizer's own chat template."""
 
 import bisect
+import json
 from pathlib import Path
 
 from jinja2 import TemplateError
@@ -9,11 +10,28 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from minirl.types import UserError
 
 
-def load_tokenizer(folder: Path, *, chats: bool = True) -> PreTrainedTokenizerBase:
-    """Raises UserError if there are chats to encode and no template for them."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def load_tokenizer(folder: Path, *, chats: bool = True, template: str = "", plain: str = "") -> PreTrainedTokenizerBase:
+    """`template`, `plain`: as in `use_template`. Raises UserError if there are chats to encode and no template for them."""
+    tokenizer = use_template(AutoTokenizer.from_pretrained(folder), template, plain)
     if chats and tokenizer.chat_template is None:
-        raise UserError(f"policy.model = {folder}: its tokenizer has no chat template; add a chat_template.jinja to the folder")
+        raise UserError(f"policy.model = {folder}: its tokenizer has no chat template; name a file with one by data.chat_template")
+    return tokenizer
+
+
+def use_template(tokenizer: PreTrainedTokenizerBase, path: str, plain: str) -> PreTrainedTokenizerBase:
+    """The tokenizer with another chat template, unless both are empty: that of the Jinja file `path` (data.chat_template), or the text
+    `plain` (data.input_template) with the prompt in place of its `{}`, followed by an answer and the end-of-sequence token. Raises UserError."""
+    if path:
+        try:
+            tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"data.chat_template = {path!r} cannot be read ({error}); give a text file with a Jinja template") from error
+    if plain:
+        before, after = (json.dumps(text, ensure_ascii=False) for text in plain.split("{}"))
+        begin = tokenizer.bos_token if tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id else ""  # as the tokenizer begins a plain text
+        refuse = "{{ raise_exception('data.input_template takes a prompt that is one text and an answer; leave it empty for chats') }}"
+        tokenizer.chat_template = (f"{{% if messages[0].role != 'user' or messages|length > 2 %}}{refuse}{{% endif %}}{{{{ {json.dumps(begin)} + {before} + "
+                                   f"messages[0].content + {after} }}}}{{% for m in messages[1:] %}}{{{{ m.content + eos_token }}}}{{% endfor %}}")
     return tokenizer
 
 
@@ -46,8 +64,11 @@ def to_messages(prompt: str | list[dict], system_prompt: str) -> list[dict]:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> list[int]:
-    """Token ids up to where the assistant begins to speak."""
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    """Token ids up to where the assistant begins to speak. Raises UserError if the template does."""
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    except TemplateError as error:
+        raise UserError(f"the chat template refuses a prompt: {error} ({str(messages)[:200]})") from error
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], trained: list[int],

@@ -1,60 +1,108 @@
-"""Rows of prompts, and their order as a function of seed and ticket alone."""
+"""Rows of prompts and of chats, and their order as a function of seed and ticket alone."""
 
-import difflib
 import hashlib
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from urllib.parse import parse_qsl
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
 from transformers import PreTrainedTokenizerBase
 
 from minirl.config import ChatsConfig, DataConfig
 from minirl.data import chat
+from minirl.data.sources import Source, open_source
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory, UserError
 
-GYM = "reasoning_gym:"
+OTHER_NAMES = {"prompt": ("instruction", "input", "context_messages", "messages"), "completion": ("output",), "answer": ("solution", "label"), "data_source": ("datasource",)}
+"""What TRL, OpenRLHF and others call a column: read where a row has none of the first name, unless a setting asks for another name."""
 
 
-def load_rows(source: str, setting: str, cfg: DataConfig) -> list[dict]:
-    """Rows of `data.train` or `data.eval` (named by `setting` in errors), one for each distinct prompt, in file order.
+class Rows(Sequence[dict]):
+    """Rows of some sources, each made when it is asked for; in memory is only where they are."""
 
-    Every row has "prompt" and, where the source has one, "answer", whatever the columns were called. Raises UserError.
+    def __init__(self, sources: list[Source], make: Callable[[object, Source, str], dict], places: np.ndarray):
+        """`make(what the source holds, source, its place for an error)` is the row. `places`: int64 [N, 2], source and number in it."""
+        self.sources, self.make, self.places = sources, make, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, i: int) -> dict:
+        of, number = self.places[i].tolist()
+        return self.make(self.sources[of].rows[number], self.sources[of], self.sources[of].where(number))
+
+
+def take(rows: Sequence[dict], numbers: Iterable[int]) -> Sequence[dict]:
+    """Those of the rows."""
+    if isinstance(rows, Rows):
+        return Rows(rows.sources, rows.make, rows.places[np.fromiter(numbers, np.int64)])
+    return [rows[n] for n in numbers]
+
+
+def open_rows(source: str | list[str], setting: str, make: Callable[[object, Source, str], dict], max_samples: int) -> Rows:
+    """The rows of one or several sources end to end, of each only the first `max_samples` (0: all). Raises UserError."""
+    sources = [open_source(text, setting) for text in ([source] if isinstance(source, str) else source)]
+    weighted = [s for s in sources if s.weight is not None]
+    if weighted and (setting == "data.eval" or len(weighted) < len(sources)):
+        raise UserError(f"{weighted[0].shown}: give a weight to every source of data.train or to none (held-out rows are all used once, without)")
+    lengths = [min(len(s.rows), max_samples or len(s.rows)) for s in sources]
+    if 0 in lengths:
+        raise UserError(f"{sources[lengths.index(0)].shown}: no rows")
+    return Rows(sources, make, np.concatenate([np.stack([np.full(n, i), np.arange(n)], axis=1) for i, n in enumerate(lengths)]))
+
+
+def load_rows(source: str | list[str], setting: str, cfg: DataConfig) -> Rows:
+    """Rows of `data.train` or `data.eval` (named by `setting` in errors), one for each distinct prompt, in their order there.
+
+    Every row has "prompt" and, where the source has one, "answer", whatever the columns were called; "data_source" where a column says it or
+    there are several sources; and all that it had. Raises UserError.
     """
-    rows = _gym_rows(source, setting) if source.startswith(GYM) else _jsonl_rows(source, setting, cfg)
-    distinct: dict[str, dict] = {}
-    for row in rows:
-        distinct.setdefault(json.dumps(row["prompt"]), row)
-    if not distinct:
-        raise UserError(f"{setting} = {source}: no rows")
-    return list(distinct.values())
+    rows = open_rows(source, setting, lambda raw, of, where: _to_prompt(raw, of.name if isinstance(source, list) else "", where, cfg), cfg.max_samples)
+    seen: dict[bytes, int] = {}
+    for n, row in enumerate(rows):  # each is looked at once here, so that a bad one ends the program now
+        seen.setdefault(hashlib.blake2b(json.dumps(row["prompt"]).encode(), digest_size=16).digest(), n)
+    return take(rows, seen.values())
 
 
-def load_chats(source: str, setting: str, cfg: ChatsConfig) -> list[dict]:
-    """Rows to imitate, in file order: {"messages": chat, "trained": indices of the assistant turns in the loss} or {"text": text}.
+def load_chats(source: str | list[str], setting: str, cfg: ChatsConfig) -> Rows:
+    """Rows to imitate, in their order there: {"messages": chat, "trained": indices of the assistant turns in the loss} or {"text": text}.
 
     A row is, by the first of its columns that there is, a chat, a prompt with its completion (each a text or messages) or a text.
     Raises UserError.
     """
-    numbered = enumerate(_gym_rows(source, setting), start=1) if source.startswith(GYM) else _read_jsonl(source, setting)
-    rows = [_to_chat(row, f"{setting} = {source}: line {number}", cfg) for number, row in numbered]
-    if not rows:
-        raise UserError(f"{setting} = {source}: no rows")
-    return rows
+    rows = open_rows(source, setting, lambda raw, of, where: _to_chat(raw, where, cfg), cfg.max_samples)
+    return take(rows, [n for n, _ in enumerate(rows)])  # having looked at each once, as above
+
+
+def column(row: dict, key: str) -> object:
+    """What a row has under a name, or under what else others call it; None if nothing. Alpaca's `input` goes with its `instruction`."""
+    found = next((name for name in (key, *OTHER_NAMES.get(key, ())) if row.get(name) is not None), key)
+    if found == "instruction" != key and isinstance(row[found], str) and isinstance(row.get("input"), str):
+        return "\n\n".join(text for text in (row["instruction"], row["input"]) if text)
+    return row.get(found)
+
+
+def _to_prompt(row: object, source: str, where: str, cfg: DataConfig) -> dict:
+    values = row if isinstance(row, dict) else {}
+    prompt, answer = column(values, cfg.prompt_key), column(values, cfg.answer_key)
+    if prompt is values.get("messages") is not None and cfg.prompt_key != "messages" and is_prompt(prompt) and prompt[-1]["role"] == "assistant":
+        prompt, answer = prompt[:-1], prompt[-1]["content"] if answer is None else answer  # a chat to imitate: its last turn is the answer
+    if not is_prompt(prompt):
+        keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise UserError(f"{where} has no {cfg.prompt_key!r} that is a text or a list of messages (its keys: {keys}); set data.prompt_key to the right one")
+    name = column(values, cfg.source_key) or source
+    return {**row, "prompt": prompt, **({} if answer is None else {"answer": answer}), **({"data_source": str(name)} if name else {})}
 
 
 def _to_chat(row: object, where: str, cfg: ChatsConfig) -> dict:
     values = row if isinstance(row, dict) else {}
-    messages, prompt, completion = (values.get(key) for key in (cfg.messages_key, cfg.prompt_key, cfg.completion_key))
+    messages, completion = values.get(cfg.messages_key), column(values, cfg.completion_key)
+    prompt = column(values, cfg.prompt_key) if messages is None else None
     if isinstance(values.get(cfg.text_key), str) and messages is None and completion is None:
         return {"text": values[cfg.text_key]}
-    if _is_prompt(messages) and isinstance(messages, list):
+    if is_prompt(messages) and isinstance(messages, list):
         turns, first = chat.to_messages(messages, cfg.system_prompt), 0
-    elif messages is None and _is_prompt(prompt) and isinstance(completion, str | int | float | list):
+    elif messages is None and is_prompt(prompt) and isinstance(completion, str | int | float | list):
         turns = chat.to_messages(prompt, cfg.system_prompt)
         first = len(turns)
         turns += completion if isinstance(completion, list) else [{"role": "assistant", "content": str(completion)}]
@@ -62,7 +110,7 @@ def _to_chat(row: object, where: str, cfg: ChatsConfig) -> dict:
         keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise UserError(f"{where} has neither {cfg.messages_key!r} (messages with role and content), nor {cfg.prompt_key!r} with {cfg.completion_key!r}, "
                         f"nor {cfg.text_key!r} (its keys: {keys}); set data.messages_key, prompt_key and completion_key, or text_key")
-    if not _is_prompt(turns) or not all(isinstance(m["content"], str) for m in turns):
+    if not is_prompt(turns) or not all(isinstance(m["content"], str) for m in turns):
         raise UserError(f"{where}: every message needs a role and a content that is a text")
     trained = [i for i, m in enumerate(turns) if i >= first and m["role"] == "assistant"]
     if not trained or not any(m["role"] != "system" for m in turns[: trained[0]]):
@@ -70,95 +118,76 @@ def _to_chat(row: object, where: str, cfg: ChatsConfig) -> dict:
     return {"messages": turns[: trained[-1] + 1], "trained": trained if cfg.train_on == "all_turns" else trained[-1:]}
 
 
-def _read_jsonl(source: str, setting: str) -> Iterator[tuple[int, object]]:
-    """(line number, value) of each line that is not blank. Raises UserError."""
-    path = Path(source)
-    if not path.is_file():
-        raise UserError(f"{setting} = {source!r}: no such file; give a JSONL file or {GYM}NAME")
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() also cuts at line separators inside strings
-    except UnicodeDecodeError as error:
-        raise UserError(f"{setting} = {source}: not UTF-8 text ({error}); give a JSONL file") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{setting} = {source}: line {number} is not JSON: {error}") from error
-
-
-def _jsonl_rows(source: str, setting: str, cfg: DataConfig) -> list[dict]:
-    rows = []
-    for number, row in _read_jsonl(source, setting):
-        if not isinstance(row, dict) or not _is_prompt(row.get(cfg.prompt_key)):
-            keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise UserError(f"{setting} = {source}: line {number} has no {cfg.prompt_key!r} that is a text or a list of messages "
-                            f"(its keys: {keys}); set data.prompt_key to the right one")
-        answer = {"answer": row[cfg.answer_key]} if cfg.answer_key in row else {}
-        rows.append({**row, "prompt": row[cfg.prompt_key], **answer})
-    return rows
-
-
-def _is_prompt(value: object) -> bool:
+def is_prompt(value: object) -> bool:
     if isinstance(value, list):
         return bool(value) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
     return isinstance(value, str) and bool(value)
 
 
-def _gym_rows(source: str, setting: str) -> list[dict]:
-    name, _, query = source.removeprefix(GYM).partition("?")
-    if name not in DATASETS:
-        close = difflib.get_close_matches(name, DATASETS, n=1)
-        raise UserError(f"{setting} = {source}: reasoning-gym has no {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
-    try:
-        options = {key: _option(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
-        entries = list(reasoning_gym.create_dataset(name, **{"size": 1000, "seed": 1, **options}))
-    except (TypeError, ValueError, AssertionError) as error:
-        raise UserError(f"{setting} = {source}: {error}") from error
-    return [{**entry, "prompt": entry["question"]} for entry in entries]
-
-
-def _option(value: str) -> object:
-    """A number, a list, true or false; anything else is a text, and the generator says if it wants none."""
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value
-
-
-def split(rows: list[dict], held_out: int, seed: int) -> tuple[list[dict], list[dict]]:
+def split(rows: Sequence[dict], held_out: int, seed: int) -> tuple[Sequence[dict], Sequence[dict]]:
     """(train, held out): `held_out` rows chosen by a hash of seed and prompt (of the whole row if it has none), so the choice does not
     depend on row order."""
     def identity(row: dict) -> str:
         return json.dumps(row.get("prompt", row))
-    distinct = {identity(row): row for row in rows}
-    if held_out >= len(distinct):
-        raise UserError(f"data.held_out = {held_out} leaves nothing of the {len(distinct)} distinct prompts in data.train; lower it or set data.eval")
-    chosen = sorted(distinct, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest())[:held_out]
-    kept = distinct.keys() - chosen
-    return [row for row in rows if identity(row) in kept], [distinct[name] for name in chosen]
+    names = [hashlib.sha256(f"{seed} {identity(row)}".encode()).digest() for row in rows]
+    last = {name: n for n, name in enumerate(names)}
+    if held_out >= len(last):
+        raise UserError(f"data.held_out = {held_out} leaves nothing of the {len(last)} distinct prompts in data.train; lower it or set data.eval")
+    chosen = sorted(last)[:held_out]
+    out = set(chosen)
+    return take(rows, [n for n, name in enumerate(names) if name not in out]), take(rows, [last[name] for name in chosen])
 
 
 class Order:
     """Which row an example is: 0, 1, 2, ... runs through a new permutation of the rows in every epoch. A function of the seed alone."""
 
-    def __init__(self, num_rows: int, *, seed: int, shuffle: bool):
+    def __init__(self, num_rows: int, *, seed: int | list[int], shuffle: bool):
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
         self._epoch, self._rows = -1, np.arange(num_rows)
 
     def __getitem__(self, number: int) -> int:
         epoch, index = divmod(number, self.num_rows)
         if self.shuffle and epoch != self._epoch:
-            self._epoch, self._rows = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
+            self._epoch, self._rows = epoch, np.random.default_rng([self.seed, epoch]).permutation(self._of(epoch))
         return int(self._rows[index])
+
+    def _of(self, epoch: int) -> np.ndarray:
+        return np.arange(self.num_rows)
+
+
+class Mixture(Order):
+    """The order where sources have weights. Of an epoch, which is as long as there are rows, each source has its share, spread at random;
+    they are the next rows of permutations of its own that run on from epoch to epoch, so after each all its rows have come equally often (or
+    once more)."""
+
+    def __init__(self, rows: Rows, *, seed: int):
+        super().__init__(len(rows), seed=seed, shuffle=True)
+        exact = np.array([s.weight for s in rows.sources]) / sum(s.weight for s in rows.sources) * len(rows)
+        self.counts = np.floor(exact).astype(int)
+        self.counts[np.argsort(self.counts - exact, kind="stable")[: len(rows) - self.counts.sum()]] += 1  # those with the largest remainders
+        self.own = [np.flatnonzero(rows.places[:, 0] == i) for i in range(len(exact))]
+        for source, own, count in zip(rows.sources, self.own, self.counts, strict=True):
+            if not len(own) or not count:
+                raise UserError(f"{source.shown}: {count} of {len(rows)} examples by its weight, from {len(own)} rows; raise its weight or leave it out")
+        self.orders = [Order(len(own), seed=[seed, i], shuffle=True) for i, own in enumerate(self.own)]
+
+    def _of(self, epoch: int) -> np.ndarray:
+        numbers = [[order[n] for n in range(epoch * count, (epoch + 1) * count)] for order, count in zip(self.orders, self.counts.tolist(), strict=True)]
+        return np.concatenate([own[chosen] for own, chosen in zip(self.own, numbers, strict=True)])
+
+
+def make_order(rows: Sequence[dict], *, seed: int, shuffle: bool) -> Order:
+    """Of rows in training (`shuffle`) or evaluation, where they come one after the other."""
+    weighted = shuffle and isinstance(rows, Rows) and rows.sources[0].weight is not None
+    return Mixture(rows, seed=seed) if weighted else Order(len(rows), seed=seed, shuffle=shuffle)
 
 
 class Prompts:
     """Rows as token ids, addressed by ticket."""
 
-    def __init__(self, rows: list[dict], tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, *, seed: int, shuffle: bool = True):
-        self.rows, self.tokenizer, self.cfg = rows, tokenizer, cfg
-        self.order = Order(len(rows), seed=seed, shuffle=shuffle)
+    def __init__(self, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, *, seed: int, shuffle: bool = True):
+        self.rows, self.tokenizer, self.cfg, self.seed, self.shuffle = rows, tokenizer, cfg, seed, shuffle
+        self.order = make_order(rows, seed=seed, shuffle=shuffle)
 
     def row(self, ticket: int) -> dict:
         return self.rows[self.order[ticket]]
@@ -169,18 +198,29 @@ class Prompts:
     def encode(self, row: dict) -> list[int]:
         return chat.encode_prompt(self.tokenizer, self.messages(row))
 
-    def check_lengths(self, setting: str, part: slice) -> None:
-        """Raise UserError for the first row of this part that is longer than data.max_prompt_tokens."""
-        for row in self.rows[part]:
-            if (length := len(self.encode(row))) > self.cfg.max_prompt_tokens:
-                raise UserError(f"{setting}: a prompt has {length} tokens, more than data.max_prompt_tokens = {self.cfg.max_prompt_tokens}; "
-                                f"raise it (and engine.max_model_len) or drop the row: {str(row['prompt'])[:80]!r}...")
+    def check_lengths(self, setting: str, mesh: Mesh) -> int:
+        """Encode every prompt once, the ranks in parts. Of those longer than data.max_prompt_tokens the first is a UserError, or all are
+        dropped (data.too_long); returns how many. Collective."""
+        long = []
+        for n in range(mesh.rank, len(self.rows), mesh.world_size):
+            if (length := len(self.encode(self.rows[n]))) > self.cfg.max_prompt_tokens:
+                if self.cfg.too_long == "error":
+                    raise UserError(f"{setting}: a prompt has {length} tokens, more than data.max_prompt_tokens = {self.cfg.max_prompt_tokens}; raise it (and "
+                                    f"engine.max_model_len) or set data.too_long drop: {str(self.rows[n]['prompt'])[:80]!r}...")
+                long.append(n)
+        dropped = {n for part in mesh.gather(long) for n in part}
+        if len(dropped) == len(self.rows):
+            raise UserError(f"{setting}: all {len(dropped)} prompts have more than data.max_prompt_tokens = {self.cfg.max_prompt_tokens} tokens; raise it")
+        if dropped:
+            self.rows = take(self.rows, [n for n in range(len(self.rows)) if n not in dropped])
+            self.order = make_order(self.rows, seed=self.seed, shuffle=self.shuffle)
+        return len(dropped)
 
 
 class Chats:
     """Rows to imitate as token ids, cut to data.max_tokens. Each rank encodes and keeps its share; all know how many there are."""
 
-    def __init__(self, rows: list[dict], setting: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], cfg: ChatsConfig, mesh: Mesh, *,
+    def __init__(self, rows: Sequence[dict], setting: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], cfg: ChatsConfig, mesh: Mesh, *,
                  seed: int, shuffle: bool = True):
         """Drops what has no token in the loss once it is cut. Raises UserError if that is everything."""
         def encode(row: dict) -> tuple[np.ndarray, np.ndarray, bool]:
@@ -194,7 +234,7 @@ class Chats:
         """How many rows were cut, and how many dropped."""
         if not self.kept:
             raise UserError(f"{setting}: none of the {len(rows)} rows has a token in the loss within data.max_tokens = {cfg.max_tokens}; raise it")
-        self.order = Order(len(self.kept), seed=seed, shuffle=shuffle)
+        self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         return len(self.kept)

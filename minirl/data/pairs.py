@@ -1,36 +1,36 @@
 """Pairs of answers to one prompt, of which the first was preferred: from TRL's and OpenRLHF's columns to token ids."""
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.config import PairsConfig
 from minirl.data import chat
-from minirl.data.datasets import GYM, Order, _gym_rows, _is_prompt, _read_jsonl
+from minirl.data.datasets import Rows, is_prompt, make_order, open_rows, take
+from minirl.data.sources import GYM, Source
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory, UserError
 
 SIDES = ("chosen", "rejected")
 
 
-def load_pairs(source: str, setting: str, cfg: PairsConfig) -> list[dict]:
-    """Rows in file order: {"prompt": messages, "chosen", "rejected": the messages after it; "margin"}, or of plain texts without a prompt.
+def load_pairs(source: str | list[str], setting: str, cfg: PairsConfig) -> Rows:
+    """Rows, in their order there: {"prompt": messages, "chosen", "rejected": the messages after it; "margin"}, or of plain texts without a prompt.
 
     Of a reasoning-gym generator, a question's answer was preferred to that of another. Raises UserError for a row that is no pair, with its line.
     """
-    numbered = _gym_pairs(_gym_rows(source, setting), cfg) if source.startswith(GYM) else _read_jsonl(source, setting)
-    rows = [_to_pair(row, f"{setting} = {source}: line {number}", cfg) for number, row in numbered]
-    if not rows:
-        raise UserError(f"{setting} = {source}: no rows")
-    return rows
+    def make(row: object, of: Source, where: str) -> dict:
+        return _to_pair(_judged(row, of, cfg) if f" = {GYM}" in of.shown else row, where, cfg)
+    rows = open_rows(source, setting, make, cfg.max_samples)
+    return take(rows, [n for n, _ in enumerate(rows)])  # having looked at each once, so that a bad one ends the program now
 
 
-def _gym_pairs(rows: list[dict], cfg: PairsConfig) -> Iterator[tuple[int, dict]]:
-    for i, row in enumerate(rows):
-        others = (rows[(i + k) % len(rows)]["answer"] for k in range(1, len(rows)))
-        wrong = next((str(answer) for answer in others if answer != row["answer"]), "")
-        yield i + 1, {cfg.prompt_key: row["prompt"], cfg.chosen_key: str(row["answer"]), cfg.rejected_key: wrong}
+def _judged(row: dict, of: Source, cfg: PairsConfig) -> dict:
+    others = (of.rows[(zlib.crc32(row["prompt"].encode()) + k) % len(of.rows)]["answer"] for k in range(len(of.rows)))
+    wrong = next((str(answer) for answer in others if answer != row["answer"]), "")
+    return {cfg.prompt_key: row["prompt"], cfg.chosen_key: str(row["answer"]), cfg.rejected_key: wrong}
 
 
 def _to_pair(row: object, where: str, cfg: PairsConfig) -> dict:
@@ -38,10 +38,10 @@ def _to_pair(row: object, where: str, cfg: PairsConfig) -> dict:
     prompt, margin = values.get(cfg.prompt_key), values.get(cfg.margin_key, 0.0)
     sides = {side: values.get(key) for side, key in zip(SIDES, (cfg.chosen_key, cfg.rejected_key), strict=True)}
     for (side, answer), key in zip(sides.items(), (cfg.chosen_key, cfg.rejected_key), strict=True):
-        if not _is_prompt(answer) or isinstance(answer, str) and not answer.strip():
+        if not is_prompt(answer) or isinstance(answer, str) and not answer.strip():
             raise UserError(f"{where}: the {side} side {key!r} of a pair must be a text or messages with role and content, and not empty (it is "
                             f"{str(answer)[:60]!r}; the row's keys: {', '.join(values)}); set data.chosen_key and data.rejected_key, or drop the row")
-    if prompt is not None and not _is_prompt(prompt):
+    if prompt is not None and not is_prompt(prompt):
         raise UserError(f"{where}: {cfg.prompt_key!r} must be a text or messages with role and content, not {str(prompt)[:60]!r}")
     if len({type(answer) for answer in sides.values()}) > 1:
         raise UserError(f"{where}: one side of the pair is a text and the other a list of messages")
@@ -74,7 +74,7 @@ def _whole(before: list[dict], answer: str | list[dict], cfg: PairsConfig) -> li
 class Pairs:
     """Pairs as token ids. Each rank encodes and keeps its share; all know how many there are."""
 
-    def __init__(self, rows: list[dict], setting: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], cfg: PairsConfig, mesh: Mesh, *,
+    def __init__(self, rows: Sequence[dict], setting: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], cfg: PairsConfig, mesh: Mesh, *,
                  score: bool, seed: int, shuffle: bool = True):
         """`score`: a model with a score head reads the end: one more token follows, so that the last of the answer has a row, which is the one
         that predicts it. Drops pairs that are too long and those whose sides are the same tokens. Raises UserError if that is everything."""
@@ -89,7 +89,7 @@ class Pairs:
         if not self.kept:
             raise UserError(f"{setting}: of {len(rows)} pairs none is left: {self.lost[0]} have a side of more than data.max_tokens = {cfg.max_tokens} "
                             f"tokens, {self.lost[1]} have a chosen side equal to the rejected one")
-        self.order = Order(len(self.kept), seed=seed, shuffle=shuffle)
+        self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
         self.logprobs: dict[str, np.ndarray] = {}
         """float32 [L] of a reference, if there are any: "<row>-<0: chosen, 1: rejected>"."""
 

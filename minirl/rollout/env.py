@@ -7,19 +7,23 @@ A reward is any function `(prompt, completion, row) -> float`, in any file:
         return 1.0 if completion.strip() == row["answer"] else -0.01 * len(completion)
 
     --reward.function my_reward.py:brevity
+
+or an HTTP endpoint (remote.py), or several of them in a weighted sum. `row["rendered_prompt"]` is the prompt as the policy reads it.
 """
 
 import math
 import numbers
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import math_verify
 import numpy as np
 import reasoning_gym
 
+from minirl.config import RewardConfig
 from minirl.flags import find_function
+from minirl.rollout.remote import RemoteReward
 from minirl.types import UserError
 
 RewardFunction = Callable[[str | list[dict], str, dict], float]
@@ -32,43 +36,64 @@ class Env(Protocol):
     def reset(self, row: dict) -> str | list[dict]:
         """The prompt: a text, or chat messages."""
 
-    def step(self, row: dict, completion: str) -> float:
-        """The reward of an answer."""
+    def step(self, row: dict, completion: str, info: dict | None = None) -> float:
+        """The reward of an answer. What it is made of, if that is worth a log, goes to `info["rewards"]`: name -> value."""
 
 
 class SingleTurn:
-    """The Env of a row with a prompt, graded by a function."""
+    """The Env of a row with a prompt, graded by a weighted sum of functions."""
 
-    def __init__(self, function: RewardFunction, name: str):
-        self.function, self.name = function, name
+    def __init__(self, *parts: tuple[float, RewardFunction, str]):
+        """Weight, function and name of each."""
+        self.parts = parts
 
     def reset(self, row: dict) -> str | list[dict]:
         return row["prompt"]
 
-    def step(self, row: dict, completion: str) -> float:
-        """Raises UserError if the function raises or returns anything but a finite number."""
-        shown = f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
-        try:
-            value = self.function(row["prompt"], completion, row)
-            valid = isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
-        except Exception as error:  # the user's code may raise anything; it is told with the input that did it
-            raise UserError(f"reward.function = {self.name} raised {type(error).__name__}: {error} for {shown}") from error
-        if not valid:
-            raise UserError(f"reward.function = {self.name} returned {value!r} for {shown}; it must return one finite number")
-        return float(value)
+    def step(self, row: dict, completion: str, info: dict | None = None) -> float:
+        """Raises UserError as `grade`."""
+        values = {name: grade(function, name, row, completion) for _, function, name in self.parts}
+        if info is not None and len(values) > 1:
+            info["rewards"] = values
+        return sum(weight * values[name] for weight, _, name in self.parts)
 
 
-def make_env(function: str) -> SingleTurn:
-    """`reward.function`: a registered name or `file.py:function`. Raises UserError for what cannot be found."""
-    return SingleTurn(find_function("reward.function", function, REWARDS), function)
+def grade(function: RewardFunction, name: str, row: dict, completion: str) -> float:
+    """Raises UserError if the function raises or returns anything but a finite number: an answer cannot be left out of its group, and any
+    number in place of its reward would be learned from."""
+    shown = f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
+    try:
+        value = function(row["prompt"], completion, row)
+        valid = isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
+    except UserError:
+        raise
+    except Exception as error:  # the user's code may raise anything; it is told with the input that did it
+        raise UserError(f"reward.function = {name} raised {type(error).__name__}: {error} for {shown}") from error
+    if not valid:
+        raise UserError(f"reward.function = {name} returned {value!r} for {shown}; it must return one finite number")
+    return float(value)
 
 
-def check_rows(function: str, rows: list[dict]) -> None:
+def make_env(cfg: RewardConfig | str) -> SingleTurn:
+    """What `reward.function` names (a text alone stands for a config with it). Raises UserError for what cannot be found."""
+    cfg = RewardConfig(function=cfg) if isinstance(cfg, str) else cfg
+    names = _names(cfg.function)
+    if not names or len(set(names)) < len(names) or cfg.weights and len(cfg.weights) != len(names) or not all(map(math.isfinite, cfg.weights)):
+        raise UserError(f"reward.function = {cfg.function}, reward.weights = {cfg.weights}: give different functions, and no or as many finite weights")
+    found = [RemoteReward(name, cfg) if name.startswith(("http://", "https://")) else find_function("reward.function", name, REWARDS) for name in names]
+    return SingleTurn(*zip(cfg.weights or [1.0] * len(names), found, names, strict=True))
+
+
+def _names(function: str | list[str]) -> list[str]:
+    return [function] if isinstance(function, str) else function
+
+
+def check_rows(function: str | list[str], rows: Iterable[dict]) -> None:
     """Refuse rows that a registered reward cannot grade, before anything is generated. Raises UserError."""
-    for row in rows:
-        if function in ("exact", "final_answer", "math_verify") and row.get("answer") is None:
-            raise UserError(f"reward.function = {function} compares with the answer, and a row has none (data.answer_key): {str(row)[:120]}")
-        if function == "reasoning_gym" and "source_dataset" not in (row.get("metadata") or {}):
+    for row, name in ((row, name) for row in rows for name in _names(function)):
+        if name in ("exact", "final_answer", "math_verify") and row.get("answer") is None:
+            raise UserError(f"reward.function = {name} compares with the answer, and a row has none (data.answer_key): {str(row)[:120]}")
+        if name == "reasoning_gym" and "source_dataset" not in (row.get("metadata") or {}):
             raise UserError(f"reward.function = reasoning_gym needs rows with metadata.source_dataset, and a row has none: {str(row)[:120]}")
 
 

@@ -46,8 +46,8 @@ class Sampler:
                 if self.engine.is_leader:
                     trajectory = _trajectory(tokens, completion, group=ticket_of, episode=i, version=version)
                     text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-                    trajectory.info = {"completion": text, "prompt": row["prompt"], "stopped": completion.stopped}
-                    graded.append((trajectory, self.pool.submit(self.env.step, row, text)))
+                    trajectory.info = {"completion": text, "prompt": row["prompt"], "stopped": completion.stopped, "source": row.get("data_source")}
+                    graded.append((trajectory, self.pool.submit(self.env.step, row, text, trajectory.info)))
         for trajectory, future in graded:
             trajectory.reward = future.result()
         return sorted((t for t, _ in graded), key=lambda t: (t.group, t.episode))
@@ -77,6 +77,7 @@ class Sampler:
         """Queue a group; returns request id -> (ticket, number of the sample, prompt, row)."""
         row = prompts.row(ticket)
         tokens = prompts.encode({**row, "prompt": self.env.reset(row)})
+        row = {**row, "rendered_prompt": self.tokenizer.decode(tokens)}
         for i in range(num_samples):
             self.engine.add(f"{ticket}-{i}", tokens, sampling, _sample_seed(self.seed, ticket, i))
         return {f"{ticket}-{i}": (ticket, i, tokens, row) for i in range(num_samples)}
