@@ -8,7 +8,6 @@ reward.
 
 import dataclasses
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,14 +175,10 @@ class Trainer:
             self.layout = dataclasses.replace(self.layout, windowed=self.layout.windowed or self.ref.layout.windowed)
 
     def refresh_reference(self, step: int) -> None:
-        """From here on the reference is the policy after `step` steps. The folders stay that a resumed run may need."""
-        folder, oldest = self.run.output / "references", min(checkpoint.finished(self.run.output), default=step)
-        checkpoint.export(self.policy, folder / f"step-{step}", self.mesh)
+        """From here on the reference is the policy after `step` steps."""
+        checkpoint.export(self.policy, self.run.output / "references" / f"step-{step}", self.mesh)
         if self.mesh.rank == 0:
-            needed = max((n for n in checkpoint.finished(self.run.output, "references") if n <= oldest), default=0)
-            for n, old in checkpoint.finished(self.run.output, "references").items():
-                if n < needed:
-                    shutil.rmtree(old)
+            checkpoint.drop_references(self.run.output, step)
         self.mesh.barrier()
         self.ref = None  # its memory first
         self.load_reference(step)

@@ -5,11 +5,17 @@ import math
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
-from programs import ROOT, fork
+from harness import ranks
+from programs import ROOT
 
+from minirl import checkpoint, rl
+from minirl.config import RLConfig
+from minirl.flags import parse
 from minirl.rollout.sampler import Sampler
-from minirl.types import Trajectory
+from minirl.run import find_teacher
+from minirl.types import Trajectory, UserError
 
 RECIPES = ("rloo", "dr_grpo", "gspo", "cispo", "dapo", "reinforce_pp", "reinforce_pp_baseline")
 EARNED = """
@@ -19,25 +25,49 @@ def vowels(prompt, completion, row):
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU engines: bitwise repeatable there only")
 
 
+def flags(folder: Path, name: str, *more: object, config: str = "rloo") -> list[str]:
+    given = ["--config", ROOT / "configs" / f"{config}.yaml", "--output", folder / name, "--num-steps", 2, "--sft.num-steps", 0, "--eval.every", 0, "--data.held-out", 2,
+             "--data.train", "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=100&seed=1", "--reward.function", f"{folder}/reward.py:vowels",
+             "--policy.scratch.num-layers", 1, "--policy.scratch.hidden-size", 32, "--policy.lr-warmup-steps", 0, "--policy.lr-schedule", "constant",
+             "--rollout.prompts-per-step", 8, "--checkpoint.every", 0, *more]
+    return [str(flag) for flag in given]
+
+
+STATES = ["--num-steps", 5, "--checkpoint.every", 2, "--rollout.extra-prompts", 3, "--rollout.keep-inside", 0.06, 1.0, "--reward.normalize", "--algo.kl-coef", 0.1,
+          "--algo.kl-target", 0.001, "--ref.every", 3, "--rollout.samples-per-prompt", 4, "--algo.entropy-share", 0.3, "--algo.entropy-coef", 0.01]
+TEACH = ["--num-steps", 8, "--algo.advantage", "on_policy_distill", "--policy.lr", 5e-3, "--algo.kl-estimator", "k1", "--rollout.samples-per-prompt", 1, "--rollout.prompts-per-step", 32]
+
+
+def train(mesh, cases: list[list[str]]) -> None:
+    """Runs one after the other, with one engine, whose start would be most of the time."""
+    make, engines = rl.RolloutEngine, []
+
+    def shared(cfg, folder, mesh, *, dtype, timer):
+        if not engines:
+            engines.append(make(cfg, folder, mesh, dtype=dtype, timer=timer))
+            engines[0].close = lambda: None
+        engines[0].timer = timer
+        return engines[0]
+
+    rl.RolloutEngine = shared
+    for given in cases:
+        rl.main(parse(RLConfig, given), mesh)
+
+
 @pytest.fixture(scope="module")
-def reward(tmp_path_factory) -> Path:
-    """Earned by an untrained model now and then."""
-    path = tmp_path_factory.mktemp("reward") / "reward.py"
-    path.write_text(EARNED)
-    return path
+def runs(tmp_path_factory) -> Path:
+    """The folder with a folder of each run."""
+    folder = tmp_path_factory.mktemp("recipes")
+    (folder / "reward.py").write_text(EARNED)
+    cases = [flags(folder, name, config=name) for name in RECIPES]
+    cases += [flags(folder, "whole", *STATES), flags(folder, "parts", *STATES, "--num-steps", 4), flags(folder, "parts", *STATES, "--resume")]
+    cases += [flags(folder, "teacher", "--num-steps", 0, "--sft.num-steps", 25, "--sft.batch-size", 32), flags(folder, "student", *TEACH, "--ref.model", folder / "teacher" / "model")]
+    ranks(1, train, cases)
+    return folder
 
 
-def flags(reward: Path, output: Path, *more: object, config: str = "rloo") -> list:
-    return ["--config", ROOT / "configs" / f"{config}.yaml", "--output", output, "--num-steps", 2, "--sft.num-steps", 0, "--eval.every", 0, "--data.held-out", 4,
-            "--data.train", "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=100&seed=1", "--reward.function", f"{reward}:vowels",
-            "--policy.scratch.num-layers", 1, "--policy.scratch.hidden-size", 32, "--policy.lr-warmup-steps", 0, "--rollout.prompts-per-step", 8,
-            "--checkpoint.every", 0, *more]
-
-
-def run(reward: Path, output: Path, *more: object, config: str = "rloo") -> list[dict]:
-    ended = fork("minirl.rl", flags(reward, output, *more, config=config), output.with_name(output.name + "_log"))
-    assert ended.code == 0, ended.err
-    return [row for row in map(json.loads, (output / "metrics.jsonl").read_text().splitlines()) if row["phase"] == "rl"]
+def rows(folder: Path) -> list[dict]:
+    return [row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if row["phase"] == "rl"]
 
 
 def repeatable(rows: list[dict]) -> list[dict]:
@@ -45,44 +75,51 @@ def repeatable(rows: list[dict]) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe_trains_two_steps(reward, tmp_path, name):
-    rows = run(reward, tmp_path / "out", config=name)
-    assert [row["step"] for row in rows] == [0, 1]
-    for row in rows:
+def test_recipe_trains_two_steps(runs, name):
+    found = rows(runs / name)
+    assert [row["step"] for row in found] == [0, 1]
+    for row in found:
         assert all(math.isfinite(v) for v in row.values() if not isinstance(v, str)), row
         assert row["grad_norm"] > 0 and row["skipped_updates"] == 0
     if name == "reinforce_pp":
-        assert rows[0]["ref_kl"] == pytest.approx(0, abs=1e-4) and rows[1]["ref_kl"] != rows[0]["ref_kl"]
+        assert found[0]["ref_kl"] == pytest.approx(0, abs=1e-4) and found[1]["ref_kl"] != found[0]["ref_kl"]
 
 
-def test_resumed_dynamic_sampling_with_every_state_is_the_uninterrupted_run(reward, tmp_path):
+def test_resumed_run_with_every_state_is_the_uninterrupted_one(runs):
     """Extra tickets, the adapted KL weight, running reward statistics and the refreshed reference all come back."""
-    given = ["--num-steps", 5, "--checkpoint.every", 2, "--rollout.extra-prompts", 3, "--rollout.keep-inside", 0.09, 1.0, "--reward.normalize",
-             "--algo.kl-coef", 0.1, "--algo.kl-target", 0.001, "--ref.every", 1, "--rollout.samples-per-prompt", 4, "--algo.entropy-share", 0.3, "--algo.entropy-coef", 0.01]
-    rows = run(reward, tmp_path / "whole", *given)
-    assert any(0 < row["extra_prompts"] <= 3 for row in rows)
-    assert rows[1]["kl_coef"] != rows[0]["kl_coef"] and any(row["shaped_reward"] != row["reward"] for row in rows)
-    # The reference follows at one step's distance, so its KL does not grow; to the first policy it would.
-    run(reward, tmp_path / "parts", *given[2:], "--num-steps", 2)
-    resumed = run(reward, tmp_path / "parts", *given, "--resume")
-    assert repeatable(resumed) == repeatable(rows)
-    assert (tmp_path / "parts" / "model" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model" / "model.safetensors").read_bytes()
-    assert [p.name for p in sorted((tmp_path / "whole" / "references").iterdir())] == ["step-2", "step-3", "step-4", "step-5"]  # from the oldest checkpoint on
+    whole, resumed = rows(runs / "whole"), rows(runs / "parts")
+    assert any(row["extra_prompts"] > 0 for row in whole) and all(row["extra_prompts"] <= 3 for row in whole)
+    assert whole[1]["kl_coef"] != whole[0]["kl_coef"] and any(row["shaped_reward"] != row["reward"] for row in whole)
+    assert [row["ref_kl"] > 1e-6 for row in whole] == [False, True, True, False, True]  # refreshed after 3 steps
+    assert repeatable(resumed) == repeatable(whole) and len(whole) == 5
+    weights = [(runs / name / "model" / "model.safetensors").read_bytes() for name in ("parts", "whole")]
+    assert weights[0] == weights[1]
+    assert [p.name for p in (runs / "whole" / "references").iterdir()] == ["step-3"]
 
 
-def test_a_teacher_teaches(reward, tmp_path):
-    """The student's KL to another model falls. The teacher is the model of another seed, which has the same tokenizer."""
-    run(reward, tmp_path / "teacher", "--seed", 5, "--num-steps", 0)
-    rows = run(reward, tmp_path / "student", "--num-steps", 6, "--algo.advantage", "on_policy_distill", "--ref.model", tmp_path / "teacher" / "model",
-               "--policy.lr", 5e-3, "--rollout.samples-per-prompt", 1, "--rollout.prompts-per-step", 32, "--policy.lr-schedule", "constant")
-    kl = [row["ref_kl"] for row in rows]
-    assert kl[0] > 0.05 and kl[-1] < 0.7 * kl[0], kl
+def test_references_that_no_checkpoint_needs_are_dropped(tmp_path):
+    for name in ("checkpoints/step-20", "checkpoints/step-30", *(f"references/step-{n}" for n in (5, 15, 25, 35))):
+        (tmp_path / name).mkdir(parents=True)
+    checkpoint.drop_references(tmp_path, 35)
+    assert sorted(p.name for p in (tmp_path / "references").iterdir()) == ["step-15", "step-25", "step-35"]
+    for old in ("checkpoints/step-20", "checkpoints/step-30"):
+        (tmp_path / old).rmdir()
+    checkpoint.drop_references(tmp_path, 35)
+    assert sorted(p.name for p in (tmp_path / "references").iterdir()) == ["step-35"]
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(reward, tmp_path):
-    run(reward, tmp_path / "teacher", "--num-steps", 0, "--policy.scratch.phrases", "abc", "def", "ghi", "--data.max-prompt-tokens", 100)
-    ended = fork("minirl.rl", flags(reward, tmp_path / "out", "--algo.advantage", "on_policy_distill", "--ref.model", tmp_path / "teacher" / "model"), tmp_path / "log")
-    assert ended.code == 2 and "ref.model" in ended.errors()[0] and "vocabulary" in ended.errors()[0] and "Traceback" not in ended.err, ended.err
+def test_a_teacher_teaches(runs):
+    """An untrained student's KL to a teacher that has seen words falls by more than a third, though no reward is ever earned."""
+    kl = [row["ref_kl"] for row in rows(runs / "student")]
+    assert kl[0] > 0.1 and kl[-1] < 0.67 * kl[0], kl
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
+    tiny.make(tmp_path / "model")
+    with pytest.raises(UserError, match=r"ref.model = .*model has a vocabulary of \d+, and the policy's is of 99"):
+        find_teacher(str(tmp_path / "model"), 99, 1)
+    with pytest.raises(UserError, match="ref.model = .*nowhere"):
+        find_teacher(str(tmp_path / "nowhere"), 99, 1)
 
 
 # ---------------------------------------------------------------------------------------------------- dynamic sampling
