@@ -82,7 +82,7 @@ def resume(mesh, folder, run, sequence):
 
 @pytest.mark.parametrize(("world", "parallel", "background", "targets"), [
     (2, ParallelConfig(), True, [(1, ParallelConfig()), (4, ParallelConfig()), (4, ParallelConfig(tensor=2))]),
-    (4, ParallelConfig(tensor=2, sequence=True), False, [(2, ParallelConfig()), (4, ParallelConfig(replicate=2)), (2, ParallelConfig(tensor=2))]),
+    (4, ParallelConfig(tensor=2, sequence=True), False, [(4, ParallelConfig(replicate=2)), (2, ParallelConfig(tensor=2)), (4, ParallelConfig(context=2, tensor=2))]),
 ])
 def test_saved_on_one_mesh_resumed_on_another(tmp_path, world, parallel, background, targets):
     folder, run = tiny.make(tmp_path / "model", "llama", tied=world == 2, dtype=torch.float64), tmp_path / "run"

@@ -105,18 +105,23 @@ MESHES = {
     "cp 2 x tp 2": (4, ParallelConfig(context=2, tensor=2)),
     "cp 2 x tp 2, ring": (4, ParallelConfig(context=2, context_engine="ring", tensor=2)),
     "hsdp 2 x 2": (4, ParallelConfig(replicate=2)),
+    "hsdp 2 x cp 2, ring": (4, ParallelConfig(replicate=2, context=2, context_engine="ring")),
     "hsdp 2 x 2 x tp 2": (8, ParallelConfig(replicate=2, tensor=2)),
     "hsdp 2 x cp 2 x tp 2": (8, ParallelConfig(replicate=2, context=2, tensor=2)),
     "dp 2 x cp 2 x tp 2": (8, ParallelConfig(context=2, tensor=2)),
     "dp 2 x cp 2 x tp 2, ring": (8, ParallelConfig(context=2, context_engine="ring", tensor=2)),
 }
-MODELS = {"qwen2, untied": ("qwen2", False), "qwen3, tied": ("qwen3", True), "mistral, window": ("mistral", False)}  # biases; q and k norms; a window
+MODELS = {  # name: family, tied, [(checkpointing, sequence parallelism)]
+    "qwen2, untied": ("qwen2", False, [(False, False), (True, True)]),  # has biases
+    "qwen3, tied": ("qwen3", True, [(True, False), (False, True)]),  # has query and key norms
+    "mistral, window": ("mistral", False, [(False, True)]),
+}
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """Folder of each model, and the step of one process that runs each sequence alone."""
-    folders = {name: tiny.make(tmp_path_factory.mktemp("models") / family, family, tied=tied, dtype=torch.float64) for name, (family, tied) in MODELS.items()}
+    folders = {name: tiny.make(tmp_path_factory.mktemp("models") / family, family, tied=tied, dtype=torch.float64) for name, (family, tied, _) in MODELS.items()}
     (values,) = ranks(1, steps, [(folder, 0, False, False) for folder in folders.values()])
     return dict(zip(MODELS, zip(folders.values(), values, strict=True), strict=True))
 
@@ -130,12 +135,9 @@ def steps(mesh, cases):
 def test_every_mesh_is_one_process(expected, mesh):
     """With sequence parallelism on and off, checkpointing on and off, at least 2 accumulation steps."""
     world, parallel = MESHES[mesh]
-    names, cases = [], []
-    for name, (folder, _) in expected.items():
-        for checkpointing in (False, True):
-            for sequence in (False, True) if parallel.tensor > 1 else (False,):
-                names.append(name)
-                cases.append((folder, 60 // parallel.context, checkpointing, sequence))
+    cases = [(name, expected[name][0], 60 // parallel.context, checkpointing, sequence and parallel.tensor > 1)
+             for name, (_, _, options) in MODELS.items() for checkpointing, sequence in options]
+    names, cases = [name for name, *_ in cases], [tuple(case) for _, *case in cases]
     for results in ranks(world, steps, cases, parallel=parallel):
         for name, result in zip(names, results, strict=True):
             wanted = expected[name][1]

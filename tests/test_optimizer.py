@@ -28,7 +28,7 @@ from minirl.rl import Trainer
 
 LR, DECAY = 1e-2, 0.1
 MESHES = {"dp2": (2, ParallelConfig()), "tp2": (2, ParallelConfig(tensor=2)), "dp2xtp2": (4, ParallelConfig(tensor=2)),
-          "hsdp": (4, ParallelConfig(replicate=2))}
+          "hsdp": (4, ParallelConfig(replicate=2)), "cp2xtp2": (4, ParallelConfig(context=2, tensor=2))}
 
 
 @pytest.fixture(scope="module")

@@ -298,7 +298,7 @@ def train(mesh, given):
 
 
 @pytest.mark.parametrize(("world", "parallel"), [(2, ParallelConfig()), (4, ParallelConfig(tensor=2, sequence=True)), (4, ParallelConfig(replicate=2)),
-                                                 (4, ParallelConfig(context=2))])
+                                                 (4, ParallelConfig(context=2)), (2, ParallelConfig(context=2, context_engine="ring"))])
 def test_every_mesh_trains_alike(tmp_path, world, parallel):
     folder, source = tiny.make(tmp_path / "model", "llama", dtype=torch.float64), written(tmp_path / "a.jsonl", conversations(30))
     given = flags(folder, source, tmp_path / "one", "--policy.dtype", "float64")
