@@ -105,9 +105,10 @@ class Trainer:
                     self.ref.annotate(minibatches, "ref_logprobs")
                     self.ref.sleeper.sleep_parameters()
                 if not early:
-                    advantages.assign_packed([b for m in minibatches for b in m], cfg.algo, self.kl_coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
-                if cfg.algo.entropy_share:
-                    self.find_forks(minibatches)
+                    advantages.assign_packed([b for m in minibatches for b in m], self.inputs.estimator, cfg.algo, self.kl_coef,
+                                             sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
+                for minibatch in minibatches if cfg.algo.entropy_share else ():
+                    losses.mark_forks(minibatch, cfg.algo.entropy_share, mesh.gather)
             loss = losses.policy(cfg.algo, cfg.rollout.max_tokens, self.kl_coef)
             updates = [policy.step(minibatch, loss, learning_rate(cfg.policy, policy.num_updates, num_updates)) for minibatch in minibatches]
             self.report(step, trajectories, minibatches, updates)
@@ -137,13 +138,6 @@ class Trainer:
                                                             self.progress.reward_stats, self.mesh.sums)
         for t, reward in zip(trajectories, rewards.tolist(), strict=True):
             t.reward = reward
-
-    def find_forks(self, minibatches: list[list[Packed]]) -> None:
-        """Mark the tokens of highest entropy, algo.entropy_share of each optimizer step's."""
-        for minibatch in minibatches:
-            least = losses.top_entropy([b.old_entropy[b.mask] for b in minibatch], self.cfg.algo.entropy_share, self.mesh.gather)
-            for batch in minibatch:
-                batch.forks = batch.old_entropy >= least
 
     def evaluate(self, step: int, name: str | None = None) -> None:
         """Score held-out prompts; the engine must be awake. `name`: keep the result for the summary."""

@@ -224,11 +224,9 @@ def method_gradients(mesh, folder, budget):
             b.old_logprobs = b.old_logprobs + 0.05 * torch.sin(b.targets.double()) * b.mask
             b.engine_logprobs = b.old_logprobs + 0.8 * torch.sin(3 * b.targets.double()) * b.mask
         if advantages.need_logprobs(algo):
-            advantages.assign_packed(batches, algo, algo.kl_coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
+            advantages.assign_packed(batches, advantages.find(algo.advantage), algo, algo.kl_coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
         if algo.entropy_share:
-            least = losses.top_entropy([b.old_entropy[b.mask] for b in batches], algo.entropy_share, mesh.gather)
-            for b in batches:
-                b.forks = b.old_entropy >= least
+            losses.mark_forks(batches, algo.entropy_share, mesh.gather)
         grads = {}
         policy.optimizer.step = lambda grads=grads, policy=policy: grads.update({n: p.grad.full_tensor() for n, p in policy.shards().items()})
         metrics = policy.step(batches, losses.policy(algo, 30), lr=0.0)
