@@ -180,7 +180,8 @@ class Trainer:
     def report(self, step: int, trajectories: list[Trajectory], minibatches: list[list[Packed]], updates: list[dict]) -> None:
         """Means over all ranks to the log."""
         mesh, seconds = self.mesh, self.timer.take()
-        own = {"reward": sum(t.info["score"] for t in trajectories), "shaped_reward": sum(t.reward for t in trajectories), "answer_tokens": sum(int(t.sampled.sum()) for t in trajectories),
+        own = {"reward": sum(t.info["score"] for t in trajectories), "shaped_reward": sum(t.reward for t in trajectories),
+               "answer_tokens": sum(int(t.sampled.sum()) for t in trajectories),
                "stopped": sum(t.info["stopped"] for t in trajectories), "equal_groups": _num_equal_groups(trajectories)}
         ranks = mesh.gather((len(trajectories), own, sum(sum(b.lengths) for m in minibatches for b in m), seconds))
         num = sum(n for n, *_ in ranks)

@@ -6,8 +6,9 @@ Most give every token of an answer the same advantage. Such an estimator gets ev
     sums     adds a float64 tensor over all ranks, for estimators that whiten over the global batch
 and returns float64 [N]. A group of equal rewards gets exactly 0, whatever the reward.
 
-A token estimator, `@register("name", TOKEN_ESTIMATORS)`, comes after packing, when old and reference log-probs are known. It gets a micro-batch, the reward of each token (float64 [T],
-this rank's rows; `normalize.over_sequences` brings them in order) and the config, and returns the advantages [T].
+A token estimator, `@register("name", TOKEN_ESTIMATORS)`, comes after packing, when old and reference log-probs are known. It gets a
+micro-batch, the reward of each token (float64 [T], this rank's rows; `normalize.over_sequences` brings them in order) and the config, and
+returns the advantages [T].
 """
 
 from collections.abc import Callable
