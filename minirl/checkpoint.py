@@ -49,7 +49,7 @@ def find(run: Path) -> Path | None:
 
 
 def drop_references(run: Path, step: int) -> None:
-    """Those before the one that the oldest checkpoint of the run would resume with; there is none: before that of `step`."""
+    """Those before the one that the oldest checkpoint of the run would resume with; if none is finished, before that of `step`."""
     oldest, references = min(finished(run), default=step), finished(run, "references")
     for n, path in references.items():
         if n < max((m for m in references if m <= oldest), default=0):

@@ -72,7 +72,9 @@ class Trainer:
 
     @property
     def kl_coef(self) -> float:
-        return self.cfg.algo.kl_coef if self.progress.kl_coef is None else self.progress.kl_coef
+        """Of now; algo.kl_coef unless a controller adapts it."""
+        adapted = self.progress.kl_coef if self.cfg.algo.kl_target else None
+        return self.cfg.algo.kl_coef if adapted is None else adapted
 
     def train(self) -> None:
         cfg, mesh, policy, timer = self.cfg, self.mesh, self.policy, self.timer
@@ -172,7 +174,7 @@ class Trainer:
         """From here on the reference is the policy after `step` steps."""
         checkpoint.export(self.policy, self.run.output / "references" / f"step-{step}", self.mesh)
         if self.mesh.rank == 0:
-            checkpoint.drop_references(self.run.output, step)
+            checkpoint.drop_references(self.run.output, 0 if self.cfg.checkpoint.every else step)  # the first one may still be under way
         self.mesh.barrier()
         self.ref = None  # its memory first
         self.load_reference(step)
