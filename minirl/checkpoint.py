@@ -50,6 +50,14 @@ def find(run: Path) -> Path | None:
     return next(reversed(finished(run).values()), None)
 
 
+def drop_references(run: Path, step: int) -> None:
+    """Those before the one that the oldest checkpoint of the run would resume with; if none is finished, before that of `step`."""
+    oldest, references = min(finished(run), default=step), finished(run, "references")
+    for n, path in references.items():
+        if n < max((m for m in references if m <= oldest), default=0):
+            shutil.rmtree(path)
+
+
 def find_best(run: Path) -> dict | None:
     """{"step", "metric", "value"} of the checkpoint that scored best, if one did and is still there."""
     path = run / "checkpoints" / "best.json"

@@ -116,7 +116,8 @@ def check_rl(cfg: RLConfig, world_size: int) -> None:
     _check_training(cfg, world_size, cfg.engine.max_model_len, "engine.max_model_len", ("accuracy", "reward", f"pass@{cfg.eval.samples}"))
     r, a, tp = cfg.rollout, cfg.algo, cfg.engine.tensor_parallel_size
     _require(world_size % tp == 0, f"engine.tensor_parallel_size = {tp} does not divide the {world_size} ranks")
-    _require(r.samples_per_prompt >= (1 if a.advantage in ("reinforce_pp", "gae", "on_policy_distill") else 2), f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
+    compares = a.advantage not in ("reinforce_pp", "gae", "on_policy_distill")
+    _require(r.samples_per_prompt >= 1 + compares, f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
              "compares the samples of one prompt, so it needs at least 2")
     _require(a.updates_per_step >= 1 and r.prompts_per_step % a.updates_per_step == 0,
              f"algo.updates_per_step = {a.updates_per_step} does not divide rollout.prompts_per_step = {r.prompts_per_step}")
@@ -160,4 +161,7 @@ def _check_algo(cfg: RLConfig) -> None:
     _require(0 <= a.entropy_share <= 1, f"algo.entropy_share = {a.entropy_share} is a share: 0 (off) to 1")
     _require(0 < a.gamma <= 1, f"algo.gamma = {a.gamma} must be above 0, at most 1")
     _require(r.keep_inside[0] < r.keep_inside[1], f"rollout.keep_inside = {r.keep_inside} is empty: its first number must be below its second")
-    _require(0 <= cfg.reward.overlong_tokens <= r.max_tokens, f"reward.overlong_tokens = {cfg.reward.overlong_tokens} must be 0 (off) to rollout.max_tokens = {r.max_tokens}")
+    _require(not r.extra_prompts or r.samples_per_prompt > 1, f"rollout.extra_prompts = {r.extra_prompts} replaces prompts whose answers earn the same, and "
+             "rollout.samples_per_prompt = 1 compares none; set it to 2 or more, or extra_prompts to 0")
+    tail = cfg.reward.overlong_tokens
+    _require(0 <= tail <= r.max_tokens, f"reward.overlong_tokens = {tail} must be 0 (off) to rollout.max_tokens = {r.max_tokens}")

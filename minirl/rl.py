@@ -8,7 +8,6 @@
 import dataclasses
 import itertools
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +77,9 @@ class Trainer:
 
     @property
     def kl_coef(self) -> float:
-        return self.cfg.algo.kl_coef if self.progress.kl_coef is None else self.progress.kl_coef
+        """Of now; algo.kl_coef unless a controller adapts it."""
+        adapted = self.progress.kl_coef if self.cfg.algo.kl_target else None
+        return self.cfg.algo.kl_coef if adapted is None else adapted
 
     def train(self) -> None:
         cfg, mesh, policy, timer = self.cfg, self.mesh, self.policy, self.timer
@@ -116,9 +117,10 @@ class Trainer:
                     self.critic.annotate(minibatches, "values")
                     self.critic.sleeper.sleep_parameters()
                 if not early:
-                    advantages.assign_packed([b for m in minibatches for b in m], cfg.algo, self.kl_coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
-                if cfg.algo.entropy_share:
-                    self.find_forks(minibatches)
+                    advantages.assign_packed([b for m in minibatches for b in m], self.inputs.estimator, cfg.algo, self.kl_coef,
+                                             sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
+                for minibatch in minibatches if cfg.algo.entropy_share else ():
+                    losses.mark_forks(minibatch, cfg.algo.entropy_share, mesh.gather)
             loss = losses.policy(cfg.algo, cfg.rollout.max_tokens, self.kl_coef)
             criticised = self.train_critic(minibatches) if self.critic else {}
             moves = not self.critic or step >= cfg.critic.warmup_steps
@@ -151,13 +153,6 @@ class Trainer:
         for t, reward in zip(trajectories, rewards.tolist(), strict=True):
             t.reward = reward
 
-    def find_forks(self, minibatches: list[list[Packed]]) -> None:
-        """Mark the tokens of highest entropy, algo.entropy_share of each optimizer step's."""
-        for minibatch in minibatches:
-            least = losses.top_entropy([b.old_entropy[b.mask] for b in minibatch], self.cfg.algo.entropy_share, self.mesh.gather)
-            for batch in minibatch:
-                batch.forks = batch.old_entropy >= least
-
     def evaluate(self, step: int, name: str | None = None) -> None:
         """Score held-out prompts; the engine must be awake. `name`: keep the result for the summary."""
         sampling = dataclasses.replace(self.sampling, temperature=self.cfg.eval.temperature)
@@ -188,14 +183,10 @@ class Trainer:
             self.layout = dataclasses.replace(self.layout, windowed=self.layout.windowed or self.ref.layout.windowed)
 
     def refresh_reference(self, step: int) -> None:
-        """From here on the reference is the policy after `step` steps. The folders stay that a resumed run may need."""
-        folder, oldest = self.run.output / "references", min(checkpoint.finished(self.run.output), default=step)
-        checkpoint.export(self.policy, folder / f"step-{step}", self.mesh)
+        """From here on the reference is the policy after `step` steps."""
+        checkpoint.export(self.policy, self.run.output / "references" / f"step-{step}", self.mesh)
         if self.mesh.rank == 0:
-            needed = max((n for n in checkpoint.finished(self.run.output, "references") if n <= oldest), default=0)
-            for n, old in checkpoint.finished(self.run.output, "references").items():
-                if n < needed:
-                    shutil.rmtree(old)
+            checkpoint.drop_references(self.run.output, 0 if self.cfg.checkpoint.every else step)  # the first one may still be under way
         self.mesh.barrier()
         self.ref = None  # its memory first
         self.load_reference(step)
@@ -221,7 +212,8 @@ class Trainer:
     def report(self, step: int, trajectories: list[Trajectory], minibatches: list[list[Packed]], updates: dict[str, float]) -> None:
         """Means over all ranks to the log."""
         mesh, seconds = self.mesh, self.timer.take()
-        own = {"reward": sum(t.info["score"] for t in trajectories), "shaped_reward": sum(t.reward for t in trajectories), "answer_tokens": sum(int(t.sampled.sum()) for t in trajectories),
+        own = {"reward": sum(t.info["score"] for t in trajectories), "shaped_reward": sum(t.reward for t in trajectories),
+               "answer_tokens": sum(int(t.sampled.sum()) for t in trajectories),
                "stopped": sum(t.info["stopped"] for t in trajectories), "equal_groups": _num_equal_groups(trajectories)}
         ranks = mesh.gather((len(trajectories), own, sum(sum(b.lengths) for m in minibatches for b in m), seconds))
         num = sum(n for n, *_ in ranks)

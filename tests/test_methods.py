@@ -248,7 +248,7 @@ def test_reinforce_pp_equals_its_formula(coef, gamma):
     expected = expected_by_token(whole, lambda t: (returns_formula(t, coef, gamma) - raw.mean()) / (raw.std() + 1e-8))
     for cuts in ((), (1, 4), (0, 3)):
         batches = packed(whole, *cuts)
-        advantages.assign_packed(batches, AlgoConfig(advantage="reinforce_pp", gamma=gamma, kl_coef=coef, kl_in="reward", kl_estimator="k1"), coef, **ALONE)
+        advantages.assign_packed(batches, advantages.find("reinforce_pp"), AlgoConfig(advantage="reinforce_pp", gamma=gamma, kl_coef=coef, kl_in="reward", kl_estimator="k1"), coef, **ALONE)
         assert_equal_tokens(by_token(batches, whole), expected)
         assert all((b.advantages[~b.mask] == 0).all() for b in batches)
 
@@ -258,14 +258,14 @@ def test_equal_rewards_give_reinforce_pp_exactly_zero():
     for t in whole:
         t.reward = 0.1
     batches = packed(whole, 2)
-    advantages.assign_packed(batches, AlgoConfig(advantage="reinforce_pp"), 0.0, **ALONE)
+    advantages.assign_packed(batches, advantages.find("reinforce_pp"), AlgoConfig(advantage="reinforce_pp"), 0.0, **ALONE)
     assert all((b.advantages == 0).all() for b in batches)
 
 
 def test_distillation_is_minus_the_reverse_kl():
     whole = answers()
     batches = packed(whole, 1, 4)
-    advantages.assign_packed(batches, AlgoConfig(advantage="on_policy_distill"), 0.0, **ALONE)
+    advantages.assign_packed(batches, advantages.find("on_policy_distill"), AlgoConfig(advantage="on_policy_distill"), 0.0, **ALONE)
     assert_equal_tokens(by_token(batches, whole), expected_by_token(whole, lambda t: (draw(t, "ref") - draw(t, "old"))[t.sampled]))
 
 
@@ -278,7 +278,7 @@ def test_group_estimators_with_the_kl_in_the_reward(estimator):
     members = [[t for t in whole if t.group == g and t.sampled.any()] for g in range(4)]
     values = {t.episode: v for group in members for t, v in zip(group, rloo_formula([charged(t) for t in group]) if len(group) > 1 else [0.0] * len(group), strict=True)}
     batches = packed(whole, 1, 4)
-    advantages.assign_packed(batches, AlgoConfig(advantage="rloo", kl_coef=0.2, kl_in="reward", kl_estimator=estimator), 0.2, **ALONE)
+    advantages.assign_packed(batches, advantages.find("rloo"), AlgoConfig(advantage="rloo", kl_coef=0.2, kl_in="reward", kl_estimator=estimator), 0.2, **ALONE)
     assert_equal_tokens(by_token(batches, whole), expected_by_token(whole, lambda t: np.full(int(t.sampled.sum()), values[t.episode])))
 
 
@@ -303,7 +303,7 @@ def spread(mesh, budget):
         b.old_logprobs, b.ref_logprobs = (lay(b, whole, lambda t, n=name: draw(t, n)) for name in ("old", "ref"))
     out = {"micros": len(batches)}
     for name, coef in (("reinforce_pp", 0.1), ("grpo", 0.1), ("reinforce_pp_baseline", 0.1), ("on_policy_distill", 0.0)):
-        advantages.assign_packed(batches, AlgoConfig(advantage=name, gamma=0.9, kl_coef=coef, kl_in="reward"), coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
+        advantages.assign_packed(batches, advantages.find(name), AlgoConfig(advantage=name, gamma=0.9, kl_coef=coef, kl_in="reward"), coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
         out[name] = by_token(batches, whole)
     for method, aggregation in (("gspo", "sequence"), ("cispo", "prompt"), ("ppo", "prompt")):
         cfg = AlgoConfig(loss=method, aggregation=aggregation, clip_low=0.1, clip_high=0.1, correction=CorrectionConfig(preset="seq-mask-tis", low=0.9, high=1.1))
@@ -316,8 +316,10 @@ def spread(mesh, budget):
             value.backward()
             gradients |= {float(e): g for e, g, m in zip(b.engine_logprobs, x.grad.tolist(), b.mask, strict=True) if m}
         out[f"{method} {aggregation}"] = gradients
-    least = losses.top_entropy([-b.old_logprobs[b.mask] for b in batches], 0.2, mesh.gather)
-    out["forks"] = {float(e): v >= least for b in batches for e, v, m in zip(b.engine_logprobs, (-b.old_logprobs).tolist(), b.mask, strict=True) if m}
+    for b in batches:
+        b.old_entropy = -b.old_logprobs
+    losses.mark_forks(batches, 0.2, mesh.gather)
+    out["forks"] = {float(e): v for b in batches for e, v, m in zip(b.engine_logprobs, b.forks.tolist(), b.mask, strict=True) if m}
     return out
 
 

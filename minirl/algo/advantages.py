@@ -1,4 +1,4 @@
-"""Advantage estimators without a critic. Each is one function; add one with `@register("name")` or `@register_token("name")`.
+"""Advantage estimators without a critic. Each is one function; add one with `@register("name")`.
 
 Most give every token of an answer the same advantage. Such an estimator gets every trajectory that this rank sampled; groups are never split over ranks:
     rewards  float64 [N]
@@ -6,8 +6,9 @@ Most give every token of an answer the same advantage. Such an estimator gets ev
     sums     adds a float64 tensor over all ranks, for estimators that whiten over the global batch
 and returns float64 [N]. A group of equal rewards gets exactly 0, whatever the reward.
 
-A token estimator comes after packing, when old and reference log-probs are known. It gets a micro-batch, the reward of each token (float64 [T],
-this rank's rows; `normalize.over_sequences` brings them in order) and the config, and returns the advantages [T].
+A token estimator, `@register("name", TOKEN_ESTIMATORS)`, comes after packing, when old and reference log-probs are known. It gets a
+micro-batch, the reward of each token (float64 [T], this rank's rows; `normalize.over_sequences` brings them in order) and the config, and
+returns the advantages [T].
 """
 
 from collections.abc import Callable
@@ -38,10 +39,6 @@ def register(name: str, to: dict[str, Callable] = ESTIMATORS) -> Callable[[Calla
         return function
 
     return add
-
-
-def register_token(name: str) -> Callable[[TokenEstimator], TokenEstimator]:
-    return register(name, TOKEN_ESTIMATORS)
 
 
 def center(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,14 +98,14 @@ def discounted(sequence: Tensor, rewards: Tensor, factor: float) -> Tensor:
     return out
 
 
-@register_token("reinforce_pp")
+@register("reinforce_pp", TOKEN_ESTIMATORS)
 def reinforce_pp(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     """A_t = sum_{k >= t} gamma^(k - t) r_k, whitened over the global batch. Hu et al. 2025, REINFORCE++ (arXiv 2501.03262), sec. 3.1; the KL is in r
     with algo.kl_in reward."""
     return over_sequences(lambda sequence, r: discounted(sequence, r, cfg.gamma), batch, rewards)
 
 
-@register_token("gae")
+@register("gae", TOKEN_ESTIMATORS)
 def gae(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     """A_t = sum_l (gamma lambda)^l d_{t + l} with d_t = r_t + gamma V_{t+1} - V_t, whitened over the global batch. Schulman et al. 2016
     (arXiv 1506.02438), eq. 16. Sets `batch.returns`, A_t + V_t, before the whitening.
@@ -126,7 +123,7 @@ def gae(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     return advantages
 
 
-@register_token("on_policy_distill")
+@register("on_policy_distill", TOKEN_ESTIMATORS)
 def on_policy_distill(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     """A_t = log teacher - log policy: minus the reverse KL at the sampled token; rewards play no part. Agarwal et al. 2023 (arXiv 2306.13649); as an
     advantage: Lu 2025, "On-policy distillation"."""
@@ -151,7 +148,8 @@ def assign(trajectories: list[Trajectory], estimator: Estimator, sums: Sums) -> 
         trajectory.advantages = trajectory.sampled.astype("float32") * value
 
 
-def assign_packed(batches: list[Packed], cfg: AlgoConfig, kl_coef: float, *, sums: Sums, maxima: Sums, gather: Callable[[object], list]) -> None:
+def assign_packed(batches: list[Packed], estimator: Estimator | TokenEstimator, cfg: AlgoConfig, kl_coef: float, *, sums: Sums, maxima: Sums,
+                  gather: Callable[[object], list]) -> None:
     """The same for micro-batches that know old and (with the KL in the reward) reference log-probs: set `advantages` [T], 0 outside the loss.
     Collective.
 
@@ -161,10 +159,10 @@ def assign_packed(batches: list[Packed], cfg: AlgoConfig, kl_coef: float, *, sum
     penalties = [torch.where(b.mask, in_reward * kl(b.old_logprobs, b.ref_logprobs, cfg.kl_estimator), 0.0).double() if in_reward else
                  torch.zeros_like(b.old_logprobs, dtype=torch.float64) for b in batches]
     if cfg.advantage in TOKEN_ESTIMATORS:
-        values = [TOKEN_ESTIMATORS[cfg.advantage](b, token_rewards(b, penalty), cfg) for b, penalty in zip(batches, penalties, strict=True)]
+        values = [estimator(b, token_rewards(b, penalty), cfg) for b, penalty in zip(batches, penalties, strict=True)]
         values = whiten(values, [b.mask for b in batches], sums, maxima) if cfg.advantage in WHITENED else values
     else:
-        values = _by_group(batches, penalties, find(cfg.advantage), gather)
+        values = _by_group(batches, penalties, estimator, gather)
     for batch, value in zip(batches, values, strict=True):
         batch.advantages = torch.where(batch.mask, value, 0.0).to(batch.old_logprobs.dtype)
 

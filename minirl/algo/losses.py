@@ -85,12 +85,13 @@ def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, 
     return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs
 
 
-def top_entropy(entropies: list[Tensor], share: float, gather: Callable[[object], list]) -> float:
-    """The least entropy among that share of the tokens [N] of all ranks (rounded up) whose entropy is highest. Wang et al. 2025 (arXiv 2506.01939),
-    eq. 6."""
-    own = torch.cat([e.double().cpu() for e in entropies]).numpy()
+def mark_forks(batches: list[Packed], share: float, gather: Callable[[object], list]) -> None:
+    """Set `forks` where the policy gradient counts: at that share of the optimizer step's tokens, on all ranks (rounded up), whose `old_entropy` is
+    highest. Wang et al. 2025 (arXiv 2506.01939), eq. 6."""
+    own = torch.cat([b.old_entropy[b.mask].double().cpu() for b in batches]).numpy()
     ordered = np.sort(np.concatenate(gather(own)))
-    return float(ordered[-max(1, math.ceil(share * len(ordered)))]) if len(ordered) else 0.0
+    for batch in batches:
+        batch.forks = batch.old_entropy >= ordered[-math.ceil(share * len(ordered))]
 
 
 def policy(cfg: AlgoConfig, max_tokens: int, kl_coef: float | None = None) -> Loss:

@@ -80,8 +80,9 @@ def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_miniba
     plan: list[list[list[tuple[int, int]]]] = []  # of this rank: [minibatch][micro-batch] -> (source rank, place in its message)
     sent = np.zeros((mesh.world_size, mesh.world_size), dtype=np.int64)  # sequences from -> to, so far
     size = np.zeros_like(sent)  # the same in bytes
-    group_tokens = dict(zip(*(a.tolist() for a in _totals(table[:, 2], table[:, 7])), strict=True))
-    for chosen in np.array_split(np.unique(table[:, 2]), num_minibatches):
+    groups, which = np.unique(table[:, 2], return_inverse=True)
+    group_tokens = dict(zip(groups.tolist(), np.bincount(which, table[:, 7], len(groups)).astype(int).tolist(), strict=True))
+    for chosen in np.array_split(groups, num_minibatches):
         part = table[np.isin(table[:, 2], chosen)]
         plan.append([])
         members, rows = pieces(part[:, 4:7], mesh.data_size, budget, groups=part[:, 2] if whole_groups else None)
@@ -100,12 +101,6 @@ def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_miniba
     for t in (t for message in received for t in message):
         t.group_tokens = group_tokens[t.group]
     return [[[received[source][place] for source, place in micro] for micro in minibatch] for minibatch in plan]
-
-
-def _totals(groups: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct groups, and the sum of the values of each."""
-    distinct, which = np.unique(groups, return_inverse=True)
-    return distinct, np.bincount(which, values, len(distinct)).astype(np.int64)
 
 
 def _all_to_all(messages: list[bytes], sizes: list[int], mesh: Mesh) -> list[bytes]:
