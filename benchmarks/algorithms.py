@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-METHODS = {"grpo": "quickstart_rl", **{name: name for name in ("rloo", "dr_grpo", "gspo", "cispo", "dapo", "reinforce_pp", "reinforce_pp_baseline")}}
+METHODS = {"grpo": "quickstart_rl", **{name: name for name in ("rloo", "dr_grpo", "gspo", "cispo", "dapo", "reinforce_pp", "reinforce_pp_baseline", "ppo")}}
 
 
 def run(method: str, seed: int, args: argparse.Namespace, folder: Path) -> dict:
