@@ -5,6 +5,7 @@ A checkpoint is written beside its final name and renamed when all ranks are don
     python -m minirl.checkpoint export runs/mine --best     # a checkpoint of a run as a Hugging Face folder; or under torchrun
 """
 
+import contextlib
 import json
 import math
 import random
@@ -28,6 +29,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from minirl import cli
 from minirl.config import CheckpointConfig, ExportConfig, PolicyConfig
+from minirl.data import chat
 from minirl.flags import load as load_config
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
@@ -37,15 +39,23 @@ from minirl.types import UserError
 LOWER_IS_BETTER = ("loss", "perplexity")
 
 
-def finished(run: Path) -> dict[int, Path]:
-    """The whole checkpoints of a run folder by step, oldest first."""
-    steps = {int(p.name.removeprefix("step-")): p for p in run.glob("checkpoints/step-*") if re.fullmatch(r"step-\d+", p.name)}
+def finished(run: Path, kind: str = "checkpoints") -> dict[int, Path]:
+    """The whole checkpoints (or references) of a run folder by step, oldest first."""
+    steps = {int(p.name.removeprefix("step-")): p for p in run.glob(f"{kind}/step-*") if re.fullmatch(r"step-\d+", p.name)}
     return dict(sorted(steps.items()))
 
 
 def find(run: Path) -> Path | None:
     """The newest finished checkpoint of a run folder."""
     return next(reversed(finished(run).values()), None)
+
+
+def drop_references(run: Path, step: int) -> None:
+    """Those before the one that the oldest checkpoint of the run would resume with; if none is finished, before that of `step`."""
+    oldest, references = min(finished(run), default=step), finished(run, "references")
+    for n, path in references.items():
+        if n < max((m for m in references if m <= oldest), default=0):
+            shutil.rmtree(path)
 
 
 def find_best(run: Path) -> dict | None:
@@ -65,6 +75,8 @@ class Saver:
 
     def __init__(self, run: Path, cfg: CheckpointConfig, policy: Policy, mesh: Mesh):
         self.run, self.cfg, self.policy, self.mesh = run, cfg, policy, mesh
+        self.others: dict[str, Policy] = {}
+        """More models whose state is saved, by name (a critic). They may sleep, and sleep afterwards."""
         self.step = max(finished(run), default=None)
         """Of the newest checkpoint, finished or under way."""
         best = find_best(run)
@@ -78,8 +90,7 @@ class Saver:
         self.wait()
         final = self.run / "checkpoints" / f"step-{step}"
         partial = final.with_name(final.name + ".partial")
-        about = {"progress": progress, "step": step, "num_updates": self.policy.num_updates, "model": _shape_of(self.policy),
-                 "optimizer": _kind_of(self.policy)}
+        about = {"progress": progress, "step": step, **_about(self.policy), **{name: _about(model) for name, model in self.others.items()}}
         if self.mesh.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -87,12 +98,19 @@ class Saver:
         self.mesh.barrier()
         torch.save(_random_state(), partial / f"random-{self.mesh.rank}.pt")
         self.step, options = step, {"checkpoint_id": partial / "state", "process_group": self.group}
-        with self.policy.state_awake():
+        with contextlib.ExitStack() as stack:
+            state = {}
+            for prefix, model in (("", self.policy), *((f"{name}_", other) for name, other in self.others.items())):
+                model.sleeper.wake_parameters()
+                stack.enter_context(model.state_awake())
+                state |= _state(model, prefix)
             if self.cfg.background:
-                written = dcp.async_save(_state(self.policy), **options)
+                written = dcp.async_save(state, **options)
                 self.pending = self.thread.submit(self._publish, written.result, partial, final)
             else:
-                self._publish(lambda: dcp.save(_state(self.policy), **options), partial, final)
+                self._publish(lambda: dcp.save(state, **options), partial, final)
+        for model in self.others.values():
+            model.sleeper.sleep()
         return final
 
     def _publish(self, write: Callable[[], object], partial: Path, final: Path) -> None:
@@ -149,32 +167,48 @@ def load(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
     """Restore policy, optimizer and random state; returns what `save` was given as `progress`, and `step`. Raises UserError for a checkpoint of another model
     or optimizer."""
     saved = json.loads((checkpoint / "progress.json").read_text())
-    if saved["model"] != _shape_of(policy):
-        raise UserError(f"resume: {checkpoint} is of another model ({saved['model']}) than policy.model = {policy.folder} "
-                        f"({_shape_of(policy)}); start in another output folder")
-    kind = saved.get("optimizer", "adamw")  # the first checkpoints do not say
-    if kind != _kind_of(policy):
-        raise UserError(f"resume: {checkpoint} holds the state of {kind}, and policy.optimizer and policy.ema_decay now ask for "
-                        f"{_kind_of(policy)}; set them as they were, or start in another output folder")
-    saved_shapes = _saved_shapes(checkpoint)
-    with policy.state_awake():
-        state = _state(policy)
-        for name, p in state["model"].items():
-            if (shape := saved_shapes.get(name)) != p.shape:
-                raise UserError(f"resume: {checkpoint} has {name} of shape {shape and list(shape)}, and policy.model = {policy.folder} {list(p.shape)}; "
-                                "start in another output folder")
-        dcp.load(state, checkpoint_id=checkpoint / "state")
-        set_model_state_dict(policy.model, state["model"])
-        set_optimizer_state_dict(policy.model, policy.optimizer.parts, state["optimizer"])
-    policy.num_updates = saved["num_updates"]
+    _restore(checkpoint, saved, policy, "policy")
     own = checkpoint / f"random-{mesh.rank}.pt"
     if own.exists():  # a run resumed on more ranks than it was saved on starts the new ones from their seed
         _set_random_state(torch.load(own, weights_only=False))
     return saved
 
 
-def _state(policy: Policy) -> dict:
-    return {"model": get_model_state_dict(policy.model), "optimizer": get_optimizer_state_dict(policy.model, policy.optimizer.parts)}
+def load_other(checkpoint: Path, name: str, model: Policy) -> None:
+    """Restore what `Saver.others` had by that name. Raises UserError if there was none, or another."""
+    saved = json.loads((checkpoint / "progress.json").read_text())
+    if name not in saved:
+        raise UserError(f"resume: {checkpoint} has no {name}; start in another output folder")
+    _restore(checkpoint, saved[name], model, name, f"{name}_")
+
+
+def _restore(checkpoint: Path, saved: dict, policy: Policy, setting: str, prefix: str = "") -> None:
+    if saved["model"] != _shape_of(policy):
+        raise UserError(f"resume: {checkpoint} is of another model ({saved['model']}) than {setting}.model = {policy.folder} "
+                        f"({_shape_of(policy)}); start in another output folder")
+    kind = saved.get("optimizer", "adamw")  # the first checkpoints do not say
+    if kind != _kind_of(policy):
+        raise UserError(f"resume: {checkpoint} holds the state of {kind}, and {setting}.optimizer and {setting}.ema_decay now ask for "
+                        f"{_kind_of(policy)}; set them as they were, or start in another output folder")
+    saved_shapes = _saved_shapes(checkpoint, prefix)
+    with policy.state_awake():
+        state = _state(policy, prefix)
+        for name, p in state[f"{prefix}model"].items():
+            if (shape := saved_shapes.get(name)) != p.shape:
+                raise UserError(f"resume: {checkpoint} has {name} of shape {shape and list(shape)}, and {setting}.model = {policy.folder} {list(p.shape)}; "
+                                "start in another output folder")
+        dcp.load(state, checkpoint_id=checkpoint / "state")
+        set_model_state_dict(policy.model, state[f"{prefix}model"])
+        set_optimizer_state_dict(policy.model, policy.optimizer.parts, state[f"{prefix}optimizer"])
+    policy.num_updates = saved["num_updates"]
+
+
+def _state(policy: Policy, prefix: str = "") -> dict:
+    return {f"{prefix}model": get_model_state_dict(policy.model), f"{prefix}optimizer": get_optimizer_state_dict(policy.model, policy.optimizer.parts)}
+
+
+def _about(policy: Policy) -> dict:
+    return {"num_updates": policy.num_updates, "model": _shape_of(policy), "optimizer": _kind_of(policy)}
 
 
 def _kind_of(policy: Policy) -> str:
@@ -182,10 +216,11 @@ def _kind_of(policy: Policy) -> str:
     return policy.cfg.optimizer + (" with a moving average" if policy.cfg.ema_decay else "")
 
 
-def _saved_shapes(checkpoint: Path) -> dict[str, torch.Size]:
-    """Of every weight; a tied head may be there under both names."""
+def _saved_shapes(checkpoint: Path, prefix: str = "") -> dict[str, torch.Size]:
+    """Of every weight of a model; a tied head may be there under both names."""
     saved = dcp.FileSystemReader(checkpoint / "state").read_metadata().state_dict_metadata
-    return {name.removeprefix("model."): about.size for name, about in saved.items() if name.startswith("model.")}
+    start = f"{prefix}model."
+    return {name.removeprefix(start): about.size for name, about in saved.items() if name.startswith(start)}
 
 
 def _shape_of(policy: Policy) -> str:
@@ -255,7 +290,7 @@ def _write_folder(folder: Path, shapes: dict[str, torch.Size], read: Callable[[l
             index = {"metadata": {"total_size": sum(shape.numel() for shape in shapes.values()) * dtype.itemsize},
                      "weight_map": {part.name: file for file, members in zip(names, files, strict=True) for name in members for part in parts[name]}}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        _write_companions(source, partial, dtype)
+        _write_companions(source, partial, dtype, score=build.SCORE in shapes)
     mesh.barrier()
     if mesh.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
@@ -263,11 +298,14 @@ def _write_folder(folder: Path, shapes: dict[str, torch.Size], read: Callable[[l
     mesh.barrier()
 
 
-def _write_companions(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    config = AutoConfig.from_pretrained(source)
+def _write_companions(source: Path, folder: Path, dtype: torch.dtype, *, score: bool) -> None:
+    config, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
     config.dtype = dtype
+    if score:
+        config.architectures, config.num_labels = [families.score_class(config, str(source))], 1
+        config.pad_token_id = tokenizer.pad_token_id = chat.filling_token_id(tokenizer, chat.stop_token_ids(tokenizer, source), str(source))
     config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     if (source / "generation_config.json").exists():
         GenerationConfig.from_pretrained(source).save_pretrained(folder)
 

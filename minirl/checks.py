@@ -1,6 +1,6 @@
 """Settings that cannot work, refused with the arithmetic before anything is loaded or written."""
 
-from minirl.config import ChatsConfig, DataConfig, EvaluateConfig, ParallelConfig, RLConfig, SFTConfig
+from minirl.config import ChatsConfig, DataConfig, DPOConfig, EvaluateConfig, PairsConfig, ParallelConfig, RLConfig, RMConfig, SFTConfig
 from minirl.types import UserError
 
 
@@ -31,7 +31,7 @@ def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
              f"rollout.max_tokens = {cfg.data.max_prompt_tokens} + {r.max_tokens} = {longest}; raise it or set it to 0")
 
 
-def check_data(d: DataConfig | ChatsConfig) -> None:
+def check_data(d: DataConfig | ChatsConfig | PairsConfig) -> None:
     _require(d.max_samples >= 0, f"data.max_samples = {d.max_samples} must be 0 (all) or more")
     _require(not d.input_template or d.input_template.count("{}") == 1, f"data.input_template = {d.input_template!r} must have {{}} once, for the prompt")
     for name, value in (("chat_template", d.chat_template), ("system_prompt", d.system_prompt)):
@@ -84,13 +84,30 @@ def _check_training(cfg: RLConfig | SFTConfig, world_size: int, longest: int, wh
 
 def check_sft(cfg: SFTConfig, world_size: int) -> None:
     """Refuse what cannot work, with the arithmetic. Raises UserError."""
+    _check_supervised(cfg, world_size, cfg.data.max_tokens, "data.max_tokens", ("loss", "perplexity"))
+
+
+def _check_supervised(cfg: SFTConfig, world_size: int, longest: int, what: str, scores: tuple[str, ...]) -> None:
     _require(cfg.seed >= 0, f"seed = {cfg.seed} must be 0 or more")
     _require(cfg.timeout_minutes > 0, f"timeout_minutes = {cfg.timeout_minutes} must be above 0")
-    _check_training(cfg, world_size, cfg.data.max_tokens, "data.max_tokens", ("loss", "perplexity"))
+    _check_training(cfg, world_size, longest, what, scores)
     check_data(cfg.data)
     _require(cfg.data.max_tokens >= 2, f"data.max_tokens = {cfg.data.max_tokens} must be at least 2: a token and the next one")
     _require(cfg.batch_size >= 1, f"batch_size = {cfg.batch_size} must be at least 1")
     _require(cfg.num_steps > 0 or 0 < cfg.num_epochs < float("inf"), f"num_epochs = {cfg.num_epochs} must be above 0 where num_steps is 0")
+
+
+def check_pairs(cfg: RMConfig | DPOConfig, world_size: int) -> None:
+    """Refuse what cannot work, with the arithmetic. Raises UserError."""
+    _check_supervised(cfg, world_size, 2 * cfg.data.max_tokens, "2 * data.max_tokens", ("loss", "accuracy", "margin"))
+    a = cfg.algo
+    if isinstance(cfg, RMConfig):
+        _require(a.center_coef >= 0, f"algo.center_coef = {a.center_coef} must be 0 or more")
+        return
+    _require(a.beta > 0, f"algo.beta = {a.beta} must be above 0")
+    _require(0 <= a.label_smoothing < 0.5, f"algo.label_smoothing = {a.label_smoothing} is the chance of a wrong label: at least 0, below 0.5")
+    _require(a.label_smoothing == 0 or a.loss == "sigmoid", f"algo.label_smoothing = {a.label_smoothing} is of algo.loss sigmoid, not {a.loss}; set it to 0")
+    _require(a.nll_coef >= 0, f"algo.nll_coef = {a.nll_coef} must be 0 or more")
 
 
 def check_rl(cfg: RLConfig, world_size: int) -> None:
@@ -99,7 +116,8 @@ def check_rl(cfg: RLConfig, world_size: int) -> None:
     _check_training(cfg, world_size, cfg.engine.max_model_len, "engine.max_model_len", ("accuracy", "reward", f"pass@{cfg.eval.samples}"))
     r, a, tp = cfg.rollout, cfg.algo, cfg.engine.tensor_parallel_size
     _require(world_size % tp == 0, f"engine.tensor_parallel_size = {tp} does not divide the {world_size} ranks")
-    _require(r.samples_per_prompt >= 2, f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
+    compares = a.advantage not in ("reinforce_pp", "gae", "on_policy_distill")
+    _require(r.samples_per_prompt >= 1 + compares, f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
              "compares the samples of one prompt, so it needs at least 2")
     _require(a.updates_per_step >= 1 and r.prompts_per_step % a.updates_per_step == 0,
              f"algo.updates_per_step = {a.updates_per_step} does not divide rollout.prompts_per_step = {r.prompts_per_step}")
@@ -107,9 +125,43 @@ def check_rl(cfg: RLConfig, world_size: int) -> None:
     _require(off, f"rollout.top_p = {r.top_p}, top_k = {r.top_k}, min_p = {r.min_p}: the trainer cannot reproduce log-probs of a "
              "truncated distribution; train with top_p 1.0, top_k -1, min_p 0.0")
     _require(a.dual_clip == 0 or a.dual_clip > 1, f"algo.dual_clip = {a.dual_clip} must be 0 (off) or above 1")
-    _require(0 <= a.clip_low < 1 and a.clip_high >= 0, f"algo.clip_low = {a.clip_low} must be in [0, 1), clip_high = {a.clip_high} at least 0")
-    for name, value in (("algo.tis_cap", a.tis_cap), ("algo.kl_coef", a.kl_coef), ("sft.num_steps", cfg.sft.num_steps), ("sft.lr", cfg.sft.lr),
+    _require(0 <= a.clip_low <= 1 and a.clip_high >= 0, f"algo.clip_low = {a.clip_low} must be in [0, 1], clip_high = {a.clip_high} at least 0")
+    _check_algo(cfg)
+    for name, value in (("algo.kl_coef", a.kl_coef), ("algo.kl_target", a.kl_target), ("rollout.extra_prompts", r.extra_prompts), ("ref.every", cfg.ref.every),
+                        ("reward.clip", cfg.reward.clip), ("sft.num_steps", cfg.sft.num_steps), ("sft.lr", cfg.sft.lr),
                         ("engine.kv_cache_gb", cfg.engine.kv_cache_gb)):
         _require(value >= 0, f"{name} = {value} must be 0 or more")
     _require(0 <= cfg.sft.wrong_character <= 1, f"sft.wrong_character = {cfg.sft.wrong_character} is a share: 0 to 1")
     _require(cfg.sft.batch_size >= 1, f"sft.batch_size = {cfg.sft.batch_size} must be at least 1")
+
+
+def _check_critic(cfg: RLConfig) -> None:
+    c, a = cfg.critic, cfg.algo
+    _require(a.advantage == "gae" or not c.model, f"critic.model = {c.model} has no effect while algo.advantage = {a.advantage}; set algo.advantage gae")
+    _require(c.model != "scratch", "critic.model = scratch: leave it empty, and the critic begins as the policy does")
+    _require(0 <= a.gae_lambda <= 1, f"algo.gae_lambda = {a.gae_lambda} is a share: 0 to 1")
+    _require(0 <= c.warmup_steps < max(1, cfg.num_steps), f"critic.warmup_steps = {c.warmup_steps} leaves the policy none of num_steps = {cfg.num_steps}; lower it")
+    for name, value in (("critic.lr", c.lr), ("critic.max_grad_norm", c.max_grad_norm), ("critic.lr_warmup_steps", c.lr_warmup_steps), ("critic.value_clip", c.value_clip)):
+        _require(value >= 0, f"{name} = {value} must be 0 or more")
+    _require(c.ema_decay == 0, f"critic.ema_decay = {c.ema_decay}: the critic is not exported, so nobody would see its average; set it to 0")
+
+
+def _check_algo(cfg: RLConfig) -> None:
+    _check_critic(cfg)
+    a, ref, r = cfg.algo, cfg.ref, cfg.rollout
+    distill = a.advantage == "on_policy_distill"
+    _require(not distill or bool(ref.model), "algo.advantage = on_policy_distill learns from a teacher; name it with ref.model")
+    _require(not (distill and a.kl_in == "reward" and a.kl_coef), "algo.kl_in = reward: on_policy_distill takes no rewards; set algo.kl_in loss or algo.kl_coef 0")
+    for name, value in (("algo.kl_target", a.kl_target), ("ref.every", ref.every), ("ref.model", ref.model), ("algo.kl_in = reward", a.kl_in == "reward")):
+        _require(not value or a.kl_coef > 0 or distill and name == "ref.model", f"{name}{'' if value is True else f' = {value}'} has no effect while "
+                 f"algo.kl_coef = {a.kl_coef}, for then no KL is taken and no reference loaded; set algo.kl_coef above 0")
+    _require(not (ref.every and ref.model), f"ref.every = {ref.every} would replace ref.model = {ref.model} by the policy; set one of them")
+    _require(a.kl_in == "loss" or a.kl_estimator != "unbiased", "algo.kl_estimator = unbiased is about the gradient, and a reward has none; take k1, k2 or k3")
+    _require(a.loss != "cispo" or not a.dual_clip, f"algo.dual_clip = {a.dual_clip} bounds what algo.loss = cispo bounds already; set it to 0")
+    _require(0 <= a.entropy_share <= 1, f"algo.entropy_share = {a.entropy_share} is a share: 0 (off) to 1")
+    _require(0 < a.gamma <= 1, f"algo.gamma = {a.gamma} must be above 0, at most 1")
+    _require(r.keep_inside[0] < r.keep_inside[1], f"rollout.keep_inside = {r.keep_inside} is empty: its first number must be below its second")
+    _require(not r.extra_prompts or r.samples_per_prompt > 1, f"rollout.extra_prompts = {r.extra_prompts} replaces prompts whose answers earn the same, and "
+             "rollout.samples_per_prompt = 1 compares none; set it to 2 or more, or extra_prompts to 0")
+    tail = cfg.reward.overlong_tokens
+    _require(0 <= tail <= r.max_tokens, f"reward.overlong_tokens = {tail} must be 0 (off) to rollout.max_tokens = {r.max_tokens}")

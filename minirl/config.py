@@ -143,6 +143,10 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    extra_prompts: int = 0
+    """Dynamic sampling (DAPO): at most so many more prompts a step, in place of those whose answers' mean reward is not strictly inside
+    `keep_inside`. What is missing then is filled up with such prompts, so that a step always has prompts_per_step. 0: off."""
+    keep_inside: tuple[float, float] = (0.0, 1.0)
     tickets: Literal["auto", "pull", "round_robin"] = "auto"
     """Who generates which prompt. pull: an engine with room takes the next (best balance, order depends on timing);
     round_robin: by number (bitwise repeatable). auto: round_robin on CPU, pull on CUDA."""
@@ -163,30 +167,95 @@ class RewardConfig:
     """Further tries, each at the next endpoint, when one cannot be reached, is too slow or fails (status 408, 429, 5xx)."""
     backoff_seconds: float = 1.0
     """Pause before the second try; it doubles with each."""
+    unstopped: Literal["keep", "scale", "set"] = "keep"
+    """An answer cut at rollout.max_tokens has its reward multiplied by `unstopped_value`, or set to it."""
+    unstopped_value: float = 0.0
+    overlong_tokens: int = 0
+    """The last so many of rollout.max_tokens generated tokens cost `overlong_penalty`, in even parts (DAPO); 0: off."""
+    overlong_penalty: float = 1.0
+    normalize: bool = False
+    """Subtract the running mean of all rewards of the run and divide by their running deviation."""
+    clip: float = 0.0
+    """Rewards are brought into [-clip, clip], after all of the above; 0: off."""
+
+
+@dataclass(kw_only=True)
+class CorrectionConfig:
+    """What is done about the engine's probabilities differing from the trainer's; see algo/correction.py. None: what the preset says."""
+
+    preset: Literal["off", "tis", "icepop", "seq-mask-tis"] = "tis"
+    level: Literal["off", "token", "sequence", "geometric"] | None = None
+    """Trainer-over-engine ratio of each token, of a sequence (their product) or its geometric mean."""
+    mode: Literal["clip", "mask", "truncate"] | None = None
+    """Of what is outside the gate: bring the ratio into [low, high], leave the tokens out, or bring the ratio down to high."""
+    gate: Literal["ratio", "binary_kl", "tv"] | None = None
+    """Outside is a ratio not in [low, high], or a divergence above `divergence`."""
+    low: float | None = None
+    high: float | None = None
+    divergence: float = 0.05
+    """Nats of binary KL, or difference of probabilities (total variation)."""
+
+
+@dataclass(kw_only=True)
+class RefConfig:
+    """The frozen model that the KL is taken to, loaded only if something needs it."""
+
+    model: str = ""
+    """Folder or hub id with the policy's vocabulary: the teacher of on_policy_distill. Empty: the policy as RL found it."""
+    every: int = 0
+    """Steps after which the reference becomes the policy as it is then (ProRL, arXiv 2505.24864, sec. 3.2; which also forgets the optimizer's
+    state, and this does not); 0: never."""
 
 
 @dataclass(kw_only=True)
 class AlgoConfig:
     advantage: str = "grpo"
-    """A registered name (grpo, dr_grpo, rloo, reinforce_pp_baseline) or `file.py:function`, called as
-    f(rewards, groups, sums); see algo/advantages.py."""
+    """A registered name (grpo, dr_grpo, rloo, reinforce_pp_baseline; by token: reinforce_pp, gae, on_policy_distill) or `file.py:function`, called
+    as f(rewards, groups, sums); see algo/advantages.py."""
+    gamma: float = 1.0
+    """Discount per sampled token of reinforce_pp and gae."""
+    gae_lambda: float = 0.95
+    """Of gae: 0 trusts the critic for all but the next token's reward, 1 only the rewards."""
+    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """ppo: clipped ratios of tokens; gspo: of sequences, bounds near 3e-4; cispo: clipped weights of log-probs."""
     clip_low: float = 0.2
     """Ratio is clipped below 1 - clip_low ..."""
     clip_high: float = 0.2
     """... and above 1 + clip_high (DAPO's clip-higher: 0.28)."""
     dual_clip: float = 0.0
     """Bound c > 1 of the loss at negative advantages (Ye et al. 2020); 0: off."""
-    aggregation: Literal["token", "sequence", "fixed"] = "token"
-    """Mean over tokens; over sequences of their token means; or sums over tokens divided by sequences times
+    aggregation: Literal["token", "sequence", "prompt", "fixed"] = "token"
+    """Mean over tokens; over sequences of their token means; over prompts of the means of all their tokens; or sums over tokens divided by sequences times
     rollout.max_tokens (Dr.GRPO)."""
     kl_coef: float = 0.0
-    """Weight of the KL to a frozen copy of the initial policy in the loss; 0: no copy is loaded."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Weight of the KL to the reference (`ref`); 0: none is loaded for it."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """reward: each token is charged, which estimators that compare answers sum over the answer."""
+    kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
+    """unbiased (in the loss): the value of k3, weighted so that its gradient is right, off policy too."""
+    kl_target: float = 0.0
+    """Nats per token: the weight is adapted so that the KL stays there (Ziegler et al. 2019); 0: it is fixed."""
     entropy_coef: float = 0.0
-    tis_cap: float = 2.0
-    """Truncated importance sampling: trainer-over-engine probability ratio of each token, at most this; 0: off."""
+    entropy_share: float = 0.0
+    """Policy gradient and entropy bonus only at this share of the tokens of an optimizer step, those with the highest entropy before the
+    step's first update (0.2 in arXiv 2506.01939); 0: at all."""
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     updates_per_step: int = 1
     """Optimizer steps per batch of rollouts; prompts_per_step is split evenly."""
+
+
+@dataclass(kw_only=True)
+class CriticConfig(PolicyConfig):
+    """The critic of algo.advantage = gae (PPO): a model with a score head, of its own size and with its own optimizer."""
+
+    model: str = ""
+    """Folder or hub id with the policy's vocabulary: a reward model, or a language model, whose score head then begins at 0. Empty: the
+    policy as RL finds it."""
+    lr: float = 5e-6
+    warmup_steps: int = 0
+    """RL steps in which the critic learns and the policy does not move."""
+    value_clip: float = 0.2
+    """Bound of how far values move from those that advantages were made with; 0: off."""
 
 
 @dataclass(kw_only=True)
@@ -220,7 +289,7 @@ class CheckpointConfig:
     keep: int = 2
     """Newest ones that stay."""
     best_metric: str = ""
-    """A held-out score (RL: accuracy, reward or pass@k; SFT: loss or perplexity, of which less is better). The checkpoint with the best
+    """A held-out score (RL: accuracy, reward or pass@k; SFT: loss or perplexity, of which less is better; pairs: loss, accuracy or margin). The checkpoint with the best
     one stays too, and is named in checkpoints/best.json. The evaluation of step N, which is of the weights after N steps, belongs to
     checkpoint N, so `every` must be a multiple of eval.every; a later equal score does not replace an earlier one."""
     background: bool = True
@@ -257,6 +326,8 @@ class RLConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     sft: WarmStartConfig = field(default_factory=WarmStartConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -323,6 +394,84 @@ class SFTConfig:
     data: ChatsConfig = field(default_factory=ChatsConfig)
     eval: HeldOutConfig = field(default_factory=HeldOutConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+@dataclass(kw_only=True)
+class PairsConfig:
+    """Answers of which one was preferred, with `prompt`, `chosen` and `rejected`, each a text or messages. Without a prompt the two are
+    whole texts or whole chats that begin alike."""
+
+    train: str | list[str] = ""
+    """One source or several, as RL's (reasoning_gym: a question's answer was preferred to another question's)."""
+    eval: str | list[str] = ""
+    """The same for held-out rows. Empty: `held_out` rows of `train`, which training then never sees."""
+    held_out: int = 128
+    max_samples: int = 0
+    """At most this many rows of each source, its first; 0: all."""
+    prompt_key: str = "prompt"
+    chosen_key: str = "chosen"
+    """An answer, messages that follow the prompt, or the whole chat, prompt included."""
+    rejected_key: str = "rejected"
+    margin_key: str = "margin"
+    """How much better the chosen answer is (a number), for the reward model's sigmoid loss; 0 in rows that do not say."""
+    system_prompt: str = ""
+    """Put before chats that have none."""
+    chat_template: str = ""
+    """File with a Jinja template to use instead of the tokenizer's."""
+    input_template: str = ""
+    """A text in which {} is the prompt, to use for prompts and answers instead of a chat template."""
+    max_tokens: int = 2048
+    """Pairs with a longer sequence are dropped: cut, it would not say what was judged. So are those whose answers are the same."""
+
+
+@dataclass(kw_only=True)
+class RewardModelLossConfig:
+    loss: Literal["sigmoid", "logexp"] = "sigmoid"
+    """Bradley-Terry with margins, or without."""
+    center_coef: float = 0.0
+    """Weight of the squared sum of a pair's scores, which holds their mean near 0 (0.01 is usual)."""
+
+
+@dataclass(kw_only=True)
+class DPOLossConfig:
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    beta: float = 0.1
+    """Scale of the reward beta log(policy / reference): the larger, the nearer the policy stays to the reference."""
+    label_smoothing: float = 0.0
+    """Chance that a pair is the wrong way round (cDPO), of loss sigmoid."""
+    nll_coef: float = 0.0
+    """Weight of the chosen answer's negative log-likelihood per token."""
+    length_normalized: bool = False
+    """Log-probs are means over an answer's tokens."""
+
+
+@dataclass(kw_only=True)
+class RMConfig(SFTConfig):
+    """`torchrun --nproc-per-node N -m minirl.rm --config FILE [--flag value ...]`"""
+
+    output: str = "runs/rm"
+    """Folder of this run: config, metrics, checkpoints, model."""
+    batch_size: int = 64
+    """Pairs of an optimizer step, over all ranks."""
+    data: PairsConfig = field(default_factory=PairsConfig)
+    algo: RewardModelLossConfig = field(default_factory=RewardModelLossConfig)
+
+
+@dataclass(kw_only=True)
+class DPOConfig(SFTConfig):
+    """`torchrun --nproc-per-node N -m minirl.dpo --config FILE [--flag value ...]`"""
+
+    output: str = "runs/dpo"
+    """Folder of this run: config, metrics, checkpoints, model."""
+    batch_size: int = 64
+    """Pairs of an optimizer step, over all ranks."""
+    data: PairsConfig = field(default_factory=PairsConfig)
+    algo: DPOLossConfig = field(default_factory=DPOLossConfig)
+    reference: str = ""
+    """Folder or hub id of the frozen reference; empty: policy.model as it is given."""
+    reference_cache: str = ""
+    """File (.npz) with the reference's float32 log-probs of all rows: written once before training, or read if it is of this reference, these rows
+    and this dtype. Empty: the reference is kept, and runs once per batch."""
 
 
 @dataclass(kw_only=True)

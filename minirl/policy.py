@@ -34,13 +34,14 @@ def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:
 class Policy:
     """A causal language model over all ranks.
 
-    trainable=False: a frozen copy (the KL reference), in the compute dtype, without optimizer.
+    trainable=False: a frozen copy (the KL reference), in the compute dtype, without optimizer. score=True: with a score head instead of
+    the language model's (reward models, critics); where others give log-probs, it gives scores.
     """
 
-    def __init__(self, cfg: PolicyConfig, folder: Path, mesh: Mesh, *, trainable: bool = True, sequence_parallel: bool = False,
+    def __init__(self, cfg: PolicyConfig, folder: Path, mesh: Mesh, *, trainable: bool = True, score: bool = False, sequence_parallel: bool = False,
                  timer: Timer | None = None):
         self.cfg, self.folder, self.mesh, self.timer = cfg, folder, mesh, timer or Timer(mesh.device)
-        self.model = build.build(folder, mesh, dtype=cfg.dtype, trainable=trainable, activation_checkpointing=cfg.activation_checkpointing,
+        self.model = build.build(folder, mesh, dtype=cfg.dtype, trainable=trainable, score=score, activation_checkpointing=cfg.activation_checkpointing,
                                  reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload, sequence_parallel=sequence_parallel)
         self.layout = Layout(multiple=mesh.tensor.size() if sequence_parallel else 1, context=mesh.context, windowed=families.windowed(self.model.config))
         """What `pack` must make of micro-batches for this model."""
@@ -74,32 +75,23 @@ class Policy:
 
     @torch.no_grad()
     def annotate(self, minibatches: list[list[Packed]], field: str) -> None:
-        """Set `field` (old_logprobs or ref_logprobs) of every batch to this model's log-probs of the targets."""
+        """Set `field` (old_logprobs, ref_logprobs or values) of every batch to this model's log-probs of the targets, or scores; with old_logprobs
+        also old_entropy."""
         training = self.model.training
         self.model.eval()  # nothing to recompute, so no checkpointing
         for minibatch in minibatches:
             for batch in minibatch:
-                setattr(batch, field, self.model(batch)[0])
+                logprobs, entropy = self.model(batch)
+                setattr(batch, field, logprobs)
+                batch.old_entropy = entropy if field == "old_logprobs" else batch.old_entropy
         self.model.train(training)
 
     def step(self, minibatch: list[Packed], loss: Loss, lr: float) -> dict[str, float]:
-        """One optimizer step over the micro-batches of all ranks. Returns means over the tokens in the loss.
+        """One optimizer step over the micro-batches of all ranks. Returns means over the tokens (or pairs) in the loss.
 
         Every rank must bring the same number of micro-batches.
         """
-        counts = torch.stack([torch.stack([normalize.count(b, loss.aggregation), normalize.count(b, "token")]) for b in minibatch]).sum(0)
-        denominator, num_tokens = (max(1.0, round(n)) for n in self.mesh.data_sums(counts.cpu()).tolist())  # sequences come in shares of context ranks
-        sums: dict[str, Tensor] = {}
-        for i, batch in enumerate(minibatch):
-            self.model.set_requires_gradient_sync(i == len(minibatch) - 1)
-            with self.timer.phase("forward"):
-                logprobs, entropy = self.model(batch, loss.entropy_gradient)
-                token_loss, metrics = loss.token_loss(batch, logprobs, entropy)
-                weights = normalize.weights(batch, loss.aggregation, loss.fixed_length).to(token_loss.dtype)
-                value = (token_loss * weights).sum() / denominator
-            with self.timer.phase("backward"):
-                value.backward()
-            _add(sums, batch, value.detach(), metrics)
+        out = self._accumulate(minibatch, loss)
         with self.timer.phase("sleep_wake"):
             self.sleeper.wake_optimizer()
         with self.timer.phase("optimizer"):
@@ -111,8 +103,32 @@ class Policy:
                 self.optimizer.step()
             self.optimizer.zero_grad()
             self.num_updates += 1
-        out = _reduce(sums, num_tokens, self.mesh)
         return out | {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not math.isfinite(grad_norm))}
+
+    @torch.no_grad()
+    def measure(self, minibatch: list[Packed], loss: Loss) -> dict[str, float]:
+        """The loss and metrics that `step` would return, without a step."""
+        self.model.eval()
+        out = self._accumulate(minibatch, loss, backward=False)
+        self.model.train()
+        return out
+
+    def _accumulate(self, minibatch: list[Packed], loss: Loss, *, backward: bool = True) -> dict[str, float]:
+        counts = torch.stack([torch.stack([normalize.count(b, a) for a in (loss.aggregation, normalize.unit(loss.aggregation))]) for b in minibatch]).sum(0)
+        denominator, num = (max(1.0, round(n)) for n in self.mesh.data_sums(counts.cpu()).tolist())  # sequences come in shares of context ranks
+        sums: dict[str, Tensor] = {}
+        for i, batch in enumerate(minibatch):
+            self.model.set_requires_gradient_sync(i == len(minibatch) - 1)
+            with self.timer.phase("forward"):
+                logprobs, entropy = self.model(batch, loss.entropy_gradient)
+                token_loss, metrics = loss.token_loss(batch, logprobs, entropy)
+                weights = normalize.weights(batch, loss.aggregation, loss.fixed_length).to(token_loss.dtype)
+                value = (token_loss * weights).sum() / denominator
+            if backward:
+                with self.timer.phase("backward"):
+                    value.backward()
+            _add(sums, batch, value.detach(), metrics, normalize.unit(loss.aggregation))
+        return _reduce(sums, num, self.mesh)
 
     def shards(self) -> dict[str, Tensor]:
         """All that a checkpoint holds, by the model's names; a tied head appears once, under the embedding's."""
@@ -128,11 +144,11 @@ class Policy:
         return {name: averages[p] if p in averages else p for name, p in self.shards().items()}
 
 
-def _add(sums: dict[str, Tensor], batch: Packed, value: Tensor, metrics: dict[str, Tensor]) -> None:
+def _add(sums: dict[str, Tensor], batch: Packed, value: Tensor, metrics: dict[str, Tensor], unit: str) -> None:
     """Collect on the device, so that no micro-batch waits for the host."""
     sums["loss"] = sums.get("loss", 0) + value.double()
-    for name, per_token in metrics.items():
-        kept = per_token.index_select(0, batch.rows).double()
+    for name, values in metrics.items():
+        kept = (values * normalize.weights(batch, "pair") if unit == "pair" else values.index_select(0, batch.rows)).double()
         if name.endswith("_max"):
             new = kept.amax() if len(kept) else kept.new_zeros(())
             sums[name] = torch.maximum(sums.get(name, new), new)
@@ -140,11 +156,11 @@ def _add(sums: dict[str, Tensor], batch: Packed, value: Tensor, metrics: dict[st
             sums[name] = sums.get(name, 0) + kept.sum()
 
 
-def _reduce(sums: dict[str, Tensor], num_tokens: float, mesh: Mesh) -> dict[str, float]:
+def _reduce(sums: dict[str, Tensor], num: float, mesh: Mesh) -> dict[str, float]:
     added = [n for n in sums if not n.endswith("_max")]
     most = [n for n in sums if n.endswith("_max")]
     totals = mesh.data_sums(torch.stack([sums[n] for n in added]).cpu()).tolist()
-    out = {n: v if n == "loss" else v / num_tokens for n, v in zip(added, totals, strict=True)}
+    out = {n: v if n == "loss" else v / num for n, v in zip(added, totals, strict=True)}
     if most:
         out |= dict(zip(most, mesh.maxima(torch.stack([sums[n] for n in most]).cpu()).tolist(), strict=True))
     return out

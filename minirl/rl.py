@@ -1,8 +1,8 @@
-"""GRPO and its family: every rank holds a shard of the policy and its own vLLM engine, and runs this program.
+"""PPO, GRPO and their family: every rank holds a shard of the policy and its own vLLM engine, and runs this program.
 
     torchrun --nproc-per-node 2 -m minirl.rl --config configs/quickstart_rl.yaml
 
-`train` is the whole algorithm; what it calls is one layer down. Left out so far: a critic, several turns.
+`train` is the whole algorithm; what it calls is one layer down. Left out so far: several turns.
 """
 
 import dataclasses
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from minirl import checkpoint, cli, report
-from minirl.algo import advantages, losses
+from minirl.algo import advantages, correction, losses, shaping
 from minirl.checks import check_rl
 from minirl.config import RLConfig
 from minirl.data import chat
@@ -28,7 +29,7 @@ from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.env import SingleTurn, check_rows, make_env
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
-from minirl.run import Run, check_output, find_model, make_scratch, slowest
+from minirl.run import Run, check_output, find_model, find_teacher, make_scratch, slowest
 from minirl.sft import warm_start
 from minirl.types import Packed, Trajectory, UserError
 
@@ -43,7 +44,11 @@ class Inputs:
     num_dropped: int
     """Prompts of both that were too long, and are left out."""
     env: SingleTurn
-    estimator: advantages.Estimator
+    estimator: advantages.Estimator | advantages.TokenEstimator
+    teacher: Path | None
+    """What ref.model names."""
+    critic: Path | None
+    """What critic.model names."""
     stop_ids: list[int]
 
 
@@ -67,14 +72,23 @@ class Trainer:
         self.log, self.progress = self.run.log, self.run.progress
         self.evict = [self.policy.sleeper]
         self.ref: Policy | None = None
+        self.critic: Policy | None = None
+        self.layout, self.num_extra = self.policy.layout, 0
+
+    @property
+    def kl_coef(self) -> float:
+        """Of now; algo.kl_coef unless a controller adapts it."""
+        adapted = self.progress.kl_coef if self.cfg.algo.kl_target else None
+        return self.cfg.algo.kl_coef if adapted is None else adapted
 
     def train(self) -> None:
         cfg, mesh, policy, timer = self.cfg, self.mesh, self.policy, self.timer
         if cfg.sft.num_steps and self.run.first_step == 0 and "before_rl" not in self.progress.evaluations:
             self.warm_start()
-        self.load_reference()
-        loss = losses.policy(cfg.algo, cfg.rollout.max_tokens)
-        num_updates = cfg.num_steps * cfg.algo.updates_per_step
+        self.load_reference(self.run.first_step)
+        self.load_critic()
+        early = not advantages.need_logprobs(cfg.algo)
+        num_updates = (cfg.num_steps - (cfg.critic.warmup_steps if self.critic else 0)) * cfg.algo.updates_per_step
         self.log.progress("rl", cfg.num_steps, self.run.first_step)
         self.progress.add(timer.take())
         for step in range(self.run.first_step, cfg.num_steps):
@@ -86,25 +100,58 @@ class Trainer:
                 with timer.phase("idle"):
                     mesh.barrier()
             with timer.phase("prepare"):
-                advantages.assign(trajectories, self.inputs.estimator, mesh.sums)
-                minibatches = [[pack(micro, mesh.device, cfg.rollout.temperature, layout=policy.layout) for micro in minibatch]
+                self.shape(trajectories)
+                if early:
+                    advantages.assign(trajectories, self.inputs.estimator, mesh.sums)
+                minibatches = [[pack(micro, mesh.device, cfg.rollout.temperature, layout=self.layout) for micro in minibatch]
                                for minibatch in exchange(trajectories, mesh, cfg.tokens_per_rank, cfg.algo.updates_per_step)]
             with timer.phase("annotate"):
-                if cfg.algo.updates_per_step > 1:
+                if cfg.algo.updates_per_step > 1 or cfg.algo.entropy_share or not early:
                     policy.annotate(minibatches, "old_logprobs")
                 if self.ref:
                     self.ref.sleeper.wake_parameters()
                     self.ref.annotate(minibatches, "ref_logprobs")
                     self.ref.sleeper.sleep_parameters()
-            updates = [policy.step(minibatch, loss, learning_rate(cfg.policy, policy.num_updates, num_updates)) for minibatch in minibatches]
-            self.report(step, trajectories, minibatches, updates)
+                if self.critic:
+                    self.critic.sleeper.wake_parameters()
+                    self.critic.annotate(minibatches, "values")
+                    self.critic.sleeper.sleep_parameters()
+                if not early:
+                    advantages.assign_packed([b for m in minibatches for b in m], self.inputs.estimator, cfg.algo, self.kl_coef,
+                                             sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
+                for minibatch in minibatches if cfg.algo.entropy_share else ():
+                    losses.mark_forks(minibatch, cfg.algo.entropy_share, mesh.gather)
+            loss = losses.policy(cfg.algo, cfg.rollout.max_tokens, self.kl_coef)
+            criticised = self.train_critic(minibatches) if self.critic else {}
+            moves = not self.critic or step >= cfg.critic.warmup_steps
+            updates = [policy.step(minibatch, loss, learning_rate(cfg.policy, policy.num_updates, num_updates)) for minibatch in minibatches if moves]
+            self.report(step, trajectories, minibatches, _means(updates) | criticised)
+            if cfg.algo.kl_target and moves:
+                self.progress.kl_coef = losses.adapt_kl_coef(self.kl_coef, float(np.mean([u["ref_kl"] for u in updates])), cfg.algo.kl_target)
             self.run.save_if_due(step + 1)
+            if cfg.ref.every and (step + 1) % cfg.ref.every == 0:
+                self.refresh_reference(step + 1)
         self.finish()
 
     def collect(self, step: int) -> list[Trajectory]:
         r = self.cfg.rollout
-        tickets = range(step * r.prompts_per_step, (step + 1) * r.prompts_per_step)
-        return self.sampler.collect(self.inputs.train, tickets, r.samples_per_prompt, self.sampling, version=self.policy.num_updates)
+        first = step * r.prompts_per_step + self.progress.extra_tickets
+        trajectories, end = self.sampler.collect_varied(self.inputs.train, first, r.prompts_per_step, r.extra_prompts, r.keep_inside, r.samples_per_prompt,
+                                                        self.sampling, version=self.policy.num_updates)
+        self.num_extra = end - first - r.prompts_per_step
+        self.progress.extra_tickets += self.num_extra
+        return trajectories
+
+    def shape(self, trajectories: list[Trajectory]) -> None:
+        """The score of each answer stays in `info`."""
+        for t in trajectories:
+            t.info["score"] = t.reward
+        rewards, lengths, stopped = (torch.tensor([value(t) for t in trajectories], dtype=torch.float64) for value in (
+            lambda t: t.reward, lambda t: int(t.sampled.sum()), lambda t: t.info["stopped"]))
+        rewards, self.progress.reward_stats = shaping.shape(rewards, lengths, stopped.bool(), self.cfg.reward, self.cfg.rollout.max_tokens,
+                                                            self.progress.reward_stats, self.mesh.sums)
+        for t, reward in zip(trajectories, rewards.tolist(), strict=True):
+            t.reward = reward
 
     def evaluate(self, step: int, name: str | None = None) -> None:
         """Score held-out prompts; the engine must be awake. `name`: keep the result for the summary."""
@@ -125,31 +172,62 @@ class Trainer:
             checkpoint.export(self.policy, self.run.output / "sft", self.mesh)
         self.progress.add({"sft": sum(self.timer.take().values())}, sft=num_tokens)  # its forward and backward are not RL's
 
-    def load_reference(self) -> None:
-        """The frozen copy for the KL term: the policy as RL found it."""
-        if self.cfg.algo.kl_coef:
-            folder = self.run.output / "sft" if self.cfg.sft.num_steps else self.inputs.folder
+    def load_reference(self, step: int) -> None:
+        """The frozen copy for the KL: the teacher, or the policy as RL found it or as it was at the last refresh by that step."""
+        if self.cfg.algo.kl_coef or self.inputs.teacher:
+            found = self.inputs.teacher or (self.run.output / "sft" if self.cfg.sft.num_steps else self.inputs.folder)
+            refreshed = [n for n in checkpoint.finished(self.run.output, "references") if n <= step]
+            folder = self.run.output / "references" / f"step-{max(refreshed)}" if refreshed else found
             self.ref = Policy(self.cfg.policy, folder, self.mesh, trainable=False, sequence_parallel=self.cfg.parallel.sequence, timer=self.timer)
             self.ref.sleeper.sleep_parameters()  # awake only where it annotates, while the policy's optimizer still sleeps
+            self.layout = dataclasses.replace(self.layout, windowed=self.layout.windowed or self.ref.layout.windowed)
 
-    def report(self, step: int, trajectories: list[Trajectory], minibatches: list[list[Packed]], updates: list[dict]) -> None:
+    def refresh_reference(self, step: int) -> None:
+        """From here on the reference is the policy after `step` steps."""
+        checkpoint.export(self.policy, self.run.output / "references" / f"step-{step}", self.mesh)
+        if self.mesh.rank == 0:
+            checkpoint.drop_references(self.run.output, 0 if self.cfg.checkpoint.every else step)  # the first one may still be under way
+        self.mesh.barrier()
+        self.ref = None  # its memory first
+        self.load_reference(step)
+
+    def load_critic(self) -> None:
+        """Asleep but while it works: with the policy's shards on the device, and never with its optimizer's state."""
+        cfg = self.cfg
+        if cfg.algo.advantage == "gae":
+            folder = self.inputs.critic or (self.run.output / "sft" if cfg.sft.num_steps else self.inputs.folder)
+            self.critic = Policy(cfg.critic, folder, self.mesh, score=True, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
+            self.run.attach("critic", self.critic)
+            self.critic.sleeper.sleep()
+            self.layout = dataclasses.replace(self.layout, windowed=self.layout.windowed or self.critic.layout.windowed)
+
+    def train_critic(self, minibatches: list[list[Packed]]) -> dict[str, float]:
+        critic, cfg = self.critic, self.cfg
+        critic.sleeper.wake_parameters()
+        loss, num_updates = losses.value(cfg.critic.value_clip), cfg.num_steps * cfg.algo.updates_per_step
+        updates = [critic.step(minibatch, loss, learning_rate(cfg.critic, critic.num_updates, num_updates)) for minibatch in minibatches]
+        critic.sleeper.sleep()
+        return {f"critic_{name}": value for name, value in _means(updates).items()}
+
+    def report(self, step: int, trajectories: list[Trajectory], minibatches: list[list[Packed]], updates: dict[str, float]) -> None:
         """Means over all ranks to the log."""
         mesh, seconds = self.mesh, self.timer.take()
-        own = {"reward": sum(t.reward for t in trajectories), "answer_tokens": sum(int(t.sampled.sum()) for t in trajectories),
+        own = {"reward": sum(t.info["score"] for t in trajectories), "shaped_reward": sum(t.reward for t in trajectories),
+               "answer_tokens": sum(int(t.sampled.sum()) for t in trajectories),
                "stopped": sum(t.info["stopped"] for t in trajectories), "equal_groups": _num_equal_groups(trajectories)}
         ranks = mesh.gather((len(trajectories), own, sum(sum(b.lengths) for m in minibatches for b in m), seconds))
         num = sum(n for n, *_ in ranks)
         metrics = {name: sum(values[name] for _, values, *_ in ranks) / num for name in own}
         metrics["equal_groups"] *= self.cfg.rollout.samples_per_prompt  # a share of groups, not of trajectories
         metrics |= breakdown(trajectories, self.cfg.eval.threshold, mesh)
-        metrics |= {name: max(u[name] for u in updates) if name.endswith("_max") else float(np.mean([u[name] for u in updates])) for name in updates[0]}
+        metrics |= {"extra_prompts": self.num_extra, "kl_coef": self.kl_coef} | updates
         generated, trained = sum(v["answer_tokens"] for _, v, *_ in ranks), sum(t for *_, t, _ in ranks) // mesh.tensor.size()
         times = slowest([s for *_, s in ranks])
         times |= {f"time/idle_rank{rank}": s["idle"] for rank, (*_, s) in enumerate(ranks)}
         times["tokens_per_second/generated"] = generated / times["time/rollout"]
         times["tokens_per_second/trained"] = trained / (times["time/forward"] + times["time/backward"])
         self.log.scalars("rl", step, {**metrics, "refit_bytes": self.refit.bytes_received, **dict(sorted(times.items()))})
-        self.log.advance(reward=metrics["reward"], tokens=metrics["answer_tokens"], mismatch=metrics["mismatch"])
+        self.log.advance(reward=metrics["reward"], tokens=metrics["answer_tokens"], **{name: updates[name] for name in ("mismatch",) if name in updates})
         self.progress.add(seconds, generated=generated, trained=trained)
         if self.cfg.debug.save_trajectories:
             _dump(trajectories, self.run.output / "trajectories" / f"step-{step}-rank-{mesh.rank}.jsonl")
@@ -180,13 +258,21 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
     check_rows(cfg.reward.function, itertools.chain(rows, held_out))
     if cfg.sft.num_steps and any(row.get("answer") is None for row in rows):
         raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
-    folder, _, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
+    correction.resolve(cfg.algo.correction)
+    folder, model, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
+    teacher = find_teacher(cfg.ref.model, model.vocab_size, cfg.parallel.tensor) if cfg.ref.model else None
+    critic = find_teacher(cfg.critic.model, model.vocab_size, cfg.parallel.tensor, "critic.model") if cfg.critic.model else None
     train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
     held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
     num_dropped = train.check_lengths("data.train", mesh) + held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", mesh)
     make_scratch(cfg, cfg.engine.max_model_len, mesh)
-    return Inputs(folder=folder, train=train, held_out=held_out, num_dropped=num_dropped, env=env, estimator=estimator,
+    return Inputs(folder=folder, train=train, held_out=held_out, num_dropped=num_dropped, env=env, estimator=estimator, teacher=teacher, critic=critic,
                   stop_ids=chat.stop_token_ids(tokenizer, folder))
+
+
+def _means(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Over the optimizer steps on one batch."""
+    return {name: max(u[name] for u in updates) if name.endswith("_max") else float(np.mean([u[name] for u in updates])) for u in updates[:1] for name in u}
 
 
 def _num_equal_groups(trajectories: list[Trajectory]) -> int:

@@ -26,6 +26,12 @@ class Progress:
     """before_sft, before_rl, after_rl, ... -> what the program found"""
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
+    extra_tickets: int = 0
+    """Prompts that dynamic sampling took beyond those of the steps themselves."""
+    kl_coef: float | None = None
+    """What the adaptive controller made of algo.kl_coef."""
+    reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Count, mean and squares about it of all rewards, for reward.normalize."""
 
     def add(self, seconds: dict[str, float], **tokens: int) -> None:
         for total, new in ((self.seconds, seconds), (self.tokens, tokens)):
@@ -40,7 +46,7 @@ class Run:
         """Go on from the newest checkpoint if asked; `about` is told in the first line of the log. Raises UserError."""
         self.cfg, self.policy, self.mesh, self.timer, self.output = cfg, policy, mesh, timer, Path(cfg.output)
         self.first_step, self.progress = 0, Progress()
-        found = checkpoint.find(self.output) if cfg.resume else None
+        self.found = found = checkpoint.find(self.output) if cfg.resume else None
         if found:
             saved = checkpoint.load(found, policy, mesh)
             self.first_step, self.progress = saved["step"], Progress(**saved["progress"])
@@ -54,6 +60,12 @@ class Run:
                      f"{about}; writing {self.output}")
         if cfg.resume:
             self.log.say(f"resuming at step {self.first_step} from {found}" if found else "no finished checkpoint to resume from; starting at step 0")
+
+    def attach(self, name: str, model: Policy) -> None:
+        """Keep another trained model in the checkpoints; take its state from the one that is gone on with. Raises UserError."""
+        if self.found:
+            checkpoint.load_other(self.found, name, model)
+        self.saver.others[name] = model
 
     def evaluated(self, step: int, scores: dict[str, float]) -> None:
         """Log held-out scores of the weights after `step` steps; they may make the checkpoint of that step the best."""
@@ -112,6 +124,18 @@ def find_model(cfg: RLConfig | SFTConfig, max_len: int, *, engine_on: str | None
     families.check(config, f"policy.model = {cfg.policy.model}", *engine)
     tensor.check(families.divided(config), cfg.parallel.tensor)
     return folder, config, tokenizer or chat.load_tokenizer(folder, chats=chats, template=templates[0], plain=templates[1])
+
+
+def find_teacher(model: str, vocab_size: int, tensor_parallel: int, setting: str = "ref.model") -> Path:
+    """The folder of a model that is to read the policy's tokens, checked. Raises UserError."""
+    folder = build.resolve(model, setting)
+    config = build.read_config(folder)
+    families.check(config, f"{setting} = {model}")
+    tensor.check(families.divided(config), tensor_parallel)
+    if config.vocab_size != vocab_size:
+        raise UserError(f"{setting} = {model} has a vocabulary of {config.vocab_size}, and the policy's is of {vocab_size}: the policy's "
+                        "tokens mean nothing there; take a model with the same tokenizer")
+    return folder
 
 
 def make_scratch(cfg: RLConfig | SFTConfig, max_len: int, mesh: Mesh) -> None:

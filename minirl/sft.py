@@ -7,10 +7,10 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from minirl import cli, report
 from minirl.algo import losses
@@ -27,45 +27,61 @@ from minirl.types import Packed, Trajectory, UserError
 
 
 class Trainer:
-    """The parts of a run; `train` is the algorithm."""
+    """The parts of a run; `train` is the algorithm. What other programs put in its place comes first."""
+
+    name, score = "sft", False
+    lost = "{} cut to {max_tokens} tokens, {} dropped with no token in the loss"
+
+    def find_inputs(self) -> tuple[Path, Chats, Chats]:
+        return find_inputs(self.cfg, self.mesh, check_sft, load_chats, Chats)
+
+    def make_loss(self) -> losses.Loss:
+        return losses.sft()
+
+    def load_others(self) -> None:
+        """Models beside the policy, before anything of the run is written. Raises UserError."""
+
+    def batches(self, examples: list[Trajectory]) -> list[Packed]:
+        return batches_of(examples, self.policy, self.mesh, self.cfg.tokens_per_rank)
+
+    def scores(self) -> dict[str, float]:
+        """Of held-out rows: mean negative log-likelihood of the tokens in the loss."""
+        loss = self.policy.measure(self.batches(self.held_out.examples(range(len(self.held_out)))), losses.sft())["loss"]
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
 
     def __init__(self, cfg: SFTConfig, mesh: Mesh):
         self.cfg, self.mesh, self.timer = cfg, mesh, Timer(mesh.device)
         with self.timer.phase("start"):
-            folder, self.rows, self.held_out = find_inputs(cfg, mesh)
+            self.folder, self.rows, self.held_out = self.find_inputs()
             self.num_steps = cfg.num_steps or max(1, math.ceil(cfg.num_epochs * len(self.rows) / cfg.batch_size))
-            self.policy = Policy(cfg.policy, folder, mesh, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
-            num_cut, num_dropped = (a + b for a, b in zip(self.rows.lost, self.held_out.lost, strict=True))
-            self.run = Run(cfg, self.policy, mesh, self.timer, f"{len(self.rows)} rows, {len(self.held_out)} held out ({num_cut} cut to "
-                           f"{cfg.data.max_tokens} tokens, {num_dropped} dropped with no token in the loss)")
+            self.policy = Policy(cfg.policy, self.folder, mesh, score=self.score, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
+            self.load_others()
+            lost = self.lost.format(*(a + b for a, b in zip(self.rows.lost, self.held_out.lost, strict=True)), max_tokens=cfg.data.max_tokens)
+            self.run = Run(cfg, self.policy, mesh, self.timer, f"{len(self.rows)} rows, {len(self.held_out)} held out ({lost})")
         self.log, self.progress = self.run.log, self.run.progress
 
     def train(self) -> None:
-        cfg, policy = self.cfg, self.policy
-        self.log.progress("sft", self.num_steps, self.run.first_step)
+        cfg, loss = self.cfg, self.make_loss()
+        self.log.progress(self.name, self.num_steps, self.run.first_step)
         self.progress.add(self.timer.take())
         for step in range(self.run.first_step, self.num_steps):
             if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
                 self.evaluate(step, "before" if step == 0 else None)
             with self.timer.phase("prepare"):
                 examples = self.rows.examples(range(step * cfg.batch_size, (step + 1) * cfg.batch_size))
-                batches = batches_of(examples, policy, self.mesh, cfg.tokens_per_rank)
-            metrics = policy.step(batches, losses.sft(), learning_rate(cfg.policy, step, self.num_steps))
+                batches = self.batches(examples)
+            metrics = self.policy.step(batches, loss, learning_rate(cfg.policy, step, self.num_steps))
             self.report(step, sum(len(t.tokens) for t in examples), metrics)
             self.run.save_if_due(step + 1)
         self.evaluate(self.num_steps, "after")
         self.finish()
 
     def evaluate(self, step: int, name: str | None = None) -> None:
-        """Mean negative log-likelihood of the held-out tokens in the loss. `name`: keep it for the summary."""
+        """Score held-out rows. `name`: keep it for the summary."""
         with self.timer.phase("evaluate"):
-            batches = batches_of(self.held_out.examples(range(len(self.held_out))), self.policy, self.mesh, self.cfg.tokens_per_rank)
-            self.policy.annotate([batches], "old_logprobs")
-            sums = torch.stack([torch.stack([b.old_logprobs[b.mask].double().sum(), b.mask.sum().double()]) for b in batches]).sum(0)
-            total, num = self.mesh.data_sums(sums.cpu()).tolist()
-        scores = {"loss": -total / num, "perplexity": math.exp(min(-total / num, 700.0))}
+            scores = self.scores()
         self.run.evaluated(step, scores)
-        self.log.say(f"step {step}: held-out loss {scores['loss']:.4f}, perplexity {scores['perplexity']:.4g}")
+        self.log.say(f"step {step}: held-out " + ", ".join(f"{what} {value:.4g}" for what, value in scores.items()))
         if name:
             self.progress.evaluations[name] = scores
 
@@ -90,28 +106,29 @@ class Trainer:
             report.write(self.run.output, summary, scores)
 
 
-def find_inputs(cfg: SFTConfig, mesh: Mesh) -> tuple[Path, Chats, Chats]:
-    """(folder of the model, rows to train on, held-out rows). Raises UserError at the first thing that is missing or cannot work."""
-    check_sft(cfg, mesh.world_size)
+def find_inputs(cfg: SFTConfig, mesh: Mesh, check: Callable, load: Callable, make: Callable) -> tuple[Path, Chats, Chats]:
+    """(folder of the model, rows to train on, held-out rows). `check` the settings, `load` the rows of a source, `make` token ids of them.
+    Raises UserError at the first thing that is missing or cannot work."""
+    check(cfg, mesh.world_size)
     check_output(Path(cfg.output), cfg.resume)
-    rows = load_chats(cfg.data.train, "data.train", cfg.data)
-    rows, held_out = (rows, load_chats(cfg.data.eval, "data.eval", cfg.data)) if cfg.data.eval else split(rows, cfg.data.held_out, cfg.seed)
-    chats = any("messages" in row for row in [*rows, *held_out])
+    rows = load(cfg.data.train, "data.train", cfg.data)
+    rows, held_out = (rows, load(cfg.data.eval, "data.eval", cfg.data)) if cfg.data.eval else split(rows, cfg.data.held_out, cfg.seed)
+    chats = any("messages" in row or "prompt" in row for row in [*rows, *held_out])
     folder, config, tokenizer = find_model(cfg, cfg.data.max_tokens, chats=chats)
     if config.max_position_embeddings < cfg.data.max_tokens:
         raise UserError(f"data.max_tokens = {cfg.data.max_tokens} is more than the {config.max_position_embeddings} positions of policy.model = "
                         f"{cfg.policy.model}; lower it")
     stop_ids = chat.stop_token_ids(tokenizer, folder) if chats else []
-    train = Chats(rows, "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed)
-    held_out = Chats(held_out, "data.eval" if cfg.data.eval else "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed, shuffle=False)
+    train = make(rows, "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed)
+    held_out = make(held_out, "data.eval" if cfg.data.eval else "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed, shuffle=False)
     make_scratch(cfg, cfg.data.max_tokens, mesh)
     return folder, train, held_out
 
 
-def batches_of(examples: list[Trajectory], policy: Policy, mesh: Mesh, tokens_per_rank: int) -> list[Packed]:
+def batches_of(examples: list[Trajectory], policy: Policy, mesh: Mesh, tokens_per_rank: int, *, pairs: bool = False) -> list[Packed]:
     """The micro-batches of one optimizer step on this rank, from whatever examples each rank brings."""
-    (minibatch,) = exchange(examples, mesh, tokens_per_rank)
-    return [pack(micro, mesh.device, layout=policy.layout) for micro in minibatch]
+    (minibatch,) = exchange(examples, mesh, tokens_per_rank, whole_groups=pairs)
+    return [pack(micro, mesh.device, layout=policy.layout, pairs=pairs) for micro in minibatch]
 
 
 def warm_start(cfg: RLConfig, policy: Policy, prompts: Prompts, stop_ids: list[int], mesh: Mesh, log: Log) -> int:

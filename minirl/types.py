@@ -45,6 +45,8 @@ class Trajectory:
     """Optimizer steps that the weights had seen when the oldest token was sampled."""
     advantages: np.ndarray | None = None
     """float32 [L], or None until assigned."""
+    group_tokens: int = 0
+    """Sampled tokens of all trajectories of the group; `exchange` counts them, on whatever ranks they are."""
     info: dict = field(default_factory=dict)
     """For logs only; stays on the rank that sampled it."""
 
@@ -139,18 +141,35 @@ class Packed:
     """Rows of each of the S sequences, on the host so that no layer waits for the device."""
     loss_tokens: Tensor
     """int64 [S]: targets in the loss of each sequence, on all context ranks together."""
+    group_tokens: Tensor
+    """int64 [S]: targets in the loss of all sequences of its prompt, in whatever batches and on whatever ranks."""
+    rewards: Tensor
+    """float64 [S]: of the trajectory. This and `names` mean something where a sequence has targets in the loss."""
+    names: tuple[tuple[int, int], ...]
+    """(group, episode) of each of the S sequences."""
     blocks: tuple[Block, ...]
     """Attention without a window, in parts: each sequence's own rows, and what it sees before them. On a context ring: that of a rank's
     own rows, of all rows with the first halves of an earlier rank, of the second halves with all rows of a later one."""
     joined: Block | None = None
     """The same as one causal block, for layers that see a sliding window only."""
+    ends: Tensor | None = None
+    """bool [T]: the row is the last of a trajectory."""
+    pairs: Tensor | None = None
+    """int64 [P, 2], if asked for: numbers of the sequences of each pair's chosen and rejected answer."""
     context: Context | None = None
     """Rows are this rank's part of each sequence: chunk r and chunk 2R - 1 - r of 2R, in zigzag so that causal work is even. Key rows of
     the blocks count in the gathered rows of all ranks, rank by rank (but for those of a ring)."""
     temperature: float = 1.0
     """Log-probs are of logits divided by it."""
     engine_logprobs: Tensor | None = None
-    """float32 [T], as the three below."""
+    """float32 [T], as all below."""
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    old_entropy: Tensor | None = None
     advantages: Tensor | None = None
+    values: Tensor | None = None
+    """A critic's, of what stood before the target."""
+    returns: Tensor | None = None
+    """What it should have said."""
+    forks: Tensor | None = None
+    """bool [T]: tokens whose policy gradient counts; None: all do."""

@@ -5,8 +5,8 @@ import pytest
 import torch
 from harness import ranks
 
-from minirl.algo import advantages, correction, losses, normalize
-from minirl.config import AlgoConfig
+from minirl.algo import advantages, losses, normalize
+from minirl.config import AlgoConfig, CorrectionConfig
 from minirl.data.packing import pack
 from minirl.types import Trajectory, UserError
 
@@ -116,7 +116,7 @@ def test_an_estimator_is_found_by_name_or_in_a_file(tmp_path):
     advantages.assign(own, advantages.find(f"{tmp_path}/mine.py:halved"), alone)
     assert [t.advantages.tolist() for t in own] == [[0, 0, 1.5, 1.5, 1.5], [0, 0, 2.5, 2.5, 2.5]]
     assert advantages.find("rloo") is advantages.rloo
-    with pytest.raises(UserError, match=r"algo.advantage = 'grpoo' is neither registered \(grpo, dr_grpo, rloo, reinforce_pp_baseline\)"):
+    with pytest.raises(UserError, match=r"algo.advantage = 'grpoo' is neither registered \(grpo, dr_grpo, rloo, reinforce_pp_baseline, reinforce_pp, on_policy_distill\)"):
         advantages.find("grpoo")
 
 
@@ -169,14 +169,6 @@ def test_k1_and_k3_average_to_the_true_kl():
         assert (p * losses.kl(p.log(), q.log(), name)).sum().item() == pytest.approx(true.item(), rel=1e-12)
 
 
-def test_importance_weights_are_truncated_and_carry_no_gradient():
-    old = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
-    engine = torch.tensor([-1.2, -1.0, -3.0], dtype=torch.float64)
-    weight = correction.truncated_importance(old, engine, 2.0)
-    np.testing.assert_allclose(weight, [np.exp(0.2), np.exp(-1.0), 2.0], rtol=1e-12)
-    assert not weight.requires_grad
-
-
 # ---------------------------------------------------------------------------------------------------- the policy loss
 
 
@@ -199,7 +191,7 @@ def random_batch(seed=4):
 
 
 def test_policy_loss_with_every_term_equals_its_formula_and_gradient():
-    cfg = AlgoConfig(clip_high=0.28, dual_clip=3.0, tis_cap=1.2, kl_coef=0.05, kl_estimator="k3", entropy_coef=0.01)
+    cfg = AlgoConfig(clip_high=0.28, dual_clip=3.0, correction=CorrectionConfig(high=1.2), kl_coef=0.05, kl_estimator="k3", entropy_coef=0.01)
     batch, x, h = random_batch()
     old, ref = batch.old_logprobs.numpy(), batch.ref_logprobs.numpy()
     engine, adv = batch.engine_logprobs.double().numpy(), batch.advantages.double().numpy()
@@ -220,7 +212,7 @@ def test_policy_loss_with_every_term_equals_its_formula_and_gradient():
 
     outside = (ratio < 0.8) & (adv < 0) | (ratio > 1.28) & (adv > 0)
     assert 0 < outside.sum() < mask.sum()  # or the clip fraction below could be anything
-    shown = {"entropy": h, "clip_fraction": outside, "mismatch": abs(old - engine), "mismatch_max": abs(old - engine), "tis_weight": weight,
+    shown = {"entropy": h, "clip_fraction": outside, "mismatch": abs(old - engine), "mismatch_max": abs(old - engine), "correction_weight": weight, "correction_outside": np.exp(old - engine) > 1.2,
              "policy_kl": np.exp(old - x) - 1 - (old - x), "ref_kl": np.exp(d) - 1 - d}
     assert set(metrics) == set(shown)
     for name, per_token in shown.items():
@@ -233,7 +225,7 @@ def test_without_old_logprobs_the_ratio_is_one_and_its_gradient_the_policy_gradi
     batch, x, h = random_batch()
     batch.old_logprobs = batch.ref_logprobs = None
     logprobs = torch.tensor(x, requires_grad=True)
-    loss = losses.policy(AlgoConfig(tis_cap=1.1), 20)
+    loss = losses.policy(AlgoConfig(correction=CorrectionConfig(high=1.1)), 20)
     value, metrics = loss.token_loss(batch, logprobs, torch.tensor(h))
     weighted = batch.advantages.double().numpy() * np.minimum(np.exp(x - batch.engine_logprobs.double().numpy()), 1.1)
     np.testing.assert_allclose(value.detach(), -weighted, rtol=0, atol=1e-10)
@@ -242,13 +234,13 @@ def test_without_old_logprobs_the_ratio_is_one_and_its_gradient_the_policy_gradi
     assert "ref_kl" not in metrics
 
 
-def test_tis_cap_zero_leaves_the_loss_alone():
+def test_without_correction_the_loss_is_left_alone():
     batch, x, h = random_batch()
-    value, metrics = losses.policy(AlgoConfig(tis_cap=0.0), 20).token_loss(batch, torch.tensor(x), torch.tensor(h))
+    value, metrics = losses.policy(AlgoConfig(correction=CorrectionConfig(preset="off")), 20).token_loss(batch, torch.tensor(x), torch.tensor(h))
     ratio = np.exp(x - batch.old_logprobs.numpy())
     expected = [clip_formula(r, a, 0.2, 0.2, 0) for r, a in zip(ratio, batch.advantages.double().numpy(), strict=True)]
     np.testing.assert_allclose(value, expected, rtol=0, atol=1e-10)
-    assert "tis_weight" not in metrics
+    assert "correction_weight" not in metrics
 
 
 # ---------------------------------------------------------------------------------------------------- normalisation

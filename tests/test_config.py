@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from minirl.checks import check_rl, check_rollout, check_sft
-from minirl.config import EvaluateConfig, ExportConfig, PolicyConfig, RLConfig, SFTConfig
+from minirl.checks import check_pairs, check_rl, check_rollout, check_sft
+from minirl.config import DPOConfig, EvaluateConfig, ExportConfig, PolicyConfig, RLConfig, RMConfig, SFTConfig
 from minirl.flags import load, parse, save
 from minirl.types import UserError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-PROGRAMS = {"rl": RLConfig, "evaluate": EvaluateConfig, "sft": SFTConfig}
+PROGRAMS = {"rl": RLConfig, "evaluate": EvaluateConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig}
 
 
 def written(tmp_path, text):
@@ -101,11 +101,11 @@ def test_one_rank_alone_tells_of_a_bad_flag(monkeypatch, capsys):
     assert "".join(capsys.readouterr()) == ""
 
 
-@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig, SFTConfig])
+@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig, SFTConfig, RMConfig, DPOConfig])
 def test_a_saved_config_loads_back_equal(tmp_path, cls):
     cfg = cls(seed=4)
     cfg.data.train, cfg.data.system_prompt = "a: b.jsonl", "line\n  two: # é\u2028"
-    if cls is not SFTConfig:
+    if not issubclass(cls, SFTConfig):
         cfg.rollout.temperature, cfg.engine.dtype = 1e-7, "float32"
     if cls is not EvaluateConfig:
         cfg.policy.betas, cfg.policy.scratch.phrases, cfg.policy.lr, cfg.policy.model = (0.5, 1e-3), ["", " x: ", "yes"], 1e22, "1e-4"
@@ -139,7 +139,7 @@ def leaves(cfg, prefix=""):
         yield from leaves(value, f"{prefix}{f.name}.") if dataclasses.is_dataclass(value) else [(prefix + f.name, value)]
 
 
-@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig, SFTConfig])
+@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig, SFTConfig, RMConfig, DPOConfig])
 def test_a_file_with_any_one_setting_at_its_default_changes_nothing(tmp_path, cls):
     """Every setting can be written in a file, and none disturbs another."""
     for name, value in leaves(cls()):
@@ -158,7 +158,8 @@ def test_every_recipe_loads_and_can_work_on_two_ranks(path):
     commands = re.findall(rf"-m minirl\.(\w+) --config configs/{re.escape(path.name)}\b", path.read_text())
     assert commands, "the recipe does not say how to run it"
     cfg = load(PROGRAMS[commands[0]], str(path))
-    {RLConfig: lambda: check_rl(cfg, 2), SFTConfig: lambda: check_sft(cfg, 2), EvaluateConfig: lambda: check_rollout(cfg)}[type(cfg)]()
+    {RLConfig: lambda: check_rl(cfg, 2), SFTConfig: lambda: check_sft(cfg, 2), RMConfig: lambda: check_pairs(cfg, 2), DPOConfig: lambda: check_pairs(cfg, 2),
+     EvaluateConfig: lambda: check_rollout(cfg)}[type(cfg)]()
     assert cfg.output != PROGRAMS[commands[0]]().output  # two recipes would otherwise write to one folder
 
 
@@ -221,10 +222,33 @@ IMPOSSIBLE = [
     ({"algo__updates_per_step": 3}, "algo.updates_per_step = 3 does not divide rollout.prompts_per_step = 16"),
     ({"algo__dual_clip": 1.0}, "algo.dual_clip = 1.0 must be 0 (off) or above 1"),
     ({"algo__dual_clip": -3.0}, "algo.dual_clip = -3.0 must be 0 (off) or above 1"),
-    ({"algo__clip_low": 1.0}, "algo.clip_low = 1.0 must be in [0, 1)"),
-    ({"algo__clip_low": -0.1}, "algo.clip_low = -0.1 must be in [0, 1)"),
+    ({"algo__clip_low": 1.1}, "algo.clip_low = 1.1 must be in [0, 1]"),
+    ({"algo__clip_low": -0.1}, "algo.clip_low = -0.1 must be in [0, 1]"),
     ({"algo__clip_high": -0.1}, "clip_high = -0.1 at least 0"),
-    ({"algo__tis_cap": -1.0}, "algo.tis_cap = -1.0 must be 0 or more"),
+    ({"algo__kl_target": -1.0}, "algo.kl_target = -1.0"),
+    ({"algo__kl_target": 0.1}, "algo.kl_target = 0.1 has no effect while algo.kl_coef = 0.0"),
+    ({"algo__kl_in": "reward"}, "algo.kl_in = reward has no effect while algo.kl_coef = 0.0"),
+    ({"ref__every": 5}, "ref.every = 5 has no effect while algo.kl_coef = 0.0, for then no KL is taken and no reference loaded"),
+    ({"ref__model": "teacher"}, "ref.model = teacher has no effect"),
+    ({"ref__model": "teacher", "ref__every": 5, "algo__kl_coef": 0.1}, "ref.every = 5 would replace ref.model = teacher by the policy"),
+    ({"algo__advantage": "on_policy_distill"}, "algo.advantage = on_policy_distill learns from a teacher; name it with ref.model"),
+    ({"algo__advantage": "on_policy_distill", "ref__model": "teacher", "algo__kl_coef": 0.1, "algo__kl_in": "reward"}, "on_policy_distill takes no rewards"),
+    ({"algo__kl_coef": 0.1, "algo__kl_in": "reward", "algo__kl_estimator": "unbiased"}, "algo.kl_estimator = unbiased is about the gradient"),
+    ({"algo__loss": "cispo", "algo__dual_clip": 3.0}, "algo.dual_clip = 3.0 bounds what algo.loss = cispo bounds already"),
+    ({"algo__entropy_share": 1.2}, "algo.entropy_share = 1.2 is a share"),
+    ({"critic__model": "judge"}, "critic.model = judge has no effect while algo.advantage = grpo; set algo.advantage gae"),
+    ({"algo__advantage": "gae", "critic__model": "scratch"}, "critic.model = scratch: leave it empty"),
+    ({"algo__gae_lambda": 1.1}, "algo.gae_lambda = 1.1 is a share"),
+    ({"critic__warmup_steps": 100}, "critic.warmup_steps = 100 leaves the policy none of num_steps = 100"),
+    ({"critic__value_clip": -1.0}, "critic.value_clip = -1.0 must be 0 or more"),
+    ({"critic__ema_decay": 0.9}, "critic.ema_decay = 0.9: the critic is not exported"),
+    ({"algo__gamma": 0.0}, "algo.gamma = 0.0 must be above 0"),
+    ({"rollout__keep_inside": (0.5, 0.5)}, "rollout.keep_inside = (0.5, 0.5) is empty"),
+    ({"rollout__extra_prompts": -1}, "rollout.extra_prompts = -1 must be 0 or more"),
+    ({"reward__overlong_tokens": 300}, "reward.overlong_tokens = 300 must be 0 (off) to rollout.max_tokens = 256"),
+    ({"rollout__extra_prompts": 4, "rollout__samples_per_prompt": 1, "algo__advantage": "reinforce_pp"}, "rollout.extra_prompts = 4 replaces prompts"),
+    ({"reward__clip": -1.0}, "reward.clip = -1.0 must be 0 or more"),
+    ({"rollout__samples_per_prompt": 1, "algo__advantage": "rloo"}, "algo.advantage = rloo compares the samples of one prompt"),
     ({"algo__kl_coef": -0.1}, "algo.kl_coef = -0.1 must be 0 or more"),
     ({"policy__lr": -1e-6}, "policy.lr = -1e-06 must be 0 or more"),
     ({"policy__lr": float("nan")}, "policy.lr = nan must be 0 or more"),

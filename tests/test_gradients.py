@@ -11,7 +11,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from minirl.algo import advantages, losses
-from minirl.config import AlgoConfig, ParallelConfig, PolicyConfig
+from minirl.config import AlgoConfig, CorrectionConfig, ParallelConfig, PolicyConfig
 from minirl.data import blocks
 from minirl.data.packing import exchange, pack
 from minirl.policy import Policy
@@ -73,7 +73,7 @@ def worst(a: dict, b: dict) -> float:
 ])
 def test_step_equals_one_process(tmp_path, world, budget, checkpointing, reshard, aggregation, tied):
     folder = tiny.make(tmp_path / "model", "llama", tied=tied, dtype=torch.float64)
-    algo = AlgoConfig(aggregation=aggregation, entropy_coef=0.01, tis_cap=2.0)
+    algo = AlgoConfig(aggregation=aggregation, entropy_coef=0.01)
     (expected,) = ranks(1, step, folder, algo, 0, False, True)
     results = ranks(world, step, folder, algo, budget, checkpointing, reshard)
     assert results[0]["num_micro"] >= 3
@@ -193,3 +193,59 @@ def test_three_steps_of_grpo_from_recorded_trajectories(tmp_path):
             for step_, wanted in zip(got, history, strict=True):
                 for name in ("loss", "grad_norm", "ref_kl", "entropy", "clip_fraction"):
                     assert step_[name] == pytest.approx(wanted[name], rel=1e-10, abs=1e-14)
+
+
+# ---------------------------------------------------------------------------------------------------- the other methods
+
+METHODS = {
+    "gspo, sequence mean": AlgoConfig(loss="gspo", aggregation="sequence", clip_low=0.004, clip_high=0.005),
+    "cispo, prompt mean": AlgoConfig(loss="cispo", aggregation="prompt", clip_low=1.0, clip_high=0.02, entropy_coef=0.01, entropy_share=0.3),
+    "reinforce++, KL in the reward": AlgoConfig(advantage="reinforce_pp", gamma=0.95, kl_coef=0.2, kl_in="reward", kl_estimator="k1"),
+    "rloo, KL in the reward": AlgoConfig(advantage="rloo", kl_coef=0.2, kl_in="reward", kl_estimator="k3", aggregation="fixed"),
+    "distillation, dropped sequences": AlgoConfig(advantage="on_policy_distill", correction=CorrectionConfig(preset="seq-mask-tis", low=0.85, high=1.15)),
+    "unbiased KL, prompt mean": AlgoConfig(kl_coef=0.2, kl_estimator="unbiased", aggregation="prompt", correction=CorrectionConfig(level="sequence", mode="clip", low=0.5)),
+}
+
+
+def method_gradients(mesh, folder, budget):
+    """Gradients and loss of each method where policy, old policy, reference and engine all differ, in ways that depend on the token alone."""
+    LlamaRMSNorm.forward = exact_norm
+    out = {}
+    for name, algo in METHODS.items():
+        policy = Policy(PolicyConfig(dtype="float64", max_grad_norm=0.0), folder, mesh)
+        own = [t for group in recorded(0)[mesh.rank :: mesh.world_size] for t in group]
+        if not advantages.need_logprobs(algo):
+            advantages.assign(own, advantages.find(algo.advantage), mesh.sums)
+        (micros,) = exchange(own, mesh, budget)
+        batches = [pack(m, mesh.device, layout=policy.layout) for m in micros]
+        policy.annotate([batches], "old_logprobs")
+        for b in batches:
+            b.ref_logprobs = b.old_logprobs + 0.3 * torch.cos(b.targets.double()) * b.mask
+            b.old_logprobs = b.old_logprobs + 0.05 * torch.sin(b.targets.double()) * b.mask
+            b.engine_logprobs = b.old_logprobs + 0.8 * torch.sin(3 * b.targets.double()) * b.mask
+        if advantages.need_logprobs(algo):
+            advantages.assign_packed(batches, advantages.find(algo.advantage), algo, algo.kl_coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
+        if algo.entropy_share:
+            losses.mark_forks(batches, algo.entropy_share, mesh.gather)
+        grads = {}
+        policy.optimizer.step = lambda grads=grads, policy=policy: grads.update({n: p.grad.full_tensor() for n, p in policy.shards().items()})
+        metrics = policy.step(batches, losses.policy(algo, 30), lr=0.0)
+        out[name] = {"grads": grads, "metrics": metrics, "num_micro": len(batches)}
+    return out
+
+
+def test_every_method_has_the_gradient_of_one_process(tmp_path):
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    (expected,) = ranks(1, method_gradients, folder, 10000)
+    for name in METHODS:
+        assert expected[name]["num_micro"] == 1 and expected[name]["metrics"]["grad_norm"] > 0
+    assert 0 < expected["distillation, dropped sequences"]["metrics"]["correction_outside"] < 1
+    assert 0 < expected["gspo, sequence mean"]["metrics"]["clip_fraction"] < 1
+    for world, parallel, budget in ((1, ParallelConfig(), 120), (2, ParallelConfig(), 60), (2, ParallelConfig(context=2), 60),
+                                    (2, ParallelConfig(context=2, context_engine="ring"), 60), (2, ParallelConfig(tensor=2), 120)):
+        for result in ranks(world, method_gradients, folder, budget, parallel=parallel):
+            for name, wanted in expected.items():
+                assert result[name]["num_micro"] >= 3
+                assert worst(result[name]["grads"], wanted["grads"]) < 1e-12, (parallel, name)
+                for metric in ("loss", "grad_norm", "clip_fraction", "correction_outside", "correction_weight"):
+                    assert result[name]["metrics"][metric] == pytest.approx(wanted["metrics"][metric], rel=1e-10, abs=1e-13), (parallel, name)

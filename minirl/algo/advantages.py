@@ -1,10 +1,14 @@
-"""Advantage estimators without a critic. Each is one function of rewards and groups; add one with `@register("name")`.
+"""Advantage estimators without a critic. Each is one function; add one with `@register("name")`.
 
-An estimator gets every trajectory that this rank sampled; groups are never split over ranks:
+Most give every token of an answer the same advantage. Such an estimator gets every trajectory that this rank sampled; groups are never split over ranks:
     rewards  float64 [N]
     groups   int64 [N]   0 .. G-1; siblings of one prompt share a number
     sums     adds a float64 tensor over all ranks, for estimators that whiten over the global batch
 and returns float64 [N]. A group of equal rewards gets exactly 0, whatever the reward.
+
+A token estimator, `@register("name", TOKEN_ESTIMATORS)`, comes after packing, when old and reference log-probs are known. It gets a
+micro-batch, the reward of each token (float64 [T], this rank's rows; `normalize.over_sequences` brings them in order) and the config, and
+returns the advantages [T].
 """
 
 from collections.abc import Callable
@@ -12,19 +16,26 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from minirl.algo.losses import kl
+from minirl.algo.normalize import over_sequences, sequence_sums, to_rows
+from minirl.config import AlgoConfig
 from minirl.flags import find_function
-from minirl.types import Trajectory
+from minirl.types import Packed, Trajectory
 
 Sums = Callable[[Tensor], Tensor]
 Estimator = Callable[[Tensor, Tensor, Sums], Tensor]
+TokenEstimator = Callable[[Packed, Tensor, AlgoConfig], Tensor]
 ESTIMATORS: dict[str, Estimator] = {}
+TOKEN_ESTIMATORS: dict[str, TokenEstimator] = {}
+WHITENED = ("reinforce_pp", "gae")
+"""Token estimators whose advantages get mean 0 and deviation 1 over the tokens of the global batch."""
 
 
-def register(name: str) -> Callable[[Estimator], Estimator]:
-    def add(function: Estimator) -> Estimator:
-        if name in ESTIMATORS:
+def register(name: str, to: dict[str, Callable] = ESTIMATORS) -> Callable[[Callable], Callable]:
+    def add(function: Callable) -> Callable:
+        if name in ESTIMATORS or name in TOKEN_ESTIMATORS:
             raise ValueError(f"advantage {name!r} is registered twice")
-        ESTIMATORS[name] = function
+        to[name] = function
         return function
 
     return add
@@ -78,9 +89,55 @@ def reinforce_pp_baseline(rewards: Tensor, groups: Tensor, sums: Sums) -> Tensor
     return centered / ((squares / count).sqrt() + 1e-8)
 
 
-def find(name: str) -> Estimator:
+def discounted(sequence: Tensor, rewards: Tensor, factor: float) -> Tensor:
+    """sum_l factor^l r_{t + l} over the later tokens of the same sequence, [N]; in log2(longest) passes, each of which joins two runs of sums."""
+    out, step = rewards.clone(), 1
+    while step < len(out) and bool((same := sequence[step:] == sequence[:-step]).any()):
+        out[:-step] += torch.where(same, factor**step * out[step:], 0.0)
+        step *= 2
+    return out
+
+
+@register("reinforce_pp", TOKEN_ESTIMATORS)
+def reinforce_pp(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
+    """A_t = sum_{k >= t} gamma^(k - t) r_k, whitened over the global batch. Hu et al. 2025, REINFORCE++ (arXiv 2501.03262), sec. 3.1; the KL is in r
+    with algo.kl_in reward."""
+    return over_sequences(lambda sequence, r: discounted(sequence, r, cfg.gamma), batch, rewards)
+
+
+@register("gae", TOKEN_ESTIMATORS)
+def gae(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
+    """A_t = sum_l (gamma lambda)^l d_{t + l} with d_t = r_t + gamma V_{t+1} - V_t, whitened over the global batch. Schulman et al. 2016
+    (arXiv 1506.02438), eq. 16. Sets `batch.returns`, A_t + V_t, before the whitening.
+
+    V is of what stood before the token (`batch.values`), known at sampled tokens only, so the successor of one is the next sampled one, over
+    what an environment said in between; after the last one it is 0."""
+
+    def estimate(sequence: Tensor, r: Tensor, v: Tensor) -> Tensor:
+        last = torch.ones_like(sequence, dtype=torch.bool)
+        last[:-1] = sequence[1:] != sequence[:-1]
+        return discounted(sequence, r + cfg.gamma * v.roll(-1).masked_fill(last, 0.0) - v, cfg.gamma * cfg.gae_lambda)
+
+    advantages = over_sequences(estimate, batch, rewards, batch.values.double())
+    batch.returns = torch.where(batch.mask, advantages + batch.values, 0.0).to(batch.values.dtype)
+    return advantages
+
+
+@register("on_policy_distill", TOKEN_ESTIMATORS)
+def on_policy_distill(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
+    """A_t = log teacher - log policy: minus the reverse KL at the sampled token; rewards play no part. Agarwal et al. 2023 (arXiv 2306.13649); as an
+    advantage: Lu 2025, "On-policy distillation"."""
+    return batch.ref_logprobs - batch.old_logprobs
+
+
+def find(name: str) -> Estimator | TokenEstimator:
     """The estimator that `algo.advantage` names. Raises UserError if there is none."""
-    return find_function("algo.advantage", name, ESTIMATORS)
+    return find_function("algo.advantage", name, ESTIMATORS | TOKEN_ESTIMATORS)
+
+
+def need_logprobs(cfg: AlgoConfig) -> bool:
+    """Advantages come after packing: of single tokens, or with the KL in the reward."""
+    return cfg.advantage in TOKEN_ESTIMATORS or bool(cfg.kl_coef) and cfg.kl_in == "reward"
 
 
 def assign(trajectories: list[Trajectory], estimator: Estimator, sums: Sums) -> None:
@@ -89,3 +146,55 @@ def assign(trajectories: list[Trajectory], estimator: Estimator, sums: Sums) -> 
     _, groups = torch.tensor([t.group for t in trajectories], dtype=torch.int64).unique(return_inverse=True)
     for trajectory, value in zip(trajectories, estimator(rewards, groups, sums).tolist(), strict=True):
         trajectory.advantages = trajectory.sampled.astype("float32") * value
+
+
+def assign_packed(batches: list[Packed], estimator: Estimator | TokenEstimator, cfg: AlgoConfig, kl_coef: float, *, sums: Sums, maxima: Sums,
+                  gather: Callable[[object], list]) -> None:
+    """The same for micro-batches that know old and (with the KL in the reward) reference log-probs: set `advantages` [T], 0 outside the loss.
+    Collective.
+
+    sums, maxima: of a CPU tensor over the ranks that hold different tokens, or all; gather: a value of every rank.
+    """
+    in_reward = kl_coef if cfg.kl_in == "reward" else 0.0
+    penalties = [torch.where(b.mask, in_reward * kl(b.old_logprobs, b.ref_logprobs, cfg.kl_estimator), 0.0).double() if in_reward else
+                 torch.zeros_like(b.old_logprobs, dtype=torch.float64) for b in batches]
+    if cfg.advantage in TOKEN_ESTIMATORS:
+        values = [estimator(b, token_rewards(b, penalty), cfg) for b, penalty in zip(batches, penalties, strict=True)]
+        values = whiten(values, [b.mask for b in batches], sums, maxima) if cfg.advantage in WHITENED else values
+    else:
+        values = _by_group(batches, penalties, estimator, gather)
+    for batch, value in zip(batches, values, strict=True):
+        batch.advantages = torch.where(batch.mask, value, 0.0).to(batch.old_logprobs.dtype)
+
+
+def token_rewards(batch: Packed, penalty: Tensor) -> Tensor:
+    """float64 [T]: minus the penalty of each token, and the reward of the sequence at its last sampled one. Ouyang et al. 2022 (arXiv 2203.02155), eq. 2."""
+    last = over_sequences(lambda sequence: torch.cat([sequence[1:] != sequence[:-1], sequence.new_ones(min(1, len(sequence)), dtype=torch.bool)]), batch)
+    return torch.where(last, to_rows(batch.rewards, batch), 0.0) - penalty
+
+
+def whiten(values: list[Tensor], masks: list[Tensor], sums: Sums, maxima: Sums) -> list[Tensor]:
+    """(A - mean) / (deviation + 1e-8) over all tokens in the loss, of all ranks; where all are equal, exactly 0."""
+    own = torch.cat([v[m].double() for v, m in zip(values, masks, strict=True)]).cpu()
+    infinity = torch.tensor([torch.inf], dtype=torch.float64)
+    highest, lowest = maxima(torch.stack([torch.cat([own, -infinity]).amax(), torch.cat([-own, -infinity]).amax()])).tolist()
+    if highest == -lowest:
+        return [torch.zeros_like(v) for v in values]
+    total, count = sums(torch.stack([own.sum(), torch.tensor(float(len(own)), dtype=torch.float64)])).tolist()
+    mean = total / max(1.0, count)
+    (squares,) = sums(((own - mean) ** 2).sum()[None]).tolist()
+    return [(v - mean) / ((squares / max(1.0, count)) ** 0.5 + 1e-8) for v in values]
+
+
+def _by_group(batches: list[Packed], penalties: list[Tensor], estimator: Estimator, gather: Callable[[object], list]) -> list[Tensor]:
+    """Siblings are anywhere by now, so every rank estimates the whole batch from a table of all rewards, less each answer's penalties."""
+    own: dict[tuple[int, int], float] = {}
+    for batch, penalty in zip(batches, penalties, strict=True):
+        rewards = (batch.rewards - sequence_sums(penalty, batch)).tolist()
+        own |= {name: r for name, r, num in zip(batch.names, rewards, batch.loss_tokens.tolist(), strict=True) if num}
+    table = {name: r for part in reversed(gather(own)) for name, r in part.items()}  # of copies of a sequence the first rank's
+    names = sorted(table)
+    _, groups = torch.tensor([group for group, _ in names], dtype=torch.int64).unique(return_inverse=True)
+    estimates = estimator(torch.tensor([table[n] for n in names], dtype=torch.float64), groups, lambda values: values).tolist()
+    found = dict(zip(names, estimates, strict=True))
+    return [to_rows(torch.tensor([found.get(n, 0.0) for n in b.names], dtype=torch.float64, device=b.inputs.device), b) for b in batches]

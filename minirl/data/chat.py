@@ -46,6 +46,16 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int
     return sorted(ids)
 
 
+def filling_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], where: str) -> int:
+    """A token that can fill up short rows of a reward model: transformers takes a row's score at its last other token, so it must not end
+    an answer. Raises UserError if the tokenizer has none."""
+    for token in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id):
+        if token is not None and token not in stop_ids:
+            return token
+    raise UserError(f"{where}: its tokenizer has no pad token other than what ends an answer, and transformers would take a reward model's score "
+                    "before the end; give the tokenizer a pad_token of its own")
+
+
 def to_messages(prompt: str | list[dict], system_prompt: str) -> list[dict]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system_prompt and messages[0]["role"] != "system":

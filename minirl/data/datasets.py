@@ -86,9 +86,9 @@ def column(row: dict, key: str) -> object:
 def _to_prompt(row: object, source: str, where: str, cfg: DataConfig) -> dict:
     values = row if isinstance(row, dict) else {}
     prompt, answer = column(values, cfg.prompt_key), column(values, cfg.answer_key)
-    if prompt is values.get("messages") is not None and cfg.prompt_key != "messages" and _is_prompt(prompt) and prompt[-1]["role"] == "assistant":
+    if prompt is values.get("messages") is not None and cfg.prompt_key != "messages" and is_prompt(prompt) and prompt[-1]["role"] == "assistant":
         prompt, answer = prompt[:-1], prompt[-1]["content"] if answer is None else answer  # a chat to imitate: its last turn is the answer
-    if not _is_prompt(prompt):
+    if not is_prompt(prompt):
         keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise UserError(f"{where} has no {cfg.prompt_key!r} that is a text or a list of messages (its keys: {keys}); set data.prompt_key to the right one")
     name = column(values, cfg.source_key) or source
@@ -101,9 +101,9 @@ def _to_chat(row: object, where: str, cfg: ChatsConfig) -> dict:
     prompt = column(values, cfg.prompt_key) if messages is None else None
     if isinstance(values.get(cfg.text_key), str) and messages is None and completion is None:
         return {"text": values[cfg.text_key]}
-    if _is_prompt(messages) and isinstance(messages, list):
+    if is_prompt(messages) and isinstance(messages, list):
         turns, first = chat.to_messages(messages, cfg.system_prompt), 0
-    elif messages is None and _is_prompt(prompt) and isinstance(completion, str | int | float | list):
+    elif messages is None and is_prompt(prompt) and isinstance(completion, str | int | float | list):
         turns = chat.to_messages(prompt, cfg.system_prompt)
         first = len(turns)
         turns += completion if isinstance(completion, list) else [{"role": "assistant", "content": str(completion)}]
@@ -111,7 +111,7 @@ def _to_chat(row: object, where: str, cfg: ChatsConfig) -> dict:
         keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise UserError(f"{where} has neither {cfg.messages_key!r} (messages with role and content), nor {cfg.prompt_key!r} with {cfg.completion_key!r}, "
                         f"nor {cfg.text_key!r} (its keys: {keys}); set data.messages_key, prompt_key and completion_key, or text_key")
-    if not _is_prompt(turns) or not all(isinstance(m["content"], str) for m in turns):
+    if not is_prompt(turns) or not all(isinstance(m["content"], str) for m in turns):
         raise UserError(f"{where}: every message needs a role and a content that is a text")
     trained = [i for i, m in enumerate(turns) if i >= first and m["role"] == "assistant"]
     if not trained or not any(m["role"] != "system" for m in turns[: trained[0]]):
@@ -119,7 +119,7 @@ def _to_chat(row: object, where: str, cfg: ChatsConfig) -> dict:
     return {"messages": turns[: trained[-1] + 1], "trained": trained if cfg.train_on == "all_turns" else trained[-1:]}
 
 
-def _is_prompt(value: object) -> bool:
+def is_prompt(value: object) -> bool:
     if isinstance(value, list):
         return bool(value) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
     return isinstance(value, str) and bool(value)

@@ -17,11 +17,12 @@ _HEADER = np.dtype([("group", "i8"), ("episode", "i8"), ("version", "i8"), ("rew
 _TOKEN = np.dtype([("token", "i4"), ("logprob", "f4"), ("advantage", "f4"), ("sampled", "?")])
 
 
-def pieces(table: np.ndarray, num_ranks: int, budget: int) -> tuple[list[list[int]], list[int]]:
+def pieces(table: np.ndarray, num_ranks: int, budget: int, *, groups: np.ndarray | None = None) -> tuple[list[list[int]], list[int]]:
     """Cut groups into pieces that stay together and share their prompt's rows. `table` int64 [N, 3]: hash of the prompt, its
     tokens, all tokens; in the order of groups. Returns the sequences of each piece, and its rows.
 
-    A piece is at most a quarter of a rank's share, so that ranks can be balanced, and within the budget.
+    A piece is at most a quarter of a rank's share, so that ranks can be balanced, and within the budget. With `groups`, int64 [N], it is
+    a whole group, whatever its size.
     """
     unshared = int((table[:, 2] - 1).sum())
     limit = max(min(budget, unshared // (4 * num_ranks)), int(table[:, 2].max(initial=1)) - 1)
@@ -30,9 +31,9 @@ def pieces(table: np.ndarray, num_ranks: int, budget: int) -> tuple[list[list[in
     shared = None
     for i, (prompt, num_prompt, length) in enumerate(table.tolist()):
         extra = length - num_prompt  # the branch from the last prompt token on
-        if prompt == shared and rows[-1] + extra <= limit:
+        if (prompt == shared and rows[-1] + extra <= limit) if groups is None else (i > 0 and groups[i] == groups[i - 1]):
             members[-1].append(i)
-            rows[-1] += extra
+            rows[-1] += extra if prompt == shared else length - 1
         else:
             shared = prompt
             members.append([i])
@@ -62,30 +63,33 @@ def partition(lengths: list[int], num_ranks: int, budget: int) -> list[list[list
         num_micro += 1
 
 
-def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_minibatches: int = 1) -> list[list[list[Trajectory]]]:
+def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_minibatches: int = 1, *,
+             whole_groups: bool = False) -> list[list[list[Trajectory]]]:
     """Spread the trajectories of all ranks evenly: [minibatch][micro-batch] -> the trajectories that this rank trains on.
 
     Every rank learns all lengths (a few integers each), plans the same partition, and sends each sequence straight to its place
     by one all-to-all of bytes. The plan sorts by (group, episode), so who sampled what does not matter; minibatches split the
-    groups evenly.
+    groups evenly. `whole_groups`: siblings stay in one micro-batch, for losses that compare them.
     """
-    keys = mesh.gather(np.array([(t.group, t.episode, zlib.crc32(_shared(t)), _prompt_length(t), len(t.tokens)) for t in trajectories],
-                                dtype=np.int64).reshape(-1, 5))
+    keys = mesh.gather(np.array([(t.group, t.episode, zlib.crc32(_shared(t)), _prompt_length(t), len(t.tokens), t.sampled.sum()) for t in trajectories],
+                                dtype=np.int64).reshape(-1, 6))
     table = np.concatenate([np.column_stack([np.full(len(k), rank), np.arange(len(k)), k]) for rank, k in enumerate(keys)])
     copies, budget = mesh.num_copies, budget * mesh.context_size
-    table = table[np.lexsort((table[:, 3], table[:, 2]))]  # columns: rank, index there, group, episode, prompt hash, prompt tokens, tokens
+    table = table[np.lexsort((table[:, 3], table[:, 2]))]  # columns: rank, index there, group, episode, prompt hash, prompt tokens, tokens, sampled
     send: list[list[int]] = [[] for _ in range(mesh.world_size)]
     plan: list[list[list[tuple[int, int]]]] = []  # of this rank: [minibatch][micro-batch] -> (source rank, place in its message)
     sent = np.zeros((mesh.world_size, mesh.world_size), dtype=np.int64)  # sequences from -> to, so far
     size = np.zeros_like(sent)  # the same in bytes
-    for chosen in np.array_split(np.unique(table[:, 2]), num_minibatches):
+    groups, which = np.unique(table[:, 2], return_inverse=True)
+    group_tokens = dict(zip(groups.tolist(), np.bincount(which, table[:, 7], len(groups)).astype(int).tolist(), strict=True))
+    for chosen in np.array_split(groups, num_minibatches):
         part = table[np.isin(table[:, 2], chosen)]
         plan.append([])
-        members, rows = pieces(part[:, 4:], mesh.data_size, budget)
+        members, rows = pieces(part[:, 4:7], mesh.data_size, budget, groups=part[:, 2] if whole_groups else None)
         for micro in partition(rows, mesh.data_size, budget):
             plan[-1].append([])
             for to, chosen_pieces in ((data_rank * copies + i, own) for data_rank, own in enumerate(micro) for i in range(copies)):
-                for source, index, *_, length in part[[i for piece in chosen_pieces for i in members[piece]]].tolist():
+                for source, index, *_, length, _ in part[[i for piece in chosen_pieces for i in members[piece]]].tolist():
                     if to == mesh.rank:
                         plan[-1][-1].append((source, int(sent[source, to])))
                     if source == mesh.rank:
@@ -94,6 +98,8 @@ def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_miniba
                     size[source, to] += 8 + _HEADER.itemsize + length * _TOKEN.itemsize
     messages = _all_to_all([b"".join(_to_bytes(trajectories[i]) for i in chosen) for chosen in send], size[:, mesh.rank].tolist(), mesh)
     received = [_from_bytes(m) for m in messages]
+    for t in (t for message in received for t in message):
+        t.group_tokens = group_tokens[t.group]
     return [[[received[source][place] for source, place in micro] for micro in minibatch] for minibatch in plan]
 
 
@@ -154,6 +160,11 @@ class _Sequence:
     def num_rows(self) -> int:
         return self.stop - self.start
 
+    @property
+    def is_answer(self) -> bool:
+        """It holds the trajectory's last row, and tokens in the loss."""
+        return self.stop == len(self.trajectory.tokens) - 1 and bool(self.trajectory.sampled.any())
+
 
 def _sequences(trajectories: list[Trajectory], *, share: bool) -> list[_Sequence]:
     """Prompts that siblings share, then everything with rows of its own, siblings side by side."""
@@ -171,11 +182,12 @@ def _sequences(trajectories: list[Trajectory], *, share: bool) -> list[_Sequence
     return shared + own
 
 
-def pack(trajectories: list[Trajectory], device: torch.device, temperature: float = 1.0, *, layout: Layout = Layout()) -> Packed:
+def pack(trajectories: list[Trajectory], device: torch.device, temperature: float = 1.0, *, layout: Layout = Layout(), pairs: bool = False) -> Packed:
     """Lay sequences end to end and shift once: a trajectory of L tokens becomes L - 1 rows, of which siblings share the prompt's.
 
     Nothing to pack gives one row outside the loss, so that a rank without work still takes part in every collective. A sequence
     outside the loss fills the rows up to `layout.multiple`. With a context, rows are this rank's part of each sequence.
+    `pairs`: every group is a pair, episode 0 the chosen answer and 1 the rejected one.
     """
     context = layout.context
     sequences = _sequences(trajectories or [_filler(1)], share=not (context and context.ring))  # on a ring no rank has all keys of a prompt
@@ -195,6 +207,9 @@ def pack(trajectories: list[Trajectory], device: torch.device, temperature: floa
         if context:
             whole = [np.pad(values, (0, cp.padded(len(values), context) - len(values)))[rows] for values, rows in zip(whole, own, strict=True)]
         return np.concatenate(whole)
+    answers = sorted((q.trajectory.group, q.trajectory.episode, i) for i, q in enumerate(sequences) if q.is_answer) if pairs else []
+    numbers = np.array([i for *_, i in answers], np.int64).reshape(-1, 2)
+    last = [q.start + rows == len(q.trajectory.tokens) - 2 for q, rows in zip(sequences, own, strict=True)]
     mask = column("sampled", 1)
     return Packed(
         inputs=tensor(column("tokens"), torch.int64),
@@ -204,10 +219,36 @@ def pack(trajectories: list[Trajectory], device: torch.device, temperature: floa
         rows=tensor(np.flatnonzero(mask), torch.int64),
         lengths=tuple(lengths),
         loss_tokens=tensor(np.array([int(q.trajectory.sampled[q.start + 1 : q.stop + 1].sum()) for q in sequences]), torch.int64),
+        group_tokens=tensor(np.array([q.trajectory.group_tokens for q in sequences]), torch.int64),
+        rewards=tensor(np.array([q.trajectory.reward for q in sequences]), torch.float64),
+        names=tuple((q.trajectory.group, q.trajectory.episode) for q in sequences),
         blocks=blocks,
         joined=joined,
         context=context,
         temperature=temperature,
         engine_logprobs=tensor(column("logprobs", 1), torch.float32),
+        ends=tensor(np.concatenate(last), torch.bool),
+        pairs=tensor(numbers, torch.int64) if pairs else None,
         advantages=tensor(column("advantages", 1), torch.float32) if all(q.trajectory.advantages is not None for q in sequences) else None,
     )
+
+
+def unpack(values: torch.Tensor, trajectories: list[Trajectory], layout: Layout) -> list[np.ndarray]:
+    """The way back: [T] of `pack(trajectories, layout=layout)` -> [L] of each trajectory, a row's value at its target; 0 where a token has no
+    row of its own. Collective over the context."""
+    context = layout.context
+    lengths = [len(t.tokens) for t in trajectories]
+    begins = dict(zip(map(id, trajectories), np.cumsum([0, *lengths]).tolist(), strict=False))
+    first, rows, places = 0, [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for q in _sequences(trajectories, share=not (context and context.ring)):
+        own = np.concatenate(cp.chunks(q.num_rows, context))
+        if q.is_answer:
+            kept = np.flatnonzero(own < q.num_rows)
+            rows.append(first + kept)
+            places.append(begins[id(q.trajectory)] + q.start + 1 + own[kept])
+        first += len(own)
+    into, outof = (torch.from_numpy(np.concatenate(numbers)).to(values.device) for numbers in (places, rows))
+    whole = values.new_zeros(sum(lengths)).index_copy(0, into, values.index_select(0, outof))
+    if context:
+        dist.all_reduce(whole, group=context.group)
+    return [part.numpy() for part in whole.cpu().split(lengths)]

@@ -22,6 +22,9 @@ from minirl.parallel.tensor import TensorParallel
 from minirl.types import Packed, UserError
 
 
+SCORE = "score.weight"
+
+
 def resolve(model: str, setting: str) -> Path:
     """The local folder of a model; a hub id is downloaded. Raises UserError, naming `setting`, if there is neither."""
     if Path(model).is_dir():
@@ -43,6 +46,18 @@ def read_config(folder: Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(folder)
     except (ValueError, OSError) as error:
         raise UserError(f"{folder}/config.json: {error}") from error
+
+
+class ScoreHead(nn.Linear):
+    """One number for each hidden state, float32 at least: the head of `AutoModelForSequenceClassification` with one label."""
+
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype):
+        super().__init__(config.hidden_size, 1, bias=False, dtype=dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [...]"""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return hidden.to(wide) @ self.weight[0].to(wide)
 
 
 class Weights:
@@ -95,12 +110,13 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load(model: nn.Module, folder: Path, device: torch.device, *, cpu_offload: bool = False) -> int:
-    """Materialise a sharded meta model (on the host with `cpu_offload`, but for buffers) and fill this rank's shards. Returns the bytes read. Raises UserError on other names
-    or shapes than the model's."""
+    """Materialise a sharded meta model (on the host with `cpu_offload`, but for buffers) and fill this rank's shards. Returns the bytes read. A score head that the folder
+    lacks, being a language model's, starts at 0. Raises UserError on other names or shapes than the model's."""
     weights = Weights(folder)
     held = tensors(model)
     parts = {name: families.parts(model.config, name, t.shape) for name, t in held.items()}
-    expected = {part.name: list(part.shape) for of_one in parts.values() for part in of_one}
+    new = {SCORE} - weights.names()
+    expected = {part.name: list(part.shape) for of_one in parts.values() for part in of_one if part.name not in new}
     wrong = [n for n, shape in expected.items() if n not in weights.names() or weights.shape(n) != shape]
     # Some old files keep buffers that are a function of the config, some new ones layers that only a speculating engine uses.
     unused = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])]
@@ -117,7 +133,10 @@ def load(model: nn.Module, folder: Path, device: torch.device, *, cpu_offload: b
             module._buffers.update({name: b if b is None else b.to(device) for name, b in module._buffers.items()})
     with torch.no_grad():
         for name, t in tensors(model).items():
-            weights.fill(t, parts[name])
+            if name in new:
+                t.zero_()
+            else:
+                weights.fill(t, parts[name])
     return weights.bytes_read
 
 
@@ -138,9 +157,19 @@ def packed_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = Fals
     return logprobs, entropy
 
 
-def build(folder: Path, mesh: Mesh, *, dtype: str, trainable: bool, activation_checkpointing: bool = False,
+def score_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = False, *, tp: TensorParallel | None = None) -> tuple[Tensor, None]:
+    """The score of what has been read up to each row, [T]; 0 where the target is not in the loss. Stands where `packed_forward` does."""
+    hidden = self.model(input_ids=batch.inputs[None], position_ids=batch.positions[None], use_cache=False, pack=batch).last_hidden_state
+    scores = self.score(hidden)
+    if tp is not None and tp.sequence:
+        scores = tensor.gather_tokens(scores, tp.group)
+    return scores[0].masked_fill(~batch.mask, 0), None
+
+
+def build(folder: Path, mesh: Mesh, *, dtype: str, trainable: bool, score: bool = False, activation_checkpointing: bool = False,
           reshard_after_forward: bool = True, cpu_offload: bool = False, sequence_parallel: bool = False) -> nn.Module:
-    """A sharded causal language model whose `forward` is `packed_forward`.
+    """A sharded causal language model whose `forward` is `packed_forward`; with `score`, one with a score head in place of its own, and
+    `score_forward`.
 
     Trainable parameters are float32 masters (float64 for dtype float64); frozen ones are kept in `dtype`.
     """
@@ -150,6 +179,9 @@ def build(folder: Path, mesh: Mesh, *, dtype: str, trainable: bool, activation_c
     families.check(config, f"policy.model = {folder}")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=master, attn_implementation=attention.NAME, experts_implementation=experts.NAME)
+        if score:
+            del model.lm_head
+            model.score = ScoreHead(config, master)
     for name, b in buffers(model).items():  # rounded to bfloat16 they would choose other experts
         parent, _, own_name = name.rpartition(".")
         model.get_submodule(parent)._buffers[own_name] = b.to(torch.promote_types(b.dtype, torch.float32))
@@ -164,5 +196,5 @@ def build(folder: Path, mesh: Mesh, *, dtype: str, trainable: bool, activation_c
     fsdp.shard(model, model.model.layers, mesh.fsdp, compute_dtype=compute, reduce_dtype=master,
                reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload)
     load(model, folder, mesh.device, cpu_offload=cpu_offload)
-    model.forward = types.MethodType(functools.partial(packed_forward, tp=tp), model)
+    model.forward = types.MethodType(functools.partial(score_forward if score else packed_forward, tp=tp), model)
     return model

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from minirl.parallel.boxes import Part
 from minirl.types import UserError
@@ -185,6 +186,13 @@ def parts(config: PretrainedConfig, name: str, shape: torch.Size) -> list[Part]:
 def keeps_precision(name: str) -> bool:
     """Of a tensor that is float32 in files of any dtype: a router's correction, which in bfloat16 would choose other experts."""
     return name.endswith("e_score_correction_bias")
+
+
+def score_class(config: PretrainedConfig, where: str) -> str:
+    """Of the library: what loads an export with a score head. Raises UserError for a family that has none."""
+    if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        raise UserError(f"{where}: transformers has no sequence classification model of family {config.model_type!r}, so nothing could load the reward model")
+    return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:

@@ -120,6 +120,10 @@ class Sleeper:
                 module.reshard()  # the root stays gathered after a forward
         return self._leave("parameters", [local(p) for p in self.model.parameters()])
 
+    def sleep(self) -> None:
+        self.sleep_optimizer()
+        self.sleep_parameters()
+
     def wake_optimizer(self) -> None:
         self._return("optimizer")
 

@@ -303,7 +303,7 @@ def apply(model: nn.Module, tp: TensorParallel, plan: dict[str, str]) -> None:
             _enter_once(module, tp)
         if name in mixtures:
             _leave_once(module, tp)
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and model.get_output_embeddings() is not None:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
 
 

@@ -52,6 +52,27 @@ class Sampler:
             trajectory.reward = future.result()
         return sorted((t for t, _ in graded), key=lambda t: (t.group, t.episode))
 
+    def collect_varied(self, prompts: Prompts, first: int, num: int, extra: int, inside: tuple[float, float], num_samples: int, sampling: Sampling, *,
+                       version: int = 0) -> tuple[list[Trajectory], int]:
+        """`num` groups from ticket `first` on; those whose mean reward is not strictly `inside` are replaced by the groups of at most `extra`
+        further tickets. If that is not enough, the earliest of them are in after all. Returns this rank's part of the groups, and
+        the next ticket. DAPO's dynamic sampling (arXiv 2503.14476, sec. 3.2).
+        """
+        groups: dict[int, list[Trajectory]] = {}
+        varied: dict[int, bool] = {}  # of all ranks
+        tickets = range(first, first + num)
+        while tickets:
+            sampled: dict[int, list[Trajectory]] = {}
+            for t in self.collect(prompts, tickets, num_samples, sampling, version=version):
+                sampled.setdefault(t.group, []).append(t)
+            groups |= sampled
+            own = {ticket: inside[0] < sum(t.reward for t in group) / len(group) < inside[1] for ticket, group in sampled.items()}
+            for part in self.mesh.gather(own):
+                varied |= part
+            tickets = range(tickets.stop, min(tickets.stop + num - sum(varied.values()), first + num + extra))
+        chosen = sorted(varied, key=lambda ticket: (not varied[ticket], ticket))[:num]
+        return [t for ticket in sorted(groups) if ticket in chosen for t in groups[ticket]], tickets.start
+
     def _submit(self, prompts: Prompts, ticket: int, num_samples: int, sampling: Sampling) -> dict[str, tuple[int, int, list[int], dict]]:
         """Queue a group; returns request id -> (ticket, number of the sample, prompt, row)."""
         row = prompts.row(ticket)

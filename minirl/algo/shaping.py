@@ -1,0 +1,44 @@
+"""What is made of rewards before advantages: pure functions of the rewards of this rank's answers, float64 [N], in the order of `shape`."""
+
+import torch
+from torch import Tensor
+
+from minirl.algo.advantages import Sums
+from minirl.config import RewardConfig
+
+
+def stop_properly(rewards: Tensor, stopped: Tensor, how: str, value: float) -> Tensor:
+    """Rewards of answers that did not stop by themselves (bool [N]), multiplied by `value` (scale) or replaced by it (set)."""
+    return torch.where(stopped, rewards, rewards * value if how == "scale" else value)
+
+
+def overlong(rewards: Tensor, lengths: Tensor, max_tokens: int, cache: int, penalty: float) -> Tensor:
+    """r - penalty clip((L - (max_tokens - cache)) / cache, 0, 1) for L generated tokens. DAPO (arXiv 2503.14476), eq. 13, with penalty 1."""
+    return rewards - penalty * ((lengths - (max_tokens - cache)) / cache).clamp(0, 1)
+
+
+def normalize(rewards: Tensor, stats: list[float], sums: Sums) -> tuple[Tensor, list[float]]:
+    """(r - mean) / (deviation + 1e-8) with those of all rewards so far, these included, and the new [count, mean, squares about it].
+
+    Chan et al. 1979, updating formulae for the variance; twice over the batch, so that large means cost no digits.
+    """
+    count, total = sums(torch.tensor([len(rewards), rewards.sum()], dtype=torch.float64)).tolist()
+    if not count:
+        return rewards, stats
+    (squares,) = sums(((rewards - total / count) ** 2).sum()[None]).tolist()
+    old, mean, old_squares = stats
+    new, delta = old + count, total / count - mean
+    stats = [new, mean + delta * count / new, old_squares + squares + delta**2 * old * count / new]
+    return (rewards - stats[1]) / ((stats[2] / new) ** 0.5 + 1e-8), stats
+
+
+def shape(rewards: Tensor, lengths: Tensor, stopped: Tensor, cfg: RewardConfig, max_tokens: int, stats: list[float],
+          sums: Sums) -> tuple[Tensor, list[float]]:
+    """All that the config asks for. Returns rewards and the running statistics. Collective if it normalises."""
+    if cfg.unstopped != "keep":
+        rewards = stop_properly(rewards, stopped, cfg.unstopped, cfg.unstopped_value)
+    if cfg.overlong_tokens:
+        rewards = overlong(rewards, lengths, max_tokens, cfg.overlong_tokens, cfg.overlong_penalty)
+    if cfg.normalize:
+        rewards, stats = normalize(rewards, stats, sums)
+    return rewards.clamp(-cfg.clip, cfg.clip) if cfg.clip else rewards, stats
