@@ -42,7 +42,8 @@ def breakdown(trajectories: list[Trajectory], threshold: float, mesh: Mesh) -> d
     own = [(f"reward/{name}", value) for t in trajectories for name, value in t.info.get("rewards", {}).items()]
     for t in trajectories:
         if source := t.info["source"]:
-            own += [(f"source/{source}/accuracy", float(t.reward >= threshold)), (f"source/{source}/reward", t.reward)]
+            score = t.info.get("score", t.reward)  # in training, the reward before it was shaped
+            own += [(f"source/{source}/accuracy", float(score >= threshold)), (f"source/{source}/reward", score)]
     found: dict[str, list[float]] = {}
     for name, value in sorted(pair for rank in mesh.gather(own) for pair in rank):
         found.setdefault(name, []).append(value)
