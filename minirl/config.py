@@ -458,6 +458,23 @@ class RMConfig(SFTConfig):
 
 
 @dataclass(kw_only=True)
+class ServeConfig:
+    """`python -m minirl.rm serve FOLDER [--port N]`: a reward model answers the HTTP protocol of `reward.function = http://...`."""
+
+    command: Literal["serve"]
+    model: str
+    """Folder or hub id of what minirl.rm left, or of any AutoModelForSequenceClassification of one label."""
+    host: str = "127.0.0.1"
+    """0.0.0.0 lets other machines ask, too."""
+    port: int = 5000
+    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
+    max_tokens: int = 8192
+    """A longer text is scored by its last tokens."""
+    tokens_per_batch: int = 16384
+    timeout_minutes: float = 30.0
+
+
+@dataclass(kw_only=True)
 class DPOConfig(SFTConfig):
     """`torchrun --nproc-per-node N -m minirl.dpo --config FILE [--flag value ...]`"""
 

@@ -116,7 +116,7 @@ def test_an_estimator_is_found_by_name_or_in_a_file(tmp_path):
     advantages.assign(own, advantages.find(f"{tmp_path}/mine.py:halved"), alone)
     assert [t.advantages.tolist() for t in own] == [[0, 0, 1.5, 1.5, 1.5], [0, 0, 2.5, 2.5, 2.5]]
     assert advantages.find("rloo") is advantages.rloo
-    with pytest.raises(UserError, match=r"algo.advantage = 'grpoo' is neither registered \(grpo, dr_grpo, rloo, reinforce_pp_baseline, reinforce_pp, on_policy_distill\)"):
+    with pytest.raises(UserError, match=r"algo.advantage = 'grpoo' is neither registered \(grpo, dr_grpo, rloo, reinforce_pp_baseline, reinforce_pp, gae, on_policy_distill\)"):
         advantages.find("grpoo")
 
 

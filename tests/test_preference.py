@@ -1,27 +1,31 @@
 """Reward models and DPO: losses are their formulas, every mesh is one process, exports score alike, programs resume and learn."""
 
+import contextlib
 import json
 import shutil
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import tiny
 import torch
 from harness import RankFailed, ranks
-from programs import ROOT, fork
+from programs import ROOT, alone, fork
 from test_gradients import exact_norm, worst
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from minirl import checkpoint, dpo, rm
 from minirl.algo import preference
-from minirl.config import DPOConfig, DPOLossConfig, ExportConfig, PairsConfig, ParallelConfig, PolicyConfig, RewardModelLossConfig, RMConfig
+from minirl.config import DPOConfig, DPOLossConfig, ExportConfig, PairsConfig, ParallelConfig, PolicyConfig, RewardConfig, RewardModelLossConfig, RMConfig
 from minirl.data import chat
 from minirl.data.packing import exchange, pack, unpack
 from minirl.data.pairs import Pairs, load_pairs
 from minirl.flags import parse
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
+from minirl.rollout.remote import RemoteReward
 from minirl.types import Layout, Trajectory, UserError
 
 # ---------------------------------------------------------------------------------------------------- formulas
@@ -412,3 +416,43 @@ def test_recipe_learns_the_rule_on_held_out_pairs(tmp_path, program):
                                         "--data.train", words, "--eval.every", 0])
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["accuracy_before"] == 0 and summary["accuracy_after"] >= 0.9 and summary["loss_after"] < 0.4 < summary["loss_before"]
+
+
+# ---------------------------------------------------------------------------------------------------- serving
+
+
+def export_scored(mesh, folder, out):
+    """A reward model whose head is not 0."""
+    policy = Policy(PolicyConfig(dtype="float32"), folder, mesh, score=True)
+    with torch.no_grad():
+        policy.shards()["score.weight"].normal_(generator=torch.Generator().manual_seed(3))
+    checkpoint.export(policy, out, mesh)
+
+
+def test_a_served_model_gives_the_scores_of_transformers(tmp_path):
+    """The program itself, asked by the reward that minirl.rl would ask with."""
+    ranks(1, export_scored, tiny.make(tmp_path / "model"), tmp_path / "scored")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    server = alone("minirl.rm", ["serve", tmp_path / "scored", "--port", port, "--dtype", "float32", "--max-tokens", 64, "--tokens-per-batch", 100], tmp_path / "log")
+    def up():
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return True
+    try:
+        server.wait_for(up, 120)
+        reward = RemoteReward(f"http://127.0.0.1:{port}/get_reward", RewardConfig())
+        answers = [("ask", "yes"), ("ask", "no <|end|>"), ("other" * 20, "long"), ("", "z")]
+        with ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(lambda a: reward("", a[1], {"rendered_prompt": a[0]}), answers))
+    finally:
+        server.process.kill()
+        server.end(10)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scored", dtype=torch.float32, attn_implementation="eager").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "scored")
+    with torch.no_grad():
+        for (prompt, answer), score in zip(answers, got, strict=True):
+            ids = tokenizer(prompt + answer, add_special_tokens=False)["input_ids"][-63:]
+            ids = ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+            assert score == pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-4)  # scores are about 5; norms round inside
+    assert len({round(x, 4) for x in got}) == 4
