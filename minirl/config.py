@@ -155,7 +155,7 @@ class RolloutConfig:
 @dataclass(kw_only=True)
 class RewardConfig:
     function: str | list[str] = "exact"
-    """A registered name (exact, final_answer, math_verify, reasoning_gym), `file.py:function`, called as f(prompt, completion, row) -> float,
+    """A registered name (exact, final_answer, math_verify, reasoning_gym, python_tests), `file.py:function`, called as f(prompt, completion, row) -> float,
     or `http://host:port/path` (several, separated by commas, take turns; the protocol is in rollout/remote.py). Several rewards are summed."""
     weights: list[float] = field(default_factory=list)
     """Of the rewards in the sum; empty: 1 each."""

@@ -240,7 +240,7 @@ def test_a_function_of_a_file_is_called_with_prompt_completion_and_row(tmp_path)
     ("score = 3\n", "{folder}/my_reward.py:score", r"my_reward\.py has no function score"),
     ("def score(:\n", "{folder}/my_reward.py:score", r"my_reward\.py does not import: SyntaxError"),
     ("import no_such_module\n", "{folder}/my_reward.py:score", r"does not import: ModuleNotFoundError: No module named 'no_such_module'"),
-    (None, "exakt", r"'exakt' is neither registered \(exact, final_answer, math_verify, reasoning_gym\) nor of the form file.py:function"),
+    (None, "exakt", r"'exakt' is neither registered \(exact, final_answer, math_verify, reasoning_gym, python_tests\) nor of the form file.py:function"),
 ])
 def test_a_reward_that_cannot_be_had_is_refused(tmp_path, body, function, message):
     if body is not None:

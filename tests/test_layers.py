@@ -65,6 +65,7 @@ DOORS = {
 BROAD = {
     "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and with it all others",
     "flags.py:find_function": "importing a file of the user's may raise anything; the user is told which file and what",
+    "envs/inside.py:main": "a program that nobody has read may raise anything, and is told so",
     "rollout/env.py:grade": "so may their reward function; they are told the input that did it",
 }
 

@@ -14,6 +14,7 @@ or an HTTP endpoint (remote.py), or several of them in a weighted sum. `row["ren
 import math
 import numbers
 import re
+import secrets
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -22,6 +23,7 @@ import numpy as np
 import reasoning_gym
 
 from minirl.config import RewardConfig
+from minirl.envs import sandbox
 from minirl.flags import find_function
 from minirl.rollout.remote import RemoteReward
 from minirl.types import UserError
@@ -89,10 +91,14 @@ def _names(function: str | list[str]) -> list[str]:
 
 
 def check_rows(function: str | list[str], rows: Iterable[dict]) -> None:
-    """Refuse rows that a registered reward cannot grade, before anything is generated. Raises UserError."""
+    """Refuse rows that a registered reward cannot grade, or a machine that cannot, before anything is generated. Raises UserError."""
+    if "python_tests" in _names(function):
+        sandbox.check()
     for row, name in ((row, name) for row in rows for name in _names(function)):
         if name in ("exact", "final_answer", "math_verify") and row.get("answer") is None:
             raise UserError(f"reward.function = {name} compares with the answer, and a row has none (data.answer_key): {str(row)[:120]}")
+        if name == "python_tests" and not isinstance(row.get("tests"), str):
+            raise UserError(f"reward.function = python_tests runs the text in the column `tests`, and a row has none: {str(row)[:120]}")
         if name == "reasoning_gym" and "source_dataset" not in (row.get("metadata") or {}):
             raise UserError(f"reward.function = reasoning_gym needs rows with metadata.source_dataset, and a row has none: {str(row)[:120]}")
 
@@ -139,3 +145,14 @@ def verified(prompt: str | list[dict], completion: str, row: dict) -> float:
 def gym_score(prompt: str | list[dict], completion: str, row: dict) -> float:
     """The score of reasoning-gym's own grader for the row's generator, 0 to 1; partly right answers earn part."""
     return reasoning_gym.get_score_answer_fn(row["metadata"]["source_dataset"])(completion.strip(), row)
+
+
+@register("python_tests")
+def python_tests(prompt: str | list[dict], completion: str, row: dict) -> float:
+    """1 if the program in the completion (its last fenced block, or all of it) passes the row's `tests`, Python statements that run behind it
+    in the sandbox. The tests' process is the program's, so they must reach a last line of their own; one that reads that line in its own file
+    and prints it would be believed."""
+    blocks = re.findall(r"```(?:python|py)?\n(.*?)```", completion, flags=re.DOTALL)
+    passed = secrets.token_hex(8)
+    result = sandbox.run(f"{blocks[-1] if blocks else completion}\n\n{row['tests']}\nprint({passed!r})\n", sandbox.Limits(seconds=10.0))
+    return float(result.status == "ok" and result.output.rstrip().endswith(passed))
