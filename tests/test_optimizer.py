@@ -356,9 +356,9 @@ def program(mesh, given: list[str], sleepy: bool) -> list[list[dict]]:
         return all(local(p).untyped_storage().nbytes() == 0 for p in policy.model.parameters())
 
     class Watched(Trainer):
-        def load_reference(self):
+        def load_reference(self, step):
             self.policy.sleeper.active = sleepy
-            super().load_reference()
+            super().load_reference(step)
             self.ref.sleeper.active = sleepy
             self.ref.sleeper.sleep_parameters()
 

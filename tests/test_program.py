@@ -306,10 +306,15 @@ def train_and_tell(mesh, given: list[str]) -> tuple[list[list[dict]], list[list[
     updates, groups = [], []
 
     class Told(Trainer):
-        def report(self, step, trajectories, minibatches, done):
-            updates.append(done)
+        def report(self, step, trajectories, minibatches, means):
             groups.append(sorted({t.group for t in trajectories}))
-            super().report(step, trajectories, minibatches, done)
+            super().report(step, trajectories, minibatches, means)
 
-    Told(parse(RLConfig, given), mesh).train()
-    return updates, groups
+    trainer = Told(parse(RLConfig, given), mesh)
+    step = trainer.policy.step
+    def tell(*args, **kwargs):
+        updates.append(step(*args, **kwargs))
+        return updates[-1]
+    trainer.policy.step = tell
+    trainer.train()
+    return [updates[:2], updates[2:]], groups
