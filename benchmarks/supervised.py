@@ -16,7 +16,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from minirl.algo import losses, preference
-from minirl.config import DPOLossConfig, PolicyConfig, RewardModelLossConfig
+from minirl.config import PolicyConfig
+from minirl.config_supervised import DPOLossConfig, RewardModelLossConfig
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import join_world
 from minirl.policy import Policy

@@ -1,6 +1,7 @@
 """Settings that cannot work, refused with the arithmetic before anything is loaded or written."""
 
-from minirl.config import ChatsConfig, DataConfig, DPOConfig, EvaluateConfig, PairsConfig, ParallelConfig, RLConfig, RMConfig, SFTConfig
+from minirl.config import DataConfig, EvaluateConfig, ParallelConfig, RLConfig
+from minirl.config_supervised import ChatsConfig, DPOConfig, PairsConfig, RMConfig, SFTConfig
 from minirl.types import UserError
 
 

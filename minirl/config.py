@@ -108,26 +108,35 @@ class RefitConfig:
 
 
 @dataclass(kw_only=True)
-class DataConfig:
+class RowsConfig:
+    """Where rows come from, whatever is trained on them."""
+
     train: str | list[str] = ""
     """A source, or several: a JSONL, JSON, Parquet or CSV file, a folder or hub id of `datasets` (`org/name?subset=main&split=train`), or
     `reasoning_gym:NAME?option=value&...`. Several are mixed by size, or by their `?weight=`; see data/sources.py."""
     eval: str | list[str] = ""
-    """The same for held-out rows. Empty: `held_out` distinct prompts of `train`, which training then never sees."""
+    """The same for held-out rows. Empty: `held_out` distinct rows (of RL: prompts) of `train`, which training then never sees."""
     held_out: int = 128
     max_samples: int = 0
     """At most this many rows of each source, its first; 0: all."""
     prompt_key: str = "prompt"
     """A text, or a list of chat messages. Where a row has no `prompt`: `instruction`, `input`, `context_messages` or `messages`."""
+    system_prompt: str = ""
+    """Put before chats that have none."""
+    chat_template: str = ""
+    """File with a Jinja template to use instead of the tokenizer's."""
+    input_template: str = ""
+    """A text in which {} is the prompt, to use for prompts (and what follows them) instead of a chat template."""
+
+
+@dataclass(kw_only=True)
+class DataConfig(RowsConfig):
+    """Prompts for RL."""
+
     answer_key: str = "answer"
     """Where a row has no `answer`: `solution` or `label`."""
     source_key: str = "data_source"
     """Scores are also logged by the value of this column (or `datasource`); without it, by source where there are several."""
-    system_prompt: str = ""
-    chat_template: str = ""
-    """File with a Jinja template to use instead of the tokenizer's."""
-    input_template: str = ""
-    """A text in which {} is the prompt, to use instead of a chat template."""
     max_prompt_tokens: int = 256
     too_long: Literal["error", "drop"] = "error"
     """What a longer prompt is: an error that names it, or left out and counted."""
@@ -305,21 +314,30 @@ class DebugConfig:
 
 
 @dataclass(kw_only=True)
-class RLConfig:
-    """`torchrun --nproc-per-node N -m minirl.rl --config FILE [--flag value ...]`"""
+class TrainingConfig:
+    """Of every program that trains."""
 
-    output: str = "runs/rl"
+    output: str = ""
     """Folder of this run: config, metrics, checkpoints, model."""
     resume: bool = False
     """Go on from the newest checkpoint in `output` (from the beginning, if none was finished)."""
     seed: int = 0
-    num_steps: int = 100
+    num_steps: int = 0
     tokens_per_rank: int = 16384
     """Token budget of a micro-batch on a rank."""
     timeout_minutes: float = 30.0
     """A collective that waits longer ends the run; must exceed the difference in rollout time between ranks."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+@dataclass(kw_only=True)
+class RLConfig(TrainingConfig):
+    """`torchrun --nproc-per-node N -m minirl.rl --config FILE [--flag value ...]`"""
+
+    output: str = "runs/rl"
+    num_steps: int = 100
     engine: EngineConfig = field(default_factory=EngineConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -330,165 +348,7 @@ class RLConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     sft: WarmStartConfig = field(default_factory=WarmStartConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
-
-
-@dataclass(kw_only=True)
-class ChatsConfig:
-    """Rows to imitate, with `messages`, with `prompt` and `completion`, or with `text`."""
-
-    train: str | list[str] = ""
-    """One source or several, as RL's (reasoning_gym: the prompt is the question; its answers are in the column `answer`)."""
-    eval: str | list[str] = ""
-    """The same for held-out rows. Empty: `held_out` rows of `train`, which training then never sees."""
-    held_out: int = 128
-    max_samples: int = 0
-    """At most this many rows of each source, its first; 0: all."""
-    messages_key: str = "messages"
-    """A chat: list of messages with role and content; any number of turns."""
-    prompt_key: str = "prompt"
-    """A text or a list of messages, none of which is in the loss. Where a row has no `prompt`: `instruction`, `input`, ... as in RL."""
-    completion_key: str = "completion"
-    """What follows it: a text or a list of messages. Where a row has no `completion`: `output`."""
-    text_key: str = "text"
-    """A plain text, every token of which is in the loss; no chat template is applied."""
-    system_prompt: str = ""
-    """Put before chats that have none."""
-    chat_template: str = ""
-    """File with a Jinja template to use instead of the tokenizer's."""
-    input_template: str = ""
-    """A text in which {} is the prompt, to use for prompts and completions instead of a chat template."""
-    train_on: Literal["all_turns", "last_turn"] = "all_turns"
-    """Which assistant turns of a chat are in the loss."""
-    max_tokens: int = 2048
-    """Longer rows are cut at their end; a row left without a token in the loss is dropped."""
-
-
-@dataclass(kw_only=True)
-class HeldOutConfig:
-    every: int = 50
-    """Steps between evaluations of the loss on held-out rows; 0: only before and after."""
-
-
-@dataclass(kw_only=True)
-class SFTConfig:
-    """`torchrun --nproc-per-node N -m minirl.sft --config FILE [--flag value ...]`"""
-
-    output: str = "runs/sft"
-    """Folder of this run: config, metrics, checkpoints, model."""
-    resume: bool = False
-    """Go on from the newest checkpoint in `output` (from the beginning, if none was finished)."""
-    seed: int = 0
-    num_epochs: float = 1.0
-    """Passes over the rows."""
-    num_steps: int = 0
-    """Optimizer steps; 0: as many as num_epochs takes."""
-    batch_size: int = 64
-    """Rows of an optimizer step, over all ranks."""
-    tokens_per_rank: int = 16384
-    """Token budget of a micro-batch on a rank."""
-    timeout_minutes: float = 30.0
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    data: ChatsConfig = field(default_factory=ChatsConfig)
-    eval: HeldOutConfig = field(default_factory=HeldOutConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-
-
-@dataclass(kw_only=True)
-class PairsConfig:
-    """Answers of which one was preferred, with `prompt`, `chosen` and `rejected`, each a text or messages. Without a prompt the two are
-    whole texts or whole chats that begin alike."""
-
-    train: str | list[str] = ""
-    """One source or several, as RL's (reasoning_gym: a question's answer was preferred to another question's)."""
-    eval: str | list[str] = ""
-    """The same for held-out rows. Empty: `held_out` rows of `train`, which training then never sees."""
-    held_out: int = 128
-    max_samples: int = 0
-    """At most this many rows of each source, its first; 0: all."""
-    prompt_key: str = "prompt"
-    chosen_key: str = "chosen"
-    """An answer, messages that follow the prompt, or the whole chat, prompt included."""
-    rejected_key: str = "rejected"
-    margin_key: str = "margin"
-    """How much better the chosen answer is (a number), for the reward model's sigmoid loss; 0 in rows that do not say."""
-    system_prompt: str = ""
-    """Put before chats that have none."""
-    chat_template: str = ""
-    """File with a Jinja template to use instead of the tokenizer's."""
-    input_template: str = ""
-    """A text in which {} is the prompt, to use for prompts and answers instead of a chat template."""
-    max_tokens: int = 2048
-    """Pairs with a longer sequence are dropped: cut, it would not say what was judged. So are those whose answers are the same."""
-
-
-@dataclass(kw_only=True)
-class RewardModelLossConfig:
-    loss: Literal["sigmoid", "logexp"] = "sigmoid"
-    """Bradley-Terry with margins, or without."""
-    center_coef: float = 0.0
-    """Weight of the squared sum of a pair's scores, which holds their mean near 0 (0.01 is usual)."""
-
-
-@dataclass(kw_only=True)
-class DPOLossConfig:
-    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    beta: float = 0.1
-    """Scale of the reward beta log(policy / reference): the larger, the nearer the policy stays to the reference."""
-    label_smoothing: float = 0.0
-    """Chance that a pair is the wrong way round (cDPO), of loss sigmoid."""
-    nll_coef: float = 0.0
-    """Weight of the chosen answer's negative log-likelihood per token."""
-    length_normalized: bool = False
-    """Log-probs are means over an answer's tokens."""
-
-
-@dataclass(kw_only=True)
-class RMConfig(SFTConfig):
-    """`torchrun --nproc-per-node N -m minirl.rm --config FILE [--flag value ...]`"""
-
-    output: str = "runs/rm"
-    """Folder of this run: config, metrics, checkpoints, model."""
-    batch_size: int = 64
-    """Pairs of an optimizer step, over all ranks."""
-    data: PairsConfig = field(default_factory=PairsConfig)
-    algo: RewardModelLossConfig = field(default_factory=RewardModelLossConfig)
-
-
-@dataclass(kw_only=True)
-class ServeConfig:
-    """`python -m minirl.rm serve FOLDER [--port N]`: a reward model answers the HTTP protocol of `reward.function = http://...`."""
-
-    command: Literal["serve"]
-    model: str
-    """Folder or hub id of what minirl.rm left, or of any AutoModelForSequenceClassification of one label."""
-    host: str = "127.0.0.1"
-    """0.0.0.0 lets other machines ask, too."""
-    port: int = 5000
-    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
-    max_tokens: int = 8192
-    """A longer text is scored by its last tokens."""
-    tokens_per_batch: int = 16384
-    timeout_minutes: float = 30.0
-
-
-@dataclass(kw_only=True)
-class DPOConfig(SFTConfig):
-    """`torchrun --nproc-per-node N -m minirl.dpo --config FILE [--flag value ...]`"""
-
-    output: str = "runs/dpo"
-    """Folder of this run: config, metrics, checkpoints, model."""
-    batch_size: int = 64
-    """Pairs of an optimizer step, over all ranks."""
-    data: PairsConfig = field(default_factory=PairsConfig)
-    algo: DPOLossConfig = field(default_factory=DPOLossConfig)
-    reference: str = ""
-    """Folder or hub id of the frozen reference; empty: policy.model as it is given."""
-    reference_cache: str = ""
-    """File (.npz) with the reference's float32 log-probs of all rows: written once before training, or read if it is of this reference, these rows
-    and this dtype. Empty: the reference is kept, and runs once per batch."""
 
 
 @dataclass(kw_only=True)

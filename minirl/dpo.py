@@ -12,7 +12,7 @@ import numpy as np
 from minirl import cli
 from minirl.algo import preference
 from minirl.algo.losses import Loss
-from minirl.config import DPOConfig
+from minirl.config_supervised import DPOConfig
 from minirl.data.packing import exchange, pack, unpack
 from minirl.data.pairs import Pairs
 from minirl.parallel.mesh import Mesh

@@ -18,7 +18,8 @@ from minirl import cli, sft
 from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.checks import check_pairs
-from minirl.config import PolicyConfig, RMConfig, ServeConfig
+from minirl.config import PolicyConfig
+from minirl.config_supervised import RMConfig, ServeConfig
 from minirl.data import chat
 from minirl.data.packing import pack, partition
 from minirl.data.pairs import Pairs, load_pairs

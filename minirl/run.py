@@ -7,7 +7,8 @@ from pathlib import Path
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from minirl import checkpoint, report
-from minirl.config import RLConfig, SFTConfig
+from minirl.config import RLConfig
+from minirl.config_supervised import SFTConfig
 from minirl.data import chat
 from minirl.flags import save
 from minirl.log import Log, Timer, truncate

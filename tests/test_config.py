@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from minirl.checks import check_pairs, check_rl, check_rollout, check_sft
-from minirl.config import DPOConfig, EvaluateConfig, ExportConfig, PolicyConfig, RLConfig, RMConfig, SFTConfig
+from minirl.config import EvaluateConfig, ExportConfig, PolicyConfig, RLConfig
+from minirl.config_supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.flags import load, parse, save
 from minirl.types import UserError
 

@@ -18,7 +18,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from minirl import checkpoint, dpo, rm
 from minirl.algo import preference
-from minirl.config import DPOConfig, DPOLossConfig, ExportConfig, PairsConfig, ParallelConfig, PolicyConfig, RewardConfig, RewardModelLossConfig, RMConfig
+from minirl.config import ExportConfig, ParallelConfig, PolicyConfig, RewardConfig
+from minirl.config_supervised import DPOConfig, DPOLossConfig, PairsConfig, RewardModelLossConfig, RMConfig
 from minirl.data import chat
 from minirl.data.packing import exchange, pack, unpack
 from minirl.data.pairs import Pairs, load_pairs

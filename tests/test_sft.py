@@ -20,7 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from minirl import checkpoint, sft
 from minirl.algo import losses
 from minirl.checks import check_sft
-from minirl.config import ChatsConfig, ParallelConfig, PolicyConfig, SFTConfig
+from minirl.config import ParallelConfig, PolicyConfig
+from minirl.config_supervised import ChatsConfig, SFTConfig
 from minirl.data import chat
 from minirl.data.datasets import Chats, Order, load_chats, split
 from minirl.data.packing import pack

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minirl.algo.losses import Loss
 from minirl.algo.normalize import sequence_sums
-from minirl.config import DPOLossConfig, RewardModelLossConfig
+from minirl.config_supervised import DPOLossConfig, RewardModelLossConfig
 from minirl.types import Packed
 
 

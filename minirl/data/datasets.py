@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from minirl.config import ChatsConfig, DataConfig
+from minirl.config import DataConfig
+from minirl.config_supervised import ChatsConfig
 from minirl.data import chat
 from minirl.data.sources import Source, open_source
 from minirl.parallel.mesh import Mesh

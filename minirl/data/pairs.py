@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from minirl.config import PairsConfig
+from minirl.config_supervised import PairsConfig
 from minirl.data import chat
 from minirl.data.datasets import Rows, is_prompt, make_order, open_rows, take
 from minirl.data.sources import GYM, Source
