@@ -19,6 +19,7 @@ from minirl.algo import advantages, correction, losses, shaping
 from minirl.checks import check_rl
 from minirl.config import RLConfig
 from minirl.data import chat
+from minirl.data.curriculum import Curriculum
 from minirl.data.datasets import Prompts, load_rows, split
 from minirl.data.packing import exchange, pack
 from minirl.evaluate import breakdown, evaluate
@@ -29,7 +30,8 @@ from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.env import SingleTurn, check_rows, make_env
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
-from minirl.run import Run, check_output, find_model, find_teacher, make_scratch, slowest
+from minirl.rm import RewardModel, find_reward_model
+from minirl.run import Run, check_output, complete, find_model, find_teacher, make_scratch, slowest
 from minirl.sft import warm_start
 from minirl.types import Packed, Trajectory, UserError
 
@@ -49,6 +51,8 @@ class Inputs:
     """What ref.model names."""
     critic: Path | None
     """What critic.model names."""
+    judge: Path | None
+    """What reward.model names."""
     stop_ids: list[int]
 
 
@@ -67,10 +71,13 @@ class Trainer:
                                    tickets=cfg.rollout.tickets, threads=cfg.reward.threads)
             self.sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=tuple(self.inputs.stop_ids),
                                      temperature=cfg.rollout.temperature)
+            self.judge = self.load_judge()
             about = f"{len(self.inputs.train.rows)} training prompts, {len(self.inputs.held_out.rows)} held out ({self.inputs.num_dropped} dropped as too long)"
             self.run = Run(cfg, self.policy, mesh, self.timer, about)
         self.log, self.progress = self.run.log, self.run.progress
         self.evict = [self.policy.sleeper]
+        if cfg.rollout.curriculum_floor:
+            self.inputs.train.order = Curriculum(self.inputs.train, cfg.rollout.curriculum_floor, self.progress.outcomes)
         self.ref: Policy | None = None
         self.critic: Policy | None = None
         self.layout, self.num_extra = self.policy.layout, 0
@@ -92,6 +99,8 @@ class Trainer:
         self.log.progress("rl", cfg.num_steps, self.run.first_step)
         self.progress.add(timer.take())
         for step in range(self.run.first_step, cfg.num_steps):
+            if cfg.ref.every and step and step % cfg.ref.every == 0:  # after the checkpoint of these weights, so that a resumed run does it, too
+                self.refresh_reference(step)
             with self.engine.awake(self.refit, self.evict):
                 if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
                     self.evaluate(step, "before_rl" if step == 0 else None)
@@ -100,13 +109,15 @@ class Trainer:
                 with timer.phase("idle"):
                     mesh.barrier()
             with timer.phase("prepare"):
+                if self.judge:
+                    self.judge.grade(trajectories)
                 self.shape(trajectories)
                 if early:
                     advantages.assign(trajectories, self.inputs.estimator, mesh.sums)
                 minibatches = [[pack(micro, mesh.device, cfg.rollout.temperature, layout=self.layout) for micro in minibatch]
                                for minibatch in exchange(trajectories, mesh, cfg.tokens_per_rank, cfg.algo.updates_per_step)]
             with timer.phase("annotate"):
-                if cfg.algo.updates_per_step > 1 or cfg.algo.entropy_share or not early:
+                if cfg.algo.updates_per_step > 1 or cfg.algo.entropy_share or advantages.need_old_logprobs(cfg.algo):
                     policy.annotate(minibatches, "old_logprobs")
                 if self.ref:
                     self.ref.sleeper.wake_parameters()
@@ -129,13 +140,13 @@ class Trainer:
             if cfg.algo.kl_target and moves:
                 self.progress.kl_coef = losses.adapt_kl_coef(self.kl_coef, float(np.mean([u["ref_kl"] for u in updates])), cfg.algo.kl_target)
             self.run.save_if_due(step + 1)
-            if cfg.ref.every and (step + 1) % cfg.ref.every == 0:
-                self.refresh_reference(step + 1)
         self.finish()
 
     def collect(self, step: int) -> list[Trajectory]:
         r = self.cfg.rollout
         first = step * r.prompts_per_step + self.progress.extra_tickets
+        if r.curriculum_floor:
+            self.inputs.train.order.start(first)
         trajectories, end = self.sampler.collect_varied(self.inputs.train, first, r.prompts_per_step, r.extra_prompts, r.keep_inside, r.samples_per_prompt,
                                                         self.sampling, version=self.policy.num_updates)
         self.num_extra = end - first - r.prompts_per_step
@@ -143,9 +154,12 @@ class Trainer:
         return trajectories
 
     def shape(self, trajectories: list[Trajectory]) -> None:
-        """The score of each answer stays in `info`."""
+        """The score of each answer stays in `info`, and tells the curriculum."""
         for t in trajectories:
             t.info["score"] = t.reward
+        if self.cfg.rollout.curriculum_floor:
+            order = self.inputs.train.order
+            order.record([r for part in self.mesh.gather([(order[t.group], t.reward >= self.cfg.eval.threshold) for t in trajectories]) for r in part])
         rewards, lengths, stopped = (torch.tensor([value(t) for t in trajectories], dtype=torch.float64) for value in (
             lambda t: t.reward, lambda t: int(t.sampled.sum()), lambda t: t.info["stopped"]))
         rewards, self.progress.reward_stats = shaping.shape(rewards, lengths, stopped.bool(), self.cfg.reward, self.cfg.rollout.max_tokens,
@@ -157,7 +171,7 @@ class Trainer:
         """Score held-out prompts; the engine must be awake. `name`: keep the result for the summary."""
         sampling = dataclasses.replace(self.sampling, temperature=self.cfg.eval.temperature)
         with self.timer.phase("evaluate"):
-            result = evaluate(self.sampler, self.inputs.held_out, self.cfg.eval, sampling, self.mesh)
+            result = evaluate(self.sampler, self.inputs.held_out, self.cfg.eval, sampling, self.mesh, self.judge)
         self.run.evaluated(step, result.scores)
         self.log.say(f"step {step}: held-out accuracy {result.scores['accuracy']:.3f}, reward {result.scores['reward']:.3f}")
         if name:
@@ -188,8 +202,20 @@ class Trainer:
         if self.mesh.rank == 0:
             checkpoint.drop_references(self.run.output, 0 if self.cfg.checkpoint.every else step)  # the first one may still be under way
         self.mesh.barrier()
+        if self.cfg.ref.reset_optimizer:
+            self.policy.forget_optimizer_state()
         self.ref = None  # its memory first
         self.load_reference(step)
+
+    def load_judge(self) -> RewardModel | None:
+        """Asleep but while it scores: after generation, and of held-out answers beside the engine, while the policy sleeps."""
+        cfg, inputs = self.cfg, self.inputs
+        if inputs.judge is None:
+            return None
+        judge = RewardModel(cfg.policy, inputs.judge, self.mesh, inputs.stop_ids, inputs.train.tokenizer.eos_token_id, cfg.tokens_per_rank,
+                            weight=cfg.reward.model_weight, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
+        judge.model.sleeper.sleep_parameters()
+        return judge
 
     def load_critic(self) -> None:
         """Asleep but while it works: with the policy's shards on the device, and never with its optimizer's state."""
@@ -262,12 +288,13 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
     folder, model, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
     teacher = find_teacher(cfg.ref.model, model.vocab_size, cfg.parallel.tensor) if cfg.ref.model else None
     critic = find_teacher(cfg.critic.model, model.vocab_size, cfg.parallel.tensor, "critic.model") if cfg.critic.model else None
+    judge = find_reward_model(cfg.reward, model.vocab_size, cfg.parallel.tensor)
     train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
     held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
     num_dropped = train.check_lengths("data.train", mesh) + held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", mesh)
     make_scratch(cfg, cfg.engine.max_model_len, mesh)
     return Inputs(folder=folder, train=train, held_out=held_out, num_dropped=num_dropped, env=env, estimator=estimator, teacher=teacher, critic=critic,
-                  stop_ids=chat.stop_token_ids(tokenizer, folder))
+                  judge=judge, stop_ids=chat.stop_token_ids(tokenizer, folder))
 
 
 def _means(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -291,9 +318,7 @@ def _dump(trajectories: list[Trajectory], path: Path) -> None:
 
 
 def main(cfg: RLConfig, mesh: Mesh) -> None:
-    trainer = Trainer(cfg, mesh)
-    with trainer.run.saver:
-        trainer.train()
+    complete(Trainer(cfg, mesh))
 
 
 if __name__ == "__main__":
