@@ -64,10 +64,10 @@ def to_messages(prompt: str | list[dict], system_prompt: str) -> list[dict]:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> list[int]:
-    """Token ids up to where the assistant begins to speak. Raises UserError if the template does."""
+    """Token ids up to where the assistant begins to speak. Raises UserError if the template raises, by its own will or by adding what does not add."""
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:
         raise UserError(f"the chat template refuses a prompt: {error} ({str(messages)[:200]})") from error
 
 
@@ -83,7 +83,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], traine
     def render(upto: int, header: bool = False) -> str:
         try:
             return tokenizer.apply_chat_template(messages[:upto], tokenize=False, add_generation_prompt=header)
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             raise UserError(f"the chat template refuses a chat: {error} ({str(messages[:upto])[:200]})") from error
 
     text = render(len(messages))
