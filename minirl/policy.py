@@ -66,6 +66,7 @@ class Policy:
         self.forget_optimizer_state()
 
     def forget_optimizer_state(self) -> None:
+        """As if it had never stepped; weights and `num_updates` stay."""
         self.sleeper.wake_optimizer()  # or it would bring back later what is gone now
         self.optimizer = self._make_optimizer()
 

@@ -79,10 +79,11 @@ class RewardModel:
         self.end = stop_ids[0] if eos is None else eos
 
     def __call__(self, rows: list[Trajectory]) -> list[float]:
-        """Of the sequences of this rank, which has the whole of their groups; the ranks share the work. Collective."""
-        ended = [self._ended(number, t) for number, t in enumerate(rows)]
+        """Of the sequences of this rank; all ranks share the work. Collective."""
+        mesh = self.model.mesh
+        ended = [self._ended(number * mesh.world_size + mesh.rank, t) for number, t in enumerate(rows)]
         own = {(t.group, t.episode): float(values[-1]) for t, values in annotated(self.model, ended, self.tokens_per_rank, "values")}
-        found = {name: score for part in self.model.mesh.gather(own) for name, score in part.items()}
+        found = {name: score for part in mesh.gather(own) for name, score in part.items()}
         return [found[t.group, t.episode] for t in ended]
 
     def grade(self, trajectories: list[Trajectory]) -> None:

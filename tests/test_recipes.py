@@ -4,6 +4,7 @@ reward model beside the policy, all of it resumed, and again on two ranks."""
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ import tiny
 import torch
 from harness import ranks
 from programs import ROOT
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForSequenceClassification
 
 from minirl import checkpoint, dpo, rl, rm, sft
 from minirl.config import RewardConfig, RLConfig
 from minirl.config_supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.flags import parse
-from minirl.rm import find_reward_model
+from minirl.rm import RewardModel, find_reward_model
 from minirl.rollout.sampler import Sampler
 from minirl.run import find_teacher
 from minirl.types import Trajectory, UserError
@@ -132,7 +134,7 @@ def test_resumed_run_with_every_state_is_the_uninterrupted_one(runs):
     assert [p.name for p in (runs / "whole" / "references").iterdir()] == ["step-3"]
 
 
-def test_resumed_run_with_a_curriculum_and_a_reset_optimizer_is_the_uninterrupted_one(runs):
+def test_resumed_run_with_a_curriculum_and_a_reset_optimizer_is_the_uninterrupted_one(runs, tmp_path):
     """Resumed at a step that refreshes the reference and resets the optimizer first."""
     whole, resumed = rows(runs / "judged"), rows(runs / "judged_parts")
     assert repeatable(resumed) == repeatable(whole) and len(whole) == 5
@@ -142,6 +144,9 @@ def test_resumed_run_with_a_curriculum_and_a_reset_optimizer_is_the_uninterrupte
     assert weights[0] == weights[1]
     outcomes = [json.loads((runs / name / "checkpoints" / "step-4" / "progress.json").read_text())["progress"]["outcomes"] for name in ("judged", "judged_parts")]
     assert outcomes[0] == outcomes[1] and sum(tries for tries, _ in outcomes[0].values()) == 4 * 8 * 4 and 0 < sum(right for _, right in outcomes[0].values())
+    dcp_to_torch_save(runs / "judged" / "checkpoints" / "step-4" / "state", tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt")["optimizer"]["state"]
+    assert {int(s["step"]) for s in state.values()} == {2}  # of 4 updates, those after the reset
     assert len(outcomes[0]) < 4 * 8  # some prompt was drawn again before all 98 were seen once
 
 
@@ -203,6 +208,20 @@ def test_what_is_no_reward_model_of_the_policy_is_refused(tmp_path):
     for vocab_size, says in ((99, r"has a vocabulary of \d+, and the policy's is of 99"), (size, "is no reward model: its weights have no score.weight; train one with minirl.rm")):
         with pytest.raises(UserError, match=f"reward.model = .*model {says}"):
             find_reward_model(RewardConfig(model=str(folder)), vocab_size)
+
+
+def test_a_score_that_is_no_number_ends_the_run():
+    class Broken(RewardModel):
+        def __init__(self):
+            sleeper = SimpleNamespace(wake_parameters=lambda: None, sleep_parameters=lambda: None)
+            self.model, self.weight = SimpleNamespace(sleeper=sleeper, folder="judge"), 1.0
+
+        def __call__(self, rows):
+            return [0.5, math.nan]
+
+    answers = [Trajectory(tokens=None, sampled=None, logprobs=None, info={"prompt": "two and two", "completion": text}) for text in ("four", "five")]
+    with pytest.raises(UserError, match="reward.model = judge scored nan for prompt 'two and two', completion 'five'"):
+        Broken().grade(answers)
 
 
 # ---------------------------------------------------------------------------------------------------- dynamic sampling
