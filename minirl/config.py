@@ -166,6 +166,26 @@ class RolloutConfig:
 
 
 @dataclass(kw_only=True)
+class EnvConfig:
+    """What the policy's answers meet (rollout/env.py)."""
+
+    name: str = "single_turn"
+    """A shipped environment or `file.py:Class`, with its arguments as `?key=value&...`. single_turn: an answer to the prompt, scored by `reward`."""
+    max_turns: int = 1
+    """Answers of an episode; it is truncated where the environment wants another."""
+    max_tokens: int = 0
+    """Sampled tokens of an episode, all answers together; 0: max_turns * rollout.max_tokens. The context (engine.max_model_len) also holds
+    what the environment says."""
+    threads: int = 64
+    """So many calls of environments that are not `async` run at once on a rank."""
+    timeout_seconds: float = 60.0
+    """For a `reset` or `step` (of an agent: the whole `run`). Then, and if it raises, the episode has failed."""
+    on_error: Literal["reward", "drop", "raise"] = "reward"
+    """A failed episode ends with `error_reward` for its last answer, is left out of its group, or ends the run."""
+    error_reward: float = 0.0
+
+
+@dataclass(kw_only=True)
 class RewardConfig:
     function: str | list[str] = "exact"
     """A registered name (exact, final_answer, math_verify, reasoning_gym, python_tests), `file.py:function`, called as f(prompt, completion, row) -> float,
@@ -354,6 +374,7 @@ class RLConfig(TrainingConfig):
     refit: RefitConfig = field(default_factory=RefitConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     ref: RefConfig = field(default_factory=RefConfig)
@@ -377,6 +398,7 @@ class EvaluateConfig:
     """`dtype` auto is bfloat16 here."""
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 

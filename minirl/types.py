@@ -31,7 +31,7 @@ class Trajectory:
     """One token-exact sequence: what the engine saw and sampled, id by id."""
 
     tokens: np.ndarray
-    """int32 [L]: prompt and sampled tokens."""
+    """int32 [L]: prompt, sampled tokens, and what an environment said in between."""
     sampled: np.ndarray
     """bool [L]: True where the policy chose the token. The first token is never sampled."""
     logprobs: np.ndarray
@@ -41,8 +41,14 @@ class Trajectory:
     """Ticket of the prompt; siblings share it (the group baseline)."""
     episode: int = 0
     """Number of the sample within its group."""
+    segment: int = 0
+    """Number within its episode: a new one begins where history was rewritten. Segments share reward and advantage."""
     version: int = 0
     """Optimizer steps that the weights had seen when the oldest token was sampled."""
+    versions: np.ndarray | None = None
+    """int32 [L]: the same of each token, -1 where none was sampled; stays on the rank that sampled it."""
+    rewards: np.ndarray | None = None
+    """float32 [L]: what single answers earned, at their last tokens; None: nothing but the whole episode, at its last."""
     advantages: np.ndarray | None = None
     """float32 [L], or None until assigned."""
     group_tokens: int = 0

@@ -278,7 +278,7 @@ def test_a_chat_template_from_a_file(tmp_path):
                                       "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}")
     tokenizer = chat.use_template(make_tokenizer([]), str(tmp_path / "t.jinja"), "")
     assert tokenizer.decode(chat.encode_prompt(tokenizer, [USER])) == "[1+1]"
-    with pytest.raises(UserError, match="the chat template refuses a prompt: no"):
+    with pytest.raises(UserError, match="the chat template refuses a chat: no"):
         chat.encode_prompt(tokenizer, [{"role": "user", "content": "bad"}])
     with pytest.raises(UserError, match="data.chat_template = '.*none.jinja' cannot be read"):
         chat.use_template(tokenizer, str(tmp_path / "none.jinja"), "")

@@ -63,12 +63,22 @@ def to_messages(prompt: str | list[dict], system_prompt: str) -> list[dict]:
     return messages
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> list[int]:
-    """Token ids up to where the assistant begins to speak. Raises UserError if the template raises, by its own will or by adding what does not add."""
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, header: bool = True, tools: list[dict] | None = None) -> str:
+    """The chat as text, with `header` up to where the assistant begins to speak. Raises UserError if the template does."""
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-    except (TemplateError, TypeError) as error:
-        raise UserError(f"the chat template refuses a prompt: {error} ({str(messages)[:200]})") from error
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=header, tools=tools)
+    except (TemplateError, TypeError) as error:  # by its own will, or by adding what does not add
+        raise UserError(f"the chat template refuses a chat: {error} ({str(messages)[:200]})") from error
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> list[int]:
+    """Token ids up to where the assistant begins to speak. Raises UserError if the template refuses."""
+    return encode(tokenizer, render(tokenizer, messages))
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text that has all its special tokens."""
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], trained: list[int],
@@ -80,19 +90,13 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], traine
     before it, with the header of an answer, ends; a token on both sides of that border is not in the loss. The whole is rendered and
     tokenised once. Raises UserError if the template renders a turn otherwise when others follow, or does not end one by a stop token.
     """
-    def render(upto: int, header: bool = False) -> str:
-        try:
-            return tokenizer.apply_chat_template(messages[:upto], tokenize=False, add_generation_prompt=header)
-        except (TemplateError, TypeError) as error:
-            raise UserError(f"the chat template refuses a chat: {error} ({str(messages[:upto])[:200]})") from error
-
-    text = render(len(messages))
+    text = render(tokenizer, messages, header=False)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)  # long ones are cut later
     ids, spans = encoded["input_ids"], encoded["offset_mapping"]
     mask = [False] * len(ids)
     starts = [start for start, _ in spans]
     for i in trained:
-        before, through = render(i, header=True), text if i == len(messages) - 1 else render(i + 1)
+        before, through = render(tokenizer, messages[:i]), text if i == len(messages) - 1 else render(tokenizer, messages[: i + 1], header=False)
         first = bisect.bisect_left(starts, len(before))
         while 0 < first < len(ids) and spans[first - 1][1] < len(before):  # a token that holds the header's last space, which offsets leave out
             first += 1

@@ -138,14 +138,14 @@ def _generate(name: str, options: dict[str, str], shown: str) -> list[dict]:
         close = difflib.get_close_matches(name, DATASETS, n=1)
         raise UserError(f"{shown}: reasoning-gym has no {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
     try:
-        given = {key: _option(value) for key, value in options.items()}
+        given = {key: option(value) for key, value in options.items()}
         entries = list(reasoning_gym.create_dataset(name, **{"size": 1000, "seed": 1, **given}))
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError(f"{shown}: {error}") from error
     return [{**entry, "prompt": entry["question"]} for entry in entries]
 
 
-def _option(value: str) -> object:
+def option(value: str) -> object:
     """A number, a list, true or false; anything else is a text, and the generator says if it wants none."""
     try:
         return json.loads(value)

@@ -1,158 +1,151 @@
-"""What an answer earns: the Env protocol, the single-turn adapter over a reward function, and the graders known by name.
+"""What the policy acts in: an environment shows a row, hears an answer, replies, until the episode is done. One object an episode.
 
-A reward is any function `(prompt, completion, row) -> float`, in any file:
+    # my_env.py
+    from minirl.rollout.env import Env, Result
 
-    # my_reward.py
-    def brevity(prompt, completion, row):
-        return 1.0 if completion.strip() == row["answer"] else -0.01 * len(completion)
+    class Guess(Env):
+        def reset(self, row):
+            self.number = int(row["answer"])
+            return "I think of a number from 1 to 100. Which?"
 
-    --reward.function my_reward.py:brevity
+        def step(self, state):
+            guess = int(state.answer) if state.answer.strip().isdigit() else 0
+            if guess == self.number:
+                return Result(reward=1.0, done=True)
+            return Result(observation="higher" if guess < self.number else "lower")
 
-or an HTTP endpoint (remote.py), or several of them in a weighted sum. `row["rendered_prompt"]` is the prompt as the policy reads it.
+    --env.name my_env.py:Guess --env.max-turns 8
+
+`reset`, `step` and `run` may be `async def`; others run in threads, so both overlap with generation.
 """
 
-import math
-import numbers
-import re
-import secrets
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from urllib.parse import parse_qsl
 
-import math_verify
-import numpy as np
-import reasoning_gym
-
-from minirl.config import RewardConfig
-from minirl.envs import sandbox
+from minirl.data.sources import option
 from minirl.flags import find_function
-from minirl.rollout.remote import RemoteReward
 from minirl.types import UserError
 
-RewardFunction = Callable[[str | list[dict], str, dict], float]
-REWARDS: dict[str, RewardFunction] = {}
+
+class Raw(str):
+    """A text that goes to the policy as it is, without the chat template."""
 
 
-class Env(Protocol):
-    """One episode: a row is shown, the policy answers, the answer earns a reward. `step` runs in a thread, beside generation."""
-
-    def reset(self, row: dict) -> str | list[dict]:
-        """The prompt: a text, or chat messages."""
-
-    def step(self, row: dict, completion: str, info: dict | None = None) -> float:
-        """The reward of an answer. What it is made of, if that is worth a log, goes to `info["rewards"]`: name -> value."""
+Observation = str | list[dict] | list[int] | Raw
+"""What a user says, chat messages, tokens, or a raw text."""
 
 
-class SingleTurn:
-    """The Env of a row with a prompt, graded by a weighted sum of functions."""
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What an environment hears."""
 
-    def __init__(self, *parts: tuple[float, RewardFunction, str]):
-        """Weight, function and name of each."""
-        self.parts = parts
+    row: dict
+    """With `rendered_prompt`, the first prompt as the policy read it."""
+    answer: str
+    """The policy's last one, without special tokens."""
+    stopped: bool
+    """It ended by itself; False: cut at a limit."""
+    turn: int
+    """0 for the first answer."""
+    messages: list[dict]
+    """The chat so far, this answer last; empty if it is not one of messages."""
 
-    def reset(self, row: dict) -> str | list[dict]:
+
+@dataclass(kw_only=True)
+class Result:
+    observation: Observation | None = None
+    """What follows the answer; needed unless done."""
+    reward: float = 0.0
+    """For this answer. The episode earns the sum of all, credited to the answers they were given for."""
+    done: bool = False
+    truncated: bool = False
+    """Done, but not by the policy's doing: for metrics and reward.unstopped."""
+    messages: list[dict] | None = None
+    """The whole chat from here on, instead of an observation: for environments that rewrite history."""
+    sampling: dict = field(default_factory=dict)
+    """Of the next answer: `max_tokens`, `stop_token_ids`. What would change its probabilities is the policy's (rollout.temperature ...)."""
+    info: dict[str, float] = field(default_factory=dict)
+    """Numbers for the log: means over episodes under `env/`."""
+
+
+class Env:
+    """One episode."""
+
+    graded = False
+    """The reward functions score its last answer, beside what `step` gives."""
+
+    def reset(self, row: dict) -> Observation:
+        """The first prompt."""
+        raise NotImplementedError
+
+    def step(self, state: State) -> Result:
+        """The reply to an answer."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """The episode has ended, however."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """An OpenAI-compatible (and Anthropic) endpoint over this rank's engine that keeps the exact tokens of all that is said with this key."""
+
+    base_url: str
+    """Ends with /v1, as the OpenAI client wants it; the Anthropic client wants it without."""
+    api_key: str
+    model: str
+
+
+class Agent:
+    """An episode that a program of its own leads, talking to the policy through an endpoint. All its answers are trained on."""
+
+    graded = False
+
+    def run(self, row: dict, session: Session) -> Result:
+        """Play the episode; `reward`, `truncated` and `info` of the result count."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """The episode has ended, however."""
+
+
+ENVS = {"single_turn": "minirl.rollout.env:SingleTurn", "guess": "minirl.envs.guess:Guess", "countdown": "minirl.envs.countdown:Countdown",
+        "python": "minirl.envs.python:PythonTool", "search": "minirl.envs.search:Search", "openrlhf": "minirl.envs.openrlhf:OpenRLHF",
+        "verifiers": "minirl.envs.verifiers:Verifiers", "openenv": "minirl.envs.openenv:OpenEnv"}
+"""The shipped ones, imported when asked for."""
+
+
+class SingleTurn(Env):
+    """One answer, scored by the reward functions."""
+
+    graded = True
+
+    def reset(self, row: dict) -> Observation:
         return row["prompt"]
 
-    def step(self, row: dict, completion: str, info: dict | None = None) -> float:
-        """Raises UserError as `grade`."""
-        values = {name: grade(function, name, row, completion) for _, function, name in self.parts}
-        if info is not None and len(values) > 1:
-            info["rewards"] = values
-        return sum(weight * values[name] for weight, _, name in self.parts)
+    def step(self, state: State) -> Result:
+        return Result(done=True)
 
 
-def grade(function: RewardFunction, name: str, row: dict, completion: str) -> float:
-    """Raises UserError if the function raises or returns anything but a finite number: an answer cannot be left out of its group, and any
-    number in place of its reward would be learned from."""
-    shown = f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
+def make_env(name: str) -> Callable[[], Env | Agent]:
+    """What makes the environment of an episode. `name`: `NAME`, `NAME:argument` of a shipped one or `file.py:Class`, and what else its constructor
+    takes as `?key=value&...`. One is made here, to see that it can be. Raises UserError."""
+    place, _, query = name.partition("?")
+    shipped, _, argument = place.partition(":")
+    if shipped in ENVS:
+        module, _, cls = ENVS[shipped].partition(":")
+        found, arguments = vars(import_module(module))[cls], [argument] if argument else []
+    else:
+        found, arguments = find_function("env.name", place, ENVS), []
     try:
-        value = function(row["prompt"], completion, row)
-        valid = isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
-    except UserError:
-        raise
-    except Exception as error:  # the user's code may raise anything; it is told with the input that did it
-        raise UserError(f"reward.function = {name} raised {type(error).__name__}: {error} for {shown}") from error
-    if not valid:
-        raise UserError(f"reward.function = {name} returned {value!r} for {shown}; it must return one finite number")
-    return float(value)
-
-
-def make_env(cfg: RewardConfig | str) -> SingleTurn:
-    """What `reward.function` names (a text alone stands for a config with it). Raises UserError for what cannot be found."""
-    cfg = RewardConfig(function=cfg) if isinstance(cfg, str) else cfg
-    names = _names(cfg.function)
-    if not (names or cfg.model) or len(set(names)) < len(names) or cfg.weights and len(cfg.weights) != len(names) or not all(map(math.isfinite, cfg.weights)):
-        raise UserError(f"reward.function = {cfg.function}, reward.weights = {cfg.weights}: give different functions, and no or as many finite weights")
-    found = [RemoteReward(name, cfg) if name.startswith(("http://", "https://")) else find_function("reward.function", name, REWARDS) for name in names]
-    return SingleTurn(*zip(cfg.weights or [1.0] * len(names), found, names, strict=True))
-
-
-def _names(function: str | list[str]) -> list[str]:
-    return [name for name in ([function] if isinstance(function, str) else function) if name]
-
-
-def check_rows(function: str | list[str], rows: Iterable[dict]) -> None:
-    """Refuse rows that a registered reward cannot grade, or a machine that cannot, before anything is generated. Raises UserError."""
-    if "python_tests" in _names(function):
-        sandbox.check()
-    for row, name in ((row, name) for row in rows for name in _names(function)):
-        if name in ("exact", "final_answer", "math_verify") and row.get("answer") is None:
-            raise UserError(f"reward.function = {name} compares with the answer, and a row has none (data.answer_key): {str(row)[:120]}")
-        if name == "python_tests" and not isinstance(row.get("tests"), str):
-            raise UserError(f"reward.function = python_tests runs the text in the column `tests`, and a row has none: {str(row)[:120]}")
-        if name == "reasoning_gym" and "source_dataset" not in (row.get("metadata") or {}):
-            raise UserError(f"reward.function = reasoning_gym needs rows with metadata.source_dataset, and a row has none: {str(row)[:120]}")
-
-
-def register(name: str) -> Callable[[RewardFunction], RewardFunction]:
-    def add(function: RewardFunction) -> RewardFunction:
-        if name in REWARDS:
-            raise ValueError(f"reward {name!r} is registered twice")
-        REWARDS[name] = function
-        return function
-
-    return add
-
-
-@register("exact")
-def exact(prompt: str | list[dict], completion: str, row: dict) -> float:
-    """1 if the completion is the answer, spaces at the ends aside."""
-    return float(completion.strip() == str(row["answer"]).strip())
-
-
-@register("final_answer")
-def final_answer(prompt: str | list[dict], completion: str, row: dict) -> float:
-    """1 for the right number after `Answer:`, 0.3 if only the last number of the text is right: a small model finds the right
-    number before the form."""
-    gold = str(row["answer"]).replace(",", "").strip()
-    text = completion.replace(",", "")
-    if gold in re.findall(r"[Aa]nswer:\s*\$?(-?\d+(?:\.\d+)?)", text)[-1:]:
-        return 1.0
-    return 0.3 if gold in re.findall(r"-?\d+(?:\.\d+)?", text)[-1:] else 0.0
-
-
-@register("math_verify")
-def verified(prompt: str | list[dict], completion: str, row: dict) -> float:
-    """1 if math-verify finds the completion's final expression equal to the answer. Its own time limits use signals, which do
-    not work in threads."""
-    answer = str(row["answer"])
-    if "$" not in answer and "\\boxed" not in answer:
-        answer = f"${answer}$"  # bare LaTeX, as in MATH, would be read as a text with some number in it
-    gold = math_verify.parse(answer, parsing_timeout=None)
-    return float(math_verify.verify(gold, math_verify.parse(completion, parsing_timeout=None), timeout_seconds=None))
-
-
-@register("reasoning_gym")
-def gym_score(prompt: str | list[dict], completion: str, row: dict) -> float:
-    """The score of reasoning-gym's own grader for the row's generator, 0 to 1; partly right answers earn part."""
-    return reasoning_gym.get_score_answer_fn(row["metadata"]["source_dataset"])(completion.strip(), row)
-
-
-@register("python_tests")
-def python_tests(prompt: str | list[dict], completion: str, row: dict) -> float:
-    """1 if the program in the completion (its last fenced block, or all of it) passes the row's `tests`, Python statements that run behind it
-    in the sandbox. The tests' process is the program's, so they must reach a last line of their own; one that reads that line in its own file
-    and prints it would be believed."""
-    blocks = re.findall(r"```(?:python|py)?\n(.*?)```", completion, flags=re.DOTALL)
-    passed = secrets.token_hex(8)
-    result = sandbox.run(f"{blocks[-1] if blocks else completion}\n\n{row['tests']}\nprint({passed!r})\n", sandbox.Limits(seconds=10.0))
-    return float(result.status == "ok" and result.output.rstrip().endswith(passed))
+        make = partial(found, *arguments, **{key: option(value) for key, value in parse_qsl(query, strict_parsing=bool(query))})
+        made = make()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"env.name = {name}: {error}") from error
+    if not isinstance(made, Env | Agent):
+        raise UserError(f"env.name = {name} makes {type(made).__name__}, which is neither an Env nor an Agent (minirl.rollout.env)")
+    made.close()
+    return make
