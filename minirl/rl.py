@@ -159,7 +159,8 @@ class Trainer:
             t.info["score"] = t.reward
         if self.cfg.rollout.curriculum_floor:
             order = self.inputs.train.order
-            order.record([r for part in self.mesh.gather([(order[t.group], t.reward >= self.cfg.eval.threshold) for t in trajectories]) for r in part])
+            own = [(order[t.group], t.reward >= self.cfg.eval.threshold) for t in trajectories if t.segment == 0]
+            order.record([result for part in self.mesh.gather(own) for result in part])
         rewards, lengths, stopped = (torch.tensor([value(t) for t in trajectories], dtype=torch.float64) for value in (
             lambda t: t.reward, lambda t: int(t.sampled.sum()), lambda t: t.info["stopped"]))
         rewards, self.progress.reward_stats = shaping.shape(rewards, lengths, stopped.bool(), self.cfg.reward, self.cfg.rollout.max_tokens,

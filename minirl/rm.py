@@ -87,12 +87,14 @@ class RewardModel:
         return [found[t.group, t.episode] for t in ended]
 
     def grade(self, trajectories: list[Trajectory]) -> None:
-        """Add the weighted scores to the rewards of this rank's trajectories, and each to `info["rewards"]`; asleep before and after. Collective.
-        Raises UserError for a score that is no number."""
+        """Add the weighted scores to the rewards of this rank's trajectories, and each to `info["rewards"]`; of an episode in segments that of the
+        last counts. Asleep before and after. Collective. Raises UserError for a score that is no number."""
         self.model.sleeper.wake_parameters()
         scores = self(trajectories)
         self.model.sleeper.sleep_parameters()
-        for t, score in zip(trajectories, scores, strict=True):
+        last = {(t.group, t.episode): score for t, score in sorted(zip(trajectories, scores, strict=True), key=lambda pair: pair[0].segment)}
+        for t in trajectories:
+            score = last[t.group, t.episode]
             if not math.isfinite(score):
                 raise UserError(f"reward.model = {self.model.folder} scored {score} for prompt {str(t.info['prompt'])[:80]!r}, completion {t.info['completion'][:80]!r}")
             t.info.setdefault("rewards", {})["model"] = score

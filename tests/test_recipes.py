@@ -210,18 +210,30 @@ def test_what_is_no_reward_model_of_the_policy_is_refused(tmp_path):
             find_reward_model(RewardConfig(model=str(folder)), vocab_size)
 
 
+class Told(RewardModel):
+    """Gives the scores that it was made with."""
+
+    def __init__(self, *scores):
+        sleeper = SimpleNamespace(wake_parameters=lambda: None, sleep_parameters=lambda: None)
+        self.model, self.weight, self.scores = SimpleNamespace(sleeper=sleeper, folder="judge"), 0.5, scores
+
+    def __call__(self, rows):
+        return list(self.scores)
+
+
+def said(text, episode, segment=0):
+    return Trajectory(tokens=None, sampled=None, logprobs=None, reward=1.0, episode=episode, segment=segment, info={"prompt": "two and two", "completion": text})
+
+
+def test_an_episode_earns_the_score_of_its_end():
+    answers = [said("four", 0), said("fiv", 1, 0), said("five", 1, 1)]
+    Told(4.0, 7.0, -2.0).grade(answers)
+    assert [t.reward for t in answers] == [3.0, 0.0, 0.0] and [t.info["rewards"] for t in answers] == [{"model": 4.0}, {"model": -2.0}, {"model": -2.0}]
+
+
 def test_a_score_that_is_no_number_ends_the_run():
-    class Broken(RewardModel):
-        def __init__(self):
-            sleeper = SimpleNamespace(wake_parameters=lambda: None, sleep_parameters=lambda: None)
-            self.model, self.weight = SimpleNamespace(sleeper=sleeper, folder="judge"), 1.0
-
-        def __call__(self, rows):
-            return [0.5, math.nan]
-
-    answers = [Trajectory(tokens=None, sampled=None, logprobs=None, info={"prompt": "two and two", "completion": text}) for text in ("four", "five")]
     with pytest.raises(UserError, match="reward.model = judge scored nan for prompt 'two and two', completion 'five'"):
-        Broken().grade(answers)
+        Told(0.5, math.nan).grade([said("four", 0), said("five", 1)])
 
 
 # ---------------------------------------------------------------------------------------------------- dynamic sampling
