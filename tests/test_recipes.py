@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForSequenceClassification
 
 from minirl import checkpoint, dpo, rl, rm, sft
-from minirl.config import RewardConfig, RLConfig
+from minirl.config import RewardConfig, RLConfig, RolloutConfig
 from minirl.config_supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.flags import parse
 from minirl.rm import RewardModel, find_reward_model
-from minirl.rollout.sampler import Sampler
+from minirl.rollout.sampler import Group, Round, Sampler
 from minirl.run import find_teacher
 from minirl.types import Trajectory, UserError
 
@@ -49,7 +49,7 @@ STATES = ["--num-steps", 5, "--checkpoint.every", 2, "--rollout.extra-prompts", 
           "--algo.kl-target", 0.001, "--ref.every", 3, "--rollout.samples-per-prompt", 4, "--algo.entropy-share", 0.3, "--algo.entropy-coef", 0.01]
 JUDGED = ["--num-steps", 5, "--checkpoint.every", 2, "--reward.model", "{folder}/judge/model", "--reward.model-weight", 0.5, "--eval.threshold", 0.2,
           "--rollout.curriculum-floor", 0.1, "--algo.kl-coef", 0.1, "--ref.every", 2, "--ref.reset-optimizer", "--rollout.samples-per-prompt", 4,
-          "--policy.lr", 3e-3, "--debug.save-trajectories", "--eval.every", 4]
+          "--policy.lr", 3e-3, "--rollout.dump", "--eval.every", 4]
 TEACH = ["--num-steps", 8, "--algo.advantage", "on_policy_distill", "--policy.lr", 5e-3, "--algo.kl-estimator", "k1", "--rollout.samples-per-prompt", 1, "--rollout.prompts-per-step", 32,
          "--ref.model", "{folder}/teacher/model"]
 
@@ -163,14 +163,14 @@ def test_two_ranks_train_as_one(runs):
 def test_a_reward_model_scores_what_transformers_does(runs):
     """Of every answer, with an end behind those that were cut; its weighted score is in the sum, in training and held out."""
     model = AutoModelForSequenceClassification.from_pretrained(runs / "judge" / "model", dtype=torch.float32, attn_implementation="eager").eval()
-    sampled = [json.loads(line) for line in (runs / "judged" / "trajectories" / "step-0-rank-0.jsonl").read_text().splitlines()]
-    assert len(sampled) == 32 and any(not t["stopped"] for t in sampled)
+    sampled = [json.loads(line) for line in (runs / "judged" / "rollouts" / "step-0-rank-0.jsonl").read_text().splitlines()]
+    assert len(sampled) == 32 and any(not t["info"]["stopped"] for t in sampled)
     with torch.no_grad():
         for t in sampled:
-            ids = t["tokens"] + [model.config.eos_token_id] * (not t["stopped"])
-            assert t["rewards"]["model"] == pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-5)
-            assert t["score"] == pytest.approx(sum(letter in "aeiou" for letter in t["completion"]) / 10 + 0.5 * t["rewards"]["model"])
-    scores = [t["rewards"]["model"] for t in sampled]
+            info, ids = t["info"], t["tokens"] + [model.config.eos_token_id] * (not t["info"]["stopped"])
+            assert info["rewards"]["model"] == pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-5)
+            assert t["reward"] == pytest.approx(sum(letter in "aeiou" for letter in info["completion"]) / 10 + 0.5 * info["rewards"]["model"])
+    scores = [t["info"]["rewards"]["model"] for t in sampled]
     assert np.std(scores) > 1e-3 and rows(runs / "judged")[0]["reward/model"] == pytest.approx(np.mean(scores), rel=1e-6)
     for row in rows(runs / "only_judge") + rows(runs / "only_judge", "eval"):
         assert row["reward"] == pytest.approx(0.5 * row["reward/model"]) and row["reward"] != 0
@@ -242,17 +242,26 @@ def test_a_score_that_is_no_number_ends_the_run():
 class Recorded(Sampler):
     """Two ranks whose answers to ticket n earn means[n], one rank at a time."""
 
-    def __init__(self, means: dict[int, float], rank: int):
+    def __init__(self, means: dict[int, float], rank: int, extra: int):
         self.means, self.rank, self.asked, self.mesh = means, rank, [], self
+        self.cfg = RLConfig(rollout=RolloutConfig(prompts_per_step=4, extra_prompts=extra))
+        self.training = Round(self)
 
-    def collect(self, prompts, tickets, num_samples, sampling, *, version=0):
+    def _play(self, round, prompts, tickets, num_samples, sampling, version, enough):
         self.asked.append(tickets)
-        return [Trajectory(tokens=None, sampled=None, logprobs=None, reward=self.means[n] + (-1) ** e, group=n, episode=e)
-                for n in tickets if n % 2 == self.rank for e in range(num_samples)]
+        assert enough == len(tickets)
+        return [Answered(n, 0, [self.means[n] + (-1) ** e for e in range(2)]) for n in tickets if n % 2 == self.rank]
 
     def gather(self, own):
+        if isinstance(own, int):
+            return [own, own]
         other = {n: 0 < self.means[n] < 1 for n in self.asked[-1] if n % 2 != self.rank}
         return [own, other] if self.rank == 0 else [other, own]
+
+
+class Answered(Group):
+    def trajectories(self):
+        return [Trajectory(tokens=None, sampled=None, logprobs=None, reward=reward, group=self.ticket, episode=e) for e, reward in enumerate(self.episodes)]
 
 
 @pytest.mark.parametrize(("means", "extra", "kept", "end", "rounds"), [
@@ -266,8 +275,8 @@ def test_groups_outside_the_range_are_replaced(means, extra, kept, end, rounds):
     given = dict(enumerate(means, start=10))
     got = []
     for rank in (0, 1):
-        sampler = Recorded(given, rank)
-        trajectories, stop = sampler.collect_varied(None, 10, 4, extra, (0.0, 1.0), 2, None)
+        sampler = Recorded(given, rank, extra)
+        trajectories, stop = sampler.collect_step(None, 10, None, version=0)
         assert stop == 10 + end and len(sampler.asked) == rounds
         assert [n for tickets in sampler.asked for n in tickets] == list(range(10, stop))  # none twice, none left out
         got += [(t.group - 10, t.episode) for t in trajectories]
