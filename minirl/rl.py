@@ -69,7 +69,8 @@ class Trainer:
             self.policy = Policy(cfg.policy, self.inputs.folder, mesh, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
             if not cfg.rollout.replay:
                 self.make_engine()
-            self.judge = self.load_judge()
+            self.judge = RewardModel(cfg.policy, self.inputs.judge, mesh, self.inputs.stop_ids, self.inputs.train.tokenizer.eos_token_id, cfg.tokens_per_rank,
+                                     weight=cfg.reward.model_weight, sequence_parallel=cfg.parallel.sequence, timer=self.timer) if self.inputs.judge else None
             about = f"{len(self.inputs.train.rows)} training prompts, {len(self.inputs.held_out.rows)} held out ({self.inputs.num_dropped} dropped as too long)"
             self.run = Run(cfg, self.policy, mesh, self.timer, about)
         if cfg.rollout.ahead:
@@ -230,16 +231,6 @@ class Trainer:
         self.ref = None  # its memory first
         self.load_reference(step)
 
-    def load_judge(self) -> RewardModel | None:
-        """Asleep but while it scores: after generation, and of held-out answers beside the engine, while the policy sleeps."""
-        cfg, inputs = self.cfg, self.inputs
-        if inputs.judge is None or cfg.rollout.replay:  # whose rewards are those of the dump
-            return None
-        judge = RewardModel(cfg.policy, inputs.judge, self.mesh, inputs.stop_ids, inputs.train.tokenizer.eos_token_id, cfg.tokens_per_rank,
-                            weight=cfg.reward.model_weight, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
-        judge.model.sleeper.sleep_parameters()
-        return judge
-
     def load_critic(self) -> None:
         """Asleep but while it works: with the policy's shards on the device, and never with its optimizer's state."""
         cfg = self.cfg
@@ -313,7 +304,7 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
     folder, model, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
     teacher = find_teacher(cfg.ref.model, model.vocab_size, cfg.parallel.tensor) if cfg.ref.model else None
     critic = find_teacher(cfg.critic.model, model.vocab_size, cfg.parallel.tensor, "critic.model") if cfg.critic.model else None
-    judge = find_reward_model(cfg.reward, model.vocab_size, cfg.parallel.tensor)
+    judge = None if cfg.rollout.replay else find_reward_model(cfg.reward, model.vocab_size, cfg.parallel.tensor)  # dumped rewards have its scores in them
     train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
     held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
     num_dropped = train.check_lengths("data.train", mesh) + held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", mesh)

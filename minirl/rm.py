@@ -69,7 +69,7 @@ def main(cfg: RMConfig, mesh: Mesh) -> None:
 
 
 class RewardModel:
-    """A trained reward model, run in process: prompts with answers, as token ids -> the scores of their ends."""
+    """A trained reward model, run in process: prompts with answers, as token ids -> the scores of their ends. Asleep until it is woken or `grade` does."""
 
     def __init__(self, cfg: PolicyConfig, folder: Path, mesh: Mesh, stop_ids: list[int], eos: int | None, tokens_per_rank: int, *,
                  weight: float = 1.0, sequence_parallel: bool = False, timer: Timer | None = None):
@@ -77,6 +77,7 @@ class RewardModel:
         self.model = Policy(cfg, folder, mesh, trainable=False, score=True, sequence_parallel=sequence_parallel, timer=timer)
         self.stop_ids, self.tokens_per_rank, self.weight = stop_ids, tokens_per_rank, weight
         self.end = stop_ids[0] if eos is None else eos
+        self.model.sleeper.sleep_parameters()
 
     def __call__(self, rows: list[Trajectory]) -> list[float]:
         """Of the sequences of this rank; all ranks share the work. Collective."""
@@ -88,7 +89,7 @@ class RewardModel:
 
     def grade(self, trajectories: list[Trajectory]) -> None:
         """Add the weighted scores to the rewards of this rank's trajectories, and each to `info["rewards"]`; of an episode in segments that of the
-        last counts. Asleep before and after. Collective. Raises UserError for a score that is no number."""
+        last counts. Asleep afterwards. Collective. Raises UserError for a score that is no number."""
         self.model.sleeper.wake_parameters()
         scores = self(trajectories)
         self.model.sleeper.sleep_parameters()
@@ -127,6 +128,7 @@ class Scorer:
         self.max_tokens, self.tokenizer = cfg.max_tokens, chat.load_tokenizer(folder, chats=False)
         stop_ids = chat.stop_token_ids(self.tokenizer, folder)
         self.model = RewardModel(PolicyConfig(dtype=cfg.dtype), folder, mesh, stop_ids, self.tokenizer.eos_token_id, cfg.tokens_per_batch)
+        self.model.model.sleeper.wake_parameters()
 
     def __call__(self, texts: list[str]) -> list[float]:
         ids = [self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][-self.max_tokens + 1 :] for text in texts]
