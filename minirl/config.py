@@ -206,7 +206,7 @@ class RewardConfig:
     model: str = ""
     """Folder or hub id of a trained reward model (what minirl.rm leaves) with the policy's vocabulary: its score of each prompt and answer, with
     the token that ends one behind a cut answer, is added to the functions' sum. It runs on the trainer's mesh, in the policy's dtype, after
-    generation, and sleeps otherwise."""
+    generation, and sleeps otherwise. Dumped rollouts have its scores in their rewards."""
     model_weight: float = 1.0
     """Of its score in the sum; `reward/model` in the metrics is the score alone."""
     threads: int = 4
