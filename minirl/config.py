@@ -185,7 +185,8 @@ class EnvConfig:
 class RewardConfig:
     function: str | list[str] = "exact"
     """A registered name (exact, final_answer, math_verify, reasoning_gym, python_tests), `file.py:function`, called as f(prompt, completion, row) -> float,
-    or `http://host:port/path` (several, separated by commas, take turns; the protocol is in rollout/remote.py). Several rewards are summed."""
+    `openrlhf:file.py` or `trl:file.py:function`, called as theirs are, one answer at a time, or `http://host:port/path` (several, separated by commas,
+    take turns; the protocol is in rollout/remote.py). Several rewards are summed."""
     weights: list[float] = field(default_factory=list)
     """Of the rewards in the sum; empty: 1 each."""
     threads: int = 4

@@ -162,7 +162,7 @@ def load_verifiers(name: str, arguments: dict, setting: str) -> "verifiers.Envir
 
         return verifiers.load_environment(name, **arguments)
     except (ImportError, AttributeError) as error:  # the latter of a package that has left such environments behind
-        raise UserError(f"{shown}: {error}; pip install 'verifiers>=0.1.10,<0.4'") from error
+        raise UserError(f"{shown}: {error}; pip install 'verifiers>=0.1.14,<0.4'") from error
     except (RuntimeError, TypeError, ValueError) as error:  # what it makes of whatever an environment raises
         raise UserError(f"{shown}: {type(error).__name__}: {error}") from error
     finally:

@@ -27,7 +27,7 @@ from minirl.types import UserError
 @cache
 def check(url: str) -> None:
     """Raises UserError if no WebSocket opens there."""
-    begin_session(url).close()
+    end_session(begin_session(url))
 
 
 def begin_session(url: str) -> ClientConnection:
@@ -36,6 +36,13 @@ def begin_session(url: str) -> ClientConnection:
         return connect("ws" + url.removeprefix("http").rstrip("/") + "/ws", max_size=None)
     except (OSError, WebSocketException, ValueError) as error:
         raise UserError(f"env.name = openenv:{url}: no session with an OpenEnv server there: {error}; start it, and give its address as http://host:port") from error
+
+
+def end_session(session: ClientConnection) -> None:
+    with contextlib.suppress(ConnectionClosed):
+        session.send('{"type": "close"}')  # a server that finds its client gone takes it for a failure
+        session.recv(timeout=1.0)
+    session.close()
 
 
 class OpenEnv(Env):
@@ -59,7 +66,7 @@ class OpenEnv(Env):
 
     def close(self) -> None:
         if self.session is not None:
-            self.session.close()
+            end_session(self.session)
 
     def _act(self, answer: str) -> dict:
         if self.action:

@@ -1,6 +1,6 @@
 """Environments of the package `verifiers` (github.com/PrimeIntellect-ai/verifiers) that have a `load_environment`, such as those of its hub:
 
-    pip install "verifiers>=0.1.10,<0.4"       # and the environment's own package
+    pip install "verifiers>=0.1.14,<0.4"       # and the environment's own package
     --env.name "verifiers:my-env?key=value" --data.train "verifiers:my-env?key=value" --data.eval "verifiers:my-env?rows=eval&key=value"
 
 The environment leads the episode: it asks the policy through the endpoint, with its own limit of turns, and scores it by its own rubric. Its rows are
