@@ -11,10 +11,20 @@ import threading
 import time
 
 import pytest
+import tiny
+from harness import ranks
+from test_rollout import ENGINE, make_policy
 
+from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RefitConfig, RolloutConfig
+from minirl.data import chat
+from minirl.data.datasets import Prompts
+from minirl.data.packing import pack
 from minirl.data.sources import open_source
+from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.env import Raw, Session, State, make_env
+from minirl.rollout.refit import Refit
 from minirl.rollout.rewards import make_rewards
+from minirl.rollout.sampler import Sampler
 from minirl.types import UserError
 
 ROW = {"prompt": "q", "rendered_prompt": "<|user|>q<|end|>", "answer": "42", "label": "42"}
@@ -250,7 +260,7 @@ def echo():
         def state(self):
             return server.State(step_count=len(self.heard))
 
-    url, stop = serve(server.create_fastapi_app(Echo, Say, Heard, max_concurrent_envs=3))
+    url, stop = serve(server.create_fastapi_app(Echo, Say, Heard, max_concurrent_envs=8))
     yield url
     stop()
 
@@ -286,11 +296,11 @@ def test_openenv_actions_as_json(echo, local):
 
 
 def test_openenv_server_that_is_full_or_absent_is_told(echo, local):
-    envs = [make_env(f"openenv:{echo}?action=message")() for _ in range(4)]
-    for env in envs[:3]:
+    envs = [make_env(f"openenv:{echo}?action=message")() for _ in range(9)]
+    for env in envs[:8]:
         env.reset(ROW)
     with pytest.raises(RuntimeError, match="CAPACITY_REACHED"):
-        envs[3].reset(ROW)
+        envs[8].reset(ROW)
     for env in envs:
         env.close()
     with pytest.raises(UserError, match="its observations have no 'text'; they have echoed, seed"):
@@ -299,6 +309,48 @@ def test_openenv_server_that_is_full_or_absent_is_told(echo, local):
         make_env("openenv:http://127.0.0.1:1")
     with pytest.raises(UserError, match="no session with an OpenEnv server there"):
         make_env("openenv:localhost")
+
+
+# ---------------------------------------------------------------------------------------------------- in a rollout
+
+
+def rollout_program(mesh, folder, names, reward):
+    """Text with special tokens, reward, truncated of each episode, by environment; and the largest difference to the trainer's log-probs."""
+    tokenizer, policy = chat.load_tokenizer(folder), make_policy(folder, mesh)
+    engine = RolloutEngine(EngineConfig(**ENGINE), folder, mesh, dtype="float32")
+    sampling = Sampling(max_tokens=6, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=1.0)
+    prompts = Prompts([{"prompt": f"{i}", "answer": "y"} for i in range(4)], tokenizer, DataConfig(), seed=0)
+    found, mismatch = {}, 0.0
+    for name in names:
+        cfg = EvaluateConfig(engine=engine.cfg, rollout=RolloutConfig(max_tokens=6), env=EnvConfig(name=name, max_turns=3, max_tokens=100, on_error="raise"))
+        sampler = Sampler(engine, make_env(name), make_rewards(reward), tokenizer, mesh, cfg)
+        with engine.awake(Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True), []):
+            trajectories = sampler.collect(prompts, range(4), 2, sampling)
+        batches = [pack(trajectories, mesh.device, 1.0, layout=policy.layout)]
+        policy.annotate([batches], "old_logprobs")
+        mismatch = max(mismatch, *(((b.old_logprobs - b.engine_logprobs).abs() * b.mask).max().item() for b in batches))
+        found[name] = [(tokenizer.decode(t.tokens), t.reward, t.info) for t in trajectories]
+        sampler.close()
+    return found, mismatch
+
+
+def test_episodes_of_adapters_in_a_rollout(file, tmp_path, request, local):
+    agent = f"openrlhf:{file(AGENT.format(init='def __init__(self):', sampling='None'))}"
+    single = "single_turn"
+    trl = f"trl:{file('def f(completions, answer, **columns): return [float(len(c)) for c in completions]', 'trl_reward.py')}:f"
+    try:
+        served = f"openenv:{request.getfixturevalue('echo')}?action=message&observation=echoed"
+        names = [single, agent, served]
+    except pytest.skip.Exception:  # its package is not there; the others are
+        names = [single, agent]
+    [(found, mismatch)] = ranks(1, rollout_program, tiny.make(tmp_path / "model"), names, trl)
+    assert mismatch < 1e-4
+    assert all(reward == len(info["completion"]) for _, reward, info in found[single])
+    assert len(found[agent]) == 8 and all(info["env"]["turns"] == 2 and not info["error"] for _, _, info in found[agent])
+    assert all(text.count("Think.") == 1 and text.count("\n[again]\n") == 1 for text, _, _ in found[agent])
+    for text, reward, info in found[names[2]] if len(names) > 2 else ():
+        assert "\n\nready" in text and not info["error"] and info["env"]["truncated"] == 1.0  # by max_turns or the context
+        assert reward in [0.25 * heard * (heard + 1) for heard in range(int(info["env"]["turns"]) + 1)] and info["env"]["turns"] > 1
 
 
 # ---------------------------------------------------------------------------------------------------- verifiers

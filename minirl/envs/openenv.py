@@ -33,14 +33,14 @@ def check(url: str) -> None:
 def begin_session(url: str) -> ClientConnection:
     """Raises UserError."""
     try:
-        return connect("ws" + url.removeprefix("http").rstrip("/") + "/ws", max_size=None)
+        return connect("ws" + url.removeprefix("http").rstrip("/") + "/ws", max_size=None, close_timeout=1.0)
     except (OSError, WebSocketException, ValueError) as error:
         raise UserError(f"env.name = openenv:{url}: no session with an OpenEnv server there: {error}; start it, and give its address as http://host:port") from error
 
 
 def end_session(session: ClientConnection) -> None:
-    with contextlib.suppress(ConnectionClosed):
-        session.send('{"type": "close"}')  # a server that finds its client gone takes it for a failure
+    with contextlib.suppress(WebSocketException, TimeoutError):  # nothing is lost if the server is stuck, or a step that took too long still waits for it
+        session.send('{"type": "close"}')  # one that finds its client gone would take it for a failure
         session.recv(timeout=1.0)
     session.close()
 

@@ -88,6 +88,7 @@ class Stage:
                 if isinstance(e.env, Agent):
                     await self._lead(e)
                 elif e.segment is None:
+                    e.row = {**e.row, "rendered_prompt": chat.render(self.tokenizer, chat.to_messages(e.row["prompt"], self.system_prompt))}
                     self._tell(e, await self._call(e.env.reset, e.row))
                     e.row = {**e.row, "rendered_prompt": e.segment.text}
                 while not e.played:
