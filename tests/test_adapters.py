@@ -289,7 +289,7 @@ def test_openenv_actions_as_json(echo, local):
     given = env.step(state('I say\n```json\n{"message": "a", "times": 2}\n```'))
     assert json.loads(given.observation)["echoed"] == "aa"
     assert "times" in env.step(state('{"message": "a", "times": "often"}')).observation
-    assert "must be a JSON object" in env.step(state("[1]")).observation
+    assert "valid dictionary" in env.step(state("[1]")).observation
     assert env.step(state("hello")).reward == 0.0  # nor is this an action, and nothing was heard
     assert json.loads(env.step(state('{"message": "b"}')).observation)["echoed"] == "aa b"
     env.close()
@@ -422,7 +422,7 @@ def test_verifiers_environment_leads_an_episode(spelling, endpoint):
     assert {key for key, _ in asked} == {"Bearer key-1"} and {body["model"] for _, body in asked} == {"policy"}
     said = [(m["role"], m["content"]) for m in asked[1][1]["messages"]]
     assert said == [("system", "Spell."), ("user", "Spell dog 1"), ("assistant", "DOC"), ("user", "Sure?")]
-    assert len(open_source(f"verifiers:{spelling}?rows=eval", "data.eval").rows) == 1
+    assert len(open_source(f"verifiers:{spelling}", "data.eval").rows) == 1
 
 
 def test_verifiers_failures_are_told(spelling, endpoint):
@@ -432,8 +432,6 @@ def test_verifiers_failures_are_told(spelling, endpoint):
         make_env("verifiers:none-there")
     with pytest.raises(UserError, match="verifiers:spelling-env: .*colour"):
         open_source(f"verifiers:{spelling}?colour=red", "data.train")
-    with pytest.raises(UserError, match="rows = test is neither train nor eval"):
-        open_source(f"verifiers:{spelling}?rows=test", "data.train")
     env = make_env(f"verifiers:{spelling}")()
     with pytest.raises(RuntimeError, match="verifiers: "):  # the endpoint has no answer left and fails
         asyncio.run(env.run(open_source(f"verifiers:{spelling}", "data.train").rows[0], endpoint[0]))

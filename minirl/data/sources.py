@@ -3,7 +3,7 @@
     rows.jsonl, rows.json (a list, or JSON lines), rows.parquet, rows.csv (all texts; the first line has the names)
     a folder that `datasets` saved (save_to_disk) or can load, or a hub id; options `split` and `subset`
     reasoning_gym:NAME; options of that generator, `size` and `seed`
-    verifiers:NAME, the rows of an environment of the package `verifiers`; its arguments, and `rows`, `train` (the default) or `eval`
+    verifiers:NAME, the rows of an environment of the package `verifiers`; its arguments. For data.eval its own held-out rows
 
 Options of every source: `weight`, its share of the training examples among several sources; `name`, what metrics call it. In YAML several
 are a list, with one on each line (or each in quotes: a `?` has a meaning between brackets).
@@ -22,6 +22,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from urllib.parse import parse_qsl
 
@@ -64,11 +65,8 @@ def open_source(text: str, setting: str) -> Source:
     if place.startswith(GYM):
         rows = _generate(place.removeprefix(GYM), options, shown)
     elif place.startswith(VERIFIERS):
-        which = options.pop("rows", "train")
-        if which not in ("train", "eval"):
-            raise UserError(f"{shown}: rows = {which} is neither train nor eval")
-        environment = load_verifiers(place.removeprefix(VERIFIERS), {key: option(value) for key, value in options.items()}, setting)
-        rows = environment.get_dataset() if which == "train" else environment.get_eval_dataset()
+        environment = load_verifiers(place.removeprefix(VERIFIERS), json.dumps({key: option(value) for key, value in options.items()}), setting)
+        rows = environment.get_eval_dataset() if setting == "data.eval" else environment.get_dataset()
     elif path.is_file():
         if options:
             raise UserError(f"{shown}: a file has no option {next(iter(options))}; it has weight and name")
@@ -153,18 +151,17 @@ def _generate(name: str, options: dict[str, str], shown: str) -> list[dict]:
     return [{**entry, "prompt": entry["question"]} for entry in entries]
 
 
-def load_verifiers(name: str, arguments: dict, setting: str) -> "verifiers.Environment":
-    """An environment of the package `verifiers`, for its rows and its episodes. Raises UserError."""
+@cache
+def load_verifiers(name: str, arguments: str, setting: str) -> "verifiers.Environment":
+    """An environment of the package `verifiers`, for its rows or all its episodes. `arguments`: JSON. Raises UserError."""
     shown = f"{setting} = {VERIFIERS}{name}"
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         import verifiers  # here, because it takes a while and few need it
 
-        return verifiers.load_environment(name, **arguments)
-    except (ImportError, AttributeError) as error:  # the latter of a package that has left such environments behind
-        raise UserError(f"{shown}: {error}; pip install 'verifiers>=0.1.14,<0.4'") from error
-    except (RuntimeError, TypeError, ValueError) as error:  # what it makes of whatever an environment raises
-        raise UserError(f"{shown}: {type(error).__name__}: {error}") from error
+        return verifiers.load_environment(name, **json.loads(arguments))
+    except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:  # what it makes of whatever an environment raises
+        raise UserError(f"{shown}: {error} (it takes the environment's own package, and pip install 'verifiers>=0.1.14,<0.4')") from error
     finally:
         for number, handler in handlers.items():  # an environment takes them for itself; how a rank ends is not its business
             signal.signal(number, handler)

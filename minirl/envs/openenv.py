@@ -24,12 +24,6 @@ from minirl.rollout.env import Env, Result, State
 from minirl.types import UserError
 
 
-@cache
-def check(url: str) -> None:
-    """Raises UserError if no WebSocket opens there."""
-    end_session(begin_session(url))
-
-
 def begin_session(url: str) -> ClientConnection:
     """Raises UserError."""
     try:
@@ -45,6 +39,9 @@ def end_session(session: ClientConnection) -> None:
     session.close()
 
 
+check = cache(lambda url: end_session(begin_session(url)))  # one session before the first episode, to see that the server is there
+
+
 class OpenEnv(Env):
     """A session with a server. Raises RuntimeError in an episode if the server fails or has no room."""
 
@@ -58,8 +55,9 @@ class OpenEnv(Env):
         return [*before, {**last, "content": f"{last['content']}\n\n{self._read(self._ask('reset', row.get('reset') or {}))}"}]
 
     def step(self, state: State) -> Result:
+        blocks = re.findall(r"```(?:json)?\n(.*?)```", state.answer, flags=re.DOTALL)
         try:
-            given = self._ask("step", self._act(state.answer))
+            given = self._ask("step", {self.action: state.answer} if self.action else json.loads(blocks[-1] if blocks else state.answer))
         except ValueError as error:  # the policy's mistake, of which it is told
             return Result(observation=f"That is not an action: {error}")
         return Result(observation=self._read(given), reward=float(given["reward"] or 0.0), done=bool(given["done"]))
@@ -67,15 +65,6 @@ class OpenEnv(Env):
     def close(self) -> None:
         if self.session is not None:
             end_session(self.session)
-
-    def _act(self, answer: str) -> dict:
-        if self.action:
-            return {self.action: answer}
-        blocks = re.findall(r"```(?:json)?\n(.*?)```", answer, flags=re.DOTALL)
-        action = json.loads(blocks[-1] if blocks else answer)
-        if not isinstance(action, dict):
-            raise ValueError("it must be a JSON object")
-        return action
 
     def _ask(self, kind: str, data: dict) -> dict:
         with contextlib.suppress(ConnectionClosed):  # a server without room says so and closes; what it said can still be read

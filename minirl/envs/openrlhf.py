@@ -66,8 +66,7 @@ class OpenRLHF(Env):
 
     async def reset(self, row: dict) -> Raw:
         self.agent = self.agent_class.__new__(self.agent_class)
-        begun = self.agent.__init__()
-        if inspect.isawaitable(begun):  # older files have `async def __init__`, as their agents were remote actors
+        if inspect.isawaitable(begun := self.agent.__init__()):  # older files have `async def __init__`, as their agents were remote actors
             await begun
         self.text = (await self.agent.reset({"observation": row["rendered_prompt"], "label": row.get("answer")}))["observation"]
         return Raw(self.text)
@@ -75,8 +74,7 @@ class OpenRLHF(Env):
     async def step(self, state: State) -> Result:
         given = await self.agent.step({"observation_text": self.text, "action_text": state.answer, "label": state.row.get("answer"), "sampling_params": None})
         if given.get("sampling_params") is not None or given.get("environment_images"):
-            raise UserError("env.name = openrlhf: step returned sampling_params or environment_images; sampling is the policy's (rollout.temperature ...), "
-                            "and observations are texts")
+            raise UserError("env.name = openrlhf: step returned sampling_params or images; sampling is the policy's (rollout.temperature ...)")
         self.text += state.answer + given["environment_feedback"]
         logs = {**given.get("extra_logs", {}), **({"scores": given["scores"]} if "scores" in given else {})}
         return Result(observation=Raw(given["environment_feedback"]), reward=number(given["rewards"]), done=bool(given["done"]),

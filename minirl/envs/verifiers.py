@@ -1,7 +1,7 @@
 """Environments of the package `verifiers` (github.com/PrimeIntellect-ai/verifiers) that have a `load_environment`, such as those of its hub:
 
     pip install "verifiers>=0.1.14,<0.4"       # and the environment's own package
-    --env.name "verifiers:my-env?key=value" --data.train "verifiers:my-env?key=value" --data.eval "verifiers:my-env?rows=eval&key=value"
+    --env.name "verifiers:my-env?key=value" --data.train "verifiers:my-env?key=value" --data.eval "verifiers:my-env?key=value"
 
 The environment leads the episode: it asks the policy through the endpoint, with its own limit of turns, and scores it by its own rubric. Its rows are
 the source `verifiers:` of data/sources.py; rows from elsewhere do as well if they have what it wants of them. From 0.4 on the package has no such
@@ -9,23 +9,16 @@ environments any more.
 """
 
 import json
-from functools import cache
 
 from minirl.data.sources import load_verifiers
 from minirl.rollout.env import Agent, Result, Session
-
-
-@cache
-def environment(name: str, arguments: str) -> object:
-    """The `verifiers.Environment`, one for all episodes. `arguments`: JSON. Raises UserError."""
-    return load_verifiers(name, json.loads(arguments), "env.name")
 
 
 class Verifiers(Agent):
     """Raises ValueError for an environment that scores the answers to a prompt only together."""
 
     def __init__(self, name: str, **arguments: object):
-        self.environment = environment(name, json.dumps(arguments))
+        self.environment = load_verifiers(name, json.dumps(arguments), "env.name")
         if self.environment.requires_group_rollouts:
             raise ValueError("its rubric compares the answers of a group, and here each episode has a reward of its own")
 
