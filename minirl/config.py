@@ -199,8 +199,8 @@ class EnvConfig:
 class RewardConfig:
     function: str | list[str] = "exact"
     """A registered name (exact, final_answer, math_verify, reasoning_gym, python_tests), `file.py:function`, called as f(prompt, completion, row) -> float,
-    or `http://host:port/path` (several, separated by commas, take turns; the protocol is in rollout/remote.py). Several rewards are summed.
-    Empty: none, where `model` alone is to judge."""
+    `openrlhf:file.py` or `trl:file.py:function`, called as theirs are, one answer at a time, or `http://host:port/path` (several, separated by commas,
+    take turns; the protocol is in rollout/remote.py). Several rewards are summed. Empty: none, where `model` alone is to judge."""
     weights: list[float] = field(default_factory=list)
     """Of the functions in the sum; empty: 1 each."""
     model: str = ""
