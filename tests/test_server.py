@@ -228,7 +228,7 @@ def test_anthropic():
 MALFORMED = [b"", b"{", b"[]", b"null", b'{"messages": "hi"}', b'{"messages": [1]}', b'{"messages": [{"content": "no role"}]}', b'{"prompt": 3}', b'{"prompt": []}',
              b'{"prompt": [0, 99999]}', b'{"prompt": [-1]}', b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
              *(json.dumps({"messages": HI, "prompt": "x", "max_tokens": 5} | bad).encode() for bad in (
-                 {"n": 0}, {"max_tokens": 0}, {"stop": 3}, {"tools": "x"}, {"n": "many"}, {"top_logprobs": 3}, {"echo": True}, {"response_format": {"type": "json_object"}},
+                 {"n": 0}, {"max_tokens": 0}, {"stop": 3}, {"tools": "x"}, {"n": "many"}, {"top_logprobs": 3}, {"top_logprobs": 0, "echo": True}, {"response_format": {"type": "json_object"}},
                  {"tools": [TOOL], "tool_choice": {"type": "tool"}})), b'{"messages": [{"role": "user", "content": "\\ud800"}]}']
 
 

@@ -21,7 +21,7 @@ CALL = "<tool_call>"
 _CALLS = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
-class Asked(BaseModel):
+class Asked(BaseModel, extra="allow"):
     messages: list[dict[str, Any]] | None = None
     prompt: str | list[str] | list[int] | list[list[int]] | None = None
     """Without messages. Texts are read as they are: special tokens in them count, and none is added."""
@@ -37,7 +37,6 @@ class Asked(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     """A call that is required is begun for the policy: its answer starts behind `<tool_call>`, or behind the name of the function."""
-    refused: Literal[None, False, 0, ""] = Field(None, validation_alias=AliasChoices("top_logprobs", "response_format", "echo", "suffix"))
 
     def opening(self) -> str:
         """What is put in the policy's mouth, where its answer begins."""
@@ -47,6 +46,8 @@ class Asked(BaseModel):
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase, said: dict[str, str]) -> list[str] | list[list[int]]:
         """`said`: the policy's own answers of this session as they were sampled, by `recognise`. Raises UserError, KeyError, TypeError or ValueError."""
+        if refused := [f for f in ("top_logprobs", "response_format", "echo", "suffix") if (self.model_extra or {}).get(f) not in (None, 0, "", {"type": "text"})]:
+            raise UserError(f"{refused[0]} is not to be had here; leave it out")
         if self.messages is not None:
             return [chat.render(tokenizer, [_render(m, said) for m in self.messages], tools=None if self.tool_choice == "none" else self.tools) + self.opening()]
         prompts = self.prompt if isinstance(self.prompt, list) and not isinstance((*self.prompt, "")[0], int) else [self.prompt]
@@ -83,30 +84,24 @@ class Answer:
         """So far, without special tokens, and without a stop string and what follows it; the tokens end with the one that completes it."""
         self.stop: str | None = None
         """The stop string that was found."""
-        self.finish: str | None = None
-        """At the end: `stop`, `length` or `tool_calls`."""
-        self.calls: list[tuple[str, dict]] = []
-        """Names and arguments."""
+        self.finish, self.calls = "", []
+        """At the end: `stop`, `length` or `tool_calls`; names and arguments of the calls."""
         self._window, self._told = (0, 0), (0, 0)
 
     def hear(self, *, last: bool = False) -> None:
         """Read what the engine has sampled. Bytes of a character that is not complete wait for the others, unless they are the `last`."""
         num = len(self.request.done.tokens)
-        for upto in [*(range(self.num_tokens + 1, num) if self.stops else ()), num]:
-            if self.stop is None:
-                self.num_tokens = upto
-                self._read(last and upto == num)
-
-    def _read(self, last: bool) -> None:
-        first, read = self._window  # decoded with the piece before it, because some tokenizers write a token otherwise at the beginning
-        tokens = self.request.done.tokens[first : self.num_tokens]
-        tokens = tokens[: len(tokens) - (tokens[-1:] != [] and tokens[-1] in self.request.sampling.stop_token_ids)]
-        known, text = (self.tokenizer.decode(part, skip_special_tokens=True) for part in (tokens[: read - first], tokens))
-        if last or not text.endswith("\ufffd"):
-            begin, self._window, self.text = len(self.text), (read, self.num_tokens), self.text + text[len(known) :]
-            if found := [(at, stop) for stop in self.stops if (at := self.text.find(stop, max(0, begin - len(stop) + 1))) >= 0]:
-                at, self.stop = min(found)
-                self.text = self.text[:at]
+        for upto in [*(range(self.num_tokens + 1, num) if self.stops else ()), num] if self.stop is None else ():
+            first, read = self._window  # decoded with the piece before it, because some tokenizers write a token otherwise at the beginning
+            tokens = [t for t in self.request.done.tokens[first:upto] if t not in self.request.sampling.stop_token_ids]
+            known, text = (self.tokenizer.decode(part, skip_special_tokens=True) for part in (tokens[: read - first], tokens))
+            self.num_tokens, begin = upto, len(self.text)
+            if not text.endswith("\ufffd") or last and upto == num:
+                self._window, self.text = (read, upto), self.text + text[len(known) :]
+                if found := [(at, stop) for stop in self.stops if (at := self.text.find(stop, max(0, begin - len(stop) + 1))) >= 0]:
+                    at, self.stop = min(found)
+                    self.text = self.text[:at]
+                    break
 
     def end(self) -> None:
         self.hear(last=True)
@@ -132,16 +127,16 @@ class Answer:
         if characters == -1 or len(shown) == characters and not self.finish:
             return None
         self._told = -1 if self.finish else len(shown), len(kept.tokens)
-        choice, text = {"index": index, "finish_reason": self.finish, "stop_reason": self.stop}, shown[characters:]
+        choice, text = {"index": index, "finish_reason": self.finish or None, "stop_reason": self.stop}, shown[characters:]
         if self.asked.logprobs not in (None, False) or self.asked.logprobs == 0 and not chat:
             pairs = [(self.tokenizer.decode([t]), p) for t, p in zip(kept.tokens[tokens:], kept.logprobs[tokens:], strict=True)]
             choice["logprobs"] = {"content": [{"token": t, "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs]} if chat else {
                 "tokens": [t for t, _ in pairs], "token_logprobs": [p for _, p in pairs]}
         if not chat:
             return choice | {"text": text}
-        calls = [{"index": k, "id": f"call_{name}_{index}_{k}", "type": "function", "function": {"name": function, "arguments": json.dumps(arguments)}}
-                 for k, (function, arguments) in enumerate(self.calls)]
-        said = ({} if tokens else {"role": "assistant"}) | {"content": text or (None if calls else "")} | ({"tool_calls": calls} if calls else {})
+        calls = {"tool_calls": [{"index": k, "id": f"call_{name}_{index}_{k}", "type": "function", "function": {"name": f, "arguments": json.dumps(arguments)}}
+                                for k, (f, arguments) in enumerate(self.calls)]} if self.calls else {}
+        said = ({} if tokens else {"role": "assistant"}) | {"content": text or (None if calls else "")} | calls
         return choice | {"delta" if self.asked.stream else "message": said}
 
 

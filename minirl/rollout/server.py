@@ -13,8 +13,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,9 +26,6 @@ from minirl.rollout.env import Session
 from minirl.rollout.episode import sample_seed
 from minirl.rollout.protocol import Answer, Asked
 from minirl.types import UserError
-
-if TYPE_CHECKING:
-    import fastapi
 
 
 class Refused(UserError):
@@ -99,7 +95,7 @@ class _Exchange:
             if answer.stop is not None:
                 asking.cancel()
 
-        answer.request.on_tokens = hear if self.asked.stream or answer.stops else None
+        answer.request.on_tokens = hear if self.asked.stream or answer.stops else None  # else the text can wait for the end
         asking = asyncio.ensure_future(self.endpoint.ask(answer.request))
         try:
             await asking
@@ -145,7 +141,7 @@ class Endpoint:
             UserError: self._refuse, ClientDisconnect: lambda request, error: JSONResponse({})})
         try:
             listening = socket.create_server((self.cfg.host, self.cfg.port), backlog=4096)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise UserError(f"endpoint.host = {self.cfg.host}, endpoint.port = {self.cfg.port}: {error}; port 0 takes a free one") from error
         self.base_url = f"http://{self.cfg.host}:{listening.getsockname()[1]}/v1"
         # The loop stands still for minutes, and a connection that was silent in this time must not be closed.
@@ -153,8 +149,6 @@ class Endpoint:
                                                      timeout_keep_alive=10**6, timeout_graceful_shutdown=5))
         self._server.capture_signals = contextlib.nullcontext  # they are the program's
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
-        while not self._server.started and not self._serving.done():
-            await asyncio.sleep(0)
 
     async def stop(self) -> None:
         """Sessions that are open are closed."""
@@ -176,17 +170,16 @@ class Endpoint:
             exchange.drop()
         return session.conversation
 
-    async def _models(self, request: "fastapi.Request") -> "fastapi.Response":
+    async def _models(self, request: Any) -> Any:
         self._session(request)
         return self._json({"object": "list", "data": [{"id": self.model, "object": "model", "created": 0, "owned_by": "minirl"}]})
 
-    async def _answer(self, request: "fastapi.Request") -> "fastapi.Response":
-        body, path = await request.body(), request.url.path
+    async def _answer(self, request: Any) -> Any:
+        body, api = await request.body(), _api(request)
         session = self._session(request)
         try:
-            fields = json.loads(body)
-            asked = Asked.model_validate(anthropic.to_chat(fields) if _api(request) is anthropic else fields)
-            if (asked.messages is None) != (path == "/v1/completions"):
+            asked = Asked.model_validate(anthropic.to_chat(json.loads(body)) if api is anthropic else json.loads(body))
+            if (asked.messages is None) != (request.url.path == "/v1/completions"):
                 raise Refused("a chat has `messages`, a completion a `prompt`")
             exchange = _Exchange(self, session, asked)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -194,30 +187,30 @@ class Endpoint:
         gone = asyncio.ensure_future(_gone(request))
         gone.add_done_callback(lambda _: exchange.drop())
         if asked.stream:
-            return self._stream(_api(request).events(exchange.chunks(), asked), media_type="text/event-stream")
+            return self._stream(api.events(exchange.chunks(), asked), media_type="text/event-stream")
         await asyncio.wait({exchange.task})
         if exchange.task.cancelled():
             raise Refused("the session was closed")
         exchange.task.result()
         answer = exchange.told([answer.choice(i, exchange.name) for i, (_, answer) in enumerate(exchange.choices)])
-        return self._json(anthropic.reply(answer) if _api(request) is anthropic else answer)
+        return self._json(anthropic.reply(answer) if api is anthropic else answer)
 
-    def _session(self, request: "fastapi.Request") -> _Session:
+    def _session(self, request: Any) -> _Session:
         key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
         if key not in self._sessions:
             raise Refused("the key is of no open session", 401, "invalid_api_key")
         return self._sessions[key]
 
-    async def _refuse(self, request: "fastapi.Request", error: UserError) -> "fastapi.Response":
+    async def _refuse(self, request: Any, error: UserError) -> Any:
         message, status, code = (*error.args, 400, None)[:3]
         return self._json(_api(request).error(message, "authentication_error" if status == 401 else "invalid_request_error", code), status)
 
 
-def _api(request: "fastapi.Request") -> ModuleType:
+def _api(request: Any) -> Any:
     return anthropic if request.url.path == "/v1/messages" else protocol
 
 
-async def _gone(request: "fastapi.Request") -> None:
+async def _gone(request: Any) -> None:
     """The client has left, or been answered."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
