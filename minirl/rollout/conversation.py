@@ -41,6 +41,7 @@ class Segment:
     """-1 where nothing was sampled."""
     rewards: list[float] = field(default_factory=list)
     """Given for the answer that ends with the token."""
+    answers: int = 0
     asking: bool = False
     """An answer is being sampled."""
     before: tuple[int, str] = (0, "")
@@ -55,6 +56,7 @@ class Segment:
         """What it answers; returned as a text with its special tokens."""
         before, num = tokenizer.decode(self.tokens), len(completion.tokens)
         self._extend(completion.tokens, True, completion.logprobs, completion.versions)
+        self.answers += 1
         after = tokenizer.decode(self.tokens)  # all of it: some tokenizers write a token otherwise at the beginning of a text
         text = after[len(before) :] if after.startswith(before) else tokenizer.decode(self.tokens[-num:])
         self.text += text
