@@ -55,6 +55,7 @@ DOORS = {
     "math_verify": {"rollout/env.py": None},
     "reasoning_gym": {"rollout/env.py": None, "data/sources.py": None},
     "datasets": {"data/sources.py": None},
+    "bm25s": {"envs/tools.py": None},
     "httpx": {"rollout/remote.py": None},
     "fastapi": {"rollout/remote.py": None},
     "uvicorn": {"rollout/remote.py": None},
