@@ -79,6 +79,8 @@ class Saver:
         """More models whose state is saved, by name (a critic). They may sleep, and sleep afterwards."""
         self.step = max(finished(run), default=None)
         """Of the newest checkpoint, finished or under way."""
+        self.rollouts: Callable[[], list[bytes]] = list
+        """This rank's unfinished episodes."""
         best = find_best(run)
         self.best = best if best and cfg.best_metric in ("", best["metric"]) else None
         self.group = dist.new_group(backend="gloo")
@@ -97,6 +99,7 @@ class Saver:
             (partial / "progress.json").write_text(json.dumps(about))
         self.mesh.barrier()
         torch.save(_random_state(), partial / f"random-{self.mesh.rank}.pt")
+        torch.save(self.rollouts(), partial / f"rollouts-{self.mesh.rank}.pt")
         self.step, options = step, {"checkpoint_id": partial / "state", "process_group": self.group}
         with contextlib.ExitStack() as stack:
             state = {}
@@ -172,6 +175,11 @@ def load(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
     if own.exists():  # a run resumed on more ranks than it was saved on starts the new ones from their seed
         _set_random_state(torch.load(own, weights_only=False))
     return saved
+
+
+def load_rollouts(checkpoint: Path) -> list[bytes]:
+    """The unfinished episodes of all ranks, as `Saver.rollouts` gave them."""
+    return [state for file in sorted(checkpoint.glob("rollouts-*.pt")) for state in torch.load(file)]
 
 
 def load_other(checkpoint: Path, name: str, model: Policy) -> None:

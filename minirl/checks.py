@@ -26,10 +26,21 @@ def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
     for name, value in (("reward.retries", cfg.reward.retries), ("reward.backoff_seconds", cfg.reward.backoff_seconds)):
         _require(value >= 0, f"{name} = {value} must be 0 or more")
     _require(cfg.reward.timeout_seconds > 0, f"reward.timeout_seconds = {cfg.reward.timeout_seconds} must be above 0")
+    _check_env(cfg)
     longest = cfg.data.max_prompt_tokens + r.max_tokens
-    e.max_model_len = e.max_model_len or longest
+    e.max_model_len = e.max_model_len or cfg.data.max_prompt_tokens + cfg.env.max_tokens
     _require(e.max_model_len >= longest, f"engine.max_model_len = {e.max_model_len} is less than data.max_prompt_tokens + "
              f"rollout.max_tokens = {cfg.data.max_prompt_tokens} + {r.max_tokens} = {longest}; raise it or set it to 0")
+
+
+def _check_env(cfg: RLConfig | EvaluateConfig) -> None:
+    env, r = cfg.env, cfg.rollout
+    for name, value in (("env.max_turns", env.max_turns), ("env.threads", env.threads), ("rollout.max_staleness", r.max_staleness)):
+        _require(value >= 1, f"{name} = {value} must be at least 1")
+    _require(r.ahead >= 0, f"rollout.ahead = {r.ahead} must be 0 (off) or more")
+    _require(env.timeout_seconds > 0, f"env.timeout_seconds = {env.timeout_seconds} must be above 0")
+    _require(env.max_tokens >= 0, f"env.max_tokens = {env.max_tokens} must be 0 (env.max_turns * rollout.max_tokens) or more")
+    env.max_tokens = env.max_tokens or env.max_turns * r.max_tokens
 
 
 def check_data(d: DataConfig | ChatsConfig | PairsConfig) -> None:
@@ -112,7 +123,7 @@ def check_pairs(cfg: RMConfig | DPOConfig, world_size: int) -> None:
 
 
 def check_rl(cfg: RLConfig, world_size: int) -> None:
-    """Refuse what cannot work, with the arithmetic. Resolves engine.max_model_len = 0. Raises UserError."""
+    """Refuse what cannot work, with the arithmetic. Resolves engine.max_model_len = 0 and env.max_tokens = 0. Raises UserError."""
     check_rollout(cfg)
     _check_training(cfg, world_size, cfg.engine.max_model_len, "engine.max_model_len", ("accuracy", "reward", f"pass@{cfg.eval.samples}"))
     r, a, tp = cfg.rollout, cfg.algo, cfg.engine.tensor_parallel_size
@@ -165,4 +176,6 @@ def _check_algo(cfg: RLConfig) -> None:
     _require(not r.extra_prompts or r.samples_per_prompt > 1, f"rollout.extra_prompts = {r.extra_prompts} replaces prompts whose answers earn the same, and "
              "rollout.samples_per_prompt = 1 compares none; set it to 2 or more, or extra_prompts to 0")
     tail = cfg.reward.overlong_tokens
-    _require(0 <= tail <= r.max_tokens, f"reward.overlong_tokens = {tail} must be 0 (off) to rollout.max_tokens = {r.max_tokens}")
+    _require(0 <= tail <= cfg.env.max_tokens, f"reward.overlong_tokens = {tail} must be 0 (off) to env.max_tokens = {cfg.env.max_tokens}")
+    _require(not r.replay or not (cfg.sft.num_steps or r.ahead or r.dump or cfg.checkpoint.best_metric), f"rollout.replay = {r.replay} runs no engine, so sft.num_steps, "
+             "rollout.ahead, rollout.dump and checkpoint.best_metric have no effect; unset them")

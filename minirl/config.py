@@ -156,9 +156,19 @@ class RolloutConfig:
     """Dynamic sampling (DAPO): at most so many more prompts a step, in place of those whose answers' mean reward is not strictly inside
     `keep_inside`. What is missing then is filled up with such prompts, so that a step always has prompts_per_step. 0: off."""
     keep_inside: tuple[float, float] = (0.0, 1.0)
+    ahead: int = 0
+    """Partial rollouts: so many more prompts than a step needs are begun, and it ends when it has enough. The answers that are unfinished then go on
+    in the next step, under its weights; `algo.correction` compares each token with the weights it was sampled with. 0: a step waits for all."""
+    max_staleness: int = 2
+    """Steps that a group may go on for; then it begins anew."""
     tickets: Literal["auto", "pull", "round_robin"] = "auto"
-    """Who generates which prompt. pull: an engine with room takes the next (best balance, order depends on timing);
-    round_robin: by number (bitwise repeatable). auto: round_robin on CPU, pull on CUDA."""
+    """Who generates which prompt. pull: an engine with room takes the next and never waits for an environment (best balance, results depend on timing);
+    round_robin: by number, and an engine waits until the environments of its live episodes have replied (bitwise repeatable). auto: round_robin on
+    CPU, pull on CUDA."""
+    dump: bool = False
+    """Write every trajectory of a step to <output>/rollouts/ (rollout/records.py; `python -m minirl.rollout.show FILE` prints them)."""
+    replay: str = ""
+    """Folder of dumped rollouts to train on, step by step, without an engine and without evaluation."""
 
 
 @dataclass(kw_only=True)
@@ -329,8 +339,6 @@ class CheckpointConfig:
 class DebugConfig:
     check_refit: bool = False
     """After each refit compare the engine bitwise with a full gather into weights that were all NaN before; ends the run if they differ."""
-    save_trajectories: bool = False
-    """Write every step's trajectories to <output>/trajectories/."""
 
 
 @dataclass(kw_only=True)

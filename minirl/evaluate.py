@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 -m minirl.evaluate --model runs/quickstart/model --data.eval held_out.jsonl --reward.function exact
 """
 
+import itertools
 import json
 from dataclasses import dataclass
 from math import comb
@@ -18,7 +19,8 @@ from minirl.data.datasets import Prompts, load_rows
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.engine import RolloutEngine, Sampling
-from minirl.rollout.env import check_rows, make_env
+from minirl.rollout.env import make_env
+from minirl.rollout.rewards import check_rows, make_rewards
 from minirl.rollout.sampler import Sampler
 from minirl.types import Trajectory, UserError
 
@@ -38,9 +40,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 def breakdown(trajectories: list[Trajectory], threshold: float, mesh: Mesh) -> dict[str, float]:
     """Means over all ranks: `source/NAME/accuracy` and `/reward` of each data source where rows have one, `reward/NAME` of each of several
-    reward functions. Collective."""
+    reward functions, `env/turns`, `/truncated`, `/failed` and what else an environment tells. `trajectories`: one of each episode. Collective."""
     own = [(f"reward/{name}", value) for t in trajectories for name, value in t.info.get("rewards", {}).items()]
     for t in trajectories:
+        own += [(f"env/{name}", float(value)) for name, value in t.info.get("env", {}).items()]
         if source := t.info["source"]:
             score = t.info.get("score", t.reward)  # in training, the reward before it was shaped
             own += [(f"source/{source}/accuracy", float(score >= threshold)), (f"source/{source}/reward", score)]
@@ -54,8 +57,7 @@ def evaluate(sampler: Sampler, prompts: Prompts, cfg: EvalConfig, sampling: Samp
     """Sample `cfg.samples` answers to every prompt. Collective; the engine must be awake. The seeds are the same at each call."""
     trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
     sums = torch.zeros(6, dtype=torch.float64)
-    for first in range(0, len(trajectories), cfg.samples):
-        group = trajectories[first : first + cfg.samples]
+    for group in ([t for t in siblings if t.segment == 0] for _, siblings in itertools.groupby(trajectories, lambda t: t.group)):
         correct = sum(t.reward >= cfg.threshold for t in group)
         tokens = sum(int(t.sampled.sum()) for t in group)
         stopped = sum(t.info["stopped"] for t in group)
@@ -79,14 +81,15 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     folder = build.resolve(cfg.model, "model")
     families.check(build.read_config(folder), f"model = {folder}", cfg.engine.tensor_parallel_size, device=mesh.device.type)
     rows = load_rows(cfg.data.eval, "data.eval", cfg.data)
-    env = make_env(cfg.reward)
-    check_rows(cfg.reward.function, rows)
+    env, rewards = make_env(cfg.env.name), make_rewards(cfg.reward)
+    if env().graded:
+        check_rows(cfg.reward.function, rows)
     tokenizer = chat.load_tokenizer(folder, template=cfg.data.chat_template, plain=cfg.data.input_template)
     prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
     num_dropped = prompts.check_lengths("data.eval", mesh)
     dtype = "bfloat16" if cfg.engine.dtype == "auto" else cfg.engine.dtype
     engine = RolloutEngine(cfg.engine, folder, mesh, dtype=dtype, load_weights=True)
-    sampler = Sampler(engine, env, tokenizer, mesh, seed=cfg.seed, tickets=cfg.rollout.tickets, threads=cfg.reward.threads)
+    sampler = Sampler(engine, env, rewards, tokenizer, mesh, cfg)
     r = cfg.rollout
     sampling = Sampling(max_tokens=r.max_tokens, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=cfg.eval.temperature,
                         top_p=r.top_p, top_k=r.top_k, min_p=r.min_p)

@@ -2,12 +2,12 @@
 
     torchrun --nproc-per-node 2 -m minirl.rl --config configs/quickstart_rl.yaml
 
-`train` is the whole algorithm; what it calls is one layer down. Left out so far: several turns.
+`train` is the whole algorithm; what it calls is one layer down.
 """
 
 import dataclasses
 import itertools
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +25,11 @@ from minirl.evaluate import breakdown, evaluate
 from minirl.log import Timer
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy, learning_rate
+from minirl.rollout import records
 from minirl.rollout.engine import RolloutEngine, Sampling
-from minirl.rollout.env import SingleTurn, check_rows, make_env
+from minirl.rollout.env import Agent, Env, make_env
 from minirl.rollout.refit import Refit
+from minirl.rollout.rewards import Rewards, check_rows, make_rewards
 from minirl.rollout.sampler import Sampler
 from minirl.run import Run, check_output, find_model, find_teacher, make_scratch, slowest
 from minirl.sft import warm_start
@@ -43,7 +45,8 @@ class Inputs:
     held_out: Prompts
     num_dropped: int
     """Prompts of both that were too long, and are left out."""
-    env: SingleTurn
+    make_env: Callable[[], Env | Agent]
+    rewards: Rewards
     estimator: advantages.Estimator | advantages.TokenEstimator
     teacher: Path | None
     """What ref.model names."""
@@ -60,15 +63,13 @@ class Trainer:
         self.inputs = find_inputs(cfg, mesh)
         with self.timer.phase("start"):
             self.policy = Policy(cfg.policy, self.inputs.folder, mesh, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
-            dtype = cfg.engine.dtype if cfg.engine.dtype != "auto" else cfg.policy.dtype.replace("float64", "float32")
-            self.engine = RolloutEngine(cfg.engine, self.inputs.folder, mesh, dtype=dtype, timer=self.timer)
-            self.refit = Refit(cfg.refit, self.policy.shards(), self.policy.parts(), self.engine, mesh, check=cfg.debug.check_refit)
-            self.sampler = Sampler(self.engine, self.inputs.env, self.inputs.train.tokenizer, mesh, seed=cfg.seed,
-                                   tickets=cfg.rollout.tickets, threads=cfg.reward.threads)
-            self.sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=tuple(self.inputs.stop_ids),
-                                     temperature=cfg.rollout.temperature)
+            if not cfg.rollout.replay:
+                self.make_engine()
             about = f"{len(self.inputs.train.rows)} training prompts, {len(self.inputs.held_out.rows)} held out ({self.inputs.num_dropped} dropped as too long)"
             self.run = Run(cfg, self.policy, mesh, self.timer, about)
+        if cfg.rollout.ahead:
+            self.run.saver.rollouts = self.sampler.state
+            self.sampler.load(checkpoint.load_rollouts(self.run.found) if self.run.found else [], self.inputs.train, self.sampling)
         self.log, self.progress = self.run.log, self.run.progress
         self.evict = [self.policy.sleeper]
         self.ref: Policy | None = None
@@ -81,6 +82,14 @@ class Trainer:
         adapted = self.progress.kl_coef if self.cfg.algo.kl_target else None
         return self.cfg.algo.kl_coef if adapted is None else adapted
 
+    def make_engine(self) -> None:
+        cfg, mesh, inputs = self.cfg, self.mesh, self.inputs
+        dtype = cfg.engine.dtype if cfg.engine.dtype != "auto" else cfg.policy.dtype.replace("float64", "float32")
+        self.engine = RolloutEngine(cfg.engine, inputs.folder, mesh, dtype=dtype, timer=self.timer)
+        self.refit = Refit(cfg.refit, self.policy.shards(), self.policy.parts(), self.engine, mesh, check=cfg.debug.check_refit)
+        self.sampler = Sampler(self.engine, inputs.make_env, inputs.rewards, inputs.train.tokenizer, mesh, cfg)
+        self.sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=tuple(inputs.stop_ids), temperature=cfg.rollout.temperature)
+
     def train(self) -> None:
         cfg, mesh, policy, timer = self.cfg, self.mesh, self.policy, self.timer
         if cfg.sft.num_steps and self.run.first_step == 0 and "before_rl" not in self.progress.evaluations:
@@ -92,13 +101,7 @@ class Trainer:
         self.log.progress("rl", cfg.num_steps, self.run.first_step)
         self.progress.add(timer.take())
         for step in range(self.run.first_step, cfg.num_steps):
-            with self.engine.awake(self.refit, self.evict):
-                if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
-                    self.evaluate(step, "before_rl" if step == 0 else None)
-                with timer.phase("rollout"):
-                    trajectories = self.collect(step)
-                with timer.phase("idle"):
-                    mesh.barrier()
+            trajectories = self.collect(step)
             with timer.phase("prepare"):
                 self.shape(trajectories)
                 if early:
@@ -121,7 +124,7 @@ class Trainer:
                                              sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
                 for minibatch in minibatches if cfg.algo.entropy_share else ():
                     losses.mark_forks(minibatch, cfg.algo.entropy_share, mesh.gather)
-            loss = losses.policy(cfg.algo, cfg.rollout.max_tokens, self.kl_coef)
+            loss = losses.policy(cfg.algo, cfg.env.max_tokens, self.kl_coef)
             criticised = self.train_critic(minibatches) if self.critic else {}
             moves = not self.critic or step >= cfg.critic.warmup_steps
             updates = [policy.step(minibatch, loss, learning_rate(cfg.policy, policy.num_updates, num_updates)) for minibatch in minibatches if moves]
@@ -134,24 +137,42 @@ class Trainer:
         self.finish()
 
     def collect(self, step: int) -> list[Trajectory]:
-        r = self.cfg.rollout
-        first = step * r.prompts_per_step + self.progress.extra_tickets
-        trajectories, end = self.sampler.collect_varied(self.inputs.train, first, r.prompts_per_step, r.extra_prompts, r.keep_inside, r.samples_per_prompt,
-                                                        self.sampling, version=self.policy.num_updates)
-        self.num_extra = end - first - r.prompts_per_step
+        """This rank's part of the step's episodes; before them, an evaluation if one is due."""
+        cfg = self.cfg
+        if cfg.rollout.replay:
+            with self.timer.phase("rollout"):
+                return records.load(Path(cfg.rollout.replay), step, self.mesh)
+        with self.engine.awake(self.refit, self.evict):
+            if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
+                self.evaluate(step, "before_rl" if step == 0 else None)
+            with self.timer.phase("rollout"):
+                first = step * cfg.rollout.prompts_per_step + self.progress.extra_tickets
+                trajectories, end = self.sampler.collect_step(self.inputs.train, first, self.sampling, version=self.policy.num_updates)
+            with self.timer.phase("idle"):
+                failures = [message for part in self.mesh.gather(self.sampler.take_failures()) for message in part]
+        if failures:
+            self.log.say(f"step {step}: {len(failures)} episodes failed, the first because {failures[0]}")
+        if not sum(self.mesh.gather(len(trajectories))):
+            raise UserError(f"step {step}: no episode can be trained on" + (f", the first because {failures[0]}" if failures else ": in none the policy said anything"))
+        self.num_extra = end - first - cfg.rollout.prompts_per_step
         self.progress.extra_tickets += self.num_extra
+        if cfg.rollout.dump:
+            records.dump(trajectories, self.run.output / "rollouts", step, self.mesh)
         return trajectories
 
     def shape(self, trajectories: list[Trajectory]) -> None:
-        """The score of each answer stays in `info`."""
+        """The score of each episode stays in `info`."""
+        lengths: dict[tuple[int, int], int] = {}
         for t in trajectories:
             t.info["score"] = t.reward
-        rewards, lengths, stopped = (torch.tensor([value(t) for t in trajectories], dtype=torch.float64) for value in (
-            lambda t: t.reward, lambda t: int(t.sampled.sum()), lambda t: t.info["stopped"]))
-        rewards, self.progress.reward_stats = shaping.shape(rewards, lengths, stopped.bool(), self.cfg.reward, self.cfg.rollout.max_tokens,
-                                                            self.progress.reward_stats, self.mesh.sums)
-        for t, reward in zip(trajectories, rewards.tolist(), strict=True):
-            t.reward = reward
+            lengths[t.group, t.episode] = lengths.get((t.group, t.episode), 0) + int(t.sampled.sum())
+        once = {(t.group, t.episode): t for t in trajectories}
+        rewards, stopped = (torch.tensor([value(t) for t in once.values()], dtype=torch.float64) for value in (lambda t: t.reward, lambda t: t.info["stopped"]))
+        rewards, self.progress.reward_stats = shaping.shape(rewards, torch.tensor(list(lengths.values()), dtype=torch.float64), stopped.bool(), self.cfg.reward,
+                                                            self.cfg.env.max_tokens, self.progress.reward_stats, self.mesh.sums)
+        shaped = dict(zip(once, rewards.tolist(), strict=True))
+        for t in trajectories:
+            t.reward = shaped[t.group, t.episode]
 
     def evaluate(self, step: int, name: str | None = None) -> None:
         """Score held-out prompts; the engine must be awake. `name`: keep the result for the summary."""
@@ -212,36 +233,37 @@ class Trainer:
     def report(self, step: int, trajectories: list[Trajectory], minibatches: list[list[Packed]], updates: dict[str, float]) -> None:
         """Means over all ranks to the log."""
         mesh, seconds = self.mesh, self.timer.take()
-        own = {"reward": sum(t.info["score"] for t in trajectories), "shaped_reward": sum(t.reward for t in trajectories),
-               "answer_tokens": sum(int(t.sampled.sum()) for t in trajectories),
-               "stopped": sum(t.info["stopped"] for t in trajectories), "equal_groups": _num_equal_groups(trajectories)}
-        ranks = mesh.gather((len(trajectories), own, sum(sum(b.lengths) for m in minibatches for b in m), seconds))
+        once = [t for t in trajectories if t.segment == 0]
+        own = {"reward": sum(t.info["score"] for t in once), "shaped_reward": sum(t.reward for t in once), "answer_tokens": sum(int(t.sampled.sum()) for t in trajectories),
+               "stopped": sum(t.info["stopped"] for t in once), "equal_groups": _num_equal_groups(once), "staleness": sum(self.policy.num_updates - t.version for t in once)}
+        ranks = mesh.gather((len(once), own, sum(sum(b.lengths) for m in minibatches for b in m), seconds))
         num = sum(n for n, *_ in ranks)
-        metrics = {name: sum(values[name] for _, values, *_ in ranks) / num for name in own}
-        metrics["equal_groups"] *= self.cfg.rollout.samples_per_prompt  # a share of groups, not of trajectories
-        metrics |= breakdown(trajectories, self.cfg.eval.threshold, mesh)
+        metrics = {name: sum(values[name] for _, values, *_ in ranks) / max(1, num) for name in own}
+        metrics["equal_groups"] *= self.cfg.rollout.samples_per_prompt  # a share of groups, not of episodes
+        metrics |= breakdown(once, self.cfg.eval.threshold, mesh)
         metrics |= {"extra_prompts": self.num_extra, "kl_coef": self.kl_coef} | updates
         generated, trained = sum(v["answer_tokens"] for _, v, *_ in ranks), sum(t for *_, t, _ in ranks) // mesh.tensor.size()
         times = slowest([s for *_, s in ranks])
         times |= {f"time/idle_rank{rank}": s["idle"] for rank, (*_, s) in enumerate(ranks)}
         times["tokens_per_second/generated"] = generated / times["time/rollout"]
         times["tokens_per_second/trained"] = trained / (times["time/forward"] + times["time/backward"])
-        self.log.scalars("rl", step, {**metrics, "refit_bytes": self.refit.bytes_received, **dict(sorted(times.items()))})
+        self.log.scalars("rl", step, {**metrics, **({} if self.cfg.rollout.replay else {"refit_bytes": self.refit.bytes_received}), **dict(sorted(times.items()))})
         self.log.advance(reward=metrics["reward"], tokens=metrics["answer_tokens"], **{name: updates[name] for name in ("mismatch",) if name in updates})
         self.progress.add(seconds, generated=generated, trained=trained)
-        if self.cfg.debug.save_trajectories:
-            _dump(trajectories, self.run.output / "trajectories" / f"step-{step}-rank-{mesh.rank}.jsonl")
 
     def finish(self) -> None:
         """Last evaluation, export, summary."""
-        with self.engine.awake(self.refit, self.evict):
-            self.evaluate(self.cfg.num_steps, "after_rl")
+        if not self.cfg.rollout.replay:
+            with self.engine.awake(self.refit, self.evict):
+                self.evaluate(self.cfg.num_steps, "after_rl")
         summary = report.summarise(self.progress.evaluations, self.progress.tokens, self.run.finish())
         if self.mesh.rank == 0:
             report.write_answers(self.run.output, self.progress.evaluations)
             report.write(self.run.output, summary, {f"accuracy {when}": summary[f"accuracy_{when.lower().replace(' ', '_')}"]
                                                     for when in ("before SFT", "after SFT", "before RL", "after RL")})
-        self.engine.close()
+        if not self.cfg.rollout.replay:
+            self.sampler.close()
+            self.engine.close()
 
 
 def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
@@ -253,9 +275,10 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
         held_out = load_rows(cfg.data.eval, "data.eval", cfg.data)
     else:
         rows, held_out = split(rows, cfg.data.held_out, cfg.seed)
-    env = make_env(cfg.reward)
+    env, rewards = make_env(cfg.env.name), make_rewards(cfg.reward)
     estimator = advantages.find(cfg.algo.advantage)
-    check_rows(cfg.reward.function, itertools.chain(rows, held_out))
+    if env().graded:
+        check_rows(cfg.reward.function, itertools.chain(rows, held_out))
     if cfg.sft.num_steps and any(row.get("answer") is None for row in rows):
         raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
     correction.resolve(cfg.algo.correction)
@@ -266,7 +289,7 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
     held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
     num_dropped = train.check_lengths("data.train", mesh) + held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", mesh)
     make_scratch(cfg, cfg.engine.max_model_len, mesh)
-    return Inputs(folder=folder, train=train, held_out=held_out, num_dropped=num_dropped, env=env, estimator=estimator, teacher=teacher, critic=critic,
+    return Inputs(folder=folder, train=train, held_out=held_out, num_dropped=num_dropped, make_env=env, rewards=rewards, estimator=estimator, teacher=teacher, critic=critic,
                   stop_ids=chat.stop_token_ids(tokenizer, folder))
 
 
@@ -280,14 +303,6 @@ def _num_equal_groups(trajectories: list[Trajectory]) -> int:
     for t in trajectories:
         rewards.setdefault(t.group, set()).add(t.reward)
     return sum(len(values) == 1 for values in rewards.values())
-
-
-def _dump(trajectories: list[Trajectory], path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w") as file:
-        for t in trajectories:
-            file.write(json.dumps({"group": t.group, "episode": t.episode, "version": t.version, "reward": t.reward, "tokens": t.tokens.tolist(),
-                                   "sampled": t.sampled.astype(int).tolist(), "logprobs": t.logprobs.tolist(), **t.info}) + "\n")
 
 
 def main(cfg: RLConfig, mesh: Mesh) -> None:

@@ -82,7 +82,7 @@ class Scorer:
         for (chosen,) in partition([len(t.tokens) - 1 for t in rows], 1, self.cfg.tokens_per_batch):
             batch = pack([rows[i] for i in chosen], self.mesh.device, layout=self.model.layout)
             self.model.annotate([[batch]], "values")
-            numbers = [group for (group, _), num in zip(batch.names, batch.loss_tokens.tolist(), strict=True) if num]
+            numbers = [group for (group, *_), num in zip(batch.names, batch.loss_tokens.tolist(), strict=True) if num]
             out |= dict(zip(numbers, batch.values[batch.rows].tolist(), strict=True))
         return [out[number] for number in range(len(texts))]
 

@@ -48,7 +48,7 @@ class Trajectory:
     versions: np.ndarray | None = None
     """int32 [L]: the same of each token, -1 where none was sampled; stays on the rank that sampled it."""
     rewards: np.ndarray | None = None
-    """float32 [L]: what single answers earned, at their last tokens; None: nothing but the whole episode, at its last."""
+    """float32 [L]: the part of `reward` that was given for single answers, at their last tokens; None: there is none. The rest is the last token's."""
     advantages: np.ndarray | None = None
     """float32 [L], or None until assigned."""
     group_tokens: int = 0
@@ -150,9 +150,9 @@ class Packed:
     group_tokens: Tensor
     """int64 [S]: targets in the loss of all sequences of its prompt, in whatever batches and on whatever ranks."""
     rewards: Tensor
-    """float64 [S]: of the trajectory. This and `names` mean something where a sequence has targets in the loss."""
-    names: tuple[tuple[int, int], ...]
-    """(group, episode) of each of the S sequences."""
+    """float64 [S]: of the episode. This and `names` mean something where a sequence has targets in the loss."""
+    names: tuple[tuple[int, int, int], ...]
+    """(group, episode, segment) of each of the S sequences."""
     blocks: tuple[Block, ...]
     """Attention without a window, in parts: each sequence's own rows, and what it sees before them. On a context ring: that of a rank's
     own rows, of all rows with the first halves of an earlier rank, of the second halves with all rows of a later one."""
@@ -169,6 +169,8 @@ class Packed:
     """Log-probs are of logits divided by it."""
     engine_logprobs: Tensor | None = None
     """float32 [T], as all below."""
+    turn_rewards: Tensor | None = None
+    """Part of `rewards` that was given for the answers which end with the targets."""
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     old_entropy: Tensor | None = None

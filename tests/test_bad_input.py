@@ -13,7 +13,7 @@ from programs import QUICKSTART, ROOT, Ended, fork, torchrun
 from minirl.config import RLConfig
 from minirl.flags import parse
 from minirl.rl import find_inputs
-from minirl.rollout.env import make_env
+from minirl.rollout.rewards import make_rewards
 from minirl.types import UserError
 
 PACKAGE = f"{ROOT}/minirl/"
@@ -187,9 +187,9 @@ def test_output_that_is_a_file(world):
 ])
 def test_reward_must_be_a_number(tmp_path, function, says):
     (tmp_path / "reward.py").write_text(function)
-    env = make_env(f"{tmp_path}/reward.py:f")
+    rewards = make_rewards(f"{tmp_path}/reward.py:f")
     with pytest.raises(UserError) as failed:
-        env.step({"prompt": "two and two", "answer": "4"}, "five")
+        rewards({"prompt": "two and two", "answer": "4"}, "five")
     for text in (f"reward.function = {tmp_path}/reward.py:f {says}", "prompt 'two and two', completion 'five'"):
         assert text in str(failed.value)
 

@@ -246,7 +246,7 @@ IMPOSSIBLE = [
     ({"algo__gamma": 0.0}, "algo.gamma = 0.0 must be above 0"),
     ({"rollout__keep_inside": (0.5, 0.5)}, "rollout.keep_inside = (0.5, 0.5) is empty"),
     ({"rollout__extra_prompts": -1}, "rollout.extra_prompts = -1 must be 0 or more"),
-    ({"reward__overlong_tokens": 300}, "reward.overlong_tokens = 300 must be 0 (off) to rollout.max_tokens = 256"),
+    ({"reward__overlong_tokens": 300}, "reward.overlong_tokens = 300 must be 0 (off) to env.max_tokens = 256"),
     ({"rollout__extra_prompts": 4, "rollout__samples_per_prompt": 1, "algo__advantage": "reinforce_pp"}, "rollout.extra_prompts = 4 replaces prompts"),
     ({"reward__clip": -1.0}, "reward.clip = -1.0 must be 0 or more"),
     ({"rollout__samples_per_prompt": 1, "algo__advantage": "rloo"}, "algo.advantage = rloo compares the samples of one prompt"),

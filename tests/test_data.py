@@ -11,7 +11,7 @@ import reasoning_gym
 from minirl.config import DataConfig
 from minirl.data.datasets import Prompts, load_rows, split
 from minirl.model.scratch import make_tokenizer
-from minirl.rollout import env
+from minirl.rollout import rewards
 from minirl.types import UserError
 
 
@@ -172,7 +172,7 @@ def test_a_prompt_above_the_limit_is_refused_with_its_length_and_row():
 
 
 def reward(name, completion, answer):
-    return env.make_env(name).step({"prompt": "q", "answer": answer}, completion)
+    return rewards.make_rewards(name)({"prompt": "q", "answer": answer}, completion)
 
 
 @pytest.mark.parametrize(("completion", "answer", "value"), [("42", "42", 1), (" 42\n", 42, 1), ("42.", "42", 0), ("", "42", 0), ("Sun", "sun", 0)])
@@ -205,17 +205,17 @@ def test_math_verify_works_in_threads():
 
 def test_reasoning_gym_scores_with_the_generator_s_own_grader():
     (row, *_) = load("reasoning_gym:spell_backward?size=3&seed=1")
-    graded = env.make_env("reasoning_gym")
-    assert graded.step(row, f" {row['answer']}\n") == 1
+    graded = rewards.make_rewards("reasoning_gym")
+    assert graded(row, f" {row['answer']}\n") == 1
     own = reasoning_gym.create_dataset("spell_backward", size=3, seed=1).score_answer
     for completion in ("", "zzz", row["answer"][:-1]):
-        assert graded.step(row, completion) == own(completion, row) < 1
+        assert graded(row, completion) == own(completion, row) < 1
 
 
 def test_a_reward_registers_only_once():
     with pytest.raises(ValueError, match="'exact' is registered twice"):
-        env.register("exact")(lambda prompt, completion, row: 1.0)
-    assert env.REWARDS["exact"] is env.exact
+        rewards.register("exact")(lambda prompt, completion, row: 1.0)
+    assert rewards.REWARDS["exact"] is rewards.exact
 
 
 # ---------------------------------------------------------------------------------------------------- rewards of the user's own
@@ -228,10 +228,9 @@ def written(tmp_path, body, name="my_reward.py"):
 
 def test_a_function_of_a_file_is_called_with_prompt_completion_and_row(tmp_path):
     file = written(tmp_path, "def score(prompt, completion, row):\n    return len(prompt) + 10 * len(completion) + 100 * row['x']\n")
-    graded = env.make_env(f"{file}:score")
+    graded = rewards.make_rewards(f"{file}:score")
     row = {"prompt": "ab", "x": 3}
-    assert graded.reset(row) == "ab"
-    assert graded.step(row, "abcd") == 342.0
+    assert graded(row, "abcd") == 342.0
 
 
 @pytest.mark.parametrize(("body", "function", "message"), [
@@ -246,24 +245,24 @@ def test_a_reward_that_cannot_be_had_is_refused(tmp_path, body, function, messag
     if body is not None:
         written(tmp_path, body)
     with pytest.raises(UserError, match=rf"reward.function = .*{message}"):
-        env.make_env(function.format(folder=tmp_path))
+        rewards.make_rewards(function.format(folder=tmp_path))
 
 
 def test_a_file_that_is_not_python_is_refused(tmp_path):
     file = written(tmp_path, "def score(*_): return 1.0\n", "my_reward.txt")
     with pytest.raises(UserError, match="my_reward.txt"):
-        env.make_env(f"{file}:score")
+        rewards.make_rewards(f"{file}:score")
 
 
 def test_a_file_with_a_dataclass_and_postponed_annotations_imports(tmp_path):
     """dataclasses looks its module up in sys.modules."""
     file = written(tmp_path, "from __future__ import annotations\nfrom dataclasses import dataclass\n\n@dataclass\nclass Score:\n    value: float\n\n"
                              "def score(prompt, completion, row):\n    return Score(0.5).value\n")
-    assert env.make_env(f"{file}:score").step({"prompt": "q"}, "a") == 0.5
+    assert rewards.make_rewards(f"{file}:score")({"prompt": "q"}, "a") == 0.5
 
 
 def graded_by(function):
-    return env.SingleTurn((1.0, function, "my.py:score")).step({"prompt": "the prompt"}, "the answer")
+    return rewards.Rewards((1.0, function, "my.py:score"))({"prompt": "the prompt"}, "the answer")
 
 
 @pytest.mark.parametrize("value", [None, "0.5", [1.0], float("nan"), float("inf"), np.array([1.0, 2.0]), 1j], ids=str)
@@ -293,19 +292,19 @@ def test_an_exception_of_the_function_is_told_with_its_input():
 
 @pytest.mark.parametrize("name", ["exact", "final_answer", "math_verify"])
 def test_rows_without_an_answer_are_refused_before_anything_runs(name):
-    env.check_rows(name, ROWS)
+    rewards.check_rows(name, ROWS)
     with pytest.raises(UserError, match=rf"reward.function = {name} compares with the answer, and a row has none \(data.answer_key\): .*no answer here"):
-        env.check_rows(name, [*ROWS, {"prompt": "no answer here"}])
+        rewards.check_rows(name, [*ROWS, {"prompt": "no answer here"}])
     with pytest.raises(UserError, match=r"data.answer_key"):
-        env.check_rows(name, [{"prompt": "p", "answer": None}])  # or the answer `None` would be right
+        rewards.check_rows(name, [{"prompt": "p", "answer": None}])  # or the answer `None` would be right
 
 
 @pytest.mark.parametrize("row", [{"prompt": "p"}, {"prompt": "p", "metadata": {}}, {"prompt": "p", "metadata": None}], ids=["none", "empty", "null"])
 def test_rows_without_a_generator_are_refused_by_reasoning_gym(row):
-    env.check_rows("reasoning_gym", [{"prompt": "p", "metadata": {"source_dataset": "products"}}])
+    rewards.check_rows("reasoning_gym", [{"prompt": "p", "metadata": {"source_dataset": "products"}}])
     with pytest.raises(UserError, match=r"needs rows with metadata.source_dataset"):
-        env.check_rows("reasoning_gym", [row])
+        rewards.check_rows("reasoning_gym", [row])
 
 
 def test_a_function_of_the_user_s_takes_any_row():
-    env.check_rows("my.py:score", [{"prompt": "p"}])
+    rewards.check_rows("my.py:score", [{"prompt": "p"}])

@@ -74,13 +74,14 @@ def test_ring_emulated_on_one_device_equals_one_rank(size):
 
 def test_sleep_refit_and_logprobs(tmp_path):
     """Engine asleep at level 2 between two refits: weights gone and written anew, log-probs still the trainer's."""
-    from minirl.config import DataConfig, EngineConfig, PolicyConfig, RefitConfig
+    from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, PolicyConfig, RefitConfig
     from minirl.data import chat
     from minirl.data.datasets import Prompts
     from minirl.parallel.mesh import join_world
     from minirl.policy import Policy
     from minirl.rollout.engine import RolloutEngine, Sampling
     from minirl.rollout.env import make_env
+    from minirl.rollout.rewards import make_rewards
     from minirl.rollout.refit import Refit
     from minirl.rollout.sampler import Sampler
 
@@ -91,7 +92,7 @@ def test_sleep_refit_and_logprobs(tmp_path):
     engine = RolloutEngine(cfg, folder, mesh, dtype="bfloat16")
     refit = Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True)
     tokenizer = chat.load_tokenizer(folder)
-    sampler = Sampler(engine, make_env("exact"), tokenizer, mesh, seed=0, tickets="auto", threads=1)
+    sampler = Sampler(engine, make_env("single_turn"), make_rewards("exact"), tokenizer, mesh, EvaluateConfig(engine=engine.cfg, env=EnvConfig(max_tokens=32)))
     prompts = Prompts([{"prompt": "x" * n, "answer": ""} for n in range(1, 9)], tokenizer, DataConfig(), seed=0)
     for _ in range(2):
         with engine.awake(refit, [policy.sleeper]):

@@ -31,6 +31,7 @@ FORBIDDEN = [  # who, what, why
     ("rollout/*", "policy.py", "refit gets shards by name, not a policy"),
     ("rollout/*", "checkpoint.py", "rollouts keep no state of their own"),
     ("rollout/env.py", "parallel/*", "an environment runs on one rank"),
+    ("rollout/episode.py", "parallel/*", "so does an episode"),
     ("envs/*", "parallel/*", "so does one with a file of its own"),
     ("envs/*", "algo/*", "and it knows no algorithm"),
     ("envs/*", "model/*", "nor a model"),
@@ -41,7 +42,8 @@ FORBIDDEN = [  # who, what, why
 DOORS = {
     "vllm": {"rollout/engine.py": None},
     "transformers": {"model/*": None, "data/chat.py": None, "checkpoint.py": None, "data/datasets.py": {"PreTrainedTokenizerBase"}, "data/pairs.py": {"PreTrainedTokenizerBase"},
-                     "rollout/sampler.py": {"PreTrainedTokenizerBase"}, "run.py": {"PretrainedConfig", "PreTrainedTokenizerBase"}},
+                     "rollout/sampler.py": {"PreTrainedTokenizerBase"}, "rollout/episode.py": {"PreTrainedTokenizerBase"},
+                     "rollout/conversation.py": {"PreTrainedTokenizerBase"}, "run.py": {"PretrainedConfig", "PreTrainedTokenizerBase"}},
     "jinja2": {"data/chat.py": None},
     "ring_flash_attn": {"model/ring_package.py": None},
     "huggingface_hub": {"model/build.py": None},
@@ -52,8 +54,8 @@ DOORS = {
     "matplotlib": {"report.py": None},
     "tyro": {"flags.py": None},
     "yaml": {"flags.py": None},
-    "math_verify": {"rollout/env.py": None},
-    "reasoning_gym": {"rollout/env.py": None, "data/sources.py": None},
+    "math_verify": {"rollout/rewards.py": None},
+    "reasoning_gym": {"rollout/rewards.py": None, "data/sources.py": None},
     "datasets": {"data/sources.py": None},
     "bm25s": {"envs/tools.py": None},
     "httpx": {"rollout/remote.py": None},
@@ -67,7 +69,9 @@ BROAD = {
     "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and with it all others",
     "flags.py:find_function": "importing a file of the user's may raise anything; the user is told which file and what",
     "envs/inside.py:main": "a program that nobody has read may raise anything, and is told so",
-    "rollout/env.py:grade": "so may their reward function; they are told the input that did it",
+    "rollout/rewards.py:grade": "so may their reward function; they are told the input that did it",
+    "rollout/episode.py:_call": "and their environment, of which only one episode ends",
+    "rollout/driver.py:work": "whatever it is, it is raised again where the thread was asked for",
 }
 
 
@@ -142,7 +146,7 @@ def code_lines(file):
 
 
 def test_code_lines_counts_neither_blanks_nor_comments_nor_docstrings():
-    example = "rollout/env.py"
+    example = "rollout/rewards.py"
     text = (ROOT / example).read_text().splitlines()
     counted = [text[n - 1] for n in sorted(code_lines(example))]
     assert "REWARDS: dict[str, RewardFunction] = {}" in counted

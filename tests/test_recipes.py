@@ -11,9 +11,9 @@ from harness import ranks
 from programs import ROOT
 
 from minirl import checkpoint, rl
-from minirl.config import RLConfig
+from minirl.config import RLConfig, RolloutConfig
 from minirl.flags import parse
-from minirl.rollout.sampler import Sampler
+from minirl.rollout.sampler import Group, Round, Sampler
 from minirl.run import find_teacher
 from minirl.types import Trajectory, UserError
 
@@ -128,17 +128,26 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
 class Recorded(Sampler):
     """Two ranks whose answers to ticket n earn means[n], one rank at a time."""
 
-    def __init__(self, means: dict[int, float], rank: int):
+    def __init__(self, means: dict[int, float], rank: int, extra: int):
         self.means, self.rank, self.asked, self.mesh = means, rank, [], self
+        self.cfg = RLConfig(rollout=RolloutConfig(prompts_per_step=4, extra_prompts=extra))
+        self.training = Round(self)
 
-    def collect(self, prompts, tickets, num_samples, sampling, *, version=0):
+    def _play(self, round, prompts, tickets, num_samples, sampling, version, enough):
         self.asked.append(tickets)
-        return [Trajectory(tokens=None, sampled=None, logprobs=None, reward=self.means[n] + (-1) ** e, group=n, episode=e)
-                for n in tickets if n % 2 == self.rank for e in range(num_samples)]
+        assert enough == len(tickets)
+        return [Answered(n, 0, [self.means[n] + (-1) ** e for e in range(2)]) for n in tickets if n % 2 == self.rank]
 
     def gather(self, own):
+        if isinstance(own, int):
+            return [own, own]
         other = {n: 0 < self.means[n] < 1 for n in self.asked[-1] if n % 2 != self.rank}
         return [own, other] if self.rank == 0 else [other, own]
+
+
+class Answered(Group):
+    def trajectories(self):
+        return [Trajectory(tokens=None, sampled=None, logprobs=None, reward=reward, group=self.ticket, episode=e) for e, reward in enumerate(self.episodes)]
 
 
 @pytest.mark.parametrize(("means", "extra", "kept", "end", "rounds"), [
@@ -152,8 +161,8 @@ def test_groups_outside_the_range_are_replaced(means, extra, kept, end, rounds):
     given = dict(enumerate(means, start=10))
     got = []
     for rank in (0, 1):
-        sampler = Recorded(given, rank)
-        trajectories, stop = sampler.collect_varied(None, 10, 4, extra, (0.0, 1.0), 2, None)
+        sampler = Recorded(given, rank, extra)
+        trajectories, stop = sampler.collect_step(None, 10, None, version=0)
         assert stop == 10 + end and len(sampler.asked) == rounds
         assert [n for tickets in sampler.asked for n in tickets] == list(range(10, stop))  # none twice, none left out
         got += [(t.group - 10, t.episode) for t in trajectories]

@@ -15,7 +15,7 @@ from programs import fork
 
 from minirl.config import RewardConfig
 from minirl.evaluate import breakdown
-from minirl.rollout import env, remote
+from minirl.rollout import remote, rewards
 from minirl.types import Trajectory, UserError
 
 ROW = {"prompt": "q", "rendered_prompt": "<|user|>q<|end|>", "answer": "42"}
@@ -65,7 +65,7 @@ def lengths(body):
 
 
 def made(function, **cfg):
-    return env.make_env(RewardConfig(function=function, **{"backoff_seconds": 0.0, **cfg}))
+    return rewards.make_rewards(RewardConfig(function=function, **{"backoff_seconds": 0.0, **cfg}))
 
 
 # ---------------------------------------------------------------------------------------------------- the protocol
@@ -73,8 +73,8 @@ def made(function, **cfg):
 
 def test_a_request_has_queries_prompts_and_labels(endpoint):
     server = endpoint(lengths)
-    assert made(server.url).step(ROW, "abc") == len("<|user|>q<|end|>abc")
-    assert made(server.url).step({"prompt": "q", "rendered_prompt": "r"}, "") == 1.0
+    assert made(server.url)(ROW, "abc") == len("<|user|>q<|end|>abc")
+    assert made(server.url)({"prompt": "q", "rendered_prompt": "r"}, "") == 1.0
     assert server.bodies == [{"query": ["<|user|>q<|end|>abc"], "prompts": ["<|user|>q<|end|>"], "labels": ["42"]},
                              {"query": ["r"], "prompts": ["r"], "labels": [None]}]
 
@@ -86,7 +86,7 @@ def test_threads_share_requests_and_each_gets_its_own_reward(endpoint):
     server = endpoint(slow)
     graded = made(server.url)
     with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(lambda n: graded.step(ROW, "x" * n), range(64)))
+        found = list(pool.map(lambda n: graded(ROW, "x" * n), range(64)))
     assert found == [len(ROW["rendered_prompt"]) + n for n in range(64)]
     sizes = [len(body["query"]) for body in server.bodies]
     assert sum(sizes) == 64 and len(sizes) < 40 and 4 < max(sizes) <= 16  # alone they would be 64 requests
@@ -96,7 +96,7 @@ def test_endpoints_take_turns(endpoint):
     servers = [endpoint(lengths) for _ in range(3)]
     graded = made(" , ".join(s.url for s in servers))
     for _ in range(9):
-        graded.step(ROW, "a")
+        graded(ROW, "a")
     assert [len(s.bodies) for s in servers] == [3, 3, 3]
 
 
@@ -114,10 +114,10 @@ def test_serve_answers_this_protocol(monkeypatch):
     threading.Thread(target=remote.serve, args=(score, "127.0.0.1", port), daemon=True).start()
     graded = made(f"http://127.0.0.1:{port}/get_reward", backoff_seconds=0.05, retries=8)  # it is not there yet
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda n: graded.step(ROW, "x" * n), range(24)))
+        found = list(pool.map(lambda n: graded(ROW, "x" * n), range(24)))
     assert found == [(len(ROW["rendered_prompt"]) + n) / 4 for n in range(24)]
     assert sum(map(len, batches)) == 24 and ROW["rendered_prompt"] + "xx" in sum(batches, [])
-    assert made(f"http://127.0.0.1:{port}").step(ROW, "") == len(ROW["rendered_prompt"]) / 4
+    assert made(f"http://127.0.0.1:{port}")(ROW, "") == len(ROW["rendered_prompt"]) / 4
     assert httpx.post(f"http://127.0.0.1:{port}/", json={"query": "no list"}).status_code == 422
 
 
@@ -129,17 +129,17 @@ def test_a_failure_that_may_pass_is_tried_again_at_the_next_endpoint(endpoint, s
     pauses = []
     monkeypatch.setattr(remote.time, "sleep", pauses.append)
     bad, good = endpoint(lambda body: (status, "busy")), endpoint(lengths)
-    assert made(f"{bad.url},{good.url}", backoff_seconds=0.5).step(ROW, "") == len(ROW["rendered_prompt"])
+    assert made(f"{bad.url},{good.url}", backoff_seconds=0.5)(ROW, "") == len(ROW["rendered_prompt"])
     assert len(bad.bodies) == len(good.bodies) == 1 and pauses == [0.5]
     with pytest.raises(UserError, match=rf"reward.function = {bad.url}: {bad.url} failed after 4 tries .*reward.retries = 3.* status {status}: busy"):
-        made(bad.url, retries=3, backoff_seconds=0.5).step(ROW, "")
+        made(bad.url, retries=3, backoff_seconds=0.5)(ROW, "")
     assert pauses[1:] == [0.5, 1.0, 2.0]
 
 
 def test_a_refusal_is_not_tried_again(endpoint):
     server = endpoint(lambda body: (404, "no such path"))
     with pytest.raises(UserError, match="failed after 1 tries .* status 404: no such path"):
-        made(server.url).step(ROW, "")
+        made(server.url)(ROW, "")
     assert len(server.bodies) == 1
 
 
@@ -148,11 +148,11 @@ def test_an_endpoint_that_is_down_or_slow_is_named(endpoint, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         url = f"http://127.0.0.1:{probe.getsockname()[1]}/r"
     with pytest.raises(UserError, match=rf"{url} failed after 2 tries .* ConnectError"):
-        made(url, retries=1).step(ROW, "")
+        made(url, retries=1)(ROW, "")
     release = threading.Event()
     slow = endpoint(lambda body: (release.wait(5), lengths(body))[1])
     with pytest.raises(UserError, match=rf"{slow.url} failed after 2 tries .*reward.timeout_seconds = 0.1.* ReadTimeout"):
-        made(slow.url, retries=1, timeout_seconds=0.1).step(ROW, "")
+        made(slow.url, retries=1, timeout_seconds=0.1)(ROW, "")
     release.set()
 
 
@@ -160,7 +160,7 @@ def test_an_endpoint_that_is_down_or_slow_is_named(endpoint, monkeypatch):
 def test_an_answer_that_is_not_the_protocol_is_shown(endpoint, text):
     server = endpoint(lambda body: (200, text))
     with pytest.raises(UserError) as error:
-        made(server.url).step(ROW, "")
+        made(server.url)(ROW, "")
     assert f"{server.url} answered {text!r} to 1 queries; it must answer" in str(error.value) and len(server.bodies) == 1
 
 
@@ -168,7 +168,7 @@ def test_an_answer_that_is_not_the_protocol_is_shown(endpoint, text):
 def test_a_reward_that_is_not_a_finite_number_is_refused(endpoint, value):
     server = endpoint(lambda body: (200, f'{{"rewards": [{value}]}}'))
     with pytest.raises(UserError, match=r"returned .* for prompt 'q', completion 'a'; it must return one finite number"):
-        made(server.url).step(ROW, "a")
+        made(server.url)(ROW, "a")
 
 
 def test_all_threads_of_a_failed_request_hear_of_it(endpoint):
@@ -179,7 +179,7 @@ def test_all_threads_of_a_failed_request_hear_of_it(endpoint):
 
     def told(n):
         with pytest.raises(UserError, match="status 500: out of memory"):
-            graded.step(ROW, "x" * n)
+            graded(ROW, "x" * n)
         return True
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(told, range(16), timeout=20))
@@ -189,7 +189,7 @@ def test_a_label_that_is_no_json_ends_all_threads_too(endpoint):
     server = endpoint(lambda body: (time.sleep(0.05), lengths(body))[1])
     graded = made(server.url)
     with ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(graded.step, {**ROW, "answer": {1, 2}}, "x") for _ in range(8)]
+        futures = [pool.submit(graded, {**ROW, "answer": {1, 2}}, "x") for _ in range(8)]
         assert all(isinstance(f.exception(timeout=20), UserError) for f in futures)
     assert "raised TypeError" in str(futures[0].exception())
 
@@ -208,11 +208,11 @@ def test_rewards_are_summed_by_weight_and_told_apart(endpoint, tmp_path):
     server, own = endpoint(lengths), f"{tmp_path}/own.py:brevity"
     graded, info = made(["exact", own, server.url], weights=[1.0, 0.25, -0.5]), {}
     total = len(ROW["rendered_prompt"]) + 2
-    assert graded.step(ROW, "42", info) == 1.0 - 0.25 * 2 - 0.5 * total
+    assert graded(ROW, "42", info) == 1.0 - 0.25 * 2 - 0.5 * total
     assert info == {"rewards": {"exact": 1.0, own: -2.0, server.url: float(total)}}
-    assert made(["exact", own]).step(ROW, "42") == 1.0 - 2.0
+    assert made(["exact", own])(ROW, "42") == 1.0 - 2.0
     alone = {}
-    assert made("exact", weights=[0.5]).step(ROW, "42", alone) == 0.5 and alone == {}
+    assert made("exact", weights=[0.5])(ROW, "42", alone) == 0.5 and alone == {}
 
 
 @pytest.mark.parametrize(("function", "weights"), [([], []), (["exact", "exact"], []), (["exact"], [1.0, 2.0]), ("exact", [float("nan")])])
@@ -223,7 +223,7 @@ def test_weights_that_do_not_fit_are_refused(function, weights):
 
 def test_each_reward_of_a_sum_checks_its_rows():
     with pytest.raises(UserError, match="reward.function = exact compares with the answer"):
-        env.check_rows(["my.py:score", "exact"], [{"prompt": "p"}])
+        rewards.check_rows(["my.py:score", "exact"], [{"prompt": "p"}])
 
 
 def test_means_by_source_and_by_reward():
@@ -255,7 +255,7 @@ def test_a_run_on_two_sources_with_two_rewards(endpoint, tmp_path):
     flags = ["--config", tmp_path / "rl.yaml", "--output", tmp_path / "run", "--policy.model", "scratch", "--policy.dtype", "float32", "--num-steps", "1",
              "--data.held-out", "6", "--data.max-prompt-tokens", "14", "--data.too-long", "drop", "--data.input-template", "say {}: ", "--rollout.max-tokens", "4",
              "--engine.max-num-seqs", "16", "--rollout.prompts-per-step", "4", "--rollout.samples-per-prompt", "2", "--sft.num-steps", "1", "--sft.batch-size", "4",
-             "--reward.function", "exact", server.url, "--reward.weights", "1", "2", "--debug.save-trajectories"]
+             "--reward.function", "exact", server.url, "--reward.weights", "1", "2", "--rollout.dump"]
     ended = fork("minirl.rl", flags, tmp_path / "log")
     assert ended.code == 0, ended.err
     assert "(4 dropped as too long)" in ended.err  # beside `say ` and `: ` 14 tokens hold 8 characters
@@ -266,7 +266,7 @@ def test_a_run_on_two_sources_with_two_rewards(endpoint, tmp_path):
             assert {"reward/exact", f"reward/{server.url}"} < row.keys() and sources & row.keys()
             assert row["reward"] == pytest.approx(row["reward/exact"] + 2 * row[f"reward/{server.url}"])
     assert all(row["source/short/reward"] >= 0.25 for row in rows if "source/short/reward" in row)
-    sampled = [json.loads(line) for line in (tmp_path / "run" / "trajectories" / "step-0-rank-0.jsonl").read_text().splitlines()]
-    assert len(sampled) == 8 and {t["source"] for t in sampled} <= {"short", "other"}
+    sampled = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step-0-rank-0.jsonl").read_text().splitlines()]
+    assert len(sampled) == 8 and {t["info"]["source"] for t in sampled} <= {"short", "other"}
     queries = [query for body in server.bodies for query in body["query"]]
     assert all(query.startswith("say ") and ": " in query for query in queries)

@@ -6,7 +6,7 @@ import tiny
 import torch
 from harness import RankFailed, ranks
 
-from minirl.config import DataConfig, EngineConfig, ParallelConfig, PolicyConfig, RefitConfig
+from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, ParallelConfig, PolicyConfig, RefitConfig, RolloutConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts
 from minirl.data.packing import pack
@@ -14,6 +14,7 @@ from minirl.model.build import Weights
 from minirl.policy import Policy
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.env import make_env
+from minirl.rollout.rewards import make_rewards
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 
@@ -97,12 +98,17 @@ def test_refit_names_what_it_would_leave_unfilled(tmp_path):
         ranks(1, incomplete_refit, tiny.make(tmp_path / "model"))
 
 
+def make_sampler(engine, tokenizer, mesh, tickets, **env):
+    cfg = EvaluateConfig(engine=engine.cfg, rollout=RolloutConfig(tickets=tickets, max_tokens=20), env=EnvConfig(**{"max_tokens": 1000, **env}))
+    return Sampler(engine, make_env(cfg.env.name), make_rewards("exact"), tokenizer, mesh, cfg)
+
+
 def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options, tickets):
     tokenizer = chat.load_tokenizer(folder)
     policy = make_policy(folder, mesh)
     cfg = EngineConfig(**ENGINE | engine_options)
     engine = RolloutEngine(cfg, folder, mesh, dtype="float32")
-    sampler = Sampler(engine, make_env("exact"), tokenizer, mesh, seed=0, tickets=tickets, threads=2)
+    sampler = make_sampler(engine, tokenizer, mesh, tickets)
     prompts = Prompts(rows, tokenizer, DataConfig(), seed=0)
     sampling = Sampling(max_tokens=20, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=temperature)
     with engine.awake(Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True), []):

@@ -141,11 +141,18 @@ def need_logprobs(cfg: AlgoConfig) -> bool:
 
 
 def assign(trajectories: list[Trajectory], estimator: Estimator, sums: Sums) -> None:
-    """Set `advantages` of every trajectory: the estimate at sampled tokens, 0 elsewhere. Collective if the estimator is."""
-    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
-    _, groups = torch.tensor([t.group for t in trajectories], dtype=torch.int64).unique(return_inverse=True)
-    for trajectory, value in zip(trajectories, estimator(rewards, groups, sums).tolist(), strict=True):
-        trajectory.advantages = trajectory.sampled.astype("float32") * value
+    """Set `advantages` of every trajectory: the estimate at sampled tokens, 0 elsewhere. An episode counts once in its group, and all its segments get
+    what it earns. Collective if the estimator is."""
+    rewards = {(t.group, t.episode): t.reward for t in trajectories}
+    found = estimate(rewards, estimator, sums)
+    for t in trajectories:
+        t.advantages = t.sampled.astype("float32") * found[t.group, t.episode]
+
+
+def estimate(rewards: dict[tuple[int, int], float], estimator: Estimator, sums: Sums) -> dict[tuple[int, int], float]:
+    """(group, episode) -> reward to -> advantage."""
+    _, groups = torch.tensor([group for group, _ in rewards], dtype=torch.int64).unique(return_inverse=True)
+    return dict(zip(rewards, estimator(torch.tensor(list(rewards.values()), dtype=torch.float64), groups, sums).tolist(), strict=True))
 
 
 def assign_packed(batches: list[Packed], estimator: Estimator | TokenEstimator, cfg: AlgoConfig, kl_coef: float, *, sums: Sums, maxima: Sums,
@@ -168,9 +175,11 @@ def assign_packed(batches: list[Packed], estimator: Estimator | TokenEstimator, 
 
 
 def token_rewards(batch: Packed, penalty: Tensor) -> Tensor:
-    """float64 [T]: minus the penalty of each token, and the reward of the sequence at its last sampled one. Ouyang et al. 2022 (arXiv 2203.02155), eq. 2."""
+    """float64 [T]: minus the penalty of each token, what answers earned at their last tokens, and the rest of the sequence's reward at its last sampled one.
+    Ouyang et al. 2022 (arXiv 2203.02155), eq. 2."""
     last = over_sequences(lambda sequence: torch.cat([sequence[1:] != sequence[:-1], sequence.new_ones(min(1, len(sequence)), dtype=torch.bool)]), batch)
-    return torch.where(last, to_rows(batch.rewards, batch), 0.0) - penalty
+    turns = torch.zeros_like(penalty) if batch.turn_rewards is None else torch.where(batch.mask, batch.turn_rewards, 0.0).double()
+    return torch.where(last, to_rows(batch.rewards - sequence_sums(turns, batch), batch), 0.0) + turns - penalty
 
 
 def whiten(values: list[Tensor], masks: list[Tensor], sums: Sums, maxima: Sums) -> list[Tensor]:
@@ -188,13 +197,13 @@ def whiten(values: list[Tensor], masks: list[Tensor], sums: Sums, maxima: Sums) 
 
 def _by_group(batches: list[Packed], penalties: list[Tensor], estimator: Estimator, gather: Callable[[object], list]) -> list[Tensor]:
     """Siblings are anywhere by now, so every rank estimates the whole batch from a table of all rewards, less each answer's penalties."""
-    own: dict[tuple[int, int], float] = {}
+    own: dict[tuple[int, int, int], tuple[float, float]] = {}
     for batch, penalty in zip(batches, penalties, strict=True):
-        rewards = (batch.rewards - sequence_sums(penalty, batch)).tolist()
-        own |= {name: r for name, r, num in zip(batch.names, rewards, batch.loss_tokens.tolist(), strict=True) if num}
-    table = {name: r for part in reversed(gather(own)) for name, r in part.items()}  # of copies of a sequence the first rank's
-    names = sorted(table)
-    _, groups = torch.tensor([group for group, _ in names], dtype=torch.int64).unique(return_inverse=True)
-    estimates = estimator(torch.tensor([table[n] for n in names], dtype=torch.float64), groups, lambda values: values).tolist()
-    found = dict(zip(names, estimates, strict=True))
-    return [to_rows(torch.tensor([found.get(n, 0.0) for n in b.names], dtype=torch.float64, device=b.inputs.device), b) for b in batches]
+        charged = zip(batch.rewards.tolist(), sequence_sums(penalty, batch).tolist(), strict=True)
+        own |= {name: pair for name, pair, num in zip(batch.names, charged, batch.loss_tokens.tolist(), strict=True) if num}
+    table = {name: pair for part in reversed(gather(own)) for name, pair in part.items()}  # of copies of a sequence the first rank's
+    rewards: dict[tuple[int, int], float] = {}
+    for (group, episode, _), (reward, penalty) in sorted(table.items()):  # segments share the reward, and are each charged
+        rewards[group, episode] = rewards.get((group, episode), reward) - penalty
+    found = estimate(rewards, estimator, lambda values: values)
+    return [to_rows(torch.tensor([found.get(n[:2], 0.0) for n in b.names], dtype=torch.float64, device=b.inputs.device), b) for b in batches]

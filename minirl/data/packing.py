@@ -13,8 +13,8 @@ from minirl.parallel import context as cp
 from minirl.parallel.mesh import Mesh
 from minirl.types import Layout, Packed, Trajectory, UserError
 
-_HEADER = np.dtype([("group", "i8"), ("episode", "i8"), ("version", "i8"), ("reward", "f8")])
-_TOKEN = np.dtype([("token", "i4"), ("logprob", "f4"), ("advantage", "f4"), ("sampled", "?")])
+_HEADER = np.dtype([("group", "i8"), ("episode", "i8"), ("segment", "i8"), ("version", "i8"), ("reward", "f8")])
+_TOKEN = np.dtype([("token", "i4"), ("logprob", "f4"), ("advantage", "f4"), ("reward", "f4"), ("sampled", "?")])
 
 
 def pieces(table: np.ndarray, num_ranks: int, budget: int, *, groups: np.ndarray | None = None) -> tuple[list[list[int]], list[int]]:
@@ -71,11 +71,11 @@ def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_miniba
     by one all-to-all of bytes. The plan sorts by (group, episode), so who sampled what does not matter; minibatches split the
     groups evenly. `whole_groups`: siblings stay in one micro-batch, for losses that compare them.
     """
-    keys = mesh.gather(np.array([(t.group, t.episode, zlib.crc32(_shared(t)), _prompt_length(t), len(t.tokens), t.sampled.sum()) for t in trajectories],
-                                dtype=np.int64).reshape(-1, 6))
+    keys = mesh.gather(np.array([(t.group, t.episode, zlib.crc32(_shared(t)), _prompt_length(t), len(t.tokens), t.sampled.sum(), t.segment) for t in trajectories],
+                                dtype=np.int64).reshape(-1, 7))
     table = np.concatenate([np.column_stack([np.full(len(k), rank), np.arange(len(k)), k]) for rank, k in enumerate(keys)])
     copies, budget = mesh.num_copies, budget * mesh.context_size
-    table = table[np.lexsort((table[:, 3], table[:, 2]))]  # columns: rank, index there, group, episode, prompt hash, prompt tokens, tokens, sampled
+    table = table[np.lexsort((table[:, 8], table[:, 3], table[:, 2]))]  # rank, index there, group, episode, prompt hash, prompt tokens, tokens, sampled, segment
     send: list[list[int]] = [[] for _ in range(mesh.world_size)]
     plan: list[list[list[tuple[int, int]]]] = []  # of this rank: [minibatch][micro-batch] -> (source rank, place in its message)
     sent = np.zeros((mesh.world_size, mesh.world_size), dtype=np.int64)  # sequences from -> to, so far
@@ -89,7 +89,7 @@ def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_miniba
         for micro in partition(rows, mesh.data_size, budget):
             plan[-1].append([])
             for to, chosen_pieces in ((data_rank * copies + i, own) for data_rank, own in enumerate(micro) for i in range(copies)):
-                for source, index, *_, length, _ in part[[i for piece in chosen_pieces for i in members[piece]]].tolist():
+                for source, index, *_, length, _, _ in part[[i for piece in chosen_pieces for i in members[piece]]].tolist():
                     if to == mesh.rank:
                         plan[-1][-1].append((source, int(sent[source, to])))
                     if source == mesh.rank:
@@ -114,7 +114,8 @@ def _to_bytes(t: Trajectory) -> bytes:
     rows = np.zeros(len(t.tokens), dtype=_TOKEN)
     rows["token"], rows["logprob"], rows["sampled"] = t.tokens, t.logprobs, t.sampled
     rows["advantage"] = 0.0 if t.advantages is None else t.advantages
-    header = np.array([(t.group, t.episode, t.version, t.reward)], dtype=_HEADER)
+    rows["reward"] = 0.0 if t.rewards is None else t.rewards
+    header = np.array([(t.group, t.episode, t.segment, t.version, t.reward)], dtype=_HEADER)
     return np.int64(len(rows)).tobytes() + header.tobytes() + rows.tobytes()
 
 
@@ -125,8 +126,8 @@ def _from_bytes(message: bytes) -> list[Trajectory]:
         header = np.frombuffer(message, _HEADER, 1, at + 8)[0]
         rows = np.frombuffer(message, _TOKEN, length, at + 8 + _HEADER.itemsize)
         out.append(Trajectory(tokens=rows["token"].copy(), sampled=rows["sampled"].copy(), logprobs=rows["logprob"].copy(),
-                              advantages=rows["advantage"].copy(), reward=float(header["reward"]), group=int(header["group"]),
-                              episode=int(header["episode"]), version=int(header["version"])))
+                              advantages=rows["advantage"].copy(), rewards=rows["reward"].copy(), reward=float(header["reward"]), group=int(header["group"]),
+                              episode=int(header["episode"]), segment=int(header["segment"]), version=int(header["version"])))
         at += 8 + _HEADER.itemsize + rows.nbytes
     return out
 
@@ -143,7 +144,7 @@ def _shared(t: Trajectory) -> bytes:
 
 def _filler(rows: int) -> Trajectory:
     zeros = np.zeros(rows + 1, np.float32)
-    return Trajectory(tokens=zeros.astype(np.int32), sampled=zeros.astype(bool), logprobs=zeros, advantages=zeros)
+    return Trajectory(tokens=zeros.astype(np.int32), sampled=zeros.astype(bool), logprobs=zeros, advantages=zeros, rewards=zeros)
 
 
 @dataclass(frozen=True)
@@ -221,12 +222,13 @@ def pack(trajectories: list[Trajectory], device: torch.device, temperature: floa
         loss_tokens=tensor(np.array([int(q.trajectory.sampled[q.start + 1 : q.stop + 1].sum()) for q in sequences]), torch.int64),
         group_tokens=tensor(np.array([q.trajectory.group_tokens for q in sequences]), torch.int64),
         rewards=tensor(np.array([q.trajectory.reward for q in sequences]), torch.float64),
-        names=tuple((q.trajectory.group, q.trajectory.episode) for q in sequences),
+        names=tuple((q.trajectory.group, q.trajectory.episode, q.trajectory.segment) for q in sequences),
         blocks=blocks,
         joined=joined,
         context=context,
         temperature=temperature,
         engine_logprobs=tensor(column("logprobs", 1), torch.float32),
+        turn_rewards=tensor(column("rewards", 1), torch.float32) if all(q.trajectory.rewards is not None for q in sequences) else None,
         ends=tensor(np.concatenate(last), torch.bool),
         pairs=tensor(numbers, torch.int64) if pairs else None,
         advantages=tensor(column("advantages", 1), torch.float32) if all(q.trajectory.advantages is not None for q in sequences) else None,

@@ -15,14 +15,16 @@ from minirl.data import chat
 from minirl.types import Trajectory
 
 
-@dataclass(frozen=True)
+@dataclass
 class Completion:
-    tokens: list[int]
-    logprobs: list[float]
+    """What was sampled for one answer. The lists are parallel."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     """Of each token, under the distribution it was drawn from (temperature applied)."""
-    stopped: bool
+    stopped: bool = False
     """Ended by a stop token, which is then the last token; otherwise the length ran out."""
-    versions: list[int]
+    versions: list[int] = field(default_factory=list)
     """Of each token: the optimizer steps that the weights had seen which drew it."""
 
 

@@ -4,6 +4,7 @@ Versions 0.26 (torch 2.11) and 0.32 (torch 2.13) run through the calls used here
 """
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -39,14 +40,8 @@ class Sampling:
     top_k: int = -1
     min_p: float = 0.0
 
-
-@dataclass(frozen=True)
-class Completion:
-    tokens: list[int]
-    logprobs: list[float]
-    """Of each token, under the distribution it was drawn from (temperature applied)."""
-    stopped: bool
-    """Ended by a stop token, which is then the last token; otherwise the length ran out."""
+    def with_max_tokens(self, max_tokens: int) -> "Sampling":
+        return dataclasses.replace(self, max_tokens=max_tokens)
 
 
 class RolloutEngine:
@@ -171,29 +166,33 @@ class RolloutEngine:
 
         params = SamplingParams(max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
                                 min_p=sampling.min_p, stop_token_ids=list(sampling.stop_token_ids), seed=seed, logprobs=0, detokenize=False,
-                                output_kind=RequestOutputKind.FINAL_ONLY)
+                                output_kind=RequestOutputKind.DELTA)  # what an aborted request had is known
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
 
-    def step(self) -> list[tuple[str, Completion]]:
-        """One step of every running request; returns those that finished."""
-        done = []
-        for output in self.llm.llm_engine.step():
-            if output.finished:
-                sample = output.outputs[0]
-                tokens = list(sample.token_ids)
-                logprobs = [entry[token].logprob for entry, token in zip(sample.logprobs, tokens, strict=True)]
-                done.append((output.request_id, Completion(tokens, logprobs, sample.finish_reason == "stop")))
-        return done
+    def abort(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self.llm.llm_engine.abort_request(request_ids)
 
-    def tensor_parallel_broadcast(self, value: int) -> int:
-        """The leader's number, on all ranks of this engine."""
+    def step(self) -> list[tuple[str, list[int], list[float], str | None]]:
+        """One step of every running request: its id, new tokens, their log-probs under the distribution they were drawn from (temperature applied),
+        and at the end `stop` (by a stop token, which is the last one) or `length`."""
+        heard = []
+        for output in self.llm.llm_engine.step() if self.llm.llm_engine.has_unfinished_requests() else ():
+            sample = output.outputs[0]
+            tokens = list(sample.token_ids)
+            logprobs = [entry[token].logprob for entry, token in zip(sample.logprobs or (), tokens, strict=True)]
+            heard.append((output.request_id, tokens, logprobs, sample.finish_reason))
+        return heard
+
+    def tensor_parallel_broadcast(self, value: object) -> object:
+        """The leader's value, on all ranks of this engine."""
         if self.tp_size == 1:
             return value
         from vllm.distributed.parallel_state import get_tp_group
 
-        number = torch.tensor([value])
-        dist.broadcast(number, src=get_tp_group().ranks[0], group=get_tp_group().cpu_group)
-        return int(number)
+        values = [value]
+        dist.broadcast_object_list(values, src=get_tp_group().ranks[0], group=get_tp_group().cpu_group)
+        return values[0]
 
     def close(self) -> None:
         """Release vLLM in the order that leaves torchrun an exit code of 0. Collective."""

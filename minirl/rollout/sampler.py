@@ -1,107 +1,254 @@
-"""The sampler: pulls prompts by ticket, drives the engine step by step, grades answers beside it, returns trajectories."""
+"""The sampler: groups of episodes by ticket, played with this rank's engine beside the other ranks', until all or enough are done.
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+A ticket is a prompt with all its samples. With `rollout.ahead` more groups are begun than a step needs; when it has enough, the others are
+interrupted, and the next step goes on with them under its new weights (partial rollouts: APRIL, arXiv 2509.18521; Kimi k1.5, arXiv 2501.12599, sec. 2.6.2).
+"""
 
-import numpy as np
+import asyncio
+import contextlib
+import operator
+import pickle
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
 from transformers import PreTrainedTokenizerBase
 
+from minirl.config import EvaluateConfig, RLConfig
 from minirl.data.datasets import Prompts
 from minirl.parallel.mesh import Mesh
-from minirl.rollout.engine import Completion, RolloutEngine, Sampling
-from minirl.rollout.env import Env
+from minirl.rollout.conversation import Conversation
+from minirl.rollout.driver import Driver
+from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rollout.env import Agent, Env
+from minirl.rollout.episode import Episode, Stage
+from minirl.rollout.rewards import Rewards
 from minirl.types import Trajectory
 
 
-class Sampler:
-    """Samples groups of answers with this rank's engine. The unit of work is a prompt with all its samples: a ticket."""
+@dataclass
+class Group:
+    """The episodes of a ticket."""
 
-    def __init__(self, engine: RolloutEngine, env: Env, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, *, seed: int, tickets: str, threads: int):
-        self.engine, self.env, self.tokenizer, self.mesh, self.seed = engine, env, tokenizer, mesh, seed
-        on_cuda = mesh.device.type == "cuda"
-        self.tickets = tickets if tickets != "auto" else "pull" if on_cuda else "round_robin"
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="reward")
-        self._num_queues = 0
+    ticket: int
+    version: int
+    """Of the weights when it began."""
+    episodes: list[Episode]
+    tasks: list[asyncio.Task] | None = None
+    """None: it has not begun here."""
+
+    @property
+    def played(self) -> bool:
+        return all(e.played for e in self.episodes)
+
+    def trajectories(self) -> list[Trajectory]:
+        """Waits for the rewards. Raises UserError as they do."""
+        return [t for e in self.episodes for t in e.outcome.result()]
+
+    def pickled(self) -> bytes:
+        """Without episodes if one of them is an agent's, or cannot be pickled."""
+        if not any(isinstance(e.env, Agent) and not e.played for e in self.episodes):
+            with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+                return pickle.dumps((self.ticket, self.version, [e.saved() for e in self.episodes]))
+        return pickle.dumps((self.ticket, self.version, []))
+
+
+class Round:
+    """Groups that are played together; those that are unfinished when it is interrupted go on when it is played again."""
+
+    def __init__(self, sampler: "Sampler"):
+        self.sampler = sampler
+        self.groups: dict[int, Group] = {}
+        self.live = 0
+        """Episodes that are not played to the end."""
+
+    async def play(self, begin: Callable[[int], Group], queue: Iterator[int], room: int, enough: Callable[[int], bool]) -> list[Group]:
+        """Begin the groups of the tickets in the queue as there is room for their episodes, until `enough(groups that are played)` or there is no more to do.
+        Returns those played."""
+        self.begin, self.queue, self.room, self.enough = begin, queue, room, enough
+        self.over = asyncio.get_running_loop().create_future()
+        self.sampler.driver.release()
+        for group in [g for g in self.groups.values() if g.tasks is None]:
+            self._add(group)
+        self._go_on()
+        while not self.over.done():
+            await asyncio.wait([self.over], timeout=0.02)
+            self._go_on()  # other ranks may have done enough
+        self.over.result()
+        while self.sampler.driver.players:  # an environment's step is not interrupted
+            await asyncio.sleep(0.001)
+        self.over.result()
+        return [self.groups.pop(ticket) for ticket in sorted(self.groups) if self.groups[ticket].played]
+
+    def _go_on(self) -> None:
+        """Begin what there is room for; a ticket is taken only when its work can begin."""
+        if self.over.done():
+            return
+        if self.enough(sum(g.played for g in self.groups.values())):
+            self.sampler.driver.halt()
+            self.over.set_result(None)
+            return
+        while self.queue and (not self.live or self.live < self.room):
+            ticket = next(self.queue, None)
+            if ticket is None:
+                self.queue = None
+            else:
+                self._add(self.begin(ticket))
+        if not self.live:
+            self.over.set_result(None)
+
+    def _add(self, group: Group) -> None:
+        self.groups[group.ticket], group.tasks = group, []
+        for episode in (e for e in group.episodes if not e.played):
+            self.live += 1
+            group.tasks.append(asyncio.get_running_loop().create_task(self.sampler.stage.play(episode, self._ended)))
+            group.tasks[-1].add_done_callback(self._settled)
+
+    def replace(self, old: Group, new: Group) -> None:
+        """Give the old one up."""
+        self.live -= sum(not e.played for e in old.episodes) if old.tasks is not None else 0
+        for task in old.tasks or ():
+            task.cancel()
+        self.groups[new.ticket] = new
+
+    def _ended(self, episode: Episode) -> None:
+        self.live -= 1
+        episode.outcome = self.sampler.pool.submit(self.sampler.stage.finish, episode)
+        self._go_on()
+
+    def _settled(self, task: asyncio.Task) -> None:
+        if not task.cancelled() and task.exception():
+            self.over = self.over if not self.over.done() else asyncio.get_running_loop().create_future()
+            self.over.set_exception(task.exception())
+
+
+class Sampler:
+    """Samples groups of episodes with this rank's engine."""
+
+    def __init__(self, engine: RolloutEngine, make_env: Callable[[], Env | Agent], rewards: Rewards, tokenizer: PreTrainedTokenizerBase, mesh: Mesh,
+                 cfg: RLConfig | EvaluateConfig):
+        self.engine, self.make_env, self.tokenizer, self.mesh, self.cfg = engine, make_env, tokenizer, mesh, cfg
+        tickets = cfg.rollout.tickets
+        self.pulls = tickets == "pull" or tickets == "auto" and mesh.device.type == "cuda"
+        self.driver = Driver(engine, repeatable=not self.pulls)
+        self.stage = Stage(self.driver, rewards, tokenizer, cfg.env, seed=cfg.seed, system_prompt=cfg.data.system_prompt)
+        self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
+        self.training = Round(self)
+        """Whose unfinished groups the next step goes on with."""
+        self._num_counters = 0
 
     def collect(self, prompts: Prompts, tickets: range, num_samples: int, sampling: Sampling, *, version: int = 0) -> list[Trajectory]:
-        """Answer the prompts of `tickets`, `num_samples` each, together with the engines of the other ranks.
+        """Play the prompts of `tickets`, `num_samples` times each, together with the engines of the other ranks.
 
-        Returns this rank's groups, in the order of their tickets, each whole; ranks that follow an engine's leader return none.
-        Every rank must call it alike. Raises UserError from a reward function.
+        Returns this rank's groups, in the order of their tickets; ranks that follow an engine's leader return none. Every rank must call it alike. Raises
+        UserError from a reward function, or an environment by env.on_error raise.
         """
-        queue = self._pull(tickets) if self.tickets == "pull" else iter(tickets[self.engine.replica :: self.engine.num_replicas])
-        # At most an even share at once: with room for all, the engine that asks first would take everything.
-        room = min(self.engine.cfg.max_num_seqs, -(-len(tickets) // self.engine.num_replicas) * num_samples)
-        live: dict[str, tuple[int, int, list[int], dict]] = {}
-        graded: list[tuple[Trajectory, Future]] = []
-        more = True
-        while live or more:
-            while more and (not live or len(live) + num_samples <= room):  # a ticket is taken only when its work can begin
-                ticket = next(queue, None)
-                more = ticket is not None
-                if more:
-                    live |= self._submit(prompts, ticket, num_samples, sampling)
-            for request, completion in self.engine.step() if live else ():
-                ticket_of, i, tokens, row = live.pop(request)
-                if self.engine.is_leader:
-                    trajectory = _trajectory(tokens, completion, group=ticket_of, episode=i, version=version)
-                    text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-                    trajectory.info = {"completion": text, "prompt": row["prompt"], "stopped": completion.stopped, "source": row.get("data_source")}
-                    graded.append((trajectory, self.pool.submit(self.env.step, row, text, trajectory.info)))
-        for trajectory, future in graded:
-            trajectory.reward = future.result()
-        return sorted((t for t, _ in graded), key=lambda t: (t.group, t.episode))
+        return [t for group in self._play(Round(self), prompts, tickets, num_samples, sampling, version, len(tickets)) for t in group.trajectories()]
 
-    def collect_varied(self, prompts: Prompts, first: int, num: int, extra: int, inside: tuple[float, float], num_samples: int, sampling: Sampling, *,
-                       version: int = 0) -> tuple[list[Trajectory], int]:
-        """`num` groups from ticket `first` on; those whose mean reward is not strictly `inside` are replaced by the groups of at most `extra`
-        further tickets. If that is not enough, the earliest of them are in after all. Returns this rank's part of the groups, and
-        the next ticket. DAPO's dynamic sampling (arXiv 2503.14476, sec. 3.2).
+    def collect_step(self, prompts: Prompts, first: int, sampling: Sampling, *, version: int) -> tuple[list[Trajectory], int]:
+        """A step's groups: rollout.prompts_per_step from ticket `first` on and from what earlier steps began. Those whose mean reward is not strictly inside
+        rollout.keep_inside are replaced by the groups of at most rollout.extra_prompts further tickets; if that is not enough, the earliest of
+        them are in after all. Returns this rank's part of them, and the next ticket. DAPO's dynamic sampling (arXiv 2503.14476, sec. 3.2).
         """
+        r, mesh = self.cfg.rollout, self.mesh
+        for group in [g for g in self.training.groups.values() if g.version < version - r.max_staleness * self.cfg.algo.updates_per_step]:
+            self.training.replace(group, self._group(prompts, r.samples_per_prompt, sampling, version, group.ticket))
+        begun = sum(mesh.gather(len(self.training.groups)))
+        last = first + max(0, r.prompts_per_step + r.ahead - begun) + r.extra_prompts
         groups: dict[int, list[Trajectory]] = {}
+        kept: dict[int, Group] = {}
         varied: dict[int, bool] = {}  # of all ranks
-        tickets = range(first, first + num)
-        while tickets:
-            sampled: dict[int, list[Trajectory]] = {}
-            for t in self.collect(prompts, tickets, num_samples, sampling, version=version):
-                sampled.setdefault(t.group, []).append(t)
-            groups |= sampled
-            own = {ticket: inside[0] < sum(t.reward for t in group) / len(group) < inside[1] for ticket, group in sampled.items()}
-            for part in self.mesh.gather(own):
+        while (missing := r.prompts_per_step - sum(varied.values())) > 0:
+            begun = sum(mesh.gather(len(self.training.groups)))
+            tickets = range(first, min(first + max(0, missing + r.ahead - begun), last))
+            if not begun and not tickets:
+                break
+            played = self._play(self.training, prompts, tickets, r.samples_per_prompt, sampling, version, min(missing, begun + len(tickets)))
+            first = tickets.stop
+            kept |= {group.ticket: group for group in played}
+            groups |= {group.ticket: group.trajectories() for group in played}
+            for part in mesh.gather({group.ticket: self._is_varied(groups[group.ticket]) for group in played}):
                 varied |= part
-            tickets = range(tickets.stop, min(tickets.stop + num - sum(varied.values()), first + num + extra))
-        chosen = sorted(varied, key=lambda ticket: (not varied[ticket], ticket))[:num]
-        return [t for ticket in sorted(groups) if ticket in chosen for t in groups[ticket]], tickets.start
+        chosen = sorted(varied, key=lambda ticket: (not varied[ticket], ticket))[: r.prompts_per_step]
+        self.training.groups |= {ticket: group for ticket, group in kept.items() if ticket not in chosen and varied[ticket]}
+        return [t for ticket in sorted(groups) if ticket in chosen for t in groups[ticket]], first
 
-    def _submit(self, prompts: Prompts, ticket: int, num_samples: int, sampling: Sampling) -> dict[str, tuple[int, int, list[int], dict]]:
-        """Queue a group; returns request id -> (ticket, number of the sample, prompt, row)."""
-        row = prompts.row(ticket)
-        tokens = prompts.encode({**row, "prompt": self.env.reset(row)})
-        row = {**row, "rendered_prompt": self.tokenizer.decode(tokens)}
-        for i in range(num_samples):
-            self.engine.add(f"{ticket}-{i}", tokens, sampling, _sample_seed(self.seed, ticket, i))
-        return {f"{ticket}-{i}": (ticket, i, tokens, row) for i in range(num_samples)}
+    def _is_varied(self, trajectories: list[Trajectory]) -> bool:
+        rewards = [t.reward for t in trajectories if t.segment == 0]
+        low, high = self.cfg.rollout.keep_inside
+        return bool(rewards) and low < sum(rewards) / len(rewards) < high
+
+    def _play(self, round: Round, prompts: Prompts, tickets: range, num_samples: int, sampling: Sampling, version: int, enough: int) -> list[Group]:
+        """Until `enough` groups are played on all ranks together; this rank's."""
+        self.driver.version = version
+        loads = self.mesh.gather(len(round.groups))[:: self.engine.tp_size]
+        num, me = sum(loads) + len(tickets), self.engine.replica
+        if self.pulls:
+            queue, is_enough = self._pull(tickets), self._count(enough)
+        else:
+            dealt = spread(len(tickets), loads)
+            queue = iter([tickets[i] for i in dealt[me]])
+            quota = len(spread(enough, [-load - len(own) for load, own in zip(loads, dealt, strict=True)])[me])
+            is_enough = partial(operator.le, quota)
+        if not self.engine.is_leader:
+            return self.driver.run(None) or []
+        # At most an even share at once: with room for all, the engine that asks first would take everything.
+        room = min(self.engine.cfg.max_num_seqs, -(-num // len(loads)) * num_samples) - num_samples + 1
+        return self.driver.run(round.play(partial(self._group, prompts, num_samples, sampling, version), queue, room, is_enough))
 
     def _pull(self, tickets: range) -> Iterator[int]:
         """Take the next ticket that no engine has taken: one counter on torchrun's store, so long answers balance themselves."""
-        key = f"minirl/tickets/{self._num_queues}"
-        self._num_queues += 1
-        while True:
-            taken = self.mesh.store.add(key, 1) - 1 if self.engine.is_leader else 0
-            taken = self.engine.tensor_parallel_broadcast(taken)
-            if taken >= len(tickets):
-                return
+        key = self._counter()
+        while (taken := self.mesh.store.add(key, 1) - 1) < len(tickets):
             yield tickets[taken]
 
+    def _count(self, enough: int) -> Callable[[int], bool]:
+        """Adds up what all engines have played."""
+        key, told = self._counter(), 0
 
-def _sample_seed(seed: int, ticket: int, sample: int) -> int:
-    """A seed of its own for every sample, the same whoever generates it."""
-    return int(np.random.SeedSequence([seed, ticket, sample]).generate_state(1, np.uint32)[0])
+        def is_enough(played: int) -> bool:
+            nonlocal told
+            new, told = played - told, played
+            return self.mesh.store.add(key, new) >= enough
+        return is_enough
+
+    def _counter(self) -> str:
+        self._num_counters += 1
+        return f"minirl/rollout/{self._num_counters}"
+
+    def _group(self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int) -> Group:
+        row = prompts.row(ticket)
+        return Group(ticket, version, [Episode(ticket=ticket, number=i, row=row, env=self.make_env(), conversation=Conversation(self.tokenizer), sampling=sampling)
+                                       for i in range(num_samples)])
+
+    def state(self) -> list[bytes]:
+        """What the next step would go on with, group by group, for a checkpoint. What cannot be pickled begins anew there."""
+        return [group.pickled() for group in self.training.groups.values()]
+
+    def load(self, states: list[bytes], prompts: Prompts, sampling: Sampling) -> None:
+        """Take this engine's part of what all ranks had."""
+        for state in sorted(map(pickle.loads, states), key=lambda saved: saved[0])[self.engine.replica :: self.engine.num_replicas] if self.engine.is_leader else ():
+            ticket, version, episodes = state
+            group = self._group(prompts, self.cfg.rollout.samples_per_prompt, sampling, version, ticket)
+            for episode, saved in zip(group.episodes, episodes, strict=False):
+                episode.restore(saved)
+            self.training.groups[ticket] = group
+
+    def take_failures(self) -> list[str]:
+        """Why episodes failed on this rank since the last call."""
+        found, self.stage.failures = self.stage.failures, []
+        return found
+
+    def close(self) -> None:
+        self.driver.close()
 
 
-def _trajectory(prompt: list[int], completion: Completion, *, group: int, episode: int, version: int) -> Trajectory:
-    num_prompt = len(prompt)
-    tokens = np.array(prompt + completion.tokens, dtype=np.int32)
-    logprobs = np.zeros(len(tokens), dtype=np.float32)
-    logprobs[num_prompt:] = completion.logprobs
-    return Trajectory(tokens=tokens, sampled=np.arange(len(tokens)) >= num_prompt, logprobs=logprobs, group=group, episode=episode, version=version)
+def spread(num: int, loads: list[int]) -> list[list[int]]:
+    """0 .. num - 1, one by one to whoever has the least (of several the first)."""
+    loads, out = list(loads), [[] for _ in loads]
+    for i in range(num):
+        least = loads.index(min(loads))
+        loads[least] += 1
+        out[least].append(i)
+    return out

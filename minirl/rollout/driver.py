@@ -1,0 +1,196 @@
+"""The engine's heart: one asyncio loop in the main thread, in which episodes and the endpoint ask for answers while the engine steps.
+
+Between two steps of the engine everything that waits gets its turn. Where an engine spans several ranks, its leader runs the loop and tells the others
+before each step what to add and what to drop.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from minirl.rollout.conversation import Completion
+from minirl.rollout.engine import RolloutEngine, Sampling
+
+OnTokens = Callable[[list[int], list[float]], None]
+
+
+@dataclass(kw_only=True)
+class Request:
+    """An answer in the making. What of it is there when a rollout is interrupted stays, and the next rollout goes on from it."""
+
+    tokens: list[int]
+    """Of the prompt."""
+    sampling: Sampling
+    seed: int
+    name: tuple = ()
+    """Requests that wait together are added in this order, if runs are to be repeatable."""
+    on_tokens: OnTokens | None = None
+    done: Completion = field(default_factory=Completion)
+
+
+class Driver:
+    def __init__(self, engine: RolloutEngine, *, repeatable: bool):
+        """`repeatable`: the engine waits until every player has asked for its next answer, so that what it computes together does not depend
+        on how long environments take."""
+        self.engine, self.repeatable = engine, repeatable
+        self.loop = asyncio.new_event_loop()
+        self.version = 0
+        """Optimizer steps that the weights have seen."""
+        self.players = 0
+        """Episodes that are at work, and not waiting for an answer."""
+        self._number = 0
+        self._halted = False
+        self._news = asyncio.Event()
+        self._waiting: list[tuple[Request, asyncio.Future]] = []
+        self._held: list[tuple[Request, asyncio.Future]] = []
+        self._live: dict[str, tuple[Request, asyncio.Future]] = {}
+        self._dropped: list[str] = []
+
+    # ------------------------------------------------------------------------------------------------ for those who ask
+
+    def close(self) -> None:
+        """Drop everything."""
+        while tasks := asyncio.all_tasks(self.loop):
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.wait(tasks))
+        self.loop.close()
+
+    async def generate(self, tokens: list[int], sampling: Sampling, seed: int, on_tokens: OnTokens | None = None) -> Completion:
+        """One sample. `on_tokens` hears of new tokens and their log-probs after each step. Cancelling the caller drops the request.
+
+        There must be room for a token in engine.max_model_len; the answer is cut to what room there is.
+        """
+        return await self.ask(Request(tokens=tokens, sampling=sampling, seed=seed, on_tokens=on_tokens))
+
+    async def ask(self, request: Request) -> Completion:
+        entry = request, asyncio.get_running_loop().create_future()
+        self._waiting.append(entry)
+        self._news.set()
+        try:
+            return await entry[1]
+        except asyncio.CancelledError:
+            for waiting in (self._waiting, self._held):
+                waiting[:] = [other for other in waiting if other is not entry]
+            self._dropped += [name for name, other in self._live.items() if other is entry]
+            self._live = {name: other for name, other in self._live.items() if other is not entry}
+            raise
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Inside, the caller is a player at work."""
+        self.players += 1
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        self.players -= 1
+        self._news.set()
+
+    async def answer(self, request: Request) -> Completion:
+        """`ask`, of a player."""
+        self.leave()
+        try:
+            return await self.ask(request)
+        finally:
+            self.players += 1
+
+    # ------------------------------------------------------------------------------------------------ for who runs a rollout
+
+    def run(self, main: Coroutine | None) -> Any:
+        """Step the engine until `main` is done; its result (None on ranks that follow, which pass None). What is unfinished then is held."""
+        if not self.engine.is_leader:
+            while self._tick():
+                pass
+            return None
+        return self.loop.run_until_complete(self._drive(main))
+
+    def halt(self) -> None:
+        """No step more in this run."""
+        self._halted = True
+
+    def release(self) -> None:
+        """Go on with what is held."""
+        self._waiting, self._held = self._held + self._waiting, []
+
+    async def _drive(self, main: Coroutine) -> Any:
+        self._halted, task = False, asyncio.ensure_future(main)
+        task.add_done_callback(lambda _: self._news.set())
+        while not task.done():
+            await asyncio.sleep(0)  # whoever got an answer may now ask for the next
+            if self._halted or self.repeatable and self.players or not (self._waiting or self._live or self._dropped):
+                self._news.clear()
+                if not task.done():
+                    await self._news.wait()
+            else:
+                self._tick()
+        self._dropped += self._live
+        self._held += [*self._live.values(), *self._waiting]
+        self._live, self._waiting = {}, []
+        self._tick(more=False)
+        return task.result()
+
+    def _tick(self, more: bool = True) -> bool:
+        """Drop and add requests and step the engine, on all its ranks alike. False at the end of a run."""
+        orders = None
+        if self.engine.is_leader:
+            self._waiting.sort(key=lambda entry: entry[0].name if self.repeatable else ())
+            added = []
+            for request, future in self._waiting:
+                self._number += 1
+                self._live[str(self._number)] = request, future
+                added.append((str(self._number), *_remaining(request)))
+            orders = (more, self._dropped, added)
+            self._waiting, self._dropped = [], []
+        more, dropped, added = self.engine.tensor_parallel_broadcast(orders)
+        self.engine.abort(dropped)
+        for each in added:
+            self.engine.add(*each)
+        for name, tokens, logprobs, finish in self.engine.step() if more else ():
+            if name in self._live:  # of the leader
+                self._hear(name, tokens, logprobs, finish)
+        return more
+
+    def _hear(self, name: str, tokens: list[int], logprobs: list[float], finish: str | None) -> None:
+        request, future = self._live[name]
+        request.done.tokens += tokens
+        request.done.logprobs += logprobs
+        request.done.versions += [self.version] * len(tokens)
+        if request.on_tokens:
+            request.on_tokens(tokens, logprobs)
+        if finish:
+            del self._live[name]
+            request.done.stopped = finish == "stop"
+            if not future.done():
+                future.set_result(request.done)
+
+
+def _remaining(request: Request) -> tuple[list[int], Sampling, int]:
+    """What the engine is to add to what is there already; with another seed, for the first one's numbers are used up."""
+    num = len(request.done.tokens)
+    return (request.tokens + request.done.tokens, request.sampling.with_max_tokens(request.sampling.max_tokens - num), (request.seed + 2654435761 * num) % 2**32)
+
+
+async def in_thread(function: Callable, *arguments: object) -> Any:
+    """Call it in a thread of its own, which nobody waits for at the end of the program if the caller gives it up."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def settle(result: object, error: Exception | None) -> None:
+        if not future.done():
+            future.set_exception(error) if error else future.set_result(result)
+
+    def work() -> None:
+        try:
+            outcome = function(*arguments), None
+        except Exception as error:  # it is raised again where the call was made
+            outcome = None, error
+        loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await future

@@ -1,0 +1,193 @@
+"""An episode: what an environment and the policy say in turn, until one of them or a budget ends it."""
+
+import asyncio
+import contextlib
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from minirl.config import EnvConfig
+from minirl.data import chat
+from minirl.rollout.conversation import Conversation, Segment
+from minirl.rollout.driver import Driver, Request, in_thread
+from minirl.rollout.engine import Sampling
+from minirl.rollout.env import Agent, Env, Observation, Result, State
+from minirl.rollout.rewards import Rewards
+from minirl.types import Trajectory, UserError
+
+
+class EnvFailed(Exception):
+    """An environment raised, was too slow, or returned what it must not."""
+
+
+@dataclass(kw_only=True)
+class Episode:
+    """Where it stands."""
+
+    ticket: int
+    number: int
+    """Of the sample in its group."""
+    row: dict
+    env: Env | Agent
+    conversation: Conversation
+    segment: Segment | None = None
+    """The one that goes on."""
+    messages: list[dict] = field(default_factory=list)
+    sampling: Sampling
+    request: Request | None = None
+    """The answer that is being sampled."""
+    turn: int = 0
+    """Answers so far."""
+    answer: str = ""
+    stopped: bool = False
+    truncated: bool = False
+    played: bool = False
+    reward: float = 0.0
+    error: str = ""
+    info: dict[str, float] = field(default_factory=dict)
+    outcome: Future[list[Trajectory]] | None = None
+
+    def saved(self) -> dict:
+        """For pickle; waits for the rewards if it is played."""
+        if self.played:
+            return {"played": True, "outcome": self.outcome.result()}
+        return {name: value for name, value in vars(self).items() if name not in ("conversation", "outcome")} | {"segments": self.conversation.segments}
+
+    def restore(self, saved: dict) -> None:
+        """What was `saved`, into an episode that has not begun."""
+        self.conversation.segments = saved.pop("segments", [])
+        vars(self).update(saved)
+        if self.played:
+            outcome, self.outcome = self.outcome, Future()
+            self.outcome.set_result(outcome)
+
+
+
+class Stage:
+    """What the episodes of a rank share."""
+
+    def __init__(self, driver: Driver, rewards: Rewards, tokenizer: PreTrainedTokenizerBase, cfg: EnvConfig, *, seed: int, system_prompt: str, endpoint: Any = None):
+        """`endpoint`: of server.py, for agents."""
+        self.driver, self.rewards, self.tokenizer, self.cfg, self.seed = driver, rewards, tokenizer, cfg, seed
+        self.system_prompt, self.endpoint = system_prompt, endpoint
+        self.max_model_len = driver.engine.cfg.max_model_len
+        self.threads = asyncio.Semaphore(cfg.threads)
+        self.failures: list[str] = []
+
+    async def play(self, e: Episode, ended: Callable[[Episode], None]) -> None:
+        """To its end, from wherever it stands. Raises UserError."""
+        with contextlib.nullcontext() if isinstance(e.env, Agent) else self.driver.at_work():
+            try:
+                if isinstance(e.env, Agent):
+                    await self._lead(e)
+                elif e.segment is None:
+                    self._tell(e, await self._call(e.env.reset, e.row))
+                    e.row = {**e.row, "rendered_prompt": e.segment.text}
+                while not e.played:
+                    await self._turn(e)
+            except EnvFailed as failure:
+                e.error = str(failure)
+                self.failures.append(e.error)
+                if self.cfg.on_error == "raise":
+                    raise UserError(f"env.name = {self.cfg.name} failed: {failure}, in an episode of {str(e.row)[:200]}; mend it, or set env.on_error reward or drop") from failure
+                self._credit(e, self.cfg.error_reward)
+            e.played = True
+            e.env.close()
+            ended(e)
+
+    def finish(self, e: Episode) -> list[Trajectory]:
+        """Its trajectories, with what the reward functions say. Called in a thread. Raises UserError as they do."""
+        info = {"prompt": e.row["prompt"], "completion": e.answer if e.turn < 2 else "\n".join(s.text for s in e.conversation.segments), "source": e.row.get("data_source"),
+                "stopped": e.stopped and not e.truncated, "error": e.error}
+        if self.cfg.name != "single_turn":
+            info["env"] = {"turns": e.turn, "truncated": float(e.truncated), "failed": float(bool(e.error)), **e.info}
+        reward = e.reward + (self.rewards(e.row, e.answer, info) if e.env.graded and not e.error else 0.0)
+        dropped = e.error and self.cfg.on_error == "drop"
+        return [] if dropped else e.conversation.trajectories(group=e.ticket, episode=e.number, reward=reward, info=info)
+
+    async def _turn(self, e: Episode) -> None:
+        """An answer, and what the environment says to it."""
+        if e.request is None:
+            room = min(e.sampling.max_tokens, self.cfg.max_tokens - e.conversation.num_sampled(), self.max_model_len - len(e.segment.tokens))
+            if room < 1 or e.turn >= self.cfg.max_turns:
+                e.truncated = e.played = True
+                return
+            e.request = Request(tokens=list(e.segment.tokens), sampling=e.sampling.with_max_tokens(room), name=(e.ticket, e.number),
+                                seed=sample_seed(self.seed, e.ticket, e.number, e.turn))
+        said = await self.driver.answer(e.request)
+        e.request = None
+        text = e.segment.say(said, self.tokenizer)
+        e.answer, e.stopped = self.tokenizer.decode(said.tokens, skip_special_tokens=True), said.stopped
+        if e.messages:
+            e.messages = [*e.messages, {"role": "assistant", "content": text.removesuffix(self.tokenizer.decode(said.tokens[-1:])) if said.stopped else text}]
+        e.turn += 1
+        result = await self._call(e.env.step, State(row=e.row, answer=e.answer, stopped=e.stopped, turn=e.turn - 1, messages=e.messages))
+        self._hear(e, result)
+        e.played = result.done or result.truncated
+        if unknown := result.sampling.keys() - {"max_tokens", "stop_token_ids"}:
+            raise EnvFailed(f"its result sets sampling {', '.join(sorted(unknown))}, and an environment may set max_tokens and stop_token_ids")
+        e.sampling = dataclasses.replace(e.sampling, **result.sampling)
+        if not e.played:
+            self._tell(e, result.observation, result.messages)
+
+    async def _lead(self, e: Episode) -> None:
+        """An agent's episode."""
+        session = self.endpoint.open((self.seed, e.ticket, e.number))
+        try:
+            self._hear(e, await self._call(e.env.run, e.row, session))
+        finally:
+            e.conversation = self.endpoint.close(session.api_key)
+        e.turn, e.stopped, e.played = len(e.conversation.segments), True, True
+
+    async def _call(self, function: Callable, *arguments: object) -> Any:
+        """Raises EnvFailed for whatever it raises but a UserError, and if it is too slow."""
+        direct = inspect.iscoroutinefunction(function)
+        async with contextlib.nullcontext() if direct else self.threads:
+            try:
+                async with asyncio.timeout(self.cfg.timeout_seconds):
+                    return await (function(*arguments) if direct else in_thread(function, *arguments))
+            except UserError:
+                raise
+            except TimeoutError as error:
+                raise EnvFailed(f"{function.__qualname__} took longer than env.timeout_seconds = {self.cfg.timeout_seconds}") from error
+            except Exception as error:  # code of the user's may raise anything, and only its own episode shall end
+                raise EnvFailed(f"{function.__qualname__} raised {type(error).__name__}: {error}") from error
+
+    def _hear(self, e: Episode, result: Result) -> None:
+        if not isinstance(result, Result) or not math.isfinite(result.reward):
+            raise EnvFailed(f"it returned {result!r}, not a Result with a finite reward")
+        self._credit(e, float(result.reward))
+        e.truncated, e.info = result.truncated, e.info | result.info
+
+    def _credit(self, e: Episode, reward: float) -> None:
+        e.reward += reward
+        if e.segment:
+            e.segment.reward(reward)
+
+    def _tell(self, e: Episode, said: Observation | None, messages: list[dict] | None = None) -> None:
+        """What the environment says, or the whole chat anew."""
+        begins = e.segment is None
+        if messages is None and isinstance(said, list) and said and isinstance(said[0], dict) or type(said) is str:
+            if not begins and not e.messages:
+                raise EnvFailed(f"it began with tokens or a Raw text and goes on with the message {said!r}")
+            messages = chat.to_messages(said, self.system_prompt if begins else "")
+            messages = e.messages + messages
+        if messages:
+            e.messages = messages
+            e.segment = e.conversation.ask(messages)
+        elif said and isinstance(said, list | str):
+            e.segment = e.conversation.read(said)
+        else:
+            raise EnvFailed(f"it is not done and said {said!r}; give an observation: a text, messages or tokens")
+
+
+def sample_seed(*numbers: int) -> int:
+    """A seed of its own for every sample, the same whoever generates it."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint32)[0])
