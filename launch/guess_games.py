@@ -12,7 +12,7 @@ from pathlib import Path
 from minirl.envs.guess import Guess
 from minirl.rollout.env import State
 
-HIGH, TURNS, WILD = 32, 6, 0.7
+HIGH, TURNS, WILD = 16, 4, 0.6
 
 
 def play(number: int, rng: random.Random) -> tuple[dict, bool]:
