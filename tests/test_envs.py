@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import random
 import re
 import runpy
@@ -179,6 +180,15 @@ def test_index_of_a_corpus_is_made_once(tmp_path, monkeypatch):
     for _ in range(3):
         play(make(), {"prompt": "?"}, [fenced("search", "river")])
     assert made == [1]
+
+
+@pytest.mark.parametrize("name", ["guess?high=8", "countdown", "tools:python,calculate"])
+def test_unfinished_episode_goes_on_from_a_checkpoint(name):
+    """Partial rollouts pickle their environments."""
+    row = {"prompt": "?", "answer": "3", "metadata": {"numbers": [2, 3], "target": 6}}
+    env, state = make_env(name)(), State(row=row, answer="3 + 2", stopped=True, turn=0, messages=[])
+    env.reset(row)
+    assert pickle.loads(pickle.dumps(env)).step(state) == env.step(state)
 
 
 def test_tools_refuse_what_they_cannot_be(tmp_path):
