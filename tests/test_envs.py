@@ -201,7 +201,7 @@ def test_tools_refuse_what_they_cannot_be(tmp_path):
 
 # ----------------------------------------------------------------------------------------------------- their configs
 
-CONFIGS = ("arithmetic", "math", "countdown", "guess", "python_tool", "search")
+CONFIGS = ("search", "arithmetic", "math", "countdown", "guess", "python_tool")  # search first: its index is then made before the engine, as for a user
 
 
 def flags(folder: Path, name: str) -> list[str]:
