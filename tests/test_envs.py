@@ -15,7 +15,7 @@ import torch
 import yaml
 from harness import ranks
 from programs import ROOT
-from test_recipes import rows, train
+from test_recipes import ENVIRONMENTS, rows, train
 
 from minirl.envs import tools
 from minirl.rollout.env import Env, Result, State, make_env
@@ -63,10 +63,14 @@ def test_guess_refuses_what_it_cannot_play():
             make_env("guess")().reset(row)
 
 
+def demonstrated(num: int) -> list[tuple[dict, bool]]:
+    game, rng = runpy.run_path(ROOT / "launch" / "guess_games.py")["play"], random.Random(1)
+    return [game(rng.randint(1, 16), rng) for _ in range(num)]
+
+
 def test_demonstrated_games_are_chats_to_imitate():
     """Those of the script beside the recipe end with the winning guess, or after four."""
-    game, rng = runpy.run_path(ROOT / "launch" / "guess_games.py")["play"], random.Random(1)
-    games = [game(rng.randint(1, 16), rng) for _ in range(500)]
+    games = demonstrated(500)
     guesses = [[m["content"] for m in row["completion"] if m["role"] == "assistant"] for row, _ in games]
     assert {len(g) for g in guesses} == {1, 2, 3, 4} and all(1 <= int(n) <= 16 for g in guesses for n in g)
     assert all(won == (row["completion"][-1]["role"] == "assistant") and row["completion"][0]["role"] == "assistant" for row, won in games)
@@ -201,20 +205,19 @@ def test_tools_refuse_what_they_cannot_be(tmp_path):
 
 # ----------------------------------------------------------------------------------------------------- their configs
 
-CONFIGS = ("search", "arithmetic", "math", "countdown", "guess", "python_tool")  # search first: its index is then made before the engine, as for a user
-
 
 def flags(folder: Path, name: str) -> list[str]:
     """The config with few of its rows (the user's where it names a file), small batches and a tiny model of one vocabulary, so that all share an engine."""
     sources = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["data"]["train"]
     sources = [re.sub(r"size=\d+", "size=50", text) for text in ([sources] if isinstance(sources, str) else sources)]
     if not sources[0].startswith("reasoning_gym:"):
-        sources = [folder / "rows.jsonl"]
-    given = ["--data.train", *sources, "--config", ROOT / "configs" / f"{name}.yaml", "--output", folder / name, "--num-steps", 2, "--sft.num-steps", 0, "--eval.every", 0, "--checkpoint.every", 0,
-             "--data.held-out", 2, "--data.max-prompt-tokens", 640, "--policy.model", "scratch", "--policy.scratch.phrases", "```python\n", "--policy.scratch.num-layers", 1,
-             "--policy.scratch.hidden-size", 32, "--policy.dtype", "float32", "--policy.lr-warmup-steps", 0, "--policy.lr-schedule", "constant", "--policy.lr", 1e-3,
-             "--engine.max-model-len", 1024, "--engine.kv-cache-gb", 0.1, "--engine.max-num-seqs", 64, "--rollout.prompts-per-step", 4, "--rollout.samples-per-prompt", 4,
-             "--rollout.max-tokens", 8]
+        sources = [folder / ("games.jsonl" if name == "sft_guess" else "rows.jsonl")]
+    given = ["--config", ROOT / "configs" / f"{name}.yaml", "--data.train", *sources, "--output", folder / name, "--num-steps", 2, "--eval.every", 0,
+             "--checkpoint.every", 0, "--data.held-out", 2, "--policy.model", "scratch", "--policy.scratch.phrases", "```python\n", "--policy.scratch.num-layers", 1,
+             "--policy.scratch.hidden-size", 32, "--policy.dtype", "float32", "--policy.lr-warmup-steps", 0]
+    if name != "sft_guess":
+        given += ["--sft.num-steps", 0, "--data.max-prompt-tokens", 640, "--rollout.prompts-per-step", 4, "--rollout.samples-per-prompt", 4, "--rollout.max-tokens", 8,
+                  "--engine.max-model-len", 1024, "--engine.kv-cache-gb", 0.1, "--engine.max-num-seqs", 64]
     if name == "search":
         given += ["--env.name", f"tools:search,calculate?corpus={corpus(folder)}"]
     return [str(flag) for flag in given]
@@ -222,18 +225,19 @@ def flags(folder: Path, name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """The folder with a folder of each run."""
+    """The folder with a folder of each run. Search is the first to start the engine: its index is then made before, as it is for a user."""
     folder = tmp_path_factory.mktemp("configs")
     (folder / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"What is {n} + {n}?", "answer": str(2 * n)}) for n in range(50)))
-    ranks(1, train, [flags(folder, name) for name in CONFIGS])
+    (folder / "games.jsonl").write_text("\n".join(json.dumps(row) for row, _ in demonstrated(200)))
+    ranks(1, train, [flags(folder, name) for name in ENVIRONMENTS])
     return folder
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU engines")
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_config_trains_two_steps(runs, name):
-    found = rows(runs / name)
+    found = rows(runs / name, "train" if name == "sft_guess" else "rl")
     assert [row["step"] for row in found] == [0, 1]
     assert all(math.isfinite(v) for row in found for v in row.values() if not isinstance(v, str)), found
-    if name not in ("arithmetic", "math"):  # an untrained model plays games to their last turn, and calls no tool
+    if name in ("guess", "countdown", "python_tool", "search"):  # an untrained model plays games to their last turn, and calls no tool
         assert [(row["env/turns"], row["env/failed"]) for row in found] == [({"guess": 4, "countdown": 2}.get(name, 1), 0)] * 2
