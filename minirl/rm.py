@@ -139,8 +139,8 @@ def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
     if mesh.world_size > 1:
         raise UserError(f"minirl.rm serve is one process, and there are {mesh.world_size} ranks; start one server each, at ports of their own, and name "
                         "all of them in reward.function, separated by commas")
-    if cfg.tokens_per_batch < cfg.max_tokens or cfg.max_tokens < 2:
-        raise UserError(f"tokens_per_batch = {cfg.tokens_per_batch} must be at least max_tokens = {cfg.max_tokens}, and that at least 2")
+    if cfg.tokens_per_batch < cfg.max_tokens:
+        raise UserError(f"tokens_per_batch = {cfg.tokens_per_batch} must be at least max_tokens = {cfg.max_tokens}")
     serve(Scorer(cfg, mesh), cfg.host, cfg.port)
 
 

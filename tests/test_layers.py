@@ -66,7 +66,7 @@ DOORS = {
     "fastapi": {"rollout/remote.py": None, "rollout/server.py": None},
     "starlette": {"rollout/server.py": None},
     "uvicorn": {"rollout/remote.py": None, "rollout/server.py": None},
-    "pydantic": {"rollout/protocol.py": None},
+    "pydantic": {"rollout/protocol.py": None, "flags.py": None, "config.py": None, "config_supervised.py": None},
     "torch.distributed.fsdp": {"parallel/fsdp.py": None},
     "torch.distributed.device_mesh": {"parallel/*": None},
 }
