@@ -68,7 +68,7 @@ class Run:
     def attach(self, name: str, model: Policy) -> None:
         """Keep another trained model in the checkpoints; take its state from the one that is gone on with. Raises UserError."""
         if self.found:
-            checkpoint.load_other(self.found, name, model)
+            checkpoint.restore(self.found, model, name)
         self.saver.others[name] = model
 
     def evaluated(self, step: int, scores: dict[str, float]) -> None:

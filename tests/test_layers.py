@@ -47,7 +47,7 @@ DOORS = {
                      "rollout/server.py": {"PreTrainedTokenizerBase"}, "run.py": {"PretrainedConfig", "PreTrainedTokenizerBase"}},
     "jinja2": {"data/chat.py": None},
     "ring_flash_attn": {"model/ring_package.py": None},
-    "huggingface_hub": {"model/build.py": None},
+    "huggingface_hub": {"model/build.py": None, "checkpoint.py": {"split_torch_state_dict_into_shards"}},
     "safetensors": {"model/build.py": None, "checkpoint.py": None},
     "torch.utils.tensorboard": {"log.py": None},
     "wandb": {"log.py": None},
