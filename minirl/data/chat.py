@@ -12,7 +12,7 @@ from minirl.types import UserError
 
 def load_tokenizer(folder: Path, *, chats: bool = True, template: str = "", plain: str = "") -> PreTrainedTokenizerBase:
     """`template`, `plain`: as in `use_template`. Raises UserError if there are chats to encode and no template for them."""
-    tokenizer = use_template(AutoTokenizer.from_pretrained(folder), template, plain)
+    tokenizer = use_template(AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False), template, plain)  # it would not give texts back
     if chats and tokenizer.chat_template is None:
         raise UserError(f"policy.model = {folder}: its tokenizer has no chat template; name a file with one by data.chat_template")
     return tokenizer
@@ -67,7 +67,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, header: 
     """The chat as text, with `header` up to where the assistant begins to speak. Raises UserError if the template does."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=header, tools=tools)
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:  # a TypeError: it meets a message whose content is None, or a list
         raise UserError(f"the chat template refuses a chat: {error} ({str(messages)[:200]})") from error
 
 
