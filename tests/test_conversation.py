@@ -3,6 +3,7 @@ rendered chat; where a template rewrites history, and only there, a new segment 
 
 import asyncio
 import contextlib
+import functools
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,9 +55,9 @@ ZEPHYR = ("{%- for m in messages -%}{{ '<|' + m.role + '|>\n' + m.content + eos_
 # Phi 3: its marks swallow the line break behind them; a chat that is over ends by a token of its own.
 PHI = ("{%- for m in messages -%}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{%- endfor -%}"
        "{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- else -%}{{ eos_token }}{%- endif -%}")
-# DeepSeek R1: the header of an answer begins its thoughts, which are left out of every chat, and is missing behind the reply of a tool.
+# DeepSeek R1: the header of an answer begins its thoughts, which are left out of every chat; behind the reply of a tool there is no header.
 DEEPSEEK = ("{{- bos_token -}}{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<user>' + m.content }}{%- elif m.role == 'tool' -%}{{ '<result>' + m.content + '</result>' }}"
-            "{%- elif m.role == 'system' -%}{{ m.content }}{%- else -%}{{ ('' if messages[loop.index0 - 1].role == 'tool' else '<assistant>') + m.content.split('</think>')[-1] + eos_token }}"
+            "{%- elif m.role == 'system' -%}{{ m.content }}{%- else -%}{{ (m.content if messages[loop.index0 - 1].role == 'tool' else '<assistant>' + m.content.split('</think>')[-1]) + eos_token }}"
             "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt and messages[-1].role != 'tool' -%}{{ '<assistant><think>\n' }}{%- endif -%}")
 
 # ---------------------------------------------------------------------------------------------------- tokenizers
@@ -120,6 +121,7 @@ STYLES = {  # template, tokenizer, what ends an answer, what an answer begins wi
 }
 
 
+@functools.cache
 def tokenizer_of(style):
     template, make, *_ = STYLES[style]
     tokenizer = make()
@@ -240,7 +242,7 @@ REWRITTEN = {  # by the template, unless it is this: all in ONE
     **{("Mistral, system", script): TWO for script in SCRIPTS},  # the system prompt goes on to the next question
     ("Mistral, system", "spaced"): EACH, ("Mistral, system", "ended otherwise"): [[0], [1], [2, 3]],
     **{("DeepSeek", script): [[0], [1, 2], [3]] for script in SCRIPTS},  # the header's <think> goes
-    ("DeepSeek", "thinking"): EACH, ("Qwen 3", "thinking"): TWO,
+    ("Qwen 3", "thinking"): TWO,  # thoughts before the last question go
 }
 INEXACT = {("spaced", style) for style in ("Qwen 2.5", "Qwen 3", "SmolLM2", "Gemma")} | {("marked", "Phi 3")}
 """An answer that begins with a line break is encoded together with the header's: what the tokenizer gives cannot be sampled. And a mark in a text gets a space behind it."""
@@ -297,3 +299,64 @@ def test_raw_texts_and_tokens_go_on_where_they_are_said():
     play = Play("Zephyr", [("Hello", None), ("the", None), "x", "4"], [Raw(texts[0]), Raw(texts[1]), encode(tokenizer_of("Zephyr"), texts[2]), Raw(texts[3])])
     assert [s.text for s in play.segments] == ["Q: 日本\nHello\nwhy?\nthe sox</s> the tool4</s>"]
     assert play.tokenizer.decode(play.trajectories[0].tokens) == play.segments[0].text
+
+
+def say(segment, tokenizer, text):
+    tokens = [*encode(tokenizer, text), tokenizer.eos_token_id]
+    return segment.say(Completion(tokens, [-1.0] * len(tokens), True, [4] * len(tokens)), tokenizer)
+
+
+def chat_of(*texts):
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def test_a_chat_goes_on_from_the_longest_segment_that_it_begins_with():
+    tokenizer = make_tokenizer([])
+    c = Conversation(tokenizer)
+    first = c.ask(chat_of("q"))
+    assert c.ask(chat_of("q")) is first and first.tokens == chat.encode_prompt(tokenizer, chat_of("q"))  # nothing was sampled in between
+    assert say(first, tokenizer, "a") == "a"
+    assert c.ask(chat_of("q", "a", "r")) is first
+    say(first, tokenizer, "b")
+    second = c.ask(chat_of("q", "other", "r"))
+    say(second, tokenizer, "c")
+    assert c.ask(chat_of("q", "a", "r", "b", "s")) is first is c.read("raw ", first) is c.read([60, 61], first)  # back to an older one
+    first.asking = True
+    third = c.ask(chat_of("q", "a", "r", "b", "s", "d", "t"))
+    assert c.segments == [first, second, third] and c.num_sampled() == 6
+    third.reward(9.0)  # there is no answer that it could be for
+    second.reward(0.5)
+    first.reward(1.0)
+    trajectories = c.trajectories(group=1, episode=2, reward=1.5, info={})
+    assert [(t.segment, t.version, t.rewards.sum(), t.reward) for t in trajectories] == [(0, 4, 1.0, 1.5), (1, 4, 0.5, 1.5)]
+
+
+def test_tools_are_part_of_the_chat():
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    answer, reply, question = ({"role": role, "content": "4"} for role in ("assistant", "tool", "user"))
+    for style, segments in (("Qwen 2.5", [0, 0, 0, 1]), ("Mistral", [0, 0, 1, 2])):  # Mistral: the tools go on to the next question
+        tokenizer = tokenizer_of(style)
+        c, messages = Conversation(tokenizer), [question]
+        for more, given, n in zip(([], [answer, reply], [answer, question], [answer, question]), (tools, tools, tools, None), segments, strict=True):
+            messages = messages + more
+            segment = c.ask(messages, given)
+            assert c.segments.index(segment) == n
+            whole = tokenizer.apply_chat_template(messages, tools=given, tokenize=False, add_generation_prompt=True)
+            assert segment.text == whole and segment.tokens == encode(tokenizer, whole)
+            text = STYLES[style][3] + "4" + STYLES[style][2]
+            tokens = encode(tokenizer, whole + text)[len(segment.tokens) :]
+            assert segment.say(Completion(tokens, [0.0] * len(tokens), True, [0] * len(tokens)), tokenizer) == STYLES[style][3] + "4"
+
+
+def test_a_message_that_a_template_cannot_write_is_told():
+    for content in (None, ["a part"]):
+        with pytest.raises(UserError, match="the chat template refuses a chat: can only concatenate str.*'content'"):
+            Conversation(tokenizer_of("Qwen 2.5")).ask([{"role": "user", "content": content}])
+
+
+def test_a_tokenizer_gives_back_what_was_said(tmp_path):
+    """Some are saved with an order to tidy up what they decode."""
+    inner = Tokenizer(models.WordLevel({"x": 0, ",": 1, "<unk>": 2}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=True).save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).decode([0, 1]) == "x,"
+    assert chat.load_tokenizer(tmp_path, chats=False).decode([0, 1]) == "x ,"

@@ -77,7 +77,7 @@ class Segment:
 
     def reward(self, value: float) -> None:
         """For the last answer."""
-        last = max((i for i, sampled in enumerate(self.sampled) if sampled), default=None)
+        last = next((i for i in reversed(range(len(self.sampled))) if self.sampled[i]), None)
         if last is not None:
             self.rewards[last] += value
 
