@@ -123,8 +123,13 @@ class Conversation:
         return sum(sum(s.sampled) for s in self.segments)
 
     def trajectories(self, *, group: int, episode: int, reward: float, info: dict) -> list[Trajectory]:
-        """One for each segment in which something was sampled; all carry the episode's `reward`."""
-        said = [s for s in self.segments if any(s.sampled)]
-        return [Trajectory(tokens=np.array(s.tokens, np.int32), sampled=np.array(s.sampled), logprobs=np.array(s.logprobs, np.float32),
-                           rewards=np.array(s.rewards, np.float32), versions=np.array(s.versions, np.int32), reward=reward, group=group, episode=episode, segment=n,
-                           version=min(v for v in s.versions if v >= 0), info=info) for n, s in enumerate(said)]
+        """One for each segment in which something was sampled, to its last sampled token; all carry the episode's `reward`."""
+        out = []
+        for s in self.segments:
+            if any(s.sampled):
+                end = len(s.sampled) - s.sampled[::-1].index(True)
+                arrays = {name: np.array(values[:end], dtype) for name, values, dtype in (
+                    ("tokens", s.tokens, np.int32), ("sampled", s.sampled, bool), ("logprobs", s.logprobs, np.float32), ("rewards", s.rewards, np.float32),
+                    ("versions", s.versions, np.int32))}
+                out.append(Trajectory(**arrays, reward=reward, group=group, episode=episode, segment=len(out), version=min(v for v in s.versions if v >= 0), info=info))
+        return out

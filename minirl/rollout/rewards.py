@@ -66,14 +66,14 @@ def make_rewards(cfg: RewardConfig | str) -> Rewards:
     """What `reward.function` names (a text alone stands for a config with it). Raises UserError for what cannot be found."""
     cfg = RewardConfig(function=cfg) if isinstance(cfg, str) else cfg
     names = _names(cfg.function)
-    if not names or len(set(names)) < len(names) or cfg.weights and len(cfg.weights) != len(names) or not all(map(math.isfinite, cfg.weights)):
+    if not (names or cfg.model) or len(set(names)) < len(names) or cfg.weights and len(cfg.weights) != len(names) or not all(map(math.isfinite, cfg.weights)):
         raise UserError(f"reward.function = {cfg.function}, reward.weights = {cfg.weights}: give different functions, and no or as many finite weights")
     found = [RemoteReward(name, cfg) if name.startswith(("http://", "https://")) else find_function("reward.function", name, REWARDS) for name in names]
     return Rewards(*zip(cfg.weights or [1.0] * len(names), found, names, strict=True))
 
 
 def _names(function: str | list[str]) -> list[str]:
-    return [function] if isinstance(function, str) else function
+    return [name for name in ([function] if isinstance(function, str) else function) if name]
 
 
 def check_rows(function: str | list[str], rows: Iterable[dict]) -> None:
