@@ -307,6 +307,19 @@ def test_raw_texts_and_tokens_go_on_where_they_are_said():
     assert play.tokenizer.decode(play.trajectories[0].tokens) == play.segments[0].text
 
 
+@pytest.mark.parametrize("style", sorted(STYLES))
+def test_what_follows_an_answer_that_is_cut_anywhere(style):
+    """In the middle of a character, too: to what was sampled is added what is rendered, and no byte else."""
+    tokenizer = tokenizer_of(style)
+    for tokens in ([t] for t in range(min(len(tokenizer), 700))):
+        for rest in (STYLES[style][2] + " x", "\nx", "x"):
+            segment = Segment(text="?", tokens=[*encode(tokenizer, "x"), *tokens])
+            num = len(segment.tokens)
+            Conversation(tokenizer).read(rest, segment)
+            if style != "Phi 3" or rest[0] == "<":  # where every text gets a space
+                assert tokenizer.decode([tokenizer.eos_token_id, *segment.tokens[num:]]) == tokenizer.eos_token + rest, (tokens, rest)
+
+
 def say(segment, tokenizer, text):
     tokens = [*encode(tokenizer, text), tokenizer.eos_token_id]
     return segment.say(Completion(tokens, [-1.0] * len(tokens), True, [4] * len(tokens)), tokenizer)

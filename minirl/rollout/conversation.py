@@ -111,9 +111,12 @@ class Conversation:
 
     def _encode(self, text: str, before: list[int]) -> list[int]:
         """Of a text that follows these tokens: as behind the last of them if that stays what it is, else as behind a token that ends a text."""
-        eos = self.tokenizer.eos_token_id
-        encoded = ((last, chat.encode(self.tokenizer, self.tokenizer.decode(last) + text)) for last in (before[-1:], [eos] if before and eos is not None else [], []))
-        return next(ids[len(last) :] for last, ids in encoded if ids[: len(last)] == last)
+        for last in (before[-1:], [self.tokenizer.eos_token_id] if before else []):
+            begin = self.tokenizer.decode(last) if last != [None] else ""
+            ids = chat.encode(self.tokenizer, begin + text)
+            if begin and "\ufffd" not in begin and ids[:1] == last:  # not a part of a character, which has no text
+                return ids[1:]
+        return chat.encode(self.tokenizer, text)
 
     def _begin(self) -> Segment:
         self.segments.append(Segment())
