@@ -196,11 +196,20 @@ class EnvConfig:
 
 
 @dataclass(kw_only=True)
+class EndpointConfig:
+    """Where environments that are agents find the policy (rollout/server.py)."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: a free one. Every rank with an engine has an endpoint of its own."""
+
+
+@dataclass(kw_only=True)
 class RewardConfig:
     function: str | list[str] = "exact"
     """A registered name (exact, final_answer, math_verify, reasoning_gym, python_tests), `file.py:function`, called as f(prompt, completion, row) -> float,
-    or `http://host:port/path` (several, separated by commas, take turns; the protocol is in rollout/remote.py). Several rewards are summed.
-    Empty: none, where `model` alone is to judge."""
+    `openrlhf:file.py` or `trl:file.py:function`, called as theirs are, one answer at a time, or `http://host:port/path` (several, separated by commas,
+    take turns; the protocol is in rollout/remote.py). Several rewards are summed. Empty: none, where `model` alone is to judge."""
     weights: list[float] = field(default_factory=list)
     """Of the functions in the sum; empty: 1 each."""
     model: str = ""
@@ -383,6 +392,7 @@ class RLConfig(TrainingConfig):
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     ref: RefConfig = field(default_factory=RefConfig)
@@ -407,6 +417,7 @@ class EvaluateConfig:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 

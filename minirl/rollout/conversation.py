@@ -46,6 +46,8 @@ class Segment:
     """Given for the answer that ends with the token."""
     asking: bool = False
     """An answer is being sampled."""
+    before: tuple[int, str] = (0, "")
+    """Its number of tokens and its text before it was last asked."""
 
     def read(self, tokens: list[int], text: str) -> None:
         """What the policy is told."""
@@ -94,11 +96,22 @@ class Conversation:
         Raises UserError if the template refuses."""
         return self.ask_raw(chat.render(self.tokenizer, messages, tools=tools))
 
-    def ask_raw(self, text: str) -> Segment:
-        """The same of a whole text with all its special tokens."""
-        fitting = [s for s in self.segments if not s.asking and text.startswith(s.text)]
-        segment = max(fitting, key=lambda s: len(s.text)) if fitting else self._begin()
-        return self.read(text[len(segment.text) :], segment)
+    def ask_raw(self, prompt: str | list[int]) -> Segment:
+        """The same of a whole text with all its special tokens, or of a whole in tokens."""
+        whole = isinstance(prompt, str)
+        fitting = [s for s in self.segments if not s.asking and (prompt.startswith(s.text) if whole else prompt[: len(s.tokens)] == s.tokens)]
+        segment = max(fitting, key=lambda s: len(s.tokens)) if fitting else self._begin()
+        segment.before = len(segment.tokens), segment.text
+        return self.read(prompt[len(segment.text if whole else segment.tokens) :], segment)
+
+    def take_back(self, segment: Segment) -> None:
+        """As if it had not been asked, and nothing answered since."""
+        length, segment.text = segment.before
+        for column in (segment.tokens, segment.sampled, segment.logprobs, segment.versions, segment.rewards):
+            del column[length:]
+        segment.asking = False
+        if not segment.tokens:
+            self.segments[:] = [s for s in self.segments if s is not segment]
 
     def read(self, said: list[int] | str, segment: Segment | None = None) -> Segment:
         """The segment, or a new one, with tokens or a raw text appended."""

@@ -16,6 +16,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from minirl.config import EvaluateConfig, RLConfig
+from minirl.data import chat
 from minirl.data.datasets import Prompts
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.conversation import Conversation
@@ -224,6 +225,7 @@ class Sampler:
 
     def _group(self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int) -> Group:
         row = prompts.row(ticket)
+        row = {**row, "rendered_prompt": chat.render(self.tokenizer, prompts.messages(row))}
         return Group(ticket, version, [Episode(ticket=ticket, number=i, row=row, env=self.make_env(), conversation=Conversation(self.tokenizer), sampling=sampling)
                                        for i in range(num_samples)])
 
