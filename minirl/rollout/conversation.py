@@ -44,6 +44,7 @@ class Segment:
     """-1 where nothing was sampled."""
     rewards: list[float] = field(default_factory=list)
     """Given for the answer that ends with the token."""
+    answers: int = 0
     asking: bool = False
     """An answer is being sampled."""
     before: tuple[int, str] = (0, "")
@@ -59,6 +60,7 @@ class Segment:
         text, last = self.decode(completion.tokens, tokenizer), completion.tokens[-1:]
         self.text += text
         self._extend(completion.tokens, True, completion.logprobs, completion.versions)
+        self.answers += 1
         ended = completion.stopped and not tokenizer.decode(last, skip_special_tokens=True)  # no part of the content, as `</code>` would be
         return text.removesuffix(tokenizer.decode(last)) if ended else text
 

@@ -138,12 +138,12 @@ class Stage:
 
     async def _lead(self, e: Episode) -> None:
         """An agent's episode."""
-        session = self.endpoint.open((self.seed, e.ticket, e.number))
+        session = self.endpoint.open((self.seed, e.ticket, e.number), e.sampling)
         try:
             self._hear(e, await self._call(e.env.run, e.row, session))
         finally:
             e.conversation = self.endpoint.close(session.api_key)
-        e.turn, e.stopped, e.played = len(e.conversation.segments), True, True
+        e.turn, e.stopped, e.played = sum(s.answers for s in e.conversation.segments), True, True
 
     async def _call(self, function: Callable, *arguments: object) -> Any:
         """Raises EnvFailed for whatever it raises but a UserError, and if it is too slow."""
