@@ -177,9 +177,9 @@ def load(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
     return saved
 
 
-def load_rollouts(checkpoint: Path) -> list[bytes]:
-    """The unfinished episodes of all ranks, as `Saver.rollouts` gave them."""
-    return [state for file in sorted(checkpoint.glob("rollouts-*.pt")) for state in torch.load(file)]
+def load_rollouts(checkpoint: Path) -> list[list[bytes]]:
+    """The unfinished episodes, as `Saver.rollouts` gave them on each rank."""
+    return [torch.load(checkpoint / f"rollouts-{rank}.pt") for rank in range(len(list(checkpoint.glob("rollouts-*.pt"))))]
 
 
 def load_other(checkpoint: Path, name: str, model: Policy) -> None:

@@ -1,5 +1,7 @@
 """Settings that cannot work, refused with the arithmetic before anything is loaded or written."""
 
+import math
+
 from minirl.config import DataConfig, EvaluateConfig, ParallelConfig, RLConfig
 from minirl.config_supervised import ChatsConfig, DPOConfig, PairsConfig, RMConfig, SFTConfig
 from minirl.types import UserError
@@ -26,6 +28,7 @@ def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
     for name, value in (("reward.retries", cfg.reward.retries), ("reward.backoff_seconds", cfg.reward.backoff_seconds)):
         _require(value >= 0, f"{name} = {value} must be 0 or more")
     _require(cfg.reward.timeout_seconds > 0, f"reward.timeout_seconds = {cfg.reward.timeout_seconds} must be above 0")
+    _require(math.isfinite(cfg.reward.model_weight), f"reward.model_weight = {cfg.reward.model_weight} must be finite")
     _check_env(cfg)
     longest = cfg.data.max_prompt_tokens + r.max_tokens
     e.max_model_len = e.max_model_len or cfg.data.max_prompt_tokens + cfg.env.max_tokens
@@ -127,6 +130,8 @@ def check_rl(cfg: RLConfig, world_size: int) -> None:
     check_rollout(cfg)
     _check_training(cfg, world_size, cfg.engine.max_model_len, "engine.max_model_len", ("accuracy", "reward", f"pass@{cfg.eval.samples}"))
     r, a, tp = cfg.rollout, cfg.algo, cfg.engine.tensor_parallel_size
+    if cfg.reward.model:
+        check_budget(cfg.tokens_per_rank, cfg.parallel.context, "engine.max_model_len + 1, for the end that reward.model reads,", cfg.engine.max_model_len + 1)
     _require(world_size % tp == 0, f"engine.tensor_parallel_size = {tp} does not divide the {world_size} ranks")
     compares = a.advantage not in ("reinforce_pp", "gae", "on_policy_distill")
     _require(r.samples_per_prompt >= 1 + compares, f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
@@ -168,6 +173,9 @@ def _check_algo(cfg: RLConfig) -> None:
         _require(not value or a.kl_coef > 0 or distill and name == "ref.model", f"{name}{'' if value is True else f' = {value}'} has no effect while "
                  f"algo.kl_coef = {a.kl_coef}, for then no KL is taken and no reference loaded; set algo.kl_coef above 0")
     _require(not (ref.every and ref.model), f"ref.every = {ref.every} would replace ref.model = {ref.model} by the policy; set one of them")
+    _require(not ref.reset_optimizer or ref.every > 0, "ref.reset_optimizer: the optimizer's state is forgotten when the reference is refreshed; set ref.every")
+    _require(not (ref.reset_optimizer and cfg.policy.ema_decay), f"ref.reset_optimizer would forget the moving average of policy.ema_decay = "
+             f"{cfg.policy.ema_decay} too; set one of them")
     _require(a.kl_in == "loss" or a.kl_estimator != "unbiased", "algo.kl_estimator = unbiased is about the gradient, and a reward has none; take k1, k2 or k3")
     _require(a.loss != "cispo" or not a.dual_clip, f"algo.dual_clip = {a.dual_clip} bounds what algo.loss = cispo bounds already; set it to 0")
     _require(0 <= a.entropy_share <= 1, f"algo.entropy_share = {a.entropy_share} is a share: 0 (off) to 1")
@@ -175,6 +183,11 @@ def _check_algo(cfg: RLConfig) -> None:
     _require(r.keep_inside[0] < r.keep_inside[1], f"rollout.keep_inside = {r.keep_inside} is empty: its first number must be below its second")
     _require(not r.extra_prompts or r.samples_per_prompt > 1, f"rollout.extra_prompts = {r.extra_prompts} replaces prompts whose answers earn the same, and "
              "rollout.samples_per_prompt = 1 compares none; set it to 2 or more, or extra_prompts to 0")
+    _require(not r.extra_prompts or not cfg.reward.model, f"rollout.extra_prompts = {r.extra_prompts} chooses prompts by their rewards during generation, and "
+             f"reward.model = {cfg.reward.model} scores after it; serve it (python -m minirl.rm serve) or set extra_prompts to 0")
+    _require(0 <= r.curriculum_floor <= 1, f"rollout.curriculum_floor = {r.curriculum_floor} is a share: 0 (no curriculum) to 1")
+    _require(not r.curriculum_floor or not (r.extra_prompts or r.ahead or r.replay), f"rollout.curriculum_floor = {r.curriculum_floor} draws the prompts of a step and "
+             f"learns from all of them, which rollout.extra_prompts = {r.extra_prompts}, ahead = {r.ahead} and replay = {r.replay!r} do not allow; unset one or the other")
     tail = cfg.reward.overlong_tokens
     _require(0 <= tail <= cfg.env.max_tokens, f"reward.overlong_tokens = {tail} must be 0 (off) to env.max_tokens = {cfg.env.max_tokens}")
     _require(not r.replay or not (cfg.sft.num_steps or r.ahead or r.dump or cfg.checkpoint.best_metric), f"rollout.replay = {r.replay} runs no engine, so sft.num_steps, "

@@ -156,6 +156,10 @@ class RolloutConfig:
     """Dynamic sampling (DAPO): at most so many more prompts a step, in place of those whose answers' mean reward is not strictly inside
     `keep_inside`. What is missing then is filled up with such prompts, so that a step always has prompts_per_step. 0: off."""
     keep_inside: tuple[float, float] = (0.0, 1.0)
+    curriculum_floor: float = 0.0
+    """Draw prompts by p(1 - p) of their past success rate p (a score of eval.threshold counts), those never tried as the most uncertain; this
+    share of such a one's weight is the least that a prompt has, so that none is left out for good (0.1 is usual; 1: all alike). 0: no curriculum,
+    a new permutation in every epoch. See data/curriculum.py."""
     ahead: int = 0
     """Partial rollouts: so many more prompts than a step needs are begun, and it ends when it has enough. The answers that are unfinished then go on
     in the next step, under its weights; `algo.correction` compares each token with the weights it was sampled with. 0: a step waits for all."""
@@ -192,12 +196,28 @@ class EnvConfig:
 
 
 @dataclass(kw_only=True)
+class EndpointConfig:
+    """Where environments that are agents find the policy (rollout/server.py)."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: a free one. Every rank with an engine has an endpoint of its own."""
+
+
+@dataclass(kw_only=True)
 class RewardConfig:
     function: str | list[str] = "exact"
     """A registered name (exact, final_answer, math_verify, reasoning_gym, python_tests), `file.py:function`, called as f(prompt, completion, row) -> float,
-    or `http://host:port/path` (several, separated by commas, take turns; the protocol is in rollout/remote.py). Several rewards are summed."""
+    `openrlhf:file.py` or `trl:file.py:function`, called as theirs are, one answer at a time, or `http://host:port/path` (several, separated by commas,
+    take turns; the protocol is in rollout/remote.py). Several rewards are summed. Empty: none, where `model` alone is to judge."""
     weights: list[float] = field(default_factory=list)
-    """Of the rewards in the sum; empty: 1 each."""
+    """Of the functions in the sum; empty: 1 each."""
+    model: str = ""
+    """Folder or hub id of a trained reward model (what minirl.rm leaves) with the policy's vocabulary: its score of each prompt and answer, with
+    the token that ends one behind a cut answer, is added to the functions' sum. It runs on the trainer's mesh, in the policy's dtype, after
+    generation, and sleeps otherwise. Dumped rollouts have its scores in their rewards."""
+    model_weight: float = 1.0
+    """Of its score in the sum; `reward/model` in the metrics is the score alone."""
     threads: int = 4
     """Rewards are computed beside generation in this many threads; so many answers at most are in a request to an endpoint."""
     timeout_seconds: float = 60.0
@@ -242,8 +262,9 @@ class RefConfig:
     model: str = ""
     """Folder or hub id with the policy's vocabulary: the teacher of on_policy_distill. Empty: the policy as RL found it."""
     every: int = 0
-    """Steps after which the reference becomes the policy as it is then (ProRL, arXiv 2505.24864, sec. 3.2; which also forgets the optimizer's
-    state, and this does not); 0: never."""
+    """Steps after which the reference becomes the policy as it is then (ProRL, arXiv 2505.24864, sec. 3.2); 0: never."""
+    reset_optimizer: bool = False
+    """And the policy's optimizer forgets its state at the same time, as in ProRL; the learning rate goes on as it would have."""
 
 
 @dataclass(kw_only=True)
@@ -371,6 +392,7 @@ class RLConfig(TrainingConfig):
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     ref: RefConfig = field(default_factory=RefConfig)
@@ -395,6 +417,7 @@ class EvaluateConfig:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 

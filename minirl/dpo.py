@@ -13,12 +13,12 @@ from minirl import cli
 from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config_supervised import DPOConfig
-from minirl.data.packing import exchange, pack, unpack
 from minirl.data.pairs import Pairs
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 from minirl.rm import PairTrainer
-from minirl.run import find_teacher
+from minirl.run import complete, find_teacher
+from minirl.sft import annotated
 from minirl.types import Packed, Trajectory, UserError
 
 
@@ -85,11 +85,8 @@ class Trainer(PairTrainer):
         out = []
         for first in range(0, len(rows), self.cfg.batch_size):
             examples = rows.examples(range(first, min(first + self.cfg.batch_size, len(rows))))
-            for micro in exchange(examples, self.mesh, self.cfg.tokens_per_rank)[0]:
-                batch = pack(micro, self.mesh.device, layout=self.ref.layout)
-                self.ref.annotate([[batch]], "ref_logprobs")
-                found = unpack(batch.ref_logprobs, micro, self.ref.layout)
-                out += [(f"{rows.row(t.group)}-{t.episode}", logprobs.astype(np.float32)) for t, logprobs in zip(micro, found, strict=True)]
+            found = annotated(self.ref, examples, self.cfg.tokens_per_rank, "ref_logprobs")
+            out += [(f"{rows.row(t.group)}-{t.episode}", logprobs.astype(np.float32)) for t, logprobs in found]
         return out
 
     def about(self, folder: Path) -> dict[str, str]:
@@ -104,9 +101,7 @@ class Trainer(PairTrainer):
 
 
 def main(cfg: DPOConfig, mesh: Mesh) -> None:
-    trainer = Trainer(cfg, mesh)
-    with trainer.run.saver:
-        trainer.train()
+    complete(Trainer(cfg, mesh))
 
 
 if __name__ == "__main__":

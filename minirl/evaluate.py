@@ -13,11 +13,12 @@ import torch
 
 from minirl import cli
 from minirl.checks import check_rollout
-from minirl.config import EvalConfig, EvaluateConfig
+from minirl.config import EvalConfig, EvaluateConfig, PolicyConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts, load_rows
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
+from minirl.rm import RewardModel, find_reward_model
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.env import make_env
 from minirl.rollout.rewards import check_rows, make_rewards
@@ -53,9 +54,11 @@ def breakdown(trajectories: list[Trajectory], threshold: float, mesh: Mesh) -> d
     return {name: sum(values) / len(values) for name, values in found.items()}
 
 
-def evaluate(sampler: Sampler, prompts: Prompts, cfg: EvalConfig, sampling: Sampling, mesh: Mesh) -> Evaluation:
+def evaluate(sampler: Sampler, prompts: Prompts, cfg: EvalConfig, sampling: Sampling, mesh: Mesh, judge: RewardModel | None = None) -> Evaluation:
     """Sample `cfg.samples` answers to every prompt. Collective; the engine must be awake. The seeds are the same at each call."""
     trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
+    if judge:
+        judge.grade(trajectories)
     sums = torch.zeros(6, dtype=torch.float64)
     for group in ([t for t in siblings if t.segment == 0] for _, siblings in itertools.groupby(trajectories, lambda t: t.group)):
         correct = sum(t.reward >= cfg.threshold for t in group)
@@ -79,9 +82,10 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     if not cfg.data.eval:
         raise UserError("data.eval is empty: give a JSONL file or reasoning_gym:NAME")
     folder = build.resolve(cfg.model, "model")
-    families.check(build.read_config(folder), f"model = {folder}", cfg.engine.tensor_parallel_size, device=mesh.device.type)
+    config = build.read_config(folder)
+    families.check(config, f"model = {folder}", cfg.engine.tensor_parallel_size, device=mesh.device.type)
     rows = load_rows(cfg.data.eval, "data.eval", cfg.data)
-    env, rewards = make_env(cfg.env.name), make_rewards(cfg.reward)
+    env, rewards, judge = make_env(cfg.env.name), make_rewards(cfg.reward), find_reward_model(cfg.reward, config.vocab_size)
     if env().graded:
         check_rows(cfg.reward.function, rows)
     tokenizer = chat.load_tokenizer(folder, template=cfg.data.chat_template, plain=cfg.data.input_template)
@@ -91,9 +95,11 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     engine = RolloutEngine(cfg.engine, folder, mesh, dtype=dtype, load_weights=True)
     sampler = Sampler(engine, env, rewards, tokenizer, mesh, cfg)
     r = cfg.rollout
-    sampling = Sampling(max_tokens=r.max_tokens, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=cfg.eval.temperature,
+    stop_ids = chat.stop_token_ids(tokenizer, folder)
+    sampling = Sampling(max_tokens=r.max_tokens, stop_token_ids=tuple(stop_ids), temperature=cfg.eval.temperature,
                         top_p=r.top_p, top_k=r.top_k, min_p=r.min_p)
-    result = evaluate(sampler, prompts, cfg.eval, sampling, mesh)
+    judge = judge and RewardModel(PolicyConfig(dtype=dtype), judge, mesh, stop_ids, tokenizer.eos_token_id, max(16384, cfg.engine.max_model_len + 1), weight=cfg.reward.model_weight)
+    result = evaluate(sampler, prompts, cfg.eval, sampling, mesh, judge)
     if mesh.rank == 0:
         about = {"model": cfg.model, "data": cfg.data.eval, "prompts": len(prompts.rows), "dropped": num_dropped}
         text = json.dumps({**about, **result.scores, "answers": result.answers}, indent=2)

@@ -63,6 +63,10 @@ class Policy:
     def start_phase(self, cfg: PolicyConfig) -> None:
         """Forget the optimizer's state and take the settings of another phase (after SFT: those of RL)."""
         self.cfg, self.num_updates = cfg, 0
+        self.forget_optimizer_state()
+
+    def forget_optimizer_state(self) -> None:
+        """As if it had never stepped; weights and `num_updates` stay."""
         self.sleeper.wake_optimizer()  # or it would bring back later what is gone now
         self.optimizer = self._make_optimizer()
 

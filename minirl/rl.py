@@ -19,6 +19,7 @@ from minirl.algo import advantages, correction, losses, shaping
 from minirl.checks import check_rl
 from minirl.config import RLConfig
 from minirl.data import chat
+from minirl.data.curriculum import Curriculum
 from minirl.data.datasets import Prompts, load_rows, split
 from minirl.data.packing import exchange, pack
 from minirl.evaluate import breakdown, evaluate
@@ -31,7 +32,8 @@ from minirl.rollout.env import Agent, Env, make_env
 from minirl.rollout.refit import Refit
 from minirl.rollout.rewards import Rewards, check_rows, make_rewards
 from minirl.rollout.sampler import Sampler
-from minirl.run import Run, check_output, find_model, find_teacher, make_scratch, slowest
+from minirl.rm import RewardModel, find_reward_model
+from minirl.run import Run, check_output, complete, find_model, find_teacher, make_scratch, slowest
 from minirl.sft import warm_start
 from minirl.types import Packed, Trajectory, UserError
 
@@ -52,6 +54,8 @@ class Inputs:
     """What ref.model names."""
     critic: Path | None
     """What critic.model names."""
+    judge: Path | None
+    """What reward.model names."""
     stop_ids: list[int]
 
 
@@ -65,6 +69,8 @@ class Trainer:
             self.policy = Policy(cfg.policy, self.inputs.folder, mesh, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
             if not cfg.rollout.replay:
                 self.make_engine()
+            self.judge = RewardModel(cfg.policy, self.inputs.judge, mesh, self.inputs.stop_ids, self.inputs.train.tokenizer.eos_token_id, cfg.tokens_per_rank,
+                                     weight=cfg.reward.model_weight, sequence_parallel=cfg.parallel.sequence, timer=self.timer) if self.inputs.judge else None
             about = f"{len(self.inputs.train.rows)} training prompts, {len(self.inputs.held_out.rows)} held out ({self.inputs.num_dropped} dropped as too long)"
             self.run = Run(cfg, self.policy, mesh, self.timer, about)
         if cfg.rollout.ahead:
@@ -72,6 +78,8 @@ class Trainer:
             self.sampler.load(checkpoint.load_rollouts(self.run.found) if self.run.found else [], self.inputs.train, self.sampling)
         self.log, self.progress = self.run.log, self.run.progress
         self.evict = [self.policy.sleeper]
+        if cfg.rollout.curriculum_floor:
+            self.inputs.train.order = Curriculum(self.inputs.train, cfg.rollout.curriculum_floor, self.progress.outcomes)
         self.ref: Policy | None = None
         self.critic: Policy | None = None
         self.layout, self.num_extra = self.policy.layout, 0
@@ -101,6 +109,8 @@ class Trainer:
         self.log.progress("rl", cfg.num_steps, self.run.first_step)
         self.progress.add(timer.take())
         for step in range(self.run.first_step, cfg.num_steps):
+            if cfg.ref.every and step and step % cfg.ref.every == 0:  # after the checkpoint of these weights, so that a resumed run does it, too
+                self.refresh_reference(step)
             trajectories = self.collect(step)
             with timer.phase("prepare"):
                 self.shape(trajectories)
@@ -109,7 +119,7 @@ class Trainer:
                 minibatches = [[pack(micro, mesh.device, cfg.rollout.temperature, layout=self.layout) for micro in minibatch]
                                for minibatch in exchange(trajectories, mesh, cfg.tokens_per_rank, cfg.algo.updates_per_step)]
             with timer.phase("annotate"):
-                if cfg.algo.updates_per_step > 1 or cfg.algo.entropy_share or not early:
+                if cfg.algo.updates_per_step > 1 or cfg.algo.entropy_share or advantages.need_old_logprobs(cfg.algo):
                     policy.annotate(minibatches, "old_logprobs")
                 if self.ref:
                     self.ref.sleeper.wake_parameters()
@@ -132,8 +142,6 @@ class Trainer:
             if cfg.algo.kl_target and moves:
                 self.progress.kl_coef = losses.adapt_kl_coef(self.kl_coef, float(np.mean([u["ref_kl"] for u in updates])), cfg.algo.kl_target)
             self.run.save_if_due(step + 1)
-            if cfg.ref.every and (step + 1) % cfg.ref.every == 0:
-                self.refresh_reference(step + 1)
         self.finish()
 
     def collect(self, step: int) -> list[Trajectory]:
@@ -147,6 +155,8 @@ class Trainer:
                 self.evaluate(step, "before_rl" if step == 0 else None)
             with self.timer.phase("rollout"):
                 first = step * cfg.rollout.prompts_per_step + self.progress.extra_tickets
+                if cfg.rollout.curriculum_floor:
+                    self.inputs.train.order.start(first)
                 trajectories, end = self.sampler.collect_step(self.inputs.train, first, self.sampling, version=self.policy.num_updates)
             with self.timer.phase("idle"):
                 failures = [message for part in self.mesh.gather(self.sampler.take_failures()) for message in part]
@@ -156,17 +166,24 @@ class Trainer:
             raise UserError(f"step {step}: no episode can be trained on" + (f", the first because {failures[0]}" if failures else ": in none the policy said anything"))
         self.num_extra = end - first - cfg.rollout.prompts_per_step
         self.progress.extra_tickets += self.num_extra
+        if self.judge:
+            with self.timer.phase("prepare"):
+                self.judge.grade(trajectories)
         if cfg.rollout.dump:
             records.dump(trajectories, self.run.output / "rollouts", step, self.mesh)
         return trajectories
 
     def shape(self, trajectories: list[Trajectory]) -> None:
-        """The score of each episode stays in `info`."""
+        """The score of each episode stays in `info`, and tells the curriculum."""
         lengths: dict[tuple[int, int], int] = {}
         for t in trajectories:
             t.info["score"] = t.reward
             lengths[t.group, t.episode] = lengths.get((t.group, t.episode), 0) + int(t.sampled.sum())
         once = {(t.group, t.episode): t for t in trajectories}
+        if self.cfg.rollout.curriculum_floor:
+            order = self.inputs.train.order
+            own = [(order[t.group], t.reward >= self.cfg.eval.threshold) for t in once.values()]
+            order.record([result for part in self.mesh.gather(own) for result in part])
         rewards, stopped = (torch.tensor([value(t) for t in once.values()], dtype=torch.float64) for value in (lambda t: t.reward, lambda t: t.info["stopped"]))
         rewards, self.progress.reward_stats = shaping.shape(rewards, torch.tensor(list(lengths.values()), dtype=torch.float64), stopped.bool(), self.cfg.reward,
                                                             self.cfg.env.max_tokens, self.progress.reward_stats, self.mesh.sums)
@@ -178,7 +195,7 @@ class Trainer:
         """Score held-out prompts; the engine must be awake. `name`: keep the result for the summary."""
         sampling = dataclasses.replace(self.sampling, temperature=self.cfg.eval.temperature)
         with self.timer.phase("evaluate"):
-            result = evaluate(self.sampler, self.inputs.held_out, self.cfg.eval, sampling, self.mesh)
+            result = evaluate(self.sampler, self.inputs.held_out, self.cfg.eval, sampling, self.mesh, self.judge)
         self.run.evaluated(step, result.scores)
         self.log.say(f"step {step}: held-out accuracy {result.scores['accuracy']:.3f}, reward {result.scores['reward']:.3f}")
         if name:
@@ -209,6 +226,8 @@ class Trainer:
         if self.mesh.rank == 0:
             checkpoint.drop_references(self.run.output, 0 if self.cfg.checkpoint.every else step)  # the first one may still be under way
         self.mesh.barrier()
+        if self.cfg.ref.reset_optimizer:
+            self.policy.forget_optimizer_state()
         self.ref = None  # its memory first
         self.load_reference(step)
 
@@ -285,12 +304,13 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
     folder, model, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
     teacher = find_teacher(cfg.ref.model, model.vocab_size, cfg.parallel.tensor) if cfg.ref.model else None
     critic = find_teacher(cfg.critic.model, model.vocab_size, cfg.parallel.tensor, "critic.model") if cfg.critic.model else None
+    judge = None if cfg.rollout.replay else find_reward_model(cfg.reward, model.vocab_size, cfg.parallel.tensor)  # dumped rewards have its scores in them
     train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
     held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
     num_dropped = train.check_lengths("data.train", mesh) + held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", mesh)
     make_scratch(cfg, cfg.engine.max_model_len, mesh)
     return Inputs(folder=folder, train=train, held_out=held_out, num_dropped=num_dropped, make_env=env, rewards=rewards, estimator=estimator, teacher=teacher, critic=critic,
-                  stop_ids=chat.stop_token_ids(tokenizer, folder))
+                  judge=judge, stop_ids=chat.stop_token_ids(tokenizer, folder))
 
 
 def _means(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -306,9 +326,7 @@ def _num_equal_groups(trajectories: list[Trajectory]) -> int:
 
 
 def main(cfg: RLConfig, mesh: Mesh) -> None:
-    trainer = Trainer(cfg, mesh)
-    with trainer.run.saver:
-        trainer.train()
+    complete(Trainer(cfg, mesh))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -33,6 +34,8 @@ class Progress:
     """What the adaptive controller made of algo.kl_coef."""
     reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     """Count, mean and squares about it of all rewards, for reward.normalize."""
+    outcomes: dict[str, list[int]] = field(default_factory=dict)
+    """Of the curriculum's prompts: number of the row -> [answers, right ones]."""
 
     def add(self, seconds: dict[str, float], **tokens: int) -> None:
         for total, new in ((self.seconds, seconds), (self.tokens, tokens)):
@@ -96,6 +99,12 @@ class Run:
         seconds = {name: round(value, 3) for name, value in sorted(self.progress.seconds.items(), key=lambda item: -item[1])}
         return {"seconds": seconds, "peak_rss_mb": max(memory), "peak_rss_mb_by_rank": memory,
                 "wall_seconds": time.perf_counter() - self.timer.began, "model": str(self.output / "model")}
+
+
+def complete(trainer: Any) -> None:
+    """`trainer.train()`; a checkpoint under way is finished, however that ends."""
+    with trainer.run.saver:
+        trainer.train()
 
 
 def slowest(seconds: list[dict[str, float]]) -> dict[str, float]:

@@ -19,11 +19,11 @@ from minirl.config import RLConfig
 from minirl.config_supervised import SFTConfig
 from minirl.data import chat
 from minirl.data.datasets import Chats, Prompts, load_chats, split
-from minirl.data.packing import exchange, pack
+from minirl.data.packing import exchange, pack, unpack
 from minirl.log import Log, Timer
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy, learning_rate
-from minirl.run import Run, check_output, find_model, make_scratch, slowest
+from minirl.run import Run, check_output, complete, find_model, make_scratch, slowest
 from minirl.types import Packed, Trajectory, UserError
 
 
@@ -132,6 +132,16 @@ def batches_of(examples: list[Trajectory], policy: Policy, mesh: Mesh, tokens_pe
     return [pack(micro, mesh.device, layout=policy.layout, pairs=pairs) for micro in minibatch]
 
 
+def annotated(model: Policy, examples: list[Trajectory], tokens_per_rank: int, field: str) -> list[tuple[Trajectory, np.ndarray]]:
+    """What `model.annotate` says of the examples of all ranks, as [L] of each (the model's float dtype), on the ranks that computed it. Collective."""
+    out = []
+    for micro in exchange(examples, model.mesh, tokens_per_rank)[0]:
+        batch = pack(micro, model.mesh.device, layout=model.layout)
+        model.annotate([[batch]], field)
+        out += zip(micro, unpack(vars(batch)[field], micro, model.layout), strict=True)
+    return out
+
+
 def warm_start(cfg: RLConfig, policy: Policy, prompts: Prompts, stop_ids: list[int], mesh: Mesh, log: Log) -> int:
     """`cfg.sft.num_steps` steps of negative log-likelihood on answers. Returns the tokens trained on.
 
@@ -166,9 +176,7 @@ def _example(prompts: Prompts, number: int, wrong_character: float, seed: int, s
 
 
 def main(cfg: SFTConfig, mesh: Mesh) -> None:
-    trainer = Trainer(cfg, mesh)
-    with trainer.run.saver:
-        trainer.train()
+    complete(Trainer(cfg, mesh))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 import reasoning_gym
 
 from minirl.config import DataConfig
+from minirl.data.curriculum import Curriculum
 from minirl.data.datasets import Prompts, load_rows, split
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout import rewards
@@ -149,6 +150,49 @@ def test_each_epoch_is_a_new_permutation_and_evaluation_keeps_file_order():
     assert all(sorted(epoch) == list(range(40)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in [*epochs, range(40)]}) == 4
     assert [prompts(shuffle=False).row(t)["answer"] for t in range(80)] == [*range(40), *range(40)]
+
+
+# ---------------------------------------------------------------------------------------------------- the curriculum
+
+
+def drawn(order, first, num):
+    order.start(first)
+    return [order[first + i] for i in range(num)]
+
+
+def test_a_curriculum_is_a_function_of_seed_ticket_and_outcomes():
+    """Whatever was drawn before, on whatever rank; of a new step another draw, and no prompt twice before all have come."""
+    one, other = (Curriculum(prompts(), 0.1, {}) for _ in range(2))
+    assert sorted(drawn(one, 0, 40)) == list(range(40)) and drawn(one, 0, 80) == 2 * drawn(one, 0, 40)
+    assert drawn(one, 16, 40) != drawn(one, 0, 40) == drawn(other, 0, 40)
+    assert drawn(Curriculum(prompts(seed=1), 0.1, {}), 0, 40) != drawn(one, 0, 40)
+    results = [(row, row % 3 == 0) for row in range(30) for _ in range(4)]
+    one.record(results)
+    assert drawn(one, 16, 40) != drawn(other, 16, 40)
+    for result in reversed(results):
+        other.record([result])
+    resumed = Curriculum(prompts(), 0.1, json.loads(json.dumps(one.outcomes)))
+    assert drawn(one, 16, 40) == drawn(other, 16, 40) == drawn(resumed, 16, 40)
+    asked = [one[16 + i] for i in (5, 0, 39, 5)]
+    assert asked == [drawn(one, 16, 40)[i] for i in (5, 0, 39, 5)]
+
+
+@pytest.mark.parametrize("floor", [0.1, 0.5, 1.0])
+def test_a_curriculum_draws_by_the_variance_of_success(floor):
+    """First draws of many steps against the weights by hand: never tried, half right, always right, hardly ever right."""
+    tried = {0: [0, 0], 1: [8, 4], 2: [98, 98], 3: [18, 1]}
+    order = Curriculum(prompts(rows=[{"prompt": str(n)} for n in range(4)]), floor, {str(row): outcome for row, outcome in tried.items() if outcome[0]})
+    weights = np.array([max(4 * (right + 1) / (tries + 2) * (1 - (right + 1) / (tries + 2)), floor) for tries, right in tried.values()])
+    assert weights[0] == weights[1] == 1.0 and weights[2] == floor
+    counts = np.bincount([drawn(order, step, 1)[0] for step in range(4000)], minlength=4)
+    assert np.abs(counts / 4000 - weights / weights.sum()).max() < 0.03
+
+
+def test_a_curriculum_leaves_no_room_for_weighted_sources(tmp_path):
+    sources = [jsonl(tmp_path / f"{name}.jsonl", *({"prompt": f"{name} {n}"} for n in range(5))) + "?weight=1" for name in "ab"]
+    mixed = Prompts(load_rows(sources, "data.train", DataConfig()), make_tokenizer([]), DataConfig(), seed=0)
+    with pytest.raises(UserError, match="rollout.curriculum_floor = 0.1 draws prompts by their success, and the `weight` of sources .* give no weights"):
+        Curriculum(mixed, 0.1, {})
 
 
 def alone(world_size):

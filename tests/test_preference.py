@@ -152,10 +152,15 @@ def step(mesh, folder, budget, sequence, score):
             batch.__dict__.update(vars(pack_apart(m, mesh.device)))
     if not score:
         ref.annotate([batches], "ref_logprobs")
+    scores = []
+    if score:
+        judge = rm.RewardModel(cfg, folder, mesh, [9], 1, budget or 1000, sequence_parallel=sequence)
+        judge.model = policy
+        scores = [((t.group, t.episode), x) for t, x in zip(own, judge(own), strict=True)]
     measured = policy.measure(batches, loss)
     metrics = policy.step(batches, loss, lr=1e-3)
     assert all(measured[name] == metrics[name] for name in measured)
-    return {"grads": grads, "metrics": metrics, "micros": [[(t.group, t.episode) for t in m] for m in micros]}
+    return {"scores": dict(scores), "grads": grads, "metrics": metrics, "micros": [[(t.group, t.episode) for t in m] for m in micros]}
 
 
 def pack_apart(pair, device):
@@ -194,6 +199,8 @@ def test_every_mesh_is_one_process(one_process, mesh):
         assert worst(result["grads"], wanted["grads"]) < 1e-12
         for name, value in wanted["metrics"].items():
             assert result["metrics"][name] == pytest.approx(value, rel=1e-11, abs=1e-13), name
+    found = {key: x for result in results for key, x in result["scores"].items()}
+    assert found == {key: pytest.approx(x, rel=1e-11) for key, x in wanted["scores"].items()} and len(found) == 18 * score
 
 
 # ---------------------------------------------------------------------------------------------------- rows

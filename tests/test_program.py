@@ -16,6 +16,7 @@ from matplotlib import image
 from programs import QUICKSTART, Ended, Running, alone, torchrun
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_preference import export_scored
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl import checkpoint
@@ -219,14 +220,16 @@ def test_resumed_run_is_the_uninterrupted_run(run, repeated):
 
 
 def test_evaluate_the_exported_model(run, data, tmp_path):
+    ranks(1, export_scored, run.folder / "model", tmp_path / "judge")
     given = ["--model", run.folder / "model", "--data.eval", data / "held_out.jsonl", "--reward.function", "exact", "--data.max-prompt-tokens", 16,
-             "--rollout.max-tokens", 10, "--engine.dtype", "float32", "--engine.kv-cache-gb", 0.1, "--eval.temperature", 0, "--eval.samples", 2]
+             "--reward.model", tmp_path / "judge", "--reward.model-weight", 0, "--rollout.max-tokens", 10, "--engine.dtype", "float32", "--engine.kv-cache-gb", 0.1, "--eval.temperature", 0, "--eval.samples", 2]
     runs = [alone("minirl.evaluate", [*given, "--output", tmp_path / "one.json"], tmp_path / "one"),
             torchrun("minirl.evaluate", given, tmp_path / "two")]
     one, two = (running.end(200) for running in runs)
     assert one.code == two.code == 0, one.err + two.err
-    result = json.loads(one.out)
-    assert result == json.loads(two.out) == json.loads((tmp_path / "one.json").read_text())
+    result, other = json.loads(one.out), json.loads(two.out)
+    assert abs(result["reward/model"]) > 1e-3 and other.pop("reward/model") == pytest.approx(result["reward/model"], rel=1e-4)
+    assert result == other | {"reward/model": result["reward/model"]} == json.loads((tmp_path / "one.json").read_text())
     assert result["prompts"] == 37 and len(result["answers"]) == 5
     assert 0 < result["accuracy"] == result["pass@2"] <= 1  # greedy: both samples are the same
     assert result["accuracy"] == run.summary()["accuracy_after_rl"]  # another program, other ranks, weights from files instead of a refit

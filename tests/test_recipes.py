@@ -1,23 +1,34 @@
-"""Every method's recipe as the whole program on one rank; what only a run shows: prompts replaced, a reference refreshed, both resumed."""
+"""Every recipe as the whole program on one rank; what only a run shows: prompts replaced or drawn by their success, a reference refreshed, a
+reward model beside the policy, all of it resumed, and again on two ranks."""
 
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny
 import torch
 from harness import ranks
 from programs import ROOT
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForSequenceClassification
 
-from minirl import checkpoint, rl
-from minirl.config import RLConfig, RolloutConfig
+from minirl import checkpoint, dpo, rl, rm, sft
+from minirl.config import RewardConfig, RLConfig, RolloutConfig
+from minirl.config_supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.flags import parse
+from minirl.rm import RewardModel, find_reward_model
 from minirl.rollout.sampler import Group, Round, Sampler
 from minirl.run import find_teacher
 from minirl.types import Trajectory, UserError
 
-RECIPES = ("rloo", "dr_grpo", "gspo", "cispo", "dapo", "reinforce_pp", "reinforce_pp_baseline")
+WORDS = "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=100&seed=1"
+SCRATCH = ["--policy.model", "scratch", "--policy.dtype", "float32", "--policy.scratch.phrases", "Spell this word backward (example: sun -> nus): "]
+RECIPES = {"rloo": [], "dr_grpo": [], "gspo": [], "cispo": [], "dapo": [], "reinforce_pp": [], "reinforce_pp_baseline": [], "quickstart_rl": [],
+           "ppo": ["--critic.warmup-steps", 0], "on_policy_distill": ["--ref.model", "{folder}/teacher/model"], "smollm2_products": SCRATCH}
+SUPERVISED = {"sft": (sft, SFTConfig), "rm": (rm, RMConfig), "dpo": (dpo, DPOConfig)}
 EARNED = """
 def vowels(prompt, completion, row):
     return sum(letter in "aeiou" for letter in completion) / 10
@@ -26,16 +37,21 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU engines: 
 
 
 def flags(folder: Path, name: str, *more: object, config: str = "rloo") -> list[str]:
-    given = ["--config", ROOT / "configs" / f"{config}.yaml", "--output", folder / name, "--num-steps", 2, "--sft.num-steps", 0, "--eval.every", 0, "--data.held-out", 2,
-             "--data.train", "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=100&seed=1", "--reward.function", f"{folder}/reward.py:vowels",
-             "--policy.scratch.num-layers", 1, "--policy.scratch.hidden-size", 32, "--policy.lr-warmup-steps", 0, "--policy.lr-schedule", "constant",
-             "--rollout.prompts-per-step", 8, "--checkpoint.every", 0, *more]
-    return [str(flag) for flag in given]
+    given = ["--config", ROOT / "configs" / f"{config}.yaml", "--output", folder / name, "--num-steps", 2, "--eval.every", 0, "--data.held-out", 2,
+             "--data.train", WORDS, "--policy.scratch.num-layers", 1, "--policy.scratch.hidden-size", 32, "--policy.lr-warmup-steps", 0,
+             "--policy.lr-schedule", "constant", "--checkpoint.every", 0]
+    if not config.endswith("_spell_backward"):
+        given += ["--sft.num-steps", 0, "--reward.function", f"{folder}/reward.py:vowels", "--rollout.prompts-per-step", 8, "--engine.max-model-len", 128]
+    return [str(flag).replace("{folder}", str(folder)) for flag in (*given, *more)]
 
 
 STATES = ["--num-steps", 5, "--checkpoint.every", 2, "--rollout.extra-prompts", 3, "--rollout.keep-inside", 0.06, 1.0, "--reward.normalize", "--algo.kl-coef", 0.1,
           "--algo.kl-target", 0.001, "--ref.every", 3, "--rollout.samples-per-prompt", 4, "--algo.entropy-share", 0.3, "--algo.entropy-coef", 0.01]
-TEACH = ["--num-steps", 8, "--algo.advantage", "on_policy_distill", "--policy.lr", 5e-3, "--algo.kl-estimator", "k1", "--rollout.samples-per-prompt", 1, "--rollout.prompts-per-step", 32]
+JUDGED = ["--num-steps", 5, "--checkpoint.every", 2, "--reward.model", "{folder}/judge/model", "--reward.model-weight", 0.5, "--eval.threshold", 0.2,
+          "--rollout.curriculum-floor", 0.1, "--algo.kl-coef", 0.1, "--ref.every", 2, "--ref.reset-optimizer", "--rollout.samples-per-prompt", 4,
+          "--policy.lr", 3e-3, "--rollout.dump", "--eval.every", 4]
+TEACH = ["--num-steps", 8, "--algo.advantage", "on_policy_distill", "--policy.lr", 5e-3, "--algo.kl-estimator", "k1", "--rollout.samples-per-prompt", 1, "--rollout.prompts-per-step", 32,
+         "--ref.model", "{folder}/teacher/model"]
 
 
 def train(mesh, cases: list[list[str]]) -> None:
@@ -51,7 +67,9 @@ def train(mesh, cases: list[list[str]]) -> None:
 
     rl.RolloutEngine = shared
     for given in cases:
-        rl.main(parse(RLConfig, given), mesh)
+        name = Path(given[1]).stem.split("_spell")[0]  # of the recipe
+        program, config = SUPERVISED.get(name, (rl, RLConfig))
+        program.main(parse(config, given), mesh)
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +77,21 @@ def runs(tmp_path_factory) -> Path:
     """The folder with a folder of each run."""
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "reward.py").write_text(EARNED)
-    cases = [flags(folder, name, config=name) for name in RECIPES]
+    cases = [flags(folder, name, "--eval.every", 1, "--checkpoint.every", 1, config=f"{name}_spell_backward") for name in SUPERVISED]
+    cases += [flags(folder, "judge", "--policy.lr", 0.03, config="rm_spell_backward")]
+    cases += [flags(folder, "teacher", "--num-steps", 0, "--sft.num-steps", 25, "--sft.batch-size", 32), flags(folder, "student", *TEACH)]
+    cases += [flags(folder, name, *more, config=name) for name, more in RECIPES.items()]
+    cases += [flags(folder, "ppo_annotated", *RECIPES["ppo"], "--algo.entropy-share", 1.0, config="ppo")]
     cases += [flags(folder, "whole", *STATES), flags(folder, "parts", *STATES, "--num-steps", 4), flags(folder, "parts", *STATES, "--resume")]
-    cases += [flags(folder, "teacher", "--num-steps", 0, "--sft.num-steps", 25, "--sft.batch-size", 32), flags(folder, "student", *TEACH, "--ref.model", folder / "teacher" / "model")]
+    cases += [flags(folder, "judged", *JUDGED), flags(folder, "judged_parts", *JUDGED, "--num-steps", 4), flags(folder, "judged_parts", *JUDGED, "--resume"),
+              flags(folder, "only_judge", *JUDGED, "--reward.function", "", "--num-steps", 1)]
     ranks(1, train, cases)
+    ranks(2, train, [flags(folder, "judged_2", *JUDGED), flags(folder, "student_2", *TEACH)])
     return folder
 
 
-def rows(folder: Path) -> list[dict]:
-    return [row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if row["phase"] == "rl"]
+def rows(folder: Path, phase: str = "rl") -> list[dict]:
+    return [row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if row["phase"] == phase]
 
 
 def repeatable(rows: list[dict]) -> list[dict]:
@@ -76,6 +100,7 @@ def repeatable(rows: list[dict]) -> list[dict]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_trains_two_steps(runs, name):
+    assert {p.stem for p in (ROOT / "configs").glob("*.yaml")} == RECIPES.keys() | {f"{name}_spell_backward" for name in SUPERVISED}
     found = rows(runs / name)
     assert [row["step"] for row in found] == [0, 1]
     for row in found:
@@ -83,6 +108,18 @@ def test_recipe_trains_two_steps(runs, name):
         assert row["grad_norm"] > 0 and row["skipped_updates"] == 0
     if name == "reinforce_pp":
         assert found[0]["ref_kl"] == pytest.approx(0, abs=1e-4) and found[1]["ref_kl"] != found[0]["ref_kl"]
+
+
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_supervised_recipe_trains_two_steps(runs, name):
+    found = rows(runs / name, "train")
+    assert [row["step"] for row in found] == [0, 1] and all(row["grad_norm"] > 0 and math.isfinite(row["loss"]) for row in found)
+
+
+def test_ppo_without_annotation_is_ppo_with_it(runs):
+    """With one update a step old log-probs are the update's own; a share of 1 of the tokens asks for them all the same."""
+    weights = [(runs / name / "model" / "model.safetensors").read_bytes() for name in ("ppo", "ppo_annotated")]
+    assert weights[0] == weights[1]
 
 
 def test_resumed_run_with_every_state_is_the_uninterrupted_one(runs):
@@ -95,6 +132,48 @@ def test_resumed_run_with_every_state_is_the_uninterrupted_one(runs):
     weights = [(runs / name / "model" / "model.safetensors").read_bytes() for name in ("parts", "whole")]
     assert weights[0] == weights[1]
     assert [p.name for p in (runs / "whole" / "references").iterdir()] == ["step-3"]
+
+
+def test_resumed_run_with_a_curriculum_and_a_reset_optimizer_is_the_uninterrupted_one(runs, tmp_path):
+    """Resumed at a step that refreshes the reference and resets the optimizer first."""
+    whole, resumed = rows(runs / "judged"), rows(runs / "judged_parts")
+    assert repeatable(resumed) == repeatable(whole) and len(whole) == 5
+    assert [row["ref_kl"] > 1e-6 for row in whole] == [False, True, False, True, False]
+    assert [p.name for p in sorted((runs / "judged" / "references").iterdir())] == ["step-2", "step-4"]
+    weights = [(runs / name / "model" / "model.safetensors").read_bytes() for name in ("judged", "judged_parts")]
+    assert weights[0] == weights[1]
+    outcomes = [json.loads((runs / name / "checkpoints" / "step-4" / "progress.json").read_text())["progress"]["outcomes"] for name in ("judged", "judged_parts")]
+    assert outcomes[0] == outcomes[1] and sum(tries for tries, _ in outcomes[0].values()) == 4 * 8 * 4 and 0 < sum(right for _, right in outcomes[0].values())
+    dcp_to_torch_save(runs / "judged" / "checkpoints" / "step-4" / "state", tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt")["optimizer"]["state"]
+    assert {int(s["step"]) for s in state.values()} == {2}  # of 4 updates, those after the reset
+    assert len(outcomes[0]) < 4 * 8  # some prompt was drawn again before all 98 were seen once
+
+
+def test_two_ranks_train_as_one(runs):
+    """A reference refreshed, an optimizer reset, a curriculum, a reward model; and a teacher."""
+    for name, keys in (("judged", ("reward", "reward/model", "ref_kl", "loss", "lr")), ("student", ("ref_kl", "loss"))):
+        one, two = rows(runs / name), rows(runs / f"{name}_2")
+        assert len(one) == len(two) >= 5
+        for a, b in zip(one, two, strict=True):
+            assert {k: b[k] for k in keys} == {k: pytest.approx(a[k], rel=2e-3, abs=2e-5) for k in keys}
+    assert [x["reward/model"] for x in rows(runs / "judged", "eval")] == pytest.approx([x["reward/model"] for x in rows(runs / "judged_2", "eval")], rel=1e-2, abs=1e-4)
+
+
+def test_a_reward_model_scores_what_transformers_does(runs):
+    """Of every answer, with an end behind those that were cut; its weighted score is in the sum, in training and held out."""
+    model = AutoModelForSequenceClassification.from_pretrained(runs / "judge" / "model", dtype=torch.float32, attn_implementation="eager").eval()
+    sampled = [json.loads(line) for line in (runs / "judged" / "rollouts" / "step-0-rank-0.jsonl").read_text().splitlines()]
+    assert len(sampled) == 32 and any(not t["info"]["stopped"] for t in sampled)
+    with torch.no_grad():
+        for t in sampled:
+            info, ids = t["info"], t["tokens"] + [model.config.eos_token_id] * (not t["info"]["stopped"])
+            assert info["rewards"]["model"] == pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-5)
+            assert t["reward"] == pytest.approx(sum(letter in "aeiou" for letter in info["completion"]) / 10 + 0.5 * info["rewards"]["model"])
+    scores = [t["info"]["rewards"]["model"] for t in sampled]
+    assert np.std(scores) > 1e-3 and rows(runs / "judged")[0]["reward/model"] == pytest.approx(np.mean(scores), rel=1e-6)
+    for row in rows(runs / "only_judge") + rows(runs / "only_judge", "eval"):
+        assert row["reward"] == pytest.approx(0.5 * row["reward/model"]) and row["reward"] != 0
 
 
 def test_references_that_no_checkpoint_needs_are_dropped(tmp_path):
@@ -120,6 +199,41 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
         find_teacher(str(tmp_path / "model"), 99, 1)
     with pytest.raises(UserError, match="ref.model = .*nowhere"):
         find_teacher(str(tmp_path / "nowhere"), 99, 1)
+
+
+def test_what_is_no_reward_model_of_the_policy_is_refused(tmp_path):
+    folder = tiny.make(tmp_path / "model")
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    assert find_reward_model(RewardConfig(), size) is None
+    for vocab_size, says in ((99, r"has a vocabulary of \d+, and the policy's is of 99"), (size, "is no reward model: its weights have no score.weight; train one with minirl.rm")):
+        with pytest.raises(UserError, match=f"reward.model = .*model {says}"):
+            find_reward_model(RewardConfig(model=str(folder)), vocab_size)
+
+
+class Told(RewardModel):
+    """Gives the scores that it was made with."""
+
+    def __init__(self, *scores):
+        sleeper = SimpleNamespace(wake_parameters=lambda: None, sleep_parameters=lambda: None)
+        self.model, self.weight, self.scores = SimpleNamespace(sleeper=sleeper, folder="judge"), 0.5, scores
+
+    def __call__(self, rows):
+        return list(self.scores)
+
+
+def said(text, episode, segment=0):
+    return Trajectory(tokens=None, sampled=None, logprobs=None, reward=1.0, episode=episode, segment=segment, info={"prompt": "two and two", "completion": text})
+
+
+def test_an_episode_earns_the_score_of_its_end():
+    answers = [said("four", 0), said("fiv", 1, 0), said("five", 1, 1)]
+    Told(4.0, 7.0, -2.0).grade(answers)
+    assert [t.reward for t in answers] == [3.0, 0.0, 0.0] and [t.info["rewards"] for t in answers] == [{"model": 4.0}, {"model": -2.0}, {"model": -2.0}]
+
+
+def test_a_score_that_is_no_number_ends_the_run():
+    with pytest.raises(UserError, match="reward.model = judge scored nan for prompt 'two and two', completion 'five'"):
+        Told(0.5, math.nan).grade([said("four", 0), said("five", 1)])
 
 
 # ---------------------------------------------------------------------------------------------------- dynamic sampling

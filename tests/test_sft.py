@@ -120,6 +120,8 @@ def test_a_template_that_rewrites_history_trains_the_last_turn_only():
 def test_what_a_template_refuses_is_told():
     with pytest.raises(UserError, match=r"the chat template refuses a chat: System role not supported \(.*be brief"):
         chat.encode_chat(tokenizer_for(GEMMA), [SYSTEM, HI, YO], [2], [1])
+    with pytest.raises(UserError, match=r"the chat template refuses a chat: can only concatenate str .*be brief"):
+        chat.encode_chat(tokenizer_for("{{ messages[0].content + 1 }}"), [SYSTEM, HI, YO], [2], [1])
     with pytest.raises(UserError, match="does not end an answer by one of the stop tokens"):
         chat.encode_chat(tokenizer_for(GEMMA), [HI, YO], [1], [1])
     with pytest.raises(UserError, match="message 2 of a chat"):  # the stop token that is found is of another turn

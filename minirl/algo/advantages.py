@@ -137,7 +137,12 @@ def find(name: str) -> Estimator | TokenEstimator:
 
 def need_logprobs(cfg: AlgoConfig) -> bool:
     """Advantages come after packing: of single tokens, or with the KL in the reward."""
-    return cfg.advantage in TOKEN_ESTIMATORS or bool(cfg.kl_coef) and cfg.kl_in == "reward"
+    return cfg.advantage in TOKEN_ESTIMATORS or need_old_logprobs(cfg)
+
+
+def need_old_logprobs(cfg: AlgoConfig) -> bool:
+    """They are made of the policy's own log-probs, beside rewards, values and what a reference says."""
+    return cfg.advantage == "on_policy_distill" or bool(cfg.kl_coef) and cfg.kl_in == "reward"
 
 
 def assign(trajectories: list[Trajectory], estimator: Estimator, sums: Sums) -> None:
@@ -157,21 +162,22 @@ def estimate(rewards: dict[tuple[int, int], float], estimator: Estimator, sums: 
 
 def assign_packed(batches: list[Packed], estimator: Estimator | TokenEstimator, cfg: AlgoConfig, kl_coef: float, *, sums: Sums, maxima: Sums,
                   gather: Callable[[object], list]) -> None:
-    """The same for micro-batches that know old and (with the KL in the reward) reference log-probs: set `advantages` [T], 0 outside the loss.
-    Collective.
+    """The same for micro-batches that know what the estimator asks for (with the KL in the reward old and reference log-probs; see
+    `need_old_logprobs`): set `advantages` [T], 0 outside the loss. Collective.
 
     sums, maxima: of a CPU tensor over the ranks that hold different tokens, or all; gather: a value of every rank.
     """
     in_reward = kl_coef if cfg.kl_in == "reward" else 0.0
     penalties = [torch.where(b.mask, in_reward * kl(b.old_logprobs, b.ref_logprobs, cfg.kl_estimator), 0.0).double() if in_reward else
-                 torch.zeros_like(b.old_logprobs, dtype=torch.float64) for b in batches]
+                 torch.zeros_like(b.engine_logprobs, dtype=torch.float64) for b in batches]
     if cfg.advantage in TOKEN_ESTIMATORS:
         values = [estimator(b, token_rewards(b, penalty), cfg) for b, penalty in zip(batches, penalties, strict=True)]
         values = whiten(values, [b.mask for b in batches], sums, maxima) if cfg.advantage in WHITENED else values
     else:
         values = _by_group(batches, penalties, estimator, gather)
     for batch, value in zip(batches, values, strict=True):
-        batch.advantages = torch.where(batch.mask, value, 0.0).to(batch.old_logprobs.dtype)
+        known = next(x for x in (batch.old_logprobs, batch.values, batch.engine_logprobs) if x is not None)
+        batch.advantages = torch.where(batch.mask, value, 0.0).to(known.dtype)
 
 
 def token_rewards(batch: Packed, penalty: Tensor) -> Tensor:

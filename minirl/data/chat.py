@@ -67,7 +67,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, header: 
     """The chat as text, with `header` up to where the assistant begins to speak. Raises UserError if the template does."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=header, tools=tools)
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:  # by its own will, or by adding what does not add
         raise UserError(f"the chat template refuses a chat: {error} ({str(messages)[:200]})") from error
 
 

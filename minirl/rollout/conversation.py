@@ -43,6 +43,8 @@ class Segment:
     """Given for the answer that ends with the token."""
     asking: bool = False
     """An answer is being sampled."""
+    before: tuple[int, str] = (0, "")
+    """Its number of tokens and its text before it was last asked."""
 
     def read(self, tokens: list[int], text: str) -> None:
         """What the policy is told."""
@@ -84,13 +86,24 @@ class Conversation:
         Raises UserError if the template refuses."""
         return self.ask_raw(chat.render(self.tokenizer, messages, tools=tools))
 
-    def ask_raw(self, text: str) -> Segment:
-        """The same of a whole text with all its special tokens."""
-        fitting = [s for s in self.segments if not s.asking and text.startswith(s.text)]
-        segment = max(fitting, key=lambda s: len(s.text)) if fitting else self._begin()
-        rest = text[len(segment.text) :]
-        segment.read(chat.encode(self.tokenizer, rest), rest)
+    def ask_raw(self, prompt: str | list[int]) -> Segment:
+        """The same of a whole text with all its special tokens, or of a whole in tokens."""
+        whole = isinstance(prompt, str)
+        fitting = [s for s in self.segments if not s.asking and (prompt.startswith(s.text) if whole else prompt[: len(s.tokens)] == s.tokens)]
+        segment = max(fitting, key=lambda s: len(s.tokens)) if fitting else self._begin()
+        segment.before = len(segment.tokens), segment.text
+        rest = prompt[len(segment.text if whole else segment.tokens) :]
+        segment.read(chat.encode(self.tokenizer, rest) if whole else rest, rest if whole else self.tokenizer.decode(rest))
         return segment
+
+    def take_back(self, segment: Segment) -> None:
+        """As if it had not been asked, and nothing answered since."""
+        length, segment.text = segment.before
+        for column in (segment.tokens, segment.sampled, segment.logprobs, segment.versions, segment.rewards):
+            del column[length:]
+        segment.asking = False
+        if not segment.tokens:
+            self.segments[:] = [s for s in self.segments if s is not segment]
 
     def read(self, tokens: list[int] | str) -> Segment:
         """The last segment (a first one if there is none) with tokens, or a raw text, appended."""
@@ -107,8 +120,13 @@ class Conversation:
         return sum(sum(s.sampled) for s in self.segments)
 
     def trajectories(self, *, group: int, episode: int, reward: float, info: dict) -> list[Trajectory]:
-        """One for each segment in which something was sampled; all carry the episode's `reward`."""
-        said = [s for s in self.segments if any(s.sampled)]
-        return [Trajectory(tokens=np.array(s.tokens, np.int32), sampled=np.array(s.sampled), logprobs=np.array(s.logprobs, np.float32),
-                           rewards=np.array(s.rewards, np.float32), versions=np.array(s.versions, np.int32), reward=reward, group=group, episode=episode, segment=n,
-                           version=min(v for v in s.versions if v >= 0), info=info) for n, s in enumerate(said)]
+        """One for each segment in which something was sampled, to its last sampled token; all carry the episode's `reward`."""
+        out = []
+        for s in self.segments:
+            if any(s.sampled):
+                end = len(s.sampled) - s.sampled[::-1].index(True)
+                arrays = {name: np.array(values[:end], dtype) for name, values, dtype in (
+                    ("tokens", s.tokens, np.int32), ("sampled", s.sampled, bool), ("logprobs", s.logprobs, np.float32), ("rewards", s.rewards, np.float32),
+                    ("versions", s.versions, np.int32))}
+                out.append(Trajectory(**arrays, reward=reward, group=group, episode=episode, segment=len(out), version=min(v for v in s.versions if v >= 0), info=info))
+        return out

@@ -5,9 +5,8 @@ before each step what to add and what to drop.
 """
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,16 +78,8 @@ class Driver:
             self._live = {name: other for name, other in self._live.items() if other is not entry}
             raise
 
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Inside, the caller is a player at work."""
-        self.players += 1
-        try:
-            yield
-        finally:
-            self.leave()
-
     def leave(self) -> None:
+        """A player is done, or waits."""
         self.players -= 1
         self._news.set()
 

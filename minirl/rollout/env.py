@@ -78,7 +78,7 @@ class Env:
     """The reward functions score its last answer, beside what `step` gives."""
 
     def reset(self, row: dict) -> Observation:
-        """The first prompt."""
+        """The first prompt. `row["rendered_prompt"]`: the row's own as the policy would read it."""
         raise NotImplementedError
 
     def step(self, state: State) -> Result:

@@ -83,24 +83,23 @@ class Stage:
 
     async def play(self, e: Episode, ended: Callable[[Episode], None]) -> None:
         """To its end, from wherever it stands. Raises UserError."""
-        with contextlib.nullcontext() if isinstance(e.env, Agent) else self.driver.at_work():
-            try:
-                if isinstance(e.env, Agent):
-                    await self._lead(e)
-                elif e.segment is None:
-                    self._tell(e, await self._call(e.env.reset, e.row))
-                    e.row = {**e.row, "rendered_prompt": e.segment.text}
-                while not e.played:
-                    await self._turn(e)
-            except EnvFailed as failure:
-                e.error = str(failure)
-                self.failures.append(e.error)
-                if self.cfg.on_error == "raise":
-                    raise UserError(f"env.name = {self.cfg.name} failed: {failure}, in an episode of {str(e.row)[:200]}; mend it, or set env.on_error reward or drop") from failure
-                self._credit(e, self.cfg.error_reward)
-            e.played = True
-            e.env.close()
-            ended(e)
+        try:
+            if isinstance(e.env, Agent):
+                await self._lead(e)
+            elif e.segment is None:
+                self._tell(e, await self._call(e.env.reset, e.row))
+                e.row = {**e.row, "rendered_prompt": e.segment.text}
+            while not e.played:
+                await self._turn(e)
+        except EnvFailed as failure:
+            e.error = str(failure)
+            self.failures.append(e.error)
+            if self.cfg.on_error == "raise":
+                raise UserError(f"env.name = {self.cfg.name} failed: {failure}, in an episode of {str(e.row)[:200]}; mend it, or set env.on_error reward or drop") from failure
+            self._credit(e, self.cfg.error_reward)
+        e.played = True
+        e.env.close()
+        ended(e)
 
     def finish(self, e: Episode) -> list[Trajectory]:
         """Its trajectories, with what the reward functions say. Called in a thread. Raises UserError as they do."""

@@ -8,7 +8,8 @@ A reward is any function `(prompt, completion, row) -> float`, in any file:
 
     --reward.function my_reward.py:brevity
 
-or an HTTP endpoint (remote.py), or several of them. `row["rendered_prompt"]` is the prompt as the policy reads it.
+or an HTTP endpoint (remote.py), or one written for OpenRLHF or TRL (`openrlhf:file.py`, `trl:file.py:function`), or several of them.
+`row["rendered_prompt"]` is the prompt as the policy reads it.
 """
 
 import math
@@ -16,6 +17,7 @@ import numbers
 import re
 import secrets
 from collections.abc import Callable, Iterable
+from importlib import import_module
 
 import math_verify
 import numpy as np
@@ -29,6 +31,8 @@ from minirl.types import UserError
 
 RewardFunction = Callable[[str | list[dict], str, dict], float]
 REWARDS: dict[str, RewardFunction] = {}
+ADAPTERS = {"openrlhf": "minirl.envs.openrlhf", "trl": "minirl.envs.trl"}
+"""By what stands before the first colon: the module whose `reward` makes a reward function of the rest; imported when asked for."""
 
 
 class Rewards:
@@ -66,14 +70,21 @@ def make_rewards(cfg: RewardConfig | str) -> Rewards:
     """What `reward.function` names (a text alone stands for a config with it). Raises UserError for what cannot be found."""
     cfg = RewardConfig(function=cfg) if isinstance(cfg, str) else cfg
     names = _names(cfg.function)
-    if not names or len(set(names)) < len(names) or cfg.weights and len(cfg.weights) != len(names) or not all(map(math.isfinite, cfg.weights)):
+    if not (names or cfg.model) or len(set(names)) < len(names) or cfg.weights and len(cfg.weights) != len(names) or not all(map(math.isfinite, cfg.weights)):
         raise UserError(f"reward.function = {cfg.function}, reward.weights = {cfg.weights}: give different functions, and no or as many finite weights")
-    found = [RemoteReward(name, cfg) if name.startswith(("http://", "https://")) else find_function("reward.function", name, REWARDS) for name in names]
+    found = [_find(name, cfg) for name in names]
     return Rewards(*zip(cfg.weights or [1.0] * len(names), found, names, strict=True))
 
 
+def _find(name: str, cfg: RewardConfig) -> RewardFunction:
+    kind, _, rest = name.partition(":")
+    if kind in ("http", "https"):
+        return RemoteReward(name, cfg)
+    return vars(import_module(ADAPTERS[kind]))["reward"](rest) if kind in ADAPTERS else find_function("reward.function", name, REWARDS)
+
+
 def _names(function: str | list[str]) -> list[str]:
-    return [function] if isinstance(function, str) else function
+    return [name for name in ([function] if isinstance(function, str) else function) if name]
 
 
 def check_rows(function: str | list[str], rows: Iterable[dict]) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from minirl.config import EvaluateConfig, RLConfig
+from minirl.data import chat
 from minirl.data.datasets import Prompts
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.conversation import Conversation
@@ -70,8 +71,9 @@ class Round:
         Returns those played."""
         self.begin, self.queue, self.room, self.enough = begin, queue, room, enough
         self.over = asyncio.get_running_loop().create_future()
-        self.sampler.driver.release()
         self.num_played = sum(g.played for g in self.groups.values())
+        if self.groups:  # those of another round stay held
+            self.sampler.driver.release()
         for group in [g for g in self.groups.values() if g.tasks is None]:
             self._add(group)
         self._go_on()
@@ -105,8 +107,10 @@ class Round:
         self.groups[group.ticket], group.tasks = group, []
         for episode in (e for e in group.episodes if not e.played):
             self.live += 1
+            plays = not isinstance(episode.env, Agent)  # an agent asks through the endpoint, and nobody knows when
+            self.sampler.driver.players += plays  # from now on: the engine is not to step before all that begin together have asked
             group.tasks.append(asyncio.get_running_loop().create_task(self.sampler.stage.play(episode, self._ended)))
-            group.tasks[-1].add_done_callback(self._settled)
+            group.tasks[-1].add_done_callback(partial(self._settled, plays))
 
     def replace(self, old: Group, new: Group) -> None:
         """Give the old one up."""
@@ -121,7 +125,9 @@ class Round:
         episode.outcome = self.sampler.pool.submit(self.sampler.stage.finish, episode)
         self._go_on()
 
-    def _settled(self, task: asyncio.Task) -> None:
+    def _settled(self, plays: bool, task: asyncio.Task) -> None:
+        if plays:
+            self.sampler.driver.leave()
         if not task.cancelled() and task.exception():
             self.over = self.over if not self.over.done() else asyncio.get_running_loop().create_future()
             self.over.set_exception(task.exception())
@@ -181,7 +187,7 @@ class Sampler:
     def _is_varied(self, trajectories: list[Trajectory]) -> bool:
         rewards = [t.reward for t in trajectories if t.segment == 0]
         low, high = self.cfg.rollout.keep_inside
-        return bool(rewards) and low < sum(rewards) / len(rewards) < high
+        return not self.cfg.rollout.extra_prompts or bool(rewards) and low < sum(rewards) / len(rewards) < high
 
     def _play(self, round: Round, prompts: Prompts, tickets: range, num_samples: int, sampling: Sampling, version: int, enough: int) -> list[Group]:
         """Until `enough` groups are played on all ranks together; this rank's."""
@@ -223,6 +229,7 @@ class Sampler:
 
     def _group(self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int) -> Group:
         row = prompts.row(ticket)
+        row = {**row, "rendered_prompt": chat.render(self.tokenizer, prompts.messages(row))}
         return Group(ticket, version, [Episode(ticket=ticket, number=i, row=row, env=self.make_env(), conversation=Conversation(self.tokenizer), sampling=sampling)
                                        for i in range(num_samples)])
 
@@ -230,14 +237,15 @@ class Sampler:
         """What the next step would go on with, group by group, for a checkpoint. What cannot be pickled begins anew there."""
         return [group.pickled() for group in self.training.groups.values()]
 
-    def load(self, states: list[bytes], prompts: Prompts, sampling: Sampling) -> None:
-        """Take this engine's part of what all ranks had."""
-        for state in sorted(map(pickle.loads, states), key=lambda saved: saved[0])[self.engine.replica :: self.engine.num_replicas] if self.engine.is_leader else ():
-            ticket, version, episodes = state
-            group = self._group(prompts, self.cfg.rollout.samples_per_prompt, sampling, version, ticket)
+    def load(self, states: list[list[bytes]], prompts: Prompts, sampling: Sampling) -> None:
+        """Take this rank's part of what all ranks had: its own, or a share if there were more or fewer of them."""
+        if not self.engine.is_leader or not states:
+            return
+        own = states[self.mesh.rank] if len(states) == self.mesh.world_size else sum(states, [])[self.engine.replica :: self.engine.num_replicas]
+        for ticket, version, episodes in map(pickle.loads, own):
+            group = self.training.groups[ticket] = self._group(prompts, self.cfg.rollout.samples_per_prompt, sampling, version, ticket)
             for episode, saved in zip(group.episodes, episodes, strict=False):
                 episode.restore(saved)
-            self.training.groups[ticket] = group
 
     def take_failures(self) -> list[str]:
         """Why episodes failed on this rank since the last call."""

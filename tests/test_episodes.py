@@ -1,0 +1,358 @@
+"""Episodes with the real engine: turns, budgets, failures, segments, partial rollouts. What is sampled is what the trainer would have sampled from."""
+
+import asyncio
+import random
+import threading
+import time
+
+import pytest
+import tiny
+from harness import RankFailed, ranks
+from test_rollout import make_policy, overwrite
+
+from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RefitConfig, RLConfig, RolloutConfig
+from minirl.data import chat
+from minirl.data.datasets import Prompts
+from minirl.data.packing import exchange, pack
+from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rollout.env import Env, Raw, Result
+from minirl.rollout.refit import Refit
+from minirl.rollout.rewards import make_rewards
+from minirl.rollout.sampler import Sampler, spread
+from minirl.types import UserError
+
+ROWS = [{"prompt": f"{i}{'x' * (3 * i)}", "answer": str(i)} for i in range(9)]
+
+
+class Talk(Env):
+    """Replies to every answer, in threads and after a while; the turn earns its number."""
+
+    turns = 3
+
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, state):
+        time.sleep(random.random() * 0.01)
+        (role, content) = state.messages[-1].values()
+        assert role == "assistant" and ("<|" in content or content == state.answer) and len(state.messages) == 2 * state.turn + 2
+        assert state.row["rendered_prompt"].endswith("<|assistant|>")
+        return Result(observation=f"reply {state.turn}", reward=float(state.turn), done=state.turn + 1 == self.turns,
+                      sampling={"max_tokens": 2 + 7 * int(state.row["answer"]) % 29}, info={"last": float(state.turn)})
+
+
+class AsyncTalk(Talk):
+    async def reset(self, row):
+        return [{"role": "system", "content": "s"}, {"role": "user", "content": row["prompt"]}]
+
+    async def step(self, state):
+        await asyncio.sleep(random.random() * 0.01)
+        return Result(observation=[{"role": "user", "content": "a"}], reward=1.0, done=state.turn == 1)
+
+
+class Forgetful(Env):
+    """Rewrites the chat before the second answer."""
+
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, state):
+        return Result(messages=[{"role": "user", "content": "summary"}], reward=0.5) if state.turn == 0 else Result(observation="more", done=state.turn == 2, reward=0.25)
+
+
+class InTokens(Env):
+    """Speaks in tokens and raw texts."""
+
+    def reset(self, row):
+        return [5, 6, 7]
+
+    def step(self, state):
+        return Result(observation=Raw("<|user|>raw<|end|>") if state.turn == 0 else [9, 10], done=state.turn == 2,
+                      sampling={"max_tokens": 4 + 7 * int(state.row["answer"]) % 29})
+
+
+class Greedy(Env):
+    """Never done."""
+
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, state):
+        return Result(observation="go on, " + "and on, " * int(state.row["answer"]))
+
+
+class Broken(Env):
+    """Fails in a way of its own in each of the rows; row 0 is well."""
+
+    closed = []
+
+    def reset(self, row):
+        self.way = int(row["answer"])
+        if self.way == 1:
+            raise ValueError("no reset")
+        return [] if self.way == 2 else "p"
+
+    def step(self, state):
+        if self.way == 3:
+            return 1.0
+        if self.way == 4:
+            return Result(reward=float("nan"))
+        if self.way == 5:
+            return Result()
+        if self.way == 6:
+            time.sleep(60)
+        if self.way == 7:
+            return Result(observation="x", sampling={"temperature": 2.0})
+        if self.way == 8 and state.turn == 1:
+            raise KeyError("second step")
+        return Result(done=self.way != 8, observation="x", reward=2.0)
+
+    def close(self):
+        self.closed.append(self)
+
+
+def stage(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, **engine):
+    """(policy, engine, refit, sampler, prompts, sampling)"""
+    tokenizer = chat.load_tokenizer(folder)
+    policy = make_policy(folder, mesh)
+    options = {"max_model_len": 160, "max_num_seqs": 16, "kv_cache_gb": 0.05, **engine}
+    eng = RolloutEngine(EngineConfig(**options), folder, mesh, dtype="float32")
+    cfg = config(engine=eng.cfg, seed=seed, rollout=RolloutConfig(**{"max_tokens": 12, **(rollout or {})}), env=EnvConfig(**{"name": "my", "max_turns": 8, "max_tokens": 96, **env}))
+    prompts = Prompts(ROWS, tokenizer, DataConfig(), seed=0, shuffle=False)
+    make = {c.__name__: c for c in (Talk, AsyncTalk, Forgetful, InTokens, Greedy, Broken)}[cfg.env.name]
+    sampler = Sampler(eng, make, make_rewards("exact"), tokenizer, mesh, cfg)
+    sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=0.8)
+    return policy, eng, Refit(RefitConfig(), policy.shards(), policy.parts(), eng, mesh), sampler, prompts, sampling
+
+
+def mismatch(policy, trajectories):
+    """Largest difference of the engine's log-probs to the trainer's."""
+    batch = pack(trajectories, policy.mesh.device, 0.8, layout=policy.layout)
+    policy.annotate([[batch]], "old_logprobs")
+    return ((batch.old_logprobs - batch.engine_logprobs).abs() * batch.mask).max().item()
+
+
+def shown(trajectories):
+    return [(t.group, t.episode, t.segment, t.tokens.tolist(), t.sampled.tolist(), t.logprobs.tolist(), t.rewards.tolist(), t.versions.tolist(), t.reward, t.version) for t in trajectories]
+
+
+def episodes_program(mesh, folder, kinds):
+    found = {}
+    for kind in kinds:
+        if not found:
+            policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, {"name": kind})
+        else:
+            sampler = Sampler(eng, globals()[kind], make_rewards("exact"), sampler.tokenizer, mesh, sampler.cfg)
+        with eng.awake(refit, []):
+            first, again = (sampler.collect(prompts, range(9), 2, sampling, version=7) for _ in range(2))
+        texts = [sampler.tokenizer.decode(t.tokens) for t in first]
+        found[kind] = {"mismatch": mismatch(policy, first), "first": shown(first), "again": shown(again), "texts": texts, "info": [t.info for t in first]}
+    return found
+
+
+@pytest.fixture(scope="module")
+def episodes(tmp_path_factory):
+    (found,) = ranks(1, episodes_program, tiny.make(tmp_path_factory.mktemp("episodes") / "model"), ["Talk", "AsyncTalk", "Forgetful", "InTokens", "Greedy"])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["Talk", "AsyncTalk", "Forgetful", "InTokens", "Greedy"])
+def test_turns_are_trained_as_they_were_sampled_and_runs_repeat(episodes, kind):
+    """Also while environments take a random time: on CPU the engine waits for them."""
+    assert 0 < episodes[kind]["mismatch"] < 1e-4
+    assert episodes[kind]["first"] == episodes[kind]["again"]
+    for _, _, _, tokens, sampled, logprobs, _, versions, _, version in episodes[kind]["first"]:
+        assert version == 7 and len(tokens) == len(sampled) == len(logprobs)
+        assert all((v == 7 and p < 0) if s else (v == -1 and p == 0) for s, p, v in zip(sampled, logprobs, versions, strict=True))
+
+
+def test_turns_earn_at_their_last_tokens(episodes):
+    talk = episodes["Talk"]
+    for (*_, sampled, _, rewards, _, reward, _), text, info in zip(talk["first"], talk["texts"], talk["info"], strict=True):
+        assert not info["error"], info
+        ends = [i for i, s in enumerate(sampled) if s and not (sampled + [False])[i + 1]]
+        assert [rewards[i] for i in ends] == [0.0, 1.0, 2.0] and sum(rewards) == reward == 3.0
+        assert text.count("<|user|>reply ") == 2 and text.index("<|user|>reply 0<|end|><|assistant|>") < text.index("<|user|>reply 1<|end|><|assistant|>")
+        assert info["env"] == {"turns": 3, "truncated": 0.0, "failed": 0.0, "last": 2.0} and not info["error"]
+
+
+def test_history_rewritten_begins_a_segment(episodes):
+    found = episodes["Forgetful"]
+    assert [(g, e, s) for g, e, s, *_ in found["first"]] == [(g, e, s) for g in range(9) for e in range(2) for s in range(2)]
+    for (_, _, segment, *_, reward, _), text in zip(found["first"], found["texts"], strict=True):
+        assert reward == 1.0  # of the episode
+        assert text.startswith("<|user|>summary<|end|><|assistant|>") == (segment == 1) and text.count("<|user|>more<|end|><|assistant|>") == segment
+
+
+def test_tokens_and_raw_texts_are_taken_as_they_are(episodes):
+    for (*_, sampled, _, _, _, _, _), text in zip(episodes["InTokens"]["first"], episodes["InTokens"]["texts"], strict=True):
+        assert not any(sampled[:3]) and text.count("<|user|>raw<|end|>") == 1 and "<|assistant|>" not in text.split("<|user|>raw<|end|>")[1][:12]
+
+
+def test_budgets_truncate(episodes):
+    """Of turns, of tokens and of the context; nothing raises."""
+    found, by_turns, by_context = episodes["Greedy"], 0, 0
+    for (group, *_, tokens, sampled, _, _, _, _, _), info in zip(((g, t, s, 0, 0, 0, 0, 0) for g, _, _, t, s, *_ in found["first"]), found["info"], strict=True):
+        assert info["env"]["truncated"] == 1 and not info["stopped"]
+        assert len(tokens) <= 160 and sum(sampled) <= 96
+        by_turns, by_context = by_turns + (info["env"]["turns"] == 8), by_context + (info["env"]["turns"] < 8 and sum(sampled) < 80)
+    assert by_turns and by_context
+
+
+def failing_program(mesh, folder, on_error):
+    policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, {"name": "Broken", "on_error": on_error, "error_reward": -3.0, "timeout_seconds": 1.0, "threads": 64})
+    with eng.awake(refit, []):
+        trajectories = sampler.collect(prompts, range(9), 2, sampling)
+    sampler.close()
+    return [(t.group, t.episode, t.reward, t.info["error"]) for t in trajectories], sorted(sampler.take_failures()), len(Broken.closed)
+
+
+MESSAGES = {3: "returned 1.0, not a Result", 4: "not a Result with a finite reward", 5: "it is not done and said None", 6: "took longer than env.timeout_seconds = 1.0",
+            7: "sets sampling temperature", 8: "Broken.step raised KeyError: 'second step'"}
+
+
+def test_a_failed_episode_ends_alone(tmp_path):
+    """One of each kind; the others are played to the end."""
+    began = time.monotonic()
+    ((found, failures, closed),) = ranks(1, failing_program, tiny.make(tmp_path / "model"), "reward")
+    assert time.monotonic() - began < 45  # nobody waits for a thread that sleeps
+    by_group = {g: (r, error) for g, _, r, error in found}
+    assert by_group[0] == (2.0, "") and sorted(by_group) == [0, 3, 4, 5, 6, 7, 8]  # in 1 and 2 nothing was said
+    for group, message in MESSAGES.items():
+        assert message in by_group[group][1] and by_group[group][0] == {7: -3.0, 8: 2.0 - 3.0}.get(group, -3.0)
+    assert len(failures) == 16 and any("Broken.reset raised ValueError: no reset" in f for f in failures) and any("said []" in f for f in failures) and closed == 18
+
+
+def test_failed_episodes_can_be_dropped_or_end_the_run(tmp_path):
+    folder = tiny.make(tmp_path / "model")
+    ((found, failures, _),) = ranks(1, failing_program, folder, "drop")
+    assert [(g, e, r) for g, e, r, _ in found] == [(0, 0, 2.0), (0, 1, 2.0)] and len(failures) == 16
+    with pytest.raises(RankFailed) as failed:
+        ranks(1, failing_program, folder, "raise")
+    assert failed.value.kind == "UserError" and "env.name = Broken failed: " in failed.value.text and "set env.on_error reward or drop" in failed.value.text
+
+
+# ---------------------------------------------------------------------------------------------------- partial rollouts
+
+
+def partial_program(mesh, folder, other, env, ahead, break_off):
+    """Three steps, between which the weights change from those of one checkpoint to those of another and back."""
+    options = {"rollout": {"max_tokens": 40, "ahead": ahead, "prompts_per_step": 4, "samples_per_prompt": 2, "max_staleness": 9}, "config": RLConfig}
+    policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, env, **options)
+    steps, first = [], 0
+    for step in range(3):
+        overwrite(policy, other if step == 1 else folder)
+        with eng.awake(refit, []):
+            held = len(sampler.training.groups)
+            trajectories, first = sampler.collect_step(prompts, first, sampling, version=step)
+        steps.append({"trajectories": shown(trajectories), "held": held, "next": first, "left": len(sampler.training.groups)})
+        if break_off == step:  # as a program that ends here and is started again
+            states = mesh.gather(sampler.state())
+            sampler.close()
+            sampler = Sampler(eng, sampler.make_env, make_rewards("exact"), sampler.tokenizer, mesh, sampler.cfg)
+            sampler.load(states, prompts, sampling)
+    sampler.close()
+    whole = [t for part in mesh.gather(steps) for t in part]
+    logprobs = {}
+    for version, weights in enumerate((folder, other, folder)):
+        overwrite(policy, weights)
+        for n, step in enumerate(whole):
+            for t, found in zip(step["trajectories"], annotated(policy, step["trajectories"]), strict=True):
+                logprobs[n, t[0], t[1], t[2], version] = found
+    worst, mixed = 0.0, 0
+    for n, step in enumerate(whole):
+        for group, episode, segment, _, sampled, engine, _, versions, _, version in step["trajectories"]:
+            used = {v for v in versions if v >= 0}
+            assert version == min(used)
+            mixed += len(used) > 1
+            for i, (s, p, v) in enumerate(zip(sampled, engine, versions, strict=True)):
+                if s:  # under the weights of its version and no others
+                    worst = max(worst, abs(p - logprobs[n, group, episode, segment, v][i]))
+    return {"steps": steps, "worst": worst, "mixed": mixed}
+
+
+def annotated(policy, rows):
+    """The trainer's log-prob of each token of what `shown` made."""
+    out = []
+    for group, episode, segment, tokens, sampled, logprobs, *_ in rows:
+        import numpy as np
+
+        from minirl.types import Trajectory
+
+        t = Trajectory(tokens=np.array(tokens, np.int32), sampled=np.array(sampled), logprobs=np.array(logprobs, np.float32))
+        batch = pack([t], policy.mesh.device, 0.8, layout=policy.layout)
+        policy.annotate([[batch]], "old_logprobs")
+        out.append([0.0, *batch.old_logprobs[: len(tokens) - 1].tolist()])
+    return out
+
+
+@pytest.mark.parametrize("env", ["Talk", "InTokens"])
+def test_unfinished_episodes_go_on_under_new_weights_and_survive_a_checkpoint(tmp_path, env):
+    """Every token's log-prob is that of the weights it was sampled with; with a save and a restart in between, everything is bitwise the same."""
+    folder, other = tiny.make(tmp_path / "a"), tiny.make(tmp_path / "b", seed=1)
+    settings = {"name": env, "max_tokens": 120}
+    (r,) = ranks(1, partial_program, folder, other, settings, 3, None)
+    assert r["worst"] < 1e-4 and r["mixed"] > 0
+    groups = [sorted({t[0] for t in step["trajectories"]}) for step in r["steps"]]
+    assert [len(g) for g in groups] == [4, 4, 4] and len({g for found in groups for g in found}) == 12
+    assert [s["left"] for s in r["steps"]] == [3, 3, 3] and [s["next"] for s in r["steps"]] == [7, 11, 15]
+    for at in (0, 1):
+        (again,) = ranks(1, partial_program, folder, other, settings, 3, at)
+        assert again["steps"] == r["steps"]
+
+
+def test_two_ranks_share_what_is_unfinished(tmp_path):
+    folder, other = tiny.make(tmp_path / "a"), tiny.make(tmp_path / "b", seed=1)
+    both = ranks(2, partial_program, folder, other, {"name": "Talk", "max_tokens": 120}, 4, None)
+    again = ranks(2, partial_program, folder, other, {"name": "Talk", "max_tokens": 120}, 4, 0)
+    assert [r["steps"] for r in both] == [r["steps"] for r in again]
+    for n in range(3):
+        groups = [t[0] for r in both for t in r["steps"][n]["trajectories"]]
+        assert len(set(groups)) == 4 and [r["steps"][n]["left"] for r in both] == [2, 2]
+    assert max(r["worst"] for r in both) < 1e-4
+
+
+def stale_program(mesh, folder, tickets):
+    rollout = {"max_tokens": 40, "ahead": 3, "prompts_per_step": 2, "samples_per_prompt": 2, "max_staleness": 1, "tickets": tickets}
+    _, eng, refit, sampler, prompts, sampling = stage(mesh, folder, {"name": "Talk", "max_tokens": 120}, rollout, RLConfig)
+    steps, first = [], 0
+    for step in range(6):
+        with eng.awake(refit, []):
+            trajectories, first = sampler.collect_step(prompts, first, sampling, version=step)
+            evaluation = sampler.collect(prompts, range(3), 1, sampling)  # leaves what is held alone
+        steps.append([(t.group, t.episode, step - t.version) for t in trajectories])
+        played = sorted(t.group for part in mesh.gather(evaluation) for t in part if t.segment == 0)
+        assert played == [0, 1, 2], played
+    sampler.close()
+    return steps
+
+
+@pytest.mark.parametrize(("world", "tickets"), [(1, "round_robin"), (2, "pull")])
+def test_no_token_is_older_than_allowed(tmp_path, world, tickets):
+    found = ranks(world, stale_program, tiny.make(tmp_path / "model"), tickets)
+    for n in range(6):
+        step = [t for r in found for t in r[n]]
+        assert len({g for g, _, _ in step}) == 2 and max(age for *_, age in step) <= 1
+    assert any(age == 1 for r in found for step in r for *_, age in step)
+    groups = [g for n in range(6) for g in {g for r in found for g, _, _ in r[n]}]
+    assert len(groups) == len(set(groups)) == 12  # each is trained on once
+
+
+def test_shares_go_to_who_has_least():
+    assert spread(5, [0, 0]) == [[0, 2, 4], [1, 3]] and spread(3, [4, 0]) == [[], [0, 1, 2]] and spread(4, [2, 1, 0]) == [[3], [1], [0, 2]] and spread(0, [1]) == [[]]
+
+
+def tp_program(mesh, folder, env):
+    _, eng, refit, sampler, prompts, sampling = stage(mesh, folder, env, {"max_tokens": 12, "ahead": 2, "prompts_per_step": 3, "samples_per_prompt": 2}, RLConfig,
+                                                      tensor_parallel_size=2)
+    with eng.awake(refit, []):
+        found, first = sampler.collect_step(prompts, 0, sampling, version=0)
+        more, _ = sampler.collect_step(prompts, first, sampling, version=1)
+    sampler.close()
+    return [shown(found), shown(more)]
+
+
+def test_an_engine_on_two_ranks_plays_the_same_episodes(tmp_path):
+    leader, follower = ranks(2, tp_program, tiny.make(tmp_path / "model"), {"name": "Talk"})
+    assert follower == [[], []] and [len({t[0] for t in step}) for step in leader] == [3, 3]
+    assert all(sum(t[6]) == 3.0 for step in leader for t in step)

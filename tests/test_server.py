@@ -1,0 +1,422 @@
+"""The endpoint, by the clients that people use: what they are told, what is kept of it, and what is left of those who leave."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import anthropic
+import httpx
+import openai
+import pytest
+import tiny
+from harness import ranks
+
+from minirl.config import EndpointConfig, EngineConfig, PolicyConfig, RefitConfig
+from minirl.data import chat
+from minirl.model.scratch import make_tokenizer
+from minirl.policy import Policy
+from minirl.rollout.driver import Driver
+from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rollout.refit import Refit
+from minirl.rollout.server import Endpoint
+from minirl.types import UserError
+
+# As Qwen's and Hermes' templates write tools, on the roles that the tokenizer has.
+TEMPLATE = """{%- if tools %}{{ '<|system|>' + tools | tojson + '<|end|>' }}{% endif -%}
+{%- for m in messages %}{{ '<|' + ('user' if m.role == 'tool' else m.role) + '|>' + m.content }}
+{%- for c in m.tool_calls or () %}{{ '<tool_call>' + {'name': c.function.name, 'arguments': c.function.arguments} | tojson + '</tool_call>' }}{% endfor -%}
+{{ '<|end|>' }}{% endfor -%}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif -%}"""
+TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
+CALL = 'I add. <tool_call>\n{"name":   "add", "arguments": {"a": 1}}\n</tool_call>'
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+class Scripted:
+    """In place of the engine: answers by script, a token each time the loop comes round."""
+
+    def __init__(self, *texts):
+        self.tokenizer = make_tokenizer([])
+        self.tokenizer.chat_template = TEMPLATE
+        self.texts, self.requests, self.live = list(texts), [], 0
+
+    async def ask(self, request):
+        self.requests.append(request)
+        self.live += 1
+        try:
+            text = self.texts.pop(0) if self.texts else "x" * 1000
+            if isinstance(text, Exception):
+                raise text
+            for token in (chat.encode(self.tokenizer, text) + [self.tokenizer.eos_token_id])[: request.sampling.max_tokens]:
+                await asyncio.sleep(0)
+                request.done.tokens.append(token)
+                request.done.logprobs.append(-token / 100)
+                request.done.versions.append(3)
+                request.done.stopped = token == self.tokenizer.eos_token_id
+                if request.on_tokens:
+                    request.on_tokens([token], [-token / 100])
+            return request.done
+        finally:
+            self.live -= 1
+
+
+def play(program, *texts, max_model_len=4000):
+    """Run program(world): an endpoint whose engine says `texts`, a session, clients of it."""
+    async def main():
+        engine = Scripted(*texts)
+        sampling = Sampling(max_tokens=3000, stop_token_ids=(engine.tokenizer.eos_token_id,))
+        endpoint = Endpoint(engine.ask, engine.tokenizer, sampling, EndpointConfig(), max_model_len=max_model_len, model="policy")
+        await endpoint.start()
+        session = endpoint.open((5, 6))
+        root = session.base_url.removesuffix("/v1")
+        async with (openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as gpt,
+                    anthropic.AsyncAnthropic(base_url=root, api_key=session.api_key, max_retries=0) as claude,
+                    httpx.AsyncClient(base_url=root, headers={"Authorization": f"Bearer {session.api_key}"}) as http):
+            world = SimpleNamespace(engine=engine, endpoint=endpoint, session=session, gpt=gpt, claude=claude, http=http,
+                                    ask=partial(gpt.chat.completions.create, model="any"), message=partial(claude.messages.create, model="any", max_tokens=100))
+            world.said = lambda: [(s.text, s.sampled.count(True)) for s in endpoint._sessions[session.api_key].conversation.segments]
+            try:
+                return await asyncio.wait_for(program(world), 20)
+            finally:
+                await asyncio.wait_for(endpoint.stop(), 20)
+                assert engine.live == 0
+    return asyncio.run(main())
+
+
+def test_chat_and_what_is_kept_of_it():
+    async def program(w):
+        first = await w.ask(messages=[{"role": "developer", "content": "s"}, *HI], temperature=0.0, logprobs=True)
+        choice = first.choices[0]
+        assert (choice.message.content, choice.message.role, choice.finish_reason, first.model) == ("héllo", "assistant", "stop", "policy")
+        assert first.usage.model_dump(include={"prompt_tokens", "completion_tokens", "total_tokens"}) == {"prompt_tokens": 8, "completion_tokens": 7, "total_tokens": 15}
+        assert [round(p.logprob, 6) for p in choice.logprobs.content] == [-t / 100 for t in w.engine.requests[0].done.tokens]
+        messages = [{"role": "system", "content": "s"}, *HI, choice.message.model_dump(exclude_none=True), {"role": "user", "content": [{"type": "text", "text": "go on"}]}]
+        second = await w.ask(messages=messages, max_completion_tokens=4)
+        assert (second.choices[0].message.content, second.choices[0].finish_reason) == ("well", "length")
+        conversation = w.endpoint.close(w.session.api_key)
+        (segment,) = conversation.segments
+        assert segment.text == "<|system|>s<|end|><|user|>hi<|end|><|assistant|>héllo<|end|><|user|>go on<|end|><|assistant|>well"
+        a, b = w.engine.requests
+        assert segment.tokens == chat.encode(w.engine.tokenizer, segment.text) == b.tokens + b.done.tokens
+        assert b.tokens[: len(a.tokens) + 7] == a.tokens + a.done.tokens
+        assert [p for p, s in zip(segment.logprobs, segment.sampled, strict=True) if s] == a.done.logprobs + b.done.logprobs
+        assert [v for v in segment.versions if v >= 0] == [3] * 11
+        assert len({a.seed, b.seed}) == 2
+        assert (a.sampling.temperature, b.sampling.max_tokens) == (1.0, 4)
+        with pytest.raises(openai.AuthenticationError):
+            await w.ask(messages=HI)
+        return a.seed, b.seed
+    assert play(program, "héllo", "well, well") == play(program, "héllo", "well, well")
+
+
+def test_what_was_sampled_goes_on_though_the_client_saw_less_of_it():
+    async def program(w):
+        first = await w.ask(messages=HI, stop=["Obs:", "never"])
+        assert (first.choices[0].message.content, first.choices[0].finish_reason, first.usage.completion_tokens) == ("look ", "stop", 9)
+        assert w.said() == [("<|user|>hi<|end|><|assistant|>look Obs:", 9)]
+        await asyncio.sleep(0.01)
+        assert w.engine.live == 0  # the engine is not asked for the rest
+        second = await w.ask(messages=[*HI, {"role": "assistant", "content": "look "}, {"role": "user", "content": "1"}], stop="<|", stream=True)
+        assert "".join([c.choices[0].delta.content async for c in second]) == "so it is "
+        assert w.said() == [("<|user|>hi<|end|><|assistant|>look Obs:<|end|><|user|>1<|end|><|assistant|>so it is <|", 9 + 11)]
+    play(program, "look Obs: never", "so it is <| and more")
+
+
+def test_streaming_never_cuts_a_character():
+    async def program(w):
+        stream = await w.ask(messages=HI, stream=True, stream_options={"include_usage": True}, n=2)
+        chunks = [chunk async for chunk in stream]
+        parts = [[c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].index == i] for i in range(2)]
+        assert ["".join(p) for p in parts] == ["a世界é", "b\ufffdc"]
+        assert parts[0][:5] == ["a", "世", "界", "é", ""]
+        assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["stop", "stop"]
+        assert [c.choices[0].delta.role for c in chunks if c.choices].count("assistant") == 2
+        assert (chunks[-1].choices, chunks[-1].usage.completion_tokens, chunks[-1].usage.prompt_tokens) == ([], 16, 5)
+        assert chunks[0].usage is None
+        assert [text for text, _ in w.said()] == ["<|user|>hi<|end|><|assistant|>a世界é<|end|>", "<|user|>hi<|end|><|assistant|>b\ufffdc<|end|>"]
+    play(program, "a世界é", "b\ufffdc")
+
+
+def test_a_tool_is_called_and_its_result_read():
+    async def program(w):
+        for stream in (False, True):
+            choice = await said(await w.ask(messages=HI, tools=[TOOL], stream=stream), stream)
+            assert (choice["content"], choice["finish"]) == ("I add. ", "tool_calls")
+            (call,) = choice["calls"]
+            assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})
+            answer = {"role": "assistant", "content": choice["content"], "tool_calls": [call]}
+            second = await w.ask(messages=[*HI, answer, {"role": "tool", "tool_call_id": call["id"], "content": "2"}], tools=[TOOL])
+            assert second.choices[0].message.content == "It is <tool_call>{broken"  # in sight, because it is no call
+            assert second.choices[0].message.tool_calls is None
+            assert w.said()[-1][0] == f"<|system|>{json.dumps([TOOL])}<|end|><|user|>hi<|end|><|assistant|>{CALL}<|end|><|user|>2<|end|><|assistant|>It is <tool_call>{{broken<|end|>"
+        assert len(w.said()) == 2
+        plain = await w.ask(messages=HI, tools=[TOOL], tool_choice="none")
+        assert (plain.choices[0].message.content, plain.choices[0].message.tool_calls) == (CALL, None)
+        assert "system" not in w.said()[-1][0]
+        forced = await w.ask(messages=HI, tools=[TOOL], tool_choice={"type": "function", "function": {"name": "add"}})
+        assert [c.function.arguments for c in forced.choices[0].message.tool_calls] == ['{"a": 3}']
+        assert w.said()[-1][1] == 11  # what was put in its mouth was not sampled
+        assert [c.function.arguments for c in (await w.ask(messages=HI, tools=[TOOL], tool_choice="required")).choices[0].message.tool_calls] == ['{"a": 1}'] * 2
+    two = '{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    play(program, CALL, "It is <tool_call>{broken", CALL, "It is <tool_call>{broken", CALL, '{"a": 3} }', two + "<tool_call>" + two)
+
+
+async def said(reply, stream):
+    """Content, tool calls and end of a chat's answer, whichever way it came."""
+    if not stream:
+        choice = reply.choices[0]
+        return {"content": choice.message.content, "calls": [c.model_dump() for c in choice.message.tool_calls], "finish": choice.finish_reason}
+    choices = [chunk.choices[0] async for chunk in reply]
+    return {"content": "".join(c.delta.content or "" for c in choices), "calls": [c.model_dump(exclude={"index"}) for c in choices[-1].delta.tool_calls],
+            "finish": choices[-1].finish_reason}
+
+
+def test_completions_of_texts_and_tokens():
+    async def program(w):
+        text = await w.gpt.completions.create(model="any", prompt=["ab", "cd"], n=2, max_tokens=2, logprobs=0)
+        assert [(c.index, c.text, c.finish_reason) for c in text.choices] == [(0, "on", "length"), (1, "tw", "length"), (2, "th", "length"), (3, "fo", "length")]
+        assert (text.usage.prompt_tokens, text.usage.completion_tokens) == (4, 8)
+        assert (text.choices[0].logprobs.tokens, len(text.choices[0].logprobs.token_logprobs)) == (["o", "n"], 2)
+        tokens = chat.encode(w.engine.tokenizer, "abon")
+        stream = await w.gpt.completions.create(model="any", prompt=[*tokens, 70], stream=True)
+        assert "".join([c.choices[0].text async for c in stream]) == "five"
+        conversation = w.endpoint.close(w.session.api_key)
+        assert [s.tokens[:5] for s in conversation.segments][:1] == [[*tokens, 70]]
+        assert [s.sampled.count(True) for s in conversation.segments] == [2 + 5, 2, 2, 2]
+        assert len({r.seed for r in w.engine.requests}) == 5
+    play(program, "one", "two", "three", "four", "five")
+
+
+def test_anthropic():
+    async def program(w):
+        first = await w.message(system=[{"type": "text", "text": "s"}], messages=HI, stop_sequences=["!"])
+        assert (first.content[0].text, first.stop_reason, first.stop_sequence, first.usage.output_tokens) == ("yes", "stop_sequence", "!", 4)
+        assert (await w.message(messages=HI, max_tokens=2)).stop_reason == "max_tokens"
+        tools = [{"name": "add", "description": "", "input_schema": TOOL["function"]["parameters"]}]
+        whole = await w.message(messages=HI, tools=tools)
+        async with w.claude.messages.stream(model="any", max_tokens=100, messages=HI, tools=tools) as stream:
+            texts = [text async for text in stream.text_stream]
+            streamed = await stream.get_final_message()
+        assert "".join(texts) == "I add. "
+        for message in (whole, streamed):
+            assert ([b.type for b in message.content], message.stop_reason, message.usage.output_tokens) == (["text", "tool_use"], "tool_use", len(CALL) + 1)
+            use = message.content[1]
+            assert (message.content[0].text, use.name, use.input) == ("I add. ", "add", {"a": 1})
+            reply = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "2"}]}, {"type": "text", "text": "so"}]}
+            last = await w.message(messages=[*HI, {"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in message.content]}, reply], tools=tools)
+            assert (last.content[0].text, last.stop_reason) == ("two", "end_turn")
+            assert any(text.endswith(f"<|assistant|>{CALL}<|end|><|user|>2<|end|><|user|>so<|end|><|assistant|>two<|end|>") for text, _ in w.said())
+        assert [num for _, num in w.said()] == [4, 2, len(CALL) + 5, len(CALL) + 5]
+        forced = await w.message(messages=HI, tools=tools, tool_choice={"type": "tool", "name": "add"})
+        assert [b.input for b in forced.content] == [{"a": 3}]
+        async with w.claude.messages.stream(model="any", max_tokens=100, messages=HI, tools=tools, tool_choice={"type": "any"}) as stream:
+            assert [b.input for b in (await stream.get_final_message()).content] == [{"a": 4}]
+    play(program, "yes! no", "long", CALL, CALL, "two", "two", '{"a": 3}}', '{"name": "add", "arguments": {"a": 4}}')
+
+
+MALFORMED = [b"", b"{", b"[]", b"null", b'{"messages": "hi"}', b'{"messages": [1]}', b'{"messages": [{"content": "no role"}]}', b'{"prompt": 3}', b'{"prompt": []}',
+             b'{"prompt": [0, 99999]}', b'{"prompt": [-1]}', b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
+             *(json.dumps({"messages": HI, "prompt": "x", "max_tokens": 5} | bad).encode() for bad in (
+                 {"n": 0}, {"max_tokens": 0}, {"stop": 3}, {"tools": "x"}, {"n": "many"}, {"top_logprobs": 3}, {"top_logprobs": 0, "echo": True}, {"response_format": {"type": "json_object"}},
+                 {"tools": [TOOL], "tool_choice": {"type": "tool"}})), b'{"messages": [{"role": "user", "content": "\\ud800"}]}']
+
+
+def test_what_is_malformed_is_refused_and_leaves_nothing():
+    async def program(w):
+        for path in ("chat/completions", "completions", "messages"):
+            for body in MALFORMED[: -1 if path == "completions" else None]:
+                if path == "messages" and b"max_tokens" in body and b"tool" not in body:
+                    continue  # OpenAI's fields are not Anthropic's
+                answer = await w.http.post(f"/v1/{path}", content=body)
+                assert answer.status_code == 400, (path, body, answer.text)
+                assert answer.json()["error"]["type"] == "invalid_request_error" and answer.json()["error"]["message"]
+                assert (answer.json().get("type") == "error") == (path == "messages")
+        with pytest.raises(openai.BadRequestError) as long:
+            await w.ask(messages=[{"role": "user", "content": "x" * 100}])
+        assert long.value.code == "context_length_exceeded"
+        with pytest.raises(anthropic.BadRequestError, match="engine.max_model_len = 100"):
+            await w.message(messages=[{"role": "user", "content": "x" * 100}])
+        assert w.said() == [] and w.engine.requests == []
+        for wrong in ("no", "x" * 32):
+            assert (await w.http.get("/v1/models", headers={"Authorization": f"Bearer {wrong}"})).status_code == 401
+            answer = await w.http.post("/v1/messages", headers={"x-api-key": wrong, "Authorization": ""}, content=b"{}")
+            assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+        assert [model.id async for model in w.gpt.models.list()] == ["policy"]
+        assert (await w.ask(messages=HI)).choices[0].finish_reason == "length"
+        assert (await w.ask(messages=[*HI, {"role": "user", "content": "x" * 60}])).usage.total_tokens == 100
+    play(program, max_model_len=100)
+
+
+def test_whoever_leaves_has_not_asked():
+    async def program(w):
+        await w.ask(messages=HI)
+        before = w.said()
+        chats = [*HI, {"role": "assistant", "content": "one"}, {"role": "user", "content": "2"}]
+        for options in ({}, {"n": 3}, {"stream": True}):
+            asking = asyncio.ensure_future(w.ask(messages=chats, **options))
+            if "stream" in options:
+                stream = await asking
+                await anext(aiter(stream))
+                await stream.close()
+            else:
+                while w.engine.live < options.get("n", 1):
+                    await asyncio.sleep(0.01)
+                assert len(w.said()) == options.get("n", 1)
+                asking.cancel()
+            await until(lambda: w.engine.live == 0)
+            assert w.said() == before
+        w.engine.texts = ["short", RuntimeError("the engine broke")]
+        with pytest.raises(openai.InternalServerError):
+            await w.ask(messages=chats, n=2)
+        assert w.said() == before
+        w.engine.texts = ["two"]
+        await w.ask(messages=chats)
+        assert [num for _, num in w.said()] == [4 + 4]
+        streaming = await w.ask(messages=chats, stream=True)
+        asking = asyncio.ensure_future(w.ask(messages=chats))
+        await until(lambda: w.engine.live == 2)
+        conversation = w.endpoint.close(w.session.api_key)
+        assert [s.sampled.count(True) for s in conversation.segments] == [8]
+        assert not any(s.asking for s in conversation.segments)
+        with pytest.raises(openai.APIError, match="session was closed"):
+            await asking
+        with pytest.raises(openai.APIError, match="session was closed"):
+            [chunk async for chunk in streaming]
+        assert [s.sampled.count(True) for s in conversation.segments] == [8]
+    play(program, "one")
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_the_program_keeps_its_signals_and_connections_outlast_a_pause():
+    loop, engine = asyncio.new_event_loop(), Scripted("one", "two", "three")
+    endpoint = Endpoint(engine.ask, engine.tokenizer, Sampling(max_tokens=9, stop_token_ids=()), EndpointConfig(), max_model_len=99, model="policy")
+    handler = signal.getsignal(signal.SIGINT)
+    loop.run_until_complete(endpoint.start())
+    assert signal.getsignal(signal.SIGINT) is handler
+    with socket.socket() as taken, pytest.raises(UserError, match="endpoint.port = "):
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        other = Endpoint(engine.ask, engine.tokenizer, endpoint.sampling, EndpointConfig(port=taken.getsockname()[1]), max_model_len=99, model="policy")
+        loop.run_until_complete(other.start())
+    session, answers = endpoint.open((1,), Sampling(max_tokens=2, stop_token_ids=())), []
+
+    def agent():
+        with openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
+            for _ in range(3):
+                answers.append(client.chat.completions.create(model="any", messages=HI).choices[0].message.content)
+    thread = threading.Thread(target=agent)
+    thread.start()
+    while len(answers) < 3:
+        loop.run_until_complete(asyncio.sleep(0.05))
+        time.sleep(0.05)  # as while the trainer trains
+    thread.join()
+    assert answers == ["on", "tw", "th"]
+    assert endpoint._server.server_state.total_requests == 3
+    loop.run_until_complete(endpoint.stop())
+    loop.close()
+
+
+def engine_program(mesh, folder):
+    os.environ["NO_PROXY"] = "127.0.0.1"
+    tokenizer = chat.load_tokenizer(folder)
+    policy = Policy(PolicyConfig(model=str(folder), dtype="float32"), folder, mesh)
+    engine = RolloutEngine(EngineConfig(max_model_len=128, max_num_seqs=64, kv_cache_gb=0.03), folder, mesh, dtype="float32")
+    driver, asked = Driver(engine, repeatable=False), []
+
+    def ask(request):
+        asked.append(request)
+        return driver.ask(request)
+    sampling = Sampling(max_tokens=12, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)))
+    endpoint = Endpoint(ask, tokenizer, sampling, EndpointConfig(), max_model_len=128, model="policy")
+    out = {}
+    with engine.awake(Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh), []):
+        driver.run(endpoint.start())
+        out["chat"] = driver.run(agent(endpoint))
+        out["asked"] = [(r.tokens, r.done.tokens, r.done.logprobs) for r in asked]
+        sessions = [endpoint.open((7, i)) for i in range(20)]
+        out["outcomes"], out["kept"], out["left"] = driver.run(asyncio.to_thread(lambda: asyncio.run(crowd(sessions))))
+        driver.run(until(lambda: not any(endpoint._sessions[s.api_key].exchanges for s in sessions)))
+        out["heard"] = [[tuple(tokenizer.decode([t for t, said in zip(s.tokens, s.sampled, strict=True) if said is by], skip_special_tokens=True) for by in (False, True))
+                         for s in endpoint.close(session.api_key).segments] for session in sessions]
+        out["unfinished"] = engine.llm.llm_engine.has_unfinished_requests(), driver._live, driver._waiting, driver._held
+        driver.run(endpoint.stop())
+    driver.close()
+    return out
+
+
+async def agent(endpoint):
+    """Three turns, the first of them streamed; the last in a thread, as agents that are not async are."""
+    session, messages = endpoint.open((1, 2, 3)), list(HI)
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        for stream in (True, False):
+            reply = await client.chat.completions.create(model="any", messages=messages, stream=stream)
+            content = "".join([c.choices[0].delta.content async for c in reply]) if stream else reply.choices[0].message.content
+            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "go on"}]
+
+    def last():
+        with anthropic.Anthropic(base_url=session.base_url.removesuffix("/v1"), api_key=session.api_key) as client:
+            return client.messages.create(model="any", max_tokens=5, messages=messages).usage.output_tokens
+    used = await asyncio.to_thread(last)
+    return used, [(s.tokens, s.sampled, s.logprobs) for s in endpoint.close(session.api_key).segments]
+
+
+async def crowd(sessions, num=1000):
+    """1,000 requests at once: every 20th leaves midway, every 20th is malformed."""
+    num_sessions = len(sessions)
+    clients = [openai.AsyncOpenAI(base_url=s.base_url, api_key=s.api_key, max_retries=0, timeout=100) for s in sessions]
+    kept, left = [[] for _ in sessions], []
+
+    async def one(i):
+        client, prompt = clients[i % num_sessions], f"I am {i}."
+        if i % 20 == i // 20 % 20:
+            with pytest.raises(openai.BadRequestError):
+                await client.chat.completions.create(model="any", messages=[{"role": "user", "content": prompt}], n=0)
+            return "refused"
+        if i % 20 == (i // 20 + 10) % 20:
+            left.append(prompt)
+            asking = asyncio.ensure_future(client.chat.completions.create(model="any", messages=[{"role": "user", "content": prompt}], stream=i % 3 == 0))
+            if i % 3 == 0:
+                stream = await asking
+                await anext(aiter(stream))
+                await stream.close()
+            await asyncio.wait([asking], timeout=0.3)
+            asking.cancel()
+            return "left"
+        reply = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": prompt}])
+        kept[i % num_sessions].append((prompt, reply.choices[0].message.content))
+        return "answered"
+    outcomes = await asyncio.gather(*(one(i) for i in range(num)))
+    for client in clients:
+        await client.close()
+    return outcomes, kept, left
+
+
+def test_the_real_engine(tmp_path):
+    (out,) = ranks(1, engine_program, tiny.make(tmp_path / "model"))
+    used, segments = out["chat"]
+    assert used == len(out["asked"][2][1]) <= 5
+    (segment,) = segments
+    tokens, sampled, logprobs = segment
+    assert tokens == [*out["asked"][2][0], *out["asked"][2][1]]
+    assert [t for t, s in zip(tokens, sampled, strict=True) if s] == [t for _, said, _ in out["asked"] for t in said]
+    assert [p for p, s in zip(logprobs, sampled, strict=True) if s] == [p for _, _, ps in out["asked"] for p in ps]
+    assert out["unfinished"] == (False, {}, [], [])
+    assert [out["outcomes"].count(o) for o in ("answered", "left", "refused")] == [900, 50, 50]
+    for kept, heard in zip(out["kept"], out["heard"], strict=True):
+        assert sorted(kept) == sorted(pair for pair in heard if pair[0] not in out["left"])
+    assert sum(prompt in out["left"] for heard in out["heard"] for prompt, _ in heard) < 25  # others were answered before it was known that they had left
