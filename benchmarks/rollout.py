@@ -8,8 +8,8 @@ ticket and turn, and runs compare.
 
 environments  64 episodes of 4 answers (48 to 96 tokens), each answered after 0.25 s: wall time over the larger of generation alone (the same answers, an
               environment that takes no time) and environment time / concurrency (4 * 0.25 s * episodes of a rank / those whose environments run at once).
-pull          256 prompts with 2 samples, answers of log-normal length (median 16, at most 192): idle time of the rank that is ready first with
-              rollout.tickets pull over that with round_robin, sums over draws of lengths.
+pull          96 prompts with 8 samples, 8 at a time on a rank, answers of log-normal length (median 16, at most 256; the same for all samples of a
+              prompt): idle time of the rank that is ready first with rollout.tickets pull over that with round_robin, sums over draws of lengths.
 machinery     32 prompts with 8 samples, one answer of 100 tokens, rewards and all: tokens a second over those of `LLM.generate` on the same prompts with
               the same seeds in one batch. By CPU time too, which says more on a noisy machine.
 
@@ -151,11 +151,11 @@ def environments(bench: Bench, repeats: int) -> list[tuple[str, str, float, floa
 
 def pull(bench: Bench, repeats: int) -> list[tuple[str, str, float, float]]:
     idle, wall = ({"pull": 0.0, "round_robin": 0.0} for _ in range(2))
-    draws = 2 * repeats
+    draws = repeats + 1
     for draw in range(draws):
-        lengths = np.random.default_rng(draw).lognormal(np.log(16), 1.0, (256, 1)).clip(1, 192).astype(int).tolist()
+        lengths = np.random.default_rng(draw).lognormal(np.log(16), 1.0, (96, 1)).clip(1, 256).astype(int).tolist()
         for tickets in idle:
-            times = bench.collect(partial(SlowAsync, 0.0), lengths, 2, tickets=tickets, lanes=8)[1]
+            times = bench.collect(partial(SlowAsync, 0.0), lengths, 8, tickets=tickets, lanes=8)[1]
             idle[tickets] += times["idle"] / draws
             wall[tickets] += times["wall"] / draws
     shown = ", ".join(f"{tickets} {idle[tickets]:.2f} s of {wall[tickets]:.2f} s" for tickets in idle)
