@@ -5,6 +5,7 @@ import random
 import threading
 import time
 
+import openai
 import pytest
 import tiny
 from harness import RankFailed, ranks
@@ -15,7 +16,7 @@ from minirl.data import chat
 from minirl.data.datasets import Prompts
 from minirl.data.packing import exchange, pack
 from minirl.rollout.engine import RolloutEngine, Sampling
-from minirl.rollout.env import Env, Raw, Result
+from minirl.rollout.env import Agent, Env, Raw, Result
 from minirl.rollout.refit import Refit
 from minirl.rollout.rewards import make_rewards
 from minirl.rollout.sampler import Sampler, spread
@@ -111,15 +112,29 @@ class Broken(Env):
         self.closed.append(self)
 
 
+class Caller(Agent):
+    """A program of its own, which asks twice over HTTP: the second time with what it heard the first."""
+
+    def run(self, row, session):
+        with openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
+            chat = [{"role": "user", "content": row["prompt"]}]
+            for _ in range(2):
+                said = client.chat.completions.create(model=session.model, messages=chat, max_tokens=7).choices[0].message.content
+                chat += [{"role": "assistant", "content": said}, {"role": "user", "content": "and?"}]
+        if row["answer"] == "3":
+            raise ValueError("three")
+        return Result(reward=float(row["answer"]), info={"asked": 2.0})
+
+
 def stage(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, **engine):
     """(policy, engine, refit, sampler, prompts, sampling)"""
     tokenizer = chat.load_tokenizer(folder)
     policy = make_policy(folder, mesh)
     options = {"max_model_len": 160, "max_num_seqs": 16, "kv_cache_gb": 0.05, **engine}
     eng = RolloutEngine(EngineConfig(**options), folder, mesh, dtype="float32")
-    cfg = config(engine=eng.cfg, seed=seed, rollout=RolloutConfig(**{"max_tokens": 12, **(rollout or {})}), env=EnvConfig(**{"name": "my", "max_turns": 8, "max_tokens": 96, **env}))
+    cfg = config(engine=eng.cfg, seed=seed, rollout=RolloutConfig(**{"max_tokens": 12, **(rollout or {})}), env=EnvConfig(**{"name": "my", "max_turns": 6, "max_tokens": 96, **env}))
     prompts = Prompts(ROWS, tokenizer, DataConfig(), seed=0, shuffle=False)
-    make = {c.__name__: c for c in (Talk, AsyncTalk, Forgetful, InTokens, Greedy, Broken)}[cfg.env.name]
+    make = {c.__name__: c for c in (Talk, AsyncTalk, Forgetful, InTokens, Greedy, Broken, Caller)}[cfg.env.name]
     sampler = Sampler(eng, make, make_rewards("exact"), tokenizer, mesh, cfg)
     sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=0.8)
     return policy, eng, Refit(RefitConfig(), policy.shards(), policy.parts(), eng, mesh), sampler, prompts, sampling
@@ -195,7 +210,7 @@ def test_budgets_truncate(episodes):
     for (group, *_, tokens, sampled, _, _, _, _, _), info in zip(((g, t, s, 0, 0, 0, 0, 0) for g, _, _, t, s, *_ in found["first"]), found["info"], strict=True):
         assert info["env"]["truncated"] == 1 and not info["stopped"]
         assert len(tokens) <= 160 and sum(sampled) <= 96
-        by_turns, by_context = by_turns + (info["env"]["turns"] == 8), by_context + (info["env"]["turns"] < 8 and sum(sampled) < 80)
+        by_turns, by_context = by_turns + (info["env"]["turns"] == 6), by_context + (info["env"]["turns"] < 6 and sum(sampled) < 80)
     assert by_turns and by_context
 
 
@@ -356,3 +371,25 @@ def test_an_engine_on_two_ranks_plays_the_same_episodes(tmp_path):
     leader, follower = ranks(2, tp_program, tiny.make(tmp_path / "model"), {"name": "Talk"})
     assert follower == [[], []] and [len({t[0] for t in step}) for step in leader] == [3, 3]
     assert all(sum(t[6]) == 3.0 for step in leader for t in step)
+
+
+def agent_program(mesh, folder, tp):
+    policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, {"name": "Caller"}, tensor_parallel_size=tp)
+    with eng.awake(refit, []):
+        found = sampler.collect(prompts, range(9), 2, sampling, version=3)
+    failures = sampler.take_failures()
+    sampler.close()
+    worst = max((mismatch(policy, part) for part in ([found] if tp == 1 else mesh.gather(found)) if part), default=0.0)
+    return worst, shown(found), [t.info for t in found], failures, [sampler.tokenizer.decode(t.tokens) for t in found]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_program_that_talks_to_the_endpoint_is_trained(tmp_path, tp):
+    """Its two questions are one segment; it fails alone."""
+    worst, found, info, failures, texts = ranks(tp, agent_program, tiny.make(tmp_path / "model"), tp)[0]
+    assert 0 < worst < 1e-4 and len(failures) == 2 and "Caller.run raised ValueError: three" in failures[0]
+    assert {(g, e) for g, e, *_ in found} == {(g, e) for g in range(9) for e in range(2)}
+    for (group, _, segment, _, sampled, *_, reward, version), about, text in zip(found, info, texts, strict=True):
+        assert reward == (0.0 if group == 3 else group) and version == 3 and sum(sampled) <= 14
+        assert text.count("<|user|>and?<|end|><|assistant|>") == 1 and segment == 0
+        assert about["error"] or about["env"] == {"turns": 2, "truncated": 0.0, "failed": 0.0, "asked": 2.0}

@@ -58,6 +58,7 @@ DOORS = {
     "math_verify": {"rollout/rewards.py": None},
     "reasoning_gym": {"rollout/rewards.py": None, "data/sources.py": None},
     "datasets": {"data/sources.py": None},
+    "bm25s": {"envs/tools.py": None},
     "httpx": {"rollout/remote.py": None},
     "websockets": {"envs/openenv.py": None},
     "verifiers": {"data/sources.py": None, "envs/verifiers.py": None},

@@ -28,6 +28,7 @@ WORDS = "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=100&see
 SCRATCH = ["--policy.model", "scratch", "--policy.dtype", "float32", "--policy.scratch.phrases", "Spell this word backward (example: sun -> nus): "]
 RECIPES = {"rloo": [], "dr_grpo": [], "gspo": [], "cispo": [], "dapo": [], "reinforce_pp": [], "reinforce_pp_baseline": [], "quickstart_rl": [],
            "ppo": ["--critic.warmup-steps", 0], "on_policy_distill": ["--ref.model", "{folder}/teacher/model"], "smollm2_products": SCRATCH}
+ENVIRONMENTS = ("sft_guess", "search", "arithmetic", "math", "countdown", "guess", "python_tool")  # run by test_envs.py
 SUPERVISED = {"sft": (sft, SFTConfig), "rm": (rm, RMConfig), "dpo": (dpo, DPOConfig)}
 EARNED = """
 def vowels(prompt, completion, row):
@@ -67,7 +68,7 @@ def train(mesh, cases: list[list[str]]) -> None:
 
     rl.RolloutEngine = shared
     for given in cases:
-        name = Path(given[1]).stem.split("_spell")[0]  # of the recipe
+        name = Path(given[1]).stem.split("_")[0]  # of the recipe
         program, config = SUPERVISED.get(name, (rl, RLConfig))
         program.main(parse(config, given), mesh)
 
@@ -100,7 +101,7 @@ def repeatable(rows: list[dict]) -> list[dict]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_trains_two_steps(runs, name):
-    assert {p.stem for p in (ROOT / "configs").glob("*.yaml")} == RECIPES.keys() | {f"{name}_spell_backward" for name in SUPERVISED}
+    assert {p.stem for p in (ROOT / "configs").glob("*.yaml")} == RECIPES.keys() | {f"{name}_spell_backward" for name in SUPERVISED} | set(ENVIRONMENTS)
     found = rows(runs / name)
     assert [row["step"] for row in found] == [0, 1]
     for row in found:

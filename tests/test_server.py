@@ -76,9 +76,9 @@ def play(program, *texts, max_model_len=4000):
     async def main():
         engine = Scripted(*texts)
         sampling = Sampling(max_tokens=3000, stop_token_ids=(engine.tokenizer.eos_token_id,))
-        endpoint = Endpoint(engine.ask, engine.tokenizer, sampling, EndpointConfig(), max_model_len=max_model_len, model="policy")
+        endpoint = Endpoint(engine.ask, engine.tokenizer, EndpointConfig(), max_model_len=max_model_len)
         await endpoint.start()
-        session = endpoint.open((5, 6))
+        session = endpoint.open((5, 6), sampling)
         root = session.base_url.removesuffix("/v1")
         async with (openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as gpt,
                     anthropic.AsyncAnthropic(base_url=root, api_key=session.api_key, max_retries=0) as claude,
@@ -304,14 +304,14 @@ async def until(condition):
 
 def test_the_program_keeps_its_signals_and_connections_outlast_a_pause():
     loop, engine = asyncio.new_event_loop(), Scripted("one", "two", "three")
-    endpoint = Endpoint(engine.ask, engine.tokenizer, Sampling(max_tokens=9, stop_token_ids=()), EndpointConfig(), max_model_len=99, model="policy")
+    endpoint = Endpoint(engine.ask, engine.tokenizer, EndpointConfig(), max_model_len=99)
     handler = signal.getsignal(signal.SIGINT)
     loop.run_until_complete(endpoint.start())
     assert signal.getsignal(signal.SIGINT) is handler
     with socket.socket() as taken, pytest.raises(UserError, match="endpoint.port = "):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        other = Endpoint(engine.ask, engine.tokenizer, endpoint.sampling, EndpointConfig(port=taken.getsockname()[1]), max_model_len=99, model="policy")
+        other = Endpoint(engine.ask, engine.tokenizer, EndpointConfig(port=taken.getsockname()[1]), max_model_len=99)
         loop.run_until_complete(other.start())
     session, answers = endpoint.open((1,), Sampling(max_tokens=2, stop_token_ids=())), []
 
@@ -342,13 +342,13 @@ def engine_program(mesh, folder):
         asked.append(request)
         return driver.ask(request)
     sampling = Sampling(max_tokens=12, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)))
-    endpoint = Endpoint(ask, tokenizer, sampling, EndpointConfig(), max_model_len=128, model="policy")
+    endpoint = Endpoint(ask, tokenizer, EndpointConfig(), max_model_len=128)
     out = {}
     with engine.awake(Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh), []):
         driver.run(endpoint.start())
-        out["chat"] = driver.run(agent(endpoint))
+        out["chat"] = driver.run(agent(endpoint, sampling))
         out["asked"] = [(r.tokens, r.done.tokens, r.done.logprobs) for r in asked]
-        sessions = [endpoint.open((7, i)) for i in range(20)]
+        sessions = [endpoint.open((7, i), sampling) for i in range(20)]
         out["outcomes"], out["kept"], out["left"] = driver.run(asyncio.to_thread(lambda: asyncio.run(crowd(sessions))))
         driver.run(until(lambda: not any(endpoint._sessions[s.api_key].exchanges for s in sessions)))
         out["heard"] = [[tuple(tokenizer.decode([t for t, said in zip(s.tokens, s.sampled, strict=True) if said is by], skip_special_tokens=True) for by in (False, True))
@@ -359,9 +359,9 @@ def engine_program(mesh, folder):
     return out
 
 
-async def agent(endpoint):
+async def agent(endpoint, sampling):
     """Three turns, the first of them streamed; the last in a thread, as agents that are not async are."""
-    session, messages = endpoint.open((1, 2, 3)), list(HI)
+    session, messages = endpoint.open((1, 2, 3), sampling), list(HI)
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         for stream in (True, False):
             reply = await client.chat.completions.create(model="any", messages=messages, stream=stream)

@@ -13,6 +13,7 @@ from typing import Any
 from minirl.rollout.conversation import Completion
 from minirl.rollout.engine import RolloutEngine, Sampling
 
+TURNS = 8  # of the loop between two steps of the engine: to be read, asked and answered, a request of the endpoint needs several
 OnTokens = Callable[[list[int], list[float]], None]
 
 
@@ -113,7 +114,8 @@ class Driver:
         self._halted, task = False, asyncio.ensure_future(main)
         task.add_done_callback(lambda _: self._news.set())
         while not task.done():
-            await asyncio.sleep(0)  # whoever got an answer may now ask for the next
+            for _ in range(TURNS):  # whoever got an answer may now ask for the next
+                await asyncio.sleep(0)
             if self._halted or self.repeatable and self.players or not (self._waiting or self._live or self._dropped):
                 self._news.clear()
                 if not task.done():

@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import random
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -239,6 +240,8 @@ def _patch_cpu(mesh: Mesh) -> None:
     from vllm.platforms import current_platform
 
     _patch_cpu_experts()
+    if numba := sys.modules.get("llvmlite.binding.ffi"):
+        numba.lib._fntab["__dict__"] = {}  # vLLM looks for kernels in the __dict__ of all that is loaded, and this one's is a function else
     type(current_platform).simple_compile_backend = "eager"  # else the first generation waits for a C++ compiler
     layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", torch.nn.functional.linear)
 

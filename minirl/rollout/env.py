@@ -113,7 +113,7 @@ class Agent:
 
 
 ENVS = {"single_turn": "minirl.rollout.env:SingleTurn", "guess": "minirl.envs.guess:Guess", "countdown": "minirl.envs.countdown:Countdown",
-        "python": "minirl.envs.python:PythonTool", "search": "minirl.envs.search:Search", "openrlhf": "minirl.envs.openrlhf:OpenRLHF",
+        "tools": "minirl.envs.tools:Tools", "openrlhf": "minirl.envs.openrlhf:OpenRLHF",
         "verifiers": "minirl.envs.verifiers:Verifiers", "openenv": "minirl.envs.openenv:OpenEnv"}
 """The shipped ones, imported when asked for."""
 

@@ -142,7 +142,13 @@ class Sampler:
         tickets = cfg.rollout.tickets
         self.pulls = tickets == "pull" or tickets == "auto" and mesh.device.type == "cuda"
         self.driver = Driver(engine, repeatable=not self.pulls)
-        self.stage = Stage(self.driver, rewards, tokenizer, cfg.env, seed=cfg.seed, system_prompt=cfg.data.system_prompt)
+        self.endpoint = None
+        if engine.is_leader and isinstance(make_env(), Agent):
+            from minirl.rollout.server import Endpoint  # only agents need it, and it takes a while
+
+            self.endpoint = Endpoint(self.driver.ask, tokenizer, cfg.endpoint, max_model_len=engine.cfg.max_model_len)
+            self.driver.loop.run_until_complete(self.endpoint.start())
+        self.stage = Stage(self.driver, rewards, tokenizer, cfg.env, seed=cfg.seed, system_prompt=cfg.data.system_prompt, endpoint=self.endpoint)
         self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
         self.training = Round(self)
         """Whose unfinished groups the next step goes on with."""
@@ -253,6 +259,8 @@ class Sampler:
         return found
 
     def close(self) -> None:
+        if self.endpoint:
+            self.driver.loop.run_until_complete(self.endpoint.stop())
         self.driver.close()
 
 

@@ -84,9 +84,8 @@ class _Exchange:
                 group.create_task(self._sample(i, answer))
         self.undo.pop_all()
         for segment, answer in self.choices:
-            segment.asking, kept, tokenizer = False, answer.kept(), self.endpoint.tokenizer
-            raw = segment.say(kept, tokenizer).removesuffix(tokenizer.decode(kept.tokens[-1:]) if kept.stopped else "")
-            self.session.said[protocol.recognise(answer.shown, answer.calls)] = self.asked.opening() + raw
+            segment.asking = False
+            self.session.said[protocol.recognise(answer.shown, answer.calls)] = self.asked.opening() + segment.say(answer.kept(), self.endpoint.tokenizer)
 
     async def _sample(self, i: int, answer: Answer) -> None:
         def hear(*_: object) -> None:
@@ -121,10 +120,10 @@ class _Exchange:
 class Endpoint:
     """An OpenAI-compatible (and Anthropic) server of this rank's engine."""
 
-    def __init__(self, ask: Callable[[Request], Awaitable[Completion]], tokenizer: PreTrainedTokenizerBase, sampling: Sampling, cfg: EndpointConfig, *,
-                 max_model_len: int, model: str):
-        """`ask`: the driver's; `sampling`: the run's."""
-        self.ask, self.tokenizer, self.sampling, self.cfg, self.max_model_len, self.model = ask, tokenizer, sampling, cfg, max_model_len, model
+    def __init__(self, ask: Callable[[Request], Awaitable[Completion]], tokenizer: PreTrainedTokenizerBase, cfg: EndpointConfig, *, max_model_len: int,
+                 model: str = "policy"):
+        """`ask`: the driver's."""
+        self.ask, self.tokenizer, self.cfg, self.max_model_len, self.model = ask, tokenizer, cfg, max_model_len, model
         self._sessions: dict[str, _Session] = {}
 
     async def start(self) -> None:
@@ -157,10 +156,10 @@ class Endpoint:
         self._server.should_exit = True
         await self._serving
 
-    def open(self, seed: tuple[int, ...], sampling: Sampling | None = None) -> Session:
-        """A session whose samples follow from `seed` and the order of its requests; `sampling`: other than the endpoint's."""
+    def open(self, seed: tuple[int, ...], sampling: Sampling) -> Session:
+        """A session whose samples follow from `seed` and the order of its requests."""
         key = secrets.token_urlsafe(24)
-        self._sessions[key] = _Session(seed, sampling or self.sampling, Conversation(self.tokenizer))
+        self._sessions[key] = _Session(seed, sampling, Conversation(self.tokenizer))
         return Session(base_url=self.base_url, api_key=key, model=self.model)
 
     def close(self, api_key: str) -> Conversation:

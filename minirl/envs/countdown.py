@@ -1,0 +1,44 @@
+"""Make a target of some numbers, each used once, by + - * /; a wrong answer is told what is wrong with it, and may be mended in the next turn.
+
+    --env.name countdown --env.max-turns 2 --data.train reasoning_gym:countdown?min_numbers=3&max_numbers=3
+
+Rows and prompts are reasoning-gym's. Its grader is not: that hands the answer to `eval`.
+"""
+
+import re
+
+from minirl.envs.tools import evaluate
+from minirl.rollout.env import Env, Result, State
+from minirl.types import UserError
+
+
+class Countdown(Env):
+    """1 for the target, `form` for another value of the right numbers. An episode earns what its best answer does, however many there are."""
+
+    def __init__(self, *, form: float = 0.1):
+        self.form, self.best = form, 0.0
+
+    def reset(self, row: dict) -> str | list[dict]:
+        try:
+            self.numbers, self.target = sorted(row["metadata"]["numbers"]), row["metadata"]["target"]
+        except KeyError as error:
+            raise UserError(f"env.name = countdown plays rows of reasoning_gym:countdown, with metadata.numbers and target; one has none: {str(row)[:120]}") from error
+        return row["prompt"]
+
+    def step(self, state: State) -> Result:
+        score, reply = self.judge(state.answer.strip().rpartition("\n")[2])
+        earned = max(0.0, score - self.best)
+        self.best += earned
+        return Result(observation=reply, reward=earned, done=score == 1.0)
+
+    def judge(self, expression: str) -> tuple[float, str]:
+        """(score, what is wrong)"""
+        if not re.fullmatch(r"[\d\s()+*/-]+", expression):  # so no number hides in 1e2, 1_2 or 1.2
+            return 0.0, "The last line is to be an arithmetic expression, and nothing else."
+        try:
+            value = evaluate(expression)
+        except ValueError as error:
+            return 0.0, f"That cannot be calculated: {error}"
+        if sorted(map(int, re.findall(r"\d+", expression))) != self.numbers:
+            return 0.0, f"Use each of {', '.join(map(str, self.numbers))} once, and no other number."
+        return (1.0, "") if value == self.target else (self.form, f"That is {value}, not {self.target}.")
