@@ -6,8 +6,9 @@
 The model is a Qwen3 with random weights, 4.2M parameters unless told otherwise, in float32. Nothing stops an answer, so its length is a function of
 ticket and turn, and runs compare.
 
-environments  64 episodes of 4 answers (48 to 96 tokens), each answered after 0.25 s: wall time over the larger of generation alone (the same answers, an
-              environment that takes no time) and environment time / concurrency (4 * 0.25 s * episodes of a rank / those whose environments run at once).
+environments  64 episodes of 4 answers (72 tokens, then 48 to 96), each answered after 0.25 s: wall time over the larger of generation alone (the same
+              answers, an environment that takes no time) and environment time / concurrency (4 * 0.25 s * episodes of a rank / those whose
+              environments run at once).
 pull          96 prompts with 8 samples, 8 at a time on a rank, answers of log-normal length (median 16, at most 256; the same for all samples of a
               prompt): idle time of the rank that is ready first with rollout.tickets pull over that with round_robin, sums over draws of lengths.
 machinery     32 prompts with 8 samples, one answer of 100 tokens, rewards and all: tokens a second over those of `LLM.generate` on the same prompts with
@@ -42,7 +43,6 @@ from minirl.rollout.rewards import Rewards
 from minirl.rollout.sampler import Sampler
 from minirl.types import Trajectory
 
-FIGURES = ("environments", "pull", "machinery")
 SECONDS, TURNS = 0.25, 4
 
 
@@ -128,9 +128,7 @@ class Bench:
 
 def environments(bench: Bench, repeats: int) -> list[tuple[str, str, float, float]]:
     rng, num, world = np.random.default_rng(0), 64, bench.mesh.world_size
-    answers = rng.integers(48, 97, (num, TURNS)).tolist()
-    # The first answer's length cannot depend on the row, so it is the same for all, and the other turns' make up for it.
-    lengths = [part[1:] for part in answers]
+    lengths = rng.integers(48, 97, (num, TURNS - 1)).tolist()  # an environment sets the length of the answers after the first
     per_rank = num // world
     cases = {"in 64 threads": (Slow, 64), "in 8 threads": (Slow, 8), "async": (SlowAsync, per_rank)}
     play = partial(bench.collect, lengths=lengths, num_samples=1, tickets="pull", first=72)
@@ -181,9 +179,12 @@ def machinery(bench: Bench, repeats: int) -> list[tuple[str, str, float, float]]
     return found
 
 
+FIGURES = {"environments": environments, "pull": pull, "machinery": machinery}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figures", nargs="+", choices=FIGURES, default=FIGURES)
+    parser.add_argument("--figures", nargs="+", choices=FIGURES, default=list(FIGURES))
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
@@ -195,7 +196,7 @@ def main() -> None:
         bench.collect(SingleTurn, [[]] * 8, 1, tickets="round_robin", first=8)  # what is slow only once
         broken = False
         for name in args.figures:
-            for figure, shown, value, bound in globals()[name](bench, args.repeats):
+            for figure, shown, value, bound in FIGURES[name](bench, args.repeats):
                 least = name == "machinery"
                 broken |= value < bound if least else value > bound
                 if mesh.rank == 0:
