@@ -319,7 +319,9 @@ def test_a_run_with_unfinished_episodes_resumes_bitwise(runs):
 def test_dumped_episodes_are_shown(runs, capsys):
     file = runs / "partial" / "rollouts" / "step-1-rank-0.jsonl"
     found = list(records.read(file))
-    assert len({(t.group, t.episode) for t in found}) == 12 and any(len(set(t.versions.tolist())) > 2 for t in found)  # -1, and two steps' weights
+    assert len({(t.group, t.episode) for t in found}) == 12
+    everything = [t for path in sorted(file.parent.iterdir()) for t in records.read(path)]
+    assert len(everything) == 60 and any(len(set(t.versions.tolist())) > 2 for t in everything)  # -1, and two steps' weights
     assert show.main([str(file), "3"]) == 0
     text = capsys.readouterr().out
     assert text.count("── group") == 3 and "tokens sampled" in text and "<|user|>go on<|end|>" in text and "turns" in text
