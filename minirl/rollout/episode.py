@@ -125,7 +125,7 @@ class Stage:
         text = e.segment.say(said, self.tokenizer)
         e.answer, e.stopped = self.tokenizer.decode(said.tokens, skip_special_tokens=True), said.stopped
         if e.messages:
-            e.messages = [*e.messages, {"role": "assistant", "content": text.removesuffix(self.tokenizer.decode(said.tokens[-1:])) if said.stopped else text}]
+            e.messages = [*e.messages, {"role": "assistant", "content": text}]
         e.turn += 1
         result = await self._call(e.env.step, State(row=e.row, answer=e.answer, stopped=e.stopped, turn=e.turn - 1, messages=e.messages))
         self._hear(e, result)
@@ -182,7 +182,7 @@ class Stage:
             e.messages = messages
             e.segment = e.conversation.ask(messages)
         elif said and isinstance(said, list | str):
-            e.segment = e.conversation.read(said)
+            e.segment = e.conversation.read(said, e.segment)
         else:
             raise EnvFailed(f"it is not done and said {said!r}; give an observation: a text, messages or tokens")
 
