@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minirl import cli, report
+from minirl import cli
 from minirl.algo import losses
 from minirl.checks import check_sft
 from minirl.config import RLConfig
@@ -23,7 +23,8 @@ from minirl.data.packing import exchange, pack, unpack
 from minirl.log import Log, Timer
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy, learning_rate
-from minirl.run import Run, check_output, complete, find_model, make_scratch, slowest
+from minirl.report import slowest
+from minirl.run import Run, check_output, complete, find_model, make_scratch
 from minirl.types import Packed, Trajectory, UserError
 
 
@@ -90,21 +91,14 @@ class Trainer:
         """Of all ranks to the log. Tokens are those of the rows, whether in the loss or not."""
         seconds = self.timer.take()
         ranks = self.mesh.gather((num_tokens, seconds))
-        tokens, times = sum(n for n, _ in ranks), slowest([s for _, s in ranks])
-        times["tokens_per_second/trained"] = tokens / (times["time/forward"] + times["time/backward"])
+        tokens = sum(n for n, _ in ranks)
+        times = slowest([s for _, s in ranks], trained=tokens)
         self.log.scalars("train", step, {**metrics, "epoch": (step + 1) * self.cfg.batch_size / len(self.rows), "tokens": tokens, **times})
         self.log.advance(loss=metrics["loss"], tokens=tokens)
         self.progress.add(seconds, trained=tokens)
 
     def finish(self) -> None:
-        """Export and summary."""
-        common = self.run.finish()
-        scores = {f"{name} {when}": value for when, found in self.progress.evaluations.items() for name, value in found.items()}
-        spent = sum(common["seconds"].get(phase, 0.0) for phase in ("forward", "backward"))
-        speed = {"trained": self.progress.tokens.get("trained", 0) / max(spent, 1e-9)}
-        summary = {**{title.replace(" ", "_"): value for title, value in scores.items()}, "tokens_per_second_by_phase": speed, **common}
-        if self.mesh.rank == 0:
-            report.write(self.run.output, summary, scores)
+        self.run.finish({f"{name} {when}": value for when, found in self.progress.evaluations.items() for name, value in found.items()})
 
 
 def find_inputs(cfg: SFTConfig, mesh: Mesh, check: Callable, load: Callable, make: Callable) -> tuple[Path, Chats, Chats]:
