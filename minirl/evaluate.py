@@ -65,9 +65,8 @@ def evaluate(sampler: Sampler, prompts: Prompts, cfg: EvalConfig, sampling: Samp
         correct, num = sum(t.reward >= cfg.threshold for t in group), len(group)
         tokens, stopped, reward = (sum(f(t) for t in group) / num for f in (lambda t: int(t.sampled.sum()), lambda t: t.info["stopped"], lambda t: t.reward))
         own += [("accuracy", correct / num), (f"pass@{cfg.samples}", pass_at_k(num, correct, num)), ("reward", reward), ("answer_tokens", tokens), ("stopped", stopped)]
-    shown = [(t.group, {"prompt": t.info["prompt"], "answer": t.info["completion"], "reward": t.reward})
-             for t in trajectories if t.group < 5 and t.episode == 0]
-    answers = sorted((a for rank in mesh.gather(shown) for a in rank), key=lambda a: a[0])
+    shown = [(t.group, {"prompt": t.info["prompt"], "answer": t.info["completion"], "reward": t.reward}) for t in trajectories if t.group < 5 and t.episode == 0]
+    answers = sorted(itertools.chain(*mesh.gather(shown)), key=lambda a: a[0])
     return Evaluation(breakdown(once, cfg.threshold, mesh, own), [a for _, a in answers])
 
 

@@ -17,7 +17,7 @@ import torch
 from minirl import checkpoint, cli, report
 from minirl.algo import advantages, correction, losses, shaping
 from minirl.checks import check_rl
-from minirl.config import RLConfig
+from minirl.config import PolicyConfig, RLConfig
 from minirl.data import chat
 from minirl.data.curriculum import Curriculum
 from minirl.data.datasets import Prompts, load_rows, split
@@ -103,7 +103,8 @@ class Trainer:
         if cfg.sft.num_steps and self.run.first_step == 0 and "before_rl" not in self.progress.evaluations:
             self.warm_start()
         self.load_reference(self.run.first_step)
-        self.load_critic()
+        if cfg.algo.advantage == "gae":
+            self.critic = self.load_other(cfg.critic, self.inputs.critic, score=True)
         early = not advantages.need_logprobs(cfg.algo)
         num_updates = (cfg.num_steps - (cfg.critic.warmup_steps if self.critic else 0)) * cfg.algo.updates_per_step
         self.log.progress("rl", cfg.num_steps, self.run.first_step)
@@ -121,14 +122,11 @@ class Trainer:
             with timer.phase("annotate"):
                 if cfg.algo.updates_per_step > 1 or cfg.algo.entropy_share or advantages.need_old_logprobs(cfg.algo):
                     policy.annotate(minibatches, "old_logprobs")
-                if self.ref:
-                    self.ref.sleeper.wake_parameters()
-                    self.ref.annotate(minibatches, "ref_logprobs")
-                    self.ref.sleeper.sleep_parameters()
-                if self.critic:
-                    self.critic.sleeper.wake_parameters()
-                    self.critic.annotate(minibatches, "values")
-                    self.critic.sleeper.sleep_parameters()
+                for model, field in ((self.ref, "ref_logprobs"), (self.critic, "values")):
+                    if model:
+                        model.sleeper.wake_parameters()
+                        model.annotate(minibatches, field)
+                        model.sleeper.sleep_parameters()
                 if not early:
                     advantages.assign_packed([b for m in minibatches for b in m], self.inputs.estimator, cfg.algo, self.kl_coef,
                                              sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
@@ -183,7 +181,7 @@ class Trainer:
         if self.cfg.rollout.curriculum_floor:
             order = self.inputs.train.order
             own = [(order[t.group], t.reward >= self.cfg.eval.threshold) for t in once.values()]
-            order.record([result for part in self.mesh.gather(own) for result in part])
+            order.record(list(itertools.chain(*self.mesh.gather(own))))
         table = torch.tensor([(t.reward, lengths[name], t.info["stopped"]) for name, t in once.items()], dtype=torch.float64).reshape(-1, 3)
         rewards, num_tokens, stopped = table.unbind(1)
         rewards, self.progress.reward_stats = shaping.shape(rewards, num_tokens, stopped.bool(), self.cfg.reward, self.cfg.env.max_tokens, self.progress.reward_stats,
@@ -214,12 +212,20 @@ class Trainer:
     def load_reference(self, step: int) -> None:
         """The frozen copy for the KL: the teacher, or the policy as RL found it or as it was at the last refresh by that step."""
         if self.cfg.algo.kl_coef or self.inputs.teacher:
-            found = self.inputs.teacher or (self.run.output / "sft" if self.cfg.sft.num_steps else self.inputs.folder)
             refreshed = [n for n in checkpoint.finished(self.run.output, "references") if n <= step]
-            folder = self.run.output / "references" / f"step-{max(refreshed)}" if refreshed else found
-            self.ref = Policy(self.cfg.policy, folder, self.mesh, trainable=False, sequence_parallel=self.cfg.parallel.sequence, timer=self.timer)
-            self.ref.sleeper.sleep_parameters()  # awake only where it annotates, while the policy's optimizer still sleeps
-            self.layout = dataclasses.replace(self.layout, windowed=self.layout.windowed or self.ref.layout.windowed)
+            folder = self.run.output / "references" / f"step-{max(refreshed)}" if refreshed else self.inputs.teacher
+            self.ref = self.load_other(self.cfg.policy, folder, trainable=False)
+
+    def load_other(self, cfg: PolicyConfig, folder: Path | None, **kind: bool) -> Policy:
+        """A model beside the policy; None: the policy as RL found it. Asleep but while it works: with the policy's shards on the device, and never with
+        its optimizer's state."""
+        folder = folder or (self.run.output / "sft" if self.cfg.sft.num_steps else self.inputs.folder)
+        model = Policy(cfg, folder, self.mesh, sequence_parallel=self.cfg.parallel.sequence, timer=self.timer, **kind)
+        if model.optimizer:
+            self.run.attach("critic", model)
+        model.sleeper.sleep()
+        self.layout = dataclasses.replace(self.layout, windowed=self.layout.windowed or model.layout.windowed)
+        return model
 
     def refresh_reference(self, step: int) -> None:
         """From here on the reference is the policy after `step` steps."""
@@ -231,16 +237,6 @@ class Trainer:
             self.policy.forget_optimizer_state()
         self.ref = None  # its memory first
         self.load_reference(step)
-
-    def load_critic(self) -> None:
-        """Asleep but while it works: with the policy's shards on the device, and never with its optimizer's state."""
-        cfg = self.cfg
-        if cfg.algo.advantage == "gae":
-            folder = self.inputs.critic or (self.run.output / "sft" if cfg.sft.num_steps else self.inputs.folder)
-            self.critic = Policy(cfg.critic, folder, self.mesh, score=True, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
-            self.run.attach("critic", self.critic)
-            self.critic.sleeper.sleep()
-            self.layout = dataclasses.replace(self.layout, windowed=self.layout.windowed or self.critic.layout.windowed)
 
     def train_critic(self, minibatches: list[list[Packed]]) -> dict[str, float]:
         critic, cfg = self.critic, self.cfg
@@ -300,8 +296,8 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
         raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
     correction.resolve(cfg.algo.correction)
     folder, model, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
-    teacher = find_teacher(cfg.ref.model, model.vocab_size, cfg.parallel.tensor) if cfg.ref.model else None
-    critic = find_teacher(cfg.critic.model, model.vocab_size, cfg.parallel.tensor, "critic.model") if cfg.critic.model else None
+    teacher, critic = (find_teacher(name, model.vocab_size, cfg.parallel.tensor, setting) if name else None
+                       for name, setting in ((cfg.ref.model, "ref.model"), (cfg.critic.model, "critic.model")))
     judge = None if cfg.rollout.replay else find_reward_model(cfg.reward, model.vocab_size, cfg.parallel.tensor)  # dumped rewards have its scores in them
     train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
     held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)

@@ -37,9 +37,7 @@ class PairTrainer(sft.Trainer):
     """What reward models and DPO share: rows are pairs, whose two sides stay in one micro-batch."""
 
     lost = "{} with more than {max_tokens} tokens and {} with two equal sides dropped"
-
-    def find_inputs(self) -> tuple[Path, Pairs, Pairs]:
-        return sft.find_inputs(self.cfg, self.mesh, check_pairs, load_pairs, functools.partial(Pairs, score=self.score))
+    check, load, make = staticmethod(check_pairs), staticmethod(load_pairs), functools.partial(Pairs, score=False)
 
     def batches(self, examples: list[Trajectory]) -> list[Packed]:
         return sft.batches_of(examples, self.policy, self.mesh, self.cfg.tokens_per_rank, pairs=True)
@@ -51,7 +49,7 @@ class PairTrainer(sft.Trainer):
 
 
 class Trainer(PairTrainer):
-    name, score = "rm", True
+    name, score, make = "rm", True, functools.partial(Pairs, score=True)
 
     def find_inputs(self) -> tuple[Path, Pairs, Pairs]:
         folder, *rows = super().find_inputs()
