@@ -91,9 +91,13 @@ def serve(score: Callable[[list[str]], list[float]], host: str, port: int) -> No
         with one:
             return {"rewards": list(score(query))}
 
-    try:
-        listening = socket.create_server((host, port))
-    except OSError as error:
-        raise UserError(f"host = {host}, port = {port}: {error}; choose a free one") from error
-    with listening:
+    with listen(host, port) as listening:
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+
+
+def listen(host: str, port: int, section: str = "") -> socket.socket:
+    """`section`: of the config, for the message. Raises UserError if the address cannot be had."""
+    try:
+        return socket.create_server((host, port), backlog=4096)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"{section}host = {host}, {section}port = {port}: {error}; choose a free one") from error
