@@ -81,9 +81,7 @@ def seccomp() -> None:
     program.append((answer, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
     filters = struct.pack("@HP", len(program), ctypes.addressof(code))
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(22, 2, filters, 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-        raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
+    _call((317, 277)[column], 1, 0, filters)  # seccomp(SECCOMP_SET_MODE_FILTER)
 
 
 def main() -> None:
@@ -92,8 +90,7 @@ def main() -> None:
         resource.setrlimit(getattr(resource, name), (value, value))
     folder = os.getcwd()
     source = Path("main.py").read_text()
-    if ctypes.CDLL(None).prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS, which both filters ask for
-        raise OSError("no_new_privs")
+    _call((157, 167)[MACHINES[platform.machine()][0]], 38, 1, 0, 0, 0)  # prctl(PR_SET_NO_NEW_PRIVS), which both filters ask for
     landlock(settings["readable"], folder)
     seccomp()
     sys.argv = ["main.py"]
