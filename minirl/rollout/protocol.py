@@ -29,7 +29,7 @@ class Asked(BaseModel, extra="allow"):
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     """At most; rollout.max_tokens and what the context leaves are limits too."""
     stop: str | list[str] | None = None
-    """An answer is sampled up to the token that completes one of these, and told up to before it."""
+    """An answer is sampled until one of these is in it, and told up to before it."""
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     logprobs: bool | int | None = None
@@ -84,22 +84,17 @@ class Answer:
         """Characters and tokens."""
 
     def hear(self, *, last: bool = False) -> None:
-        """Read what the engine has sampled, up to the token that completes a stop string. Bytes of a character that is not complete wait for the others,
-        unless they are the `last`."""
+        """Read what the engine has sampled since. Bytes of a character that is not complete wait for the others, unless they are the `last`."""
         tokens = [t for t in self.request.done.tokens if t not in self.request.sampling.stop_token_ids]
-        for upto in [*(range(self.heard + 1, len(tokens)) if self.stops else ()), len(tokens)] if self.stop is None else ():
-            text = added(self.tokenizer, tokens[: self.heard], tokens[self.heard : upto], skip_special_tokens=True)
-            if not text.endswith("\ufffd") or last and upto == len(tokens):
-                self.heard, self.text = upto, self.text + text
-                if found := [(at, stop) for stop in self.stops if (at := self.text.find(stop)) >= 0]:
-                    at, self.stop = min(found)
-                    self.text = self.text[:at]
-                    break
-
-    def end(self) -> None:
-        self.hear(last=True)
-        self.calls = _calls(self.text) if CALL in self.marks else []
-        self.finish = "tool_calls" if self.calls else "stop" if self.request.done.stopped or self.stop is not None else "length"
+        text = added(self.tokenizer, tokens[: self.heard], tokens[self.heard :], skip_special_tokens=True)
+        if self.stop is None and (last or not text.endswith("\ufffd")):
+            self.heard, self.text = len(tokens), self.text + text
+            if found := [(at, stop) for stop in self.stops if (at := self.text.find(stop)) >= 0]:
+                at, self.stop = min(found)
+                self.text = self.text[:at]
+        if last:
+            self.calls = _calls(self.text) if CALL in self.marks else []
+            self.finish = "tool_calls" if self.calls else "stop" if self.request.done.stopped or self.stop is not None else "length"
 
     @property
     def shown(self) -> str:

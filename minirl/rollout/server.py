@@ -10,8 +10,9 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -62,8 +63,8 @@ class _Exchange:
             if (room := endpoint.max_model_len - len(tokens)) < 1:
                 raise Refused(f"the prompt has {len(tokens)} tokens and engine.max_model_len = {endpoint.max_model_len} leaves no room for an answer", 400,
                               "context_length_exceeded")
-            limit = min(asked.max_tokens or room, session.sampling.max_tokens, room)
-            request = Request(tokens=tokens, sampling=session.sampling.with_max_tokens(limit), seed=sample_seed(*name, len(self.answers)), name=name)
+            sampling = session.sampling.with_max_tokens(min(asked.max_tokens or room, session.sampling.max_tokens, room))
+            request = Request(tokens=tokens, sampling=sampling, seed=sample_seed(*name, len(self.answers)), name=name)
             self.answers.append(Answer(request, text, asked, endpoint.tokenizer))
         kind = "text_completion" if asked.messages is None else "chat.completion.chunk" if asked.stream else "chat.completion"
         self.head = {"id": f"chatcmpl-{'-'.join(map(str, name))}", "object": kind, "created": int(time.time()), "model": endpoint.model}
@@ -74,28 +75,21 @@ class _Exchange:
     async def _work(self) -> None:
         async with asyncio.TaskGroup() as group:
             for i, answer in enumerate(self.answers):
-                group.create_task(self._sample(i, answer))
+                asking = group.create_task(self.endpoint.ask(answer.request))
+                if self.asked.stream or answer.stops:  # else the text can wait for the end
+                    answer.request.on_tokens = partial(self._hear, i, answer, asking)
         for i, answer in enumerate(self.answers):
-            answer.end()
+            answer.hear(last=True)
             segment = self.session.conversation.go_on(answer.request.tokens, answer.prompt)
             self.session.said[protocol.recognise(answer.shown, answer.calls)] = segment.say(answer.kept(), self.endpoint.tokenizer)
             self.news.put_nowait(answer.choice(i))
 
-    async def _sample(self, i: int, answer: Answer) -> None:
-        def hear(*_: object) -> None:
-            answer.hear()
-            if answer.stop is not None:
-                asking.cancel()
-            elif self.asked.stream and (choice := answer.choice(i)):
-                self.news.put_nowait(choice)
-
-        answer.request.on_tokens = hear if self.asked.stream or answer.stops else None  # else the text can wait for the end
-        asking = asyncio.ensure_future(self.endpoint.ask(answer.request))
-        try:
-            await asking
-        except asyncio.CancelledError:
-            if answer.stop is None or asyncio.current_task().cancelling():
-                raise
+    def _hear(self, i: int, answer: Answer, asking: asyncio.Task, *_: object) -> None:
+        answer.hear()
+        if answer.stop is not None:
+            asking.cancel()  # that is no failure of the group
+        elif self.asked.stream and (choice := answer.choice(i)):
+            self.news.put_nowait(choice)
 
     async def choices(self) -> AsyncIterator[dict[str, Any]]:
         """The answers as OpenAI's `choices`, bit by bit if they are streamed. Raises Refused if the session is closed."""
@@ -128,7 +122,7 @@ class _Exchange:
 class Endpoint:
     """An OpenAI-compatible (and Anthropic) server of this rank's engine."""
 
-    def __init__(self, ask: Callable[[Request], Awaitable[Completion]], tokenizer: PreTrainedTokenizerBase, cfg: EndpointConfig, *, max_model_len: int,
+    def __init__(self, ask: Callable[[Request], Coroutine[Any, Any, Completion]], tokenizer: PreTrainedTokenizerBase, cfg: EndpointConfig, *, max_model_len: int,
                  model: str = "policy"):
         """`ask`: the driver's."""
         self.ask, self.tokenizer, self.cfg, self.max_model_len, self.model = ask, tokenizer, cfg, max_model_len, model
