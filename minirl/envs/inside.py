@@ -67,17 +67,14 @@ def seccomp() -> None:
     allow, deny = 0x7FFF0000, 0x00050000
     program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, 0x80000000), (load, 0, 0, 0)]
     program += [(least, 0, 1, 0x40000000), (answer, 0, 0, deny | EPERM)]  # calls of the x32 kind
-    def when(numbers: tuple[int | None, int | None], *then: tuple[int, int, int, int]) -> None:
+    no = (answer, 0, 0, deny | EPERM)
+    def unless(test: int, value: int) -> tuple[tuple[int, int, int, int], ...]:
+        return (load, 0, 0, 16), (test, 1, 0, value), no, (answer, 0, 0, allow)  # of the first argument
+    rules = [*((numbers, [no]) for numbers in DENIED.values()), (CLONE3, [(answer, 0, 0, deny | ENOSYS)]),  # its flags are out of reach; libraries then use clone
+             (CLONE, unless(any_bit, CLONE_THREAD)), *((numbers, unless(equal, os.getpid())) for numbers in OF_ONESELF.values()), (PRLIMIT, unless(equal, 0))]
+    for numbers, then in rules:
         if numbers[column] is not None:
-            program.extend([(equal, 0, len(then), numbers[column]), *then])
-    for numbers in DENIED.values():
-        when(numbers, (answer, 0, 0, deny | EPERM))
-    when(CLONE3, (answer, 0, 0, deny | ENOSYS))  # its flags are out of reach; libraries then use clone
-    first_argument = (load, 0, 0, 16)
-    when(CLONE, first_argument, (any_bit, 1, 0, CLONE_THREAD), (answer, 0, 0, deny | EPERM), (answer, 0, 0, allow))
-    for numbers in OF_ONESELF.values():
-        when(numbers, first_argument, (equal, 1, 0, os.getpid()), (answer, 0, 0, deny | EPERM), (answer, 0, 0, allow))
-    when(PRLIMIT, first_argument, (equal, 1, 0, 0), (answer, 0, 0, deny | EPERM), (answer, 0, 0, allow))
+            program += [(equal, 0, len(then), numbers[column]), *then]
     program.append((answer, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
     filters = struct.pack("@HP", len(program), ctypes.addressof(code))

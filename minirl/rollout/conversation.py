@@ -97,14 +97,10 @@ class Conversation:
     def ask(self, messages: list[dict], tools: list[dict] | None = None) -> Segment:
         """The segment that ends with the header of the answer to `messages`, the whole chat so far: one that this goes on, or a new one.
         Raises UserError if the template refuses."""
-        return self.ask_raw(chat.render(self.tokenizer, messages, tools=tools))
-
-    def ask_raw(self, prompt: str | list[int]) -> Segment:
-        """The same of a whole text with all its special tokens, or of a whole in tokens."""
-        return self.go_on(*self.whole(prompt))
+        return self.go_on(*self.whole(chat.render(self.tokenizer, messages, tools=tools)))
 
     def whole(self, prompt: str | list[int]) -> tuple[list[int], str]:
-        """A prompt as tokens and as a text, as it goes on from the segments; nothing is noted."""
+        """A prompt (a text with all its special tokens, or tokens) as tokens and as a text, going on from a segment; nothing is noted."""
         if isinstance(prompt, str):
             begin = _longest(s for s in self.segments if prompt.startswith(s.text)) or Segment()
             return begin.tokens + self._encode(prompt[len(begin.text) :], begin.tokens), prompt

@@ -33,7 +33,7 @@ class Asked(BaseModel, extra="allow"):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     logprobs: bool | int | None = None
-    """Of every sampled token, with those that end the answer or do not show in its text."""
+    """Of every sampled token, with those that end the answer or do not show in its text; of a stream at its end."""
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
 
@@ -80,8 +80,8 @@ class Answer:
         """The stop string that was found."""
         self.finish, self.calls = "", []
         """At the end: `stop`, `length` or `tool_calls`; names and arguments of the calls."""
-        self.told = 0, 0
-        """Characters and tokens."""
+        self.told = 0
+        """Characters."""
 
     def hear(self, *, last: bool = False) -> None:
         """Read what the engine has sampled since. Bytes of a character that is not complete wait for the others, unless they are the `last`."""
@@ -111,20 +111,20 @@ class Answer:
 
     def choice(self, index: int) -> dict[str, Any] | None:
         """What has not been told of it, if anything, as an entry of OpenAI's `choices`."""
-        (characters, tokens), shown, kept, chat = self.told, self.shown, self.kept(), self.asked.messages is not None
-        if len(shown) == characters and not self.finish:
+        begin, shown, chat = self.told, self.shown, self.asked.messages is not None
+        if len(shown) == begin and not self.finish:
             return None
-        self.told = len(shown), len(kept.tokens)
-        choice, text = {"index": index, "finish_reason": self.finish or None}, shown[characters:]
-        if self.asked.logprobs is not None and self.asked.logprobs is not False:  # 0 asks for them, in a completion
-            pairs = [(self.tokenizer.decode([t]), p) for t, p in zip(kept.tokens[tokens:], kept.logprobs[tokens:], strict=True)]
-            choice["logprobs"] = {"content": [{"token": t, "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs]} if chat else {
-                "tokens": [t for t, _ in pairs], "token_logprobs": [p for _, p in pairs]}
+        self.told = len(shown)
+        choice, text = {"index": index, "finish_reason": self.finish or None}, shown[begin:]
+        if self.finish and self.asked.logprobs is not None and self.asked.logprobs is not False:  # 0 asks for them, in a completion
+            tokens, logprobs = [self.tokenizer.decode([t]) for t in self.kept().tokens], self.kept().logprobs
+            choice["logprobs"] = {"content": [{"token": t, "logprob": p, "bytes": None, "top_logprobs": []} for t, p in zip(tokens, logprobs, strict=True)]} if chat else {
+                "tokens": tokens, "token_logprobs": logprobs}
         if not chat:
             return choice | {"text": text}
         calls = [{"index": k, "id": f"call_{'-'.join(map(str, self.request.name))}_{index}_{k}", "type": "function", "function": {"name": f, "arguments": json.dumps(arguments)}}
                  for k, (f, arguments) in enumerate(self.calls)]
-        said = ({} if tokens else {"role": "assistant"}) | {"content": text or (None if calls else "")} | ({"tool_calls": calls} if calls else {})
+        said = ({} if begin else {"role": "assistant"}) | {"content": text or (None if calls else "")} | ({"tool_calls": calls} if calls else {})
         return choice | {"delta" if self.asked.stream else "message": said}
 
 

@@ -35,6 +35,9 @@ from minirl.rollout.remote import listen
 from minirl.types import UserError
 
 
+MODEL = "policy"
+
+
 class Refused(UserError):
     """A request that is not answered: message, status (400), code (None)."""
 
@@ -67,7 +70,7 @@ class _Exchange:
             request = Request(tokens=tokens, sampling=sampling, seed=sample_seed(*name, len(self.answers)), name=name)
             self.answers.append(Answer(request, text, asked, endpoint.tokenizer))
         kind = "text_completion" if asked.messages is None else "chat.completion.chunk" if asked.stream else "chat.completion"
-        self.head = {"id": f"chatcmpl-{'-'.join(map(str, name))}", "object": kind, "created": int(time.time()), "model": endpoint.model}
+        self.head = {"id": f"chatcmpl-{'-'.join(map(str, name))}", "object": kind, "created": int(time.time()), "model": MODEL}
         self.task = asyncio.ensure_future(self._work())
         self.task.add_done_callback(lambda _: self.news.put_nowait(None))
         session.asked.append(self.task)
@@ -122,10 +125,9 @@ class _Exchange:
 class Endpoint:
     """An OpenAI-compatible (and Anthropic) server of this rank's engine."""
 
-    def __init__(self, ask: Callable[[Request], Coroutine[Any, Any, Completion]], tokenizer: PreTrainedTokenizerBase, cfg: EndpointConfig, *, max_model_len: int,
-                 model: str = "policy"):
+    def __init__(self, ask: Callable[[Request], Coroutine[Any, Any, Completion]], tokenizer: PreTrainedTokenizerBase, cfg: EndpointConfig, *, max_model_len: int):
         """`ask`: the driver's."""
-        self.ask, self.tokenizer, self.cfg, self.max_model_len, self.model = ask, tokenizer, cfg, max_model_len, model
+        self.ask, self.tokenizer, self.cfg, self.max_model_len = ask, tokenizer, cfg, max_model_len
         self._sessions: dict[str, _Session] = {}
 
     async def start(self) -> None:
@@ -152,7 +154,7 @@ class Endpoint:
         """A session whose samples follow from `seed` and the order of its requests."""
         key = secrets.token_urlsafe(24)
         self._sessions[key] = _Session(seed, sampling, Conversation(self.tokenizer))
-        return Session(base_url=self.base_url, api_key=key, model=self.model)
+        return Session(base_url=self.base_url, api_key=key, model=MODEL)
 
     def close(self, api_key: str) -> Conversation:
         """What was said with this key, which is then worth nothing; what is still being asked is dropped."""
@@ -163,7 +165,7 @@ class Endpoint:
 
     async def _models(self, request: HTTPRequest) -> JSONResponse:
         self._session(request)
-        return JSONResponse({"object": "list", "data": [{"id": self.model, "object": "model", "created": 0, "owned_by": "minirl"}]})
+        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "minirl"}]})
 
     async def _answer(self, request: HTTPRequest) -> Response:
         body, api = await request.body(), anthropic if request.url.path == "/v1/messages" else protocol
