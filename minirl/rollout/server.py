@@ -34,7 +34,6 @@ from minirl.rollout.protocol import Answer, Asked
 from minirl.rollout.remote import listen
 from minirl.types import UserError
 
-
 MODEL = "policy"
 
 
