@@ -71,7 +71,7 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path, lines, message):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"data.train = '.*none.jsonl': no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets, or reasoning_gym:NAME"):
+    with pytest.raises(UserError, match=r"data.train = '.*none.jsonl': no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets, reasoning_gym:NAME or verifiers:NAME"):
         load(tmp_path / "none.jsonl")
 
 
@@ -254,12 +254,6 @@ def test_reasoning_gym_scores_with_the_generator_s_own_grader():
     own = reasoning_gym.create_dataset("spell_backward", size=3, seed=1).score_answer
     for completion in ("", "zzz", row["answer"][:-1]):
         assert graded(row, completion) == own(completion, row) < 1
-
-
-def test_a_reward_registers_only_once():
-    with pytest.raises(ValueError, match="'exact' is registered twice"):
-        rewards.register("exact")(lambda prompt, completion, row: 1.0)
-    assert rewards.REWARDS["exact"] is rewards.exact
 
 
 # ---------------------------------------------------------------------------------------------------- rewards of the user's own
