@@ -343,7 +343,7 @@ def engine_program(mesh, folder):
         driver.run(until(lambda: all(task.done() for s in sessions for task in endpoint._sessions[s.api_key].asked)))
         out["heard"] = [[tuple(tokenizer.decode([t for t, said in zip(s.tokens, s.sampled, strict=True) if said is by], skip_special_tokens=True) for by in (False, True))
                          for s in endpoint.close(session.api_key).segments] for session in sessions]
-        out["unfinished"] = engine.llm.llm_engine.has_unfinished_requests(), driver._live, driver._waiting, driver._held
+        out["unfinished"] = engine.llm.llm_engine.has_unfinished_requests(), [str(e) for q in (driver._live.values(), driver._waiting, driver._held) for e in q]
         driver.run(endpoint.stop())
     driver.close()
     return out
