@@ -15,15 +15,6 @@ faster at 59 keys, even at 200, on CPU)."""
 
 
 @dataclass(frozen=True)
-class Span:
-    """A sequence's rows: where they begin on this rank, how many there are on all, and which other sequence's rows come before them."""
-
-    start: int
-    num_rows: int
-    shared: int | None
-
-
-@dataclass(frozen=True)
 class _Chunk:
     """Rows of a sequence that lie side by side on this rank."""
 
@@ -37,14 +28,15 @@ class _Chunk:
     """Keys of the shared prompt."""
 
 
-def build(spans: list[Span], num_rows: int, layout: Layout, device: torch.device) -> tuple[tuple[Block, ...], Block | None]:
-    """(blocks, joined) of `Packed`, for spans that fill a rank's `num_rows`."""
-    chunks = [c for i in range(len(spans)) for c in _chunks(spans, i, num_rows, layout.context)]
+def build(sequences: list[tuple[int, int | None]], layout: Layout, device: torch.device) -> tuple[tuple[Block, ...], Block | None]:
+    """(blocks, joined) of `Packed`, for sequences end to end: how many rows each has on all ranks together, and the number of the one whose rows
+    come before them, if there is one."""
+    chunks = _chunks(sequences, layout.context)
     joined = None
     if layout.windowed:
         joined = _block([(c.rows, np.concatenate([c.prompt, c.earlier, c.keys])) for c in chunks], True, device)
     if layout.context and layout.context.ring:
-        return _ring(spans, layout.context, device), joined
+        return _ring(sequences, layout.context, device), joined
     short = [len(c.prompt) <= SHORT_PROMPT for c in chunks]
     alike = layout.context is None and not any(len(c.prompt) and s for c, s in zip(chunks, short, strict=True))  # each query is the key at its place
     blocks = [_block([(c.rows, np.concatenate([c.prompt, c.keys]) if s else c.keys) for c, s in zip(chunks, short, strict=True)], True, device, squares=alike)]
@@ -55,22 +47,24 @@ def build(spans: list[Span], num_rows: int, layout: Layout, device: torch.device
     return tuple(blocks + ([_block(prompts, False, device)] if prompts else [])), joined
 
 
-def _chunks(spans: list[Span], number: int, num_rows: int, context: Context | None) -> list[_Chunk]:
-    span = spans[number]
-    home = cp.homes(span.num_rows, span.start, num_rows, context)
-    before = spans[span.shared] if span.shared is not None else None
-    prompt = home[:0] if before is None else cp.homes(before.num_rows, before.start, num_rows, context)[: before.num_rows]
-    out, start = [], span.start
-    for rows in cp.chunks(span.num_rows, context):
-        out.append(_Chunk(start + np.arange(len(rows)), home[rows], home[: rows[0]], prompt))
-        start += len(rows)
+def _chunks(sequences: list[tuple[int, int | None]], context: Context | None) -> list[_Chunk]:
+    own = [cp.chunks(num_rows, context) for num_rows, _ in sequences]
+    starts = np.cumsum([0, *(sum(map(len, pieces)) for pieces in own)])
+    homes = [cp.homes(num_rows, start, starts[-1], context) for (num_rows, _), start in zip(sequences, starts, strict=False)]
+    out, row = [], 0
+    for (_, shared), home, pieces in zip(sequences, homes, own, strict=True):
+        prompt = home[:0] if shared is None else homes[shared][: sequences[shared][0]]
+        for rows in pieces:
+            out.append(_Chunk(row + np.arange(len(rows)), home[rows], home[: rows[0]], prompt))
+            row += len(rows)
     return out
 
 
-def _ring(spans: list[Span], context: Context, device: torch.device) -> tuple[Block, ...]:
+def _ring(sequences: list[tuple[int, int | None]], context: Context, device: torch.device) -> tuple[Block, ...]:
     """A rank's own rows are in order, so plain causal; of an earlier rank all rows see the first halves, its second halves come
     later than all; of a later one only the second halves see anything, and that is everything."""
-    rows = [span.start + np.arange(cp.padded(span.num_rows, context) // context.size) for span in spans]
+    lengths = [cp.padded(num_rows, context) // context.size for num_rows, _ in sequences]
+    rows = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
     first, second = [r[: len(r) // 2] for r in rows], [r[len(r) // 2 :] for r in rows]
     return (_block([(r, r) for r in rows], True, device, squares=True), _block(list(zip(rows, first, strict=True)), False, device),
             _block(list(zip(second, rows, strict=True)), False, device))
