@@ -9,7 +9,6 @@ The library's own tensor parallelism is not used: under gradient accumulation it
 """
 
 import re
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,6 +42,14 @@ class TensorParallel:
     @property
     def rank(self) -> int:
         return self.mesh.get_local_rank()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """In front of a column-parallel block: all tokens, and whole gradients behind it."""
+        return (gather_in if self.sequence else enter)(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Behind a row-parallel block: sums over ranks, of all tokens or this rank's."""
+        return (scatter_out if self.sequence else leave)(x, self.group)
 
 
 # ---------------------------------------------------------------------------------------------------- collectives
@@ -122,73 +129,10 @@ def _local(parameter: Tensor | None, *, partial: bool = False) -> Tensor | None:
 # ---------------------------------------------------------------------------------------------------- styles
 
 
-def _column(module: nn.Linear, tp: TensorParallel, *, gather: bool = False) -> None:
-    """Own rows of the weight; whole tokens in, own features out. The block around it enters once for all its columns.
-
-    `gather`: all features out, for what cannot be split by heads: fused projections, norms over all heads jointly.
-    """
-    _shard(module, "weight", tp, Shard(0))
-    _shard(module, "bias", tp, Shard(0))
-
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        y = F.linear(x, _local(self.weight), _local(self.bias))
-        return gather_features(y, tp.group) if gather else y
-
-    module.forward = types.MethodType(forward, module)
-
-
-def _column_of_one_head(module: nn.Linear, tp: TensorParallel, num_heads: int, head_dim: int) -> None:
-    """Keys or values with fewer heads than ranks: weight on every rank, which uses the head of its queries."""
-    _shard(module, "weight", tp, Replicate())
-    _shard(module, "bias", tp, Replicate())
-    head = tp.rank * num_heads // tp.size
-    rows = slice(head * head_dim, (head + 1) * head_dim)
-
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        bias = _local(self.bias, partial=True)
-        return F.linear(x, _local(self.weight, partial=True)[rows], None if bias is None else bias[rows])
-
-    module.forward = types.MethodType(forward, module)
-
-
-def _row(module: nn.Linear, tp: TensorParallel, *, split: bool = False, inner: bool = False) -> None:
-    """Own columns of the weight; own features in, sums over ranks out. The bias is added once, behind the sum.
-
-    `split`: all features come in. `inner`: the block around it sums its whole output over ranks.
-    """
-    _shard(module, "weight", tp, Shard(1))
-    _shard(module, "bias", tp, Replicate())
-
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        y = F.linear(own_features(x, tp.group) if split else x, _local(self.weight))
-        if inner:
-            return y
-        y = (scatter_out if tp.sequence else leave)(y, tp.group)
-        return y if self.bias is None else y + _local(self.bias, partial=tp.sequence)
-
-    module.forward = types.MethodType(forward, module)
-
-
-def _vocabulary(module: nn.Embedding, tp: TensorParallel) -> None:
-    """Own rows of the embedding; other tokens give 0, and the sum over ranks is whole. What a family does besides (scaling) is kept."""
-    num = module.weight.shape[0] // tp.size
-    _shard(module, "weight", tp, Shard(0))
-    if module.padding_idx is not None:  # its row gets no gradient, whichever rank has it
-        row = module.padding_idx - tp.rank * num
-        module.padding_idx = row if 0 <= row < num else None
-    plain = _with_local_parameters(module, partial=False)
-
-    def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
-        own = ids - tp.rank * num
-        elsewhere = (own < 0) | (own >= num)
-        y = plain(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
-        return (scatter_out if tp.sequence else leave)(y, tp.group)
-
-    module.forward = types.MethodType(forward, module)
-
-
-def _with_local_parameters(module: nn.Module, *, partial: bool) -> Callable:
-    """The module's own forward, which finds local tensors where its DTensors are."""
+def _parallel(module: nn.Module, tp: TensorParallel, placement: Shard | Replicate, *, partial: bool = False) -> Callable:
+    """Shard the module's parameters alike. Returns its own forward, which finds local tensors where its DTensors are."""
+    for name in module._parameters:
+        _shard(module, name, tp, placement)
     plain = module.forward
 
     def forward(*args: object, **kwargs: object) -> object:
@@ -202,54 +146,75 @@ def _with_local_parameters(module: nn.Module, *, partial: bool) -> Callable:
     return forward
 
 
-def _replicated(module: nn.Module, tp: TensorParallel, *, partial: bool) -> None:
-    """Small parameters, whole on every rank: norms, routers. Partial gradients where this rank sees only its own heads, tokens or experts."""
-    for name in module._parameters:
-        _shard(module, name, tp, Replicate())
-    module.forward = _with_local_parameters(module, partial=partial)
+def _column(module: nn.Linear, tp: TensorParallel) -> Callable:
+    """Own rows of the weight, but all features out: for what cannot be split by heads, fused projections and norms over all heads jointly."""
+    plain = _parallel(module, tp, Shard(0))
+    return lambda x: gather_features(plain(x), tp.group)
 
 
-def _per_head(module: nn.Module, tp: TensorParallel) -> None:
-    """A norm with weights of its own for each head, [heads, head_dim]: own heads."""
-    for name in module._parameters:
-        _shard(module, name, tp, Shard(0))
-    module.forward = _with_local_parameters(module, partial=False)
+def _column_of_one_head(module: nn.Linear, tp: TensorParallel, num_heads: int, head_dim: int) -> Callable:
+    """Keys or values with fewer heads than ranks: weight on every rank, which uses the head of its queries."""
+    _parallel(module, tp, Replicate())
+    head = tp.rank * num_heads // tp.size
+    rows = slice(head * head_dim, (head + 1) * head_dim)
+    return lambda x: F.linear(x, *(p if p is None else _local(p, partial=True)[rows] for p in (module.weight, module.bias)))
 
 
-def _experts(module: nn.Module, tp: TensorParallel) -> None:
+def _row(module: nn.Linear, tp: TensorParallel, *, split: bool = False, inner: bool = False) -> Callable:
+    """Own columns of the weight; own features in, sums over ranks out. The bias is added once, behind the sum.
+
+    `split`: all features come in. `inner`: the block around it sums its whole output over ranks.
+    """
+    _shard(module, "weight", tp, Shard(1))
+    _shard(module, "bias", tp, Replicate())
+
+    def forward(x: Tensor) -> Tensor:
+        y = F.linear(own_features(x, tp.group) if split else x, _local(module.weight))
+        y = y if inner else tp.leave(y)
+        return y if inner or module.bias is None else y + _local(module.bias, partial=tp.sequence)
+
+    return forward
+
+
+def _vocabulary(module: nn.Embedding, tp: TensorParallel) -> Callable:
+    """Own rows of the embedding; other tokens give 0, and the sum over ranks is whole. What a family does besides (scaling) is kept."""
+    num = module.weight.shape[0] // tp.size
+    plain = _parallel(module, tp, Shard(0))
+    if module.padding_idx is not None:  # its row gets no gradient, whichever rank has it
+        row = module.padding_idx - tp.rank * num
+        module.padding_idx = row if 0 <= row < num else None
+
+    def forward(ids: Tensor) -> Tensor:
+        own = ids - tp.rank * num
+        elsewhere = (own < 0) | (own >= num)
+        return tp.leave(plain(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0))
+
+    return forward
+
+
+def _experts(module: nn.Module, tp: TensorParallel) -> Callable:
     """Own experts out of fused tensors [experts, ...]: tokens of others' experts give 0 here, and the block sums over ranks.
 
     To the experts function an index of `num_experts` means none of them.
     """
-    num = module.num_experts // tp.size
-    for name in module._parameters:
-        _shard(module, name, tp, Shard(0))
-    module.num_experts = num
-    plain = _with_local_parameters(module, partial=False)
+    num = module.num_experts = module.num_experts // tp.size
+    plain = _parallel(module, tp, Shard(0))
 
-    def forward(self: nn.Module, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    def forward(hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         own = indices - tp.rank * num
         return plain(hidden, own.masked_fill((own < 0) | (own >= num), num), weights)
 
-    module.forward = types.MethodType(forward, module)
+    return forward
 
 
 def _enter_once(module: nn.Module, tp: TensorParallel) -> None:
     """One collective at the input of an attention, MLP or mixture block, instead of one for each of its column-parallel matrices."""
-    function = gather_in if tp.sequence else enter
-
     def hook(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:
-            return (function(args[0], tp.group), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": function(kwargs["hidden_states"], tp.group)}
+            return (tp.enter(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": tp.enter(kwargs["hidden_states"])}
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _leave_once(module: nn.Module, tp: TensorParallel) -> None:
-    """And one at the output of a mixture block, in which everything is a partial sum: own experts, own features of the shared one."""
-    function = scatter_out if tp.sequence else leave
-    module.register_forward_hook(lambda _, args, y: function(y, tp.group))
 
 
 # ---------------------------------------------------------------------------------------------------- plan
@@ -280,29 +245,30 @@ def apply(model: nn.Module, tp: TensorParallel, plan: dict[str, str]) -> None:
     for name, module in modules.items():
         style = styles.get(name)
         if module is model.get_input_embeddings():
-            _vocabulary(module, tp)
-        elif module is model.get_output_embeddings():
-            _column(module, tp)  # its logits are never gathered
+            module.forward = _vocabulary(module, tp)
         elif style == "colwise" and name.endswith(("k_proj", "v_proj")) and config.num_key_value_heads < tp.size:
-            _column_of_one_head(module, tp, config.num_key_value_heads, modules[_parent(name)].head_dim)
-        elif style in ("colwise", "colwise_gather_output"):
-            _column(module, tp, gather=style == "colwise_gather_output")
+            module.forward = _column_of_one_head(module, tp, config.num_key_value_heads, modules[_parent(name)].head_dim)
+        elif style == "colwise" or module is model.get_output_embeddings():  # whose logits are never gathered
+            module.forward = _parallel(module, tp, Shard(0))  # whole tokens in, own features out; the block around it enters once for all
+        elif style == "colwise_gather_output":
+            module.forward = _column(module, tp)
         elif style in ("rowwise", "rowwise_split_input"):
-            _row(module, tp, split=style == "rowwise_split_input", inner=block_of(name) in mixtures)
+            module.forward = _row(module, tp, split=style == "rowwise_split_input", inner=block_of(name) in mixtures)
         elif style == "moe_tp_experts":
-            _experts(module, tp)
+            module.forward = _experts(module, tp)
         elif style not in (None, "replicated_with_grad_allreduce"):
             raise NotImplementedError(f"{type(model).__name__}: tensor-parallel style {style!r} of {name}")
         elif block_of(name) in blocks - mixtures and any(p.ndim == 2 for p in module._parameters.values()):
-            _per_head(module, tp)
+            module.forward = _parallel(module, tp, Shard(0))  # a norm with weights of its own for each head, [heads, head_dim]: own heads
         elif any(p is not None for p in module._parameters.values()):
-            # Inside a block tokens are whole, but a query norm sees own heads, a router own experts. Outside, norms see own tokens or all.
-            block = block_of(name)
-            _replicated(module, tp, partial=block in partial_blocks if block in blocks else tp.sequence)
+            # Small ones, whole on every rank, with partial gradients where this rank sees only its own heads, tokens or experts. Inside a block
+            # tokens are whole, but a query norm sees own heads, a router own experts. Outside, norms see own tokens or all.
+            partial = block_of(name) in partial_blocks if block_of(name) in blocks else tp.sequence
+            module.forward = _parallel(module, tp, Replicate(), partial=partial)
         if name in blocks:
             _enter_once(module, tp)
-        if name in mixtures:
-            _leave_once(module, tp)
+        if name in mixtures:  # in which everything is a partial sum: own experts, own features of the shared one
+            module.register_forward_hook(lambda _, args, y: tp.leave(y))
     if config.tie_word_embeddings and model.get_output_embeddings() is not None:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
 
