@@ -41,8 +41,10 @@ def take(rows: Sequence[dict], numbers: Iterable[int]) -> Sequence[dict]:
     return [rows[n] for n in numbers]
 
 
-def open_rows(source: str | list[str], setting: str, make: Callable[[object, Source, str], dict], max_samples: int) -> Rows:
-    """The rows of one or several sources end to end, of each only the first `max_samples` (0: all). Raises UserError."""
+def open_rows(source: str | list[str], setting: str, make: Callable[[object, Source, str], dict], max_samples: int, *,
+              distinct: Callable[[dict], object] | None = None) -> Rows:
+    """The rows of one or several sources end to end, of each only the first `max_samples` (0: all), and of those that `distinct` maps to the same
+    the first. Each is looked at once, so that a bad one ends the program now. Raises UserError."""
     sources = [open_source(text, setting) for text in ([source] if isinstance(source, str) else source)]
     weighted = [s for s in sources if s.weight is not None]
     if weighted and (setting == "data.eval" or len(weighted) < len(sources)):
@@ -50,7 +52,11 @@ def open_rows(source: str | list[str], setting: str, make: Callable[[object, Sou
     lengths = [min(len(s.rows), max_samples or len(s.rows)) for s in sources]
     if 0 in lengths:
         raise UserError(f"{sources[lengths.index(0)].shown}: no rows")
-    return Rows(sources, make, np.concatenate([np.stack([np.full(n, i), np.arange(n)], axis=1) for i, n in enumerate(lengths)]))
+    rows = Rows(sources, make, np.concatenate([np.stack([np.full(n, i), np.arange(n)], axis=1) for i, n in enumerate(lengths)]))
+    kept: dict[object, int] = {}
+    for n, row in enumerate(rows):
+        kept.setdefault(distinct(row) if distinct else n, n)
+    return take(rows, kept.values())
 
 
 def load_rows(source: str | list[str], setting: str, cfg: DataConfig) -> Rows:
@@ -59,11 +65,9 @@ def load_rows(source: str | list[str], setting: str, cfg: DataConfig) -> Rows:
     Every row has "prompt" and, where the source has one, "answer", whatever the columns were called; "data_source" where a column says it or
     there are several sources; and all that it had. Raises UserError.
     """
-    rows = open_rows(source, setting, lambda raw, of, where: _to_prompt(raw, of.name if isinstance(source, list) else "", where, cfg), cfg.max_samples)
-    seen: dict[bytes, int] = {}
-    for n, row in enumerate(rows):  # each is looked at once here, so that a bad one ends the program now
-        seen.setdefault(hashlib.blake2b(json.dumps(row["prompt"]).encode(), digest_size=16).digest(), n)
-    return take(rows, seen.values())
+    def make(raw: object, of: Source, where: str) -> dict:
+        return _to_prompt(raw, of.name if isinstance(source, list) else "", where, cfg)
+    return open_rows(source, setting, make, cfg.max_samples, distinct=lambda row: hashlib.blake2b(json.dumps(row["prompt"]).encode(), digest_size=16).digest())
 
 
 def load_chats(source: str | list[str], setting: str, cfg: ChatsConfig) -> Rows:
@@ -72,8 +76,7 @@ def load_chats(source: str | list[str], setting: str, cfg: ChatsConfig) -> Rows:
     A row is, by the first of its columns that there is, a chat, a prompt with its completion (each a text or messages) or a text.
     Raises UserError.
     """
-    rows = open_rows(source, setting, lambda raw, of, where: _to_chat(raw, where, cfg), cfg.max_samples)
-    return take(rows, [n for n, _ in enumerate(rows)])  # having looked at each once, as above
+    return open_rows(source, setting, lambda raw, of, where: _to_chat(raw, where, cfg), cfg.max_samples)
 
 
 def column(row: dict, key: str) -> object:
@@ -219,8 +222,31 @@ class Prompts:
         return len(dropped)
 
 
-class Chats:
-    """Rows to imitate as token ids, cut to data.max_tokens. Each rank encodes and keeps its share; all know how many there are."""
+class Examples:
+    """Rows as token ids. Each rank encodes and keeps its share; all know how many there are."""
+
+    def __init__(self, rows: Sequence[dict], encoded: dict[int, tuple], mesh: Mesh, why_none: str, *, seed: int, shuffle: bool):
+        """`encoded`: this rank's, by their numbers in `rows`, but for those that are dropped. Raises UserError(`why_none`) if that is everything."""
+        self.encoded = encoded
+        self.kept = sorted(n for part in mesh.gather(list(encoded)) for n in part)
+        """Numbers of the rows that are trained on."""
+        if not self.kept:
+            raise UserError(why_none)
+        self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def row(self, number: int) -> int:
+        return self.kept[self.order[number]]
+
+    def own(self, numbers: range) -> list[tuple]:
+        """(number, what `encoded` has) of those of the examples that this rank holds."""
+        return [(n, *self.encoded[row]) for n in numbers if (row := self.row(n)) in self.encoded]
+
+
+class Chats(Examples):
+    """Rows to imitate as token ids, cut to data.max_tokens."""
 
     def __init__(self, rows: Sequence[dict], setting: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], cfg: ChatsConfig, mesh: Mesh, *,
                  seed: int, shuffle: bool = True):
@@ -229,19 +255,11 @@ class Chats:
             ids, mask = chat.encode_text(tokenizer, row["text"]) if "text" in row else chat.encode_chat(tokenizer, row["messages"], row["trained"], stop_ids)
             return np.array(ids[: cfg.max_tokens], np.int32), np.array(mask[: cfg.max_tokens], bool), len(ids) > cfg.max_tokens
         own = {n: encode(rows[n]) for n in range(mesh.rank, len(rows), mesh.world_size)}
-        self.encoded = {n: (ids, mask) for n, (ids, mask, _) in own.items() if mask.any()}
-        self.kept = sorted(n for part in mesh.gather(list(self.encoded)) for n in part)
-        """Numbers of the rows that are trained on."""
+        super().__init__(rows, {n: (ids, mask) for n, (ids, mask, _) in own.items() if mask.any()}, mesh, seed=seed, shuffle=shuffle, why_none=
+                         f"{setting}: none of the {len(rows)} rows has a token in the loss within data.max_tokens = {cfg.max_tokens}; raise it")
         self.lost = sum(mesh.gather(sum(cut for *_, cut in own.values()))), len(rows) - len(self.kept)
         """How many rows were cut, and how many dropped."""
-        if not self.kept:
-            raise UserError(f"{setting}: none of the {len(rows)} rows has a token in the loss within data.max_tokens = {cfg.max_tokens}; raise it")
-        self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
-
-    def __len__(self) -> int:
-        return len(self.kept)
 
     def examples(self, numbers: range) -> list[Trajectory]:
         """Those of the examples that this rank holds."""
-        own = ((n, self.encoded.get(self.kept[self.order[n]])) for n in numbers)
-        return [Trajectory(tokens=e[0], sampled=e[1], logprobs=np.zeros(len(e[0]), np.float32), group=n) for n, e in own if e]
+        return [Trajectory(tokens=ids, sampled=mask, logprobs=np.zeros(len(ids), np.float32), group=n) for n, ids, mask in self.own(numbers)]

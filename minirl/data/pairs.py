@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.config_supervised import PairsConfig
 from minirl.data import chat
-from minirl.data.datasets import Rows, is_prompt, make_order, open_rows, take
+from minirl.data.datasets import Examples, Rows, is_prompt, open_rows
 from minirl.data.sources import GYM, Source
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory, UserError
@@ -23,8 +23,7 @@ def load_pairs(source: str | list[str], setting: str, cfg: PairsConfig) -> Rows:
     """
     def make(row: object, of: Source, where: str) -> dict:
         return _to_pair(_judged(row, of, cfg) if f" = {GYM}" in of.shown else row, where, cfg)
-    rows = open_rows(source, setting, make, cfg.max_samples)
-    return take(rows, [n for n, _ in enumerate(rows)])  # having looked at each once, so that a bad one ends the program now
+    return open_rows(source, setting, make, cfg.max_samples)
 
 
 def _judged(row: dict, of: Source, cfg: PairsConfig) -> dict:
@@ -71,8 +70,8 @@ def _whole(before: list[dict], answer: str | list[dict], cfg: PairsConfig) -> li
     return whole if whole[: len(before)] == before else [*before, *answer]
 
 
-class Pairs:
-    """Pairs as token ids. Each rank encodes and keeps its share; all know how many there are."""
+class Pairs(Examples):
+    """Pairs as token ids."""
 
     def __init__(self, rows: Sequence[dict], setting: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], cfg: PairsConfig, mesh: Mesh, *,
                  score: bool, seed: int, shuffle: bool = True):
@@ -81,34 +80,23 @@ class Pairs:
         self.score = score
         own = {n: _encode(rows[n], tokenizer, stop_ids) for n in range(mesh.rank, len(rows), mesh.world_size)}
         short = {n: sides for n, sides in own.items() if max(len(ids) for ids, _ in sides) <= cfg.max_tokens}
-        self.encoded = {n: (*sides, rows[n]["margin"]) for n, sides in short.items() if sides[0][0] != sides[1][0]}
-        self.kept = sorted(n for part in mesh.gather(list(self.encoded)) for n in part)
-        """Numbers of the rows that are trained on."""
-        self.lost = sum(mesh.gather(len(own) - len(short))), sum(mesh.gather(len(short) - len(self.encoded)))
+        encoded = {n: (*sides, rows[n]["margin"]) for n, sides in short.items() if sides[0][0] != sides[1][0]}
+        self.lost = sum(mesh.gather(len(own) - len(short))), sum(mesh.gather(len(short) - len(encoded)))
         """How many pairs were too long, and how many have two equal sides."""
-        if not self.kept:
-            raise UserError(f"{setting}: of {len(rows)} pairs none is left: {self.lost[0]} have a side of more than data.max_tokens = {cfg.max_tokens} "
-                            f"tokens, {self.lost[1]} have a chosen side equal to the rejected one")
-        self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
+        super().__init__(rows, encoded, mesh, seed=seed, shuffle=shuffle, why_none=
+                         f"{setting}: of {len(rows)} pairs none is left: {self.lost[0]} have a side of more than data.max_tokens = {cfg.max_tokens} "
+                         f"tokens, {self.lost[1]} have a chosen side equal to the rejected one")
         self.logprobs: dict[str, np.ndarray] = {}
         """float32 [L] of a reference, if there are any: "<row>-<0: chosen, 1: rejected>"."""
 
-    def __len__(self) -> int:
-        return len(self.kept)
-
     def examples(self, numbers: range) -> list[Trajectory]:
         """Those of the pairs that this rank holds, as two trajectories each: episode 0 was chosen; its reward is the margin."""
-        return [t for n in numbers if (pair := self.encoded.get(self.row(n))) for t in self._pair(n, *pair)]
-
-    def row(self, number: int) -> int:
-        return self.kept[self.order[number]]
-
-    def _pair(self, number: int, chosen: tuple, rejected: tuple, margin: float) -> list[Trajectory]:
         out = []
-        for episode, (ids, mask) in enumerate((chosen, rejected)):
-            tokens, sampled = np.array(ids + ids[-1:] * self.score, np.int32), np.array(mask + [True] * self.score)
-            logprobs = self.logprobs.get(f"{self.row(number)}-{episode}", np.zeros(len(tokens), np.float32))
-            out.append(Trajectory(tokens=tokens, sampled=sampled, logprobs=logprobs, group=number, episode=episode, reward=0.0 if episode else margin))
+        for n, *sides, margin in self.own(numbers):
+            for episode, (ids, mask) in enumerate(sides):
+                tokens, sampled = np.array(ids + ids[-1:] * self.score, np.int32), np.array(mask + [True] * self.score)
+                logprobs = self.logprobs.get(f"{self.row(n)}-{episode}", np.zeros(len(tokens), np.float32))
+                out.append(Trajectory(tokens=tokens, sampled=sampled, logprobs=logprobs, group=n, episode=episode, reward=0.0 if episode else margin))
         return out
 
 

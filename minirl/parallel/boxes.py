@@ -1,5 +1,6 @@
 """Boxes: blocks of a whole tensor, the common tongue of loading, export and refit."""
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -47,3 +48,15 @@ def cut(t: Tensor, box: Box, corner: tuple[int, ...] | None = None) -> Tensor:
     for d, (start, n, origin) in enumerate(zip(*box, corner or (0,) * t.ndim, strict=True)):
         t = t.narrow(d, start - origin, n)
     return t
+
+
+def runs(items: Iterable, size: Callable[[object], int], limit: int) -> Iterator[list]:
+    """Cut a row of things into runs whose sizes add up to `limit` at most, but for a thing that alone has more."""
+    run, total = [], 0
+    for item in items:
+        if run and total + size(item) > limit:
+            yield run
+            run, total = [], 0
+        run.append(item)
+        total += size(item)
+    yield run

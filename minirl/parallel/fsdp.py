@@ -1,5 +1,6 @@
 """FSDP2 as this house uses it: plain SUM of gradients, fp32 masters, storages that can leave the device and come back."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -103,8 +104,7 @@ class Sleeper:
             torch.cuda.synchronize()
         for storage, _ in leaving:
             storage.resize_(0)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # which does nothing without CUDA
         self._away[kind] += leaving
         return sum(host.numel() for _, host in leaving)
 
@@ -124,12 +124,6 @@ class Sleeper:
         self.sleep_optimizer()
         self.sleep_parameters()
 
-    def wake_optimizer(self) -> None:
-        self._return("optimizer")
-
-    def wake_parameters(self) -> None:
-        self._return("parameters")
-
     @torch.no_grad()
     def _return(self, kind: str) -> None:
         for storage, host in self._away[kind]:
@@ -138,3 +132,5 @@ class Sleeper:
         if self._away[kind] and torch.cuda.is_available():
             torch.cuda.synchronize()
         self._away[kind].clear()
+
+    wake_optimizer, wake_parameters = functools.partialmethod(_return, "optimizer"), functools.partialmethod(_return, "parameters")
