@@ -58,7 +58,7 @@ def test_line_separators_inside_a_text_do_not_end_its_line(tmp_path):
 @pytest.mark.parametrize(("lines", "message"), [
     ([{"prompt": "a"}, "", '{"prompt": "b"'], r"line 3 is not JSON"),
     ([{"prompt": "a"}, {"question": "b", "level": 1}], r"line 2 has no 'prompt' .*\(its keys: question, level\); set data.prompt_key"),
-    ([["a"]], r"line 1 has no 'prompt' .*\(its keys: list\)"),
+    ([["a"]], "line 1: a row must be an object of named values, not a list"),
     ([{"prompt": ""}], r"line 1 has no 'prompt'"),
     ([{"prompt": [{"role": "user"}]}], r"line 1 has no 'prompt' that is a text or a list of messages"),
     ([{"prompt": []}], r"line 1 has no 'prompt'"),
@@ -71,7 +71,7 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path, lines, message):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"data.train = '.*none.jsonl': no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets, or reasoning_gym:NAME"):
+    with pytest.raises(UserError, match=r"data.train = '.*none.jsonl': no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets, reasoning_gym:NAME or verifiers:NAME"):
         load(tmp_path / "none.jsonl")
 
 

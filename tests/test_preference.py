@@ -240,7 +240,7 @@ def test_every_layout_gives_the_same_pair(tmp_path):
     ({"chosen": [YO], "rejected": [NO]}, "line 2: the chosen side must answer the prompt that both share, and end by an assistant's turn"),
     ({"chosen": [HI, YO], "rejected": [HI]}, "line 2: the rejected side must answer"),
     ({"prompt": [HI], "chosen": [{"role": "assistant", "content": ""}], "rejected": [NO]}, "line 2: the chosen side must answer .* not empty"),
-    (["a"], "line 2: the chosen side"),
+    (["a"], "line 2: a row must be an object of named values, not a list"),
 ])
 def test_a_row_that_is_no_pair_is_refused_with_its_line(tmp_path, row, message):
     with pytest.raises(UserError, match=rf"data.train = .*a.jsonl: {message}"):

@@ -82,7 +82,7 @@ def _block(pairs: list[tuple[np.ndarray, np.ndarray]], causal: bool, device: tor
         return tensor(np.cumsum([0, *map(len, parts)]), torch.int32)
     return Block(causal=causal, rows=None if causal and _counts_up(rows) else tensor(rows),
                  key_rows=None if squares else tensor(np.concatenate(keys)), cu_queries=running(queries), cu_keys=running(keys),
-                 longest=(max(map(len, queries)), max(map(len, keys))), rectangles=rectangles, places=None if _counts_up(places) else tensor(places))
+                 longest=(max(map(len, queries)), max(map(len, keys))), rectangles=rectangles, places=places)
 
 
 def _counts_up(rows: np.ndarray, first: int = 0) -> bool:
@@ -99,19 +99,21 @@ def _run(parts: list[np.ndarray], device: torch.device) -> tuple[Run, np.ndarray
     return Run(torch.from_numpy(rows).to(device, non_blocking=True), first if _counts_up(rows.reshape(-1), first) else None), place >= lengths[:, None]
 
 
-def _rectangles(queries: list[np.ndarray], keys: list[np.ndarray], causal: bool, device: torch.device) -> tuple[tuple[Rectangle, ...], np.ndarray]:
-    """Gather pairs of like size. Returns the rectangles, and each query's place in them."""
+def _rectangles(queries: list[np.ndarray], keys: list[np.ndarray], causal: bool, device: torch.device) -> tuple[tuple[Rectangle, ...], torch.Tensor | None]:
+    """`Block.rectangles` of pairs of like size, and `Block.places`."""
     num_queries, num_keys = np.array([len(q) for q in queries]), np.array([len(k) for k in keys])
     like = np.stack([num_keys > num_queries, np.searchsorted(EDGES, num_queries), np.searchsorted(EDGES, num_keys)], axis=1)
-    def tensor(values: np.ndarray) -> torch.Tensor | None:
-        return torch.from_numpy(values).to(device, non_blocking=True) if values.any() else None
+    def tensor(values: np.ndarray, needed: np.ndarray) -> torch.Tensor | None:
+        return torch.from_numpy(values).to(device, non_blocking=True) if needed.any() else None
     out, places, filled = [], [np.empty(0, np.int64)] * len(queries), 0
     for size in np.unique(like, axis=0):
         members = np.flatnonzero((like == size).all(1))
         (query_run, filling), (key_run, hidden) = (_run([side[i] for i in members], device) for side in (queries, keys))
-        out.append(Rectangle(queries=query_run, keys=key_run, filling=tensor(filling), hidden=None if causal else tensor(hidden),
-                             before=tensor((num_keys - num_queries)[members]) if causal else None))
+        before = (num_keys - num_queries)[members]
+        last = before[:, None] + np.arange(filling.shape[1]) if causal else num_keys[members, None] - 1
+        out.append(Rectangle(queries=query_run, keys=key_run, filling=tensor(filling, filling), last=tensor(last, before if causal else hidden)))
         for n, i in enumerate(members):
             places[i] = filled + n * filling.shape[1] + np.arange(num_queries[i])
         filled += filling.size
-    return tuple(out), np.concatenate(places)
+    order = np.concatenate(places)
+    return tuple(out), None if len(order) == filled and _counts_up(order) else torch.from_numpy(order).to(device, non_blocking=True)

@@ -22,7 +22,7 @@ OTHER_NAMES = {"prompt": ("instruction", "input", "context_messages", "messages"
 class Rows(Sequence[dict]):
     """Rows of some sources, each made when it is asked for; in memory is only where they are."""
 
-    def __init__(self, sources: list[Source], make: Callable[[object, Source, str], dict], places: np.ndarray):
+    def __init__(self, sources: list[Source], make: Callable[[dict, Source, str], dict], places: np.ndarray):
         """`make(what the source holds, source, its place for an error)` is the row. `places`: int64 [N, 2], source and number in it."""
         self.sources, self.make, self.places = sources, make, places
 
@@ -31,7 +31,10 @@ class Rows(Sequence[dict]):
 
     def __getitem__(self, i: int) -> dict:
         of, number = self.places[i].tolist()
-        return self.make(self.sources[of].rows[number], self.sources[of], self.sources[of].where(number))
+        row, where = self.sources[of].rows[number], self.sources[of].where(number)
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: a row must be an object of named values, not a {type(row).__name__}")
+        return self.make(row, self.sources[of], where)
 
 
 def take(rows: Sequence[dict], numbers: Iterable[int]) -> Sequence[dict]:
@@ -41,7 +44,7 @@ def take(rows: Sequence[dict], numbers: Iterable[int]) -> Sequence[dict]:
     return [rows[n] for n in numbers]
 
 
-def open_rows(source: str | list[str], setting: str, make: Callable[[object, Source, str], dict], max_samples: int, *,
+def open_rows(source: str | list[str], setting: str, make: Callable[[dict, Source, str], dict], max_samples: int, *,
               distinct: Callable[[dict], object] | None = None) -> Rows:
     """The rows of one or several sources end to end, of each only the first `max_samples` (0: all), and of those that `distinct` maps to the same
     the first. Each is looked at once, so that a bad one ends the program now. Raises UserError."""
@@ -65,7 +68,7 @@ def load_rows(source: str | list[str], setting: str, cfg: DataConfig) -> Rows:
     Every row has "prompt" and, where the source has one, "answer", whatever the columns were called; "data_source" where a column says it or
     there are several sources; and all that it had. Raises UserError.
     """
-    def make(raw: object, of: Source, where: str) -> dict:
+    def make(raw: dict, of: Source, where: str) -> dict:
         return _to_prompt(raw, of.name if isinstance(source, list) else "", where, cfg)
     return open_rows(source, setting, make, cfg.max_samples, distinct=lambda row: hashlib.blake2b(json.dumps(row["prompt"]).encode(), digest_size=16).digest())
 
@@ -87,24 +90,21 @@ def column(row: dict, key: str) -> object:
     return row.get(found)
 
 
-def _to_prompt(row: object, source: str, where: str, cfg: DataConfig) -> dict:
-    values = row if isinstance(row, dict) else {}
-    prompt, answer = column(values, cfg.prompt_key), column(values, cfg.answer_key)
-    if prompt is values.get("messages") is not None and cfg.prompt_key != "messages" and is_prompt(prompt) and prompt[-1]["role"] == "assistant":
+def _to_prompt(row: dict, source: str, where: str, cfg: DataConfig) -> dict:
+    prompt, answer = column(row, cfg.prompt_key), column(row, cfg.answer_key)
+    if prompt is row.get("messages") is not None and cfg.prompt_key != "messages" and is_prompt(prompt) and prompt[-1]["role"] == "assistant":
         prompt, answer = prompt[:-1], prompt[-1]["content"] if answer is None else answer  # a chat to imitate: its last turn is the answer
     if not is_prompt(prompt):
-        keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise UserError(f"{where} has no {cfg.prompt_key!r} that is a text or a list of messages (its keys: {keys}); set data.prompt_key to the right one")
-    name = column(values, cfg.source_key) or source
+        raise UserError(f"{where} has no {cfg.prompt_key!r} that is a text or a list of messages (its keys: {', '.join(row)}); set data.prompt_key to the right one")
+    name = column(row, cfg.source_key) or source
     return {**row, "prompt": prompt, **({} if answer is None else {"answer": answer}), **({"data_source": str(name)} if name else {})}
 
 
-def _to_chat(row: object, where: str, cfg: ChatsConfig) -> dict:
-    values = row if isinstance(row, dict) else {}
-    messages, completion = values.get(cfg.messages_key), column(values, cfg.completion_key)
-    prompt = column(values, cfg.prompt_key) if messages is None else None
-    if isinstance(values.get(cfg.text_key), str) and messages is None and completion is None:
-        return {"text": values[cfg.text_key]}
+def _to_chat(row: dict, where: str, cfg: ChatsConfig) -> dict:
+    messages, completion = row.get(cfg.messages_key), column(row, cfg.completion_key)
+    prompt = column(row, cfg.prompt_key) if messages is None else None
+    if isinstance(row.get(cfg.text_key), str) and messages is None and completion is None:
+        return {"text": row[cfg.text_key]}
     if is_prompt(messages) and isinstance(messages, list):
         turns, first = chat.to_messages(messages, cfg.system_prompt), 0
     elif messages is None and is_prompt(prompt) and isinstance(completion, str | int | float | list):
@@ -112,9 +112,8 @@ def _to_chat(row: object, where: str, cfg: ChatsConfig) -> dict:
         first = len(turns)
         turns += completion if isinstance(completion, list) else [{"role": "assistant", "content": str(completion)}]
     else:
-        keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise UserError(f"{where} has neither {cfg.messages_key!r} (messages with role and content), nor {cfg.prompt_key!r} with {cfg.completion_key!r}, "
-                        f"nor {cfg.text_key!r} (its keys: {keys}); set data.messages_key, prompt_key and completion_key, or text_key")
+                        f"nor {cfg.text_key!r} (its keys: {', '.join(row)}); set data.messages_key, prompt_key and completion_key, or text_key")
     if not is_prompt(turns) or not all(isinstance(m["content"], str) for m in turns):
         raise UserError(f"{where}: every message needs a role and a content that is a text")
     trained = [i for i, m in enumerate(turns) if i >= first and m["role"] == "assistant"]

@@ -145,11 +145,6 @@ class _Sequence:
     def num_rows(self) -> int:
         return self.stop - self.start
 
-    @property
-    def is_answer(self) -> bool:
-        """It holds the trajectory's last row, and tokens in the loss."""
-        return self.stop == len(self.trajectory.tokens) - 1 and bool(self.trajectory.sampled.any())
-
 
 def _sequences(trajectories: list[Trajectory], *, share: bool) -> list[_Sequence]:
     """Prompts that siblings share, then everything with rows of its own, siblings side by side."""
@@ -190,10 +185,10 @@ def pack(trajectories: list[Trajectory], device: torch.device, temperature: floa
         if context:
             whole = [np.pad(values, (0, cp.padded(len(values), context) - len(values)))[rows] for values, rows in zip(whole, own, strict=True)]
         return np.concatenate(whole)
-    answers = sorted((q.trajectory.group, q.trajectory.episode, i) for i, q in enumerate(sequences) if q.is_answer) if pairs else []
-    numbers = np.array([i for *_, i in answers], np.int64).reshape(-1, 2)
     last = [q.start + rows == len(q.trajectory.tokens) - 2 for q, rows in zip(sequences, own, strict=True)]
     mask = column("sampled", 1)
+    answers = sorted((q.trajectory.group, q.trajectory.episode, i) for i, q in enumerate(sequences)
+                     if q.stop == len(q.trajectory.tokens) - 1 and q.trajectory.sampled.any())  # those that are no prompt and do not fill
     return Packed(
         inputs=tensor(column("tokens"), torch.int64),
         targets=tensor(column("tokens", 1), torch.int64),
@@ -212,7 +207,7 @@ def pack(trajectories: list[Trajectory], device: torch.device, temperature: floa
         engine_logprobs=tensor(column("logprobs", 1), torch.float32),
         turn_rewards=tensor(column("rewards", 1), torch.float32) if all(q.trajectory.rewards is not None for q in sequences) else None,
         ends=tensor(np.concatenate(last), torch.bool),
-        pairs=tensor(numbers, torch.int64) if pairs else None,
+        pairs=tensor(np.array([i for *_, i in answers], np.int64).reshape(-1, 2), torch.int64) if pairs else None,
         advantages=tensor(column("advantages", 1), torch.float32) if all(q.trajectory.advantages is not None for q in sequences) else None,
     )
 

@@ -21,7 +21,7 @@ def load_pairs(source: str | list[str], setting: str, cfg: PairsConfig) -> Rows:
 
     Of a reasoning-gym generator, a question's answer was preferred to that of another. Raises UserError for a row that is no pair, with its line.
     """
-    def make(row: object, of: Source, where: str) -> dict:
+    def make(row: dict, of: Source, where: str) -> dict:
         return _to_pair(_judged(row, of, cfg) if f" = {GYM}" in of.shown else row, where, cfg)
     return open_rows(source, setting, make, cfg.max_samples)
 
@@ -32,14 +32,13 @@ def _judged(row: dict, of: Source, cfg: PairsConfig) -> dict:
     return {cfg.prompt_key: row["prompt"], cfg.chosen_key: str(row["answer"]), cfg.rejected_key: wrong}
 
 
-def _to_pair(row: object, where: str, cfg: PairsConfig) -> dict:
-    values = row if isinstance(row, dict) else {}
-    prompt, margin = values.get(cfg.prompt_key), values.get(cfg.margin_key, 0.0)
-    sides = {side: values.get(key) for side, key in zip(SIDES, (cfg.chosen_key, cfg.rejected_key), strict=True)}
+def _to_pair(row: dict, where: str, cfg: PairsConfig) -> dict:
+    prompt, margin = row.get(cfg.prompt_key), row.get(cfg.margin_key, 0.0)
+    sides = {side: row.get(key) for side, key in zip(SIDES, (cfg.chosen_key, cfg.rejected_key), strict=True)}
     for (side, answer), key in zip(sides.items(), (cfg.chosen_key, cfg.rejected_key), strict=True):
         if not is_prompt(answer) or isinstance(answer, str) and not answer.strip():
             raise UserError(f"{where}: the {side} side {key!r} of a pair must be a text or messages with role and content, and not empty (it is "
-                            f"{str(answer)[:60]!r}; the row's keys: {', '.join(values)}); set data.chosen_key and data.rejected_key, or drop the row")
+                            f"{str(answer)[:60]!r}; the row's keys: {', '.join(row)}); set data.chosen_key and data.rejected_key, or drop the row")
     if prompt is not None and not is_prompt(prompt):
         raise UserError(f"{where}: {cfg.prompt_key!r} must be a text or messages with role and content, not {str(prompt)[:60]!r}")
     if len({type(answer) for answer in sides.values()}) > 1:

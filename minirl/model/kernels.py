@@ -72,16 +72,13 @@ def _add(into: Tensor, run: Run, rows: Tensor) -> None:
 
 def _bias(r: Rectangle, block: Block, options: Options, like: Tensor) -> Tensor | None:
     """[B or 1, 1, Lq or 1, Lk]: 0 where a query sees a key, else -inf; None where plain causal, or all, says it."""
-    if not block.causal:
-        hidden = None if r.hidden is None else r.hidden[:, None, None]
-    elif r.before is None and (options.window is None or options.window >= r.keys.rows.shape[1]):
-        hidden = None
-    else:
-        before = r.queries.rows.new_zeros(1) if r.before is None else r.before
-        last_key = before[:, None] + torch.arange(r.queries.rows.shape[1], device=like.device)
-        ahead = last_key[:, :, None] - torch.arange(r.keys.rows.shape[1], device=like.device)
-        hidden = ((ahead < 0) | (ahead >= (options.window or r.keys.rows.shape[1])))[:, None]
-    return None if hidden is None else torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+    num_keys = r.keys.rows.shape[1]
+    if r.last is None and (not block.causal or options.window is None or options.window >= num_keys):
+        return None
+    last = torch.arange(num_keys, device=like.device)[None] if r.last is None else r.last
+    ahead = last[:, :, None] - torch.arange(num_keys, device=like.device)
+    hidden = ((ahead < 0) | (ahead >= (options.window or num_keys)))[:, None]
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
 def _cpu_can(q: Tensor, options: Options) -> bool:

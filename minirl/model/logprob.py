@@ -75,14 +75,13 @@ class _LogprobEntropy(torch.autograd.Function):
         ctx.group = group
         ctx.save_for_backward(hidden, weight, targets, log_sum, mean)
         ctx.temperature, ctx.softcap, ctx.entropy_gradient = temperature, softcap, entropy_gradient
-        ctx.set_materialize_grads(False)
         entropy = log_sum - mean
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_sum, mean = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=log_sum.dtype)  # summed over chunks, so never in bf16
@@ -90,12 +89,10 @@ class _LogprobEntropy(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             z = _logits(hidden[part], weight, ctx.temperature, ctx.softcap)
             p = (z - log_sum[part, None]).exp_()
-            grad = torch.zeros_like(p)
-            if ctx.entropy_gradient and grad_entropy is not None:
+            grad = p * -grad_logprobs[part, None]
+            grad.scatter_add_(1, targets[part, None], grad_logprobs[part].masked_fill(ctx.elsewhere[part], 0)[:, None])
+            if ctx.entropy_gradient:
                 grad.addcmul_(p * (z - mean[part, None]), grad_entropy[part, None], value=-1)
-            if grad_logprobs is not None:
-                grad.addcmul_(p, grad_logprobs[part, None], value=-1)
-                grad.scatter_add_(1, targets[part, None], grad_logprobs[part].masked_fill(ctx.elsewhere[part], 0)[:, None])
             if ctx.softcap is not None:
                 grad.mul_(1 - (z * (ctx.temperature / ctx.softcap)).square_())
             grad = grad.div_(ctx.temperature).to(hidden.dtype)

@@ -17,12 +17,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from minirl.parallel.mesh import all_gather_single, reduce_scatter_single
 from minirl.types import UserError
 
-TOKENS, FEATURES = 1, -1  # dimensions of [1, T, H]
+TOKENS, FEATURES = 1, 2  # dimensions of [1, T, H]
+
+
+def move(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, *, grad: Placement | None = None) -> Tensor:
+    """This rank's tensor at placement `source` over a 1-D mesh -> that at `target`. `grad`: what the gradient that comes back is; as `target` if
+    not said. It leaves as `source`, but whole where that is a partial sum."""
+    return DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target]).to_local(grad_placements=[grad or target])
 
 
 @dataclass(frozen=True)
@@ -43,67 +48,22 @@ class TensorParallel:
     def rank(self) -> int:
         return self.mesh.get_local_rank()
 
+    @property
+    def tokens(self) -> Placement:
+        """Between the parallel blocks."""
+        return Shard(TOKENS) if self.sequence else Replicate()
+
     def enter(self, x: Tensor) -> Tensor:
-        """In front of a column-parallel block: all tokens, and whole gradients behind it."""
-        return (gather_in if self.sequence else enter)(x, self.group)
+        """Tokens go into a column-parallel block whole; Megatron's f."""
+        return move(x, self.mesh, self.tokens, Replicate(), grad=Partial())
 
     def leave(self, x: Tensor) -> Tensor:
-        """Behind a row-parallel block: sums over ranks, of all tokens or this rank's."""
-        return (scatter_out if self.sequence else leave)(x, self.group)
+        """Partial sums come out of a row-parallel block; Megatron's g."""
+        return move(x, self.mesh, Partial(), self.tokens)
 
-
-# ---------------------------------------------------------------------------------------------------- collectives
-
-
-def _all_reduce(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=group)
-    return x
-
-
-def _gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    x = x.movedim(dim, 0).contiguous()
-    out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    all_gather_single(out, x, group=group)
-    return out.movedim(0, dim)
-
-
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    x = x.movedim(dim, 0).contiguous()
-    out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
-    reduce_scatter_single(out, x, group=group)
-    return out.movedim(0, dim)
-
-
-def _own(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
-
-
-def _same(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    return x.view_as(x)
-
-
-def _function(forward: Callable, backward: Callable, dim: int = TOKENS) -> Callable[[Tensor, dist.ProcessGroup], Tensor]:
-    class Collective(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-            ctx.group = group
-            return forward(x, group, dim)
-
-        @staticmethod
-        def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-            return backward(grad, ctx.group, dim), None
-
-    return Collective.apply
-
-
-enter = _function(_same, _all_reduce)  # Megatron's f: whole tokens go into a column-parallel block
-leave = _function(_all_reduce, _same)  # Megatron's g: partial sums come out of a row-parallel one
-gather_in = _function(_gather, _reduce_scatter)  # f and g under sequence parallelism
-scatter_out = _function(_reduce_scatter, _gather)
-gather_tokens = _function(_gather, _own)  # in front of what computes the same on every rank and whose gradient is whole
-gather_features = _function(_gather, _own, FEATURES)  # the same behind a column-parallel matrix
-own_features = _function(_own, _gather, FEATURES)  # and back, in front of a row-parallel one
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """In front of what computes the same on every rank and whose gradient is whole."""
+        return move(x, self.mesh, self.tokens, Replicate())
 
 
 # ---------------------------------------------------------------------------------------------------- parameters
@@ -121,9 +81,7 @@ def _shard(module: nn.Module, name: str, tp: TensorParallel, placement: Shard | 
 def _local(parameter: Tensor | None, *, partial: bool = False) -> Tensor | None:
     """The local tensor. `partial`: this rank sees only part of the contributions to its gradient, which FSDP then sums once, after
     the last micro-batch (a hook on `.grad` would sum again at each)."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    return parameter.to_local(grad_placements=[Partial()]) if partial else parameter.to_local()
+    return parameter.to_local(grad_placements=[Partial()] if partial else None) if isinstance(parameter, DTensor) else parameter
 
 
 # ---------------------------------------------------------------------------------------------------- styles
@@ -149,7 +107,7 @@ def _parallel(module: nn.Module, tp: TensorParallel, placement: Shard | Replicat
 def _column(module: nn.Linear, tp: TensorParallel) -> Callable:
     """Own rows of the weight, but all features out: for what cannot be split by heads, fused projections and norms over all heads jointly."""
     plain = _parallel(module, tp, Shard(0))
-    return lambda x: gather_features(plain(x), tp.group)
+    return lambda x: move(plain(x), tp.mesh, Shard(FEATURES), Replicate())
 
 
 def _column_of_one_head(module: nn.Linear, tp: TensorParallel, num_heads: int, head_dim: int) -> Callable:
@@ -169,7 +127,7 @@ def _row(module: nn.Linear, tp: TensorParallel, *, split: bool = False, inner: b
     _shard(module, "bias", tp, Replicate())
 
     def forward(x: Tensor) -> Tensor:
-        y = F.linear(own_features(x, tp.group) if split else x, _local(module.weight))
+        y = F.linear(move(x, tp.mesh, Replicate(), Shard(FEATURES)) if split else x, _local(module.weight))
         y = y if inner else tp.leave(y)
         return y if inner or module.bias is None else y + _local(module.bias, partial=tp.sequence)
 

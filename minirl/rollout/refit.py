@@ -138,10 +138,9 @@ class Refit:
             if padding.get(name):
                 parameter[-padding[name] // parameter.shape[1] :].zero_()
 
-    def _plan(self, wants: list[list[Copy]], targets: list[Tensor]) -> tuple[dict, dict]:
+    def _plan(self, wants: list[list[Copy]], targets: list[Tensor]) -> tuple[dict[tuple[str, int], list[_Piece]], ...]:
         """Pieces by weight name and peer, in an order that both ends derive alike."""
-        send: dict[str, list[list[_Piece]]] = {n: [[] for _ in wants] for n in self.shards}
-        receive = {n: [[] for _ in wants] for n in self.shards}
+        send, receive = defaultdict(list), defaultdict(list)
         me, world = self.mesh.rank, self.mesh.world_size
         for to, copies in enumerate(wants):
             for i, copy in enumerate(copies):
@@ -151,9 +150,9 @@ class Refit:
                     part = overlap(copy.box, box) if box not in seen else None
                     seen.add(box)
                     if part and source == me:
-                        send[copy.name][to].append(_Piece(copy, None, part))
+                        send[copy.name, to].append(_Piece(copy, None, part))
                     if part and to == me:
-                        receive[copy.name][source].append(_Piece(copy, targets[i], part))
+                        receive[copy.name, source].append(_Piece(copy, targets[i], part))
         return send, receive
 
     def _make_buckets(self) -> Iterator[list[str]]:
@@ -168,19 +167,21 @@ class Refit:
         run = self._all_to_all if self.cfg.transport == "all_to_all" else self._all_gather
         for bucket in self._buckets:
             for name in bucket:  # what is here already needs no wire
-                for piece in self._receive[name][self.mesh.rank]:
+                for piece in self._receive[name, self.mesh.rank]:
                     piece.scatter(self._own(name, piece.box))
             if self.mesh.world_size > 1:
-                run(bucket)
+                received, buffers = run(bucket)
+                self.bytes_received += received
+                self.peak_bytes = max(self.peak_bytes, buffers)
         if self.check:
             self._compare_with_oracle()
 
     def _own(self, name: str, box: Box) -> Tensor:
         return cut(local(self.shards[name]), box, self.boxes[self.mesh.rank][name][0])
 
-    def _all_to_all(self, bucket: list[str]) -> None:
-        """Each rank gets just what its engine lacks."""
-        sending, receiving = ([[piece for name in bucket if peer != self.mesh.rank for piece in side[name][peer]] for peer in range(self.mesh.world_size)]
+    def _all_to_all(self, bucket: list[str]) -> tuple[int, int]:
+        """Each rank gets just what its engine lacks. Returns bytes: received, and of the buffers."""
+        sending, receiving = ([[piece for name in bucket if peer != self.mesh.rank for piece in side[name, peer]] for peer in range(self.mesh.world_size)]
                               for side in (self._send, self._receive))
         num_out, num_in = ([sum(map(_Piece.numel, pieces)) for pieces in side] for side in (sending, receiving))
         out, into = (torch.empty(sum(num), dtype=self.dtypes[bucket[0]], device=self.mesh.device) for num in (num_out, num_in))
@@ -189,10 +190,10 @@ class Refit:
         dist.all_to_all_single(into, out, num_in, num_out)
         for piece, wire in _on(into, receiving):
             piece.scatter(wire)
-        self._count(into.nbytes, out.nbytes + into.nbytes)
+        return into.nbytes, out.nbytes + into.nbytes
 
-    def _all_gather(self, bucket: list[str]) -> None:
-        """Every rank gets every shard, and takes what its engine wants from them."""
+    def _all_gather(self, bucket: list[str]) -> tuple[int, int]:
+        """Every rank gets every shard, and takes what its engine wants from them. Returns the same."""
         sizes = [[math.prod(boxes[name][1]) for name in bucket] for boxes in self.boxes]
         longest = max(map(sum, sizes))
         out = torch.zeros(longest, dtype=self.dtypes[bucket[0]], device=self.mesh.device)
@@ -203,13 +204,9 @@ class Refit:
         for source, rows in enumerate(into.split(longest)):
             for name, wire in zip(bucket, rows.split([*sizes[source], longest - sum(sizes[source])]), strict=False):
                 corner, shape = self.boxes[source][name]
-                for piece in self._receive[name][source] if source != self.mesh.rank else ():
+                for piece in self._receive[name, source] if source != self.mesh.rank else ():
                     piece.scatter(cut(wire.view(shape), piece.box, corner))
-        self._count(into.nbytes - out.nbytes, into.nbytes + out.nbytes)
-
-    def _count(self, received: int, buffers: int) -> None:
-        self.bytes_received += received
-        self.peak_bytes = max(self.peak_bytes, buffers)
+        return into.nbytes - out.nbytes, into.nbytes + out.nbytes
 
     def _compare_with_oracle(self) -> None:
         """Raises RuntimeError naming the engine parameters that differ from a full gather."""
