@@ -131,9 +131,7 @@ def is_prompt(value: object) -> bool:
 def split(rows: Sequence[dict], held_out: int, seed: int) -> tuple[Sequence[dict], Sequence[dict]]:
     """(train, held out): `held_out` rows chosen by a hash of seed and prompt (of the whole row if it has none), so the choice does not
     depend on row order."""
-    def identity(row: dict) -> str:
-        return json.dumps(row.get("prompt", row))
-    names = [hashlib.sha256(f"{seed} {identity(row)}".encode()).digest() for row in rows]
+    names = [hashlib.sha256(f"{seed} {json.dumps(row.get('prompt', row))}".encode()).digest() for row in rows]
     last = {name: n for n, name in enumerate(names)}
     if held_out >= len(last):
         raise UserError(f"data.held_out = {held_out} leaves nothing of the {len(last)} distinct prompts in data.train; lower it or set data.eval")

@@ -20,8 +20,7 @@ def logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, temperature
     With a `group`, `weight` is this rank's part of the vocabulary (V / ranks rows, in rank order) and `hidden` is equal on all ranks, as
     is then its gradient; logits are never gathered.
     """
-    logprobs, entropy = _LogprobEntropy.apply(hidden, weight, targets, temperature, softcap, entropy_gradient, group)
-    return logprobs, entropy
+    return _LogprobEntropy.apply(hidden, weight, targets, temperature, softcap, entropy_gradient, group)
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None) -> Tensor:

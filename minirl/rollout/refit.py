@@ -67,10 +67,7 @@ def record(engine: RolloutEngine, shapes: dict[str, torch.Size], parts: dict[str
 def _to_copy(name: str, shape: torch.Size, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Copy:
     """Read a strided view of a contiguous tensor as a box of it."""
     full = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    start = []
-    for s in full:
-        start.append(offset // s)
-        offset %= s
+    start = tuple(int(i) for i in torch.unravel_index(torch.tensor(offset), shape))
     box, axes = [1] * len(shape), []
     free = set(range(len(shape)))
     for n, s in zip(size, stride, strict=True):
@@ -80,7 +77,7 @@ def _to_copy(name: str, shape: torch.Size, offset: int, size: tuple[int, ...], s
         free.remove(axis)
         axes.append(axis)
         box[axis] = n
-    return Copy(name, (tuple(start), tuple(box)), tuple(axes))
+    return Copy(name, (start, tuple(box)), tuple(axes))
 
 
 @dataclass(frozen=True)
