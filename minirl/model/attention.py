@@ -28,9 +28,7 @@ def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value:
                      pack: Packed, scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
                      softcap: float | None = None, **kwargs: object) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]. `sliding_window` counts the keys that a query sees."""
-    refused = [k for k in UNSUPPORTED if kwargs.get(k) is not None]
-    if kwargs.get("is_causal") is False:
-        refused.append("is_causal=False")
+    refused = [k for k in UNSUPPORTED if kwargs.get(k) is not None] + ["is_causal=False"] * (kwargs.get("is_causal") is False)
     if refused or dropout or attention_mask is not None:
         raise NotImplementedError(f"{type(module).__name__} asks packed attention for {refused or 'dropout or a mask'}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]

@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,10 +33,6 @@ class TensorParallel:
     mesh: DeviceMesh
     sequence: bool
     """Sequence parallelism."""
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.mesh.get_group()
 
     @property
     def size(self) -> int:
