@@ -177,7 +177,7 @@ class Trainer:
         """The score of each episode stays in `info`, and tells the curriculum."""
         lengths: dict[tuple[int, int], int] = {}
         for t in trajectories:
-            t.info["score"] = t.reward
+            t.info["score"], t.info["staleness"] = t.reward, self.policy.num_updates - t.version
             lengths[t.group, t.episode] = lengths.get((t.group, t.episode), 0) + int(t.sampled.sum())
         once = {(t.group, t.episode): t for t in trajectories}
         if self.cfg.rollout.curriculum_floor:
@@ -254,7 +254,7 @@ class Trainer:
         mesh, seconds = self.mesh, self.timer.take()
         once = [t for t in trajectories if t.segment == 0]
         own = {"reward": sum(t.info["score"] for t in once), "shaped_reward": sum(t.reward for t in once), "answer_tokens": sum(int(t.sampled.sum()) for t in trajectories),
-               "stopped": sum(t.info["stopped"] for t in once), "equal_groups": _num_equal_groups(once), "staleness": sum(self.policy.num_updates - t.version for t in once)}
+               "stopped": sum(t.info["stopped"] for t in once), "equal_groups": _num_equal_groups(once), "staleness": sum(t.info["staleness"] for t in once)}
         ranks = mesh.gather((len(once), own, sum(sum(b.lengths) for m in minibatches for b in m), seconds))
         num = sum(n for n, *_ in ranks)
         metrics = {name: sum(values[name] for _, values, *_ in ranks) / max(1, num) for name in own}
@@ -263,7 +263,7 @@ class Trainer:
         metrics |= {"extra_prompts": self.num_extra, "kl_coef": self.kl_coef} | updates
         generated, trained = sum(v["answer_tokens"] for _, v, *_ in ranks), sum(t for *_, t, _ in ranks) // mesh.tensor.size()
         times = slowest([s for *_, s in ranks])
-        times |= {f"time/idle_rank{rank}": s["idle"] for rank, (*_, s) in enumerate(ranks)}
+        times |= {f"time/idle_rank{rank}": s.get("idle", 0.0) for rank, (*_, s) in enumerate(ranks)}
         times["tokens_per_second/generated"] = generated / times["time/rollout"]
         times["tokens_per_second/trained"] = trained / (times["time/forward"] + times["time/backward"])
         self.log.scalars("rl", step, {**metrics, **({} if self.cfg.rollout.replay else {"refit_bytes": self.refit.bytes_received}), **dict(sorted(times.items()))})

@@ -260,7 +260,7 @@ def echo():
         def state(self):
             return server.State(step_count=len(self.heard))
 
-    url, stop = serve(server.create_fastapi_app(Echo, Say, Heard, max_concurrent_envs=8))
+    url, stop = serve(server.create_fastapi_app(Echo, Say, Heard, max_concurrent_envs=16))
     yield url
     stop()
 
@@ -296,11 +296,11 @@ def test_openenv_actions_as_json(echo, local):
 
 
 def test_openenv_server_that_is_full_or_absent_is_told(echo, local):
-    envs = [make_env(f"openenv:{echo}?action=message")() for _ in range(9)]
-    for env in envs[:8]:
+    envs = [make_env(f"openenv:{echo}?action=message")() for _ in range(17)]
+    for env in envs[:16]:
         env.reset(ROW)
     with pytest.raises(RuntimeError, match="CAPACITY_REACHED"):
-        envs[8].reset(ROW)
+        envs[16].reset(ROW)
     for env in envs:
         env.close()
     with pytest.raises(UserError, match="its observations have no 'text'; they have echoed, seed"):

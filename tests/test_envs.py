@@ -1,5 +1,7 @@
 """The shipped environments and their tools, without an engine; and every environment's config, two steps of it."""
 
+import asyncio
+import inspect
 import json
 import math
 import pickle
@@ -23,9 +25,14 @@ from minirl.rollout.rewards import make_rewards
 from minirl.types import UserError
 
 
+def begin(env, row):
+    said = env.reset(row)
+    return asyncio.run(said) if inspect.iscoroutine(said) else said
+
+
 def play(env: Env, row: dict, answers: list[str]) -> list[Result]:
     """What the environment replies to each."""
-    env.reset(row)
+    begin(env, row)
     return [env.step(State(row=row, answer=answer, stopped=True, turn=turn, messages=[])) for turn, answer in enumerate(answers)]
 
 
@@ -120,7 +127,7 @@ def test_python_tool_runs_the_last_block_and_an_answer_without_one_is_final():
     results = play(make_env("tools:python")(), row, [fenced("python", "print(1)") + fenced("python", "print(6 * 7)"), fenced("python", "x = 1"), "42"])
     assert [r.observation for r in results] == ["42", "(no output)", None]
     assert [r.done for r in results] == [False, False, True] and not any(r.reward for r in results)
-    assert make_env("tools:python")().reset(row) == "?" and make_env("tools:python")().graded
+    assert begin(make_env("tools:python")(), row) == "?" and make_env("tools:python")().graded
 
 
 def test_python_tool_is_kept_within_its_limits():
@@ -191,7 +198,7 @@ def test_unfinished_episode_goes_on_from_a_checkpoint(name):
     """Partial rollouts pickle their environments."""
     row = {"prompt": "?", "answer": "3", "metadata": {"numbers": [2, 3], "target": 6}}
     env, state = make_env(name)(), State(row=row, answer="3 + 2", stopped=True, turn=0, messages=[])
-    env.reset(row)
+    begin(env, row)
     assert pickle.loads(pickle.dumps(env)).step(state) == env.step(state)
 
 

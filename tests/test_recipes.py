@@ -20,6 +20,7 @@ from minirl.config import RewardConfig, RLConfig, RolloutConfig
 from minirl.config_supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.flags import parse
 from minirl.rm import RewardModel, find_reward_model
+from minirl.rollout import records, show
 from minirl.rollout.sampler import Group, Round, Sampler
 from minirl.run import find_teacher
 from minirl.types import Trajectory, UserError
@@ -33,6 +34,18 @@ SUPERVISED = {"sft": (sft, SFTConfig), "rm": (rm, RMConfig), "dpo": (dpo, DPOCon
 EARNED = """
 def vowels(prompt, completion, row):
     return sum(letter in "aeiou" for letter in completion) / 10
+"""
+TALKS = """
+from minirl.rollout.env import Env, Result
+
+class Talk(Env):
+    def reset(self, row):
+        self.long = len(row["answer"]) > 4
+        return row["prompt"]
+
+    def step(self, state):
+        return Result(observation="go on", reward=len(set(state.answer)) / 10, done=state.turn == (3 if self.long else 1), sampling={"max_tokens": 14 if self.long else 3},
+                      info={"long": float(self.long)})
 """
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU engines: bitwise repeatable there only")
 
@@ -53,6 +66,10 @@ JUDGED = ["--num-steps", 5, "--checkpoint.every", 2, "--reward.model", "{folder}
           "--policy.lr", 3e-3, "--rollout.dump", "--eval.every", 4]
 TEACH = ["--num-steps", 8, "--algo.advantage", "on_policy_distill", "--policy.lr", 5e-3, "--algo.kl-estimator", "k1", "--rollout.samples-per-prompt", 1, "--rollout.prompts-per-step", 32,
          "--ref.model", "{folder}/teacher/model"]
+
+
+PARTIAL = ["--num-steps", 5, "--checkpoint.every", 2, "--env.name", "{folder}/talk.py:Talk", "--env.max-turns", 4, "--rollout.ahead", 3, "--rollout.max-tokens", 8,
+           "--engine.max-model-len", 160, "--rollout.prompts-per-step", 4, "--rollout.samples-per-prompt", 3, "--rollout.dump", "--policy.lr", 3e-3]
 
 
 def train(mesh, cases: list[list[str]]) -> None:
@@ -86,6 +103,9 @@ def runs(tmp_path_factory) -> Path:
     cases += [flags(folder, "whole", *STATES), flags(folder, "parts", *STATES, "--num-steps", 4), flags(folder, "parts", *STATES, "--resume")]
     cases += [flags(folder, "judged", *JUDGED), flags(folder, "judged_parts", *JUDGED, "--num-steps", 4), flags(folder, "judged_parts", *JUDGED, "--resume"),
               flags(folder, "only_judge", *JUDGED, "--reward.function", "", "--num-steps", 1)]
+    (folder / "talk.py").write_text(TALKS)
+    cases += [flags(folder, "partial", *PARTIAL), flags(folder, "partial_parts", *PARTIAL, "--num-steps", 4), flags(folder, "partial_parts", *PARTIAL, "--resume")]
+    cases += [flags(folder, "replayed", *PARTIAL[:4], "--rollout.replay", "{folder}/partial/rollouts", *PARTIAL[4:8], "--policy.lr", 3e-3)]
     ranks(1, train, cases)
     ranks(2, train, [flags(folder, "judged_2", *JUDGED), flags(folder, "student_2", *TEACH)])
     return folder
@@ -282,3 +302,30 @@ def test_groups_outside_the_range_are_replaced(means, extra, kept, end, rounds):
         assert [n for tickets in sampler.asked for n in tickets] == list(range(10, stop))  # none twice, none left out
         got += [(t.group - 10, t.episode) for t in trajectories]
     assert sorted(got) == [(n, e) for n in kept for e in (0, 1)]
+
+
+# ---------------------------------------------------------------------------------------------------- partial rollouts, dump and replay
+
+
+def test_a_run_with_unfinished_episodes_resumes_bitwise(runs):
+    whole, resumed = rows(runs / "partial"), rows(runs / "partial_parts")
+    assert repeatable(resumed) == repeatable(whole) and len(whole) == 5
+    assert whole[0]["staleness"] == 0 and any(row["staleness"] > 0 for row in whole) and whole[0]["env/turns"] > 1 and {row["env/long"] for row in whole} != {0.0}
+    assert whole[0]["extra_prompts"] == 3 and not any(row["extra_prompts"] for row in whole[1:])  # begun ahead once, and so many ever since
+    weights = [(runs / name / "model" / "model.safetensors").read_bytes() for name in ("partial", "partial_parts", "replayed")]
+    assert weights[0] == weights[1] == weights[2]  # the last one never had an engine
+
+
+def test_dumped_episodes_are_shown(runs, capsys):
+    file = runs / "partial" / "rollouts" / "step-1-rank-0.jsonl"
+    found = list(records.read(file))
+    assert len({(t.group, t.episode) for t in found}) == 12
+    everything = [t for path in sorted(file.parent.iterdir()) for t in records.read(path)]
+    assert len(everything) == 60 and any(len(set(t.versions.tolist())) > 2 for t in everything)  # -1, and two steps' weights
+    assert show.main([str(file), "3"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("── group") == 3 and "tokens sampled" in text and "<|user|>go on<|end|>" in text and "turns" in text
+    assert show.main([]) == show.main([str(file), "x"]) == show.main([str(runs / "reward.py")]) == 2
+    assert "is not a trajectory" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"rollout.replay = .* has no step-7-rank-\*.jsonl; lower num_steps"):
+        records.load(file.parent, 7, SimpleNamespace(rank=0, world_size=1))

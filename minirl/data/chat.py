@@ -12,7 +12,7 @@ from minirl.types import UserError
 
 def load_tokenizer(folder: Path, *, chats: bool = True, template: str = "", plain: str = "") -> PreTrainedTokenizerBase:
     """`template`, `plain`: as in `use_template`. Raises UserError if there are chats to encode and no template for them."""
-    tokenizer = use_template(AutoTokenizer.from_pretrained(folder), template, plain)
+    tokenizer = use_template(AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False), template, plain)  # it would not give texts back
     if chats and tokenizer.chat_template is None:
         raise UserError(f"policy.model = {folder}: its tokenizer has no chat template; name a file with one by data.chat_template")
     return tokenizer

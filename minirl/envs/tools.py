@@ -15,25 +15,18 @@ Nothing tells the policy of its tools but the prompt: what it is told is yours. 
 import ast
 import operator
 import re
-import sys
 from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache, partial
 
+import bm25s
 import numpy as np
 
 from minirl.data.sources import open_source
 from minirl.envs import sandbox
 from minirl.rollout.env import Result, SingleTurn, State
 from minirl.types import UserError
-
-# bm25s loads numba where it is installed. vLLM's CPU build looks into all loaded modules when its engine starts, and fails at numba's llvmlite.
-numba = sys.modules.setdefault("numba", None)
-import bm25s  # noqa: E402
-
-if numba is None:
-    del sys.modules["numba"]
 
 
 class Tools(SingleTurn):

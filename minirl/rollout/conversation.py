@@ -1,9 +1,12 @@
 """The tokens of an episode: what was rendered, what was sampled, and when the one does not continue the other.
 
 A chat goes on token by token. After an answer the template renders the whole chat anew; if that text begins with all that the policy has
-read and said, the rest of it (the end of the turn, the reply, the header of the next answer) is tokenised alone and appended. If not, the
-environment or the template has rewritten history (some drop the thoughts of earlier turns, some trim answers), and a new segment starts.
-So what is trained on is always what was sampled, after exactly what it was sampled after.
+read and said, the rest of it (the end of the turn, the reply, the header of the next answer) is tokenised and appended. If not, the
+environment or the template has rewritten history (some drop the thoughts of earlier turns, some trim answers, some end them by another token
+than the one sampled), and a new segment starts. So what is trained on is always what was sampled, after exactly what it was sampled after.
+
+Tokenizers that come from sentencepiece write a space before a text, and some special tokens swallow the spaces behind them: what goes on is
+encoded and decoded together with the token before it.
 """
 
 from dataclasses import dataclass, field
@@ -53,14 +56,21 @@ class Segment:
         self._extend(tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
 
     def say(self, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
-        """What it answers; returned as a text with its special tokens."""
-        before, num = tokenizer.decode(self.tokens), len(completion.tokens)
+        """What it answers; returned as a text with its special tokens but the one that ends it."""
+        text, last = self.decode(completion.tokens, tokenizer), completion.tokens[-1:]
+        self.text += text
         self._extend(completion.tokens, True, completion.logprobs, completion.versions)
         self.answers += 1
-        after = tokenizer.decode(self.tokens)  # all of it: some tokenizers write a token otherwise at the beginning of a text
-        text = after[len(before) :] if after.startswith(before) else tokenizer.decode(self.tokens[-num:])
-        self.text += text
-        return text
+        ended = completion.stopped and not tokenizer.decode(last, skip_special_tokens=True)  # no part of the content, as `</code>` would be
+        return text.removesuffix(tokenizer.decode(last)) if ended else text
+
+    def decode(self, tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+        """What they add to the text."""
+        border = len(self.tokens) - 1
+        while (before := tokenizer.decode(self.tokens[border:])).startswith("\ufffd") and border > 0:
+            border -= 1  # it is in the middle of a character
+        after = tokenizer.decode(self.tokens[border:] + tokens)
+        return after[len(before) :] if after.startswith(before) else tokenizer.decode(tokens)
 
     def _extend(self, tokens: list[int], sampled: bool, logprobs: list[float], versions: list[int]) -> None:
         self.tokens += tokens
@@ -71,7 +81,7 @@ class Segment:
 
     def reward(self, value: float) -> None:
         """For the last answer."""
-        last = max((i for i, sampled in enumerate(self.sampled) if sampled), default=None)
+        last = next((i for i in reversed(range(len(self.sampled))) if self.sampled[i]), None)
         if last is not None:
             self.rewards[last] += value
 
@@ -94,9 +104,7 @@ class Conversation:
         fitting = [s for s in self.segments if not s.asking and (prompt.startswith(s.text) if whole else prompt[: len(s.tokens)] == s.tokens)]
         segment = max(fitting, key=lambda s: len(s.tokens)) if fitting else self._begin()
         segment.before = len(segment.tokens), segment.text
-        rest = prompt[len(segment.text if whole else segment.tokens) :]
-        segment.read(chat.encode(self.tokenizer, rest) if whole else rest, rest if whole else self.tokenizer.decode(rest))
-        return segment
+        return self.read(prompt[len(segment.text if whole else segment.tokens) :], segment)
 
     def take_back(self, segment: Segment) -> None:
         """As if it had not been asked, and nothing answered since."""
@@ -107,12 +115,23 @@ class Conversation:
         if not segment.tokens:
             self.segments[:] = [s for s in self.segments if s is not segment]
 
-    def read(self, tokens: list[int] | str) -> Segment:
-        """The last segment (a first one if there is none) with tokens, or a raw text, appended."""
-        segment = self.segments[-1] if self.segments else self._begin()
-        text = tokens if isinstance(tokens, str) else self.tokenizer.decode(tokens)
-        segment.read(chat.encode(self.tokenizer, tokens) if isinstance(tokens, str) else list(tokens), text)
+    def read(self, said: list[int] | str, segment: Segment | None = None) -> Segment:
+        """The segment, or a new one, with tokens or a raw text appended."""
+        segment = segment or self._begin()
+        if isinstance(said, str):
+            segment.read(self._encode(said, segment.tokens), said)
+        else:
+            segment.read(list(said), segment.decode(said, self.tokenizer))
         return segment
+
+    def _encode(self, text: str, before: list[int]) -> list[int]:
+        """Of a text that follows these tokens: as behind the last of them if that stays what it is, else as behind a token that ends a text."""
+        for last in (before[-1:], [self.tokenizer.eos_token_id] if before else []):
+            begin = self.tokenizer.decode(last) if last != [None] else ""
+            ids = chat.encode(self.tokenizer, begin + text)
+            if begin and "\ufffd" not in begin and ids[:1] == last:  # not a part of a character, which has no text
+                return ids[1:]
+        return chat.encode(self.tokenizer, text)
 
     def _begin(self) -> Segment:
         self.segments.append(Segment())

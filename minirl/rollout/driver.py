@@ -122,6 +122,9 @@ class Driver:
                     await self._news.wait()
             else:
                 self._tick()
+        for name, tokens, logprobs, _ in self.engine.unfinished():
+            if name in self._live:
+                self._hear(name, tokens, logprobs, None)
         self._dropped += self._live
         self._held += [*self._live.values(), *self._waiting]
         self._live, self._waiting = {}, []
@@ -137,7 +140,7 @@ class Driver:
             for request, future in self._waiting:
                 self._number += 1
                 self._live[str(self._number)] = request, future
-                added.append((str(self._number), *_remaining(request)))
+                added.append((str(self._number), *_remaining(request), request.on_tokens is not None))
             orders = (more, self._dropped, added)
             self._waiting, self._dropped = [], []
         more, dropped, added = self.engine.tensor_parallel_broadcast(orders)

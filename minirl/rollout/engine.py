@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import random
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -155,17 +156,17 @@ class RolloutEngine:
 
     # ------------------------------------------------------------------------------------------------ generation
 
-    def add(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int) -> None:
+    def add(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int, stream: bool = False) -> None:
         """Queue one sample. With tensor parallelism every rank of the engine must add the same requests in the same order.
 
         The seed must differ between samples: unseeded ones draw from the process's generator, which the trainer moves and
-        which would differ between ranks of one engine.
+        which would differ between ranks of one engine. `stream`: `step` tells each token at once, which costs vLLM an object for it.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(**vars(sampling) | {"stop_token_ids": list(sampling.stop_token_ids)}, seed=seed, logprobs=0, detokenize=False,
-                                output_kind=RequestOutputKind.DELTA)  # what an aborted request had is known
+                                output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
 
     def abort(self, request_ids: list[str]) -> None:
@@ -173,15 +174,20 @@ class RolloutEngine:
             self.llm.llm_engine.abort_request(request_ids)
 
     def step(self) -> list[tuple[str, list[int], list[float], str | None]]:
-        """One step of every running request: its id, new tokens, their log-probs under the distribution they were drawn from (temperature applied),
-        and at the end `stop` (by a stop token, which is the last one) or `length`."""
+        """One step of every running request. Of those that are streamed or have ended: id, tokens that are news, their log-probs under the distribution
+        they were drawn from (temperature applied), and at the end `stop` (by a stop token, which is the last one) or `length`."""
         heard = []
         for output in self.llm.llm_engine.step() if self.llm.llm_engine.has_unfinished_requests() else ():
             sample = output.outputs[0]
-            tokens = list(sample.token_ids)
-            logprobs = [entry[token].logprob for entry, token in zip(sample.logprobs or (), tokens, strict=True)]
-            heard.append((output.request_id, tokens, logprobs, sample.finish_reason))
+            heard.append((output.request_id, list(sample.token_ids), _logprobs(sample.token_ids, sample.logprobs), sample.finish_reason))
         return heard
+
+    def unfinished(self) -> list[tuple[str, list[int], list[float], None]]:
+        """What there is of requests that have not ended and are not streamed, in the form of `step`."""
+        from vllm.sampling_params import RequestOutputKind
+
+        found = [s for s in self.llm.llm_engine.output_processor.request_states.values() if s.output_kind == RequestOutputKind.FINAL_ONLY]
+        return [(s.external_req_id, list(s.detokenizer.output_token_ids), _logprobs(s.detokenizer.output_token_ids, s.logprobs_processor.logprobs), None) for s in found]
 
     def tensor_parallel_broadcast(self, value: object) -> object:
         """The leader's value, on all ranks of this engine."""
@@ -202,6 +208,10 @@ class RolloutEngine:
         del self.llm
         gc.collect()
         destroy_model_parallel()
+
+
+def _logprobs(tokens: list[int], entries: list[dict] | None) -> list[float]:
+    return [entry[token].logprob for entry, token in zip(entries or (), tokens, strict=True)]
 
 
 @contextlib.contextmanager
@@ -229,6 +239,8 @@ def _patch_cpu(mesh: Mesh) -> None:
     from vllm.platforms import current_platform
 
     _patch_cpu_experts()
+    if numba := sys.modules.get("llvmlite.binding.ffi"):
+        numba.lib._fntab["__dict__"] = {}  # vLLM looks for kernels in the __dict__ of all that is loaded, and this one's is a function else
     type(current_platform).simple_compile_backend = "eager"  # else the first generation waits for a C++ compiler
     layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", torch.nn.functional.linear)
 

@@ -19,6 +19,7 @@
 `reset`, `step` and `run` may be `async def`; others run in threads, so both overlap with generation.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,8 +86,8 @@ class Env:
         """The reply to an answer."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """The episode has ended, however."""
+    async def close(self) -> None:
+        """The episode has ended, however; or it was made only to see that it can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +109,8 @@ class Agent:
         """Play the episode; `reward`, `truncated` and `info` of the result count."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """The episode has ended, however."""
+    async def close(self) -> None:
+        """The episode has ended, however; or it was made only to see that it can be."""
 
 
 ENVS = {"single_turn": "minirl.rollout.env:SingleTurn", "guess": "minirl.envs.guess:Guess", "countdown": "minirl.envs.countdown:Countdown",
@@ -123,10 +124,10 @@ class SingleTurn(Env):
 
     graded = True
 
-    def reset(self, row: dict) -> Observation:
+    async def reset(self, row: dict) -> Observation:  # not in a thread, which would cost more than it does
         return row["prompt"]
 
-    def step(self, state: State) -> Result:
+    async def step(self, state: State) -> Result:
         return Result(done=True)
 
 
@@ -147,5 +148,6 @@ def make_env(name: str) -> Callable[[], Env | Agent]:
         raise UserError(f"env.name = {name}: {error}") from error
     if not isinstance(made, Env | Agent):
         raise UserError(f"env.name = {name} makes {type(made).__name__}, which is neither an Env nor an Agent (minirl.rollout.env)")
-    made.close()
+    if not inspect.iscoroutinefunction(made.close):
+        made.close()
     return make

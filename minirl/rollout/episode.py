@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
+import numbers
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -48,7 +49,9 @@ class Episode:
     answer: str = ""
     stopped: bool = False
     truncated: bool = False
+    done: bool = False
     played: bool = False
+    """Done, and closed."""
     reward: float = 0.0
     error: str = ""
     info: dict[str, float] = field(default_factory=dict)
@@ -84,13 +87,16 @@ class Stage:
     async def play(self, e: Episode, ended: Callable[[Episode], None]) -> None:
         """To its end, from wherever it stands. Raises UserError."""
         try:
-            if isinstance(e.env, Agent):
-                await self._lead(e)
-            elif e.segment is None:
-                self._tell(e, await self._call(e.env.reset, e.row))
-                e.row = {**e.row, "rendered_prompt": e.segment.text}
-            while not e.played:
-                await self._turn(e)
+            try:
+                if isinstance(e.env, Agent):
+                    await self._lead(e)
+                elif e.segment is None:
+                    self._tell(e, await self._call(e.env.reset, e.row))
+                    e.row = {**e.row, "rendered_prompt": e.segment.text}
+                while not e.done:
+                    await self._turn(e)
+            finally:
+                await self._call(e.env.close)
         except EnvFailed as failure:
             e.error = str(failure)
             self.failures.append(e.error)
@@ -98,7 +104,6 @@ class Stage:
                 raise UserError(f"env.name = {self.cfg.name} failed: {failure}, in an episode of {str(e.row)[:200]}; mend it, or set env.on_error reward or drop") from failure
             self._credit(e, self.cfg.error_reward)
         e.played = True
-        e.env.close()
         ended(e)
 
     def finish(self, e: Episode) -> list[Trajectory]:
@@ -116,7 +121,7 @@ class Stage:
         if e.request is None:
             room = min(e.sampling.max_tokens, self.cfg.max_tokens - e.conversation.num_sampled(), self.max_model_len - len(e.segment.tokens))
             if room < 1 or e.turn >= self.cfg.max_turns:
-                e.truncated = e.played = True
+                e.truncated = e.done = True
                 return
             e.request = Request(tokens=list(e.segment.tokens), sampling=e.sampling.with_max_tokens(room), name=(e.ticket, e.number),
                                 seed=sample_seed(self.seed, e.ticket, e.number, e.turn))
@@ -125,15 +130,15 @@ class Stage:
         text = e.segment.say(said, self.tokenizer)
         e.answer, e.stopped = self.tokenizer.decode(said.tokens, skip_special_tokens=True), said.stopped
         if e.messages:
-            e.messages = [*e.messages, {"role": "assistant", "content": text.removesuffix(self.tokenizer.decode(said.tokens[-1:])) if said.stopped else text}]
+            e.messages = [*e.messages, {"role": "assistant", "content": text}]
         e.turn += 1
         result = await self._call(e.env.step, State(row=e.row, answer=e.answer, stopped=e.stopped, turn=e.turn - 1, messages=e.messages))
         self._hear(e, result)
-        e.played = result.done or result.truncated
+        e.done = result.done or result.truncated
         if unknown := result.sampling.keys() - {"max_tokens", "stop_token_ids"}:
             raise EnvFailed(f"its result sets sampling {', '.join(sorted(unknown))}, and an environment may set max_tokens and stop_token_ids")
         e.sampling = dataclasses.replace(e.sampling, **result.sampling)
-        if not e.played:
+        if not e.done:
             self._tell(e, result.observation, result.messages)
 
     async def _lead(self, e: Episode) -> None:
@@ -143,7 +148,7 @@ class Stage:
             self._hear(e, await self._call(e.env.run, e.row, session))
         finally:
             e.conversation = self.endpoint.close(session.api_key)
-        e.turn, e.stopped, e.played = sum(s.answers for s in e.conversation.segments), True, True
+        e.turn, e.stopped, e.done = sum(s.answers for s in e.conversation.segments), True, True
 
     async def _call(self, function: Callable, *arguments: object) -> Any:
         """Raises EnvFailed for whatever it raises but a UserError, and if it is too slow."""
@@ -160,10 +165,10 @@ class Stage:
                 raise EnvFailed(f"{function.__qualname__} raised {type(error).__name__}: {error}") from error
 
     def _hear(self, e: Episode, result: Result) -> None:
-        if not isinstance(result, Result) or not math.isfinite(result.reward):
-            raise EnvFailed(f"it returned {result!r}, not a Result with a finite reward")
+        if not isinstance(result, Result) or not all(isinstance(v, numbers.Real | np.bool_) and math.isfinite(v) for v in (result.reward, *result.info.values())):
+            raise EnvFailed(f"it returned {result!r}, not a Result with a finite reward and finite numbers in info")
         self._credit(e, float(result.reward))
-        e.truncated, e.info = result.truncated, e.info | result.info
+        e.truncated, e.info = result.truncated, e.info | {name: float(value) for name, value in result.info.items()}
 
     def _credit(self, e: Episode, reward: float) -> None:
         e.reward += reward
@@ -182,7 +187,7 @@ class Stage:
             e.messages = messages
             e.segment = e.conversation.ask(messages)
         elif said and isinstance(said, list | str):
-            e.segment = e.conversation.read(said)
+            e.segment = e.conversation.read(said, e.segment)
         else:
             raise EnvFailed(f"it is not done and said {said!r}; give an observation: a text, messages or tokens")
 

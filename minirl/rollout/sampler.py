@@ -63,12 +63,15 @@ class Round:
         self.groups: dict[int, Group] = {}
         self.live = 0
         """Episodes that are not played to the end."""
+        self.num_played = 0
+        """Groups that are."""
 
     async def play(self, begin: Callable[[int], Group], queue: Iterator[int], room: int, enough: Callable[[int], bool]) -> list[Group]:
         """Begin the groups of the tickets in the queue as there is room for their episodes, until `enough(groups that are played)` or there is no more to do.
         Returns those played."""
         self.begin, self.queue, self.room, self.enough = begin, queue, room, enough
         self.over = asyncio.get_running_loop().create_future()
+        self.num_played = sum(g.played for g in self.groups.values())
         if self.groups:  # those of another round stay held
             self.sampler.driver.release()
         for group in [g for g in self.groups.values() if g.tasks is None]:
@@ -87,7 +90,7 @@ class Round:
         """Begin what there is room for; a ticket is taken only when its work can begin."""
         if self.over.done():
             return
-        if self.enough(sum(g.played for g in self.groups.values())):
+        if self.enough(self.num_played):
             self.sampler.driver.halt()
             self.over.set_result(None)
             return
@@ -118,6 +121,7 @@ class Round:
 
     def _ended(self, episode: Episode) -> None:
         self.live -= 1
+        self.num_played += self.groups[episode.ticket].played
         episode.outcome = self.sampler.pool.submit(self.sampler.stage.finish, episode)
         self._go_on()
 

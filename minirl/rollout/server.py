@@ -84,9 +84,8 @@ class _Exchange:
                 group.create_task(self._sample(i, answer))
         self.undo.pop_all()
         for segment, answer in self.choices:
-            segment.asking, kept, tokenizer = False, answer.kept(), self.endpoint.tokenizer
-            raw = segment.say(kept, tokenizer).removesuffix(tokenizer.decode(kept.tokens[-1:]) if kept.stopped else "")
-            self.session.said[protocol.recognise(answer.shown, answer.calls)] = self.asked.opening() + raw
+            segment.asking = False
+            self.session.said[protocol.recognise(answer.shown, answer.calls)] = self.asked.opening() + segment.say(answer.kept(), self.endpoint.tokenizer)
 
     async def _sample(self, i: int, answer: Answer) -> None:
         def hear(*_: object) -> None:
