@@ -82,15 +82,9 @@ class Wire(TorchDispatchMode):
             group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
             size = {"_allgather_base_": lambda: args[0].nbytes - args[1].nbytes, "_reduce_scatter_base_": lambda: args[1].nbytes - args[0].nbytes,
                     "allreduce_": lambda: 2 * args[0][0].nbytes * (group.size() - 1) / group.size(), "alltoall_base_": lambda: args[0].nbytes}[name]()
-            self._add(group.group_name, size)
-        elif func.namespace == "_c10d_functional" and name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):  # of DTensors
-            num = dist.distributed_c10d._resolve_process_group(args[-1]).size()
-            self._add(args[-1], args[0].nbytes * {"all_gather_into_tensor": num - 1, "reduce_scatter_tensor": (num - 1) / num, "all_reduce": 2 * (num - 1) / num}[name])
+            if group.group_name in self.axis_of:
+                self.bytes[self.axis_of[group.group_name]] += size
         return func(*args, **(kwargs or {}))
-
-    def _add(self, group: str, size: float) -> None:
-        if group in self.axis_of:
-            self.bytes[self.axis_of[group]] += size
 
 
 def formulas(load: Load, policy: Policy, mesh: Mesh, rows: list[int], loss_rows: list[int], sequence: bool) -> dict[str, float]:

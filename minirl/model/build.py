@@ -149,7 +149,7 @@ def packed_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = Fals
     hidden = tp.gather_tokens(hidden[None])[0] if tp else hidden
     scale, softcap = families.FAMILIES[self.config.model_type].head(self.config)
     values = logprob_entropy(hidden.index_select(0, batch.rows), fsdp.local(self.lm_head.weight), batch.targets[batch.rows], batch.temperature / scale,
-                             softcap=softcap, entropy_gradient=entropy_gradient, group=tp and tp.mesh.get_group())
+                             softcap=softcap, entropy_gradient=entropy_gradient, group=tp and tp.group)
     logprobs, entropy = (v.new_zeros(len(batch.inputs)).index_copy(0, batch.rows, v) for v in values)
     return logprobs, entropy
 

@@ -6,13 +6,10 @@ rows; everything else in a model works token by token. Losses are sums over a ra
 context ranks too, adds their gradients.
 """
 
-import functools
-
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from minirl.parallel.tensor import move
@@ -41,12 +38,9 @@ def homes(num_rows: int, start: int, rows_per_rank: int, context: Context | None
     return out
 
 
-_mesh_of = functools.cache(DeviceMesh.from_group)
-
-
 def gather_keys(k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, Tensor]:
     """[T, Hkv, D] -> [R T, Hkv, D]: those of all ranks by one collective, whose backward is a reduce-scatter."""
-    both = move(torch.stack([k, v], dim=1), _mesh_of(context.group, k.device.type), Shard(0), Replicate(), grad=Partial())
+    both = move(torch.stack([k, v], dim=1), context.group, Shard(0), Replicate(), grad=Partial())
     return both.unbind(1)
 
 

@@ -15,8 +15,9 @@ from minirl.checks import check_parallel
 from minirl.config import ParallelConfig
 from minirl.types import Context
 
-# Its name from torch 2.13 on; 2.11 has only the older one.
+# Their names from torch 2.13 on; 2.11 has only the older ones.
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 

@@ -12,20 +12,50 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from minirl.parallel.mesh import all_gather_single, reduce_scatter_single
 from minirl.types import UserError
 
 TOKENS, FEATURES = 1, 2  # dimensions of [1, T, H]
 
 
-def move(x: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, *, grad: Placement | None = None) -> Tensor:
-    """This rank's tensor at placement `source` over a 1-D mesh -> that at `target`. `grad`: what the gradient that comes back is; as `target` if
-    not said. It leaves as `source`, but whole where that is a partial sum."""
-    return DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target]).to_local(grad_placements=[grad or target])
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, source: Placement, target: Placement, grad: Placement) -> Tensor:
+        ctx.group, ctx.grad, ctx.source = group, grad, Replicate() if source.is_partial() else source
+        return _redistribute(x, group, source, target)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _redistribute(grad, ctx.group, ctx.grad, ctx.source), None, None, None, None
+
+
+def _redistribute(x: Tensor, group: dist.ProcessGroup, source: Placement, target: Placement) -> Tensor:
+    if source == target:
+        return x.view_as(x)
+    if source.is_replicate():
+        return x.chunk(group.size(), target.dim)[group.rank()].contiguous()
+    if target.is_replicate() and source.is_partial():
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)
+        return x
+    gather, dim = target.is_replicate(), source.dim if target.is_replicate() else target.dim
+    x = x.movedim(dim, 0).contiguous()
+    out = x.new_empty(len(x) * group.size() if gather else len(x) // group.size(), *x.shape[1:])
+    (all_gather_single if gather else reduce_scatter_single)(out, x, group=group)
+    return out.movedim(0, dim)
+
+
+def move(x: Tensor, group: dist.ProcessGroup, source: Placement, target: Placement, *, grad: Placement | None = None) -> Tensor:
+    """This rank's tensor at placement `source` over a group -> that at `target`. `grad`: what the gradient that comes back is; as `target` if not
+    said. It leaves as `source`, but whole where that is a partial sum. (DTensors could do the same, at thrice the time of the host.)"""
+    return _Move.apply(x, group, source, target, grad or target)
 
 
 @dataclass(frozen=True)
@@ -33,6 +63,10 @@ class TensorParallel:
     mesh: DeviceMesh
     sequence: bool
     """Sequence parallelism."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group()
 
     @property
     def size(self) -> int:
@@ -49,15 +83,15 @@ class TensorParallel:
 
     def enter(self, x: Tensor) -> Tensor:
         """Tokens go into a column-parallel block whole; Megatron's f."""
-        return move(x, self.mesh, self.tokens, Replicate(), grad=Partial())
+        return move(x, self.group, self.tokens, Replicate(), grad=Partial())
 
     def leave(self, x: Tensor) -> Tensor:
         """Partial sums come out of a row-parallel block; Megatron's g."""
-        return move(x, self.mesh, Partial(), self.tokens)
+        return move(x, self.group, Partial(), self.tokens)
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """In front of what computes the same on every rank and whose gradient is whole."""
-        return move(x, self.mesh, self.tokens, Replicate())
+        return move(x, self.group, self.tokens, Replicate())
 
 
 # ---------------------------------------------------------------------------------------------------- parameters
@@ -101,7 +135,7 @@ def _parallel(module: nn.Module, tp: TensorParallel, placement: Shard | Replicat
 def _column(module: nn.Linear, tp: TensorParallel) -> Callable:
     """Own rows of the weight, but all features out: for what cannot be split by heads, fused projections and norms over all heads jointly."""
     plain = _parallel(module, tp, Shard(0))
-    return lambda x: move(plain(x), tp.mesh, Shard(FEATURES), Replicate())
+    return lambda x: move(plain(x), tp.group, Shard(FEATURES), Replicate())
 
 
 def _column_of_one_head(module: nn.Linear, tp: TensorParallel, num_heads: int, head_dim: int) -> Callable:
@@ -121,7 +155,7 @@ def _row(module: nn.Linear, tp: TensorParallel, *, split: bool = False, inner: b
     _shard(module, "bias", tp, Replicate())
 
     def forward(x: Tensor) -> Tensor:
-        y = F.linear(move(x, tp.mesh, Replicate(), Shard(FEATURES)) if split else x, _local(module.weight))
+        y = F.linear(move(x, tp.group, Replicate(), Shard(FEATURES)) if split else x, _local(module.weight))
         y = y if inner else tp.leave(y)
         return y if inner or module.bias is None else y + _local(module.bias, partial=tp.sequence)
 
