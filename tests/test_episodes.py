@@ -8,7 +8,7 @@ import time
 import openai
 import pytest
 import tiny
-from harness import RankFailed, ranks
+from harness import ranks
 from test_rollout import make_policy, overwrite
 
 from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RefitConfig, RLConfig, RolloutConfig
@@ -126,18 +126,20 @@ class Caller(Agent):
         return Result(reward=float(row["answer"]), info={"asked": 2.0})
 
 
-def stage(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, **engine):
-    """(policy, engine, refit, sampler, prompts, sampling)"""
+def stage(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts=None, **engine):
+    """(policy, engine, refit, sampler, prompts, sampling); `parts`: the first three of another stage, to go on with."""
     tokenizer = chat.load_tokenizer(folder)
-    policy = make_policy(folder, mesh)
-    options = {"max_model_len": 160, "max_num_seqs": 16, "kv_cache_gb": 0.05, **engine}
-    eng = RolloutEngine(EngineConfig(**options), folder, mesh, dtype="float32")
+    if not parts:
+        policy, options = make_policy(folder, mesh), {"max_model_len": 160, "max_num_seqs": 16, "kv_cache_gb": 0.05, **engine}
+        eng = RolloutEngine(EngineConfig(**options), folder, mesh, dtype="float32")
+        parts = policy, eng, Refit(RefitConfig(), policy.shards(), policy.parts(), eng, mesh)
+    eng = parts[1]
     cfg = config(engine=eng.cfg, seed=seed, rollout=RolloutConfig(**{"max_tokens": 12, **(rollout or {})}), env=EnvConfig(**{"name": "my", "max_turns": 6, "max_tokens": 96, **env}))
     prompts = Prompts(ROWS, tokenizer, DataConfig(), seed=0, shuffle=False)
     make = {c.__name__: c for c in (Talk, AsyncTalk, Forgetful, InTokens, Greedy, Broken, Caller)}[cfg.env.name]
     sampler = Sampler(eng, make, make_rewards("exact"), tokenizer, mesh, cfg)
     sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=0.8)
-    return policy, eng, Refit(RefitConfig(), policy.shards(), policy.parts(), eng, mesh), sampler, prompts, sampling
+    return *parts, sampler, prompts, sampling
 
 
 def mismatch(policy, trajectories):
@@ -152,16 +154,14 @@ def shown(trajectories):
 
 
 def episodes_program(mesh, folder, kinds):
-    found = {}
+    found, parts = {}, None
     for kind in kinds:
-        if not found:
-            policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, {"name": kind})
-        else:
-            sampler = Sampler(eng, globals()[kind], make_rewards("exact"), sampler.tokenizer, mesh, sampler.cfg)
-        with eng.awake(refit, []):
+        *parts, sampler, prompts, sampling = stage(mesh, folder, {"name": kind}, parts=parts)
+        with parts[1].awake(parts[2], []):
             first, again = (sampler.collect(prompts, range(9), 2, sampling, version=7) for _ in range(2))
         texts = [sampler.tokenizer.decode(t.tokens) for t in first]
-        found[kind] = {"mismatch": mismatch(policy, first), "first": shown(first), "again": shown(again), "texts": texts, "info": [t.info for t in first]}
+        found[kind] = {"mismatch": mismatch(parts[0], first), "first": shown(first), "again": shown(again), "texts": texts, "info": [t.info for t in first]}
+        sampler.close()
     return found
 
 
@@ -214,76 +214,86 @@ def test_budgets_truncate(episodes):
     assert by_turns and by_context
 
 
-def failing_program(mesh, folder, on_error):
-    policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, {"name": "Broken", "on_error": on_error, "error_reward": -3.0, "timeout_seconds": 1.0, "threads": 64})
-    with eng.awake(refit, []):
-        trajectories = sampler.collect(prompts, range(9), 2, sampling)
-    sampler.close()
-    return [(t.group, t.episode, t.reward, t.info["error"]) for t in trajectories], sorted(sampler.take_failures()), len(Broken.closed)
+def failing_program(mesh, folder):
+    found, parts = {}, None
+    for on_error in ("reward", "drop", "raise"):
+        Broken.closed.clear()
+        *parts, sampler, prompts, sampling = stage(mesh, folder, {"name": "Broken", "on_error": on_error, "error_reward": -3.0, "timeout_seconds": 1.0}, parts=parts)
+        began = time.monotonic()
+        try:
+            with parts[1].awake(parts[2], []):
+                trajectories = sampler.collect(prompts, range(9), 2, sampling)
+        except UserError as error:
+            found[on_error] = str(error)
+        else:
+            found[on_error] = [(t.group, t.episode, t.reward, t.info["error"]) for t in trajectories], sorted(sampler.take_failures()), len(Broken.closed), time.monotonic() - began
+        sampler.close()
+    return found
 
 
 MESSAGES = {3: "returned 1.0, not a Result", 4: "not a Result with a finite reward", 5: "it is not done and said None", 6: "took longer than env.timeout_seconds = 1.0",
             7: "sets sampling temperature", 8: "Broken.step raised KeyError: 'second step'"}
 
 
-def test_a_failed_episode_ends_alone(tmp_path):
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    (found,) = ranks(1, failing_program, tiny.make(tmp_path_factory.mktemp("failed") / "model"))
+    return found
+
+
+def test_a_failed_episode_ends_alone(failed):
     """One of each kind; the others are played to the end."""
-    began = time.monotonic()
-    ((found, failures, closed),) = ranks(1, failing_program, tiny.make(tmp_path / "model"), "reward")
-    assert time.monotonic() - began < 45  # nobody waits for a thread that sleeps
+    found, failures, closed, seconds = failed["reward"]
+    assert seconds < 30  # nobody waits for a thread that sleeps
     by_group = {g: (r, error) for g, _, r, error in found}
     assert by_group[0] == (2.0, "") and sorted(by_group) == [0, 3, 4, 5, 6, 7, 8]  # in 1 and 2 nothing was said
     for group, message in MESSAGES.items():
-        assert message in by_group[group][1] and by_group[group][0] == {7: -3.0, 8: 2.0 - 3.0}.get(group, -3.0)
+        assert message in by_group[group][1] and by_group[group][0] == {8: 2.0 - 3.0}.get(group, -3.0)
     assert len(failures) == 16 and any("Broken.reset raised ValueError: no reset" in f for f in failures) and any("said []" in f for f in failures) and closed == 18
 
 
-def test_failed_episodes_can_be_dropped_or_end_the_run(tmp_path):
-    folder = tiny.make(tmp_path / "model")
-    ((found, failures, _),) = ranks(1, failing_program, folder, "drop")
+def test_failed_episodes_can_be_dropped_or_end_the_run(failed):
+    found, failures, _, _ = failed["drop"]
     assert [(g, e, r) for g, e, r, _ in found] == [(0, 0, 2.0), (0, 1, 2.0)] and len(failures) == 16
-    with pytest.raises(RankFailed) as failed:
-        ranks(1, failing_program, folder, "raise")
-    assert failed.value.kind == "UserError" and "env.name = Broken failed: " in failed.value.text and "set env.on_error reward or drop" in failed.value.text
+    assert "env.name = Broken failed: " in failed["raise"] and "set env.on_error reward or drop" in failed["raise"]
 
 
 # ---------------------------------------------------------------------------------------------------- partial rollouts
 
 
-def partial_program(mesh, folder, other, env, ahead, break_off):
-    """Three steps, between which the weights change from those of one checkpoint to those of another and back."""
+def partial_program(mesh, folder, other, env, ahead, break_offs):
+    """For each of `break_offs` three steps, between which the weights change from those of one checkpoint to those of another and back; after step
+    `break_off` (if it is not None) as a program that ends there and is started again. Then what the trainer says to the first ones."""
     options = {"rollout": {"max_tokens": 40, "ahead": ahead, "prompts_per_step": 4, "samples_per_prompt": 2, "max_staleness": 9}, "config": RLConfig}
-    policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, env, **options)
-    steps, first = [], 0
-    for step in range(3):
-        overwrite(policy, other if step == 1 else folder)
-        with eng.awake(refit, []):
-            held = len(sampler.training.groups)
-            trajectories, first = sampler.collect_step(prompts, first, sampling, version=step)
-        steps.append({"trajectories": shown(trajectories), "held": held, "next": first, "left": len(sampler.training.groups)})
-        if break_off == step:  # as a program that ends here and is started again
-            states = mesh.gather(sampler.state())
-            sampler.close()
-            sampler = Sampler(eng, sampler.make_env, make_rewards("exact"), sampler.tokenizer, mesh, sampler.cfg)
-            sampler.load(states, prompts, sampling)
-    sampler.close()
-    whole = [t for part in mesh.gather(steps) for t in part]
-    logprobs = {}
+    runs, parts = [], None
+    for break_off in break_offs:
+        *parts, sampler, prompts, sampling = stage(mesh, folder, env, parts=parts, **options)
+        steps, first = [], 0
+        for step in range(3):
+            overwrite(parts[0], other if step == 1 else folder)
+            with parts[1].awake(parts[2], []):
+                held = len(sampler.training.groups)
+                trajectories, first = sampler.collect_step(prompts, first, sampling, version=step)
+            steps.append({"trajectories": shown(trajectories), "held": held, "next": first, "left": len(sampler.training.groups)})
+            if break_off == step:
+                states = mesh.gather(sampler.state())
+                sampler.close()
+                *_, sampler, prompts, sampling = stage(mesh, folder, env, parts=parts, **options)
+                sampler.load(states, prompts, sampling)
+        sampler.close()
+        runs.append(steps)
+    policy, whole, worst, mixed = parts[0], [step for part in mesh.gather(runs[0]) for step in part], 0.0, 0
     for version, weights in enumerate((folder, other, folder)):
         overwrite(policy, weights)
-        for n, step in enumerate(whole):
+        for step in whole:
             for t, found in zip(step["trajectories"], annotated(policy, step["trajectories"]), strict=True):
-                logprobs[n, t[0], t[1], t[2], version] = found
-    worst, mixed = 0.0, 0
-    for n, step in enumerate(whole):
-        for group, episode, segment, _, sampled, engine, _, versions, _, version in step["trajectories"]:
-            used = {v for v in versions if v >= 0}
-            assert version == min(used)
-            mixed += len(used) > 1
-            for i, (s, p, v) in enumerate(zip(sampled, engine, versions, strict=True)):
-                if s:  # under the weights of its version and no others
-                    worst = max(worst, abs(p - logprobs[n, group, episode, segment, v][i]))
-    return {"steps": steps, "worst": worst, "mixed": mixed}
+                _, _, _, _, sampled, engine, _, versions, _, oldest = t
+                used = {v for v in versions if v >= 0}
+                assert oldest == min(used)
+                mixed += len(used) > 1
+                # under the weights of its version and no others
+                worst = max(worst, *(abs(p - q) for s, p, q, v in zip(sampled, engine, found, versions, strict=True) if s and v == version), 0.0)
+    return {"runs": runs, "worst": worst, "mixed": mixed}
 
 
 def annotated(policy, rows):
@@ -305,25 +315,21 @@ def annotated(policy, rows):
 def test_unfinished_episodes_go_on_under_new_weights_and_survive_a_checkpoint(tmp_path, env):
     """Every token's log-prob is that of the weights it was sampled with; with a save and a restart in between, everything is bitwise the same."""
     folder, other = tiny.make(tmp_path / "a"), tiny.make(tmp_path / "b", seed=1)
-    settings = {"name": env, "max_tokens": 120}
-    (r,) = ranks(1, partial_program, folder, other, settings, 3, None)
-    assert r["worst"] < 1e-4 and r["mixed"] > 0
-    groups = [sorted({t[0] for t in step["trajectories"]}) for step in r["steps"]]
+    (r,) = ranks(1, partial_program, folder, other, {"name": env, "max_tokens": 120}, 3, [None, 0, 1])
+    steps, *again = r["runs"]
+    assert r["worst"] < 1e-4 and r["mixed"] > 0 and again == [steps, steps]
+    groups = [sorted({t[0] for t in step["trajectories"]}) for step in steps]
     assert [len(g) for g in groups] == [4, 4, 4] and len({g for found in groups for g in found}) == 12
-    assert [s["left"] for s in r["steps"]] == [3, 3, 3] and [s["next"] for s in r["steps"]] == [7, 11, 15]
-    for at in (0, 1):
-        (again,) = ranks(1, partial_program, folder, other, settings, 3, at)
-        assert again["steps"] == r["steps"]
+    assert [s["left"] for s in steps] == [3, 3, 3] and [s["next"] for s in steps] == [7, 11, 15]
 
 
 def test_two_ranks_share_what_is_unfinished(tmp_path):
     folder, other = tiny.make(tmp_path / "a"), tiny.make(tmp_path / "b", seed=1)
-    both = ranks(2, partial_program, folder, other, {"name": "Talk", "max_tokens": 120}, 4, None)
-    again = ranks(2, partial_program, folder, other, {"name": "Talk", "max_tokens": 120}, 4, 0)
-    assert [r["steps"] for r in both] == [r["steps"] for r in again]
+    both = ranks(2, partial_program, folder, other, {"name": "Talk", "max_tokens": 120}, 4, [None, 0])
+    assert all(again == steps for steps, again in (r["runs"] for r in both))
     for n in range(3):
-        groups = [t[0] for r in both for t in r["steps"][n]["trajectories"]]
-        assert len(set(groups)) == 4 and [r["steps"][n]["left"] for r in both] == [2, 2]
+        groups = [t[0] for r in both for t in r["runs"][0][n]["trajectories"]]
+        assert len(set(groups)) == 4 and [r["runs"][0][n]["left"] for r in both] == [2, 2]
     assert max(r["worst"] for r in both) < 1e-4
 
 

@@ -128,8 +128,8 @@ class Round:
     def _settled(self, plays: bool, task: asyncio.Task) -> None:
         if plays:
             self.sampler.driver.leave()
-        if not task.cancelled() and task.exception():
-            self.over = self.over if not self.over.done() else asyncio.get_running_loop().create_future()
+        if not task.cancelled() and task.exception() and not (self.over.done() and self.over.exception()):  # the first one is told
+            self.over = asyncio.get_running_loop().create_future() if self.over.done() else self.over
             self.over.set_exception(task.exception())
 
 
