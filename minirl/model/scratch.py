@@ -28,15 +28,19 @@ def make_tokenizer(phrases: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token=END, chat_template=TEMPLATE)
 
 
-def make_model(cfg: ScratchConfig, folder: Path, *, max_len: int, seed: int) -> None:
-    """Write model, tokenizer and generation config to `folder`; the same seed gives the same weights."""
-    tokenizer = make_tokenizer(cfg.phrases)
-    config = Qwen3Config(
+def make_config(cfg: ScratchConfig, tokenizer: PreTrainedTokenizerFast, max_len: int) -> Qwen3Config:
+    return Qwen3Config(
         vocab_size=(len(tokenizer) + 63) // 64 * 64, hidden_size=cfg.hidden_size, intermediate_size=4 * cfg.hidden_size,
         num_hidden_layers=cfg.num_layers, num_attention_heads=cfg.num_heads, num_key_value_heads=cfg.num_kv_heads,
         head_dim=cfg.head_dim, max_position_embeddings=max_len, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def make_model(cfg: ScratchConfig, folder: Path, *, max_len: int, seed: int) -> None:
+    """Write model, tokenizer and generation config to `folder`; the same seed gives the same weights."""
+    tokenizer = make_tokenizer(cfg.phrases)
+    config = make_config(cfg, tokenizer, max_len)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
