@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
@@ -98,7 +99,7 @@ class Saver:
             partial.mkdir(parents=True)
             (partial / "progress.json").write_text(json.dumps(about))
         self.mesh.barrier()
-        torch.save(_random_state(), partial / f"random-{self.mesh.rank}.pt")
+        torch.save({name: get() for name, (get, _) in _random_states().items()}, partial / f"random-{self.mesh.rank}.pt")
         torch.save(self.rollouts(), partial / f"rollouts-{self.mesh.rank}.pt")
         self.step, options = step, {"checkpoint_id": partial / "state", "process_group": self.group}
         with contextlib.ExitStack() as stack:
@@ -169,11 +170,13 @@ class Saver:
 def load(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
     """Restore policy, optimizer and random state; returns what `save` was given as `progress`, and `step`. Raises UserError for a checkpoint of another model
     or optimizer."""
-    saved = json.loads((checkpoint / "progress.json").read_text())
-    _restore(checkpoint, saved, policy, "policy")
+    saved = restore(checkpoint, policy)
     own = checkpoint / f"random-{mesh.rank}.pt"
     if own.exists():  # a run resumed on more ranks than it was saved on starts the new ones from their seed
-        _set_random_state(torch.load(own, weights_only=False))
+        state = torch.load(own, weights_only=False)
+        for name, (_, set_state) in _random_states().items():
+            if name in state:
+                set_state(state[name])
     return saved
 
 
@@ -182,33 +185,31 @@ def load_rollouts(checkpoint: Path) -> list[list[bytes]]:
     return [torch.load(checkpoint / f"rollouts-{rank}.pt") for rank in range(len(list(checkpoint.glob("rollouts-*.pt"))))]
 
 
-def load_other(checkpoint: Path, name: str, model: Policy) -> None:
-    """Restore what `Saver.others` had by that name. Raises UserError if there was none, or another."""
+def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
+    """A model and its optimizer: the policy, or what `Saver.others` had by that name. Returns what the checkpoint says of itself. Raises UserError
+    if there was none by that name, or another."""
     saved = json.loads((checkpoint / "progress.json").read_text())
-    if name not in saved:
+    prefix, about, now = ("", saved, _about(policy)) if name == "policy" else (f"{name}_", saved.get(name), _about(policy))
+    if about is None:
         raise UserError(f"resume: {checkpoint} has no {name}; start in another output folder")
-    _restore(checkpoint, saved[name], model, name, f"{name}_")
-
-
-def _restore(checkpoint: Path, saved: dict, policy: Policy, setting: str, prefix: str = "") -> None:
-    if saved["model"] != _shape_of(policy):
-        raise UserError(f"resume: {checkpoint} is of another model ({saved['model']}) than {setting}.model = {policy.folder} "
-                        f"({_shape_of(policy)}); start in another output folder")
-    kind = saved.get("optimizer", "adamw")  # the first checkpoints do not say
-    if kind != _kind_of(policy):
-        raise UserError(f"resume: {checkpoint} holds the state of {kind}, and {setting}.optimizer and {setting}.ema_decay now ask for "
-                        f"{_kind_of(policy)}; set them as they were, or start in another output folder")
+    if about["model"] != now["model"]:
+        raise UserError(f"resume: {checkpoint} is of another model ({about['model']}) than {name}.model = {policy.folder} ({now['model']}); "
+                        "start in another output folder")
+    if about["optimizer"] != now["optimizer"]:
+        raise UserError(f"resume: {checkpoint} holds the state of {about['optimizer']}, and {name}.optimizer and {name}.ema_decay now ask for "
+                        f"{now['optimizer']}; set them as they were, or start in another output folder")
     saved_shapes = _saved_shapes(checkpoint, prefix)
     with policy.state_awake():
         state = _state(policy, prefix)
-        for name, p in state[f"{prefix}model"].items():
-            if (shape := saved_shapes.get(name)) != p.shape:
-                raise UserError(f"resume: {checkpoint} has {name} of shape {shape and list(shape)}, and {setting}.model = {policy.folder} {list(p.shape)}; "
+        for key, p in state[f"{prefix}model"].items():
+            if (shape := saved_shapes.get(key)) != p.shape:
+                raise UserError(f"resume: {checkpoint} has {key} of shape {shape and list(shape)}, and {name}.model = {policy.folder} {list(p.shape)}; "
                                 "start in another output folder")
         dcp.load(state, checkpoint_id=checkpoint / "state")
         set_model_state_dict(policy.model, state[f"{prefix}model"])
         set_optimizer_state_dict(policy.model, policy.optimizer.parts, state[f"{prefix}optimizer"])
-    policy.num_updates = saved["num_updates"]
+    policy.num_updates = about["num_updates"]
+    return saved
 
 
 def _state(policy: Policy, prefix: str = "") -> dict:
@@ -216,12 +217,10 @@ def _state(policy: Policy, prefix: str = "") -> dict:
 
 
 def _about(policy: Policy) -> dict:
-    return {"num_updates": policy.num_updates, "model": _shape_of(policy), "optimizer": _kind_of(policy)}
-
-
-def _kind_of(policy: Policy) -> str:
-    """What decides which state there is. Where it rests does not: checkpoints hold it in full precision."""
-    return policy.cfg.optimizer + (" with a moving average" if policy.cfg.ema_decay else "")
+    """`optimizer` is what decides which state there is. Where it rests does not: checkpoints hold it in full precision."""
+    config = policy.model.config
+    return {"num_updates": policy.num_updates, "optimizer": policy.cfg.optimizer + (" with a moving average" if policy.cfg.ema_decay else ""),
+            "model": f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}, vocabulary {config.vocab_size}"}
 
 
 def _saved_shapes(checkpoint: Path, prefix: str = "") -> dict[str, torch.Size]:
@@ -231,22 +230,10 @@ def _saved_shapes(checkpoint: Path, prefix: str = "") -> dict[str, torch.Size]:
     return {name.removeprefix(start): about.size for name, about in saved.items() if name.startswith(start)}
 
 
-def _shape_of(policy: Policy) -> str:
-    config = policy.model.config
-    return f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}, vocabulary {config.vocab_size}"
-
-
-def _random_state() -> dict:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
-
-
-def _set_random_state(state: dict) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"])
+def _random_states() -> dict[str, tuple[Callable, Callable]]:
+    """Who else draws at random -> how to get and set its state."""
+    cuda = {"cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state)} if torch.cuda.is_available() else {}
+    return {"python": (random.getstate, random.setstate), "numpy": (np.random.get_state, np.random.set_state), "torch": (torch.get_rng_state, torch.set_rng_state), **cuda}
 
 
 def export(policy: Policy, folder: Path, mesh: Mesh, *, weights: dict[str, Tensor] | None = None, max_file_gb: float = 4.0) -> None:
@@ -255,13 +242,8 @@ def export(policy: Policy, folder: Path, mesh: Mesh, *, weights: dict[str, Tenso
     shards = weights or policy.shards()
 
     def gather(names: list[str], mine: bool) -> dict[str, Tensor]:
-        out = {}
-        for name in names:
-            p = shards[name].detach()
-            whole = p.full_tensor() if isinstance(p, DTensor) else p
-            if mine:
-                out[name] = whole.to("cpu")
-        return out
+        whole = ((name, p.full_tensor() if isinstance(p, DTensor) else p) for name, p in ((name, shards[name].detach()) for name in names))
+        return {name: t.to("cpu") for name, t in whole if mine}
 
     _write_folder(folder, {name: p.shape for name, p in shards.items()}, gather, policy.folder, getattr(torch, policy.cfg.dtype), mesh, max_file_gb)
 
@@ -272,31 +254,22 @@ def _write_folder(folder: Path, shapes: dict[str, torch.Size], read: Callable[[l
     one rank only: files are owned by ranks in turn. Config and tokenizer are those of `source`. Written beside and renamed."""
     config = build.read_config(source)
     parts = {name: families.parts(config, name, shape) for name, shape in shapes.items()}
-    files: list[list[str]] = [[]]
-    size = 0
-    for name, shape in shapes.items():
-        n = shape.numel() * dtype.itemsize
-        if files[-1] and size + n > max_file_gb * 2**30:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += n
+    sizes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    files = split_torch_state_dict_into_shards(sizes, max_shard_size=int(max_file_gb * 2**30))
     partial = folder.with_name(folder.name + ".partial")
     if mesh.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     mesh.barrier()
-    names = ["model.safetensors"] if len(files) == 1 else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    for i, (file, members) in enumerate(zip(names, files, strict=True)):
+    for i, (file, members) in enumerate(files.filename_to_tensors.items()):
         mine = i % mesh.world_size == mesh.rank
         tensors = {name: t if families.keeps_precision(name) else t.to(dtype) for name, t in read(members, mine).items()}
         if mine:
             save_file({part.name: part.of(t).clone(memory_format=torch.contiguous_format) for name, t in tensors.items() for part in parts[name]},
                       partial / file, metadata={"format": "pt"})
     if mesh.rank == 0:
-        if len(files) > 1:
-            index = {"metadata": {"total_size": sum(shape.numel() for shape in shapes.values()) * dtype.itemsize},
-                     "weight_map": {part.name: file for file, members in zip(names, files, strict=True) for name in members for part in parts[name]}}
+        if files.is_sharded:
+            index = {"metadata": files.metadata, "weight_map": {part.name: file for name, file in files.tensor_to_filename.items() for part in parts[name]}}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         _write_companions(source, partial, dtype, score=build.SCORE in shapes)
     mesh.barrier()

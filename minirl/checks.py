@@ -1,6 +1,4 @@
-"""Settings that cannot work, refused with the arithmetic before anything is loaded or written."""
-
-import math
+"""Settings that cannot work together, refused with the arithmetic before anything is loaded or written; `config.py` says which work alone."""
 
 from minirl.config import DataConfig, EvaluateConfig, ParallelConfig, RLConfig
 from minirl.config_supervised import ChatsConfig, DPOConfig, PairsConfig, RMConfig, SFTConfig
@@ -13,53 +11,26 @@ def _require(ok: bool, message: str) -> None:
 
 
 def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
-    r, e = cfg.rollout, cfg.engine
-    for name, value in (("rollout.max_tokens", r.max_tokens), ("rollout.prompts_per_step", r.prompts_per_step),
-                        ("rollout.samples_per_prompt", r.samples_per_prompt), ("engine.max_num_seqs", e.max_num_seqs),
-                        ("data.max_prompt_tokens", cfg.data.max_prompt_tokens), ("eval.samples", cfg.eval.samples),
-                        ("engine.tensor_parallel_size", e.tensor_parallel_size), ("reward.threads", cfg.reward.threads)):
-        _require(value >= 1, f"{name} = {value} must be at least 1")
-    _require(cfg.seed >= 0, f"seed = {cfg.seed} must be 0 or more")
-    _require(cfg.timeout_minutes > 0, f"timeout_minutes = {cfg.timeout_minutes} must be above 0")
-    _require(0 < e.gpu_memory_utilization <= 1, f"engine.gpu_memory_utilization = {e.gpu_memory_utilization} is a share: above 0, at most 1")
-    _require(0 < r.temperature < float("inf"), f"rollout.temperature = {r.temperature} must be above 0: the policy's log-probs are taken at it")
-    _require(cfg.eval.temperature >= 0, f"eval.temperature = {cfg.eval.temperature} must be 0 (greedy) or above")
+    """Of every program that samples. Resolves engine.max_model_len = 0 and env.max_tokens = 0. Raises UserError."""
     check_data(cfg.data)
-    for name, value in (("reward.retries", cfg.reward.retries), ("reward.backoff_seconds", cfg.reward.backoff_seconds)):
-        _require(value >= 0, f"{name} = {value} must be 0 or more")
-    _require(cfg.reward.timeout_seconds > 0, f"reward.timeout_seconds = {cfg.reward.timeout_seconds} must be above 0")
-    _require(math.isfinite(cfg.reward.model_weight), f"reward.model_weight = {cfg.reward.model_weight} must be finite")
-    _check_env(cfg)
+    r, e = cfg.rollout, cfg.engine
+    cfg.env.max_tokens = cfg.env.max_tokens or cfg.env.max_turns * r.max_tokens
     longest = cfg.data.max_prompt_tokens + r.max_tokens
     e.max_model_len = e.max_model_len or cfg.data.max_prompt_tokens + cfg.env.max_tokens
     _require(e.max_model_len >= longest, f"engine.max_model_len = {e.max_model_len} is less than data.max_prompt_tokens + "
              f"rollout.max_tokens = {cfg.data.max_prompt_tokens} + {r.max_tokens} = {longest}; raise it or set it to 0")
 
 
-def _check_env(cfg: RLConfig | EvaluateConfig) -> None:
-    env, r = cfg.env, cfg.rollout
-    for name, value in (("env.max_turns", env.max_turns), ("env.threads", env.threads), ("rollout.max_staleness", r.max_staleness)):
-        _require(value >= 1, f"{name} = {value} must be at least 1")
-    _require(r.ahead >= 0, f"rollout.ahead = {r.ahead} must be 0 (off) or more")
-    _require(env.timeout_seconds > 0, f"env.timeout_seconds = {env.timeout_seconds} must be above 0")
-    _require(env.max_tokens >= 0, f"env.max_tokens = {env.max_tokens} must be 0 (env.max_turns * rollout.max_tokens) or more")
-    env.max_tokens = env.max_tokens or env.max_turns * r.max_tokens
-
-
 def check_data(d: DataConfig | ChatsConfig | PairsConfig) -> None:
-    _require(d.max_samples >= 0, f"data.max_samples = {d.max_samples} must be 0 (all) or more")
     _require(not d.input_template or d.input_template.count("{}") == 1, f"data.input_template = {d.input_template!r} must have {{}} once, for the prompt")
-    for name, value in (("chat_template", d.chat_template), ("system_prompt", d.system_prompt)):
-        _require(not d.input_template or not value, f"data.{name} = {value!r} has no place in data.input_template; set one of them")
+    for name in ("chat_template", "system_prompt"):
+        _require(not d.input_template or not vars(d)[name], f"data.{name} = {vars(d)[name]!r} has no place in data.input_template; set one of them")
 
 
 def check_parallel(p: ParallelConfig, world_size: int) -> None:
-    axes = {f"parallel.{name}": vars(p)[name] for name in ("replicate", "context", "tensor")}
-    for name, value in axes.items():
-        _require(value >= 1, f"{name} = {value} must be at least 1")
     product = p.replicate * p.context * p.tensor
-    _require(world_size % product == 0, f"{' * '.join(axes)} = {p.replicate} * {p.context} * {p.tensor} = {product} does not divide the {world_size} ranks; "
-             "the ranks that are left over must be whole copies, over which parameters are sharded")
+    _require(world_size % product == 0, f"parallel.replicate * parallel.context * parallel.tensor = {p.replicate} * {p.context} * {p.tensor} = {product} does not "
+             f"divide the {world_size} ranks; the ranks that are left over must be whole copies, over which parameters are sharded")
     _require(not p.sequence or p.tensor > 1, "parallel.sequence divides tokens over parallel.tensor ranks, and that is 1; set parallel.tensor")
     _require(p.context_engine == "all_gather" or p.context > 1, f"parallel.context_engine = {p.context_engine} needs parallel.context above 1")
 
@@ -75,20 +46,10 @@ def _check_training(cfg: RLConfig | SFTConfig, world_size: int, longest: int, wh
     """What every program that trains refuses. `longest`: tokens of a sequence, `what`: the setting that says so; `scores`: names of
     held-out scores."""
     p, c = cfg.policy, cfg.checkpoint
-    _require(cfg.num_steps >= 0, f"num_steps = {cfg.num_steps} must be 0 or more")
     check_parallel(cfg.parallel, world_size)
     check_budget(cfg.tokens_per_rank, cfg.parallel.context, what, longest)
-    for name, value in (("policy.lr", p.lr), ("policy.max_grad_norm", p.max_grad_norm), ("policy.weight_decay", p.weight_decay),
-                        ("policy.lr_warmup_steps", p.lr_warmup_steps), ("policy.lr_min_ratio", p.lr_min_ratio), ("eval.every", cfg.eval.every),
-                        ("checkpoint.every", c.every)):
-        _require(value >= 0, f"{name} = {value} must be 0 or more")
-    _require(all(0 <= b < 1 for b in p.betas), f"policy.betas = {p.betas} must be in [0, 1)")
-    _require(0 <= p.ema_decay < 1, f"policy.ema_decay = {p.ema_decay} must be 0 (off) or a share below 1")
     _require(not p.cpu_offload or p.optimizer_state != "offload", "policy.optimizer_state = offload moves to the host what policy.cpu_offload "
              "has there already; set one of them")
-    shape = [(f"policy.scratch.{name}", value) for name, value in vars(p.scratch).items() if name != "phrases"]
-    for name, value in (("checkpoint.keep", c.keep), *shape):
-        _require(value >= 1, f"{name} = {value} must be at least 1")
     _require(bool(cfg.data.train), "data.train is empty: give a JSONL file or reasoning_gym:NAME")
     _require(bool(cfg.data.eval) or cfg.data.held_out >= 1, f"data.held_out = {cfg.data.held_out} must be at least 1 where data.eval names no file")
     _require(c.best_metric in ("", *scores), f"checkpoint.best_metric = {c.best_metric!r} is no held-out score; those are {', '.join(scores)}")
@@ -97,32 +58,18 @@ def _check_training(cfg: RLConfig | SFTConfig, world_size: int, longest: int, wh
              f"eval.every = {cfg.eval.every}")
 
 
-def check_sft(cfg: SFTConfig, world_size: int) -> None:
-    """Refuse what cannot work, with the arithmetic. Raises UserError."""
-    _check_supervised(cfg, world_size, cfg.data.max_tokens, "data.max_tokens", ("loss", "perplexity"))
-
-
-def _check_supervised(cfg: SFTConfig, world_size: int, longest: int, what: str, scores: tuple[str, ...]) -> None:
-    _require(cfg.seed >= 0, f"seed = {cfg.seed} must be 0 or more")
-    _require(cfg.timeout_minutes > 0, f"timeout_minutes = {cfg.timeout_minutes} must be above 0")
-    _check_training(cfg, world_size, longest, what, scores)
+def check_sft(cfg: SFTConfig, world_size: int, longest: int = 1, scores: tuple[str, ...] = ("loss", "perplexity")) -> None:
+    """Refuse what cannot work, with the arithmetic. `longest`: rows of data.max_tokens that a micro-batch must hold. Raises UserError."""
     check_data(cfg.data)
-    _require(cfg.data.max_tokens >= 2, f"data.max_tokens = {cfg.data.max_tokens} must be at least 2: a token and the next one")
-    _require(cfg.batch_size >= 1, f"batch_size = {cfg.batch_size} must be at least 1")
-    _require(cfg.num_steps > 0 or 0 < cfg.num_epochs < float("inf"), f"num_epochs = {cfg.num_epochs} must be above 0 where num_steps is 0")
+    _check_training(cfg, world_size, longest * cfg.data.max_tokens, "data.max_tokens" if longest == 1 else f"{longest} * data.max_tokens", scores)
 
 
 def check_pairs(cfg: RMConfig | DPOConfig, world_size: int) -> None:
     """Refuse what cannot work, with the arithmetic. Raises UserError."""
-    _check_supervised(cfg, world_size, 2 * cfg.data.max_tokens, "2 * data.max_tokens", ("loss", "accuracy", "margin"))
-    a = cfg.algo
-    if isinstance(cfg, RMConfig):
-        _require(a.center_coef >= 0, f"algo.center_coef = {a.center_coef} must be 0 or more")
-        return
-    _require(a.beta > 0, f"algo.beta = {a.beta} must be above 0")
-    _require(0 <= a.label_smoothing < 0.5, f"algo.label_smoothing = {a.label_smoothing} is the chance of a wrong label: at least 0, below 0.5")
-    _require(a.label_smoothing == 0 or a.loss == "sigmoid", f"algo.label_smoothing = {a.label_smoothing} is of algo.loss sigmoid, not {a.loss}; set it to 0")
-    _require(a.nll_coef >= 0, f"algo.nll_coef = {a.nll_coef} must be 0 or more")
+    check_sft(cfg, world_size, 2, ("loss", "accuracy", "margin"))
+    if isinstance(cfg, DPOConfig):
+        _require(cfg.algo.label_smoothing == 0 or cfg.algo.loss == "sigmoid",
+                 f"algo.label_smoothing = {cfg.algo.label_smoothing} is of algo.loss sigmoid, not {cfg.algo.loss}; set it to 0")
 
 
 def check_rl(cfg: RLConfig, world_size: int) -> None:
@@ -136,36 +83,20 @@ def check_rl(cfg: RLConfig, world_size: int) -> None:
     compares = a.advantage not in ("reinforce_pp", "gae", "on_policy_distill")
     _require(r.samples_per_prompt >= 1 + compares, f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
              "compares the samples of one prompt, so it needs at least 2")
-    _require(a.updates_per_step >= 1 and r.prompts_per_step % a.updates_per_step == 0,
-             f"algo.updates_per_step = {a.updates_per_step} does not divide rollout.prompts_per_step = {r.prompts_per_step}")
+    _require(r.prompts_per_step % a.updates_per_step == 0, f"algo.updates_per_step = {a.updates_per_step} does not divide rollout.prompts_per_step = {r.prompts_per_step}")
     off = r.top_p == 1.0 and r.top_k == -1 and r.min_p == 0.0
     _require(off, f"rollout.top_p = {r.top_p}, top_k = {r.top_k}, min_p = {r.min_p}: the trainer cannot reproduce log-probs of a "
              "truncated distribution; train with top_p 1.0, top_k -1, min_p 0.0")
     _require(a.dual_clip == 0 or a.dual_clip > 1, f"algo.dual_clip = {a.dual_clip} must be 0 (off) or above 1")
-    _require(0 <= a.clip_low <= 1 and a.clip_high >= 0, f"algo.clip_low = {a.clip_low} must be in [0, 1], clip_high = {a.clip_high} at least 0")
     _check_algo(cfg)
-    for name, value in (("algo.kl_coef", a.kl_coef), ("algo.kl_target", a.kl_target), ("rollout.extra_prompts", r.extra_prompts), ("ref.every", cfg.ref.every),
-                        ("reward.clip", cfg.reward.clip), ("sft.num_steps", cfg.sft.num_steps), ("sft.lr", cfg.sft.lr),
-                        ("engine.kv_cache_gb", cfg.engine.kv_cache_gb)):
-        _require(value >= 0, f"{name} = {value} must be 0 or more")
-    _require(0 <= cfg.sft.wrong_character <= 1, f"sft.wrong_character = {cfg.sft.wrong_character} is a share: 0 to 1")
-    _require(cfg.sft.batch_size >= 1, f"sft.batch_size = {cfg.sft.batch_size} must be at least 1")
-
-
-def _check_critic(cfg: RLConfig) -> None:
-    c, a = cfg.critic, cfg.algo
-    _require(a.advantage == "gae" or not c.model, f"critic.model = {c.model} has no effect while algo.advantage = {a.advantage}; set algo.advantage gae")
-    _require(c.model != "scratch", "critic.model = scratch: leave it empty, and the critic begins as the policy does")
-    _require(0 <= a.gae_lambda <= 1, f"algo.gae_lambda = {a.gae_lambda} is a share: 0 to 1")
-    _require(0 <= c.warmup_steps < max(1, cfg.num_steps), f"critic.warmup_steps = {c.warmup_steps} leaves the policy none of num_steps = {cfg.num_steps}; lower it")
-    for name, value in (("critic.lr", c.lr), ("critic.max_grad_norm", c.max_grad_norm), ("critic.lr_warmup_steps", c.lr_warmup_steps), ("critic.value_clip", c.value_clip)):
-        _require(value >= 0, f"{name} = {value} must be 0 or more")
-    _require(c.ema_decay == 0, f"critic.ema_decay = {c.ema_decay}: the critic is not exported, so nobody would see its average; set it to 0")
 
 
 def _check_algo(cfg: RLConfig) -> None:
-    _check_critic(cfg)
-    a, ref, r = cfg.algo, cfg.ref, cfg.rollout
+    a, c, ref, r = cfg.algo, cfg.critic, cfg.ref, cfg.rollout
+    _require(a.advantage == "gae" or not c.model, f"critic.model = {c.model} has no effect while algo.advantage = {a.advantage}; set algo.advantage gae")
+    _require(c.model != "scratch", "critic.model = scratch: leave it empty, and the critic begins as the policy does")
+    _require(c.warmup_steps < max(1, cfg.num_steps), f"critic.warmup_steps = {c.warmup_steps} leaves the policy none of num_steps = {cfg.num_steps}; lower it")
+    _require(c.ema_decay == 0, f"critic.ema_decay = {c.ema_decay}: the critic is not exported, so nobody would see its average; set it to 0")
     distill = a.advantage == "on_policy_distill"
     _require(not distill or bool(ref.model), "algo.advantage = on_policy_distill learns from a teacher; name it with ref.model")
     _require(not (distill and a.kl_in == "reward" and a.kl_coef), "algo.kl_in = reward: on_policy_distill takes no rewards; set algo.kl_in loss or algo.kl_coef 0")
@@ -178,17 +109,14 @@ def _check_algo(cfg: RLConfig) -> None:
              f"{cfg.policy.ema_decay} too; set one of them")
     _require(a.kl_in == "loss" or a.kl_estimator != "unbiased", "algo.kl_estimator = unbiased is about the gradient, and a reward has none; take k1, k2 or k3")
     _require(a.loss != "cispo" or not a.dual_clip, f"algo.dual_clip = {a.dual_clip} bounds what algo.loss = cispo bounds already; set it to 0")
-    _require(0 <= a.entropy_share <= 1, f"algo.entropy_share = {a.entropy_share} is a share: 0 (off) to 1")
-    _require(0 < a.gamma <= 1, f"algo.gamma = {a.gamma} must be above 0, at most 1")
     _require(r.keep_inside[0] < r.keep_inside[1], f"rollout.keep_inside = {r.keep_inside} is empty: its first number must be below its second")
     _require(not r.extra_prompts or r.samples_per_prompt > 1, f"rollout.extra_prompts = {r.extra_prompts} replaces prompts whose answers earn the same, and "
              "rollout.samples_per_prompt = 1 compares none; set it to 2 or more, or extra_prompts to 0")
     _require(not r.extra_prompts or not cfg.reward.model, f"rollout.extra_prompts = {r.extra_prompts} chooses prompts by their rewards during generation, and "
              f"reward.model = {cfg.reward.model} scores after it; serve it (python -m minirl.rm serve) or set extra_prompts to 0")
-    _require(0 <= r.curriculum_floor <= 1, f"rollout.curriculum_floor = {r.curriculum_floor} is a share: 0 (no curriculum) to 1")
     _require(not r.curriculum_floor or not (r.extra_prompts or r.ahead or r.replay), f"rollout.curriculum_floor = {r.curriculum_floor} draws the prompts of a step and "
              f"learns from all of them, which rollout.extra_prompts = {r.extra_prompts}, ahead = {r.ahead} and replay = {r.replay!r} do not allow; unset one or the other")
     tail = cfg.reward.overlong_tokens
-    _require(0 <= tail <= cfg.env.max_tokens, f"reward.overlong_tokens = {tail} must be 0 (off) to env.max_tokens = {cfg.env.max_tokens}")
+    _require(tail <= cfg.env.max_tokens, f"reward.overlong_tokens = {tail} must be 0 (off) to env.max_tokens = {cfg.env.max_tokens}")
     _require(not r.replay or not (cfg.sft.num_steps or r.ahead or r.dump or cfg.checkpoint.best_metric), f"rollout.replay = {r.replay} runs no engine, so sft.num_steps, "
              "rollout.ahead, rollout.dump and checkpoint.best_metric have no effect; unset them")

@@ -2,22 +2,30 @@
 
     python -m minirl.rl --config configs/quickstart_rl.yaml --policy.lr 1e-4
 
-`checks.py` refuses impossible ones before anything is loaded or written.
+A type says which values a knob may have on its own, in a file, a flag or a program; `checks.py` refuses what cannot work together, before
+anything is loaded or written.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 @dataclass(kw_only=True)
 class ScratchConfig:
     """The model made when `policy.model` is `scratch`: Qwen3 architecture, random weights, character tokenizer."""
 
-    hidden_size: int = 128
-    num_layers: int = 3
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 3
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = 32
     phrases: list[str] = field(default_factory=list)
     """Fixed texts that become single tokens, so that a small model need not read them letter by letter."""
 
@@ -43,19 +51,19 @@ class PolicyConfig:
     optimizer_state: Literal["device", "offload", "8bit"] = "device"
     """Where it is between steps. offload: in host memory; 8bit: in one byte an element. Both are on the device in full for some
     parameters at a time."""
-    ema_decay: float = 0.0
+    ema_decay: Decay = 0.0
     """Of a moving average of the weights, written to <output>/model_ema at the end; rises to it as (1 + n) / (10 + n) over n updates.
     0: no average."""
-    lr: float = 1e-6
+    lr: NonNegativeFloat = 1e-6
     lr_schedule: Literal["constant", "cosine"] = "constant"
-    lr_warmup_steps: int = 0
+    lr_warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up from 0."""
-    lr_min_ratio: float = 0.1
+    lr_min_ratio: NonNegativeFloat = 0.1
     """Share of `lr` that the cosine ends at."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    weight_decay: NonNegativeFloat = 0.0
     """On matrices only."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are scaled down to this norm; 0 leaves them."""
 
 
@@ -64,13 +72,13 @@ class ParallelConfig:
     """How the trainer's ranks divide the model and its data: replicate x shard x context x tensor, whose product is the number of ranks
     (shard is what the others leave)."""
 
-    replicate: int = 1
+    replicate: PositiveInt = 1
     """Groups that each hold a whole model in shards (HSDP): gradients cross groups once a step, parameters never."""
-    context: int = 1
+    context: PositiveInt = 1
     """Ranks that split every sequence, for those too long for one."""
     context_engine: Literal["all_gather", "ring"] = "all_gather"
     """How attention gets the other ranks' keys: all at once for a layer (fastest), or one rank's after the other's."""
-    tensor: int = 1
+    tensor: PositiveInt = 1
     """Consecutive ranks that split every matrix and work on the same data."""
     sequence: bool = False
     """Between the blocks each of them keeps its part of the tokens: less memory, for the same traffic."""
@@ -80,20 +88,20 @@ class ParallelConfig:
 class EngineConfig:
     """The vLLM engine in every rank."""
 
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: PositiveInt = 1
     """Consecutive ranks that share one engine."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: the dtype of the policy's forward."""
-    max_model_len: int = 0
+    max_model_len: NonNegativeInt = 0
     """Tokens of prompt and answer together; 0 takes data.max_prompt_tokens + rollout.max_tokens."""
-    max_num_seqs: int = 256
+    max_num_seqs: PositiveInt = 256
     """Sequences generated at once by an engine."""
-    kv_cache_gb: float = 0.0
+    kv_cache_gb: NonNegativeFloat = 0.0
     """Memory of the KV cache per rank; 0: on CUDA what gpu_memory_utilization leaves, on CPU 1 GB."""
-    gpu_memory_utilization: float = 0.6
+    gpu_memory_utilization: PositiveShare = 0.6
     enforce_eager: bool = False
     """CUDA: run without CUDA graphs. The CPU build always does."""
-    sleep_level: Literal[0, 1, 2] = 2
+    sleep_level: Annotated[int, Field(ge=0, le=2)] = 2
     """CUDA, while training: 2 drops weights and KV cache, 1 keeps the weights in host memory, 0 keeps all."""
 
 
@@ -103,7 +111,7 @@ class RefitConfig:
 
     transport: Literal["all_to_all", "all_gather"] = "all_to_all"
     """all_to_all sends each rank what its engine lacks; all_gather sends every rank every shard."""
-    bucket_mb: int = 256
+    bucket_mb: PositiveInt = 256
     """Bytes on the wire at once; the peak of extra memory."""
 
 
@@ -117,7 +125,7 @@ class RowsConfig:
     eval: str | list[str] = ""
     """The same for held-out rows. Empty: `held_out` distinct rows (of RL: prompts) of `train`, which training then never sees."""
     held_out: int = 128
-    max_samples: int = 0
+    max_samples: NonNegativeInt = 0
     """At most this many rows of each source, its first; 0: all."""
     prompt_key: str = "prompt"
     """A text, or a list of chat messages. Where a row has no `prompt`: `instruction`, `input`, `context_messages` or `messages`."""
@@ -137,33 +145,33 @@ class DataConfig(RowsConfig):
     """Where a row has no `answer`: `solution` or `label`."""
     source_key: str = "data_source"
     """Scores are also logged by the value of this column (or `datasource`); without it, by source where there are several."""
-    max_prompt_tokens: int = 256
+    max_prompt_tokens: PositiveInt = 256
     too_long: Literal["error", "drop"] = "error"
     """What a longer prompt is: an error that names it, or left out and counted."""
 
 
 @dataclass(kw_only=True)
 class RolloutConfig:
-    prompts_per_step: int = 16
-    samples_per_prompt: int = 8
-    max_tokens: int = 256
+    prompts_per_step: PositiveInt = 16
+    samples_per_prompt: PositiveInt = 8
+    max_tokens: PositiveInt = 256
     """Longest answer."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
-    extra_prompts: int = 0
+    extra_prompts: NonNegativeInt = 0
     """Dynamic sampling (DAPO): at most so many more prompts a step, in place of those whose answers' mean reward is not strictly inside
     `keep_inside`. What is missing then is filled up with such prompts, so that a step always has prompts_per_step. 0: off."""
     keep_inside: tuple[float, float] = (0.0, 1.0)
-    curriculum_floor: float = 0.0
+    curriculum_floor: Share = 0.0
     """Draw prompts by p(1 - p) of their past success rate p (a score of eval.threshold counts), those never tried as the most uncertain; this
     share of such a one's weight is the least that a prompt has, so that none is left out for good (0.1 is usual; 1: all alike). 0: no curriculum,
     a new permutation in every epoch. See data/curriculum.py."""
-    ahead: int = 0
+    ahead: NonNegativeInt = 0
     """Partial rollouts: so many more prompts than a step needs are begun, and it ends when it has enough. The answers that are unfinished then go on
     in the next step, under its weights; `algo.correction` compares each token with the weights it was sampled with. 0: a step waits for all."""
-    max_staleness: int = 2
+    max_staleness: PositiveInt = 2
     """Steps that a group may go on for; then it begins anew."""
     tickets: Literal["auto", "pull", "round_robin"] = "auto"
     """Who generates which prompt. pull: an engine with room takes the next and never waits for an environment (best balance, results depend on timing);
@@ -181,14 +189,14 @@ class EnvConfig:
 
     name: str = "single_turn"
     """A shipped environment or `file.py:Class`, with its arguments as `?key=value&...`. single_turn: an answer to the prompt, scored by `reward`."""
-    max_turns: int = 1
+    max_turns: PositiveInt = 1
     """Answers of an episode; it is truncated where the environment wants another."""
-    max_tokens: int = 0
+    max_tokens: NonNegativeInt = 0
     """Sampled tokens of an episode, all answers together; 0: max_turns * rollout.max_tokens. The context (engine.max_model_len) also holds
     what the environment says."""
-    threads: int = 64
+    threads: PositiveInt = 64
     """So many calls of environments that are not `async` run at once on a rank."""
-    timeout_seconds: float = 60.0
+    timeout_seconds: Positive = 60.0
     """For a `reset` or `step` (of an agent: the whole `run`). Then, and if it raises, the episode has failed."""
     on_error: Literal["reward", "drop", "raise"] = "reward"
     """A failed episode ends with `error_reward` for its last answer, is left out of its group, or ends the run."""
@@ -200,7 +208,7 @@ class EndpointConfig:
     """Where environments that are agents find the policy (rollout/server.py)."""
 
     host: str = "127.0.0.1"
-    port: int = 0
+    port: NonNegativeInt = 0
     """0: a free one. Every rank with an engine has an endpoint of its own."""
 
 
@@ -216,25 +224,25 @@ class RewardConfig:
     """Folder or hub id of a trained reward model (what minirl.rm leaves) with the policy's vocabulary: its score of each prompt and answer, with
     the token that ends one behind a cut answer, is added to the functions' sum. It runs on the trainer's mesh, in the policy's dtype, after
     generation, and sleeps otherwise. Dumped rollouts have its scores in their rewards."""
-    model_weight: float = 1.0
+    model_weight: FiniteFloat = 1.0
     """Of its score in the sum; `reward/model` in the metrics is the score alone."""
-    threads: int = 4
+    threads: PositiveInt = 4
     """Rewards are computed beside generation in this many threads; so many answers at most are in a request to an endpoint."""
-    timeout_seconds: float = 60.0
+    timeout_seconds: Positive = 60.0
     """How long an endpoint may take for a request."""
-    retries: int = 4
+    retries: NonNegativeInt = 4
     """Further tries, each at the next endpoint, when one cannot be reached, is too slow or fails (status 408, 429, 5xx)."""
-    backoff_seconds: float = 1.0
+    backoff_seconds: NonNegativeFloat = 1.0
     """Pause before the second try; it doubles with each."""
     unstopped: Literal["keep", "scale", "set"] = "keep"
     """An answer cut at rollout.max_tokens has its reward multiplied by `unstopped_value`, or set to it."""
     unstopped_value: float = 0.0
-    overlong_tokens: int = 0
+    overlong_tokens: NonNegativeInt = 0
     """The last so many of rollout.max_tokens generated tokens cost `overlong_penalty`, in even parts (DAPO); 0: off."""
     overlong_penalty: float = 1.0
     normalize: bool = False
     """Subtract the running mean of all rewards of the run and divide by their running deviation."""
-    clip: float = 0.0
+    clip: NonNegativeFloat = 0.0
     """Rewards are brought into [-clip, clip], after all of the above; 0: off."""
 
 
@@ -261,7 +269,7 @@ class RefConfig:
 
     model: str = ""
     """Folder or hub id with the policy's vocabulary: the teacher of on_policy_distill. Empty: the policy as RL found it."""
-    every: int = 0
+    every: NonNegativeInt = 0
     """Steps after which the reference becomes the policy as it is then (ProRL, arXiv 2505.24864, sec. 3.2); 0: never."""
     reset_optimizer: bool = False
     """And the policy's optimizer forgets its state at the same time, as in ProRL; the learning rate goes on as it would have."""
@@ -272,35 +280,35 @@ class AlgoConfig:
     advantage: str = "grpo"
     """A registered name (grpo, dr_grpo, rloo, reinforce_pp_baseline; by token: reinforce_pp, gae, on_policy_distill) or `file.py:function`, called
     as f(rewards, groups, sums); see algo/advantages.py."""
-    gamma: float = 1.0
+    gamma: PositiveShare = 1.0
     """Discount per sampled token of reinforce_pp and gae."""
-    gae_lambda: float = 0.95
+    gae_lambda: Share = 0.95
     """Of gae: 0 trusts the critic for all but the next token's reward, 1 only the rewards."""
     loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """ppo: clipped ratios of tokens; gspo: of sequences, bounds near 3e-4; cispo: clipped weights of log-probs."""
-    clip_low: float = 0.2
+    clip_low: Share = 0.2
     """Ratio is clipped below 1 - clip_low ..."""
-    clip_high: float = 0.2
+    clip_high: NonNegativeFloat = 0.2
     """... and above 1 + clip_high (DAPO's clip-higher: 0.28)."""
     dual_clip: float = 0.0
     """Bound c > 1 of the loss at negative advantages (Ye et al. 2020); 0: off."""
     aggregation: Literal["token", "sequence", "prompt", "fixed"] = "token"
     """Mean over tokens; over sequences of their token means; over prompts of the means of all their tokens; or sums over tokens divided by sequences times
     rollout.max_tokens (Dr.GRPO)."""
-    kl_coef: float = 0.0
+    kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the reference (`ref`); 0: none is loaded for it."""
     kl_in: Literal["loss", "reward"] = "loss"
     """reward: each token is charged, which estimators that compare answers sum over the answer."""
     kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
     """unbiased (in the loss): the value of k3, weighted so that its gradient is right, off policy too."""
-    kl_target: float = 0.0
+    kl_target: NonNegativeFloat = 0.0
     """Nats per token: the weight is adapted so that the KL stays there (Ziegler et al. 2019); 0: it is fixed."""
     entropy_coef: float = 0.0
-    entropy_share: float = 0.0
+    entropy_share: Share = 0.0
     """Policy gradient and entropy bonus only at this share of the tokens of an optimizer step, those with the highest entropy before the
     step's first update (0.2 in arXiv 2506.01939); 0: at all."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    updates_per_step: int = 1
+    updates_per_step: PositiveInt = 1
     """Optimizer steps per batch of rollouts; prompts_per_step is split evenly."""
 
 
@@ -311,10 +319,10 @@ class CriticConfig(PolicyConfig):
     model: str = ""
     """Folder or hub id with the policy's vocabulary: a reward model, or a language model, whose score head then begins at 0. Empty: the
     policy as RL finds it."""
-    lr: float = 5e-6
-    warmup_steps: int = 0
+    lr: NonNegativeFloat = 5e-6
+    warmup_steps: NonNegativeInt = 0
     """RL steps in which the critic learns and the policy does not move."""
-    value_clip: float = 0.2
+    value_clip: NonNegativeFloat = 0.2
     """Bound of how far values move from those that advantages were made with; 0: off."""
 
 
@@ -322,31 +330,31 @@ class CriticConfig(PolicyConfig):
 class WarmStartConfig:
     """A supervised warm start on the training rows' own answers, before RL."""
 
-    num_steps: int = 0
-    batch_size: int = 64
-    lr: float = 2e-3
-    lr_warmup_steps: int = 20
-    wrong_character: float = 0.0
+    num_steps: NonNegativeInt = 0
+    batch_size: PositiveInt = 64
+    lr: NonNegativeFloat = 2e-3
+    lr_warmup_steps: NonNegativeInt = 20
+    wrong_character: Share = 0.0
     """Share of the answers in which one character is replaced at random. RL then has near misses to repair: a model that
     knows the task but errs is what a reward teaches fastest."""
 
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    every: int = 10
+    every: NonNegativeInt = 10
     """RL steps between evaluations on held-out prompts; 0: only before and after."""
-    samples: int = 1
+    samples: PositiveInt = 1
     """Answers per prompt; pass@k is reported for k = 1 and k = samples."""
-    temperature: float = 1.0
+    temperature: NonNegativeFloat = 1.0
     threshold: float = 1.0
     """A reward of at least this counts as correct."""
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    every: int = 0
+    every: NonNegativeInt = 0
     """Steps between checkpoints; 0: none. Checkpoint N holds the weights after N steps."""
-    keep: int = 2
+    keep: PositiveInt = 2
     """Newest ones that stay."""
     best_metric: str = ""
     """A held-out score (RL: accuracy, reward or pass@k; SFT: loss or perplexity, of which less is better; pairs: loss, accuracy or margin). The checkpoint with the best
@@ -363,63 +371,64 @@ class DebugConfig:
 
 
 @dataclass(kw_only=True)
-class TrainingConfig:
+class ProgramConfig:
+    output: str = ""
+    """Folder of a run: config, metrics, checkpoints, model. Of evaluate: file for the figures as JSON; empty: only printed."""
+    seed: NonNegativeInt = 0
+    timeout_minutes: Positive = 30.0
+    """A collective that waits longer ends the run; must exceed the difference in rollout time between ranks."""
+
+
+@dataclass(kw_only=True)
+class TrainingConfig(ProgramConfig):
     """Of every program that trains."""
 
-    output: str = ""
-    """Folder of this run: config, metrics, checkpoints, model."""
     resume: bool = False
     """Go on from the newest checkpoint in `output` (from the beginning, if none was finished)."""
-    seed: int = 0
-    num_steps: int = 0
-    tokens_per_rank: int = 16384
+    num_steps: NonNegativeInt = 0
+    tokens_per_rank: PositiveInt = 16384
     """Token budget of a micro-batch on a rank."""
-    timeout_minutes: float = 30.0
-    """A collective that waits longer ends the run; must exceed the difference in rollout time between ranks."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 @dataclass(kw_only=True)
-class RLConfig(TrainingConfig):
-    """`torchrun --nproc-per-node N -m minirl.rl --config FILE [--flag value ...]`"""
+class SamplingConfig:
+    """Of every program that samples answers."""
 
-    output: str = "runs/rl"
-    num_steps: int = 100
     engine: EngineConfig = field(default_factory=EngineConfig)
-    refit: RefitConfig = field(default_factory=RefitConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+@dataclass(kw_only=True)
+class RLConfig(SamplingConfig, TrainingConfig):
+    """`torchrun --nproc-per-node N -m minirl.rl --config FILE [--flag value ...]`"""
+
+    output: str = "runs/rl"
+    num_steps: NonNegativeInt = 100
+    refit: RefitConfig = field(default_factory=RefitConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     ref: RefConfig = field(default_factory=RefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     sft: WarmStartConfig = field(default_factory=WarmStartConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
 
 @dataclass(kw_only=True)
-class EvaluateConfig:
-    """`torchrun --nproc-per-node N -m minirl.evaluate --model FOLDER --data.eval FILE`"""
+class EvaluateConfig(SamplingConfig, ProgramConfig):
+    """`torchrun --nproc-per-node N -m minirl.evaluate --model FOLDER --data.eval FILE`
+
+    `engine.dtype` auto is bfloat16 here.
+    """
 
     model: str = ""
     """Folder or hub id."""
-    output: str = ""
-    """File for the figures as JSON; empty: only printed."""
-    seed: int = 0
-    timeout_minutes: float = 30.0
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    """`dtype` auto is bfloat16 here."""
-    data: DataConfig = field(default_factory=DataConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    env: EnvConfig = field(default_factory=EnvConfig)
-    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
 
 
 @dataclass(kw_only=True)
@@ -438,4 +447,4 @@ class ExportConfig:
     """The one that checkpoint.best_metric found best."""
     output: str = ""
     """Folder to write; empty: model-step-N in the run's."""
-    timeout_minutes: float = 30.0
+    timeout_minutes: Positive = 30.0

@@ -1,9 +1,14 @@
 """The knobs of learning from what others wrote: SFT, reward models and DPO; `config.py` has those of RL and what all share."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from minirl.config import RowsConfig, TrainingConfig
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from minirl.config import Positive, RowsConfig, TrainingConfig
+
+MaxTokens = Annotated[int, Field(ge=2)]
+"""A token and the next one."""
 
 
 @dataclass(kw_only=True)
@@ -19,13 +24,13 @@ class ChatsConfig(RowsConfig):
     """A plain text, every token of which is in the loss; no chat template is applied."""
     train_on: Literal["all_turns", "last_turn"] = "all_turns"
     """Which assistant turns of a chat are in the loss."""
-    max_tokens: int = 2048
+    max_tokens: MaxTokens = 2048
     """Longer rows are cut at their end; a row left without a token in the loss is dropped."""
 
 
 @dataclass(kw_only=True)
 class HeldOutConfig:
-    every: int = 50
+    every: NonNegativeInt = 50
     """Steps between evaluations of the loss on held-out rows; 0: only before and after."""
 
 
@@ -34,12 +39,12 @@ class SFTConfig(TrainingConfig):
     """`torchrun --nproc-per-node N -m minirl.sft --config FILE [--flag value ...]`"""
 
     output: str = "runs/sft"
-    num_epochs: float = 1.0
+    num_epochs: Positive = 1.0
     """Passes over the rows."""
-    num_steps: int = 0
+    num_steps: NonNegativeInt = 0
     """Optimizer steps; 0: as many as num_epochs takes."""
-    batch_size: int = 64
-    """Rows of an optimizer step, over all ranks."""
+    batch_size: PositiveInt = 64
+    """Rows (or pairs) of an optimizer step, over all ranks."""
     data: ChatsConfig = field(default_factory=ChatsConfig)
     eval: HeldOutConfig = field(default_factory=HeldOutConfig)
 
@@ -54,7 +59,7 @@ class PairsConfig(RowsConfig):
     rejected_key: str = "rejected"
     margin_key: str = "margin"
     """How much better the chosen answer is (a number), for the reward model's sigmoid loss; 0 in rows that do not say."""
-    max_tokens: int = 2048
+    max_tokens: MaxTokens = 2048
     """Pairs with a longer sequence are dropped: cut, it would not say what was judged. So are those whose answers are the same."""
 
 
@@ -62,18 +67,18 @@ class PairsConfig(RowsConfig):
 class RewardModelLossConfig:
     loss: Literal["sigmoid", "logexp"] = "sigmoid"
     """Bradley-Terry with margins, or without."""
-    center_coef: float = 0.0
+    center_coef: NonNegativeFloat = 0.0
     """Weight of the squared sum of a pair's scores, which holds their mean near 0 (0.01 is usual)."""
 
 
 @dataclass(kw_only=True)
 class DPOLossConfig:
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    beta: float = 0.1
+    beta: Positive = 0.1
     """Scale of the reward beta log(policy / reference): the larger, the nearer the policy stays to the reference."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Chance that a pair is the wrong way round (cDPO), of loss sigmoid."""
-    nll_coef: float = 0.0
+    nll_coef: NonNegativeFloat = 0.0
     """Weight of the chosen answer's negative log-likelihood per token."""
     length_normalized: bool = False
     """Log-probs are means over an answer's tokens."""
@@ -84,8 +89,6 @@ class RMConfig(SFTConfig):
     """`torchrun --nproc-per-node N -m minirl.rm --config FILE [--flag value ...]`"""
 
     output: str = "runs/rm"
-    batch_size: int = 64
-    """Pairs of an optimizer step, over all ranks."""
     data: PairsConfig = field(default_factory=PairsConfig)
     algo: RewardModelLossConfig = field(default_factory=RewardModelLossConfig)
 
@@ -99,12 +102,12 @@ class ServeConfig:
     """Folder or hub id of what minirl.rm left, or of any AutoModelForSequenceClassification of one label."""
     host: str = "127.0.0.1"
     """0.0.0.0 lets other machines ask, too."""
-    port: int = 5000
+    port: NonNegativeInt = 5000
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
-    max_tokens: int = 8192
+    max_tokens: MaxTokens = 8192
     """A longer text is scored by its last tokens."""
-    tokens_per_batch: int = 16384
-    timeout_minutes: float = 30.0
+    tokens_per_batch: PositiveInt = 16384
+    timeout_minutes: Positive = 30.0
 
 
 @dataclass(kw_only=True)
@@ -112,8 +115,6 @@ class DPOConfig(SFTConfig):
     """`torchrun --nproc-per-node N -m minirl.dpo --config FILE [--flag value ...]`"""
 
     output: str = "runs/dpo"
-    batch_size: int = 64
-    """Pairs of an optimizer step, over all ranks."""
     data: PairsConfig = field(default_factory=PairsConfig)
     algo: DPOLossConfig = field(default_factory=DPOLossConfig)
     reference: str = ""

@@ -5,11 +5,10 @@
 
 import itertools
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
-
-import torch
 
 from minirl import cli
 from minirl.checks import check_rollout
@@ -39,10 +38,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
-def breakdown(trajectories: list[Trajectory], threshold: float, mesh: Mesh) -> dict[str, float]:
+def breakdown(trajectories: list[Trajectory], threshold: float, mesh: Mesh, more: Iterable[tuple[str, float]] = ()) -> dict[str, float]:
     """Means over all ranks: `source/NAME/accuracy` and `/reward` of each data source where rows have one, `reward/NAME` of each of several
-    reward functions, `env/turns`, `/truncated`, `/failed` and what else an environment tells. `trajectories`: one of each episode. Collective."""
-    own = [(f"reward/{name}", value) for t in trajectories for name, value in t.info.get("rewards", {}).items()]
+    reward functions, `env/turns`, `/truncated`, `/failed` and what else an environment tells, and of `more` values by their names. `trajectories`:
+    one of each episode. The same however they are spread over ranks. Collective."""
+    own = [*more, *((f"reward/{name}", value) for t in trajectories for name, value in t.info.get("rewards", {}).items())]
     for t in trajectories:
         own += [(f"env/{name}", float(value)) for name, value in t.info.get("env", {}).items()]
         if source := t.info["source"]:
@@ -59,20 +59,15 @@ def evaluate(sampler: Sampler, prompts: Prompts, cfg: EvalConfig, sampling: Samp
     trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
     if judge:
         judge.grade(trajectories)
-    sums = torch.zeros(6, dtype=torch.float64)
-    for group in ([t for t in siblings if t.segment == 0] for _, siblings in itertools.groupby(trajectories, lambda t: t.group)):
-        correct = sum(t.reward >= cfg.threshold for t in group)
-        tokens = sum(int(t.sampled.sum()) for t in group)
-        stopped = sum(t.info["stopped"] for t in group)
-        sums += torch.tensor([1, correct / len(group), pass_at_k(len(group), correct, len(group)), sum(t.reward for t in group) / len(group),
-                              tokens / len(group), stopped / len(group)], dtype=torch.float64)
-    num, *means = mesh.sums(sums).tolist()
-    names = ["accuracy", f"pass@{cfg.samples}", "reward", "answer_tokens", "stopped"]
-    shown = [(t.group, {"prompt": t.info["prompt"], "answer": t.info["completion"], "reward": t.reward})
-             for t in trajectories if t.group < 5 and t.episode == 0]
-    answers = sorted((a for rank in mesh.gather(shown) for a in rank), key=lambda a: a[0])
-    scores = dict(zip(names, (m / num for m in means), strict=True))
-    return Evaluation(scores | breakdown(trajectories, cfg.threshold, mesh), [a for _, a in answers])
+    once = [t for t in trajectories if t.segment == 0]
+    own: list[tuple[str, float]] = []
+    for group in (list(siblings) for _, siblings in itertools.groupby(once, lambda t: t.group)):
+        correct, num = sum(t.reward >= cfg.threshold for t in group), len(group)
+        tokens, stopped, reward = (sum(f(t) for t in group) / num for f in (lambda t: int(t.sampled.sum()), lambda t: t.info["stopped"], lambda t: t.reward))
+        own += [("accuracy", correct / num), (f"pass@{cfg.samples}", pass_at_k(num, correct, num)), ("reward", reward), ("answer_tokens", tokens), ("stopped", stopped)]
+    shown = [(t.group, {"prompt": t.info["prompt"], "answer": t.info["completion"], "reward": t.reward}) for t in trajectories if t.group < 5 and t.episode == 0]
+    answers = sorted(itertools.chain(*mesh.gather(shown)), key=lambda a: a[0])
+    return Evaluation(breakdown(once, cfg.threshold, mesh, own), [a for _, a in answers])
 
 
 def main(cfg: EvaluateConfig, mesh: Mesh) -> None:

@@ -1,48 +1,58 @@
 """From a YAML file and flags to a config, and back: known keys only, right types only, one message for what is wrong."""
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
 import importlib.util
+import json
 import os
 import re
 import sys
-import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import pydantic
 import yaml
 
 from minirl.types import UserError
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-4 as a number, which YAML 1.1 takes for a text, ..."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """... and so writes the text 1e-4 with quotes."""
+
+
+yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+$"), list("-+0123456789"), Loader=_Loader, Dumper=_Dumper)
+WRONG = {"missing": "has too few values", "dataclass_type": "must be a mapping of settings"}
+"""What pydantic would say in other terms than a user's."""
+
+
 def parse(cls: type, argv: list[str] | None = None) -> Any:
     """Read `--config FILE` (if given) and then the flags of a config class.
 
-    Raises UserError for a missing file, a key that does not exist (naming the closest) or a value of the wrong type;
-    tyro itself answers wrong flags and exits with code 2.
+    Raises UserError for a missing file and for what `fill` refuses; tyro itself answers wrong flags and exits with code 2.
     """
     import tyro  # here, because only programs need it and it takes a while
 
-    argv = list(sys.argv[1:] if argv is None else argv)
+    file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    file.add_argument("--config", nargs="?", const="")
+    given, argv = file.parse_known_args(argv)
     required = any(f.default is f.default_factory is dataclasses.MISSING for f in dataclasses.fields(cls))
-    default = None if required else cls()
-    for i, arg in enumerate(argv):
-        if arg == "--config" or arg.startswith("--config="):
-            path = arg.partition("=")[2] or (argv[i + 1] if i + 1 < len(argv) else "")
-            default = load(cls, path)
-            del argv[i : i + (1 if "=" in arg else 2)]
-            break
+    default = {} if required and given.config is None else {"default": cls() if given.config is None else load(cls, given.config)}
     program = re.search(r"-m (minirl\.\w+)", cls.__doc__)[1]
     with contextlib.ExitStack() as stack:
         if os.environ.get("RANK", "0") != "0":  # one rank tells what is wrong
             silence = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stderr(silence))
             stack.enter_context(contextlib.redirect_stdout(silence))
-        return tyro.cli(cls, prog=f"python -m {program}", args=argv, description=cls.__doc__, config=(tyro.conf.PositionalRequiredArgs,),
-                        **({} if default is None else {"default": default}))
+        cfg = tyro.cli(cls, prog=f"python -m {program}", args=argv, description=cls.__doc__, config=(tyro.conf.PositionalRequiredArgs,), **default)
+    return fill(cls, dataclasses.asdict(cfg))
 
 
 def load(cls: type, path: str, section: str = "") -> Any:
@@ -50,65 +60,37 @@ def load(cls: type, path: str, section: str = "") -> Any:
     if not Path(path).is_file():
         raise UserError(f"--config {path!r}: no such file")
     try:
-        values = yaml.safe_load(Path(path).read_text()) or {}
+        values = yaml.load(Path(path).read_text(), _Loader) or {}
     except yaml.YAMLError as error:
         raise UserError(f"--config {path}: not valid YAML: {error}") from error
     if section:
-        return _fill(cls, values.get(section, {}) if isinstance(values, dict) else values, where=path, prefix=f"{section}.")
-    return _fill(cls, values, where=path, prefix="")
+        values = values.get(section, {}) if isinstance(values, dict) else values
+    return fill(cls, values, f"{path}: ", section)
 
 
 def save(cfg: Any, path: Path) -> None:
     """Write a config that `load` reads back equal."""
-    path.write_text(yaml.safe_dump(to_dict(cfg), sort_keys=False))
+    path.write_text(yaml.dump(dataclasses.asdict(cfg), Dumper=_Dumper, sort_keys=False))
 
 
-def to_dict(cfg: Any) -> dict:
-    return {k: list(v) if isinstance(v, tuple) else to_dict(v) if dataclasses.is_dataclass(v) else v
-            for k, v in ((f.name, getattr(cfg, f.name)) for f in dataclasses.fields(cfg))}
-
-
-def _fill(cls: type, values: Any, *, where: str, prefix: str) -> Any:
-    if not isinstance(values, dict):
-        raise UserError(f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping of settings, not {values!r}")
-    hints = typing.get_type_hints(cls)
-    given = {}
-    for key, value in values.items():
+def fill(cls: type, values: Any, where: str = "", section: str = "") -> Any:
+    """A config class from nested mappings. Raises UserError for a key that does not exist (naming the closest) and for a value of the wrong type
+    or out of its bounds, which begins with `where` (and `section`, if the mappings are one of a file)."""
+    model = pydantic.create_model("Config", __config__=pydantic.ConfigDict(strict=True, extra="forbid"), cfg=(cls, ...))
+    try:
+        return model.model_validate_json(json.dumps({"cfg": values}, default=str)).cfg  # JSON's types: lists become tuples
+    except pydantic.ValidationError as error:
+        wrong = error.errors()[0]
+    names = [section] if section else []
+    for key in wrong["loc"][1:]:
+        if not dataclasses.is_dataclass(cls):
+            break  # what follows is an item of a list, or a type that it may be of
+        hints, prefix = typing.get_type_hints(cls), "".join(f"{name}." for name in names)
         if key not in hints:
             close = difflib.get_close_matches(str(key), hints, n=1)
-            hint = f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(hints)}"
-            raise UserError(f"{where}: unknown setting {prefix}{key}; {hint}")
-        if dataclasses.is_dataclass(hints[key]):
-            given[key] = _fill(hints[key], value, where=where, prefix=f"{prefix}{key}.")
-        else:
-            given[key] = _convert(hints[key], value, f"{where}: {prefix}{key}")
-    return cls(**given)
-
-
-def _convert(hint: Any, value: Any, name: str) -> Any:
-    """YAML gives 1e-4 as text and 1 for 1.0; anything else of the wrong type is an error."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        if value not in args or isinstance(value, bool):
-            raise UserError(f"{name} = {value!r} is not one of {', '.join(map(str, args))}")
-        return value
-    if origin in (typing.Union, types.UnionType):
-        arms = [a for a in args if (typing.get_origin(a) is list) == isinstance(value, list)]
-        return None if value is None and type(None) in args else _convert(next((a for a in arms if a is not type(None)), args[0]), value, name)
-    if origin in (list, tuple):
-        if not isinstance(value, list):
-            raise UserError(f"{name} = {value!r} must be a list")
-        if origin is tuple and len(value) != len(args):
-            raise UserError(f"{name} = {value!r} must have {len(args)} values")
-        return origin(_convert(args[0], v, name) for v in value)
-    try:
-        if hint is float and not isinstance(value, bool):
-            return float(value)
-    except (TypeError, ValueError):
-        pass
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise UserError(f"{name} = {value!r} must be of type {hint.__name__}")
-    return value
+            raise UserError(f"{where}unknown setting {prefix}{key}; " + (f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(hints)}"))
+        names, cls, values = [*names, key], hints[key], values[key]
+    raise UserError(f"{where}{'.'.join(names) or 'the file'} = {values!r} {WRONG.get(wrong['type'], wrong['msg'].removeprefix('Input '))}")
 
 
 def find_function(setting: str, value: str, registered: dict[str, Callable]) -> Callable:

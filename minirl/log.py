@@ -58,7 +58,7 @@ class Log:
 
     def __init__(self, folder: Path, *, rank: int, first_step: int = 0):
         self.folder, self.rank = folder, rank
-        self.bar: tqdm | None = None
+        self.bar = tqdm(disable=True)
         if rank == 0:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and needed on one rank only
 
@@ -68,18 +68,14 @@ class Log:
     def progress(self, description: str, total: int, start: int = 0) -> None:
         """Begin a progress bar; `advance` moves it."""
         self.end_progress()
-        if self.rank == 0:
-            self.bar = tqdm(total=total, initial=start, desc=description, file=sys.stderr, dynamic_ncols=True, mininterval=1.0)
+        self.bar = tqdm(total=total, initial=start, desc=description, file=sys.stderr, dynamic_ncols=True, mininterval=1.0, disable=self.rank > 0)
 
     def advance(self, **shown: float) -> None:
-        if self.bar is not None:
-            self.bar.set_postfix({k: f"{v:.3g}" for k, v in shown.items()}, refresh=False)
-            self.bar.update(1)
+        self.bar.set_postfix({k: f"{v:.3g}" for k, v in shown.items()}, refresh=False)
+        self.bar.update(1)
 
     def end_progress(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+        self.bar.close()
 
     def scalars(self, phase: str, step: int, values: dict[str, float]) -> None:
         """Write one row: {"phase": "rl", "step": 7, ...}."""
@@ -104,7 +100,6 @@ class Log:
 def truncate(path: Path, *, keep_before: int, keep_sft: bool) -> None:
     """Drop the rows that a resumed run will write again: RL and evaluation steps from `keep_before` on."""
     if path.exists():
-        def kept(row: dict) -> bool:
-            return keep_sft if row["phase"] == "sft" or row["step"] < 0 else row["step"] < keep_before
-        rows = [line for line in path.read_text().splitlines() if kept(json.loads(line))]
-        path.write_text("".join(line + "\n" for line in rows))
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        kept = [row for row in rows if (keep_sft if row["phase"] == "sft" or row["step"] < 0 else row["step"] < keep_before)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))

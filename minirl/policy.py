@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -161,10 +161,8 @@ def _add(sums: dict[str, Tensor], batch: Packed, value: Tensor, metrics: dict[st
 
 
 def _reduce(sums: dict[str, Tensor], num: float, mesh: Mesh) -> dict[str, float]:
-    added = [n for n in sums if not n.endswith("_max")]
+    def over_ranks(reduce: Callable[[Tensor], Tensor], names: list[str]) -> dict[str, float]:
+        return dict(zip(names, reduce(torch.stack([sums[n] for n in names]).cpu()).tolist(), strict=True)) if names else {}
     most = [n for n in sums if n.endswith("_max")]
-    totals = mesh.data_sums(torch.stack([sums[n] for n in added]).cpu()).tolist()
-    out = {n: v if n == "loss" else v / num for n, v in zip(added, totals, strict=True)}
-    if most:
-        out |= dict(zip(most, mesh.maxima(torch.stack([sums[n] for n in most]).cpu()).tolist(), strict=True))
-    return out
+    means = over_ranks(mesh.data_sums, [n for n in sums if n not in most])
+    return {n: v if n == "loss" else v / num for n, v in means.items()} | over_ranks(mesh.maxima, most)

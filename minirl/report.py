@@ -1,15 +1,19 @@
 """What a run leaves for people: the closing table, summary.json, the curves and sampled answers."""
 
 import json
-import resource
 from pathlib import Path
 
-from minirl.parallel.mesh import Mesh
+
+def slowest(seconds: list[dict[str, float]], **tokens: int) -> dict[str, float]:
+    """Phases of all ranks -> {"time/<phase>": that of the rank that took longest}, and speeds of what is in `tokens`."""
+    times = {name: max(s.get(name, 0.0) for s in seconds) for name in sorted({name for s in seconds for name in s})}
+    return {f"time/{name}": value for name, value in times.items()} | {f"tokens_per_second/{name}": speed for name, speed in speeds(tokens, times).items()}
 
 
-def peak_rss_mb(mesh: Mesh) -> list[float]:
-    """Largest resident memory of each rank so far, MiB."""
-    return mesh.gather(round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1))
+def speeds(tokens: dict[str, int], seconds: dict[str, float]) -> dict[str, float]:
+    """Tokens a second by the phases that generate or train on them."""
+    phases = {"generated": ("rollout",), "trained": ("forward", "backward")}
+    return {name: tokens[name] / max(sum(seconds.get(phase, 0.0) for phase in phases[name]), 1e-9) for name in phases if name in tokens}
 
 
 def write_curves(folder: Path) -> Path:
@@ -38,37 +42,24 @@ def write_curves(folder: Path) -> Path:
     return path
 
 
-def summarise(evaluations: dict[str, dict], tokens: dict[str, int], common: dict) -> dict:
-    """The content of RL's summary.json, `common` being what `Run.finish` returned. Seconds are rank 0's; `tokens_per_second` counts the
-    tokens that were generated and then trained on over the whole of the RL steps, evaluation aside."""
-    def accuracy(name: str) -> float | None:
-        return evaluations[name]["scores"]["accuracy"] if name in evaluations else None
-    seconds = common["seconds"]
-    training = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
-    steps = sum(v for name, v in seconds.items() if name not in ("start", "sft", "evaluate", "export", "checkpoint"))
-    by_phase = {"generated": tokens.get("generated", 0) / max(seconds.get("rollout", 0.0), 1e-9),
-                "trained": tokens.get("trained", 0) / max(training, 1e-9)}
-    return {
-        "accuracy_before_sft": accuracy("before_sft"),
-        "accuracy_after_sft": accuracy("before_rl") if "before_sft" in evaluations else None,
-        "accuracy_before_rl": accuracy("before_rl"),
-        "accuracy_after_rl": accuracy("after_rl"),
-        "tokens_per_second": tokens.get("generated", 0) / max(steps, 1e-9),
-        "tokens_per_second_by_phase": by_phase,
-        **common,
-    }
-
-
 def write_answers(folder: Path, evaluations: dict[str, dict]) -> None:
-    """answers.json, and the same on the console."""
+    """answers.json, and those before and after RL on the console."""
     answers = {name: evaluation["answers"] for name, evaluation in evaluations.items()}
     (folder / "answers.json").write_text(json.dumps(answers, indent=2) + "\n")
-    for name, title in (("before_rl", "sampled answers before RL"), ("after_rl", "sampled answers after RL")):
-        print(show_answers(title, answers.get(name, [])))
+    for when in ("before", "after"):
+        print(f"sampled answers {when} RL")
+        for a in answers.get(f"{when}_rl", []):
+            prompt = a["prompt"] if isinstance(a["prompt"], str) else a["prompt"][-1]["content"]
+            print(f"  [{a['reward']:.2f}] {' '.join(prompt.split())[-70:]} -> {' '.join(a['answer'].split())[:90]}")
 
 
-def write(folder: Path, summary: dict, scores: dict[str, float | None]) -> None:
-    """summary.json, curves.png, and the closing table, which begins with held-out `scores`."""
+def write(folder: Path, scores: dict[str, float | None], tokens: dict[str, int], seconds: dict[str, float], common: dict) -> None:
+    """summary.json, curves.png, and the closing table, which begins with held-out `scores`, by their titles. Seconds are rank 0's;
+    `tokens_per_second` counts the tokens that were generated over the whole of the RL steps, evaluation aside."""
+    steps = sum(v for name, v in seconds.items() if name not in ("start", "sft", "evaluate", "export", "checkpoint"))
+    summary = {**{title.lower().replace(" ", "_"): value for title, value in scores.items()},
+               **({"tokens_per_second": tokens["generated"] / max(steps, 1e-9)} if "generated" in tokens else {}),
+               "tokens_per_second_by_phase": speeds(tokens, seconds), "seconds": seconds, **common}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     curves = write_curves(folder)
     print(table(summary, scores))
@@ -87,11 +78,3 @@ def table(summary: dict, scores: dict[str, float | None]) -> str:
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:.3f}" if abs(value) < 10 else f"{value:,.0f}"
     return "\n".join([line, *(line if name is None else f"{name:<{width}}  {shown(value):>10}" for name, value in rows), line])
-
-
-def show_answers(title: str, answers: list[dict]) -> str:
-    lines = [title]
-    for a in answers:
-        prompt = a["prompt"] if isinstance(a["prompt"], str) else a["prompt"][-1]["content"]
-        lines.append(f"  [{a['reward']:.2f}] {' '.join(prompt.split())[-70:]} -> {' '.join(a['answer'].split())[:90]}")
-    return "\n".join(lines)

@@ -17,7 +17,7 @@ import torch
 from minirl import checkpoint, cli, report
 from minirl.algo import advantages, correction, losses, shaping
 from minirl.checks import check_rl
-from minirl.config import RLConfig
+from minirl.config import PolicyConfig, RLConfig
 from minirl.data import chat
 from minirl.data.curriculum import Curriculum
 from minirl.data.datasets import Prompts, load_rows, split
@@ -33,7 +33,7 @@ from minirl.rollout.refit import Refit
 from minirl.rollout.rewards import Rewards, check_rows, make_rewards
 from minirl.rollout.sampler import Sampler
 from minirl.rm import RewardModel, find_reward_model
-from minirl.run import Run, check_output, complete, find_model, find_teacher, make_scratch, slowest
+from minirl.run import Run, check_output, complete, find_model, find_teacher, make_scratch
 from minirl.sft import warm_start
 from minirl.types import Packed, Trajectory, UserError
 
@@ -103,7 +103,8 @@ class Trainer:
         if cfg.sft.num_steps and self.run.first_step == 0 and "before_rl" not in self.progress.evaluations:
             self.warm_start()
         self.load_reference(self.run.first_step)
-        self.load_critic()
+        if cfg.algo.advantage == "gae":
+            self.critic = self.load_other(cfg.critic, self.inputs.critic, score=True)
         early = not advantages.need_logprobs(cfg.algo)
         num_updates = (cfg.num_steps - (cfg.critic.warmup_steps if self.critic else 0)) * cfg.algo.updates_per_step
         self.log.progress("rl", cfg.num_steps, self.run.first_step)
@@ -121,14 +122,11 @@ class Trainer:
             with timer.phase("annotate"):
                 if cfg.algo.updates_per_step > 1 or cfg.algo.entropy_share or advantages.need_old_logprobs(cfg.algo):
                     policy.annotate(minibatches, "old_logprobs")
-                if self.ref:
-                    self.ref.sleeper.wake_parameters()
-                    self.ref.annotate(minibatches, "ref_logprobs")
-                    self.ref.sleeper.sleep_parameters()
-                if self.critic:
-                    self.critic.sleeper.wake_parameters()
-                    self.critic.annotate(minibatches, "values")
-                    self.critic.sleeper.sleep_parameters()
+                for model, field in ((self.ref, "ref_logprobs"), (self.critic, "values")):
+                    if model:
+                        model.sleeper.wake_parameters()
+                        model.annotate(minibatches, field)
+                        model.sleeper.sleep_parameters()
                 if not early:
                     advantages.assign_packed([b for m in minibatches for b in m], self.inputs.estimator, cfg.algo, self.kl_coef,
                                              sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
@@ -175,21 +173,22 @@ class Trainer:
 
     def shape(self, trajectories: list[Trajectory]) -> None:
         """The score of each episode stays in `info`, and tells the curriculum."""
-        lengths: dict[tuple[int, int], int] = {}
+        once = {(t.group, t.episode): t for t in trajectories}
+        lengths = dict.fromkeys(once, 0)
         for t in trajectories:
             t.info["score"], t.info["staleness"] = t.reward, self.policy.num_updates - t.version
-            lengths[t.group, t.episode] = lengths.get((t.group, t.episode), 0) + int(t.sampled.sum())
-        once = {(t.group, t.episode): t for t in trajectories}
+            lengths[t.group, t.episode] += int(t.sampled.sum())
         if self.cfg.rollout.curriculum_floor:
             order = self.inputs.train.order
             own = [(order[t.group], t.reward >= self.cfg.eval.threshold) for t in once.values()]
-            order.record([result for part in self.mesh.gather(own) for result in part])
-        rewards, stopped = (torch.tensor([value(t) for t in once.values()], dtype=torch.float64) for value in (lambda t: t.reward, lambda t: t.info["stopped"]))
-        rewards, self.progress.reward_stats = shaping.shape(rewards, torch.tensor(list(lengths.values()), dtype=torch.float64), stopped.bool(), self.cfg.reward,
-                                                            self.cfg.env.max_tokens, self.progress.reward_stats, self.mesh.sums)
+            order.record(list(itertools.chain(*self.mesh.gather(own))))
+        table = torch.tensor([(t.reward, lengths[name], t.info["stopped"]) for name, t in once.items()], dtype=torch.float64).reshape(-1, 3)
+        rewards, num_tokens, stopped = table.unbind(1)
+        rewards, self.progress.reward_stats = shaping.shape(rewards, num_tokens, stopped.bool(), self.cfg.reward, self.cfg.env.max_tokens, self.progress.reward_stats,
+                                                            self.mesh.sums)
         shaped = dict(zip(once, rewards.tolist(), strict=True))
         for t in trajectories:
-            t.reward = shaped[t.group, t.episode]
+            t.reward, t.info["answer_tokens"] = shaped[t.group, t.episode], lengths[t.group, t.episode]
 
     def evaluate(self, step: int, name: str | None = None) -> None:
         """Score held-out prompts; the engine must be awake. `name`: keep the result for the summary."""
@@ -213,12 +212,20 @@ class Trainer:
     def load_reference(self, step: int) -> None:
         """The frozen copy for the KL: the teacher, or the policy as RL found it or as it was at the last refresh by that step."""
         if self.cfg.algo.kl_coef or self.inputs.teacher:
-            found = self.inputs.teacher or (self.run.output / "sft" if self.cfg.sft.num_steps else self.inputs.folder)
             refreshed = [n for n in checkpoint.finished(self.run.output, "references") if n <= step]
-            folder = self.run.output / "references" / f"step-{max(refreshed)}" if refreshed else found
-            self.ref = Policy(self.cfg.policy, folder, self.mesh, trainable=False, sequence_parallel=self.cfg.parallel.sequence, timer=self.timer)
-            self.ref.sleeper.sleep_parameters()  # awake only where it annotates, while the policy's optimizer still sleeps
-            self.layout = dataclasses.replace(self.layout, windowed=self.layout.windowed or self.ref.layout.windowed)
+            folder = self.run.output / "references" / f"step-{max(refreshed)}" if refreshed else self.inputs.teacher
+            self.ref = self.load_other(self.cfg.policy, folder, trainable=False)
+
+    def load_other(self, cfg: PolicyConfig, folder: Path | None, **kind: bool) -> Policy:
+        """A model beside the policy; None: the policy as RL found it. Asleep but while it works: with the policy's shards on the device, and never with
+        its optimizer's state."""
+        folder = folder or (self.run.output / "sft" if self.cfg.sft.num_steps else self.inputs.folder)
+        model = Policy(cfg, folder, self.mesh, sequence_parallel=self.cfg.parallel.sequence, timer=self.timer, **kind)
+        if model.optimizer:
+            self.run.attach("critic", model)
+        model.sleeper.sleep()
+        self.layout = dataclasses.replace(self.layout, windowed=self.layout.windowed or model.layout.windowed)
+        return model
 
     def refresh_reference(self, step: int) -> None:
         """From here on the reference is the policy after `step` steps."""
@@ -230,16 +237,6 @@ class Trainer:
             self.policy.forget_optimizer_state()
         self.ref = None  # its memory first
         self.load_reference(step)
-
-    def load_critic(self) -> None:
-        """Asleep but while it works: with the policy's shards on the device, and never with its optimizer's state."""
-        cfg = self.cfg
-        if cfg.algo.advantage == "gae":
-            folder = self.inputs.critic or (self.run.output / "sft" if cfg.sft.num_steps else self.inputs.folder)
-            self.critic = Policy(cfg.critic, folder, self.mesh, score=True, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
-            self.run.attach("critic", self.critic)
-            self.critic.sleeper.sleep()
-            self.layout = dataclasses.replace(self.layout, windowed=self.layout.windowed or self.critic.layout.windowed)
 
     def train_critic(self, minibatches: list[list[Packed]]) -> dict[str, float]:
         critic, cfg = self.critic, self.cfg
@@ -253,19 +250,15 @@ class Trainer:
         """Means over all ranks to the log."""
         mesh, seconds = self.mesh, self.timer.take()
         once = [t for t in trajectories if t.segment == 0]
-        own = {"reward": sum(t.info["score"] for t in once), "shaped_reward": sum(t.reward for t in once), "answer_tokens": sum(int(t.sampled.sum()) for t in trajectories),
-               "stopped": sum(t.info["stopped"] for t in once), "equal_groups": _num_equal_groups(once), "staleness": sum(t.info["staleness"] for t in once)}
-        ranks = mesh.gather((len(once), own, sum(sum(b.lengths) for m in minibatches for b in m), seconds))
-        num = sum(n for n, *_ in ranks)
-        metrics = {name: sum(values[name] for _, values, *_ in ranks) / max(1, num) for name in own}
-        metrics["equal_groups"] *= self.cfg.rollout.samples_per_prompt  # a share of groups, not of episodes
-        metrics |= breakdown(once, self.cfg.eval.threshold, mesh)
+        own = [(name, float(t.info[name])) for t in once for name in ("answer_tokens", "stopped", "staleness")]
+        own += [pair for t in once for pair in (("reward", t.info["score"]), ("shaped_reward", t.reward))]
+        own += [("equal_groups", float(len({t.reward for t in group}) == 1)) for _, group in itertools.groupby(sorted(once, key=lambda t: t.group), lambda t: t.group)]
+        ranks = mesh.gather((sum(int(t.sampled.sum()) for t in trajectories), sum(sum(b.lengths) for m in minibatches for b in m), seconds))
+        generated, trained = sum(n for n, *_ in ranks), sum(n for _, n, _ in ranks) // mesh.tensor.size()
+        metrics = breakdown(once, self.cfg.eval.threshold, mesh, own)
         metrics |= {"extra_prompts": self.num_extra, "kl_coef": self.kl_coef} | updates
-        generated, trained = sum(v["answer_tokens"] for _, v, *_ in ranks), sum(t for *_, t, _ in ranks) // mesh.tensor.size()
-        times = slowest([s for *_, s in ranks])
+        times = report.slowest([s for *_, s in ranks], generated=generated, trained=trained)
         times |= {f"time/idle_rank{rank}": s.get("idle", 0.0) for rank, (*_, s) in enumerate(ranks)}
-        times["tokens_per_second/generated"] = generated / times["time/rollout"]
-        times["tokens_per_second/trained"] = trained / (times["time/forward"] + times["time/backward"])
         self.log.scalars("rl", step, {**metrics, **({} if self.cfg.rollout.replay else {"refit_bytes": self.refit.bytes_received}), **dict(sorted(times.items()))})
         self.log.advance(reward=metrics["reward"], tokens=metrics["answer_tokens"], **{name: updates[name] for name in ("mismatch",) if name in updates})
         self.progress.add(seconds, generated=generated, trained=trained)
@@ -275,11 +268,12 @@ class Trainer:
         if not self.cfg.rollout.replay:
             with self.engine.awake(self.refit, self.evict):
                 self.evaluate(self.cfg.num_steps, "after_rl")
-        summary = report.summarise(self.progress.evaluations, self.progress.tokens, self.run.finish())
+        self.log.end_progress()
+        found = {name: evaluation["scores"]["accuracy"] for name, evaluation in self.progress.evaluations.items()}
         if self.mesh.rank == 0:
             report.write_answers(self.run.output, self.progress.evaluations)
-            report.write(self.run.output, summary, {f"accuracy {when}": summary[f"accuracy_{when.lower().replace(' ', '_')}"]
-                                                    for when in ("before SFT", "after SFT", "before RL", "after RL")})
+        self.run.finish({"accuracy before SFT": found.get("before_sft"), "accuracy after SFT": found.get("before_rl") if "before_sft" in found else None,
+                         "accuracy before RL": found.get("before_rl"), "accuracy after RL": found.get("after_rl")})
         if not self.cfg.rollout.replay:
             self.sampler.close()
             self.engine.close()
@@ -302,8 +296,8 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
         raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
     correction.resolve(cfg.algo.correction)
     folder, model, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
-    teacher = find_teacher(cfg.ref.model, model.vocab_size, cfg.parallel.tensor) if cfg.ref.model else None
-    critic = find_teacher(cfg.critic.model, model.vocab_size, cfg.parallel.tensor, "critic.model") if cfg.critic.model else None
+    teacher, critic = (find_teacher(name, model.vocab_size, cfg.parallel.tensor, setting) if name else None
+                       for name, setting in ((cfg.ref.model, "ref.model"), (cfg.critic.model, "critic.model")))
     judge = None if cfg.rollout.replay else find_reward_model(cfg.reward, model.vocab_size, cfg.parallel.tensor)  # dumped rewards have its scores in them
     train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
     held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
@@ -316,13 +310,6 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
 def _means(updates: list[dict[str, float]]) -> dict[str, float]:
     """Over the optimizer steps on one batch."""
     return {name: max(u[name] for u in updates) if name.endswith("_max") else float(np.mean([u[name] for u in updates])) for u in updates[:1] for name in u}
-
-
-def _num_equal_groups(trajectories: list[Trajectory]) -> int:
-    rewards: dict[int, set[float]] = {}
-    for t in trajectories:
-        rewards.setdefault(t.group, set()).add(t.reward)
-    return sum(len(values) == 1 for values in rewards.values())
 
 
 def main(cfg: RLConfig, mesh: Mesh) -> None:

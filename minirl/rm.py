@@ -37,9 +37,7 @@ class PairTrainer(sft.Trainer):
     """What reward models and DPO share: rows are pairs, whose two sides stay in one micro-batch."""
 
     lost = "{} with more than {max_tokens} tokens and {} with two equal sides dropped"
-
-    def find_inputs(self) -> tuple[Path, Pairs, Pairs]:
-        return sft.find_inputs(self.cfg, self.mesh, check_pairs, load_pairs, functools.partial(Pairs, score=self.score))
+    check, load, make = staticmethod(check_pairs), staticmethod(load_pairs), functools.partial(Pairs, score=False)
 
     def batches(self, examples: list[Trajectory]) -> list[Packed]:
         return sft.batches_of(examples, self.policy, self.mesh, self.cfg.tokens_per_rank, pairs=True)
@@ -51,7 +49,7 @@ class PairTrainer(sft.Trainer):
 
 
 class Trainer(PairTrainer):
-    name, score = "rm", True
+    name, score, make = "rm", True, functools.partial(Pairs, score=True)
 
     def find_inputs(self) -> tuple[Path, Pairs, Pairs]:
         folder, *rows = super().find_inputs()
@@ -139,8 +137,8 @@ def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
     if mesh.world_size > 1:
         raise UserError(f"minirl.rm serve is one process, and there are {mesh.world_size} ranks; start one server each, at ports of their own, and name "
                         "all of them in reward.function, separated by commas")
-    if cfg.tokens_per_batch < cfg.max_tokens or cfg.max_tokens < 2:
-        raise UserError(f"tokens_per_batch = {cfg.tokens_per_batch} must be at least max_tokens = {cfg.max_tokens}, and that at least 2")
+    if cfg.tokens_per_batch < cfg.max_tokens:
+        raise UserError(f"tokens_per_batch = {cfg.tokens_per_batch} must be at least max_tokens = {cfg.max_tokens}")
     serve(Scorer(cfg, mesh), cfg.host, cfg.port)
 
 

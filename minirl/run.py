@@ -1,5 +1,6 @@
 """What every training program does around its loop: find the model, open the run's folder or go on in it, save, close."""
 
+import resource
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,7 +69,7 @@ class Run:
     def attach(self, name: str, model: Policy) -> None:
         """Keep another trained model in the checkpoints; take its state from the one that is gone on with. Raises UserError."""
         if self.found:
-            checkpoint.load_other(self.found, name, model)
+            checkpoint.restore(self.found, model, name)
         self.saver.others[name] = model
 
     def evaluated(self, step: int, scores: dict[str, float]) -> None:
@@ -83,8 +84,8 @@ class Run:
                 path = self.saver.save(step, vars(self.progress))
             self.log.say(f"step {step}: {'writing' if self.cfg.checkpoint.background else 'saved'} {path}")
 
-    def finish(self) -> dict:
-        """Export the model, close the log. Returns what every summary says: seconds, peak memory of each rank, the model's folder."""
+    def finish(self, scores: dict[str, float | None]) -> None:
+        """Export the model, close the log, write the summary, which begins with held-out `scores`."""
         self.log.end_progress()
         with self.timer.phase("checkpoint"):
             self.saver.wait()
@@ -95,21 +96,18 @@ class Run:
                     checkpoint.export(self.policy, self.output / "model_ema", self.mesh, weights=self.policy.averages())
         self.progress.add(self.timer.take())
         self.log.close()
-        memory = report.peak_rss_mb(self.mesh)
+        memory = self.mesh.gather(round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1))  # MiB
         seconds = {name: round(value, 3) for name, value in sorted(self.progress.seconds.items(), key=lambda item: -item[1])}
-        return {"seconds": seconds, "peak_rss_mb": max(memory), "peak_rss_mb_by_rank": memory,
-                "wall_seconds": time.perf_counter() - self.timer.began, "model": str(self.output / "model")}
+        if self.mesh.rank == 0:
+            report.write(self.output, scores, self.progress.tokens, seconds,
+                         {"peak_rss_mb": max(memory), "peak_rss_mb_by_rank": memory, "wall_seconds": time.perf_counter() - self.timer.began,
+                          "model": str(self.output / "model")})
 
 
 def complete(trainer: Any) -> None:
     """`trainer.train()`; a checkpoint under way is finished, however that ends."""
     with trainer.run.saver:
         trainer.train()
-
-
-def slowest(seconds: list[dict[str, float]]) -> dict[str, float]:
-    """Phases of all ranks -> {"time/<phase>": that of the rank that took longest}."""
-    return {f"time/{name}": max(s.get(name, 0.0) for s in seconds) for name in sorted({name for s in seconds for name in s})}
 
 
 def check_output(output: Path, resume: bool) -> None:

@@ -7,12 +7,11 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from minirl import cli, report
+from minirl import cli
 from minirl.algo import losses
 from minirl.checks import check_sft
 from minirl.config import RLConfig
@@ -23,7 +22,8 @@ from minirl.data.packing import exchange, pack, unpack
 from minirl.log import Log, Timer
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy, learning_rate
-from minirl.run import Run, check_output, complete, find_model, make_scratch, slowest
+from minirl.report import slowest
+from minirl.run import Run, check_output, complete, find_model, make_scratch
 from minirl.types import Packed, Trajectory, UserError
 
 
@@ -31,10 +31,27 @@ class Trainer:
     """The parts of a run; `train` is the algorithm. What other programs put in its place comes first."""
 
     name, score = "sft", False
+    check, load, make = staticmethod(check_sft), staticmethod(load_chats), Chats
     lost = "{} cut to {max_tokens} tokens, {} dropped with no token in the loss"
 
     def find_inputs(self) -> tuple[Path, Chats, Chats]:
-        return find_inputs(self.cfg, self.mesh, check_sft, load_chats, Chats)
+        """(folder of the model, rows to train on, held-out rows). `check` looks at the settings, `load` finds the rows of a source, `make` makes token ids
+        of them. Raises UserError at the first thing that is missing or cannot work."""
+        cfg, mesh = self.cfg, self.mesh
+        self.check(cfg, mesh.world_size)
+        check_output(Path(cfg.output), cfg.resume)
+        rows = self.load(cfg.data.train, "data.train", cfg.data)
+        rows, held_out = (rows, self.load(cfg.data.eval, "data.eval", cfg.data)) if cfg.data.eval else split(rows, cfg.data.held_out, cfg.seed)
+        chats = any("messages" in row or "prompt" in row for row in [*rows, *held_out])
+        folder, config, tokenizer = find_model(cfg, cfg.data.max_tokens, chats=chats)
+        if config.max_position_embeddings < cfg.data.max_tokens:
+            raise UserError(f"data.max_tokens = {cfg.data.max_tokens} is more than the {config.max_position_embeddings} positions of policy.model = "
+                            f"{cfg.policy.model}; lower it")
+        stop_ids = chat.stop_token_ids(tokenizer, folder) if chats else []
+        train = self.make(rows, "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed)
+        held_out = self.make(held_out, "data.eval" if cfg.data.eval else "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed, shuffle=False)
+        make_scratch(cfg, cfg.data.max_tokens, mesh)
+        return folder, train, held_out
 
     def make_loss(self) -> losses.Loss:
         return losses.sft()
@@ -90,40 +107,14 @@ class Trainer:
         """Of all ranks to the log. Tokens are those of the rows, whether in the loss or not."""
         seconds = self.timer.take()
         ranks = self.mesh.gather((num_tokens, seconds))
-        tokens, times = sum(n for n, _ in ranks), slowest([s for _, s in ranks])
-        times["tokens_per_second/trained"] = tokens / (times["time/forward"] + times["time/backward"])
+        tokens = sum(n for n, _ in ranks)
+        times = slowest([s for _, s in ranks], trained=tokens)
         self.log.scalars("train", step, {**metrics, "epoch": (step + 1) * self.cfg.batch_size / len(self.rows), "tokens": tokens, **times})
         self.log.advance(loss=metrics["loss"], tokens=tokens)
         self.progress.add(seconds, trained=tokens)
 
     def finish(self) -> None:
-        """Export and summary."""
-        common = self.run.finish()
-        scores = {f"{name} {when}": value for when, found in self.progress.evaluations.items() for name, value in found.items()}
-        spent = sum(common["seconds"].get(phase, 0.0) for phase in ("forward", "backward"))
-        speed = {"trained": self.progress.tokens.get("trained", 0) / max(spent, 1e-9)}
-        summary = {**{title.replace(" ", "_"): value for title, value in scores.items()}, "tokens_per_second_by_phase": speed, **common}
-        if self.mesh.rank == 0:
-            report.write(self.run.output, summary, scores)
-
-
-def find_inputs(cfg: SFTConfig, mesh: Mesh, check: Callable, load: Callable, make: Callable) -> tuple[Path, Chats, Chats]:
-    """(folder of the model, rows to train on, held-out rows). `check` the settings, `load` the rows of a source, `make` token ids of them.
-    Raises UserError at the first thing that is missing or cannot work."""
-    check(cfg, mesh.world_size)
-    check_output(Path(cfg.output), cfg.resume)
-    rows = load(cfg.data.train, "data.train", cfg.data)
-    rows, held_out = (rows, load(cfg.data.eval, "data.eval", cfg.data)) if cfg.data.eval else split(rows, cfg.data.held_out, cfg.seed)
-    chats = any("messages" in row or "prompt" in row for row in [*rows, *held_out])
-    folder, config, tokenizer = find_model(cfg, cfg.data.max_tokens, chats=chats)
-    if config.max_position_embeddings < cfg.data.max_tokens:
-        raise UserError(f"data.max_tokens = {cfg.data.max_tokens} is more than the {config.max_position_embeddings} positions of policy.model = "
-                        f"{cfg.policy.model}; lower it")
-    stop_ids = chat.stop_token_ids(tokenizer, folder) if chats else []
-    train = make(rows, "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed)
-    held_out = make(held_out, "data.eval" if cfg.data.eval else "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed, shuffle=False)
-    make_scratch(cfg, cfg.data.max_tokens, mesh)
-    return folder, train, held_out
+        self.run.finish({f"{name} {when}": value for when, found in self.progress.evaluations.items() for name, value in found.items()})
 
 
 def batches_of(examples: list[Trajectory], policy: Policy, mesh: Mesh, tokens_per_rank: int, *, pairs: bool = False) -> list[Packed]:

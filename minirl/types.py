@@ -57,6 +57,10 @@ class Trajectory:
     """For logs only; stays on the rank that sampled it."""
 
 
+ARRAYS = {"tokens": np.int32, "sampled": np.bool_, "logprobs": np.float32, "rewards": np.float32, "versions": np.int32}
+"""The arrays that a rollout makes, of L values each."""
+
+
 @dataclass(frozen=True)
 class Context:
     """The ranks that hold parts of the same sequences (context parallelism), and how their attention meets the others' keys."""

@@ -168,7 +168,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path):
 
 
 def load_other(mesh, saved, name, folder):
-    checkpoint.load_other(saved, name, Policy(PolicyConfig(), folder, mesh, score=True))
+    checkpoint.restore(saved, Policy(PolicyConfig(), folder, mesh, score=True), name)
 
 
 def export_with_head(mesh, folder, output):

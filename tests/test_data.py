@@ -256,12 +256,6 @@ def test_reasoning_gym_scores_with_the_generator_s_own_grader():
         assert graded(row, completion) == own(completion, row) < 1
 
 
-def test_a_reward_registers_only_once():
-    with pytest.raises(ValueError, match="'exact' is registered twice"):
-        rewards.register("exact")(lambda prompt, completion, row: 1.0)
-    assert rewards.REWARDS["exact"] is rewards.exact
-
-
 # ---------------------------------------------------------------------------------------------------- rewards of the user's own
 
 

@@ -47,7 +47,7 @@ DOORS = {
                      "rollout/server.py": {"PreTrainedTokenizerBase"}, "run.py": {"PretrainedConfig", "PreTrainedTokenizerBase"}},
     "jinja2": {"data/chat.py": None},
     "ring_flash_attn": {"model/ring_package.py": None},
-    "huggingface_hub": {"model/build.py": None},
+    "huggingface_hub": {"model/build.py": None, "checkpoint.py": {"split_torch_state_dict_into_shards"}},
     "safetensors": {"model/build.py": None, "checkpoint.py": None},
     "torch.utils.tensorboard": {"log.py": None},
     "wandb": {"log.py": None},
@@ -66,7 +66,7 @@ DOORS = {
     "fastapi": {"rollout/remote.py": None, "rollout/server.py": None},
     "starlette": {"rollout/server.py": None},
     "uvicorn": {"rollout/remote.py": None, "rollout/server.py": None},
-    "pydantic": {"rollout/protocol.py": None},
+    "pydantic": {"rollout/protocol.py": None, "flags.py": None, "config.py": None, "config_supervised.py": None},
     "torch.distributed.fsdp": {"parallel/fsdp.py": None},
     "torch.distributed.device_mesh": {"parallel/*": None},
 }
@@ -155,7 +155,7 @@ def test_code_lines_counts_neither_blanks_nor_comments_nor_docstrings():
     example = "rollout/rewards.py"
     text = (ROOT / example).read_text().splitlines()
     counted = [text[n - 1] for n in sorted(code_lines(example))]
-    assert "REWARDS: dict[str, RewardFunction] = {}" in counted
+    assert "RewardFunction = Callable[[str | list[dict], str, dict], float]" in counted
     assert not any(line.strip().startswith(("#", '"""')) or not line.strip() for line in counted)
     assert 0.4 * len(text) < len(counted) < 0.8 * len(text)
 

@@ -398,7 +398,7 @@ BAD = {
     "one-sided": ("rm", ["--data.rejected-key", "no"], ["line 1: the rejected side 'no'", "set data.chosen_key and data.rejected_key"]),
     "pair does not fit": ("dpo", ["--tokens-per-rank", 95], ["tokens_per_rank = 95", "2 * data.max_tokens = 96"]),
     "smoothing of another loss": ("dpo", ["--algo.loss", "ipo", "--algo.label-smoothing", 0.1], ["algo.label_smoothing = 0.1 is of algo.loss sigmoid"]),
-    "no beta": ("dpo", ["--algo.beta", 0], ["algo.beta = 0.0 must be above 0"]),
+    "no beta": ("dpo", ["--algo.beta", 0], ["algo.beta = 0.0 should be greater than 0"]),
     "nobody loads it": ("rm", ["--policy.model", "{folder}/cohere"], ["no sequence classification model of family 'cohere'"]),
     "another vocabulary": ("dpo", ["--reference", "{folder}/wide"], ["reference = ", "vocabulary of 300", "take a model with the same tokenizer"]),
 }

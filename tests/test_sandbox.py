@@ -13,7 +13,7 @@ import pytest
 
 from minirl.envs import sandbox
 from minirl.envs.sandbox import Limits, run
-from minirl.rollout import env
+from minirl.rollout import rewards
 from minirl.types import UserError
 
 OUTSIDE = "{outside}"
@@ -110,19 +110,18 @@ def test_nothing_outside_has_changed(harmed):
     assert set(Counter(r.status for _, r in results)) <= {"ok", "error", "timeout", "disk", "killed"}
 
 
-@pytest.mark.parametrize(("program", "stdin", "output"), [
-    ("print(6 * 7)", "", "42\n"),
-    ("print(input()[::-1])", "abc\n", "cba\n"),
-    ("import sys\nprint(len(sys.stdin.read()))", "x" * 300_000, "300000\n"),
-    ("open('notes.txt', 'w').write('own')\nprint(open('notes.txt').read())", "", "own\n"),
-    ("import numpy, sympy\nprint(numpy.arange(4).sum(), sympy.factorint(91))", "", "6 {7: 1, 13: 1}\n"),
-    ("import threading\nt = threading.Thread(target=print, args=('thread',))\nt.start()\nt.join()", "", "thread\n"),
-    ("import tempfile\nwith tempfile.TemporaryFile() as f:\n    f.write(b'x')\nprint('temporary')", "", "temporary\n"),
-    ("class A:\n    def f(self):\n        return sum(i for i in range(5))\nif __name__ == '__main__':\n    print(A().f())", "", "10\n"),
-    ("print('ü日本')", "", "ü日本\n"),
+@pytest.mark.parametrize(("program", "output"), [
+    ("print(6 * 7)", "42\n"),
+    ("import sys\nprint(len(sys.stdin.read()))", "0\n"),
+    ("open('notes.txt', 'w').write('own')\nprint(open('notes.txt').read())", "own\n"),
+    ("import numpy, sympy\nprint(numpy.arange(4).sum(), sympy.factorint(91))", "6 {7: 1, 13: 1}\n"),
+    ("import threading\nt = threading.Thread(target=print, args=('thread',))\nt.start()\nt.join()", "thread\n"),
+    ("import tempfile\nwith tempfile.TemporaryFile() as f:\n    f.write(b'x')\nprint('temporary')", "temporary\n"),
+    ("class A:\n    def f(self):\n        return sum(i for i in range(5))\nif __name__ == '__main__':\n    print(A().f())", "10\n"),
+    ("print('ü日本')", "ü日本\n"),
 ])
-def test_honest_programs_work(program, stdin, output):
-    result = run(program, Limits(seconds=20), stdin=stdin)
+def test_honest_programs_work(program, output):
+    result = run(program, Limits(seconds=20))
     assert (result.status, result.output) == ("ok", output)
 
 
@@ -150,10 +149,10 @@ TESTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
 ])
 def test_a_program_earns_its_reward_by_passing_the_row_s_tests(monkeypatch, completion, reward):
     monkeypatch.setattr(sandbox, "Limits", lambda seconds: Limits(seconds=1.0 if "while" in completion else 20.0))
-    assert env.REWARDS["python_tests"]("write add", completion, {"tests": TESTS}) == reward
+    assert rewards.REWARDS["python_tests"]("write add", completion, {"tests": TESTS}) == reward
 
 
 def test_rows_without_tests_are_refused():
-    env.check_rows("python_tests", [{"prompt": "x", "tests": TESTS}])
+    rewards.check_rows("python_tests", [{"prompt": "x", "tests": TESTS}])
     with pytest.raises(UserError, match="python_tests runs the text in the column `tests`"):
-        env.check_rows("python_tests", [{"prompt": "x", "answer": "y"}])
+        rewards.check_rows("python_tests", [{"prompt": "x", "answer": "y"}])

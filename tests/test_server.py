@@ -55,7 +55,7 @@ class Scripted:
         self.requests.append(request)
         self.live += 1
         try:
-            text = self.texts.pop(0) if self.texts else "x" * 1000
+            text = self.texts.pop(0) if self.texts else "x" * 3000
             if isinstance(text, Exception):
                 raise text
             for token in (chat.encode(self.tokenizer, text) + [self.tokenizer.eos_token_id])[: request.sampling.max_tokens]:
@@ -164,12 +164,7 @@ def test_a_tool_is_called_and_its_result_read():
         plain = await w.ask(messages=HI, tools=[TOOL], tool_choice="none")
         assert (plain.choices[0].message.content, plain.choices[0].message.tool_calls) == (CALL, None)
         assert "system" not in w.said()[-1][0]
-        forced = await w.ask(messages=HI, tools=[TOOL], tool_choice={"type": "function", "function": {"name": "add"}})
-        assert [c.function.arguments for c in forced.choices[0].message.tool_calls] == ['{"a": 3}']
-        assert w.said()[-1][1] == 11  # what was put in its mouth was not sampled
-        assert [c.function.arguments for c in (await w.ask(messages=HI, tools=[TOOL], tool_choice="required")).choices[0].message.tool_calls] == ['{"a": 1}'] * 2
-    two = '{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    play(program, CALL, "It is <tool_call>{broken", CALL, "It is <tool_call>{broken", CALL, '{"a": 3} }', two + "<tool_call>" + two)
+    play(program, CALL, "It is <tool_call>{broken", CALL, "It is <tool_call>{broken", CALL)
 
 
 async def said(reply, stream):
@@ -218,18 +213,14 @@ def test_anthropic():
             assert (last.content[0].text, last.stop_reason) == ("two", "end_turn")
             assert any(text.endswith(f"<|assistant|>{CALL}<|end|><|user|>2<|end|><|user|>so<|end|><|assistant|>two<|end|>") for text, _ in w.said())
         assert [num for _, num in w.said()] == [4, 2, len(CALL) + 5, len(CALL) + 5]
-        forced = await w.message(messages=HI, tools=tools, tool_choice={"type": "tool", "name": "add"})
-        assert [b.input for b in forced.content] == [{"a": 3}]
-        async with w.claude.messages.stream(model="any", max_tokens=100, messages=HI, tools=tools, tool_choice={"type": "any"}) as stream:
-            assert [b.input for b in (await stream.get_final_message()).content] == [{"a": 4}]
-    play(program, "yes! no", "long", CALL, CALL, "two", "two", '{"a": 3}}', '{"name": "add", "arguments": {"a": 4}}')
+    play(program, "yes! no", "long", CALL, CALL, "two", "two")
 
 
 MALFORMED = [b"", b"{", b"[]", b"null", b'{"messages": "hi"}', b'{"messages": [1]}', b'{"messages": [{"content": "no role"}]}', b'{"prompt": 3}', b'{"prompt": []}',
              b'{"prompt": [0, 99999]}', b'{"prompt": [-1]}', b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
              *(json.dumps({"messages": HI, "prompt": "x", "max_tokens": 5} | bad).encode() for bad in (
                  {"n": 0}, {"max_tokens": 0}, {"stop": 3}, {"tools": "x"}, {"n": "many"}, {"top_logprobs": 3}, {"top_logprobs": 0, "echo": True}, {"response_format": {"type": "json_object"}},
-                 {"tools": [TOOL], "tool_choice": {"type": "tool"}})), b'{"messages": [{"role": "user", "content": "\\ud800"}]}']
+                 {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "add"}}, {"tools": [TOOL], "tool_choice": "required"})), b'{"messages": [{"role": "user", "content": "\\ud800"}]}']
 
 
 def test_what_is_malformed_is_refused_and_leaves_nothing():
@@ -241,7 +232,7 @@ def test_what_is_malformed_is_refused_and_leaves_nothing():
                 answer = await w.http.post(f"/v1/{path}", content=body)
                 assert answer.status_code == 400, (path, body, answer.text)
                 assert answer.json()["error"]["type"] == "invalid_request_error" and answer.json()["error"]["message"]
-                assert (answer.json().get("type") == "error") == (path == "messages")
+                assert answer.json()["type"] == "error"  # as Anthropic's client wants it
         with pytest.raises(openai.BadRequestError) as long:
             await w.ask(messages=[{"role": "user", "content": "x" * 100}])
         assert long.value.code == "context_length_exceeded"
@@ -271,8 +262,8 @@ def test_whoever_leaves_has_not_asked():
                 await stream.close()
             else:
                 while w.engine.live < options.get("n", 1):
-                    await asyncio.sleep(0.01)
-                assert len(w.said()) == options.get("n", 1)
+                    await asyncio.sleep(0)
+                assert w.said() == before
                 asking.cancel()
             await until(lambda: w.engine.live == 0)
             assert w.said() == before
@@ -288,7 +279,6 @@ def test_whoever_leaves_has_not_asked():
         await until(lambda: w.engine.live == 2)
         conversation = w.endpoint.close(w.session.api_key)
         assert [s.sampled.count(True) for s in conversation.segments] == [8]
-        assert not any(s.asking for s in conversation.segments)
         with pytest.raises(openai.APIError, match="session was closed"):
             await asking
         with pytest.raises(openai.APIError, match="session was closed"):
@@ -350,7 +340,7 @@ def engine_program(mesh, folder):
         out["asked"] = [(r.tokens, r.done.tokens, r.done.logprobs) for r in asked]
         sessions = [endpoint.open((7, i), sampling) for i in range(20)]
         out["outcomes"], out["kept"], out["left"] = driver.run(asyncio.to_thread(lambda: asyncio.run(crowd(sessions))))
-        driver.run(until(lambda: not any(endpoint._sessions[s.api_key].exchanges for s in sessions)))
+        driver.run(until(lambda: all(task.done() for s in sessions for task in endpoint._sessions[s.api_key].asked)))
         out["heard"] = [[tuple(tokenizer.decode([t for t, said in zip(s.tokens, s.sampled, strict=True) if said is by], skip_special_tokens=True) for by in (False, True))
                          for s in endpoint.close(session.api_key).segments] for session in sessions]
         out["unfinished"] = engine.llm.llm_engine.has_unfinished_requests(), driver._live, driver._waiting, driver._held

@@ -315,14 +315,13 @@ def test_several_sources_in_a_file_and_by_flags(tmp_path):
     assert load(RLConfig, str(tmp_path / "again.yaml")) == cfg
     cfg = parse(RLConfig, ["--config", str(tmp_path / "c.yaml"), "--data.train", "d.jsonl", "--data.eval", "e.jsonl", "f.csv", "--reward.function", "exact"])
     assert (cfg.data.train, cfg.data.eval, cfg.reward.function) == ("d.jsonl", ["e.jsonl", "f.csv"], "exact")
-    for text, value in (("3", 3), ("[1]", 1), ("null", None)):
+    for text, value in (("3", "3"), ("[1]", r"\[1\]"), ("null", "None")):
         (tmp_path / "bad.yaml").write_text(f"data: {{train: {text}}}")
-        with pytest.raises(UserError, match=f"data.train = {value} must be of type str"):
+        with pytest.raises(UserError, match=f"data.train = {value} should be a valid string"):
             load(RLConfig, str(tmp_path / "bad.yaml"))
 
 
 @pytest.mark.parametrize(("values", "message"), [
-    ({"max_samples": -1}, r"data.max_samples = -1 must be 0 \(all\) or more"),
     ({"input_template": "no place"}, "data.input_template = 'no place' must have {} once"),
     ({"input_template": "{} {}"}, "must have {} once"),
     ({"input_template": "{}", "system_prompt": "s"}, "data.system_prompt = 's' has no place in data.input_template"),
@@ -335,9 +334,7 @@ def test_data_settings_that_cannot_work_are_refused(values, message):
         check_sft(SFTConfig(data=ChatsConfig(train="a.jsonl", **values)), 1)
 
 
-def test_reward_settings_that_cannot_work_are_refused():
-    for name, value in (("retries", -1), ("backoff_seconds", -0.5), ("timeout_seconds", 0.0)):
-        cfg = EvaluateConfig()
-        setattr(cfg.reward, name, value)
-        with pytest.raises(UserError, match=rf"reward.{name} = {value} must be"):
-            check_rollout(cfg)
+def test_settings_out_of_their_bounds_are_refused():
+    for name, value in (("reward.retries", -1), ("reward.backoff-seconds", -0.5), ("reward.timeout-seconds", 0.0), ("data.max-samples", -1)):
+        with pytest.raises(UserError, match=rf"{name.replace('-', '_')} = {value} should be greater than"):
+            parse(EvaluateConfig, [f"--{name}", str(value)])

@@ -67,23 +67,18 @@ def seccomp() -> None:
     allow, deny = 0x7FFF0000, 0x00050000
     program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, 0x80000000), (load, 0, 0, 0)]
     program += [(least, 0, 1, 0x40000000), (answer, 0, 0, deny | EPERM)]  # calls of the x32 kind
-    def when(numbers: tuple[int | None, int | None], *then: tuple[int, int, int, int]) -> None:
+    no = (answer, 0, 0, deny | EPERM)
+    def unless(test: int, value: int) -> tuple[tuple[int, int, int, int], ...]:
+        return (load, 0, 0, 16), (test, 1, 0, value), no, (answer, 0, 0, allow)  # of the first argument
+    rules = [*((numbers, [no]) for numbers in DENIED.values()), (CLONE3, [(answer, 0, 0, deny | ENOSYS)]),  # its flags are out of reach; libraries then use clone
+             (CLONE, unless(any_bit, CLONE_THREAD)), *((numbers, unless(equal, os.getpid())) for numbers in OF_ONESELF.values()), (PRLIMIT, unless(equal, 0))]
+    for numbers, then in rules:
         if numbers[column] is not None:
-            program.extend([(equal, 0, len(then), numbers[column]), *then])
-    for numbers in DENIED.values():
-        when(numbers, (answer, 0, 0, deny | EPERM))
-    when(CLONE3, (answer, 0, 0, deny | ENOSYS))  # its flags are out of reach; libraries then use clone
-    first_argument = (load, 0, 0, 16)
-    when(CLONE, first_argument, (any_bit, 1, 0, CLONE_THREAD), (answer, 0, 0, deny | EPERM), (answer, 0, 0, allow))
-    for numbers in OF_ONESELF.values():
-        when(numbers, first_argument, (equal, 1, 0, os.getpid()), (answer, 0, 0, deny | EPERM), (answer, 0, 0, allow))
-    when(PRLIMIT, first_argument, (equal, 1, 0, 0), (answer, 0, 0, deny | EPERM), (answer, 0, 0, allow))
+            program += [(equal, 0, len(then), numbers[column]), *then]
     program.append((answer, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
     filters = struct.pack("@HP", len(program), ctypes.addressof(code))
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(22, 2, filters, 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-        raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
+    _call((317, 277)[column], 1, 0, filters)  # seccomp(SECCOMP_SET_MODE_FILTER)
 
 
 def main() -> None:
@@ -92,8 +87,7 @@ def main() -> None:
         resource.setrlimit(getattr(resource, name), (value, value))
     folder = os.getcwd()
     source = Path("main.py").read_text()
-    if ctypes.CDLL(None).prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS, which both filters ask for
-        raise OSError("no_new_privs")
+    _call((157, 167)[MACHINES[platform.machine()][0]], 38, 1, 0, 0, 0)  # prctl(PR_SET_NO_NEW_PRIVS), which both filters ask for
     landlock(settings["readable"], folder)
     seccomp()
     sys.argv = ["main.py"]

@@ -26,14 +26,14 @@ BASES = ("AgentInstanceBase", "AgentExecutorBase", "MultiTurnAgentExecutor", "Si
 
 def load(setting: str, file: str, name: str) -> Callable:
     """What an OpenRLHF file calls `name`. Raises UserError."""
-    modules = {place: ModuleType(place) for place in ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")} if find_spec("openrlhf") is None else {}
-    for place, module in modules.items():
-        vars(module).update({base: type(base, (), {}) for base in BASES} if place.endswith("agent") else {"__path__": []})
-    sys.modules.update(modules)
+    stand_in = ModuleType("openrlhf.utils.agent")
+    vars(stand_in).update({base: type(base, (), {}) for base in BASES})
+    places = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent") if find_spec("openrlhf") is None else ()
+    sys.modules.update(dict.fromkeys(places, stand_in))
     try:
         return find_function(setting, f"{file}:{name}", {})
     finally:
-        for place in modules:
+        for place in places:
             del sys.modules[place]
 
 

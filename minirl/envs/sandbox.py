@@ -44,55 +44,51 @@ class Result:
     seconds: float
 
 
-def run(program: str, limits: Limits = Limits(), *, stdin: str = "") -> Result:
+def run(program: str, limits: Limits = Limits()) -> Result:
     """Run `program` under Python with the packages of this environment. Blocks; call it from a thread.
 
     It cannot read or write a file outside its folder (but Python's own), open a socket, start or signal a process, or outlive its
     time. Raises UserError where the kernel cannot keep it in: nothing is run unprotected.
     """
     check()
-    return _run(program, limits, stdin)
+    return _run(program, limits)
 
 
 @functools.cache
 def check() -> None:
     """Raises UserError on a machine without Landlock or seccomp."""
-    result = _run("print('kept in')", Limits(seconds=30), "")
+    result = _run("print('kept in')", Limits(seconds=30))
     if result != Result("ok", "kept in\n", result.seconds):
         raise UserError(f"programs need a sandbox of Landlock and seccomp (Linux 5.13 or later on x86_64 or aarch64), and it did not start: {result.output[-300:]}")
 
 
-def _run(program: str, limits: Limits, stdin: str) -> Result:
+def _run(program: str, limits: Limits) -> Result:
     start = time.monotonic()
     folder = tempfile.mkdtemp(prefix="minirl-")
     Path(folder, "main.py").write_text(program, encoding="utf-8", errors="surrogatepass")
     settings = {"readable": READABLE, "limits": {"RLIMIT_CPU": int(limits.seconds) + 1, "RLIMIT_AS": limits.memory_mb * 2**20, "RLIMIT_CORE": 0,
                                                  "RLIMIT_FSIZE": limits.disk_mb * 2**20, "RLIMIT_NOFILE": 256}}
-    process = subprocess.Popen([sys.executable, "-I", "-B", str(INSIDE), json.dumps(settings)], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    process = subprocess.Popen([sys.executable, "-I", "-B", str(INSIDE), json.dumps(settings)], cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, start_new_session=True, env={"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"})
     try:
-        output, ended = _watch(process, folder, limits, start + limits.seconds, stdin.encode())
+        output, ended = _watch(process, folder, limits, start + limits.seconds)
     finally:
         process.kill()  # it has no children
         code = process.wait()
-        for stream in (process.stdin, process.stdout):
-            stream.close()
+        process.stdout.close()
         _remove(folder)
     text = output[: limits.output].decode(errors="replace") + ("\n... (cut)" if len(output) > limits.output else "")
     by_signal = {-signal.SIGXCPU: "timeout", -signal.SIGXFSZ: "disk"}
     return Result(ended or by_signal.get(code) or ("ok" if code == 0 else "error" if code > 0 else "killed"), text, time.monotonic() - start)
 
 
-def _watch(process: subprocess.Popen, folder: str, limits: Limits, end: float, stdin: bytes) -> tuple[bytes, str | None]:
-    """Feed and drain it until it ends. Returns its output, and why it has to be ended if it does not end itself. Output beyond
+def _watch(process: subprocess.Popen, folder: str, limits: Limits, end: float) -> tuple[bytes, str | None]:
+    """Drain it until it ends. Returns its output, and why it has to be ended if it does not end itself. Output beyond
     `limits.output` is dropped, not left in the pipe: the program goes on."""
     output, next_look = b"", 0.0
-    for stream in (process.stdin, process.stdout):
-        os.set_blocking(stream.fileno(), False)
     with selectors.DefaultSelector() as selector:
-        selector.register(process.stdin, selectors.EVENT_WRITE)
         selector.register(process.stdout, selectors.EVENT_READ)
-        while process.poll() is None or process.stdout in (key.fileobj for key, _ in selector.select(0)):
+        while process.poll() is None or selector.select(0):
             now = time.monotonic()
             if now > end:
                 return output, "timeout"
@@ -101,13 +97,7 @@ def _watch(process: subprocess.Popen, folder: str, limits: Limits, end: float, s
                 if _size(folder) > limits.disk_mb * 2**20:
                     return output, "disk"
             for key, _ in selector.select(min(0.05, end - now)):
-                if key.fileobj is process.stdin:
-                    with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                        stdin = stdin[os.write(key.fd, stdin[:65536]) :] if stdin else b""
-                    if not stdin or process.poll() is not None:
-                        selector.unregister(process.stdin)
-                        process.stdin.close()
-                elif chunk := os.read(key.fd, 65536):
+                if chunk := os.read(key.fd, 65536):
                     output = output if len(output) > limits.output else output + chunk
                 else:
                     selector.unregister(process.stdout)

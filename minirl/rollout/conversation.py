@@ -9,13 +9,14 @@ Tokenizers that come from sentencepiece write a space before a text, and some sp
 encoded and decoded together with the token before it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.data import chat
-from minirl.types import Trajectory
+from minirl.types import ARRAYS, Trajectory
 
 
 @dataclass
@@ -45,10 +46,6 @@ class Segment:
     rewards: list[float] = field(default_factory=list)
     """Given for the answer that ends with the token."""
     answers: int = 0
-    asking: bool = False
-    """An answer is being sampled."""
-    before: tuple[int, str] = (0, "")
-    """Its number of tokens and its text before it was last asked."""
 
     def read(self, tokens: list[int], text: str) -> None:
         """What the policy is told."""
@@ -57,20 +54,12 @@ class Segment:
 
     def say(self, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
         """What it answers; returned as a text with its special tokens but the one that ends it."""
-        text, last = self.decode(completion.tokens, tokenizer), completion.tokens[-1:]
+        text, last = added(tokenizer, self.tokens, completion.tokens), completion.tokens[-1:]
         self.text += text
         self._extend(completion.tokens, True, completion.logprobs, completion.versions)
         self.answers += 1
         ended = completion.stopped and not tokenizer.decode(last, skip_special_tokens=True)  # no part of the content, as `</code>` would be
         return text.removesuffix(tokenizer.decode(last)) if ended else text
-
-    def decode(self, tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-        """What they add to the text."""
-        border = len(self.tokens) - 1
-        while (before := tokenizer.decode(self.tokens[border:])).startswith("\ufffd") and border > 0:
-            border -= 1  # it is in the middle of a character
-        after = tokenizer.decode(self.tokens[border:] + tokens)
-        return after[len(before) :] if after.startswith(before) else tokenizer.decode(tokens)
 
     def _extend(self, tokens: list[int], sampled: bool, logprobs: list[float], versions: list[int]) -> None:
         self.tokens += tokens
@@ -79,11 +68,23 @@ class Segment:
         self.versions += versions
         self.rewards += [0.0] * len(tokens)
 
+    def end(self) -> int:
+        """Behind the last sampled token; 0 if there is none."""
+        return max((i for i, sampled in enumerate(self.sampled, 1) if sampled), default=0)
+
     def reward(self, value: float) -> None:
         """For the last answer."""
-        last = next((i for i in reversed(range(len(self.sampled))) if self.sampled[i]), None)
-        if last is not None:
-            self.rewards[last] += value
+        if end := self.end():
+            self.rewards[end - 1] += value
+
+
+def added(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: list[int], **options: bool) -> str:
+    """What tokens add to the text of those before them. `options`: of decode."""
+    border = len(before) - 1
+    while (known := tokenizer.decode(before[border:], **options)).startswith("\ufffd") and border > 0:
+        border -= 1  # it is in the middle of a character
+    after = tokenizer.decode(before[border:] + tokens, **options)
+    return after[len(known) :] if after.startswith(known) else tokenizer.decode(tokens, **options)
 
 
 class Conversation:
@@ -96,24 +97,21 @@ class Conversation:
     def ask(self, messages: list[dict], tools: list[dict] | None = None) -> Segment:
         """The segment that ends with the header of the answer to `messages`, the whole chat so far: one that this goes on, or a new one.
         Raises UserError if the template refuses."""
-        return self.ask_raw(chat.render(self.tokenizer, messages, tools=tools))
+        return self.go_on(*self.whole(chat.render(self.tokenizer, messages, tools=tools)))
 
-    def ask_raw(self, prompt: str | list[int]) -> Segment:
-        """The same of a whole text with all its special tokens, or of a whole in tokens."""
-        whole = isinstance(prompt, str)
-        fitting = [s for s in self.segments if not s.asking and (prompt.startswith(s.text) if whole else prompt[: len(s.tokens)] == s.tokens)]
-        segment = max(fitting, key=lambda s: len(s.tokens)) if fitting else self._begin()
-        segment.before = len(segment.tokens), segment.text
-        return self.read(prompt[len(segment.text if whole else segment.tokens) :], segment)
+    def whole(self, prompt: str | list[int]) -> tuple[list[int], str]:
+        """A prompt (a text with all its special tokens, or tokens) as tokens and as a text, going on from a segment; nothing is noted."""
+        if isinstance(prompt, str):
+            begin = _longest(s for s in self.segments if prompt.startswith(s.text)) or Segment()
+            return begin.tokens + self._encode(prompt[len(begin.text) :], begin.tokens), prompt
+        begin = _longest(s for s in self.segments if prompt[: len(s.tokens)] == s.tokens) or Segment()
+        return prompt, begin.text + added(self.tokenizer, begin.tokens, prompt[len(begin.tokens) :])
 
-    def take_back(self, segment: Segment) -> None:
-        """As if it had not been asked, and nothing answered since."""
-        length, segment.text = segment.before
-        for column in (segment.tokens, segment.sampled, segment.logprobs, segment.versions, segment.rewards):
-            del column[length:]
-        segment.asking = False
-        if not segment.tokens:
-            self.segments[:] = [s for s in self.segments if s is not segment]
+    def go_on(self, tokens: list[int], text: str) -> Segment:
+        """The segment that ends with what `whole` gave: one that it goes on still, or a new one."""
+        segment = _longest(s for s in self.segments if tokens[: len(s.tokens)] == s.tokens and text.startswith(s.text)) or self._begin()
+        segment.read(tokens[len(segment.tokens) :], text[len(segment.text) :])
+        return segment
 
     def read(self, said: list[int] | str, segment: Segment | None = None) -> Segment:
         """The segment, or a new one, with tokens or a raw text appended."""
@@ -121,7 +119,7 @@ class Conversation:
         if isinstance(said, str):
             segment.read(self._encode(said, segment.tokens), said)
         else:
-            segment.read(list(said), segment.decode(said, self.tokenizer))
+            segment.read(list(said), added(self.tokenizer, segment.tokens, said))
         return segment
 
     def _encode(self, text: str, before: list[int]) -> list[int]:
@@ -142,12 +140,9 @@ class Conversation:
 
     def trajectories(self, *, group: int, episode: int, reward: float, info: dict) -> list[Trajectory]:
         """One for each segment in which something was sampled, to its last sampled token; all carry the episode's `reward`."""
-        out = []
-        for s in self.segments:
-            if any(s.sampled):
-                end = len(s.sampled) - s.sampled[::-1].index(True)
-                arrays = {name: np.array(values[:end], dtype) for name, values, dtype in (
-                    ("tokens", s.tokens, np.int32), ("sampled", s.sampled, bool), ("logprobs", s.logprobs, np.float32), ("rewards", s.rewards, np.float32),
-                    ("versions", s.versions, np.int32))}
-                out.append(Trajectory(**arrays, reward=reward, group=group, episode=episode, segment=len(out), version=min(v for v in s.versions if v >= 0), info=info))
-        return out
+        return [Trajectory(**{name: np.array(vars(s)[name][: s.end()], dtype) for name, dtype in ARRAYS.items()}, info=info, reward=reward, group=group,
+                           episode=episode, segment=i, version=min(v for v in s.versions if v >= 0)) for i, s in enumerate(s for s in self.segments if s.end())]
+
+
+def _longest(segments: Iterator[Segment]) -> Segment | None:
+    return max(segments, key=lambda s: len(s.tokens), default=None)

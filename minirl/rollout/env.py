@@ -100,17 +100,12 @@ class Session:
     model: str
 
 
-class Agent:
-    """An episode that a program of its own leads, talking to the policy through an endpoint. All its answers are trained on."""
-
-    graded = False
+class Agent(Env):
+    """An episode that a program of its own leads, talking to the policy through an endpoint. All its answers are trained on; nobody calls `reset` and `step`."""
 
     def run(self, row: dict, session: Session) -> Result:
         """Play the episode; `reward`, `truncated` and `info` of the result count."""
         raise NotImplementedError
-
-    async def close(self) -> None:
-        """The episode has ended, however; or it was made only to see that it can be."""
 
 
 ENVS = {"single_turn": "minirl.rollout.env:SingleTurn", "guess": "minirl.envs.guess:Guess", "countdown": "minirl.envs.countdown:Countdown",
@@ -131,7 +126,7 @@ class SingleTurn(Env):
         return Result(done=True)
 
 
-def make_env(name: str) -> Callable[[], Env | Agent]:
+def make_env(name: str) -> Callable[[], Env]:
     """What makes the environment of an episode. `name`: `NAME`, `NAME:argument` of a shipped one or `file.py:Class`, and what else its constructor
     takes as `?key=value&...`. One is made here, to see that it can be. Raises UserError."""
     place, _, query = name.partition("?")
@@ -146,7 +141,7 @@ def make_env(name: str) -> Callable[[], Env | Agent]:
         made = make()
     except (TypeError, ValueError) as error:
         raise UserError(f"env.name = {name}: {error}") from error
-    if not isinstance(made, Env | Agent):
+    if not isinstance(made, Env):
         raise UserError(f"env.name = {name} makes {type(made).__name__}, which is neither an Env nor an Agent (minirl.rollout.env)")
     if not inspect.iscoroutinefunction(made.close):
         made.close()

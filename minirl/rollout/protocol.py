@@ -1,7 +1,7 @@
 """OpenAI's chat completions and completions, as the endpoint speaks them: what is asked, and how an answer is told while it is made.
 
 A client's `model`, `temperature`, `top_p`, penalties and the like have no effect: the policy answers, and samples as the run says, for it is
-trained on the log-probs of that. What else cannot be had (images, forms of output, alternatives to the sampled tokens) is refused.
+trained on the log-probs of that. What else cannot be had (images, forms of output, alternatives to the sampled tokens, a call that is forced) is refused.
 """
 
 import json
@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
 from minirl.data import chat
-from minirl.rollout.conversation import Completion
+from minirl.rollout.conversation import Completion, added
 from minirl.rollout.driver import Request
 from minirl.types import UserError
 
@@ -29,27 +29,20 @@ class Asked(BaseModel, extra="allow"):
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     """At most; rollout.max_tokens and what the context leaves are limits too."""
     stop: str | list[str] | None = None
-    """An answer is sampled up to the token that completes one of these, and told up to before it."""
+    """An answer is sampled until one of these is in it, and told up to before it."""
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     logprobs: bool | int | None = None
-    """Of every sampled token, with those that end the answer or do not show in its text."""
+    """Of every sampled token, with those that end the answer or do not show in its text; of a stream at its end."""
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
-    """A call that is required is begun for the policy: its answer starts behind `<tool_call>`, or behind the name of the function."""
-
-    def opening(self) -> str:
-        """What is put in the policy's mouth, where its answer begins."""
-        if not self.tools or self.tool_choice in ("auto", "none", None):
-            return ""
-        return f"{CALL}\n" + (f'{{"name": {json.dumps(self.tool_choice["function"]["name"])}, "arguments": ' if isinstance(self.tool_choice, dict) else "")
+    tool_choice: Literal["auto", "none"] | None = None
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase, said: dict[str, str]) -> list[str] | list[list[int]]:
         """`said`: the policy's own answers of this session as they were sampled, by `recognise`. Raises UserError, KeyError, TypeError or ValueError."""
         if refused := [f for f in ("top_logprobs", "response_format", "echo", "suffix") if (self.model_extra or {}).get(f) not in (None, 0, "", {"type": "text"})]:
             raise UserError(f"{refused[0]} is not to be had here; leave it out")
         if self.messages is not None:
-            return [chat.render(tokenizer, [_render(m, said) for m in self.messages], tools=None if self.tool_choice == "none" else self.tools) + self.opening()]
+            return [chat.render(tokenizer, [_render(m, said) for m in self.messages], tools=None if self.tool_choice == "none" else self.tools)]
         prompts = self.prompt if isinstance(self.prompt, list) and not isinstance((*self.prompt, "")[0], int) else [self.prompt]
         if not prompts or not all(prompts) or not all(0 <= token < len(tokenizer) for prompt in prompts if isinstance(prompt, list) for token in prompt):
             raise UserError(f"prompt is empty, or has a token outside 0 ... {len(tokenizer) - 1}")
@@ -75,68 +68,63 @@ def recognise(content: str, calls: list[tuple[str, dict]]) -> str:
 class Answer:
     """One choice, from its tokens to the text, the tool calls and the end that the client is told."""
 
-    def __init__(self, request: Request, asked: Asked, tokenizer: PreTrainedTokenizerBase):
-        """`request.done` grows while the engine works."""
-        self.request, self.asked, self.tokenizer = request, asked, tokenizer
+    def __init__(self, request: Request, prompt: str, asked: Asked, tokenizer: PreTrainedTokenizerBase):
+        """`request.done` grows while the engine works; `prompt`: the text of its tokens."""
+        self.request, self.prompt, self.asked, self.tokenizer = request, prompt, asked, tokenizer
         self.stops = [stop for stop in ([asked.stop] if isinstance(asked.stop, str) else asked.stop or ()) if stop]
-        self.can_call = bool(asked.tools) and asked.tool_choice != "none"
-        self.text, self.num_tokens = asked.opening(), 0
-        """So far, without special tokens, and without a stop string and what follows it; the tokens end with the one that completes it."""
+        self.marks = [*self.stops, CALL] if asked.tools and asked.tool_choice != "none" else self.stops
+        """What is not told, nor what may become it."""
+        self.text, self.heard = "", 0
+        """So far, without special tokens, and without a stop string and what follows it; and the number of tokens that it was read from."""
         self.stop: str | None = None
         """The stop string that was found."""
         self.finish, self.calls = "", []
         """At the end: `stop`, `length` or `tool_calls`; names and arguments of the calls."""
-        self._window, self._told = (0, 0), (0, 0)
+        self.told = 0
+        """Characters."""
 
     def hear(self, *, last: bool = False) -> None:
-        """Read what the engine has sampled. Bytes of a character that is not complete wait for the others, unless they are the `last`."""
-        num = len(self.request.done.tokens)
-        for upto in [*(range(self.num_tokens + 1, num) if self.stops else ()), num] if self.stop is None else ():
-            first, read = self._window  # decoded with the piece before it, because some tokenizers write a token otherwise at the beginning
-            tokens = [t for t in self.request.done.tokens[first:upto] if t not in self.request.sampling.stop_token_ids]
-            known, text = (self.tokenizer.decode(part, skip_special_tokens=True) for part in (tokens[: read - first], tokens))
-            self.num_tokens, begin = upto, len(self.text)
-            if not text.endswith("\ufffd") or last and upto == num:
-                self._window, self.text = (read, upto), self.text + text[len(known) :]
-                if found := [(at, stop) for stop in self.stops if (at := self.text.find(stop, max(0, begin - len(stop) + 1))) >= 0]:
-                    at, self.stop = min(found)
-                    self.text = self.text[:at]
-                    break
-
-    def end(self) -> None:
-        self.hear(last=True)
-        self.calls = _calls(self.text) if self.can_call else []
-        self.finish = "tool_calls" if self.calls else "stop" if self.request.done.stopped or self.stop is not None else "length"
+        """Read what the engine has sampled since. Bytes of a character that is not complete wait for the others, unless they are the `last`."""
+        tokens = [t for t in self.request.done.tokens if t not in self.request.sampling.stop_token_ids]
+        text = added(self.tokenizer, tokens[: self.heard], tokens[self.heard :], skip_special_tokens=True)
+        if self.stop is None and (last or not text.endswith("\ufffd")):
+            self.heard, self.text = len(tokens), self.text + text
+            if found := [(at, stop) for stop in self.stops if (at := self.text.find(stop)) >= 0]:
+                at, self.stop = min(found)
+                self.text = self.text[:at]
+        if last:
+            self.calls = _calls(self.text) if CALL in self.marks else []
+            self.finish = "tool_calls" if self.calls else "stop" if self.request.done.stopped or self.stop is not None else "length"
 
     @property
     def shown(self) -> str:
         """What no later token changes; at the end, the content: what is before the tool calls."""
-        if self.can_call and CALL in self.text and (self.calls or not self.finish):
-            return self.text[: self.text.index(CALL)]
-        hidden = 0 if self.finish or self.stop is not None else max(map(len, [*self.stops, CALL if self.can_call else "."])) - 1
-        return self.text[: max(0, len(self.text) - hidden)]
+        if self.finish and not self.calls:
+            return self.text
+        safe = max(0, len(self.text) + 1 - max(map(len, self.marks), default=1))
+        return self.text[: min((at for mark in self.marks if (at := self.text.find(mark)) >= 0), default=safe)]
 
     def kept(self) -> Completion:
         """What is to be learnt from."""
-        done, n = self.request.done, self.num_tokens
-        return Completion(done.tokens[:n], done.logprobs[:n], done.stopped and n == len(done.tokens), done.versions[:n])
+        done, n = self.request.done, self.heard
+        return done if self.stop is None else Completion(done.tokens[:n], done.logprobs[:n], False, done.versions[:n])
 
-    def choice(self, index: int, name: str) -> dict[str, Any] | None:
+    def choice(self, index: int) -> dict[str, Any] | None:
         """What has not been told of it, if anything, as an entry of OpenAI's `choices`."""
-        (characters, tokens), shown, kept, chat = self._told, self.shown, self.kept(), self.asked.messages is not None
-        if characters == -1 or len(shown) == characters and not self.finish:
+        begin, shown, chat = self.told, self.shown, self.asked.messages is not None
+        if len(shown) == begin and not self.finish:
             return None
-        self._told = -1 if self.finish else len(shown), len(kept.tokens)
-        choice, text = {"index": index, "finish_reason": self.finish or None, "stop_reason": self.stop}, shown[characters:]
-        if self.asked.logprobs not in (None, False) or self.asked.logprobs == 0 and not chat:
-            pairs = [(self.tokenizer.decode([t]), p) for t, p in zip(kept.tokens[tokens:], kept.logprobs[tokens:], strict=True)]
-            choice["logprobs"] = {"content": [{"token": t, "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs]} if chat else {
-                "tokens": [t for t, _ in pairs], "token_logprobs": [p for _, p in pairs]}
+        self.told = len(shown)
+        choice, text = {"index": index, "finish_reason": self.finish or None}, shown[begin:]
+        if self.finish and self.asked.logprobs is not None and self.asked.logprobs is not False:  # 0 asks for them, in a completion
+            tokens, logprobs = [self.tokenizer.decode([t]) for t in self.kept().tokens], self.kept().logprobs
+            choice["logprobs"] = {"content": [{"token": t, "logprob": p, "bytes": None, "top_logprobs": []} for t, p in zip(tokens, logprobs, strict=True)]} if chat else {
+                "tokens": tokens, "token_logprobs": logprobs}
         if not chat:
             return choice | {"text": text}
-        calls = {"tool_calls": [{"index": k, "id": f"call_{name}_{index}_{k}", "type": "function", "function": {"name": f, "arguments": json.dumps(arguments)}}
-                                for k, (f, arguments) in enumerate(self.calls)]} if self.calls else {}
-        said = ({} if tokens else {"role": "assistant"}) | {"content": text or (None if calls else "")} | calls
+        calls = [{"index": k, "id": f"call_{'-'.join(map(str, self.request.name))}_{index}_{k}", "type": "function", "function": {"name": f, "arguments": json.dumps(arguments)}}
+                 for k, (f, arguments) in enumerate(self.calls)]
+        said = ({} if begin else {"role": "assistant"}) | {"content": text or (None if calls else "")} | ({"tool_calls": calls} if calls else {})
         return choice | {"delta" if self.asked.stream else "message": said}
 
 
@@ -149,13 +137,24 @@ def _calls(text: str) -> list[tuple[str, dict]]:
         return []
 
 
-def error(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+def error(message: str, status: int = 400, code: str | None = None) -> dict[str, Any]:
+    """In OpenAI's form and Anthropic's at once."""
+    return {"type": "error", "error": {"message": message, "type": "authentication_error" if status == 401 else "invalid_request_error", "param": None, "code": code}}
 
 
-async def events(chunks: AsyncIterator[dict[str, Any]], asked: Asked) -> AsyncIterator[str]:
-    """Server-sent events. Raises what `chunks` does."""
-    async for chunk in chunks:
-        if chunk.get("choices") != [] or (asked.stream_options or {}).get("include_usage"):
-            yield f"data: {json.dumps(chunk | ({'usage': None} if chunk.get('choices') else {}))}\n\n"
+def event(**data: Any) -> str:
+    """A server-sent event, with a name if it has a type."""
+    return (f"event: {data['type']}\n" if "type" in data else "") + f"data: {json.dumps(data)}\n\n"
+
+
+async def whole(exchange: Any) -> dict[str, Any]:
+    """`exchange`: of server.py. Raises what its `choices` does, as `events`."""
+    return exchange.head | {"choices": [choice async for choice in exchange.choices()], "usage": exchange.usage()}
+
+
+async def events(exchange: Any) -> AsyncIterator[str]:
+    async for choice in exchange.choices():
+        yield event(**exchange.head, choices=[choice], usage=None)
+    if (exchange.asked.stream_options or {}).get("include_usage"):
+        yield event(**exchange.head, choices=[], usage=exchange.usage())
     yield "data: [DONE]\n\n"

@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from minirl.parallel.mesh import Mesh
-from minirl.types import Trajectory, UserError
+from minirl.types import ARRAYS, Trajectory, UserError
 
-ARRAYS = {"tokens": np.int32, "sampled": np.bool_, "logprobs": np.float32, "rewards": np.float32, "versions": np.int32}
 NUMBERS = ("group", "episode", "segment", "version", "reward")
 
 

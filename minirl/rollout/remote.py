@@ -6,6 +6,7 @@
 Texts are as the policy reads and writes them: the prompt with its chat template, the answer without special tokens.
 """
 
+import contextlib
 import itertools
 import socket
 import threading
@@ -59,22 +60,16 @@ class RemoteReward:
                 problem = f"{type(error).__name__}: {error}"
                 continue
             if response.is_success:
-                return _rewards(f"reward.function = {self.name}: {url}", response, len(asked))
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    if len(rewards := response.json()["rewards"]) == len(asked):
+                        return list(rewards)
+                raise UserError(f"reward.function = {self.name}: {url} answered {response.text[:200]!r} to {len(asked)} queries; "
+                                'it must answer {"rewards": [one number for each]}')
             problem = f"status {response.status_code}: {response.text[:200]}"
             if response.status_code < 500 and response.status_code not in (408, 429):
                 break  # asking again would not help
         raise UserError(f"reward.function = {self.name}: {url} failed after {attempt + 1} tries (reward.retries = {self.cfg.retries}, "
                         f"reward.timeout_seconds = {self.cfg.timeout_seconds}), the last with {problem}; see that it runs and can be reached from every node")
-
-
-def _rewards(who: str, response: httpx.Response, num: int) -> list[float]:
-    try:
-        rewards = response.json()["rewards"]
-        if len(rewards) == num:
-            return list(rewards)
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise UserError(f'{who} answered {response.text[:200]!r} to {num} queries; it must answer {{"rewards": [one number for each]}}')
 
 
 def serve(score: Callable[[list[str]], list[float]], host: str, port: int) -> None:
@@ -91,9 +86,13 @@ def serve(score: Callable[[list[str]], list[float]], host: str, port: int) -> No
         with one:
             return {"rewards": list(score(query))}
 
-    try:
-        listening = socket.create_server((host, port))
-    except OSError as error:
-        raise UserError(f"host = {host}, port = {port}: {error}; choose a free one") from error
-    with listening:
+    with listen(host, port) as listening:
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+
+
+def listen(host: str, port: int, section: str = "") -> socket.socket:
+    """`section`: of the config, for the message. Raises UserError if the address cannot be had."""
+    try:
+        return socket.create_server((host, port), backlog=4096)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"{section}host = {host}, {section}port = {port}: {error}; choose a free one") from error

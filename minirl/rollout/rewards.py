@@ -30,7 +30,6 @@ from minirl.rollout.remote import RemoteReward
 from minirl.types import UserError
 
 RewardFunction = Callable[[str | list[dict], str, dict], float]
-REWARDS: dict[str, RewardFunction] = {}
 ADAPTERS = {"openrlhf": "minirl.envs.openrlhf", "trl": "minirl.envs.trl"}
 """By what stands before the first colon: the module whose `reward` makes a reward function of the rest; imported when asked for."""
 
@@ -100,23 +99,11 @@ def check_rows(function: str | list[str], rows: Iterable[dict]) -> None:
             raise UserError(f"reward.function = reasoning_gym needs rows with metadata.source_dataset, and a row has none: {str(row)[:120]}")
 
 
-def register(name: str) -> Callable[[RewardFunction], RewardFunction]:
-    def add(function: RewardFunction) -> RewardFunction:
-        if name in REWARDS:
-            raise ValueError(f"reward {name!r} is registered twice")
-        REWARDS[name] = function
-        return function
-
-    return add
-
-
-@register("exact")
 def exact(prompt: str | list[dict], completion: str, row: dict) -> float:
     """1 if the completion is the answer, spaces at the ends aside."""
     return float(completion.strip() == str(row["answer"]).strip())
 
 
-@register("final_answer")
 def final_answer(prompt: str | list[dict], completion: str, row: dict) -> float:
     """1 for the right number after `Answer:`, 0.3 if only the last number of the text is right: a small model finds the right
     number before the form."""
@@ -127,7 +114,6 @@ def final_answer(prompt: str | list[dict], completion: str, row: dict) -> float:
     return 0.3 if gold in re.findall(r"-?\d+(?:\.\d+)?", text)[-1:] else 0.0
 
 
-@register("math_verify")
 def verified(prompt: str | list[dict], completion: str, row: dict) -> float:
     """1 if math-verify finds the completion's final expression equal to the answer. Its own time limits use signals, which do
     not work in threads."""
@@ -138,13 +124,11 @@ def verified(prompt: str | list[dict], completion: str, row: dict) -> float:
     return float(math_verify.verify(gold, math_verify.parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 
-@register("reasoning_gym")
 def gym_score(prompt: str | list[dict], completion: str, row: dict) -> float:
     """The score of reasoning-gym's own grader for the row's generator, 0 to 1; partly right answers earn part."""
     return reasoning_gym.get_score_answer_fn(row["metadata"]["source_dataset"])(completion.strip(), row)
 
 
-@register("python_tests")
 def python_tests(prompt: str | list[dict], completion: str, row: dict) -> float:
     """1 if the program in the completion (its last fenced block, or all of it) passes the row's `tests`, Python statements that run behind it
     in the sandbox. The tests' process is the program's, so they must reach a last line of their own; one that reads that line in its own file
@@ -153,3 +137,7 @@ def python_tests(prompt: str | list[dict], completion: str, row: dict) -> float:
     passed = secrets.token_hex(8)
     result = sandbox.run(f"{blocks[-1] if blocks else completion}\n\n{row['tests']}\nprint({passed!r})\n", sandbox.Limits(seconds=10.0))
     return float(result.status == "ok" and result.output.rstrip().endswith(passed))
+
+
+REWARDS: dict[str, RewardFunction] = {"exact": exact, "final_answer": final_answer, "math_verify": verified, "reasoning_gym": gym_score,
+                                      "python_tests": python_tests}

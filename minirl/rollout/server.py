@@ -9,23 +9,32 @@ import asyncio
 import contextlib
 import json
 import secrets
-import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import uvicorn
+from fastapi import FastAPI
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
 from minirl.config import EndpointConfig
 from minirl.rollout import anthropic, protocol
-from minirl.rollout.conversation import Completion, Conversation, Segment
+from minirl.rollout.conversation import Completion, Conversation
 from minirl.rollout.driver import Request
 from minirl.rollout.engine import Sampling
 from minirl.rollout.env import Session
 from minirl.rollout.episode import sample_seed
 from minirl.rollout.protocol import Answer, Asked
+from minirl.rollout.remote import listen
 from minirl.types import UserError
+
+MODEL = "policy"
 
 
 class Refused(UserError):
@@ -39,109 +48,93 @@ class _Session:
     conversation: Conversation
     said: dict[str, str] = field(default_factory=dict)
     """The answers as they were sampled, by what a client sends back of them (`protocol.recognise`)."""
-    exchanges: set["_Exchange"] = field(default_factory=set)
-    num_asked: int = 0
+    asked: list[asyncio.Task] = field(default_factory=list)
+    """The work on each request so far."""
 
 
 class _Exchange:
-    """A request at work."""
+    """A request at work. The conversation hears of it when it is answered."""
 
     def __init__(self, endpoint: "Endpoint", session: _Session, asked: Asked):
-        """Raises UserError, KeyError, TypeError or ValueError, and leaves nothing in the conversation then."""
+        """Raises UserError, KeyError, TypeError or ValueError."""
         self.endpoint, self.session, self.asked, self.news = endpoint, session, asked, asyncio.Queue()
-        self.choices: list[tuple[Segment, Answer]] = []
-        name = (*session.seed, session.num_asked)
-        with contextlib.ExitStack() as undo:
-            for prompt in [prompt for prompt in asked.prompts(endpoint.tokenizer, session.said) for _ in range(asked.n)]:
-                segment = session.conversation.ask_raw(prompt)
-                undo.callback(session.conversation.take_back, segment)
-                segment.asking = True
-                if (room := endpoint.max_model_len - len(segment.tokens)) < 1:
-                    raise Refused(f"the prompt has {len(segment.tokens)} tokens and engine.max_model_len = {endpoint.max_model_len} leaves no room for an answer", 400,
-                                  "context_length_exceeded")
-                limit = min(asked.max_tokens or room, session.sampling.max_tokens, room)
-                request = Request(tokens=list(segment.tokens), sampling=session.sampling.with_max_tokens(limit), seed=sample_seed(*name, len(self.choices)), name=name)
-                self.choices.append((segment, Answer(request, asked, endpoint.tokenizer)))
-            self.undo = undo.pop_all()
-        session.num_asked += 1
-        session.exchanges.add(self)
-        self.name = "-".join(map(str, name))
+        self.answers: list[Answer] = []
+        name = (*session.seed, len(session.asked))
+        for prompt in [prompt for prompt in asked.prompts(endpoint.tokenizer, session.said) for _ in range(asked.n)]:
+            tokens, text = session.conversation.whole(prompt)
+            if (room := endpoint.max_model_len - len(tokens)) < 1:
+                raise Refused(f"the prompt has {len(tokens)} tokens and engine.max_model_len = {endpoint.max_model_len} leaves no room for an answer", 400,
+                              "context_length_exceeded")
+            sampling = session.sampling.with_max_tokens(min(asked.max_tokens or room, session.sampling.max_tokens, room))
+            request = Request(tokens=tokens, sampling=sampling, seed=sample_seed(*name, len(self.answers)), name=name)
+            self.answers.append(Answer(request, text, asked, endpoint.tokenizer))
         kind = "text_completion" if asked.messages is None else "chat.completion.chunk" if asked.stream else "chat.completion"
-        self.head = {"id": f"chatcmpl-{self.name}", "object": kind, "created": int(time.time()), "model": endpoint.model}
+        self.head = {"id": f"chatcmpl-{'-'.join(map(str, name))}", "object": kind, "created": int(time.time()), "model": MODEL}
         self.task = asyncio.ensure_future(self._work())
-        self.task.add_done_callback(lambda _: self.drop())
-
-    def drop(self) -> None:
-        """What has not been answered has not been asked."""
-        self.undo.close()
-        self.session.exchanges.discard(self)
-        if not self.task.cancel():  # it is done
-            self.news.put_nowait(None)
+        self.task.add_done_callback(lambda _: self.news.put_nowait(None))
+        session.asked.append(self.task)
 
     async def _work(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for i, (_, answer) in enumerate(self.choices):
-                group.create_task(self._sample(i, answer))
-        self.undo.pop_all()
-        for segment, answer in self.choices:
-            segment.asking = False
-            self.session.said[protocol.recognise(answer.shown, answer.calls)] = self.asked.opening() + segment.say(answer.kept(), self.endpoint.tokenizer)
+            for i, answer in enumerate(self.answers):
+                asking = group.create_task(self.endpoint.ask(answer.request))
+                if self.asked.stream or answer.stops:  # else the text can wait for the end
+                    answer.request.on_tokens = partial(self._hear, i, answer, asking)
+        for i, answer in enumerate(self.answers):
+            answer.hear(last=True)
+            segment = self.session.conversation.go_on(answer.request.tokens, answer.prompt)
+            self.session.said[protocol.recognise(answer.shown, answer.calls)] = segment.say(answer.kept(), self.endpoint.tokenizer)
+            self.news.put_nowait(answer.choice(i))
 
-    async def _sample(self, i: int, answer: Answer) -> None:
-        def hear(*_: object) -> None:
-            answer.hear()
-            self.news.put_nowait(i)
-            if answer.stop is not None:
-                asking.cancel()
+    def _hear(self, i: int, answer: Answer, asking: asyncio.Task, *_: object) -> None:
+        answer.hear()
+        if answer.stop is not None:
+            asking.cancel()  # that is no failure of the group
+        elif self.asked.stream and (choice := answer.choice(i)):
+            self.news.put_nowait(choice)
 
-        answer.request.on_tokens = hear if self.asked.stream or answer.stops else None  # else the text can wait for the end
-        asking = asyncio.ensure_future(self.endpoint.ask(answer.request))
+    async def choices(self) -> AsyncIterator[dict[str, Any]]:
+        """The answers as OpenAI's `choices`, bit by bit if they are streamed. Raises Refused if the session is closed."""
+        while (choice := await self.news.get()) is not None:
+            yield choice
+        if self.task.cancelled():
+            raise Refused("the session was closed")
+        self.task.result()
+
+    def usage(self) -> dict[str, int]:
+        """So far."""
+        prompt, completion = sum(len(a.request.tokens) for a in self.answers[:: self.asked.n]), sum(len(a.kept().tokens) for a in self.answers)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    async def stream(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        """With the error, if it comes to that when an answer has begun."""
         try:
-            await asking
-        except asyncio.CancelledError:
-            if answer.stop is None or asyncio.current_task().cancelling():
-                raise
-        answer.end()
-        self.news.put_nowait(i)
+            async for event in events:
+                yield event
+        except Refused as error:
+            yield protocol.event(**protocol.error(*error.args))
 
-    def told(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """With the usage so far."""
-        prompt, completion = sum(len(a.request.tokens) for _, a in self.choices[:: self.asked.n]), sum(a.num_tokens for _, a in self.choices)
-        return self.head | {"choices": choices, "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}}
-
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The answers bit by bit; the last has none, only the usage."""
-        while (i := await self.news.get()) is not None:
-            if choice := self.choices[i][1].choice(i, self.name):
-                yield self.told([choice])
-        yield protocol.error("the session was closed", "invalid_request_error") if self.task.cancelled() else self.task.result() or self.told([])
+    async def watch(self, request: HTTPRequest) -> None:
+        """Whoever leaves has not asked."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.task.cancel()
 
 
 class Endpoint:
     """An OpenAI-compatible (and Anthropic) server of this rank's engine."""
 
-    def __init__(self, ask: Callable[[Request], Awaitable[Completion]], tokenizer: PreTrainedTokenizerBase, cfg: EndpointConfig, *, max_model_len: int,
-                 model: str = "policy"):
+    def __init__(self, ask: Callable[[Request], Coroutine[Any, Any, Completion]], tokenizer: PreTrainedTokenizerBase, cfg: EndpointConfig, *, max_model_len: int):
         """`ask`: the driver's."""
-        self.ask, self.tokenizer, self.cfg, self.max_model_len, self.model = ask, tokenizer, cfg, max_model_len, model
+        self.ask, self.tokenizer, self.cfg, self.max_model_len = ask, tokenizer, cfg, max_model_len
         self._sessions: dict[str, _Session] = {}
 
     async def start(self) -> None:
         """Serve in the loop that runs. Raises UserError if the address cannot be had."""
-        import uvicorn  # here, because only this needs them and they take a while
-        from fastapi import FastAPI
-        from fastapi.responses import JSONResponse, StreamingResponse
-        from starlette.requests import ClientDisconnect
-        from starlette.routing import Route
-
-        self._json, self._stream = JSONResponse, StreamingResponse
         posts = [Route(path, self._answer, methods=["POST"]) for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages")]
         app = FastAPI(openapi_url=None, routes=[*posts, Route("/v1/models", self._models)], exception_handlers={
-            UserError: self._refuse, ClientDisconnect: lambda request, error: JSONResponse({})})
-        try:
-            listening = socket.create_server((self.cfg.host, self.cfg.port), backlog=4096)
-        except (OSError, OverflowError) as error:
-            raise UserError(f"endpoint.host = {self.cfg.host}, endpoint.port = {self.cfg.port}: {error}; port 0 takes a free one") from error
+            UserError: lambda request, error: JSONResponse(protocol.error(*error.args), (*error.args, 400)[1]), ClientDisconnect: lambda request, error: JSONResponse({})})
+        listening = listen(self.cfg.host, self.cfg.port, "endpoint.")
         self.base_url = f"http://{self.cfg.host}:{listening.getsockname()[1]}/v1"
         # The loop stands still for minutes, and a connection that was silent in this time must not be closed.
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, lifespan="off", ws="none",
@@ -160,21 +153,21 @@ class Endpoint:
         """A session whose samples follow from `seed` and the order of its requests."""
         key = secrets.token_urlsafe(24)
         self._sessions[key] = _Session(seed, sampling, Conversation(self.tokenizer))
-        return Session(base_url=self.base_url, api_key=key, model=self.model)
+        return Session(base_url=self.base_url, api_key=key, model=MODEL)
 
     def close(self, api_key: str) -> Conversation:
         """What was said with this key, which is then worth nothing; what is still being asked is dropped."""
         session = self._sessions.pop(api_key)
-        for exchange in list(session.exchanges):
-            exchange.drop()
+        for task in session.asked:
+            task.cancel()
         return session.conversation
 
-    async def _models(self, request: Any) -> Any:
+    async def _models(self, request: HTTPRequest) -> JSONResponse:
         self._session(request)
-        return self._json({"object": "list", "data": [{"id": self.model, "object": "model", "created": 0, "owned_by": "minirl"}]})
+        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "minirl"}]})
 
-    async def _answer(self, request: Any) -> Any:
-        body, api = await request.body(), _api(request)
+    async def _answer(self, request: HTTPRequest) -> Response:
+        body, api = await request.body(), anthropic if request.url.path == "/v1/messages" else protocol
         session = self._session(request)
         try:
             asked = Asked.model_validate(anthropic.to_chat(json.loads(body)) if api is anthropic else json.loads(body))
@@ -183,33 +176,13 @@ class Endpoint:
             exchange = _Exchange(self, session, asked)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Refused(f"malformed request: {type(error).__name__}: {error}") from error
-        gone = asyncio.ensure_future(_gone(request))
-        gone.add_done_callback(lambda _: exchange.drop())
+        exchange.watching = asyncio.ensure_future(exchange.watch(request))
         if asked.stream:
-            return self._stream(api.events(exchange.chunks(), asked), media_type="text/event-stream")
-        await asyncio.wait({exchange.task})
-        if exchange.task.cancelled():
-            raise Refused("the session was closed")
-        exchange.task.result()
-        answer = exchange.told([answer.choice(i, exchange.name) for i, (_, answer) in enumerate(exchange.choices)])
-        return self._json(anthropic.reply(answer) if api is anthropic else answer)
+            return StreamingResponse(exchange.stream(api.events(exchange)), media_type="text/event-stream")
+        return JSONResponse(await api.whole(exchange))
 
-    def _session(self, request: Any) -> _Session:
+    def _session(self, request: HTTPRequest) -> _Session:
         key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
         if key not in self._sessions:
             raise Refused("the key is of no open session", 401, "invalid_api_key")
         return self._sessions[key]
-
-    async def _refuse(self, request: Any, error: UserError) -> Any:
-        message, status, code = (*error.args, 400, None)[:3]
-        return self._json(_api(request).error(message, "authentication_error" if status == 401 else "invalid_request_error", code), status)
-
-
-def _api(request: Any) -> Any:
-    return anthropic if request.url.path == "/v1/messages" else protocol
-
-
-async def _gone(request: Any) -> None:
-    """The client has left, or been answered."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
