@@ -78,10 +78,10 @@ class Wire(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 - torch's signature
         name = func.__name__.split(".")[0]
-        if func.namespace == "c10d" and name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "recv_"):
+        if func.namespace == "c10d" and name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "alltoall_base_"):
             group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
             size = {"_allgather_base_": lambda: args[0].nbytes - args[1].nbytes, "_reduce_scatter_base_": lambda: args[1].nbytes - args[0].nbytes,
-                    "allreduce_": lambda: 2 * args[0][0].nbytes * (group.size() - 1) / group.size(), "recv_": lambda: args[0][0].nbytes}[name]()
+                    "allreduce_": lambda: 2 * args[0][0].nbytes * (group.size() - 1) / group.size(), "alltoall_base_": lambda: args[0].nbytes}[name]()
             if group.group_name in self.axis_of:
                 self.bytes[self.axis_of[group.group_name]] += size
         return func(*args, **(kwargs or {}))

@@ -129,7 +129,7 @@ def annotated(model: Policy, examples: list[Trajectory], tokens_per_rank: int, f
     for micro in exchange(examples, model.mesh, tokens_per_rank)[0]:
         batch = pack(micro, model.mesh.device, layout=model.layout)
         model.annotate([[batch]], field)
-        out += zip(micro, unpack(vars(batch)[field], micro, model.layout), strict=True)
+        out += zip(micro, unpack(vars(batch)[field], micro, batch), strict=True)
     return out
 
 

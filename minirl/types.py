@@ -101,10 +101,8 @@ class Rectangle:
     keys: Run
     filling: Tensor | None
     """bool [B, Lq]: queries that only fill; None if there are none."""
-    hidden: Tensor | None
-    """bool [B, Lk], of a block that is not causal: keys that only fill; None if there are none."""
-    before: Tensor | None
-    """int64 [B], of a causal block: keys that already the first query sees but its own; None if all are 0."""
+    last: Tensor | None
+    """int64 [B, Lq], or [B, 1] of a block that is not causal: the last key that each query sees; None if that is the one at its own place, or all."""
 
 
 @dataclass(frozen=True, kw_only=True)

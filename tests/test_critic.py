@@ -18,7 +18,7 @@ from minirl.config import AlgoConfig, PolicyConfig, RLConfig
 from minirl.data.packing import exchange, pack, unpack
 from minirl.flags import parse
 from minirl.policy import Policy
-from minirl.types import Layout, Trajectory
+from minirl.types import Trajectory
 
 # ---------------------------------------------------------------------------------------------------- formulas
 
@@ -62,7 +62,7 @@ def test_gae_is_its_recursion_over_sampled_tokens(gamma, lam):
     batch.values = torch.tensor(random(len(batch.inputs))) * batch.mask
     rewards = torch.tensor(random(len(batch.inputs), seed=4)) * batch.mask
     got = advantages.gae(batch, rewards, AlgoConfig(gamma=gamma, gae_lambda=lam))
-    for t, a, ret, r, v in zip(rows, *(unpack(x, rows, Layout()) for x in (got, batch.returns, rewards, batch.values)), strict=True):
+    for t, a, ret, r, v in zip(rows, *(unpack(x, rows, batch) for x in (got, batch.returns, rewards, batch.values)), strict=True):
         wanted = gae_by_hand(r[t.sampled], v[t.sampled], gamma, lam)
         np.testing.assert_allclose(a[t.sampled], wanted, rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(ret[t.sampled], wanted + v[t.sampled], rtol=1e-12, atol=1e-12)
@@ -96,7 +96,7 @@ def step(mesh, folder, budget, sequence):
     for batch in batches:  # as if updates had moved it from where it made the advantages: some are clipped
         batch.values = batch.values + 0.15 * batch.mask * torch.where(batch.advantages > 0, 2.0, -1.0)
     metrics = critic.step(batches, losses.value(0.2), lr=1e-3)
-    found = {name: {(t.group, t.episode): v for b, m in zip(batches, micros, strict=True) for t, v in zip(m, unpack(vars(b)[name], m, critic.layout), strict=True)}
+    found = {name: {(t.group, t.episode): v for b, m in zip(batches, micros, strict=True) for t, v in zip(m, unpack(vars(b)[name], m, b), strict=True)}
              for name in ("advantages", "returns")}
     return {"grads": grads, "metrics": metrics, **found}
 

@@ -58,7 +58,7 @@ def test_line_separators_inside_a_text_do_not_end_its_line(tmp_path):
 @pytest.mark.parametrize(("lines", "message"), [
     ([{"prompt": "a"}, "", '{"prompt": "b"'], r"line 3 is not JSON"),
     ([{"prompt": "a"}, {"question": "b", "level": 1}], r"line 2 has no 'prompt' .*\(its keys: question, level\); set data.prompt_key"),
-    ([["a"]], r"line 1 has no 'prompt' .*\(its keys: list\)"),
+    ([["a"]], "line 1: a row must be an object of named values, not a list"),
     ([{"prompt": ""}], r"line 1 has no 'prompt'"),
     ([{"prompt": [{"role": "user"}]}], r"line 1 has no 'prompt' that is a text or a list of messages"),
     ([{"prompt": []}], r"line 1 has no 'prompt'"),

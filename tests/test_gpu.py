@@ -8,7 +8,7 @@ from test_families import mixture_inputs
 
 from minirl.data.packing import pack
 from minirl.model import experts, kernels
-from minirl.model.attention import Attention, _Merged, _of_hop, packed_attention
+from minirl.model.attention import Attention, _of_hop, attend, packed_attention
 from minirl.model.kernels import Options
 from minirl.types import Context, Layout, Trajectory
 
@@ -55,10 +55,7 @@ def test_ring_emulated_on_one_device_equals_one_rank(size):
     for rank, batch in enumerate(packs):
         q = flash["q"][rank]
         hops = [(_of_hop(batch.blocks, hop, batch.context), (rank - hop) % size) for hop in range(size)]
-        merged = _Merged(*kernels.forward(q, flash["k"][rank], flash["v"][rank], hops[0][0], options), wide=True)
-        for block, source in hops[1:]:
-            merged.add(block.rows, *kernels.forward(q, flash["k"][source], flash["v"][source], block, options))
-        out, lse = merged.result()
+        out, lse = attend(q, [(block, flash["k"][source], flash["v"][source]) for block, source in hops], options)
         for block, source in hops:
             into = gradients[0][rank], gradients[1][source], gradients[2][source]
             kernels.backward(into, flash["dout"][rank], q, flash["k"][source], flash["v"][source], out, lse, block, options)

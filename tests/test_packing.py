@@ -164,7 +164,8 @@ def test_nothing_packs_to_one_row_outside_the_loss():
 
 @pytest.mark.usefixtures("_prompts")
 @pytest.mark.parametrize("layout", [Layout(windowed=True), Layout(windowed=True, context=Context(None, 1, 2))], ids=["whole", "context"])
-@pytest.mark.parametrize("whole", [groups(SPEC), groups([(5, [n]) for n in range(1, 60, 3)]), []], ids=["shared", "alone", "nothing"])
+@pytest.mark.parametrize("whole", [groups(SPEC), groups([(5, [n]) for n in range(1, 60, 3)]), groups([(2, [20]), (2, [19])]), []],
+                         ids=["shared", "alone", "shorter last", "nothing"])
 def test_rectangles_hold_the_pairs_of_their_block(whole, layout):
     batch = pack(whole, CPU, layout=layout)
     for block in (*batch.blocks, batch.joined):
@@ -173,19 +174,19 @@ def test_rectangles_hold_the_pairs_of_their_block(whole, layout):
         assert (flat if block.places is None else flat[block.places]).tolist() == (list(range(len(batch.inputs))) if block.rows is None else block.rows.tolist())
         got = []
         for r in block.rectangles:
-            before = [0] * len(r.queries.rows) if r.before is None else r.before.tolist()
-            hidden = torch.zeros(r.keys.rows.shape, dtype=torch.bool) if r.hidden is None else r.hidden
+            everything = torch.arange(r.queries.rows.shape[1])[None] if block.causal else torch.tensor([[r.keys.rows.shape[1] - 1]])
+            last = everything.expand(len(r.queries.rows), -1) if r.last is None else r.last
             filling = torch.zeros(r.queries.rows.shape, dtype=torch.bool) if r.filling is None else r.filling
             for run in (r.queries, r.keys):
                 flat = run.rows.flatten().tolist()
                 assert (run.first is not None) == (flat == list(range(flat[0], flat[0] + len(flat))))
                 assert run.first in (None, flat[0])
-            assert not (block.causal and hidden.any()) and not (not block.causal and any(before))
-            for queries, keys, num_before, padding, fills in zip(r.queries.rows.tolist(), r.keys.rows.tolist(), before, hidden, filling, strict=True):
+            for queries, keys, ends, fills in zip(r.queries.rows.tolist(), r.keys.rows.tolist(), last.tolist(), filling, strict=True):
                 num = len(set(queries))
                 assert fills.tolist() == [False] * num + [True] * (len(queries) - num)
                 assert queries[num:] == [queries[num - 1]] * (len(queries) - num)  # ends repeat the last row
-                got.append((queries[:num], keys[: num_before + num] if block.causal else [k for k, pad in zip(keys, padding, strict=True) if not pad]))
+                assert ends == list(range(ends[0], ends[0] + len(ends))) and len(ends) == (len(queries) if block.causal else 1)
+                got.append((queries[:num], keys[: ends[num - 1 if block.causal else 0] + 1]))
                 assert len(queries) - num <= max(0.2 * num, 8)
         assert sorted(got) == expected
 

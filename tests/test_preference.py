@@ -27,7 +27,7 @@ from minirl.flags import parse
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
 from minirl.rollout.remote import RemoteReward
-from minirl.types import Layout, Trajectory, UserError
+from minirl.types import Trajectory, UserError
 
 # ---------------------------------------------------------------------------------------------------- formulas
 
@@ -107,15 +107,15 @@ def test_dpo_of_a_packed_batch_is_the_formula_on_its_sequences(normalized):
     cfg = DPOLossConfig(beta=0.2, nll_coef=0.5, length_normalized=normalized)
     leaf = torch.tensor(logprobs, requires_grad=True)
     loss, metrics = preference.dpo(cfg).token_loss(batch, leaf, None)
-    policy, reference = ([v.sum() / (len(v) if normalized else 1) for v in (u[t.sampled] for u, t in zip(unpack(torch.tensor(x), rows, Layout()), rows, strict=True))]
+    policy, reference = ([v.sum() / (len(v) if normalized else 1) for v in (u[t.sampled] for u, t in zip(unpack(torch.tensor(x), rows, batch), rows, strict=True))]
                          for x in (logprobs, ref))
-    mean = [v[t.sampled].mean() for v, t in zip(unpack(torch.tensor(logprobs), rows, Layout()), rows, strict=True)]
+    mean = [v[t.sampled].mean() for v, t in zip(unpack(torch.tensor(logprobs), rows, batch), rows, strict=True)]
     z = np.array([policy[i] - reference[i] - policy[i + 1] + reference[i + 1] for i in range(0, 10, 2)])
     np.testing.assert_allclose(loss.detach().numpy(), -log_sigmoid(0.2 * z) - 0.5 * np.array(mean[::2]), atol=1e-12)
     np.testing.assert_allclose(metrics["margin"].numpy(), 0.2 * z, atol=1e-12)
     loss.sum().backward()
     slope = -0.2 * (1 - 1 / (1 + np.exp(-0.2 * z)))  # d loss / d z of a pair
-    for i, (t, got) in enumerate(zip(rows, unpack(leaf.grad, rows, Layout()), strict=True)):
+    for i, (t, got) in enumerate(zip(rows, unpack(leaf.grad, rows, batch), strict=True)):
         length = t.sampled.sum()
         wanted = slope[i // 2] * (1 - 2 * (i % 2)) / (length if normalized else 1) - (0 if i % 2 else 0.5 / length)
         np.testing.assert_allclose(got, wanted * t.sampled, atol=1e-12)
@@ -240,7 +240,7 @@ def test_every_layout_gives_the_same_pair(tmp_path):
     ({"chosen": [YO], "rejected": [NO]}, "line 2: the chosen side must answer the prompt that both share, and end by an assistant's turn"),
     ({"chosen": [HI, YO], "rejected": [HI]}, "line 2: the rejected side must answer"),
     ({"prompt": [HI], "chosen": [{"role": "assistant", "content": ""}], "rejected": [NO]}, "line 2: the chosen side must answer .* not empty"),
-    (["a"], "line 2: the chosen side"),
+    (["a"], "line 2: a row must be an object of named values, not a list"),
 ])
 def test_a_row_that_is_no_pair_is_refused_with_its_line(tmp_path, row, message):
     with pytest.raises(UserError, match=rf"data.train = .*a.jsonl: {message}"):
@@ -288,7 +288,7 @@ def scored(mesh, folder, output, rows):
     for model in (policy, Policy(PolicyConfig(dtype="float32"), output, mesh, score=True, trainable=False)):
         model.annotate([batches], "values")
         found = {(t.group, t.episode): float(v[-1]) for b, m in zip(batches, micros, strict=True)
-                 for t, v in zip(m, unpack(b.values, m, policy.layout), strict=True)}
+                 for t, v in zip(m, unpack(b.values, m, b), strict=True)}
         out.append({k: v for part in mesh.gather(found) for k, v in part.items()})
     return out
 

@@ -39,7 +39,7 @@ def greedy(engine, num=6, length=24):
         engine.add(f"greedy-{i}", [5 + i, 60 + i, 100], sampling, seed=0)
     out = {}
     while len(out) < num:
-        out.update({request: completion.tokens for request, completion in engine.step()})
+        out |= {request: tokens for request, tokens, _, reason in engine.step() if reason}
     return [out[f"greedy-{i}"] for i in range(num)]
 
 

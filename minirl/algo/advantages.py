@@ -47,13 +47,10 @@ def center(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     Equal rewards are set to 0 explicitly: their mean can be off by rounding, and a division by a tiny deviation would
     blow that up to an advantage of order 1.
     """
-    num = len(groups)  # at least the number of groups, also when this rank sampled nothing
-    size = torch.zeros(num, dtype=rewards.dtype).index_add_(0, groups, torch.ones_like(rewards))
-    mean = torch.zeros(num, dtype=rewards.dtype).index_add_(0, groups, rewards) / size.clamp(min=1)
-    low = torch.full((num,), torch.inf, dtype=rewards.dtype).scatter_reduce_(0, groups, rewards, "amin")
-    high = torch.full((num,), -torch.inf, dtype=rewards.dtype).scatter_reduce_(0, groups, rewards, "amax")
-    equal = (low == high)[groups]
-    return (rewards - mean[groups]).masked_fill(equal, 0.0), size[groups]
+    def over_group(how: str) -> Tensor:
+        return torch.zeros_like(rewards).scatter_reduce_(0, groups, rewards, how, include_self=False)[groups]
+    centered = (rewards - over_group("mean")).masked_fill(over_group("amin") == over_group("amax"), 0.0)
+    return centered, groups.bincount()[groups].to(rewards.dtype)
 
 
 @register("grpo")

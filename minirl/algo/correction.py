@@ -24,8 +24,7 @@ mean of their ratios, tokens of the others count with their own ratio; as OpenRL
 
 def resolve(cfg: CorrectionConfig) -> CorrectionConfig:
     """What the preset says, but for what is set beside it. Raises UserError for bounds that leave nothing."""
-    given = {name: value for name, value in vars(cfg).items() if value is not None}
-    out = CorrectionConfig(**{**PRESETS[cfg.preset], **given})
+    out = CorrectionConfig(**PRESETS[cfg.preset] | {name: value for name, value in vars(cfg).items() if value is not None})
     if not 0 <= out.low <= 1 <= out.high or out.divergence <= 0:
         raise UserError(f"algo.correction: low = {out.low}, high = {out.high}, divergence = {out.divergence}; equal probabilities have ratio 1 and "
                         "divergence 0, so low must be in [0, 1], high at least 1 and divergence above 0")

@@ -10,32 +10,16 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 
-from minirl.types import Context, Packed
-
-
-class _AddOverContext(torch.autograd.Function):
-    """Sum over the ranks that hold parts of the same sequences. The loss is the sum of all ranks' losses, so the gradient of each of
-    them by this sum counts."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, context: Context) -> Tensor:
-        ctx.context = context
-        x = x.clone()
-        dist.all_reduce(x, group=context.group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.context.group)
-        return grad, None
+from minirl.types import Packed
 
 
 def sequence_sums(values: Tensor, batch: Packed) -> Tensor:
     """[T] -> [S]: sums over each sequence, with its rows on other context ranks; differentiable."""
     sums = values.new_zeros(len(batch.lengths)).index_add(0, to_rows(torch.arange(len(batch.lengths), device=values.device), batch), values)
-    return sums if batch.context is None else _AddOverContext.apply(sums, batch.context)
+    # The loss is the sum of all ranks' losses, so the gradient of each of them by this sum counts, and its backward adds those up.
+    return sums if batch.context is None else all_reduce(sums, group=batch.context.group)
 
 
 def to_rows(per_sequence: Tensor, batch: Packed) -> Tensor:

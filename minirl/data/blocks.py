@@ -12,15 +12,8 @@ from minirl.types import Block, Context, Layout, Rectangle, Run
 SHORT_PROMPT = 128
 """A shared prompt of at most so many keys is repeated before each answer's own keys: one call of a kernel instead of two and a merge (15 %
 faster at 59 keys, even at 200, on CPU)."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """A sequence's rows: where they begin on this rank, how many there are on all, and which other sequence's rows come before them."""
-
-    start: int
-    num_rows: int
-    shared: int | None
+EDGES = list(itertools.accumulate(range(64), lambda edge, _: max(edge + 8, edge * 6 // 5), initial=8))
+"""Lengths up to the same of these share a rectangle, so that padding stays below a fifth or 8 rows."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +30,15 @@ class _Chunk:
     """Keys of the shared prompt."""
 
 
-def build(spans: list[Span], num_rows: int, layout: Layout, device: torch.device) -> tuple[tuple[Block, ...], Block | None]:
-    """(blocks, joined) of `Packed`, for spans that fill a rank's `num_rows`."""
-    chunks = [c for i in range(len(spans)) for c in _chunks(spans, i, num_rows, layout.context)]
+def build(sequences: list[tuple[int, int | None]], layout: Layout, device: torch.device) -> tuple[tuple[Block, ...], Block | None]:
+    """(blocks, joined) of `Packed`, for sequences end to end: how many rows each has on all ranks together, and the number of the one whose rows
+    come before them, if there is one."""
+    chunks = _chunks(sequences, layout.context)
     joined = None
     if layout.windowed:
         joined = _block([(c.rows, np.concatenate([c.prompt, c.earlier, c.keys])) for c in chunks], True, device)
     if layout.context and layout.context.ring:
-        return _ring(spans, layout.context, device), joined
+        return _ring(sequences, layout.context, device), joined
     short = [len(c.prompt) <= SHORT_PROMPT for c in chunks]
     alike = layout.context is None and not any(len(c.prompt) and s for c, s in zip(chunks, short, strict=True))  # each query is the key at its place
     blocks = [_block([(c.rows, np.concatenate([c.prompt, c.keys]) if s else c.keys) for c, s in zip(chunks, short, strict=True)], True, device, squares=alike)]
@@ -55,22 +49,24 @@ def build(spans: list[Span], num_rows: int, layout: Layout, device: torch.device
     return tuple(blocks + ([_block(prompts, False, device)] if prompts else [])), joined
 
 
-def _chunks(spans: list[Span], number: int, num_rows: int, context: Context | None) -> list[_Chunk]:
-    span = spans[number]
-    home = cp.homes(span.num_rows, span.start, num_rows, context)
-    before = spans[span.shared] if span.shared is not None else None
-    prompt = home[:0] if before is None else cp.homes(before.num_rows, before.start, num_rows, context)[: before.num_rows]
-    out, start = [], span.start
-    for rows in cp.chunks(span.num_rows, context):
-        out.append(_Chunk(start + np.arange(len(rows)), home[rows], home[: rows[0]], prompt))
-        start += len(rows)
+def _chunks(sequences: list[tuple[int, int | None]], context: Context | None) -> list[_Chunk]:
+    own = [cp.chunks(num_rows, context) for num_rows, _ in sequences]
+    starts = np.cumsum([0, *(sum(map(len, pieces)) for pieces in own)])
+    homes = [cp.homes(num_rows, start, starts[-1], context) for (num_rows, _), start in zip(sequences, starts, strict=False)]
+    out, row = [], 0
+    for (_, shared), home, pieces in zip(sequences, homes, own, strict=True):
+        prompt = home[:0] if shared is None else homes[shared][: sequences[shared][0]]
+        for rows in pieces:
+            out.append(_Chunk(row + np.arange(len(rows)), home[rows], home[: rows[0]], prompt))
+            row += len(rows)
     return out
 
 
-def _ring(spans: list[Span], context: Context, device: torch.device) -> tuple[Block, ...]:
+def _ring(sequences: list[tuple[int, int | None]], context: Context, device: torch.device) -> tuple[Block, ...]:
     """A rank's own rows are in order, so plain causal; of an earlier rank all rows see the first halves, its second halves come
     later than all; of a later one only the second halves see anything, and that is everything."""
-    rows = [span.start + np.arange(cp.padded(span.num_rows, context) // context.size) for span in spans]
+    lengths = [cp.padded(num_rows, context) // context.size for num_rows, _ in sequences]
+    rows = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
     first, second = [r[: len(r) // 2] for r in rows], [r[len(r) // 2 :] for r in rows]
     return (_block([(r, r) for r in rows], True, device, squares=True), _block(list(zip(rows, first, strict=True)), False, device),
             _block(list(zip(second, rows, strict=True)), False, device))
@@ -86,7 +82,7 @@ def _block(pairs: list[tuple[np.ndarray, np.ndarray]], causal: bool, device: tor
         return tensor(np.cumsum([0, *map(len, parts)]), torch.int32)
     return Block(causal=causal, rows=None if causal and _counts_up(rows) else tensor(rows),
                  key_rows=None if squares else tensor(np.concatenate(keys)), cu_queries=running(queries), cu_keys=running(keys),
-                 longest=(max(map(len, queries)), max(map(len, keys))), rectangles=rectangles, places=None if _counts_up(places) else tensor(places))
+                 longest=(max(map(len, queries)), max(map(len, keys))), rectangles=rectangles, places=places)
 
 
 def _counts_up(rows: np.ndarray, first: int = 0) -> bool:
@@ -103,24 +99,21 @@ def _run(parts: list[np.ndarray], device: torch.device) -> tuple[Run, np.ndarray
     return Run(torch.from_numpy(rows).to(device, non_blocking=True), first if _counts_up(rows.reshape(-1), first) else None), place >= lengths[:, None]
 
 
-def _rectangles(queries: list[np.ndarray], keys: list[np.ndarray], causal: bool, device: torch.device) -> tuple[tuple[Rectangle, ...], np.ndarray]:
-    """Gather pairs of like size, so that padding stays below a fifth or 8 rows. Returns the rectangles, and each query's place in them."""
+def _rectangles(queries: list[np.ndarray], keys: list[np.ndarray], causal: bool, device: torch.device) -> tuple[tuple[Rectangle, ...], torch.Tensor | None]:
+    """`Block.rectangles` of pairs of like size, and `Block.places`."""
     num_queries, num_keys = np.array([len(q) for q in queries]), np.array([len(k) for k in keys])
-    order = np.lexsort((num_keys, num_queries, num_keys > num_queries)).tolist()
-    def like(a: int, b: int) -> bool:
-        return b <= max(1.2 * a, a + 8) and a <= max(1.2 * b, b + 8)
-    def tensor(values: np.ndarray) -> torch.Tensor | None:
-        return torch.from_numpy(values).to(device, non_blocking=True) if values.any() else None
-    out, places, first, filled = [], [np.empty(0, np.int64)] * len(order), 0, 0
-    for last in range(1, len(order) + 1):
-        a, b = order[first], order[min(last, len(order) - 1)]
-        if last < len(order) and like(num_queries[a], num_queries[b]) and like(num_keys[a], num_keys[b]):
-            continue
-        members = order[first:last]
+    like = np.stack([num_keys > num_queries, np.searchsorted(EDGES, num_queries), np.searchsorted(EDGES, num_keys)], axis=1)
+    def tensor(values: np.ndarray, needed: np.ndarray) -> torch.Tensor | None:
+        return torch.from_numpy(values).to(device, non_blocking=True) if needed.any() else None
+    out, places, filled = [], [np.empty(0, np.int64)] * len(queries), 0
+    for size in np.unique(like, axis=0):
+        members = np.flatnonzero((like == size).all(1))
         (query_run, filling), (key_run, hidden) = (_run([side[i] for i in members], device) for side in (queries, keys))
-        out.append(Rectangle(queries=query_run, keys=key_run, filling=tensor(filling), hidden=None if causal else tensor(hidden),
-                             before=tensor((num_keys - num_queries)[members]) if causal else None))
+        before = (num_keys - num_queries)[members]
+        last = before[:, None] + np.arange(filling.shape[1]) if causal else num_keys[members, None] - 1
+        out.append(Rectangle(queries=query_run, keys=key_run, filling=tensor(filling, filling), last=tensor(last, before if causal else hidden)))
         for n, i in enumerate(members):
             places[i] = filled + n * filling.shape[1] + np.arange(num_queries[i])
-        first, filled = last, filled + filling.size
-    return tuple(out), np.concatenate(places)
+        filled += filling.size
+    order = np.concatenate(places)
+    return tuple(out), None if len(order) == filled and _counts_up(order) else torch.from_numpy(order).to(device, non_blocking=True)

@@ -22,7 +22,7 @@ OTHER_NAMES = {"prompt": ("instruction", "input", "context_messages", "messages"
 class Rows(Sequence[dict]):
     """Rows of some sources, each made when it is asked for; in memory is only where they are."""
 
-    def __init__(self, sources: list[Source], make: Callable[[object, Source, str], dict], places: np.ndarray):
+    def __init__(self, sources: list[Source], make: Callable[[dict, Source, str], dict], places: np.ndarray):
         """`make(what the source holds, source, its place for an error)` is the row. `places`: int64 [N, 2], source and number in it."""
         self.sources, self.make, self.places = sources, make, places
 
@@ -31,7 +31,10 @@ class Rows(Sequence[dict]):
 
     def __getitem__(self, i: int) -> dict:
         of, number = self.places[i].tolist()
-        return self.make(self.sources[of].rows[number], self.sources[of], self.sources[of].where(number))
+        row, where = self.sources[of].rows[number], self.sources[of].where(number)
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: a row must be an object of named values, not a {type(row).__name__}")
+        return self.make(row, self.sources[of], where)
 
 
 def take(rows: Sequence[dict], numbers: Iterable[int]) -> Sequence[dict]:
@@ -41,8 +44,10 @@ def take(rows: Sequence[dict], numbers: Iterable[int]) -> Sequence[dict]:
     return [rows[n] for n in numbers]
 
 
-def open_rows(source: str | list[str], setting: str, make: Callable[[object, Source, str], dict], max_samples: int) -> Rows:
-    """The rows of one or several sources end to end, of each only the first `max_samples` (0: all). Raises UserError."""
+def open_rows(source: str | list[str], setting: str, make: Callable[[dict, Source, str], dict], max_samples: int, *,
+              distinct: Callable[[dict], object] | None = None) -> Rows:
+    """The rows of one or several sources end to end, of each only the first `max_samples` (0: all), and of those that `distinct` maps to the same
+    the first. Each is looked at once, so that a bad one ends the program now. Raises UserError."""
     sources = [open_source(text, setting) for text in ([source] if isinstance(source, str) else source)]
     weighted = [s for s in sources if s.weight is not None]
     if weighted and (setting == "data.eval" or len(weighted) < len(sources)):
@@ -50,7 +55,11 @@ def open_rows(source: str | list[str], setting: str, make: Callable[[object, Sou
     lengths = [min(len(s.rows), max_samples or len(s.rows)) for s in sources]
     if 0 in lengths:
         raise UserError(f"{sources[lengths.index(0)].shown}: no rows")
-    return Rows(sources, make, np.concatenate([np.stack([np.full(n, i), np.arange(n)], axis=1) for i, n in enumerate(lengths)]))
+    rows = Rows(sources, make, np.concatenate([np.stack([np.full(n, i), np.arange(n)], axis=1) for i, n in enumerate(lengths)]))
+    kept: dict[object, int] = {}
+    for n, row in enumerate(rows):
+        kept.setdefault(distinct(row) if distinct else n, n)
+    return take(rows, kept.values())
 
 
 def load_rows(source: str | list[str], setting: str, cfg: DataConfig) -> Rows:
@@ -59,11 +68,9 @@ def load_rows(source: str | list[str], setting: str, cfg: DataConfig) -> Rows:
     Every row has "prompt" and, where the source has one, "answer", whatever the columns were called; "data_source" where a column says it or
     there are several sources; and all that it had. Raises UserError.
     """
-    rows = open_rows(source, setting, lambda raw, of, where: _to_prompt(raw, of.name if isinstance(source, list) else "", where, cfg), cfg.max_samples)
-    seen: dict[bytes, int] = {}
-    for n, row in enumerate(rows):  # each is looked at once here, so that a bad one ends the program now
-        seen.setdefault(hashlib.blake2b(json.dumps(row["prompt"]).encode(), digest_size=16).digest(), n)
-    return take(rows, seen.values())
+    def make(raw: dict, of: Source, where: str) -> dict:
+        return _to_prompt(raw, of.name if isinstance(source, list) else "", where, cfg)
+    return open_rows(source, setting, make, cfg.max_samples, distinct=lambda row: hashlib.blake2b(json.dumps(row["prompt"]).encode(), digest_size=16).digest())
 
 
 def load_chats(source: str | list[str], setting: str, cfg: ChatsConfig) -> Rows:
@@ -72,8 +79,7 @@ def load_chats(source: str | list[str], setting: str, cfg: ChatsConfig) -> Rows:
     A row is, by the first of its columns that there is, a chat, a prompt with its completion (each a text or messages) or a text.
     Raises UserError.
     """
-    rows = open_rows(source, setting, lambda raw, of, where: _to_chat(raw, where, cfg), cfg.max_samples)
-    return take(rows, [n for n, _ in enumerate(rows)])  # having looked at each once, as above
+    return open_rows(source, setting, lambda raw, of, where: _to_chat(raw, where, cfg), cfg.max_samples)
 
 
 def column(row: dict, key: str) -> object:
@@ -84,24 +90,21 @@ def column(row: dict, key: str) -> object:
     return row.get(found)
 
 
-def _to_prompt(row: object, source: str, where: str, cfg: DataConfig) -> dict:
-    values = row if isinstance(row, dict) else {}
-    prompt, answer = column(values, cfg.prompt_key), column(values, cfg.answer_key)
-    if prompt is values.get("messages") is not None and cfg.prompt_key != "messages" and is_prompt(prompt) and prompt[-1]["role"] == "assistant":
+def _to_prompt(row: dict, source: str, where: str, cfg: DataConfig) -> dict:
+    prompt, answer = column(row, cfg.prompt_key), column(row, cfg.answer_key)
+    if prompt is row.get("messages") is not None and cfg.prompt_key != "messages" and is_prompt(prompt) and prompt[-1]["role"] == "assistant":
         prompt, answer = prompt[:-1], prompt[-1]["content"] if answer is None else answer  # a chat to imitate: its last turn is the answer
     if not is_prompt(prompt):
-        keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise UserError(f"{where} has no {cfg.prompt_key!r} that is a text or a list of messages (its keys: {keys}); set data.prompt_key to the right one")
-    name = column(values, cfg.source_key) or source
+        raise UserError(f"{where} has no {cfg.prompt_key!r} that is a text or a list of messages (its keys: {', '.join(row)}); set data.prompt_key to the right one")
+    name = column(row, cfg.source_key) or source
     return {**row, "prompt": prompt, **({} if answer is None else {"answer": answer}), **({"data_source": str(name)} if name else {})}
 
 
-def _to_chat(row: object, where: str, cfg: ChatsConfig) -> dict:
-    values = row if isinstance(row, dict) else {}
-    messages, completion = values.get(cfg.messages_key), column(values, cfg.completion_key)
-    prompt = column(values, cfg.prompt_key) if messages is None else None
-    if isinstance(values.get(cfg.text_key), str) and messages is None and completion is None:
-        return {"text": values[cfg.text_key]}
+def _to_chat(row: dict, where: str, cfg: ChatsConfig) -> dict:
+    messages, completion = row.get(cfg.messages_key), column(row, cfg.completion_key)
+    prompt = column(row, cfg.prompt_key) if messages is None else None
+    if isinstance(row.get(cfg.text_key), str) and messages is None and completion is None:
+        return {"text": row[cfg.text_key]}
     if is_prompt(messages) and isinstance(messages, list):
         turns, first = chat.to_messages(messages, cfg.system_prompt), 0
     elif messages is None and is_prompt(prompt) and isinstance(completion, str | int | float | list):
@@ -109,9 +112,8 @@ def _to_chat(row: object, where: str, cfg: ChatsConfig) -> dict:
         first = len(turns)
         turns += completion if isinstance(completion, list) else [{"role": "assistant", "content": str(completion)}]
     else:
-        keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise UserError(f"{where} has neither {cfg.messages_key!r} (messages with role and content), nor {cfg.prompt_key!r} with {cfg.completion_key!r}, "
-                        f"nor {cfg.text_key!r} (its keys: {keys}); set data.messages_key, prompt_key and completion_key, or text_key")
+                        f"nor {cfg.text_key!r} (its keys: {', '.join(row)}); set data.messages_key, prompt_key and completion_key, or text_key")
     if not is_prompt(turns) or not all(isinstance(m["content"], str) for m in turns):
         raise UserError(f"{where}: every message needs a role and a content that is a text")
     trained = [i for i, m in enumerate(turns) if i >= first and m["role"] == "assistant"]
@@ -129,9 +131,7 @@ def is_prompt(value: object) -> bool:
 def split(rows: Sequence[dict], held_out: int, seed: int) -> tuple[Sequence[dict], Sequence[dict]]:
     """(train, held out): `held_out` rows chosen by a hash of seed and prompt (of the whole row if it has none), so the choice does not
     depend on row order."""
-    def identity(row: dict) -> str:
-        return json.dumps(row.get("prompt", row))
-    names = [hashlib.sha256(f"{seed} {identity(row)}".encode()).digest() for row in rows]
+    names = [hashlib.sha256(f"{seed} {json.dumps(row.get('prompt', row))}".encode()).digest() for row in rows]
     last = {name: n for n, name in enumerate(names)}
     if held_out >= len(last):
         raise UserError(f"data.held_out = {held_out} leaves nothing of the {len(last)} distinct prompts in data.train; lower it or set data.eval")
@@ -219,8 +219,31 @@ class Prompts:
         return len(dropped)
 
 
-class Chats:
-    """Rows to imitate as token ids, cut to data.max_tokens. Each rank encodes and keeps its share; all know how many there are."""
+class Examples:
+    """Rows as token ids. Each rank encodes and keeps its share; all know how many there are."""
+
+    def __init__(self, rows: Sequence[dict], encoded: dict[int, tuple], mesh: Mesh, why_none: str, *, seed: int, shuffle: bool):
+        """`encoded`: this rank's, by their numbers in `rows`, but for those that are dropped. Raises UserError(`why_none`) if that is everything."""
+        self.encoded = encoded
+        self.kept = sorted(n for part in mesh.gather(list(encoded)) for n in part)
+        """Numbers of the rows that are trained on."""
+        if not self.kept:
+            raise UserError(why_none)
+        self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def row(self, number: int) -> int:
+        return self.kept[self.order[number]]
+
+    def own(self, numbers: range) -> list[tuple]:
+        """(number, what `encoded` has) of those of the examples that this rank holds."""
+        return [(n, *self.encoded[row]) for n in numbers if (row := self.row(n)) in self.encoded]
+
+
+class Chats(Examples):
+    """Rows to imitate as token ids, cut to data.max_tokens."""
 
     def __init__(self, rows: Sequence[dict], setting: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], cfg: ChatsConfig, mesh: Mesh, *,
                  seed: int, shuffle: bool = True):
@@ -229,19 +252,11 @@ class Chats:
             ids, mask = chat.encode_text(tokenizer, row["text"]) if "text" in row else chat.encode_chat(tokenizer, row["messages"], row["trained"], stop_ids)
             return np.array(ids[: cfg.max_tokens], np.int32), np.array(mask[: cfg.max_tokens], bool), len(ids) > cfg.max_tokens
         own = {n: encode(rows[n]) for n in range(mesh.rank, len(rows), mesh.world_size)}
-        self.encoded = {n: (ids, mask) for n, (ids, mask, _) in own.items() if mask.any()}
-        self.kept = sorted(n for part in mesh.gather(list(self.encoded)) for n in part)
-        """Numbers of the rows that are trained on."""
+        super().__init__(rows, {n: (ids, mask) for n, (ids, mask, _) in own.items() if mask.any()}, mesh, seed=seed, shuffle=shuffle, why_none=
+                         f"{setting}: none of the {len(rows)} rows has a token in the loss within data.max_tokens = {cfg.max_tokens}; raise it")
         self.lost = sum(mesh.gather(sum(cut for *_, cut in own.values()))), len(rows) - len(self.kept)
         """How many rows were cut, and how many dropped."""
-        if not self.kept:
-            raise UserError(f"{setting}: none of the {len(rows)} rows has a token in the loss within data.max_tokens = {cfg.max_tokens}; raise it")
-        self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
-
-    def __len__(self) -> int:
-        return len(self.kept)
 
     def examples(self, numbers: range) -> list[Trajectory]:
         """Those of the examples that this rank holds."""
-        own = ((n, self.encoded.get(self.kept[self.order[n]])) for n in numbers)
-        return [Trajectory(tokens=e[0], sampled=e[1], logprobs=np.zeros(len(e[0]), np.float32), group=n) for n, e in own if e]
+        return [Trajectory(tokens=ids, sampled=mask, logprobs=np.zeros(len(ids), np.float32), group=n) for n, ids, mask in self.own(numbers)]

@@ -8,13 +8,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from minirl.data.blocks import Span, build
+from minirl.data.blocks import build
 from minirl.parallel import context as cp
 from minirl.parallel.mesh import Mesh
 from minirl.types import Layout, Packed, Trajectory, UserError
 
-_HEADER = np.dtype([("group", "i8"), ("episode", "i8"), ("segment", "i8"), ("version", "i8"), ("reward", "f8")])
-_TOKEN = np.dtype([("token", "i4"), ("logprob", "f4"), ("advantage", "f4"), ("reward", "f4"), ("sampled", "?")])
+_CELL = np.dtype([("tokens", "i4"), ("sampled", "?"), ("logprobs", "f4"), ("advantages", "f4"), ("rewards", "f4")])
+"""What travels of each token."""
+_HEADER = np.dtype([("rank", "i8"), ("index", "i8"), ("group", "i8"), ("episode", "i8"), ("segment", "i8"), ("version", "i8"), ("reward", "f8"),
+                    ("prompt", "i8"), ("prompt_tokens", "i8"), ("tokens", "i8"), ("sampled", "i8")])
+"""What all ranks know of each trajectory: its rank and number there, and of its tokens a hash of the prompt and how many."""
 
 
 def pieces(table: np.ndarray, num_ranks: int, budget: int, *, groups: np.ndarray | None = None) -> tuple[list[list[int]], list[int]]:
@@ -67,69 +70,50 @@ def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_miniba
              whole_groups: bool = False) -> list[list[list[Trajectory]]]:
     """Spread the trajectories of all ranks evenly: [minibatch][micro-batch] -> the trajectories that this rank trains on.
 
-    Every rank learns all lengths (a few integers each), plans the same partition, and sends each sequence straight to its place
-    by one all-to-all of bytes. The plan sorts by (group, episode), so who sampled what does not matter; minibatches split the
-    groups evenly. `whole_groups`: siblings stay in one micro-batch, for losses that compare them.
+    Every rank learns all headers, plans the same partition, and sends each sequence's tokens straight to their places by one
+    all-to-all. The plan sorts by (group, episode), so who sampled what does not matter; minibatches split the groups evenly.
+    `whole_groups`: siblings stay in one micro-batch, for losses that compare them.
     """
-    keys = mesh.gather(np.array([(t.group, t.episode, zlib.crc32(_shared(t)), _prompt_length(t), len(t.tokens), t.sampled.sum(), t.segment) for t in trajectories],
-                                dtype=np.int64).reshape(-1, 7))
-    table = np.concatenate([np.column_stack([np.full(len(k), rank), np.arange(len(k)), k]) for rank, k in enumerate(keys)])
-    copies, budget = mesh.num_copies, budget * mesh.context_size
-    table = table[np.lexsort((table[:, 8], table[:, 3], table[:, 2]))]  # rank, index there, group, episode, prompt hash, prompt tokens, tokens, sampled, segment
-    send: list[list[int]] = [[] for _ in range(mesh.world_size)]
-    plan: list[list[list[tuple[int, int]]]] = []  # of this rank: [minibatch][micro-batch] -> (source rank, place in its message)
-    sent = np.zeros((mesh.world_size, mesh.world_size), dtype=np.int64)  # sequences from -> to, so far
-    size = np.zeros_like(sent)  # the same in bytes
-    groups, which = np.unique(table[:, 2], return_inverse=True)
-    group_tokens = dict(zip(groups.tolist(), np.bincount(which, table[:, 7], len(groups)).astype(int).tolist(), strict=True))
-    for chosen in np.array_split(groups, num_minibatches):
-        part = table[np.isin(table[:, 2], chosen)]
+    own = [(mesh.rank, i, t.group, t.episode, t.segment, t.version, t.reward, zlib.crc32(_shared(t)), _prompt_length(t), len(t.tokens), t.sampled.sum())
+           for i, t in enumerate(trajectories)]
+    table = np.concatenate(mesh.gather(np.array(own, _HEADER)))
+    table = table[np.lexsort((table["segment"], table["episode"], table["group"]))]
+    home = np.empty(len(table), np.int64)  # the part of the mesh that trains on it
+    plan: list[list[list[int]]] = []  # of this rank: [minibatch][micro-batch] -> rows of the table
+    groups, which = np.unique(table["group"], return_inverse=True)
+    for chosen in np.array_split(np.arange(len(groups)), num_minibatches):
+        numbers = np.flatnonzero(np.isin(which, chosen))
+        shapes = np.stack([table[name][numbers] for name in ("prompt", "prompt_tokens", "tokens")], axis=1)
+        members, rows = pieces(shapes, mesh.data_size, budget * mesh.context_size, groups=which[numbers] if whole_groups else None)
         plan.append([])
-        members, rows = pieces(part[:, 4:7], mesh.data_size, budget, groups=part[:, 2] if whole_groups else None)
-        for micro in partition(rows, mesh.data_size, budget):
-            plan[-1].append([])
-            for to, chosen_pieces in ((data_rank * copies + i, own) for data_rank, own in enumerate(micro) for i in range(copies)):
-                for source, index, *_, length, _, _ in part[[i for piece in chosen_pieces for i in members[piece]]].tolist():
-                    if to == mesh.rank:
-                        plan[-1][-1].append((source, int(sent[source, to])))
-                    if source == mesh.rank:
-                        send[to].append(index)
-                    sent[source, to] += 1
-                    size[source, to] += 8 + _HEADER.itemsize + length * _TOKEN.itemsize
-    messages = _all_to_all([b"".join(_to_bytes(trajectories[i]) for i in chosen) for chosen in send], size[:, mesh.rank].tolist(), mesh)
-    received = [_from_bytes(m) for m in messages]
-    for t in (t for message in received for t in message):
-        t.group_tokens = group_tokens[t.group]
-    return [[[received[source][place] for source, place in micro] for micro in minibatch] for minibatch in plan]
+        for micro in partition(rows, mesh.data_size, budget * mesh.context_size):
+            places = [[int(numbers[i]) for piece in own_pieces for i in members[piece]] for own_pieces in micro]
+            for part, place in enumerate(places):
+                home[place] = part
+            plan[-1].append(places[mesh.rank // mesh.num_copies])
+    received = _send(trajectories, table, home, mesh)
+    group_tokens = np.bincount(which, table["sampled"], len(groups))
+    for number, t in received.items():
+        t.group_tokens = int(group_tokens[which[number]])
+    return [[[received[number] for number in micro] for micro in minibatch] for minibatch in plan]
 
 
-def _all_to_all(messages: list[bytes], sizes: list[int], mesh: Mesh) -> list[bytes]:
-    out = torch.frombuffer(bytearray(b"".join(messages)) or bytearray(1), dtype=torch.uint8)[: sum(map(len, messages))]
-    into = torch.empty(sum(sizes), dtype=torch.uint8)
-    dist.all_to_all_single(into, out, sizes, [len(m) for m in messages], group=mesh.host_group)
-    return [part.numpy().tobytes() for part in into.split(sizes)]
-
-
-def _to_bytes(t: Trajectory) -> bytes:
-    rows = np.zeros(len(t.tokens), dtype=_TOKEN)
-    rows["token"], rows["logprob"], rows["sampled"] = t.tokens, t.logprobs, t.sampled
-    rows["advantage"] = 0.0 if t.advantages is None else t.advantages
-    rows["reward"] = 0.0 if t.rewards is None else t.rewards
-    header = np.array([(t.group, t.episode, t.segment, t.version, t.reward)], dtype=_HEADER)
-    return np.int64(len(rows)).tobytes() + header.tobytes() + rows.tobytes()
-
-
-def _from_bytes(message: bytes) -> list[Trajectory]:
-    out, at = [], 0
-    while at < len(message):
-        length = int(np.frombuffer(message, np.int64, 1, at)[0])
-        header = np.frombuffer(message, _HEADER, 1, at + 8)[0]
-        rows = np.frombuffer(message, _TOKEN, length, at + 8 + _HEADER.itemsize)
-        out.append(Trajectory(tokens=rows["token"].copy(), sampled=rows["sampled"].copy(), logprobs=rows["logprob"].copy(),
-                              advantages=rows["advantage"].copy(), rewards=rows["reward"].copy(), reward=float(header["reward"]), group=int(header["group"]),
-                              episode=int(header["episode"]), segment=int(header["segment"]), version=int(header["version"])))
-        at += 8 + _HEADER.itemsize + rows.nbytes
-    return out
+def _send(trajectories: list[Trajectory], table: np.ndarray, home: np.ndarray, mesh: Mesh) -> dict[int, Trajectory]:
+    """Each to its home. Returns those that arrive here by their row of the table, with zeros for what they had none of."""
+    leaving = [np.flatnonzero((table["rank"] == mesh.rank) & (home == to // mesh.num_copies)) for to in range(mesh.world_size)]
+    arriving = [np.flatnonzero((table["rank"] == source) & (home == mesh.rank // mesh.num_copies)) for source in range(mesh.world_size)]
+    num_out, num_in = ([int(table["tokens"][numbers].sum()) for numbers in side] for side in (leaving, arriving))
+    out, into = (np.zeros(sum(num), _CELL) for num in (num_out, num_in))
+    own = [trajectories[i] for i in table["index"][np.concatenate(leaving)]]
+    for name in _CELL.names if own else ():
+        out[name] = np.concatenate([np.zeros(len(t.tokens)) if vars(t)[name] is None else vars(t)[name] for t in own])
+    dist.all_to_all_single(*(torch.from_numpy(cells.view(np.uint8)) for cells in (into, out)),
+                           *([n * _CELL.itemsize for n in num] for num in (num_in, num_out)), group=mesh.host_group)
+    numbers = np.concatenate(arriving)
+    parts = np.split(into, np.cumsum(table["tokens"][numbers])[:-1])
+    return {n: Trajectory(**{name: cells[name].copy() for name in _CELL.names},
+                          **{name: table[name][n].item() for name in ("group", "episode", "segment", "version", "reward")})
+            for n, cells in zip(numbers.tolist(), parts if len(numbers) else [], strict=True)}
 
 
 def _prompt_length(t: Trajectory) -> int:
@@ -161,11 +145,6 @@ class _Sequence:
     def num_rows(self) -> int:
         return self.stop - self.start
 
-    @property
-    def is_answer(self) -> bool:
-        """It holds the trajectory's last row, and tokens in the loss."""
-        return self.stop == len(self.trajectory.tokens) - 1 and bool(self.trajectory.sampled.any())
-
 
 def _sequences(trajectories: list[Trajectory], *, share: bool) -> list[_Sequence]:
     """Prompts that siblings share, then everything with rows of its own, siblings side by side."""
@@ -196,10 +175,8 @@ def pack(trajectories: list[Trajectory], device: torch.device, temperature: floa
     if missing := -sum(cp.padded(q.num_rows, context) // size for q in sequences) % layout.multiple:
         missing += layout.multiple * (missing % 2 and size > 1)  # two equal chunks on a rank
         sequences.append(_Sequence(_filler(missing * size), 0, missing * size))
-    lengths = [cp.padded(q.num_rows, context) // size for q in sequences]
     own = [np.concatenate(cp.chunks(q.num_rows, context)) for q in sequences]
-    starts = np.cumsum([0, *lengths])
-    blocks, joined = build([Span(int(start), q.num_rows, q.shared) for start, q in zip(starts, sequences, strict=False)], int(starts[-1]), layout, device)
+    blocks, joined = build([(q.num_rows, q.shared) for q in sequences], layout, device)
     def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(values).to(device, dtype, non_blocking=True)
     def column(name: str, shift: int = 0) -> np.ndarray:
@@ -208,17 +185,17 @@ def pack(trajectories: list[Trajectory], device: torch.device, temperature: floa
         if context:
             whole = [np.pad(values, (0, cp.padded(len(values), context) - len(values)))[rows] for values, rows in zip(whole, own, strict=True)]
         return np.concatenate(whole)
-    answers = sorted((q.trajectory.group, q.trajectory.episode, i) for i, q in enumerate(sequences) if q.is_answer) if pairs else []
-    numbers = np.array([i for *_, i in answers], np.int64).reshape(-1, 2)
     last = [q.start + rows == len(q.trajectory.tokens) - 2 for q, rows in zip(sequences, own, strict=True)]
     mask = column("sampled", 1)
+    answers = sorted((q.trajectory.group, q.trajectory.episode, i) for i, q in enumerate(sequences)
+                     if q.stop == len(q.trajectory.tokens) - 1 and q.trajectory.sampled.any())  # those that are no prompt and do not fill
     return Packed(
         inputs=tensor(column("tokens"), torch.int64),
         targets=tensor(column("tokens", 1), torch.int64),
         positions=tensor(np.concatenate([q.start + rows for q, rows in zip(sequences, own, strict=True)]), torch.int64),
         mask=tensor(mask, torch.bool),
         rows=tensor(np.flatnonzero(mask), torch.int64),
-        lengths=tuple(lengths),
+        lengths=tuple(map(len, own)),
         loss_tokens=tensor(np.array([int(q.trajectory.sampled[q.start + 1 : q.stop + 1].sum()) for q in sequences]), torch.int64),
         group_tokens=tensor(np.array([q.trajectory.group_tokens for q in sequences]), torch.int64),
         rewards=tensor(np.array([q.trajectory.reward for q in sequences]), torch.float64),
@@ -230,27 +207,19 @@ def pack(trajectories: list[Trajectory], device: torch.device, temperature: floa
         engine_logprobs=tensor(column("logprobs", 1), torch.float32),
         turn_rewards=tensor(column("rewards", 1), torch.float32) if all(q.trajectory.rewards is not None for q in sequences) else None,
         ends=tensor(np.concatenate(last), torch.bool),
-        pairs=tensor(numbers, torch.int64) if pairs else None,
+        pairs=tensor(np.array([i for *_, i in answers], np.int64).reshape(-1, 2), torch.int64) if pairs else None,
         advantages=tensor(column("advantages", 1), torch.float32) if all(q.trajectory.advantages is not None for q in sequences) else None,
     )
 
 
-def unpack(values: torch.Tensor, trajectories: list[Trajectory], layout: Layout) -> list[np.ndarray]:
-    """The way back: [T] of `pack(trajectories, layout=layout)` -> [L] of each trajectory, a row's value at its target; 0 where a token has no
-    row of its own. Collective over the context."""
-    context = layout.context
+def unpack(values: torch.Tensor, trajectories: list[Trajectory], batch: Packed) -> list[np.ndarray]:
+    """The way back: [T] of a batch packed of the trajectories -> [L] of each, a row's value at its target; 0 where that is not in the loss.
+    Collective over the context."""
     lengths = [len(t.tokens) for t in trajectories]
-    begins = dict(zip(map(id, trajectories), np.cumsum([0, *lengths]).tolist(), strict=False))
-    first, rows, places = 0, [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for q in _sequences(trajectories, share=not (context and context.ring)):
-        own = np.concatenate(cp.chunks(q.num_rows, context))
-        if q.is_answer:
-            kept = np.flatnonzero(own < q.num_rows)
-            rows.append(first + kept)
-            places.append(begins[id(q.trajectory)] + q.start + 1 + own[kept])
-        first += len(own)
-    into, outof = (torch.from_numpy(np.concatenate(numbers)).to(values.device) for numbers in (places, rows))
-    whole = values.new_zeros(sum(lengths)).index_copy(0, into, values.index_select(0, outof))
-    if context:
-        dist.all_reduce(whole, group=context.group)
+    begins = dict(zip(((t.group, t.episode, t.segment) for t in trajectories), np.cumsum([0, *lengths]).tolist(), strict=False))
+    starts = torch.tensor([begins.get(name, 0) for name in batch.names], device=values.device)
+    places = starts.repeat_interleave(torch.tensor(batch.lengths, device=values.device)) + batch.positions + 1
+    whole = values.new_zeros(sum(lengths)).index_copy(0, places[batch.rows], values[batch.rows])
+    if batch.context:
+        dist.all_reduce(whole, group=batch.context.group)
     return [part.numpy() for part in whole.cpu().split(lengths)]

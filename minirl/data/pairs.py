@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.config_supervised import PairsConfig
 from minirl.data import chat
-from minirl.data.datasets import Rows, is_prompt, make_order, open_rows, take
+from minirl.data.datasets import Examples, Rows, is_prompt, open_rows
 from minirl.data.sources import GYM, Source
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory, UserError
@@ -21,10 +21,9 @@ def load_pairs(source: str | list[str], setting: str, cfg: PairsConfig) -> Rows:
 
     Of a reasoning-gym generator, a question's answer was preferred to that of another. Raises UserError for a row that is no pair, with its line.
     """
-    def make(row: object, of: Source, where: str) -> dict:
+    def make(row: dict, of: Source, where: str) -> dict:
         return _to_pair(_judged(row, of, cfg) if f" = {GYM}" in of.shown else row, where, cfg)
-    rows = open_rows(source, setting, make, cfg.max_samples)
-    return take(rows, [n for n, _ in enumerate(rows)])  # having looked at each once, so that a bad one ends the program now
+    return open_rows(source, setting, make, cfg.max_samples)
 
 
 def _judged(row: dict, of: Source, cfg: PairsConfig) -> dict:
@@ -33,14 +32,13 @@ def _judged(row: dict, of: Source, cfg: PairsConfig) -> dict:
     return {cfg.prompt_key: row["prompt"], cfg.chosen_key: str(row["answer"]), cfg.rejected_key: wrong}
 
 
-def _to_pair(row: object, where: str, cfg: PairsConfig) -> dict:
-    values = row if isinstance(row, dict) else {}
-    prompt, margin = values.get(cfg.prompt_key), values.get(cfg.margin_key, 0.0)
-    sides = {side: values.get(key) for side, key in zip(SIDES, (cfg.chosen_key, cfg.rejected_key), strict=True)}
+def _to_pair(row: dict, where: str, cfg: PairsConfig) -> dict:
+    prompt, margin = row.get(cfg.prompt_key), row.get(cfg.margin_key, 0.0)
+    sides = {side: row.get(key) for side, key in zip(SIDES, (cfg.chosen_key, cfg.rejected_key), strict=True)}
     for (side, answer), key in zip(sides.items(), (cfg.chosen_key, cfg.rejected_key), strict=True):
         if not is_prompt(answer) or isinstance(answer, str) and not answer.strip():
             raise UserError(f"{where}: the {side} side {key!r} of a pair must be a text or messages with role and content, and not empty (it is "
-                            f"{str(answer)[:60]!r}; the row's keys: {', '.join(values)}); set data.chosen_key and data.rejected_key, or drop the row")
+                            f"{str(answer)[:60]!r}; the row's keys: {', '.join(row)}); set data.chosen_key and data.rejected_key, or drop the row")
     if prompt is not None and not is_prompt(prompt):
         raise UserError(f"{where}: {cfg.prompt_key!r} must be a text or messages with role and content, not {str(prompt)[:60]!r}")
     if len({type(answer) for answer in sides.values()}) > 1:
@@ -71,8 +69,8 @@ def _whole(before: list[dict], answer: str | list[dict], cfg: PairsConfig) -> li
     return whole if whole[: len(before)] == before else [*before, *answer]
 
 
-class Pairs:
-    """Pairs as token ids. Each rank encodes and keeps its share; all know how many there are."""
+class Pairs(Examples):
+    """Pairs as token ids."""
 
     def __init__(self, rows: Sequence[dict], setting: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], cfg: PairsConfig, mesh: Mesh, *,
                  score: bool, seed: int, shuffle: bool = True):
@@ -81,34 +79,23 @@ class Pairs:
         self.score = score
         own = {n: _encode(rows[n], tokenizer, stop_ids) for n in range(mesh.rank, len(rows), mesh.world_size)}
         short = {n: sides for n, sides in own.items() if max(len(ids) for ids, _ in sides) <= cfg.max_tokens}
-        self.encoded = {n: (*sides, rows[n]["margin"]) for n, sides in short.items() if sides[0][0] != sides[1][0]}
-        self.kept = sorted(n for part in mesh.gather(list(self.encoded)) for n in part)
-        """Numbers of the rows that are trained on."""
-        self.lost = sum(mesh.gather(len(own) - len(short))), sum(mesh.gather(len(short) - len(self.encoded)))
+        encoded = {n: (*sides, rows[n]["margin"]) for n, sides in short.items() if sides[0][0] != sides[1][0]}
+        self.lost = sum(mesh.gather(len(own) - len(short))), sum(mesh.gather(len(short) - len(encoded)))
         """How many pairs were too long, and how many have two equal sides."""
-        if not self.kept:
-            raise UserError(f"{setting}: of {len(rows)} pairs none is left: {self.lost[0]} have a side of more than data.max_tokens = {cfg.max_tokens} "
-                            f"tokens, {self.lost[1]} have a chosen side equal to the rejected one")
-        self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
+        super().__init__(rows, encoded, mesh, seed=seed, shuffle=shuffle, why_none=
+                         f"{setting}: of {len(rows)} pairs none is left: {self.lost[0]} have a side of more than data.max_tokens = {cfg.max_tokens} "
+                         f"tokens, {self.lost[1]} have a chosen side equal to the rejected one")
         self.logprobs: dict[str, np.ndarray] = {}
         """float32 [L] of a reference, if there are any: "<row>-<0: chosen, 1: rejected>"."""
 
-    def __len__(self) -> int:
-        return len(self.kept)
-
     def examples(self, numbers: range) -> list[Trajectory]:
         """Those of the pairs that this rank holds, as two trajectories each: episode 0 was chosen; its reward is the margin."""
-        return [t for n in numbers if (pair := self.encoded.get(self.row(n))) for t in self._pair(n, *pair)]
-
-    def row(self, number: int) -> int:
-        return self.kept[self.order[number]]
-
-    def _pair(self, number: int, chosen: tuple, rejected: tuple, margin: float) -> list[Trajectory]:
         out = []
-        for episode, (ids, mask) in enumerate((chosen, rejected)):
-            tokens, sampled = np.array(ids + ids[-1:] * self.score, np.int32), np.array(mask + [True] * self.score)
-            logprobs = self.logprobs.get(f"{self.row(number)}-{episode}", np.zeros(len(tokens), np.float32))
-            out.append(Trajectory(tokens=tokens, sampled=sampled, logprobs=logprobs, group=number, episode=episode, reward=0.0 if episode else margin))
+        for n, *sides, margin in self.own(numbers):
+            for episode, (ids, mask) in enumerate(sides):
+                tokens, sampled = np.array(ids + ids[-1:] * self.score, np.int32), np.array(mask + [True] * self.score)
+                logprobs = self.logprobs.get(f"{self.row(n)}-{episode}", np.zeros(len(tokens), np.float32))
+                out.append(Trajectory(tokens=tokens, sampled=sampled, logprobs=logprobs, group=n, episode=episode, reward=0.0 if episode else margin))
         return out
 
 

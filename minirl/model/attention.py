@@ -8,6 +8,8 @@ Everything here is one primitive: attention to blocks of keys, merged by the log
 block, the prompt that siblings share is one, and with context parallelism so is what other ranks hold.
 """
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -26,20 +28,17 @@ def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value:
                      pack: Packed, scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
                      softcap: float | None = None, **kwargs: object) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]. `sliding_window` counts the keys that a query sees."""
-    refused = [k for k in UNSUPPORTED if kwargs.get(k) is not None]
-    if kwargs.get("is_causal") is False:
-        refused.append("is_causal=False")
+    refused = [k for k in UNSUPPORTED if kwargs.get(k) is not None] + ["is_causal=False"] * (kwargs.get("is_causal") is False)
     if refused or dropout or attention_mask is not None:
         raise NotImplementedError(f"{type(module).__name__} asks packed attention for {refused or 'dropout or a mask'}")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     context, options = pack.context, Options(scale, sliding_window, softcap)
     if not sliding_window or context is None and pack.joined is not None and sliding_window >= pack.joined.longest[1]:
-        if context and context.ring and softcap is None and ring_package.available(q):
-            return ring_package.ring(q, k, v, pack.blocks[0], scale, context)[None], None
-        if context and context.ring:
-            return Ring.apply(q, k, v, pack.blocks, Options(scale, None, softcap), context)[None], None
         blocks, options = pack.blocks, Options(scale, None, softcap)
+        if context and context.ring:
+            alike = softcap is None and ring_package.available(q)
+            return (ring_package.ring(q, k, v, blocks[0], scale, context) if alike else Ring.apply(q, k, v, blocks, options, context))[None], None
     elif pack.joined is None:
         raise NotImplementedError(f"{type(module).__name__} has a sliding window; pack with Layout(windowed=True)")
     else:
@@ -48,23 +47,21 @@ def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value:
     return Attention.apply(q, *keys, blocks, options)[None], None
 
 
-class _Merged:
-    """Output and log-sum-exp of what has been attended to so far. Rabe and Staats 2021 (arXiv 2112.05682), sec. 2."""
-
-    def __init__(self, out: Tensor, lse: Tensor, *, wide: bool):
-        self.dtype, self.lse = out.dtype, lse
-        self.out = out.float() if wide and out.dtype in (torch.bfloat16, torch.float16) else out
-
-    def add(self, rows: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merge a block of queries `rows`."""
-        before = self.lse.index_select(0, rows)
-        total = torch.logaddexp(before, lse)
-        kept = self.out.index_select(0, rows) * (before - total).exp_()[..., None]
-        self.out.index_copy_(0, rows, kept.addcmul_(out.to(kept.dtype), (lse - total).exp_()[..., None].to(kept.dtype)))
-        self.lse.index_copy_(0, rows, total)
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        return self.out.to(self.dtype), self.lse
+def attend(q: Tensor, steps: Iterable[tuple[Block, Tensor, Tensor]], options: Options) -> tuple[Tensor, Tensor]:
+    """Output [T, H, D] and log-sum-exp of the scores [T, H] of blocks, each with keys and values, one after the other; the first has all rows as
+    queries. What rows see in several is merged, in float32 at least: Rabe and Staats 2021 (arXiv 2112.05682), sec. 2."""
+    out = lse = None
+    for block, k, v in steps:
+        part, part_lse = kernels.forward(q, k, v, block, options)
+        if out is None:
+            out, lse = part, part_lse
+            continue
+        out, before = out.to(torch.promote_types(out.dtype, torch.float32)), lse.index_select(0, block.rows)
+        total = torch.logaddexp(before, part_lse)
+        kept = out.index_select(0, block.rows) * (before - total).exp_()[..., None]
+        out.index_copy_(0, block.rows, kept.addcmul_(part.to(kept.dtype), (part_lse - total).exp_()[..., None].to(kept.dtype)))
+        lse.index_copy_(0, block.rows, total)
+    return out.to(q.dtype), lse
 
 
 class Attention(torch.autograd.Function):
@@ -72,10 +69,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], options: Options) -> Tensor:
-        merged = _Merged(*kernels.forward(q, k, v, blocks[0], options), wide=len(blocks) > 1)
-        for block in blocks[1:]:
-            merged.add(block.rows, *kernels.forward(q, k, v, block, options))
-        out, lse = merged.result()
+        out, lse = attend(q, ((block, k, v) for block in blocks), options)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.blocks, ctx.options = blocks, options
         return out
@@ -98,17 +92,7 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, Block, Block], options: Options, context: Context) -> Tensor:
-        at_hand = [k, v]
-        for hop in range(context.size):
-            visit = Visit(at_hand, context) if hop + 1 < context.size else None
-            block = _of_hop(blocks, hop, context)
-            part = kernels.forward(q, *at_hand, block, options)
-            if hop == 0:
-                merged = _Merged(*part, wide=True)
-            else:
-                merged.add(block.rows, *part)
-            at_hand = visit.wait() if visit else []
-        out, lse = merged.result()
+        out, lse = attend(q, _around(k, v, blocks, context), options)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.blocks, ctx.options, ctx.context = blocks, options, context
         return out
@@ -116,14 +100,20 @@ class Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        wide = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
-        dq, at_hand, traveling = torch.zeros_like(q, dtype=wide), [k, v], [torch.zeros_like(x, dtype=wide) for x in (k, v)]
-        for hop in range(ctx.context.size):
-            visit = Visit(at_hand, ctx.context) if hop + 1 < ctx.context.size else None
-            kernels.backward((dq, *traveling), dout, q, *at_hand, out, lse, _of_hop(ctx.blocks, hop, ctx.context), ctx.options)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq, traveling = torch.zeros_like(q, dtype=wide), [torch.zeros_like(x, dtype=wide) for x in (k, v)]
+        for block, *at_hand in _around(k, v, ctx.blocks, ctx.context):
+            kernels.backward((dq, *traveling), dout, q, *at_hand, out, lse, block, ctx.options)
             traveling = Visit(traveling, ctx.context).wait()  # behind their keys
-            at_hand = visit.wait() if visit else []
         return dq.to(q.dtype), *(g.to(k.dtype) for g in traveling), None, None, None
+
+
+def _around(k: Tensor, v: Tensor, blocks: tuple[Block, Block, Block], context: Context) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    """Each hop's block with the keys and values at hand, which are on their way to the next rank meanwhile."""
+    for hop in range(context.size):
+        visit = Visit([k, v], context) if hop + 1 < context.size else None
+        yield _of_hop(blocks, hop, context), k, v
+        k, v = visit.wait() if visit else (k, v)
 
 
 def _of_hop(blocks: tuple[Block, Block, Block], hop: int, context: Context) -> Block:

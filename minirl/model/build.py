@@ -146,13 +146,10 @@ def packed_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = Fals
     Stands in for the model's own `forward`, so that the head's weight is used while FSDP has the root gathered.
     """
     hidden = self.model(input_ids=batch.inputs[None], position_ids=batch.positions[None], use_cache=False, pack=batch).last_hidden_state[0]
-    group = None
-    if tp is not None:
-        group = tp.group
-        hidden = tensor.gather_tokens(hidden[None], group)[0] if tp.sequence else hidden
-    scale, softcap = families.head(self.config)
+    hidden = tp.gather_tokens(hidden[None])[0] if tp else hidden
+    scale, softcap = families.FAMILIES[self.config.model_type].head(self.config)
     values = logprob_entropy(hidden.index_select(0, batch.rows), fsdp.local(self.lm_head.weight), batch.targets[batch.rows], batch.temperature / scale,
-                             softcap=softcap, entropy_gradient=entropy_gradient, group=group)
+                             softcap=softcap, entropy_gradient=entropy_gradient, group=tp and tp.group)
     logprobs, entropy = (v.new_zeros(len(batch.inputs)).index_copy(0, batch.rows, v) for v in values)
     return logprobs, entropy
 
@@ -160,9 +157,7 @@ def packed_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = Fals
 def score_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = False, *, tp: TensorParallel | None = None) -> tuple[Tensor, None]:
     """The score of what has been read up to each row, [T]; 0 where the target is not in the loss. Stands where `packed_forward` does."""
     hidden = self.model(input_ids=batch.inputs[None], position_ids=batch.positions[None], use_cache=False, pack=batch).last_hidden_state
-    scores = self.score(hidden)
-    if tp is not None and tp.sequence:
-        scores = tensor.gather_tokens(scores, tp.group)
+    scores = tp.gather_tokens(self.score(hidden)) if tp else self.score(hidden)
     return scores[0].masked_fill(~batch.mask, 0), None
 
 

@@ -7,6 +7,7 @@ To add one: a row here; `tests/test_families.py` runs it packed against unpacked
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -22,17 +23,6 @@ DENSE = (*HEADS, "intermediate_size")
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
 
 
-@dataclass(frozen=True)
-class Experts:
-    """Names in the files of what the model keeps as two fused tensors: `{block}.experts.{number}.{gate, up or down}.weight`."""
-
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    block: str = "mlp"
-    """Stands for the model's `mlp`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
     tiny: dict
@@ -41,29 +31,24 @@ class Family:
     """Config values, or products of them, that parallel.tensor splits."""
     plan: dict[str, str] = field(default_factory=dict)
     """Tensor-parallel styles that the library's own plan lacks."""
-    logits_divided_by: str | None = None
-    """Config value that the head's logits are divided by (over and above the temperature)."""
-    logits_multiplied_by: str | None = None
-    logits_softcap: str | None = None
-    """Config value c, which may be None, of logits that are c * tanh(logits / c)."""
-    experts: Experts | None = None
+    head: Callable[[PretrainedConfig], tuple[float, float | None]] = lambda config: (1.0, None)
+    """(what the head's logits are multiplied by over and above 1 / temperature, c or None of logits that are c * tanh(logits / c))"""
+    experts: tuple[str, str, str, str] | None = None
+    """Names in the files of what the model keeps as two fused tensors: (block, gate, up, down) of `{block}.experts.{number}.{gate, up or
+    down}.weight`; the block stands for the model's `mlp`."""
     engine_length: str | None = None
     """Config value: of longer sequences the engine computes something else than the library."""
     engine_on_cpu: bool = True
 
 
-def _moe(*divided: str, tiny: dict, experts: Experts | None = None, heads: tuple[str, ...] = HEADS, plan: dict[str, str] | None = None,
-         engine_on_cpu: bool = True) -> Family:
-    return Family(tiny={"num_experts_per_tok": 2, "head_dim": 32} | tiny, divided=(*heads, *divided), experts=experts or Experts(), plan=plan or {},
-                  engine_on_cpu=engine_on_cpu)
-
-
-_MIXTRAL = Experts("w1", "w3", "w2", "block_sparse_moe")
+_MIXTRAL = ("block_sparse_moe", "w1", "w3", "w2")
+_EXPERTS = ("mlp", "gate_proj", "up_proj", "down_proj")
+_TOP_2 = {"num_experts_per_tok": 2, "head_dim": 32}
 _QWEN2_MOE = {"model.layers.*.mlp.experts": "moe_tp_experts", "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
               "model.layers.*.mlp.shared_expert.up_proj": "colwise", "model.layers.*.mlp.shared_expert.down_proj": "rowwise"}
-_DEEPSEEK = {"n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 2, "n_group": 2, "topk_group": 1,
+_DEEPSEEK = _TOP_2 | {"n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 2, "n_group": 2, "topk_group": 1,
              "norm_topk_prob": True, "routed_scaling_factor": 1.5}
-_DEEPSEEK_DIVIDED = ("intermediate_size", "n_routed_experts", "n_shared_experts * moe_intermediate_size")
+_DEEPSEEK_DIVIDED = (*HEADS, "intermediate_size", "n_routed_experts", "n_shared_experts * moe_intermediate_size")
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(tiny={}),
@@ -73,43 +58,40 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(tiny={"no_rope_layer_interval": 2}),
     "gemma": Family(tiny={"head_dim": 32, "tie_word_embeddings": True}),
     "gemma2": Family(tiny=ALTERNATING | {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0,
-                                         "final_logit_softcapping": 3.0}, logits_softcap="final_logit_softcapping"),
+                                         "final_logit_softcapping": 3.0}, head=lambda config: (1.0, config.final_logit_softcapping)),
     "gemma3_text": Family(tiny=ALTERNATING | {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 20},
-                          logits_softcap="final_logit_softcapping"),
+                          head=lambda config: (1.0, config.final_logit_softcapping)),
     "phi3": Family(tiny={"sliding_window": 12}, divided=(*FEATURES, "intermediate_size")),
     "olmo2": Family(tiny={}, divided=(*FEATURES, "intermediate_size")),
     "olmo3": Family(tiny=ALTERNATING, divided=(*FEATURES, "intermediate_size")),
     "granite": Family(tiny={"embedding_multiplier": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 3.0},
-                      logits_divided_by="logits_scaling"),
+                      head=lambda config: (1 / config.logits_scaling, None)),
     "glm": Family(tiny={"head_dim": 32}),
     "glm4": Family(tiny={"head_dim": 32}),
-    "cohere": Family(tiny={"tie_word_embeddings": True, "logit_scale": 0.25, "use_qk_norm": True}, logits_multiplied_by="logit_scale"),
-    "cohere2": Family(tiny=ALTERNATING | {"tie_word_embeddings": True, "logit_scale": 0.25}, logits_multiplied_by="logit_scale",
+    "cohere": Family(tiny={"tie_word_embeddings": True, "logit_scale": 0.25, "use_qk_norm": True}, head=lambda config: (config.logit_scale, None)),
+    "cohere2": Family(tiny=ALTERNATING | {"tie_word_embeddings": True, "logit_scale": 0.25}, head=lambda config: (config.logit_scale, None),
                       engine_length="sliding_window"),  # vLLM's windows are one token wider
     "seed_oss": Family(tiny={"head_dim": 32}),
     "exaone4": Family(tiny=ALTERNATING),
     "ernie4_5": Family(tiny={"head_dim": 32}),
-    "mixtral": _moe("num_local_experts", tiny={"num_local_experts": 4, "router_jitter_noise": 0.1}, experts=_MIXTRAL),
-    "qwen2_moe": _moe("num_experts", "shared_expert_intermediate_size", plan=_QWEN2_MOE,
-                      tiny={"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}),
-    "qwen3_moe": _moe("num_experts", tiny={"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True}),
-    "olmoe": _moe("num_experts", heads=FEATURES, tiny={"num_experts": 4}),
-    "glm4_moe": _moe(*_DEEPSEEK_DIVIDED, tiny=_DEEPSEEK | {"use_qk_norm": True}),
-    "dots1": _moe(*_DEEPSEEK_DIVIDED, tiny=_DEEPSEEK | ALTERNATING),
-    "minimax_m2": _moe("num_local_experts", heads=FEATURES, experts=_MIXTRAL, engine_on_cpu=False,
-                       tiny={"num_local_experts": 4, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}),
+    "mixtral": Family(divided=(*HEADS, "num_local_experts"), experts=_MIXTRAL, tiny=_TOP_2 | {"num_local_experts": 4, "router_jitter_noise": 0.1}),
+    "qwen2_moe": Family(divided=(*HEADS, "num_experts", "shared_expert_intermediate_size"), plan=_QWEN2_MOE, experts=_EXPERTS,
+                        tiny=_TOP_2 | {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}),
+    "qwen3_moe": Family(divided=(*HEADS, "num_experts"), experts=_EXPERTS,
+                        tiny=_TOP_2 | {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True}),
+    "olmoe": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS, tiny=_TOP_2 | {"num_experts": 4}),
+    "glm4_moe": Family(divided=_DEEPSEEK_DIVIDED, experts=_EXPERTS, tiny=_DEEPSEEK | {"use_qk_norm": True}),
+    "dots1": Family(divided=_DEEPSEEK_DIVIDED, experts=_EXPERTS, tiny=_DEEPSEEK | ALTERNATING),
+    "minimax_m2": Family(divided=(*FEATURES, "num_local_experts"), experts=_MIXTRAL, engine_on_cpu=False,
+                         tiny=_TOP_2 | {"num_local_experts": 4, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}),
 }
 
 # Families that users ask for, and what was found wrong with them.
 REFUSED = {
     "gpt_oss": "its attention sinks are an argument that packed attention does not take",
-    "qwen3_next": "its linear attention leaks from one packed sequence into the next",
-    "qwen3_5_text": "its linear attention leaks from one packed sequence into the next",
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), "its linear attention leaks from one packed sequence into the next"),
     "nemotron": "it does not call the attention interface",
-    "starcoder2": "it fails under sequence parallelism",
-    "hunyuan_v1_dense": "it fails under sequence parallelism",
-    "granitemoe": "it fails under sequence parallelism",
-    "deepseek_v3": "it fails under sequence parallelism",
+    **dict.fromkeys(("starcoder2", "hunyuan_v1_dense", "granitemoe", "deepseek_v3"), "it fails under sequence parallelism"),
     "llama4_text": "its experts have a layout of their own",
 }
 
@@ -127,7 +109,11 @@ def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1, max_mo
         raise UserError(f"{where} is quantised; train the unquantised checkpoint")
     if values.get("use_bidirectional_attention"):
         raise UserError(f"{where}: use_bidirectional_attention is set, and tokens would see the future; packed attention is causal")
-    _check_rope(values.get("rope_parameters") or {}, where)
+    parameters = values.get("rope_parameters") or {}
+    for rope in [p for p in parameters.values() if isinstance(p, dict)] or [parameters]:  # those of each layer type, or one
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            raise UserError(f"{where}: rope_type = {rope['rope_type']!r} takes its frequencies from the longest position of a batch, so a sequence's "
+                            "log-probs would depend on what it is packed with; use a checkpoint with another rope_type")
     if device == "cpu" and not FAMILIES[config.model_type].engine_on_cpu:
         raise UserError(f"{where}: vLLM's CPU build does not run family {config.model_type!r} (its router scores); use a CUDA device")
     length = FAMILIES[config.model_type].engine_length
@@ -145,14 +131,6 @@ def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1, max_mo
                         f"num_key_value_heads = {kv_heads} of {where}; use one of {', '.join(map(str, works))}")
 
 
-def _check_rope(parameters: dict, where: str) -> None:
-    """`parameters` are one rope's, or those of each layer type."""
-    for rope in [p for p in parameters.values() if isinstance(p, dict)] or [parameters]:
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            raise UserError(f"{where}: rope_type = {rope['rope_type']!r} takes its frequencies from the longest position of a batch, so a sequence's "
-                            "log-probs would depend on what it is packed with; use a checkpoint with another rope_type")
-
-
 def divided(config: PretrainedConfig) -> dict[str, int]:
     """What parallel.tensor splits: names of config values (or products of them) -> their numbers."""
     head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
@@ -161,25 +139,15 @@ def divided(config: PretrainedConfig) -> dict[str, int]:
     return {product: value(product) for product in ("vocab_size", *FAMILIES[config.model_type].divided)}
 
 
-def head(config: PretrainedConfig) -> tuple[float, float | None]:
-    """(what the head's logits are multiplied by, what they are softcapped at or None)"""
-    family = FAMILIES[config.model_type]
-    def value(name: str | None) -> float | None:
-        return getattr(config, name) if name else None
-    return (value(family.logits_multiplied_by) or 1.0) / (value(family.logits_divided_by) or 1.0), value(family.logits_softcap)
-
-
 def parts(config: PretrainedConfig, name: str, shape: torch.Size) -> list[Part]:
     """The weights of the files that a parameter (or buffer) of the model is made of."""
-    experts = FAMILIES[config.model_type].experts
-    if experts is None:
-        return [Part(name, ((0,) * len(shape), tuple(shape)))]
+    block, *matrices = FAMILIES[config.model_type].experts or ("mlp",)
     layer, fused, which = name.partition(".mlp.experts.")
     if not fused:
-        return [Part(name.replace(".mlp.", f".{experts.block}."), ((0,) * len(shape), tuple(shape)))]
-    names = (experts.gate, experts.up) if which == "gate_up_proj" else (experts.down,)
+        return [Part(name.replace(".mlp.", f".{block}."), ((0,) * len(shape), tuple(shape)))]
+    names = matrices[:2] if which == "gate_up_proj" else matrices[2:]
     rows = shape[1] // len(names)
-    return [Part(f"{layer}.{experts.block}.experts.{number}.{matrix}.weight", ((number, i * rows, 0), (1, rows, shape[2])), fused=True)
+    return [Part(f"{layer}.{block}.experts.{number}.{matrix}.weight", ((number, i * rows, 0), (1, rows, shape[2])), fused=True)
             for number in range(shape[0]) for i, matrix in enumerate(names)]
 
 

@@ -26,13 +26,10 @@ class Options:
 def forward(q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options) -> tuple[Tensor, Tensor]:
     if _flash_can(q, options):
         return _flash_forward(q, k, v, block, options)
-    outs, lses = [], []
-    for r in block.rectangles:
-        inputs = _cut(q, r.queries), _cut(k, r.keys), _cut(v, r.keys), _bias(r, block, options, q), block.causal
-        out, lse = (_cpu_forward if _cpu_can(q, options) else eager_forward)(*inputs, options)
-        outs.append(out.transpose(1, 2).flatten(0, 1))
-        lses.append(lse.transpose(1, 2).flatten(0, 1))
-    out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
+    function = _cpu_forward if _cpu_can(q, options) else eager_forward
+    parts = [function(_cut(q, r.queries), _cut(k, r.keys), _cut(v, r.keys), _bias(r, block, options, q), block.causal, options) for r in block.rectangles]
+    rows = ([x.transpose(1, 2).flatten(0, 1) for x in of_all] for of_all in zip(*parts, strict=True))
+    out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in rows)
     return (out, lse) if block.places is None else (out.index_select(0, block.places), lse.index_select(0, block.places))
 
 
@@ -40,12 +37,13 @@ def backward(gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor, 
              options: Options) -> None:
     if _flash_can(q, options):
         return _flash_backward(gradients, dout, q, k, v, out, lse, block, options)
+    function = _cpu_backward if _cpu_can(q, options) else eager_backward
     for r in block.rectangles:
         do = _cut(dout, r.queries)
         if r.filling is not None:  # these repeat a row, whose gradient then would count twice
             do = do.masked_fill(r.filling[:, None, :, None], 0)
-        inputs = _cut(q, r.queries), _cut(k, r.keys), _cut(v, r.keys), _cut(out, r.queries), _cut(lse, r.queries), _bias(r, block, options, q), block.causal
-        for into, run, grad in zip(gradients, (r.queries, r.keys, r.keys), (_cpu_backward if _cpu_can(q, options) else eager_backward)(do, *inputs, options), strict=True):
+        inputs = _cut(q, r.queries), _cut(k, r.keys), _cut(v, r.keys), _cut(out, r.queries), _cut(lse, r.queries), _bias(r, block, options, q)
+        for into, run, grad in zip(gradients, (r.queries, r.keys, r.keys), function(do, *inputs, block.causal, options), strict=True):
             _add(into, run, grad.transpose(1, 2).flatten(0, 1))
     return None
 
@@ -72,16 +70,13 @@ def _add(into: Tensor, run: Run, rows: Tensor) -> None:
 
 def _bias(r: Rectangle, block: Block, options: Options, like: Tensor) -> Tensor | None:
     """[B or 1, 1, Lq or 1, Lk]: 0 where a query sees a key, else -inf; None where plain causal, or all, says it."""
-    if not block.causal:
-        hidden = None if r.hidden is None else r.hidden[:, None, None]
-    elif r.before is None and (options.window is None or options.window >= r.keys.rows.shape[1]):
-        hidden = None
-    else:
-        before = r.queries.rows.new_zeros(1) if r.before is None else r.before
-        last_key = before[:, None] + torch.arange(r.queries.rows.shape[1], device=like.device)
-        ahead = last_key[:, :, None] - torch.arange(r.keys.rows.shape[1], device=like.device)
-        hidden = ((ahead < 0) | (ahead >= (options.window or r.keys.rows.shape[1])))[:, None]
-    return None if hidden is None else torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+    num_keys = r.keys.rows.shape[1]
+    if r.last is None and (not block.causal or options.window is None or options.window >= num_keys):
+        return None
+    last = torch.arange(num_keys, device=like.device)[None] if r.last is None else r.last
+    ahead = last[:, :, None] - torch.arange(num_keys, device=like.device)
+    hidden = ((ahead < 0) | (ahead >= (options.window or num_keys)))[:, None]
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
 def _cpu_can(q: Tensor, options: Options) -> bool:

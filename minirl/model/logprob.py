@@ -20,8 +20,7 @@ def logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, temperature
     With a `group`, `weight` is this rank's part of the vocabulary (V / ranks rows, in rank order) and `hidden` is equal on all ranks, as
     is then its gradient; logits are never gathered.
     """
-    logprobs, entropy = _LogprobEntropy.apply(hidden, weight, targets, temperature, softcap, entropy_gradient, group)
-    return logprobs, entropy
+    return _LogprobEntropy.apply(hidden, weight, targets, temperature, softcap, entropy_gradient, group)
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None) -> Tensor:
@@ -75,14 +74,13 @@ class _LogprobEntropy(torch.autograd.Function):
         ctx.group = group
         ctx.save_for_backward(hidden, weight, targets, log_sum, mean)
         ctx.temperature, ctx.softcap, ctx.entropy_gradient = temperature, softcap, entropy_gradient
-        ctx.set_materialize_grads(False)
         entropy = log_sum - mean
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_sum, mean = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=log_sum.dtype)  # summed over chunks, so never in bf16
@@ -90,12 +88,10 @@ class _LogprobEntropy(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             z = _logits(hidden[part], weight, ctx.temperature, ctx.softcap)
             p = (z - log_sum[part, None]).exp_()
-            grad = torch.zeros_like(p)
-            if ctx.entropy_gradient and grad_entropy is not None:
+            grad = p * -grad_logprobs[part, None]
+            grad.scatter_add_(1, targets[part, None], grad_logprobs[part].masked_fill(ctx.elsewhere[part], 0)[:, None])
+            if ctx.entropy_gradient:
                 grad.addcmul_(p * (z - mean[part, None]), grad_entropy[part, None], value=-1)
-            if grad_logprobs is not None:
-                grad.addcmul_(p, grad_logprobs[part, None], value=-1)
-                grad.scatter_add_(1, targets[part, None], grad_logprobs[part].masked_fill(ctx.elsewhere[part], 0)[:, None])
             if ctx.softcap is not None:
                 grad.mul_(1 - (z * (ctx.temperature / ctx.softcap)).square_())
             grad = grad.div_(ctx.temperature).to(hidden.dtype)

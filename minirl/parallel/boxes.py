@@ -1,5 +1,6 @@
 """Boxes: blocks of a whole tensor, the common tongue of loading, export and refit."""
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,7 +27,7 @@ class Part:
 
     def of(self, whole: Tensor) -> Tensor:
         """The view of it in a whole parameter, in the file's shape."""
-        part = cut(whole, self.box, (0,) * whole.ndim)
+        part = cut(whole, self.box)
         return part[0] if self.fused else part
 
     def inside(self, box: Box) -> Box:
@@ -42,8 +43,20 @@ def overlap(a: Box, b: Box) -> Box | None:
     return (low, size) if all(n > 0 for n in size) else None
 
 
-def cut(t: Tensor, box: Box, corner: tuple[int, ...]) -> Tensor:
-    """The view of `box` in a tensor whose first element is at `corner`."""
-    for d, (start, n, origin) in enumerate(zip(*box, corner, strict=True)):
+def cut(t: Tensor, box: Box, corner: tuple[int, ...] | None = None) -> Tensor:
+    """The view of `box` in a tensor whose first element is at `corner`, or a whole one."""
+    for d, (start, n, origin) in enumerate(zip(*box, corner or (0,) * t.ndim, strict=True)):
         t = t.narrow(d, start - origin, n)
     return t
+
+
+def runs(items: Iterable, size: Callable[[object], int], limit: int) -> Iterator[list]:
+    """Cut a row of things into runs whose sizes add up to `limit` at most, but for a thing that alone has more."""
+    run, total = [], 0
+    for item in items:
+        if run and total + size(item) > limit:
+            yield run
+            run, total = [], 0
+        run.append(item)
+        total += size(item)
+    yield run

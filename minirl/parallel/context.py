@@ -10,8 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
 
-from minirl.parallel.tensor import gather_in
+from minirl.parallel.tensor import move
 from minirl.types import Context
 
 
@@ -20,42 +21,39 @@ def padded(num_rows: int, context: Context | None) -> int:
     return num_rows if context is None else -(-num_rows // (2 * context.size)) * 2 * context.size
 
 
-def chunks(num_rows: int, context: Context | None) -> list[np.ndarray]:
-    """The rows of a sequence that this rank holds, as one piece or two."""
+def chunks(num_rows: int, context: Context | None, rank: int | None = None) -> list[np.ndarray]:
+    """The rows of a sequence that this rank (or another) holds, as one piece or two."""
     if context is None:
         return [np.arange(num_rows)]
-    n = padded(num_rows, context) // (2 * context.size)
-    return [np.arange(c * n, (c + 1) * n) for c in (context.rank, 2 * context.size - 1 - context.rank)]
+    rank, rows = context.rank if rank is None else rank, np.split(np.arange(padded(num_rows, context)), 2 * context.size)
+    return [rows[rank], rows[-1 - rank]]
 
 
 def homes(num_rows: int, start: int, rows_per_rank: int, context: Context | None) -> np.ndarray:
     """Where the rows of a sequence are in the gathered rows of all ranks; on a rank it begins at row `start` of `rows_per_rank`."""
-    row = np.arange(padded(num_rows, context))
-    if context is None:
-        return start + row
-    n = len(row) // (2 * context.size)
-    chunk = row // n
-    late = chunk >= context.size  # the second one that its rank holds
-    return np.where(late, 2 * context.size - 1 - chunk, chunk) * rows_per_rank + start + row % n + late * n
+    out = np.empty(padded(num_rows, context), np.int64)
+    for rank in range(context.size if context else 1):
+        rows = np.concatenate(chunks(num_rows, context, rank))
+        out[rows] = rank * rows_per_rank + start + np.arange(len(rows))
+    return out
 
 
 def gather_keys(k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, Tensor]:
     """[T, Hkv, D] -> [R T, Hkv, D]: those of all ranks by one collective, whose backward is a reduce-scatter."""
-    both = gather_in(torch.stack([k, v], dim=1)[None], context.group)[0]
-    return both[:, 0], both[:, 1]
+    both = move(torch.stack([k, v], dim=1), context.group, Shard(0), Replicate(), grad=Partial())
+    return both.unbind(1)
 
 
 class Visit:
     """Send tensors to the next rank of the ring and get the previous one's; `wait` returns them."""
 
     def __init__(self, tensors: list[Tensor], context: Context):
-        next_rank, previous = (dist.get_global_rank(context.group, (context.rank + d) % context.size) for d in (1, -1))
-        self._sent, self._received = [t.contiguous() for t in tensors], [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
-        operations = []
-        for out, into in zip(self._sent, self._received, strict=True):
-            pair = [dist.P2POp(dist.isend, out, next_rank, context.group), dist.P2POp(dist.irecv, into, previous, context.group)]
-            operations += pair if context.rank % 2 == 0 else pair[::-1]  # or all would send before any receives
-        self._works = dist.batch_isend_irecv(operations)
+        self._sent = [t.contiguous() for t in tensors]  # kept until they are there
+        self._received = [torch.empty_like(t) for t in self._sent]
+        def only(rank: int, rows: int) -> list[int]:
+            return [rows if r == rank % context.size else 0 for r in range(context.size)]
+        self._works = [dist.all_to_all_single(into, out, only(context.rank - 1, len(out)), only(context.rank + 1, len(out)), group=context.group, async_op=True)
+                       for out, into in zip(self._sent, self._received, strict=True)]
 
     def wait(self) -> list[Tensor]:
         for work in self._works:

@@ -1,5 +1,6 @@
 """FSDP2 as this house uses it: plain SUM of gradients, fp32 masters, storages that can leave the device and come back."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -90,21 +91,16 @@ class Sleeper:
 
     @torch.no_grad()
     def _leave(self, kind: str, tensors: list[Tensor]) -> int:
-        leaving, seen = [], set()
-        for t in tensors:
-            storage = t.untyped_storage()
-            on_device = t.is_cuda or not torch.cuda.is_available()  # with CPU offload shards are on the host already
-            if on_device and storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=t.is_cuda)
-                host.copy_(torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage), non_blocking=t.is_cuda)
-                leaving.append((storage, host))
+        on_device = [t.untyped_storage() for t in tensors if t.is_cuda or not torch.cuda.is_available()]  # with CPU offload shards are on the host already
+        storages = {storage.data_ptr(): storage for storage in on_device if storage.nbytes()}.values()
+        leaving = [(storage, torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)) for storage in storages]
+        for storage, host in leaving:
+            host.copy_(_bytes(storage), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         for storage, _ in leaving:
             storage.resize_(0)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # which does nothing without CUDA
         self._away[kind] += leaving
         return sum(host.numel() for _, host in leaving)
 
@@ -124,17 +120,17 @@ class Sleeper:
         self.sleep_optimizer()
         self.sleep_parameters()
 
-    def wake_optimizer(self) -> None:
-        self._return("optimizer")
-
-    def wake_parameters(self) -> None:
-        self._return("parameters")
-
     @torch.no_grad()
     def _return(self, kind: str) -> None:
         for storage, host in self._away[kind]:
             storage.resize_(host.numel())
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host, non_blocking=True)
+            _bytes(storage).copy_(host, non_blocking=True)
         if self._away[kind] and torch.cuda.is_available():
             torch.cuda.synchronize()
         self._away[kind].clear()
+
+    wake_optimizer, wake_parameters = functools.partialmethod(_return, "optimizer"), functools.partialmethod(_return, "parameters")
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

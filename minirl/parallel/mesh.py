@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minirl.checks import check_parallel
 from minirl.config import ParallelConfig
-from minirl.types import Context, UserError
+from minirl.types import Context
 
 # Their names from torch 2.13 on; 2.11 has only the older ones.
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from minirl.parallel.boxes import cut
 from minirl.parallel.fsdp import local, local_box
 from minirl.parallel.mesh import Mesh
 
@@ -85,11 +86,11 @@ class Muon(torch.optim.Optimizer):
         whole = shards[0].new_empty(matrices[rank].shape)
         for part, box in zip(parts, boxes, strict=True):
             if part.numel():
-                _part(whole, box).copy_(part.view(box[1]))
+                cut(whole, box).copy_(part.view(box[1]))
         return whole
 
     def _distribute(self, matrices: list[nn.Parameter], shards: list[Tensor], whole: Tensor | None) -> list[Tensor]:
-        sent = [] if whole is None else [_part(whole, box).flatten() for box in self._boxes[matrices[self.mesh.rank]]]
+        sent = [] if whole is None else [cut(whole, box).flatten() for box in self._boxes[matrices[self.mesh.rank]]]
         sizes = [shard.numel() for shard in shards] + [0] * (self.mesh.world_size - len(shards))
         parts = self._exchange(sent or [shards[0].new_empty(0)], sizes)
         return [part.view(shard.shape) for part, shard in zip(parts, shards)]  # noqa: B905 - ranks without a matrix send nothing
@@ -100,7 +101,3 @@ class Muon(torch.optim.Optimizer):
         num_sent = [t.numel() for t in sent] + [0] * (self.mesh.world_size - len(sent))
         dist.all_to_all_single(into, torch.cat(sent), sizes, num_sent)
         return into.split(sizes)
-
-
-def _part(whole: Tensor, box: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
-    return whole[tuple(slice(offset, offset + n) for offset, n in zip(*box, strict=True))]

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from minirl.parallel.boxes import runs
 from minirl.parallel.fsdp import local
 
 BLOCK = 256
@@ -44,11 +45,11 @@ class Optimizer:
                 part.step()
                 continue
             groups = part.param_groups
-            for chunk in self._chunks(groups):
-                part.param_groups = [chunk]  # a torch optimizer steps what is in its groups
-                self._wake(part, chunk["params"])
+            for group, params in ((group, params) for group in groups for params in runs(group["params"], Tensor.numel, self.elements_at_once)):
+                part.param_groups = [{**group, "params": params}]  # a torch optimizer steps what is in its groups
+                self._wake(part, params)
                 part.step()
-                self._sleep(part, chunk["params"])
+                self._sleep(part, params)
             part.param_groups = groups
 
     def zero_grad(self) -> None:
@@ -72,17 +73,6 @@ class Optimizer:
     def averages(self) -> dict[nn.Parameter, Tensor]:
         """Of every parameter that has been updated. Only with `average`, and inside `awake`."""
         return {p: state["ema"] for part in self.parts for p, state in part.state.items()}
-
-    def _chunks(self, groups: list[dict]) -> Iterator[dict]:
-        for group in groups:
-            chunk, size = [], 0
-            for p in group["params"]:
-                if chunk and size + p.numel() > self.elements_at_once:
-                    yield {**group, "params": chunk}
-                    chunk, size = [], 0
-                chunk.append(p)
-                size += p.numel()
-            yield {**group, "params": chunk}
 
     @torch.no_grad()
     def _sleep(self, part: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
@@ -108,13 +98,11 @@ class Optimizer:
 
     @torch.no_grad()
     def _average(self, part: torch.optim.Optimizer, *_: object) -> None:
-        updated = [p for group in part.param_groups for p in group["params"] if p.grad is not None]
-        old = [p for p in updated if "ema" in part.state[p]]
-        for p in updated:
-            if "ema" not in part.state[p]:
+        for p in (p for group in part.param_groups for p in group["params"] if p.grad is not None):
+            if "ema" in part.state[p]:
+                local(part.state[p]["ema"]).lerp_(local(p), 1 - self.ema_decay)
+            else:
                 part.state[p]["ema"] = p.detach().clone()
-        if old:
-            torch._foreach_lerp_([local(part.state[p]["ema"]) for p in old], [local(p) for p in old], 1 - self.ema_decay)
 
 
 # ---------------------------------------------------------------------------------------------------- 8 bits

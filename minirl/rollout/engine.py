@@ -165,8 +165,7 @@ class RolloutEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(max_tokens=sampling.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
-                                min_p=sampling.min_p, stop_token_ids=list(sampling.stop_token_ids), seed=seed, logprobs=0, detokenize=False,
+        params = SamplingParams(**vars(sampling) | {"stop_token_ids": list(sampling.stop_token_ids)}, seed=seed, logprobs=0, detokenize=False,
                                 output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
 

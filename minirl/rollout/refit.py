@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minirl.config import RefitConfig
-from minirl.parallel.boxes import Box, Part, cut, overlap
+from minirl.parallel.boxes import Box, Part, cut, overlap, runs
 from minirl.parallel.fsdp import local, local_box
 from minirl.parallel.mesh import Mesh, all_gather_single
 from minirl.rollout.engine import RolloutEngine
@@ -67,10 +67,7 @@ def record(engine: RolloutEngine, shapes: dict[str, torch.Size], parts: dict[str
 def _to_copy(name: str, shape: torch.Size, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Copy:
     """Read a strided view of a contiguous tensor as a box of it."""
     full = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    start = []
-    for s in full:
-        start.append(offset // s)
-        offset %= s
+    start = tuple(int(i) for i in torch.unravel_index(torch.tensor(offset), shape))
     box, axes = [1] * len(shape), []
     free = set(range(len(shape)))
     for n, s in zip(size, stride, strict=True):
@@ -80,7 +77,7 @@ def _to_copy(name: str, shape: torch.Size, offset: int, size: tuple[int, ...], s
         free.remove(axis)
         axes.append(axis)
         box[axis] = n
-    return Copy(name, (tuple(start), tuple(box)), tuple(axes))
+    return Copy(name, (start, tuple(box)), tuple(axes))
 
 
 @dataclass(frozen=True)
@@ -138,10 +135,9 @@ class Refit:
             if padding.get(name):
                 parameter[-padding[name] // parameter.shape[1] :].zero_()
 
-    def _plan(self, wants: list[list[Copy]], targets: list[Tensor]) -> tuple[dict, dict]:
+    def _plan(self, wants: list[list[Copy]], targets: list[Tensor]) -> tuple[dict[tuple[str, int], list[_Piece]], ...]:
         """Pieces by weight name and peer, in an order that both ends derive alike."""
-        send: dict[str, list[list[_Piece]]] = {n: [[] for _ in wants] for n in self.shards}
-        receive = {n: [[] for _ in wants] for n in self.shards}
+        send, receive = defaultdict(list), defaultdict(list)
         me, world = self.mesh.rank, self.mesh.world_size
         for to, copies in enumerate(wants):
             for i, copy in enumerate(copies):
@@ -151,24 +147,16 @@ class Refit:
                     part = overlap(copy.box, box) if box not in seen else None
                     seen.add(box)
                     if part and source == me:
-                        send[copy.name][to].append(_Piece(copy, None, part))
+                        send[copy.name, to].append(_Piece(copy, None, part))
                     if part and to == me:
-                        receive[copy.name][source].append(_Piece(copy, targets[i], part))
+                        receive[copy.name, source].append(_Piece(copy, targets[i], part))
         return send, receive
 
     def _make_buckets(self) -> Iterator[list[str]]:
         """Weight names in turn, of one dtype, up to a size."""
-        limit = self.cfg.bucket_mb * 2**20
         for dtype in dict.fromkeys(self.dtypes.values()):
-            bucket, size = [], 0
-            for name in (n for n, d in self.dtypes.items() if d == dtype):
-                n = self.shards[name].numel() * dtype.itemsize
-                if bucket and size + n > limit:
-                    yield bucket
-                    bucket, size = [], 0
-                bucket.append(name)
-                size += n
-            yield bucket
+            names = [name for name, own in self.dtypes.items() if own == dtype]
+            yield from runs(names, lambda name, size=dtype.itemsize: self.shards[name].numel() * size, self.cfg.bucket_mb * 2**20)
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -176,75 +164,65 @@ class Refit:
         run = self._all_to_all if self.cfg.transport == "all_to_all" else self._all_gather
         for bucket in self._buckets:
             for name in bucket:  # what is here already needs no wire
-                for piece in self._receive[name][self.mesh.rank]:
+                for piece in self._receive[name, self.mesh.rank]:
                     piece.scatter(self._own(name, piece.box))
             if self.mesh.world_size > 1:
-                run(bucket)
+                received, buffers = run(bucket)
+                self.bytes_received += received
+                self.peak_bytes = max(self.peak_bytes, buffers)
         if self.check:
             self._compare_with_oracle()
 
     def _own(self, name: str, box: Box) -> Tensor:
         return cut(local(self.shards[name]), box, self.boxes[self.mesh.rank][name][0])
 
-    def _peers(self, pieces: dict, bucket: list[str]) -> Iterator[list[_Piece]]:
-        """Pieces of a bucket by peer; none to or from oneself."""
-        for peer in range(self.mesh.world_size):
-            yield [] if peer == self.mesh.rank else list(itertools.chain.from_iterable(pieces[name][peer] for name in bucket))
-
-    def _all_to_all(self, bucket: list[str]) -> None:
-        """Each rank gets just what its engine lacks."""
-        sending, receiving = list(self._peers(self._send, bucket)), list(self._peers(self._receive, bucket))
-        num_out, num_in = ([sum(p.numel() for p in peer) for peer in side] for side in (sending, receiving))
-        out = torch.empty(sum(num_out), dtype=self.dtypes[bucket[0]], device=self.mesh.device)
-        at = 0
-        for piece in itertools.chain.from_iterable(sending):
-            out[at : at + piece.numel()].view(piece.box[1]).copy_(self._own(piece.copy.name, piece.box))  # casts to the wire's dtype
-            at += piece.numel()
-        into = torch.empty(sum(num_in), dtype=self.dtypes[bucket[0]], device=self.mesh.device)
+    def _all_to_all(self, bucket: list[str]) -> tuple[int, int]:
+        """Each rank gets just what its engine lacks. Returns bytes: received, and of the buffers."""
+        sending, receiving = ([[piece for name in bucket if peer != self.mesh.rank for piece in side[name, peer]] for peer in range(self.mesh.world_size)]
+                              for side in (self._send, self._receive))
+        num_out, num_in = ([sum(map(_Piece.numel, pieces)) for pieces in side] for side in (sending, receiving))
+        out, into = (torch.empty(sum(num), dtype=self.dtypes[bucket[0]], device=self.mesh.device) for num in (num_out, num_in))
+        for piece, wire in _on(out, sending):
+            wire.copy_(self._own(piece.copy.name, piece.box))  # casts to the wire's dtype
         dist.all_to_all_single(into, out, num_in, num_out)
-        at = 0
-        for piece in itertools.chain.from_iterable(receiving):
-            piece.scatter(into[at : at + piece.numel()].view(piece.box[1]))
-            at += piece.numel()
-        self._count(into.nbytes, out.nbytes + into.nbytes)
+        for piece, wire in _on(into, receiving):
+            piece.scatter(wire)
+        return into.nbytes, out.nbytes + into.nbytes
 
-    def _all_gather(self, bucket: list[str]) -> None:
-        """Every rank gets every shard, and takes what its engine wants from them."""
+    def _all_gather(self, bucket: list[str]) -> tuple[int, int]:
+        """Every rank gets every shard, and takes what its engine wants from them. Returns the same."""
         sizes = [[math.prod(boxes[name][1]) for name in bucket] for boxes in self.boxes]
         longest = max(map(sum, sizes))
         out = torch.zeros(longest, dtype=self.dtypes[bucket[0]], device=self.mesh.device)
-        at = 0
-        for name in bucket:
-            shard = local(self.shards[name])
-            out[at : at + shard.numel()].view(shard.shape).copy_(shard)
-            at += shard.numel()
-        into = torch.empty(longest * self.mesh.world_size, dtype=self.dtypes[bucket[0]], device=self.mesh.device)
+        for name, wire in zip(bucket, out.split([*sizes[self.mesh.rank], longest - sum(sizes[self.mesh.rank])]), strict=False):
+            wire.view(self.boxes[self.mesh.rank][name][1]).copy_(local(self.shards[name]))
+        into = out.new_empty(longest * self.mesh.world_size)
         all_gather_single(into, out)
-        for source, rows in enumerate(into.view(self.mesh.world_size, longest)):
-            offsets = itertools.accumulate(sizes[source], initial=0)
-            for name, n, at in zip(bucket, sizes[source], offsets):  # noqa: B905 - offsets has one more
+        for source, rows in enumerate(into.split(longest)):
+            for name, wire in zip(bucket, rows.split([*sizes[source], longest - sum(sizes[source])]), strict=False):
                 corner, shape = self.boxes[source][name]
-                for piece in self._receive[name][source] if source != self.mesh.rank else ():
-                    piece.scatter(cut(rows[at : at + n].view(shape), piece.box, corner))
-        self._count(into.nbytes - out.nbytes, into.nbytes + out.nbytes)
-
-    def _count(self, received: int, buffers: int) -> None:
-        self.bytes_received += received
-        self.peak_bytes = max(self.peak_bytes, buffers)
+                for piece in self._receive[name, source] if source != self.mesh.rank else ():
+                    piece.scatter(cut(wire.view(shape), piece.box, corner))
+        return into.nbytes - out.nbytes, into.nbytes + out.nbytes
 
     def _compare_with_oracle(self) -> None:
         """Raises RuntimeError naming the engine parameters that differ from a full gather."""
-        mine = {n: p.clone() for n, p in self.engine.parameters().items()}
-        for p in self.engine.parameters().values():
+        engine, padding = self.engine.parameters(), self.engine.padding()
+        mine = {n: p.clone() for n, p in engine.items()}
+        for p in engine.values():
             p.fill_(torch.nan)
         full_gather(self.shards, self.parts, self.engine, self.dtypes)
-        padding = self.engine.padding()
-        wrong = [n for n, p in self.engine.parameters().items()
-                 if not torch.equal(p.flatten()[: p.numel() - padding.get(n, 0)], mine[n].flatten()[: p.numel() - padding.get(n, 0)])]
-        for n, p in self.engine.parameters().items():
+        wrong = [n for n, p in engine.items() if not torch.equal(*(t.flatten()[: t.numel() - padding.get(n, 0)] for t in (p, mine[n])))]
+        for n, p in engine.items():
             p.copy_(mine[n])
         if wrong:
             raise RuntimeError(f"refit differs from the full gather in {len(wrong)} engine parameters: {', '.join(wrong[:5])}")
+
+
+def _on(buffer: Tensor, pieces: list[list[_Piece]]) -> Iterator[tuple[_Piece, Tensor]]:
+    """Pieces with their places in a buffer that holds those of all peers, one after the other."""
+    flat = list(itertools.chain.from_iterable(pieces))
+    return ((piece, part.view(piece.box[1])) for piece, part in zip(flat, buffer.split([piece.numel() for piece in flat]), strict=True))
 
 
 @torch.no_grad()
