@@ -362,10 +362,15 @@ def program(mesh, given: list[str], sleepy: bool) -> list[list[dict]]:
             self.ref.sleeper.active = sleepy
             self.ref.sleeper.sleep_parameters()
 
-        def collect(self, step):
-            assert asleep(self.policy) == asleep(self.ref) == sleepy
-            assert not sleepy or not any(t.untyped_storage().nbytes() for t in self.policy.optimizer.tensors())
-            return super().collect(step)
+        def make_engine(self):
+            super().make_engine()
+            play = self.sampler.collect_step
+
+            def watched(*args, **more):
+                assert asleep(self.policy) == asleep(self.ref) == sleepy
+                assert not sleepy or not any(t.untyped_storage().nbytes() for t in self.policy.optimizer.tensors())
+                return play(*args, **more)
+            self.sampler.collect_step = watched
 
         def report(self, step, trajectories, minibatches, updates):
             assert asleep(self.ref) == sleepy and not asleep(self.policy)

@@ -405,7 +405,7 @@ def test_the_real_engine(tmp_path):
     assert tokens == [*out["asked"][2][0], *out["asked"][2][1]]
     assert [t for t, s in zip(tokens, sampled, strict=True) if s] == [t for _, said, _ in out["asked"] for t in said]
     assert [p for p, s in zip(logprobs, sampled, strict=True) if s] == [p for _, _, ps in out["asked"] for p in ps]
-    assert out["unfinished"] == (False, {}, [], [])
+    assert out["unfinished"] == (False, [])
     assert [out["outcomes"].count(o) for o in ("answered", "left", "refused")] == [900, 50, 50]
     for kept, heard in zip(out["kept"], out["heard"], strict=True):
         assert sorted(kept) == sorted(pair for pair in heard if pair[0] not in out["left"])

@@ -14,7 +14,6 @@ from minirl.rollout.conversation import Completion
 from minirl.rollout.engine import RolloutEngine, Sampling
 
 TURNS = 8  # of the loop between two steps of the engine: to be read, asked and answered, a request of the endpoint needs several
-OnTokens = Callable[[list[int], list[float]], None]
 
 
 @dataclass(kw_only=True)
@@ -27,7 +26,8 @@ class Request:
     seed: int
     name: tuple = ()
     """Requests that wait together are added in this order, if runs are to be repeatable."""
-    on_tokens: OnTokens | None = None
+    on_tokens: Callable[[list[int], list[float]], None] | None = None
+    """Hears of new tokens and their log-probs after each step."""
     done: Completion = field(default_factory=Completion)
 
 
@@ -59,14 +59,8 @@ class Driver:
             self.loop.run_until_complete(asyncio.wait(tasks))
         self.loop.close()
 
-    async def generate(self, tokens: list[int], sampling: Sampling, seed: int, on_tokens: OnTokens | None = None) -> Completion:
-        """One sample. `on_tokens` hears of new tokens and their log-probs after each step. Cancelling the caller drops the request.
-
-        There must be room for a token in engine.max_model_len; the answer is cut to what room there is.
-        """
-        return await self.ask(Request(tokens=tokens, sampling=sampling, seed=seed, on_tokens=on_tokens))
-
     async def ask(self, request: Request) -> Completion:
+        """Sample an answer; engine.max_model_len must have room for a token of it. Cancelling the caller drops the request."""
         entry = request, asyncio.get_running_loop().create_future()
         self._waiting.append(entry)
         self._news.set()
@@ -137,10 +131,10 @@ class Driver:
         if self.engine.is_leader:
             self._waiting.sort(key=lambda entry: entry[0].name if self.repeatable else ())
             added = []
-            for request, future in self._waiting:
+            for entry in self._waiting:
                 self._number += 1
-                self._live[str(self._number)] = request, future
-                added.append((str(self._number), *_remaining(request), request.on_tokens is not None))
+                self._live[str(self._number)] = entry
+                added.append((str(self._number), *_remaining(entry[0]), entry[0].on_tokens is not None))
             orders = (more, self._dropped, added)
             self._waiting, self._dropped = [], []
         more, dropped, added = self.engine.tensor_parallel_broadcast(orders)
