@@ -91,8 +91,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     sampler = Sampler(engine, env, rewards, tokenizer, mesh, cfg)
     r = cfg.rollout
     stop_ids = chat.stop_token_ids(tokenizer, folder)
-    sampling = Sampling(max_tokens=r.max_tokens, stop_token_ids=tuple(stop_ids), temperature=cfg.eval.temperature,
-                        top_p=r.top_p, top_k=r.top_k, min_p=r.min_p)
+    sampling = Sampling(max_tokens=r.max_tokens, stop_token_ids=tuple(stop_ids), temperature=cfg.eval.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p)
     judge = judge and RewardModel(PolicyConfig(dtype=dtype), judge, mesh, stop_ids, tokenizer.eos_token_id, max(16384, cfg.engine.max_model_len + 1), weight=cfg.reward.model_weight)
     result = evaluate(sampler, prompts, cfg.eval, sampling, mesh, judge)
     if mesh.rank == 0:
@@ -101,6 +100,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         print(text)
         if cfg.output:
             Path(cfg.output).write_text(text + "\n")
+    sampler.close()
     engine.close()
 
 

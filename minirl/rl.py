@@ -50,12 +50,8 @@ class Inputs:
     make_env: Callable[[], Env | Agent]
     rewards: Rewards
     estimator: advantages.Estimator | advantages.TokenEstimator
-    teacher: Path | None
-    """What ref.model names."""
-    critic: Path | None
-    """What critic.model names."""
-    judge: Path | None
-    """What reward.model names."""
+    others: dict[str, Path | None]
+    """What ref.model, critic.model and reward.model name."""
     stop_ids: list[int]
 
 
@@ -69,8 +65,9 @@ class Trainer:
             self.policy = Policy(cfg.policy, self.inputs.folder, mesh, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
             if not cfg.rollout.replay:
                 self.make_engine()
-            self.judge = RewardModel(cfg.policy, self.inputs.judge, mesh, self.inputs.stop_ids, self.inputs.train.tokenizer.eos_token_id, cfg.tokens_per_rank,
-                                     weight=cfg.reward.model_weight, sequence_parallel=cfg.parallel.sequence, timer=self.timer) if self.inputs.judge else None
+            judge = self.inputs.others["reward.model"]
+            self.judge = RewardModel(cfg.policy, judge, mesh, self.inputs.stop_ids, self.inputs.train.tokenizer.eos_token_id, cfg.tokens_per_rank,
+                                     weight=cfg.reward.model_weight, sequence_parallel=cfg.parallel.sequence, timer=self.timer) if judge else None
             about = f"{len(self.inputs.train.rows)} training prompts, {len(self.inputs.held_out.rows)} held out ({self.inputs.num_dropped} dropped as too long)"
             self.run = Run(cfg, self.policy, mesh, self.timer, about)
         if cfg.rollout.ahead:
@@ -104,7 +101,7 @@ class Trainer:
             self.warm_start()
         self.load_reference(self.run.first_step)
         if cfg.algo.advantage == "gae":
-            self.critic = self.load_other(cfg.critic, self.inputs.critic, score=True)
+            self.critic = self.load_other(cfg.critic, self.inputs.others["critic.model"], score=True)
         early = not advantages.need_logprobs(cfg.algo)
         num_updates = (cfg.num_steps - (cfg.critic.warmup_steps if self.critic else 0)) * cfg.algo.updates_per_step
         self.log.progress("rl", cfg.num_steps, self.run.first_step)
@@ -157,7 +154,7 @@ class Trainer:
                     self.inputs.train.order.start(first)
                 trajectories, end = self.sampler.collect_step(self.inputs.train, first, self.sampling, version=self.policy.num_updates)
             with self.timer.phase("idle"):
-                failures = [message for part in self.mesh.gather(self.sampler.take_failures()) for message in part]
+                failures = [message for part in self.mesh.gather(self.sampler.stage.failures) for message in part]
         if failures:
             self.log.say(f"step {step}: {len(failures)} episodes failed, the first because {failures[0]}")
         if not sum(self.mesh.gather(len(trajectories))):
@@ -211,9 +208,9 @@ class Trainer:
 
     def load_reference(self, step: int) -> None:
         """The frozen copy for the KL: the teacher, or the policy as RL found it or as it was at the last refresh by that step."""
-        if self.cfg.algo.kl_coef or self.inputs.teacher:
+        if self.cfg.algo.kl_coef or self.inputs.others["ref.model"]:
             refreshed = [n for n in checkpoint.finished(self.run.output, "references") if n <= step]
-            folder = self.run.output / "references" / f"step-{max(refreshed)}" if refreshed else self.inputs.teacher
+            folder = self.run.output / "references" / f"step-{max(refreshed)}" if refreshed else self.inputs.others["ref.model"]
             self.ref = self.load_other(self.cfg.policy, folder, trainable=False)
 
     def load_other(self, cfg: PolicyConfig, folder: Path | None, **kind: bool) -> Policy:
@@ -296,15 +293,15 @@ def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
         raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
     correction.resolve(cfg.algo.correction)
     folder, model, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
-    teacher, critic = (find_teacher(name, model.vocab_size, cfg.parallel.tensor, setting) if name else None
-                       for name, setting in ((cfg.ref.model, "ref.model"), (cfg.critic.model, "critic.model")))
-    judge = None if cfg.rollout.replay else find_reward_model(cfg.reward, model.vocab_size, cfg.parallel.tensor)  # dumped rewards have its scores in them
+    others = {setting: find_teacher(name, model.vocab_size, cfg.parallel.tensor, setting) if name else None
+              for name, setting in ((cfg.ref.model, "ref.model"), (cfg.critic.model, "critic.model"))}
+    others["reward.model"] = None if cfg.rollout.replay else find_reward_model(cfg.reward, model.vocab_size, cfg.parallel.tensor)  # dumped rewards have its scores in them
     train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
     held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
     num_dropped = train.check_lengths("data.train", mesh) + held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", mesh)
     make_scratch(cfg, cfg.engine.max_model_len, mesh)
-    return Inputs(folder=folder, train=train, held_out=held_out, num_dropped=num_dropped, make_env=env, rewards=rewards, estimator=estimator, teacher=teacher, critic=critic,
-                  judge=judge, stop_ids=chat.stop_token_ids(tokenizer, folder))
+    return Inputs(folder=folder, train=train, held_out=held_out, num_dropped=num_dropped, make_env=env, rewards=rewards, estimator=estimator, others=others,
+                  stop_ids=chat.stop_token_ids(tokenizer, folder))
 
 
 def _means(updates: list[dict[str, float]]) -> dict[str, float]:

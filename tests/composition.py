@@ -16,6 +16,7 @@ import test_gradients
 import test_optimizer
 import test_rollout
 import test_sft
+import tiny
 
 from minirl.config import ParallelConfig
 
@@ -59,7 +60,7 @@ def cases() -> Iterator[set[str]]:
     for call in parameters(test_families.test_forward_and_gradients_are_hugging_faces):
         family = test_families.FAMILIES[call["family"]]
         world, parallel = test_families.MESHES[call["mesh"]]
-        names = {"experts": family.experts is not None, "sliding window": "sliding_window" in family.tiny, "checkpointing": parallel and parallel.sequence}
+        names = {"experts": family.experts is not None, "sliding window": "sliding_window" in tiny.OWN.get(call["family"], {}), "checkpointing": parallel and parallel.sequence}
         yield axes(world, parallel) | {"shared prompts"} | {name for name, on in names.items() if on}
     for call in parameters(test_families.test_experts_over_data_ranks):
         yield axes(4, call["parallel"]) | {"experts"}

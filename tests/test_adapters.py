@@ -409,10 +409,9 @@ def test_verifiers_environment_leads_an_episode(spelling, endpoint):
     session, asked, answers = endpoint
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     env = make_env(f"verifiers:{spelling}?word=dog&size=3")()
-    source = open_source(f"verifiers:{spelling}?word=dog&size=3&weight=2", "data.train")
+    rows = env.environment.get_dataset()
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert (source.name, source.weight, len(source.rows)) == (spelling, 2.0, 3)
-    row = source.rows[1]
+    row = rows[1]
     assert row["prompt"][-1] == {"role": "user", "content": "Spell dog 1"} and row["answer"] == "DOG"
 
     answers[:] = ["DOC", "DOG", "DOG", "DOC"]
@@ -422,7 +421,6 @@ def test_verifiers_environment_leads_an_episode(spelling, endpoint):
     assert {key for key, _ in asked} == {"Bearer key-1"} and {body["model"] for _, body in asked} == {"policy"}
     said = [(m["role"], m["content"]) for m in asked[1][1]["messages"]]
     assert said == [("system", "Spell."), ("user", "Spell dog 1"), ("assistant", "DOC"), ("user", "Sure?")]
-    assert len(open_source(f"verifiers:{spelling}", "data.eval").rows) == 1
 
 
 def test_verifiers_failures_are_told(spelling, endpoint):
@@ -431,7 +429,7 @@ def test_verifiers_failures_are_told(spelling, endpoint):
     with pytest.raises(UserError, match="verifiers:none-there: .*none-there"):
         make_env("verifiers:none-there")
     with pytest.raises(UserError, match="verifiers:spelling-env: .*colour"):
-        open_source(f"verifiers:{spelling}?colour=red", "data.train")
+        make_env(f"verifiers:{spelling}?colour=red")
     env = make_env(f"verifiers:{spelling}")()
     with pytest.raises(RuntimeError, match="verifiers: "):  # the endpoint has no answer left and fails
-        asyncio.run(env.run(open_source(f"verifiers:{spelling}", "data.train").rows[0], endpoint[0]))
+        asyncio.run(env.run(env.environment.get_dataset()[0], endpoint[0]))

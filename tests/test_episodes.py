@@ -226,7 +226,7 @@ def failing_program(mesh, folder):
         except UserError as error:
             found[on_error] = str(error)
         else:
-            found[on_error] = [(t.group, t.episode, t.reward, t.info["error"]) for t in trajectories], sorted(sampler.take_failures()), len(Broken.closed), time.monotonic() - began
+            found[on_error] = [(t.group, t.episode, t.reward, t.info["error"]) for t in trajectories], sorted(sampler.stage.failures), len(Broken.closed), time.monotonic() - began
         sampler.close()
     return found
 
@@ -383,7 +383,7 @@ def agent_program(mesh, folder, tp):
     policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, {"name": "Caller"}, tensor_parallel_size=tp)
     with eng.awake(refit, []):
         found = sampler.collect(prompts, range(9), 2, sampling, version=3)
-    failures = sampler.take_failures()
+    failures = sampler.stage.failures
     sampler.close()
     worst = max((mismatch(policy, part) for part in ([found] if tp == 1 else mesh.gather(found)) if part), default=0.0)
     return worst, shown(found), [t.info for t in found], failures, [sampler.tokenizer.decode(t.tokens) for t in found]

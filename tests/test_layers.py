@@ -61,7 +61,7 @@ DOORS = {
     "bm25s": {"envs/tools.py": None},
     "httpx": {"rollout/remote.py": None},
     "websockets": {"envs/openenv.py": None},
-    "verifiers": {"data/sources.py": None, "envs/verifiers.py": None},
+    "verifiers": {"envs/verifiers.py": None},
     "openai": {"envs/verifiers.py": None},
     "fastapi": {"rollout/remote.py": None, "rollout/server.py": None},
     "starlette": {"rollout/server.py": None},

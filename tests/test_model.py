@@ -264,7 +264,7 @@ def test_packed_forward_and_gradients_equal_hugging_face(tmp_path, name):
 
 def test_a_window_or_a_missing_rope_layer_would_show(tmp_path):
     """The comparison above could not fail if the test sequences were shorter than the windows, or every layer alike."""
-    assert max(len(t.tokens) for t in model_batch(True)) > 2 * families.FAMILIES["mistral"].tiny["sliding_window"]
+    assert max(len(t.tokens) for t in model_batch(True)) > 2 * tiny.OWN["mistral"]["sliding_window"]
     assert min(AutoConfig.from_pretrained(tiny.make(tmp_path / "m", "smollm3")).no_rope_layers) == 0
 
 

@@ -3,7 +3,6 @@
     rows.jsonl, rows.json (a list, or JSON lines), rows.parquet, rows.csv (all texts; the first line has the names)
     a folder that `datasets` saved (save_to_disk) or can load, or a hub id; options `split` and `subset`
     reasoning_gym:NAME; options of that generator, `size` and `seed`
-    verifiers:NAME, the rows of an environment of the package `verifiers`; its arguments. For data.eval its own held-out rows
 
 Options of every source: `weight`, its share of the training examples among several sources; `name`, what metrics call it. In YAML several
 are a list, with one on each line (or each in quotes: a `?` has a meaning between brackets).
@@ -17,12 +16,10 @@ import difflib
 import json
 import os
 import re
-import signal
 import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from urllib.parse import parse_qsl
 
@@ -33,7 +30,7 @@ from reasoning_gym.factory import DATASETS
 
 from minirl.types import UserError
 
-GYM, VERIFIERS = "reasoning_gym:", "verifiers:"
+GYM = "reasoning_gym:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +58,9 @@ def open_source(text: str, setting: str) -> Source:
             raise ValueError(f"weight = {weight} is not above 0 and finite")
     except ValueError as error:
         raise UserError(f"{shown}: {error}; options are written ?name=value&name=value, and weight is a number above 0") from error
-    name = options.pop("name", path.stem if path.is_file() else place.removeprefix(GYM).removeprefix(VERIFIERS))
+    name = options.pop("name", path.stem if path.is_file() else place.removeprefix(GYM))
     if place.startswith(GYM):
         rows = _generate(place.removeprefix(GYM), options, shown)
-    elif place.startswith(VERIFIERS):
-        environment = load_verifiers(place.removeprefix(VERIFIERS), json.dumps({key: option(value) for key, value in options.items()}), setting)
-        rows = environment.get_eval_dataset() if setting == "data.eval" else environment.get_dataset()
     elif path.is_file():
         if options:
             raise UserError(f"{shown}: a file has no option {next(iter(options))}; it has weight and name")
@@ -74,7 +68,7 @@ def open_source(text: str, setting: str) -> Source:
     elif place and path.is_dir() or re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", place) and path.suffix not in (".jsonl", ".json", ".parquet", ".csv"):
         rows = _load_dataset(path, options, shown)
     else:
-        raise UserError(f"{setting} = {text!r}: no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets, {GYM}NAME or {VERIFIERS}NAME")
+        raise UserError(f"{setting} = {text!r}: no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets or {GYM}NAME")
     return Source(shown=shown, name=name, weight=weight, rows=rows)
 
 
@@ -149,22 +143,6 @@ def _generate(name: str, options: dict[str, str], shown: str) -> list[dict]:
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError(f"{shown}: {error}") from error
     return [{**entry, "prompt": entry["question"]} for entry in entries]
-
-
-@cache
-def load_verifiers(name: str, arguments: str, setting: str) -> "verifiers.Environment":
-    """An environment of the package `verifiers`, for its rows or all its episodes. `arguments`: JSON. Raises UserError."""
-    shown = f"{setting} = {VERIFIERS}{name}"
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        import verifiers  # here, because it takes a while and few need it
-
-        return verifiers.load_environment(name, **json.loads(arguments))
-    except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:  # what it makes of whatever an environment raises
-        raise UserError(f"{shown}: {error} (it takes the environment's own package, and pip install 'verifiers>=0.1.14,<0.4')") from error
-    finally:
-        for number, handler in handlers.items():  # an environment takes them for itself; how a rank ends is not its business
-            signal.signal(number, handler)
 
 
 def option(value: str) -> object:

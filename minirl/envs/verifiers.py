@@ -1,24 +1,27 @@
 """Environments of the package `verifiers` (github.com/PrimeIntellect-ai/verifiers) that have a `load_environment`, such as those of its hub:
 
     pip install "verifiers>=0.1.14,<0.4"       # and the environment's own package
-    --env.name "verifiers:my-env?key=value" --data.train "verifiers:my-env?key=value" --data.eval "verifiers:my-env?key=value"
+    python -c "import verifiers; verifiers.load_environment('my-env').get_dataset().to_json('rows.jsonl')"
+    --env.name "verifiers:my-env?key=value" --data.train rows.jsonl
 
-The environment leads the episode: it asks the policy through the endpoint, with its own limit of turns, and scores it by its own rubric. Its rows are
-the source `verifiers:` of data/sources.py; rows from elsewhere do as well if they have what it wants of them. From 0.4 on the package has no such
-environments any more.
+The environment leads the episode: it asks the policy through the endpoint, with its own limit of turns, and scores it by its own rubric. Rows from
+elsewhere do as well if they have what it wants of them. From 0.4 on the package has no such environments any more.
 """
 
 import json
+import signal
+from functools import cache
+from typing import Any
 
-from minirl.data.sources import load_verifiers
 from minirl.rollout.env import Agent, Result, Session
+from minirl.types import UserError
 
 
 class Verifiers(Agent):
     """Raises ValueError for an environment that scores the answers to a prompt only together."""
 
     def __init__(self, name: str, **arguments: object):
-        self.environment = load_verifiers(name, json.dumps(arguments), "env.name")
+        self.environment = load(name, json.dumps(arguments))
         if self.environment.requires_group_rollouts:
             raise ValueError("its rubric compares the answers of a group, and here each episode has a reward of its own")
 
@@ -32,3 +35,18 @@ class Verifiers(Agent):
         if output["error"] is not None:
             raise RuntimeError(f"verifiers: {output['error']}")
         return Result(reward=output["reward"], truncated=output["is_truncated"], info=output["metrics"])
+
+
+@cache
+def load(name: str, arguments: str) -> Any:
+    """`arguments`: JSON. Raises UserError."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        import verifiers  # here, because it takes a while
+
+        return verifiers.load_environment(name, **json.loads(arguments))
+    except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:  # what it makes of whatever an environment raises
+        raise UserError(f"env.name = verifiers:{name}: {error} (it takes the environment's own package, and pip install 'verifiers>=0.1.14,<0.4')") from error
+    finally:
+        for number, handler in handlers.items():  # an environment takes them for itself; how a rank ends is not its business
+            signal.signal(number, handler)

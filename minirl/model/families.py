@@ -2,7 +2,7 @@
 parallelism. Anything else is refused by name, because a family that reads its arguments differently (linear attention, attention
 sinks) would train on silently wrong numbers. All that differs between families is data in these rows.
 
-To add one: a row here; `tests/test_families.py` runs it packed against unpacked, on two ranks, and through load and export;
+To add one: a row here and a small instance in `tests/tiny.py`; `tests/test_families.py` runs it packed against unpacked, on two ranks, and through load and export;
 `tests/test_rollout.py` through the engine.
 """
 
@@ -20,13 +20,10 @@ from minirl.types import UserError
 HEADS = ("num_attention_heads", "num_key_value_heads")
 FEATURES = ("num_attention_heads * head_dim", "num_key_value_heads * head_dim")  # attention itself is whole on every rank
 DENSE = (*HEADS, "intermediate_size")
-ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    tiny: dict
-    """Config values beyond the common ones that make a small instance for tests, in which every peculiarity shows."""
     divided: tuple[str, ...] = DENSE
     """Config values, or products of them, that parallel.tensor splits."""
     plan: dict[str, str] = field(default_factory=dict)
@@ -43,47 +40,23 @@ class Family:
 
 _MIXTRAL = ("block_sparse_moe", "w1", "w3", "w2")
 _EXPERTS = ("mlp", "gate_proj", "up_proj", "down_proj")
-_TOP_2 = {"num_experts_per_tok": 2, "head_dim": 32}
 _QWEN2_MOE = {"model.layers.*.mlp.experts": "moe_tp_experts", "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
               "model.layers.*.mlp.shared_expert.up_proj": "colwise", "model.layers.*.mlp.shared_expert.down_proj": "rowwise"}
-_DEEPSEEK = _TOP_2 | {"n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 2, "n_group": 2, "topk_group": 1,
-             "norm_topk_prob": True, "routed_scaling_factor": 1.5}
-_DEEPSEEK_DIVIDED = (*HEADS, "intermediate_size", "n_routed_experts", "n_shared_experts * moe_intermediate_size")
+_DEEPSEEK = Family(divided=(*HEADS, "intermediate_size", "n_routed_experts", "n_shared_experts * moe_intermediate_size"), experts=_EXPERTS)
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(tiny={}),
-    "mistral": Family(tiny={"sliding_window": 12, "head_dim": 32}),
-    "qwen2": Family(tiny={}),
-    "qwen3": Family(tiny={"head_dim": 32}),
-    "smollm3": Family(tiny={"no_rope_layer_interval": 2}),
-    "gemma": Family(tiny={"head_dim": 32, "tie_word_embeddings": True}),
-    "gemma2": Family(tiny=ALTERNATING | {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0,
-                                         "final_logit_softcapping": 3.0}, head=lambda config: (1.0, config.final_logit_softcapping)),
-    "gemma3_text": Family(tiny=ALTERNATING | {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 20},
-                          head=lambda config: (1.0, config.final_logit_softcapping)),
-    "phi3": Family(tiny={"sliding_window": 12}, divided=(*FEATURES, "intermediate_size")),
-    "olmo2": Family(tiny={}, divided=(*FEATURES, "intermediate_size")),
-    "olmo3": Family(tiny=ALTERNATING, divided=(*FEATURES, "intermediate_size")),
-    "granite": Family(tiny={"embedding_multiplier": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 3.0},
-                      head=lambda config: (1 / config.logits_scaling, None)),
-    "glm": Family(tiny={"head_dim": 32}),
-    "glm4": Family(tiny={"head_dim": 32}),
-    "cohere": Family(tiny={"tie_word_embeddings": True, "logit_scale": 0.25, "use_qk_norm": True}, head=lambda config: (config.logit_scale, None)),
-    "cohere2": Family(tiny=ALTERNATING | {"tie_word_embeddings": True, "logit_scale": 0.25}, head=lambda config: (config.logit_scale, None),
-                      engine_length="sliding_window"),  # vLLM's windows are one token wider
-    "seed_oss": Family(tiny={"head_dim": 32}),
-    "exaone4": Family(tiny=ALTERNATING),
-    "ernie4_5": Family(tiny={"head_dim": 32}),
-    "mixtral": Family(divided=(*HEADS, "num_local_experts"), experts=_MIXTRAL, tiny=_TOP_2 | {"num_local_experts": 4, "router_jitter_noise": 0.1}),
-    "qwen2_moe": Family(divided=(*HEADS, "num_experts", "shared_expert_intermediate_size"), plan=_QWEN2_MOE, experts=_EXPERTS,
-                        tiny=_TOP_2 | {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}),
-    "qwen3_moe": Family(divided=(*HEADS, "num_experts"), experts=_EXPERTS,
-                        tiny=_TOP_2 | {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True}),
-    "olmoe": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS, tiny=_TOP_2 | {"num_experts": 4}),
-    "glm4_moe": Family(divided=_DEEPSEEK_DIVIDED, experts=_EXPERTS, tiny=_DEEPSEEK | {"use_qk_norm": True}),
-    "dots1": Family(divided=_DEEPSEEK_DIVIDED, experts=_EXPERTS, tiny=_DEEPSEEK | ALTERNATING),
-    "minimax_m2": Family(divided=(*FEATURES, "num_local_experts"), experts=_MIXTRAL, engine_on_cpu=False,
-                         tiny=_TOP_2 | {"num_local_experts": 4, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "glm", "glm4", "seed_oss", "exaone4", "ernie4_5"), Family()),
+    **dict.fromkeys(("gemma2", "gemma3_text"), Family(head=lambda config: (1.0, config.final_logit_softcapping))),
+    **dict.fromkeys(("phi3", "olmo2", "olmo3"), Family(divided=(*FEATURES, "intermediate_size"))),
+    "granite": Family(head=lambda config: (1 / config.logits_scaling, None)),
+    "cohere": Family(head=lambda config: (config.logit_scale, None)),
+    "cohere2": Family(head=lambda config: (config.logit_scale, None), engine_length="sliding_window"),  # vLLM's windows are one token wider
+    "mixtral": Family(divided=(*HEADS, "num_local_experts"), experts=_MIXTRAL),
+    "qwen2_moe": Family(divided=(*HEADS, "num_experts", "shared_expert_intermediate_size"), plan=_QWEN2_MOE, experts=_EXPERTS),
+    "qwen3_moe": Family(divided=(*HEADS, "num_experts"), experts=_EXPERTS),
+    "olmoe": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS),
+    **dict.fromkeys(("glm4_moe", "dots1"), _DEEPSEEK),
+    "minimax_m2": Family(divided=(*FEATURES, "num_local_experts"), experts=_MIXTRAL, engine_on_cpu=False),
 }
 
 # Families that users ask for, and what was found wrong with them.

@@ -116,10 +116,7 @@ class Conversation:
     def read(self, said: list[int] | str, segment: Segment | None = None) -> Segment:
         """The segment, or a new one, with tokens or a raw text appended."""
         segment = segment or self._begin()
-        if isinstance(said, str):
-            segment.read(self._encode(said, segment.tokens), said)
-        else:
-            segment.read(list(said), added(self.tokenizer, segment.tokens, said))
+        segment.read(*((self._encode(said, segment.tokens), said) if isinstance(said, str) else (list(said), added(self.tokenizer, segment.tokens, said))))
         return segment
 
     def _encode(self, text: str, before: list[int]) -> list[int]:
@@ -134,9 +131,6 @@ class Conversation:
     def _begin(self) -> Segment:
         self.segments.append(Segment())
         return self.segments[-1]
-
-    def num_sampled(self) -> int:
-        return sum(sum(s.sampled) for s in self.segments)
 
     def trajectories(self, *, group: int, episode: int, reward: float, info: dict) -> list[Trajectory]:
         """One for each segment in which something was sampled, to its last sampled token; all carry the episode's `reward`."""

@@ -13,7 +13,6 @@ from typing import Any
 from minirl.rollout.conversation import Completion
 from minirl.rollout.engine import RolloutEngine, Sampling
 
-TURNS = 8  # of the loop between two steps of the engine: to be read, asked and answered, a request of the endpoint needs several
 
 
 @dataclass(kw_only=True)
@@ -42,7 +41,8 @@ class Driver:
         self.players = 0
         """Episodes that are at work, and not waiting for an answer."""
         self._number = 0
-        self._halted = False
+        self.halted = False
+        """No step more in this run."""
         self._news = asyncio.Event()
         self._waiting: list[tuple[Request, asyncio.Future]] = []
         self._held: list[tuple[Request, asyncio.Future]] = []
@@ -96,21 +96,17 @@ class Driver:
             return None
         return self.loop.run_until_complete(self._drive(main))
 
-    def halt(self) -> None:
-        """No step more in this run."""
-        self._halted = True
-
     def release(self) -> None:
         """Go on with what is held."""
         self._waiting, self._held = self._held + self._waiting, []
 
     async def _drive(self, main: Coroutine) -> Any:
-        self._halted, task = False, asyncio.ensure_future(main)
+        self.halted, task = False, asyncio.ensure_future(main)
         task.add_done_callback(lambda _: self._news.set())
         while not task.done():
-            for _ in range(TURNS):  # whoever got an answer may now ask for the next
+            for _ in range(8):  # whoever got an answer may now ask for the next; a request over HTTP takes several turns of the loop
                 await asyncio.sleep(0)
-            if self._halted or self.repeatable and self.players or not (self._waiting or self._live or self._dropped):
+            if self.halted or self.repeatable and self.players or not (self._waiting or self._live or self._dropped):
                 self._news.clear()
                 if not task.done():
                     await self._news.wait()

@@ -92,10 +92,10 @@ class Env:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """An OpenAI-compatible (and Anthropic) endpoint over this rank's engine that keeps the exact tokens of all that is said with this key."""
+    """An OpenAI-compatible (and Anthropic) endpoint over this rank's engine that keeps the exact tokens of all that is said with this key. `base_url`
+    ends with /v1, as the OpenAI client wants it; the Anthropic client wants it without."""
 
     base_url: str
-    """Ends with /v1, as the OpenAI client wants it; the Anthropic client wants it without."""
     api_key: str
     model: str
 

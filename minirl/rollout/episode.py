@@ -83,6 +83,7 @@ class Stage:
         self.max_model_len = driver.engine.cfg.max_model_len
         self.threads = asyncio.Semaphore(cfg.threads)
         self.failures: list[str] = []
+        """Why episodes failed."""
 
     async def play(self, e: Episode, ended: Callable[[Episode], None]) -> None:
         """To its end, from wherever it stands. Raises UserError."""
@@ -119,7 +120,8 @@ class Stage:
     async def _turn(self, e: Episode) -> None:
         """An answer, and what the environment says to it."""
         if e.request is None:
-            room = min(e.sampling.max_tokens, self.cfg.max_tokens - e.conversation.num_sampled(), self.max_model_len - len(e.segment.tokens))
+            left = self.cfg.max_tokens - sum(sum(s.sampled) for s in e.conversation.segments)
+            room = min(e.sampling.max_tokens, left, self.max_model_len - len(e.segment.tokens))
             if room < 1 or e.turn >= self.cfg.max_turns:
                 e.truncated = e.done = True
                 return

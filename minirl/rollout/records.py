@@ -26,8 +26,7 @@ def dump(trajectories: list[Trajectory], folder: Path, step: int, mesh: Mesh) ->
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"step-{step}-rank-{mesh.rank}.jsonl").open("w") as file:
         for t in trajectories:
-            arrays = {name: vars(t)[name].tolist() for name in ARRAYS}
-            file.write(json.dumps({**{name: vars(t)[name] for name in NUMBERS}, "info": t.info, **arrays}) + "\n")
+            file.write(json.dumps({**{name: vars(t)[name] for name in NUMBERS}, "info": t.info, **{name: vars(t)[name].tolist() for name in ARRAYS}}) + "\n")
 
 
 def read(path: Path) -> Iterator[Trajectory]:

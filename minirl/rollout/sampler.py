@@ -6,6 +6,7 @@ interrupted, and the next step goes on with them under its new weights (partial 
 
 import asyncio
 import contextlib
+import itertools
 import operator
 import pickle
 from collections.abc import Callable, Iterator
@@ -80,7 +81,6 @@ class Round:
         while not self.over.done():
             await asyncio.wait([self.over], timeout=0.02)
             self._go_on()  # other ranks may have done enough
-        self.over.result()
         while self.sampler.driver.players:  # an environment's step is not interrupted
             await asyncio.sleep(0.001)
         self.over.result()
@@ -91,7 +91,7 @@ class Round:
         if self.over.done():
             return
         if self.enough(self.num_played):
-            self.sampler.driver.halt()
+            self.sampler.driver.halted = True
             self.over.set_result(None)
             return
         while self.queue and (not self.live or self.live < self.room):
@@ -152,7 +152,7 @@ class Sampler:
         self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
         self.training = Round(self)
         """Whose unfinished groups the next step goes on with."""
-        self._num_counters = 0
+        self.numbers = itertools.count()  # of counters on the store
 
     def collect(self, prompts: Prompts, tickets: range, num_samples: int, sampling: Sampling, *, version: int = 0) -> list[Trajectory]:
         """Play the prompts of `tickets`, `num_samples` times each, together with the engines of the other ranks.
@@ -168,6 +168,7 @@ class Sampler:
         them are in after all. Returns this rank's part of them, and the next ticket. DAPO's dynamic sampling (arXiv 2503.14476, sec. 3.2).
         """
         r, mesh = self.cfg.rollout, self.mesh
+        self.stage.failures.clear()
         for group in [g for g in self.training.groups.values() if g.version < version - r.max_staleness * self.cfg.algo.updates_per_step]:
             self.training.replace(group, self._group(prompts, r.samples_per_prompt, sampling, version, group.ticket))
         begun = sum(mesh.gather(len(self.training.groups)))
@@ -215,23 +216,19 @@ class Sampler:
 
     def _pull(self, tickets: range) -> Iterator[int]:
         """Take the next ticket that no engine has taken: one counter on torchrun's store, so long answers balance themselves."""
-        key = self._counter()
+        key = f"minirl/tickets/{next(self.numbers)}"
         while (taken := self.mesh.store.add(key, 1) - 1) < len(tickets):
             yield tickets[taken]
 
     def _count(self, enough: int) -> Callable[[int], bool]:
         """Adds up what all engines have played."""
-        key, told = self._counter(), 0
+        key, told = f"minirl/played/{next(self.numbers)}", 0
 
         def is_enough(played: int) -> bool:
             nonlocal told
             new, told = played - told, played
             return self.mesh.store.add(key, new) >= enough
         return is_enough
-
-    def _counter(self) -> str:
-        self._num_counters += 1
-        return f"minirl/rollout/{self._num_counters}"
 
     def _group(self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int) -> Group:
         row = prompts.row(ticket)
@@ -252,11 +249,6 @@ class Sampler:
             group = self.training.groups[ticket] = self._group(prompts, self.cfg.rollout.samples_per_prompt, sampling, version, ticket)
             for episode, saved in zip(group.episodes, episodes, strict=False):
                 episode.restore(saved)
-
-    def take_failures(self) -> list[str]:
-        """Why episodes failed on this rank since the last call."""
-        found, self.stage.failures = self.stage.failures, []
-        return found
 
     def close(self) -> None:
         if self.endpoint:
