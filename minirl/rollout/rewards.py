@@ -125,7 +125,8 @@ def verified(prompt: str | list[dict], completion: str, row: dict) -> float:
 
 
 def gym_score(prompt: str | list[dict], completion: str, row: dict) -> float:
-    """The score of reasoning-gym's own grader for the row's generator, 0 to 1; partly right answers earn part."""
+    """The score of reasoning-gym's own grader for the row's generator, 0 to 1; partly right answers earn part. Some graders evaluate what the policy
+    wrote as code (that of `countdown` by sympy's parser); the environment `countdown` does not."""
     return reasoning_gym.get_score_answer_fn(row["metadata"]["source_dataset"])(completion.strip(), row)
 
 
