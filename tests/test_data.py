@@ -71,7 +71,7 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path, lines, message):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"data.train = '.*none.jsonl': no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets, reasoning_gym:NAME or verifiers:NAME"):
+    with pytest.raises(UserError, match=r"data.train = '.*none.jsonl': no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets or reasoning_gym:NAME"):
         load(tmp_path / "none.jsonl")
 
 

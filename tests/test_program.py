@@ -240,7 +240,7 @@ def test_evaluate_the_exported_model(run, data, tmp_path):
 
 ASIDE = ["--num-steps", 2, "--rollout.prompts-per-step", 8, "--rollout.samples-per-prompt", 8, "--algo.updates-per-step", 2, "--algo.kl-coef", 0.05,
          "--algo.clip-high", 0.28, "--algo.dual-clip", 3, "--algo.aggregation", "sequence", "--rollout.tickets", "pull",
-         "--policy.activation-checkpointing", "--policy.lr-warmup-steps", 0, "--eval.every", 0, "--debug.check-refit", "--debug.save-trajectories"]
+         "--policy.activation-checkpointing", "--policy.lr-warmup-steps", 0, "--eval.every", 0, "--debug.check-refit", "--rollout.dump"]
 
 
 def test_two_ranks_share_an_engine(data, tmp_path):
@@ -253,7 +253,7 @@ def test_two_ranks_share_an_engine(data, tmp_path):
     rows = [row for row in read(output / "metrics.jsonl") if row["phase"] == "rl"]
     check_two_updates(rows)
     for step in (0, 1):
-        leader, follower = (read(output / "trajectories" / f"step-{step}-rank-{rank}.jsonl") for rank in (0, 1))
+        leader, follower = (read(output / "rollouts" / f"step-{step}-rank-{rank}.jsonl") for rank in (0, 1))
         assert not follower
         assert [(t["group"], t["episode"]) for t in leader] == [(g, e) for g in range(8 * step, 8 * step + 8) for e in range(8)]
         assert {t["version"] for t in leader} == {2 * step}

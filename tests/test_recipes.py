@@ -266,7 +266,7 @@ class Recorded(Sampler):
     def __init__(self, means: dict[int, float], rank: int, extra: int):
         self.means, self.rank, self.asked, self.mesh = means, rank, [], self
         self.cfg = RLConfig(rollout=RolloutConfig(prompts_per_step=4, extra_prompts=extra))
-        self.training = Round(self)
+        self.training, self.stage = Round(self), SimpleNamespace(failures=[])
 
     def _play(self, round, prompts, tickets, num_samples, sampling, version, enough):
         self.asked.append(tickets)
