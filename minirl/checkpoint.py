@@ -195,8 +195,8 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
     if about["model"] != now["model"]:
         raise UserError(f"resume: {checkpoint} is of another model ({about['model']}) than {name}.model = {policy.folder} ({now['model']}); "
                         "start in another output folder")
-    if about["optimizer"] != now["optimizer"]:
-        raise UserError(f"resume: {checkpoint} holds the state of {about['optimizer']}, and {name}.optimizer and {name}.ema_decay now ask for "
+    if about.get("optimizer", "adamw") != now["optimizer"]:  # the first ones did not say
+        raise UserError(f"resume: {checkpoint} holds the state of {about.get('optimizer', 'adamw')}, and {name}.optimizer and {name}.ema_decay now ask for "
                         f"{now['optimizer']}; set them as they were, or start in another output folder")
     saved_shapes = _saved_shapes(checkpoint, prefix)
     with policy.state_awake():

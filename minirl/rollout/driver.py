@@ -14,7 +14,6 @@ from minirl.rollout.conversation import Completion
 from minirl.rollout.engine import RolloutEngine, Sampling
 
 
-
 @dataclass(kw_only=True)
 class Request:
     """An answer in the making. What of it is there when a rollout is interrupted stays, and the next rollout goes on from it."""
