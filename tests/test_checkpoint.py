@@ -18,7 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minirl import checkpoint
 from minirl.algo import losses
-from minirl.config import AlgoConfig, CheckpointConfig, ExportConfig, ParallelConfig, PolicyConfig, RLConfig
+from minirl.config import CheckpointConfig, ExportConfig, ParallelConfig, PolicyConfig
+from minirl.config_rl import AlgoConfig, RLConfig
 from minirl.data.packing import exchange, pack
 from minirl.flags import save as save_config
 from minirl.policy import Policy
