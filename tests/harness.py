@@ -1,26 +1,26 @@
 """Runs a function on several gloo ranks in this test's process tree, in a fraction of a second.
 
-A forkserver imports torch, transformers and vLLM once per session; every rank is a fork of it. torchrun would pay ten seconds of
-imports each time.
+A forkserver imports torch, transformers and vLLM once per session (tests/preload.py); every rank is a fork of it. torchrun would pay ten
+seconds of imports each time.
 
     def program(mesh, x): ...            # at the top level of a module; runs on every rank
     results = ranks(2, program, x)       # [result of rank 0, result of rank 1]
 """
 
+import contextlib
 import io
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-PRELOAD = ["minirl.rl", "vllm", "vllm.entrypoints.llm", "transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama",
-           "transformers.models.qwen2.modeling_qwen2", "transformers.models.mistral.modeling_mistral",
-           "transformers.models.smollm3.modeling_smollm3", "torch.distributed.checkpoint.state_dict"]
+PRELOAD = ["tests.preload"]  # found in the folder where pytest runs
 
 
 class RankFailed(Exception):
@@ -81,3 +81,14 @@ def ranks(world: int, function: Callable, *args: Any, parallel: Any = None, time
             for p in processes:
                 p.kill()
     return [done[r] for r in range(world)]
+
+
+@contextlib.contextmanager
+def two_at_once(calls: dict[str, tuple]) -> Iterator[dict[str, Future]]:
+    """`ranks(*call)` of each, two of them at a time and in this order, for programs of one rank leave the other core idle. Their results by name."""
+    with ThreadPoolExecutor(2) as pool:
+        futures = {name: pool.submit(ranks, *call) for name, call in calls.items()}
+        try:
+            yield futures
+        finally:
+            pool.shutdown(cancel_futures=True)  # of tests that were not asked for

@@ -8,7 +8,7 @@ import time
 import openai
 import pytest
 import tiny
-from harness import ranks
+from harness import ranks, two_at_once
 from test_rollout import make_policy, overwrite
 
 from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
@@ -167,8 +167,20 @@ def episodes_program(mesh, folder, kinds):
 
 
 @pytest.fixture(scope="module")
-def episodes(tmp_path_factory):
-    (found,) = ranks(1, episodes_program, tiny.make(tmp_path_factory.mktemp("episodes") / "model"), ["Talk", "AsyncTalk", "Forgetful", "InTokens", "Greedy"])
+def on_one_rank(tmp_path_factory):
+    """The results, in lists of one, of every program of one rank, by what the tests call it."""
+    root = tmp_path_factory.mktemp("one_rank")
+    folder, other = tiny.make(root / "a"), tiny.make(root / "b", seed=1)
+    calls = {"episodes": (episodes_program, folder, ["Talk", "AsyncTalk", "Forgetful", "InTokens", "Greedy"]), "failed": (failing_program, folder),
+             **{env: (partial_program, folder, other, {"name": env, "max_tokens": 120}, 3, [None, 0, 1]) for env in ("Talk", "InTokens")},
+             "stale": (stale_program, folder, "round_robin"), "agent": (agent_program, folder, 1)}
+    with two_at_once({name: (1, *call) for name, call in calls.items()}) as results:
+        yield results
+
+
+@pytest.fixture(scope="module")
+def episodes(on_one_rank):
+    (found,) = on_one_rank["episodes"].result()
     return found
 
 
@@ -237,8 +249,8 @@ MESSAGES = {3: "returned 1.0, not a Result", 4: "not a Result with a finite rewa
 
 
 @pytest.fixture(scope="module")
-def failed(tmp_path_factory):
-    (found,) = ranks(1, failing_program, tiny.make(tmp_path_factory.mktemp("failed") / "model"))
+def failed(on_one_rank):
+    (found,) = on_one_rank["failed"].result()
     return found
 
 
@@ -313,10 +325,9 @@ def annotated(policy, rows):
 
 
 @pytest.mark.parametrize("env", ["Talk", "InTokens"])
-def test_unfinished_episodes_go_on_under_new_weights_and_survive_a_checkpoint(tmp_path, env):
+def test_unfinished_episodes_go_on_under_new_weights_and_survive_a_checkpoint(on_one_rank, env):
     """Every token's log-prob is that of the weights it was sampled with; with a save and a restart in between, everything is bitwise the same."""
-    folder, other = tiny.make(tmp_path / "a"), tiny.make(tmp_path / "b", seed=1)
-    (r,) = ranks(1, partial_program, folder, other, {"name": env, "max_tokens": 120}, 3, [None, 0, 1])
+    (r,) = on_one_rank[env].result()
     steps, *again = r["runs"]
     assert r["worst"] < 1e-4 and r["mixed"] > 0 and again == [steps, steps]
     groups = [sorted({t[0] for t in step["trajectories"]}) for step in steps]
@@ -350,8 +361,8 @@ def stale_program(mesh, folder, tickets):
 
 
 @pytest.mark.parametrize(("world", "tickets"), [(1, "round_robin"), (2, "pull")])
-def test_no_token_is_older_than_allowed(tmp_path, world, tickets):
-    found = ranks(world, stale_program, tiny.make(tmp_path / "model"), tickets)
+def test_no_token_is_older_than_allowed(on_one_rank, tmp_path, world, tickets):
+    found = on_one_rank["stale"].result() if world == 1 else ranks(world, stale_program, tiny.make(tmp_path / "model"), tickets)
     for n in range(6):
         step = [t for r in found for t in r[n]]
         assert len({g for g, _, _ in step}) == 2 and max(age for *_, age in step) <= 1
@@ -391,9 +402,9 @@ def agent_program(mesh, folder, tp):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_program_that_talks_to_the_endpoint_is_trained(tmp_path, tp):
+def test_a_program_that_talks_to_the_endpoint_is_trained(on_one_rank, tmp_path, tp):
     """Its two questions are one segment; it fails alone."""
-    worst, found, info, failures, texts = ranks(tp, agent_program, tiny.make(tmp_path / "model"), tp)[0]
+    worst, found, info, failures, texts = (on_one_rank["agent"].result() if tp == 1 else ranks(tp, agent_program, tiny.make(tmp_path / "model"), tp))[0]
     assert 0 < worst < 1e-4 and len(failures) == 2 and "Caller.run raised ValueError: three" in failures[0]
     assert {(g, e) for g, e, *_ in found} == {(g, e) for g in range(9) for e in range(2)}
     for (group, _, segment, _, sampled, *_, reward, version), about, text in zip(found, info, texts, strict=True):
