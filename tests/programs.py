@@ -6,6 +6,7 @@ A fork costs a tenth of a second where torchrun pays ten of imports, and goes th
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import time
@@ -75,23 +76,38 @@ def alone(module: str, flags: list[object], log: Path) -> Running:
     return Running([str(x) for x in [sys.executable, "-m", module, *flags]], log)
 
 
-def fork(module: str, flags: list[object], log: Path, seconds: float = 120) -> Ended:
-    """`python -m module flags`, one rank."""
+def fork(module: str, flags: list[object], log: Path, seconds: float = 120, world: int = 0) -> Ended:
+    """`python -m module flags`, or with the environment that torchrun gives to each of `world` ranks. The exit code is that of the first that failed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     log.mkdir(parents=True, exist_ok=True)
-    process = context.Process(target=_main, args=(module, [str(f) for f in flags], str(log)))
-    process.start()
-    process.join(seconds)
-    process.kill()
-    process.join()
-    return Ended(process.exitcode, (log / "out.txt").read_text(), (log / "err.txt").read_text())
+    for name in STREAMS:
+        (log / name).write_text("")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+    environments = [{name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()} for rank in range(world)] or [{}]
+    processes = [context.Process(target=_main, args=(module, [str(f) for f in flags], str(log), env)) for env in environments]
+    for p in processes:
+        p.start()
+    end = time.monotonic() + seconds
+    while any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes) and time.monotonic() < end:
+        time.sleep(0.01)
+    codes = [p.exitcode for p in processes]
+    for p in processes:
+        p.kill()
+        p.join()
+    return Ended(next(filter(None, [*codes, *(p.exitcode for p in processes)]), 0), *((log / name).read_text() for name in STREAMS))
 
 
-def _main(module: str, flags: list[str], log: str) -> None:
+STREAMS = ("out.txt", "err.txt")
+
+
+def _main(module: str, flags: list[str], log: str, env: dict[str, str]) -> None:
     os.chdir(ROOT)
-    for stream, name in ((1, "out.txt"), (2, "err.txt")):
-        os.dup2(os.open(f"{log}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    os.environ.update(env)
+    for stream, name in enumerate(STREAMS, start=1):
+        os.dup2(os.open(f"{log}/{name}", os.O_WRONLY | os.O_APPEND), stream)
     sys.argv = [module, *flags]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the module was imported before, under its own name

@@ -318,7 +318,7 @@ def test_every_mesh_trains_alike(tmp_path, world, parallel):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitwise repeatable on CPU only")
 def test_resumed_run_is_the_uninterrupted_run(tmp_path):
-    """Two ranks under torchrun. The second run finds the first one's folder as it was when step 4 was saved, but for rows of metrics that follow."""
+    """Two ranks, first under torchrun. The second run finds the first one's folder as it was when step 4 was saved, but for rows of metrics that follow."""
     folder, source, output = tiny.make(tmp_path / "model", "qwen3"), written(tmp_path / "a.jsonl", conversations(30)), tmp_path / "run"
     given = flags(folder, source, output, "--checkpoint.every", 2, "--checkpoint.best-metric", "loss", "--num-steps", 6)
     ended = torchrun("minirl.sft", given, tmp_path / "log").end(120)
@@ -336,7 +336,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path):
     for name in ("model", "checkpoints/step-6"):
         shutil.rmtree(again / name)
     (again / "checkpoints" / "step-6.partial").mkdir()
-    ended = torchrun("minirl.sft", ["--config", output / "config.yaml", "--output", again, "--resume"], tmp_path / "log").end(120)
+    ended = fork("minirl.sft", ["--config", output / "config.yaml", "--output", again, "--resume"], tmp_path / "log", world=2)
     assert ended.code == 0 and "resuming at step 4" in ended.err, ended.err
     assert rows_of(again, "train") == rows_of(output, "train") and rows_of(again, "eval") == rows_of(output, "eval")
     for name in ("model/model.safetensors", "checkpoints/best.json", "model/config.json"):
