@@ -87,8 +87,7 @@ def ranks(world: int, function: Callable, *args: Any, parallel: Any = None, time
 def two_at_once(calls: dict[str, tuple]) -> Iterator[dict[str, Future]]:
     """`ranks(*call)` of each, two of them at a time and in this order, for programs of one rank leave the other core idle. Their results by name."""
     with ThreadPoolExecutor(2) as pool:
-        futures = {name: pool.submit(ranks, *call) for name, call in calls.items()}
         try:
-            yield futures
+            yield {name: pool.submit(ranks, *call) for name, call in calls.items()}
         finally:
-            pool.shutdown(cancel_futures=True)  # of tests that were not asked for
+            pool.shutdown(cancel_futures=True)  # those that no test waited for

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from harness import ranks
+from harness import ranks, two_at_once
 from programs import ROOT
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForSequenceClassification
@@ -96,18 +96,22 @@ def runs(tmp_path_factory) -> Path:
     """The folder with a folder of each run."""
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "reward.py").write_text(EARNED)
-    cases = [flags(folder, name, "--eval.every", 1, "--checkpoint.every", 1, config=f"{name}_spell_backward") for name in SUPERVISED]
-    cases += [flags(folder, "judge", "--policy.lr", 0.03, config="rm_spell_backward")]
-    cases += [flags(folder, "teacher", "--num-steps", 0, "--sft.num-steps", 25, "--sft.batch-size", 32), flags(folder, "student", *TEACH)]
-    cases += [flags(folder, name, *more, config=name) for name, more in RECIPES.items()]
-    cases += [flags(folder, "ppo_annotated", *RECIPES["ppo"], "--algo.entropy-share", 1.0, config="ppo")]
-    cases += [flags(folder, "whole", *STATES), flags(folder, "parts", *STATES, "--num-steps", 4), flags(folder, "parts", *STATES, "--resume")]
-    cases += [flags(folder, "judged", *JUDGED), flags(folder, "judged_parts", *JUDGED, "--num-steps", 4), flags(folder, "judged_parts", *JUDGED, "--resume"),
-              flags(folder, "only_judge", *JUDGED, "--reward.function", "", "--num-steps", 1)]
     (folder / "talk.py").write_text(TALKS)
+    taught = ("on_policy_distill",)  # recipes that need the teacher
+    judged = [flags(folder, name, "--eval.every", 1, "--checkpoint.every", 1, config=f"{name}_spell_backward") for name in SUPERVISED]
+    judged += [flags(folder, "judge", "--policy.lr", 0.03, config="rm_spell_backward")]
+    judged += [flags(folder, "judged", *JUDGED), flags(folder, "judged_parts", *JUDGED, "--num-steps", 4), flags(folder, "judged_parts", *JUDGED, "--resume"),
+               flags(folder, "only_judge", *JUDGED, "--reward.function", "", "--num-steps", 1)]
+    judged += [flags(folder, name, *more, config=name) for name, more in RECIPES.items() if name not in taught]
+    judged += [flags(folder, "ppo_annotated", *RECIPES["ppo"], "--algo.entropy-share", 1.0, config="ppo")]
+    cases = [flags(folder, "teacher", "--num-steps", 0, "--sft.num-steps", 25, "--sft.batch-size", 32), flags(folder, "student", *TEACH)]
+    cases += [flags(folder, name, *RECIPES[name], config=name) for name in taught]
+    cases += [flags(folder, "whole", *STATES), flags(folder, "parts", *STATES, "--num-steps", 4), flags(folder, "parts", *STATES, "--resume")]
     cases += [flags(folder, "partial", *PARTIAL), flags(folder, "partial_parts", *PARTIAL, "--num-steps", 4), flags(folder, "partial_parts", *PARTIAL, "--resume")]
     cases += [flags(folder, "replayed", *PARTIAL[:4], "--rollout.replay", "{folder}/partial/rollouts", *PARTIAL[4:8], "--policy.lr", 3e-3)]
-    ranks(1, train, cases)
+    with two_at_once({"judged": (1, train, judged), "others": (1, train, cases)}) as results:
+        for future in results.values():
+            future.result()
     ranks(2, train, [flags(folder, "judged_2", *JUDGED), flags(folder, "student_2", *TEACH)])
     return folder
 
