@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from harness import RankFailed, ranks
+from harness import RankFailed, ranks, two_at_once
 
 from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, ParallelConfig, PolicyConfig, RolloutConfig
 from minirl.config_rl import RefitConfig
@@ -125,10 +125,20 @@ def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options
 ROWS = [{"prompt": f"{i}{'x' * (3 * i)}", "answer": str(i)} for i in range(9)]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "phi3", "mixtral", "glm4_moe"])
-def test_engine_logprobs_are_the_trainers(tmp_path, family):
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "phi3", "mixtral", "glm4_moe"]
+
+
+@pytest.fixture(scope="module")
+def by_family(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("families")
+    with two_at_once({family: (1, sampler_program, tiny.make(folder / family, family, tied=family == "qwen2"), ROWS, 3, 0.7, {}, "round_robin") for family in FAMILIES}) as found:
+        yield found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_logprobs_are_the_trainers(by_family, family):
     """At a temperature other than 1, with shared prompts, sliding windows, softcaps, experts: < 1e-4 in float32."""
-    (r,) = ranks(1, sampler_program, tiny.make(tmp_path / "model", family, tied=family == "qwen2"), ROWS, 3, 0.7, {}, "round_robin")
+    (r,) = by_family[family].result()
     assert len(r["trajectories"]) == 27 and 0 < r["mismatch"] < 1e-4
 
 
