@@ -15,7 +15,7 @@ import pytest
 import reasoning_gym
 import torch
 import yaml
-from harness import ranks
+from harness import two_at_once
 from programs import ROOT
 from test_recipes import ENVIRONMENTS, rows, train
 
@@ -236,7 +236,9 @@ def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("configs")
     (folder / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"What is {n} + {n}?", "answer": str(2 * n)}) for n in range(50)))
     (folder / "games.jsonl").write_text("\n".join(json.dumps(row) for row, _ in demonstrated(200)))
-    ranks(1, train, [flags(folder, name) for name in ENVIRONMENTS])
+    with two_at_once({name: (1, train, [flags(folder, name) for name in half]) for name, half in (("first", ENVIRONMENTS[:4]), ("second", ENVIRONMENTS[4:]))}) as results:
+        for future in results.values():
+            future.result()
     return folder
 
 
