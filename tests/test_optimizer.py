@@ -6,7 +6,7 @@ import math
 import pytest
 import tiny
 import torch
-from harness import RankFailed, ranks
+from harness import RankFailed, ranks, two_at_once
 from programs import QUICKSTART
 from test_checkpoint import differences, whole
 from test_gradients import exact_norm, trajectories
@@ -388,10 +388,9 @@ def test_the_program_is_bitwise_the_same_with_sleep_between_its_phases(tmp_path)
     common = ["--config", QUICKSTART, "--data.train", tmp_path / "rows.jsonl", "--data.held-out", 8, "--reward.function", f"{tmp_path}/reward.py:vowels",
               "--sft.num-steps", 2, "--num-steps", 3, "--eval.every", 0, "--checkpoint.every", 2, "--rollout.prompts-per-step", 4,
               "--rollout.samples-per-prompt", 4, "--algo.kl-coef", 0.1, "--algo.updates-per-step", 2, "--policy.ema-decay", 0.9]
-    runs = []
-    for sleepy in (False, True):
-        given = [str(flag) for flag in [*common, "--output", tmp_path / str(sleepy)]]
-        runs += ranks(1, program, given, sleepy)
+    calls = {str(sleepy): (1, program, [str(flag) for flag in [*common, "--output", tmp_path / str(sleepy)]], sleepy) for sleepy in (False, True)}
+    with two_at_once(calls) as results:
+        runs = [value for future in results.values() for value in future.result()]
     assert runs[0] == runs[1] and len(runs[0]) == 3
     for name in ("model", "model_ema"):
         here, there = (AutoModelForCausalLM.from_pretrained(tmp_path / str(sleepy) / name).state_dict() for sleepy in (False, True))
