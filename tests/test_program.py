@@ -182,7 +182,7 @@ def repeated(data, tmp_path_factory) -> tuple[Killed, Run]:
     ended = running.end(120)
     killed = Killed(ended, time.monotonic() - began, [p for p in processes if p.is_running()], read(output / "metrics.jsonl"))
     given = ["--config", str(output / "config.yaml"), "--resume"]
-    return killed, Run(output, given, fork("minirl.rl", given, folder / "resumed", world=2))
+    return killed, Run(output, given, fork("minirl.rl", given, folder / "resumed", 300, world=2))
 
 
 def test_kill_of_one_rank_ends_all(repeated):
@@ -224,7 +224,7 @@ def test_evaluate_the_exported_model(run, data, tmp_path):
     given = ["--model", run.folder / "model", "--data.eval", data / "held_out.jsonl", "--reward.function", "exact", "--data.max-prompt-tokens", 16,
              "--reward.model", tmp_path / "judge", "--reward.model-weight", 0, "--rollout.max-tokens", 10, "--engine.dtype", "float32", "--engine.kv-cache-gb", 0.1, "--eval.temperature", 0, "--eval.samples", 2]
     running = alone("minirl.evaluate", [*given, "--output", tmp_path / "one.json"], tmp_path / "one")
-    two, one = fork("minirl.evaluate", given, tmp_path / "two", world=2), running.end(200)
+    two, one = fork("minirl.evaluate", given, tmp_path / "two", 200, world=2), running.end(200)
     assert one.code == two.code == 0, one.err + two.err
     result, other = json.loads(one.out), json.loads(two.out)
     assert abs(result["reward/model"]) > 1e-3 and other.pop("reward/model") == pytest.approx(result["reward/model"], rel=1e-4)
@@ -247,7 +247,7 @@ def test_two_ranks_share_an_engine(data, tmp_path):
     given = ["--config", QUICKSTART, "--output", output, "--data.train", data / "train.jsonl", "--data.eval", data / "held_out.jsonl", *ASIDE,
              "--reward.function", f"{data}/reward.py:vowels", "--sft.num-steps", 5, "--engine.tensor-parallel-size", 2,
              "--refit.transport", "all_gather", "--parallel.tensor", 2, "--parallel.sequence"]
-    ended = fork("minirl.rl", given, tmp_path, world=2)
+    ended = fork("minirl.rl", given, tmp_path, 300, world=2)
     assert ended.code == 0, ended.err
     rows = [row for row in read(output / "metrics.jsonl") if row["phase"] == "rl"]
     check_two_updates(rows)
