@@ -27,10 +27,9 @@ from minirl.types import Trajectory, UserError
 
 @dataclass(frozen=True)
 class Evaluation:
+    # Accuracy (= pass@1), pass@k, reward, answer_tokens, stopped (share of answers that ended by themselves), and what `breakdown` adds
     scores: dict[str, float]
-    """accuracy (= pass@1), pass@k, reward, answer_tokens, stopped (share of answers that ended by themselves), and what `breakdown` adds."""
-    answers: list[dict]
-    """Prompt, answer and reward of the first sample of the first five prompts."""
+    answers: list[dict]  # prompt, answer and reward of the first sample of the first five prompts
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

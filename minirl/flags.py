@@ -29,8 +29,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+$"), list("-+0123456789"), Loader=_Loader, Dumper=_Dumper)
-WRONG = {"missing": "has too few values", "dataclass_type": "must be a mapping of settings"}
-"""What pydantic would say in other terms than a user's."""
+WRONG = {"missing": "has too few values", "dataclass_type": "must be a mapping of settings"}  # what pydantic would say in other terms than a user's
 
 
 def parse(cls: type, argv: list[str] | None = None) -> Any:

@@ -45,13 +45,11 @@ class Inputs:
     folder: Path
     train: Prompts
     held_out: Prompts
-    num_dropped: int
-    """Prompts of both that were too long, and are left out."""
+    num_dropped: int  # prompts of both that were too long, and are left out
     make_env: Callable[[], Env | Agent]
     rewards: Rewards
     estimator: advantages.Estimator | advantages.TokenEstimator
-    others: dict[str, Path | None]
-    """What ref.model, critic.model and reward.model name."""
+    others: dict[str, Path | None]  # what ref.model, critic.model and reward.model name
     stop_ids: list[int]
 
 

@@ -25,18 +25,13 @@ from minirl.types import UserError
 class Progress:
     """What the summary needs and a checkpoint carries, beside weights."""
 
-    evaluations: dict[str, dict] = field(default_factory=dict)
-    """before_sft, before_rl, after_rl, ... -> what the program found"""
+    evaluations: dict[str, dict] = field(default_factory=dict)  # before_sft, before_rl, after_rl, ... -> what the program found
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
-    extra_tickets: int = 0
-    """Prompts that dynamic sampling took beyond those of the steps themselves."""
-    kl_coef: float | None = None
-    """What the adaptive controller made of algo.kl_coef."""
-    reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """Count, mean and squares about it of all rewards, for reward.normalize."""
-    outcomes: dict[str, list[int]] = field(default_factory=dict)
-    """Of the curriculum's prompts: number of the row -> [answers, right ones]."""
+    extra_tickets: int = 0  # prompts that dynamic sampling took beyond those of the steps themselves
+    kl_coef: float | None = None  # what the adaptive controller made of algo.kl_coef
+    reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # count, mean and squares about it of all rewards, for reward.normalize
+    outcomes: dict[str, list[int]] = field(default_factory=dict)  # of the curriculum's prompts: number of the row -> [answers, right ones]
 
     def add(self, seconds: dict[str, float], **tokens: int) -> None:
         for total, new in ((self.seconds, seconds), (self.tokens, tokens)):

@@ -24,27 +24,21 @@ class Completion:
     """What was sampled for one answer. The lists are parallel."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    """Of each token, under the distribution it was drawn from (temperature applied)."""
-    stopped: bool = False
-    """Ended by a stop token, which is then the last token; otherwise the length ran out."""
-    versions: list[int] = field(default_factory=list)
-    """Of each token: the optimizer steps that the weights had seen which drew it."""
+    logprobs: list[float] = field(default_factory=list)  # of each token, under the distribution it was drawn from (temperature applied)
+    stopped: bool = False  # ended by a stop token, which is then the last token; otherwise the length ran out
+    versions: list[int] = field(default_factory=list)  # of each token: the optimizer steps that the weights had seen which drew it
 
 
 @dataclass
 class Segment:
     """One token-exact sequence. The lists are parallel."""
 
-    text: str = ""
-    """Of all tokens, with the special ones."""
+    text: str = ""  # of all tokens, with the special ones
     tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    """-1 where nothing was sampled."""
-    rewards: list[float] = field(default_factory=list)
-    """Given for the answer that ends with the token."""
+    versions: list[int] = field(default_factory=list)  # -1 where nothing was sampled
+    rewards: list[float] = field(default_factory=list)  # given for the answer that ends with the token
     answers: int = 0
 
     def read(self, tokens: list[int], text: str) -> None:

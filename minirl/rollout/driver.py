@@ -18,14 +18,11 @@ from minirl.rollout.engine import RolloutEngine, Sampling
 class Request:
     """An answer in the making. What of it is there when a rollout is interrupted stays, and the next rollout goes on from it."""
 
-    tokens: list[int]
-    """Of the prompt."""
+    tokens: list[int]  # of the prompt
     sampling: Sampling
     seed: int
-    name: tuple = ()
-    """Requests that wait together are added in this order, if runs are to be repeatable."""
-    on_tokens: Callable[[list[int], list[float]], None] | None = None
-    """Hears of new tokens and their log-probs after each step."""
+    name: tuple = ()  # requests that wait together are added in this order, if runs are to be repeatable
+    on_tokens: Callable[[list[int], list[float]], None] | None = None  # hears of new tokens and their log-probs after each step
     done: Completion = field(default_factory=Completion)
 
 
@@ -35,13 +32,10 @@ class Driver:
         on how long environments take."""
         self.engine, self.repeatable = engine, repeatable
         self.loop = asyncio.new_event_loop()
-        self.version = 0
-        """Optimizer steps that the weights have seen."""
-        self.players = 0
-        """Episodes that are at work, and not waiting for an answer."""
+        self.version = 0  # optimizer steps that the weights have seen
+        self.players = 0  # episodes that are at work, and not waiting for an answer
         self._number = 0
-        self.halted = False
-        """No step more in this run."""
+        self.halted = False  # no step more in this run
         self._news = asyncio.Event()
         self._waiting: list[tuple[Request, asyncio.Future]] = []
         self._held: list[tuple[Request, asyncio.Future]] = []

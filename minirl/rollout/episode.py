@@ -33,25 +33,20 @@ class Episode:
     """Where it stands."""
 
     ticket: int
-    number: int
-    """Of the sample in its group."""
+    number: int  # of the sample in its group
     row: dict
     env: Env | Agent
     conversation: Conversation
-    segment: Segment | None = None
-    """The one that goes on."""
+    segment: Segment | None = None  # the one that goes on
     messages: list[dict] = field(default_factory=list)
     sampling: Sampling
-    request: Request | None = None
-    """The answer that is being sampled."""
-    turn: int = 0
-    """Answers so far."""
+    request: Request | None = None  # the answer that is being sampled
+    turn: int = 0  # answers so far
     answer: str = ""
     stopped: bool = False
     truncated: bool = False
     done: bool = False
-    played: bool = False
-    """Done, and closed."""
+    played: bool = False  # done, and closed
     reward: float = 0.0
     error: str = ""
     info: dict[str, float] = field(default_factory=dict)
@@ -82,8 +77,7 @@ class Stage:
         self.system_prompt, self.endpoint = system_prompt, endpoint
         self.max_model_len = driver.engine.cfg.max_model_len
         self.threads = asyncio.Semaphore(cfg.threads)
-        self.failures: list[str] = []
-        """Why episodes failed."""
+        self.failures: list[str] = []  # why episodes failed
 
     async def play(self, e: Episode, ended: Callable[[Episode], None]) -> None:
         """To its end, from wherever it stands. Raises UserError."""

@@ -112,8 +112,8 @@ class Refit:
         self._check_coverage(recorded)
         wanted = set().union(*mesh.gather({(copy.name, target.dtype) for copy, target in recorded}))
         dtype_of = dict(wanted)
+        # Of the engine's parameter, by the trainer's name: what goes over the wire. A router's correction may be wider than the rest.
         self.dtypes = {n: dtype_of[n] for n in shards if n in dtype_of}  # in one order on all ranks
-        """Of the engine's parameter, by the trainer's name: what goes over the wire. A router's correction may be wider than the rest."""
         if len(wanted) != len(self.dtypes):
             raise NotImplementedError("the engine keeps parts of one weight in more than one dtype")
         self.boxes = mesh.gather({n: local_box(p) for n, p in shards.items()})

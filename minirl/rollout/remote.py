@@ -34,8 +34,7 @@ class RemoteReward:
         self.client = httpx.Client(timeout=cfg.timeout_seconds)
         self.turn = itertools.count()
         self.senders, self.lock = ThreadPoolExecutor(len(self.urls), thread_name_prefix="endpoint"), threading.Lock()
-        self.gathered: list[tuple[str, str, object]] = []
-        """What the next request asks; `self.request` is its promise."""
+        self.gathered: list[tuple[str, str, object]] = []  # what the next request asks; `self.request` is its promise
 
     def __call__(self, prompt: str | list[dict], completion: str, row: dict) -> float:
         """`row["rendered_prompt"]` is the prompt as the policy reads it. Raises UserError if no endpoint answers rightly."""

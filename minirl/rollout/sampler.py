@@ -34,11 +34,9 @@ class Group:
     """The episodes of a ticket."""
 
     ticket: int
-    version: int
-    """Of the weights when it began."""
+    version: int  # of the weights when it began
     episodes: list[Episode]
-    tasks: list[asyncio.Task] | None = None
-    """None: it has not begun here."""
+    tasks: list[asyncio.Task] | None = None  # None: it has not begun here
 
     @property
     def played(self) -> bool:
@@ -62,10 +60,8 @@ class Round:
     def __init__(self, sampler: "Sampler"):
         self.sampler = sampler
         self.groups: dict[int, Group] = {}
-        self.live = 0
-        """Episodes that are not played to the end."""
-        self.num_played = 0
-        """Groups that are."""
+        self.live = 0  # episodes that are not played to the end
+        self.num_played = 0  # groups that are
 
     async def play(self, begin: Callable[[int], Group], queue: Iterator[int], room: int, enough: Callable[[int], bool]) -> list[Group]:
         """Begin the groups of the tickets in the queue as there is room for their episodes, until `enough(groups that are played)` or there is no more to do.
@@ -150,8 +146,7 @@ class Sampler:
             self.driver.loop.run_until_complete(self.endpoint.start())
         self.stage = Stage(self.driver, rewards, tokenizer, cfg.env, seed=cfg.seed, system_prompt=cfg.data.system_prompt, endpoint=self.endpoint)
         self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
-        self.training = Round(self)
-        """Whose unfinished groups the next step goes on with."""
+        self.training = Round(self)  # whose unfinished groups the next step goes on with
         self.numbers = itertools.count()  # of counters on the store
 
     def collect(self, prompts: Prompts, tickets: range, num_samples: int, sampling: Sampling, *, version: int = 0) -> list[Trajectory]:

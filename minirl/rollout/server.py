@@ -46,10 +46,8 @@ class _Session:
     seed: tuple[int, ...]
     sampling: Sampling
     conversation: Conversation
-    said: dict[str, str] = field(default_factory=dict)
-    """The answers as they were sampled, by what a client sends back of them (`protocol.recognise`)."""
-    asked: list[asyncio.Task] = field(default_factory=list)
-    """The work on each request so far."""
+    said: dict[str, str] = field(default_factory=dict)  # the answers as they were sampled, by what a client sends back of them (`protocol.recognise`)
+    asked: list[asyncio.Task] = field(default_factory=list)  # the work on each request so far
 
 
 class _Exchange:
