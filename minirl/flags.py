@@ -1,7 +1,6 @@
 """From a YAML file and flags to a config, and back: known keys only, right types only, one message for what is wrong."""
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import importlib.util
@@ -45,12 +44,8 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
     required = any(f.default is f.default_factory is dataclasses.MISSING for f in dataclasses.fields(cls))
     default = {} if required and given.config is None else {"default": cls() if given.config is None else load(cls, given.config)}
     program = re.search(r"-m (minirl\.\w+)", cls.__doc__)[1]
-    with contextlib.ExitStack() as stack:
-        if os.environ.get("RANK", "0") != "0":  # one rank tells what is wrong
-            silence = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stderr(silence))
-            stack.enter_context(contextlib.redirect_stdout(silence))
-        cfg = tyro.cli(cls, prog=f"python -m {program}", args=argv, description=cls.__doc__, config=(tyro.conf.PositionalRequiredArgs,), **default)
+    cfg = tyro.cli(cls, prog=f"python -m {program}", args=argv, description=cls.__doc__, config=(tyro.conf.PositionalRequiredArgs,),
+                   console_outputs=os.environ.get("RANK", "0") == "0", **default)  # one rank tells what is wrong
     return fill(cls, dataclasses.asdict(cfg))
 
 

@@ -190,10 +190,11 @@ class Trainer:
         sampling = dataclasses.replace(self.sampling, temperature=self.cfg.eval.temperature)
         with self.timer.phase("evaluate"):
             result = evaluate(self.sampler, self.inputs.held_out, self.cfg.eval, sampling, self.mesh, self.judge)
-        self.run.evaluated(step, result.scores)
-        self.log.say(f"step {step}: held-out accuracy {result.scores['accuracy']:.3f}, reward {result.scores['reward']:.3f}")
+        scores = result["scores"]
+        self.run.evaluated(step, scores)
+        self.log.say(f"step {step}: held-out accuracy {scores['accuracy']:.3f}, reward {scores['reward']:.3f}")
         if name:
-            self.progress.evaluations[name] = dataclasses.asdict(result)
+            self.progress.evaluations[name] = result
 
     def warm_start(self) -> None:
         with self.engine.awake(self.refit, self.evict):

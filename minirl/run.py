@@ -81,7 +81,6 @@ class Run:
 
     def finish(self, scores: dict[str, float | None]) -> None:
         """Export the model, close the log, write the summary, which begins with held-out `scores`."""
-        self.log.end_progress()
         with self.timer.phase("checkpoint"):
             self.saver.wait()
         with self.timer.phase("export"):

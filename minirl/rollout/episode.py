@@ -67,7 +67,6 @@ class Episode:
             self.outcome.set_result(outcome)
 
 
-
 class Stage:
     """What the episodes of a rank share."""
 
@@ -119,7 +118,7 @@ class Stage:
             if room < 1 or e.turn >= self.cfg.max_turns:
                 e.truncated = e.done = True
                 return
-            e.request = Request(tokens=list(e.segment.tokens), sampling=e.sampling.with_max_tokens(room), name=(e.ticket, e.number),
+            e.request = Request(tokens=list(e.segment.tokens), sampling=dataclasses.replace(e.sampling, max_tokens=room), name=(e.ticket, e.number),
                                 seed=sample_seed(self.seed, e.ticket, e.number, e.turn))
         said = await self.driver.answer(e.request)
         e.request = None
@@ -177,8 +176,7 @@ class Stage:
         if messages is None and isinstance(said, list) and said and isinstance(said[0], dict) or type(said) is str:
             if not begins and not e.messages:
                 raise EnvFailed(f"it began with tokens or a Raw text and goes on with the message {said!r}")
-            messages = chat.to_messages(said, self.system_prompt if begins else "")
-            messages = e.messages + messages
+            messages = e.messages + chat.to_messages(said, self.system_prompt if begins else "")
         if messages:
             e.messages = messages
             e.segment = e.conversation.ask(messages)

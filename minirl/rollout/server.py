@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -63,7 +63,7 @@ class _Exchange:
             if (room := endpoint.max_model_len - len(tokens)) < 1:
                 raise Refused(f"the prompt has {len(tokens)} tokens and engine.max_model_len = {endpoint.max_model_len} leaves no room for an answer", 400,
                               "context_length_exceeded")
-            sampling = session.sampling.with_max_tokens(min(asked.max_tokens or room, session.sampling.max_tokens, room))
+            sampling = replace(session.sampling, max_tokens=min(asked.max_tokens or room, session.sampling.max_tokens, room))
             request = Request(tokens=tokens, sampling=sampling, seed=sample_seed(*name, len(self.answers)), name=name)
             self.answers.append(Answer(request, text, asked, endpoint.tokenizer))
         kind = "text_completion" if asked.messages is None else "chat.completion.chunk" if asked.stream else "chat.completion"
