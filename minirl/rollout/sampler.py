@@ -168,8 +168,7 @@ class Sampler:
             self.training.replace(group, self._group(prompts, r.samples_per_prompt, sampling, version, group.ticket))
         begun = sum(mesh.gather(len(self.training.groups)))
         last = first + max(0, r.prompts_per_step + r.ahead - begun) + r.extra_prompts
-        groups: dict[int, list[Trajectory]] = {}
-        kept: dict[int, Group] = {}
+        groups: dict[int, Group] = {}
         varied: dict[int, bool] = {}  # of all ranks
         while (missing := r.prompts_per_step - sum(varied.values())) > 0:
             begun = sum(mesh.gather(len(self.training.groups)))
@@ -178,13 +177,12 @@ class Sampler:
                 break
             played = self._play(self.training, prompts, tickets, r.samples_per_prompt, sampling, version, min(missing, begun + len(tickets)))
             first = tickets.stop
-            kept |= {group.ticket: group for group in played}
-            groups |= {group.ticket: group.trajectories() for group in played}
-            for part in mesh.gather({group.ticket: self._is_varied(groups[group.ticket]) for group in played}):
+            groups |= {group.ticket: group for group in played}
+            for part in mesh.gather({group.ticket: self._is_varied(group.trajectories()) for group in played}):
                 varied |= part
         chosen = sorted(varied, key=lambda ticket: (not varied[ticket], ticket))[: r.prompts_per_step]
-        self.training.groups |= {ticket: group for ticket, group in kept.items() if ticket not in chosen and varied[ticket]}
-        return [t for ticket in sorted(groups) if ticket in chosen for t in groups[ticket]], first
+        self.training.groups |= {ticket: group for ticket, group in groups.items() if ticket not in chosen and varied[ticket]}
+        return [t for ticket in sorted(groups) if ticket in chosen for t in groups[ticket].trajectories()], first
 
     def _is_varied(self, trajectories: list[Trajectory]) -> bool:
         rewards = [t.reward for t in trajectories if t.segment == 0]
