@@ -195,7 +195,8 @@ class Sampler:
         loads = self.mesh.gather(len(round.groups))[:: self.engine.tp_size]
         num, me = sum(loads) + len(tickets), self.engine.replica
         if self.pulls:
-            queue, is_enough = self._pull(tickets), self._count(enough)
+            number = next(self.numbers)
+            queue, is_enough = self._pull(number, tickets), self._count(number, enough)
         else:
             dealt = spread(len(tickets), loads)
             queue = iter([tickets[i] for i in dealt[me]])
@@ -207,20 +208,19 @@ class Sampler:
         room = min(self.engine.cfg.max_num_seqs, -(-num // len(loads)) * num_samples) - num_samples + 1
         return self.driver.run(round.play(partial(self._group, prompts, num_samples, sampling, version), queue, room, is_enough))
 
-    def _pull(self, tickets: range) -> Iterator[int]:
+    def _pull(self, number: int, tickets: range) -> Iterator[int]:
         """Take the next ticket that no engine has taken: one counter on torchrun's store, so long answers balance themselves."""
-        key = f"minirl/tickets/{next(self.numbers)}"
-        while (taken := self.mesh.store.add(key, 1) - 1) < len(tickets):
+        while (taken := self.mesh.store.add(f"minirl/tickets/{number}", 1) - 1) < len(tickets):
             yield tickets[taken]
 
-    def _count(self, enough: int) -> Callable[[int], bool]:
+    def _count(self, number: int, enough: int) -> Callable[[int], bool]:
         """Adds up what all engines have played."""
-        key, told = f"minirl/played/{next(self.numbers)}", 0
+        told = 0
 
         def is_enough(played: int) -> bool:
             nonlocal told
             new, told = played - told, played
-            return self.mesh.store.add(key, new) >= enough
+            return self.mesh.store.add(f"minirl/played/{number}", new) >= enough
         return is_enough
 
     def _group(self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int) -> Group:
