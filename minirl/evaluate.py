@@ -27,9 +27,9 @@ def breakdown(trajectories: list[Trajectory], threshold: float, mesh: Mesh, more
     """Means over all ranks: `source/NAME/accuracy` and `/reward` of each data source where rows have one, `reward/NAME` of each of several
     reward functions, `env/turns`, `/truncated`, `/failed` and what else an environment tells, and of `more` values by their names. `trajectories`:
     one of each episode. The same however they are spread over ranks. Collective."""
-    own = [*more, *((f"reward/{name}", value) for t in trajectories for name, value in t.info.get("rewards", {}).items())]
+    own = [*more]
     for t in trajectories:
-        own += [(f"env/{name}", float(value)) for name, value in t.info.get("env", {}).items()]
+        own += [(f"{of}/{name}", float(value)) for of, told in (("reward", "rewards"), ("env", "env")) for name, value in t.info.get(told, {}).items()]
         if source := t.info["source"]:
             score = t.info.get("score", t.reward)  # in training, the reward before it was shaped
             own += [(f"source/{source}/accuracy", float(score >= threshold)), (f"source/{source}/reward", score)]
@@ -51,10 +51,9 @@ def evaluate(sampler: Sampler, prompts: Prompts, cfg: EvalConfig, sampling: Samp
         judge.grade(trajectories)
     once = [t for t in trajectories if t.segment == 0]
     own: list[tuple[str, float]] = []
-    for group in (list(siblings) for _, siblings in itertools.groupby(once, lambda t: t.group)):
-        correct, num = sum(t.reward >= cfg.threshold for t in group), len(group)
-        tokens, stopped, reward = (sum(f(t) for t in group) / num for f in (lambda t: int(t.sampled.sum()), lambda t: t.info["stopped"], lambda t: t.reward))
-        own += [("accuracy", correct / num), (f"pass@{cfg.samples}", float(correct > 0)), ("reward", reward), ("answer_tokens", tokens), ("stopped", stopped)]
+    for _, group in itertools.groupby(once, lambda t: t.group):
+        told = [{"accuracy": float(t.reward >= cfg.threshold), "reward": t.reward, "answer_tokens": int(t.sampled.sum()), "stopped": t.info["stopped"]} for t in group]
+        own += [(name, sum(t[name] for t in told) / len(told)) for name in told[0]] + [(f"pass@{cfg.samples}", max(t["accuracy"] for t in told))]
     shown = [(t.group, {"prompt": t.info["prompt"], "answer": t.info["completion"], "reward": t.reward}) for t in trajectories if t.group < 5 and t.episode == 0]
     answers = sorted(itertools.chain(*mesh.gather(shown)), key=lambda a: a[0])
     return {"scores": breakdown(once, cfg.threshold, mesh, own), "answers": [a for _, a in answers]}
@@ -85,8 +84,8 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     judge = judge and RewardModel(PolicyConfig(dtype=dtype), judge, mesh, stop_ids, tokenizer.eos_token_id, max(16384, cfg.engine.max_model_len + 1), weight=cfg.reward.model_weight)
     result = evaluate(sampler, prompts, cfg.eval, sampling, mesh, judge)
     if mesh.rank == 0:
-        about = {"model": cfg.model, "data": cfg.data.eval, "prompts": len(prompts.rows), "dropped": num_dropped}
-        text = json.dumps({**about, **result["scores"], "answers": result["answers"]}, indent=2)
+        text = json.dumps({"model": cfg.model, "data": cfg.data.eval, "prompts": len(prompts.rows), "dropped": num_dropped, **result["scores"],
+                           "answers": result["answers"]}, indent=2)
         print(text)
         if cfg.output:
             Path(cfg.output).write_text(text + "\n")

@@ -41,8 +41,7 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
     file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     file.add_argument("--config", nargs="?", const="")
     given, argv = file.parse_known_args(argv)
-    required = any(f.default is f.default_factory is dataclasses.MISSING for f in dataclasses.fields(cls))
-    default = {} if required and given.config is None else {"default": cls() if given.config is None else load(cls, given.config)}
+    default = {} if given.config is None else {"default": load(cls, given.config)}
     program = re.search(r"-m (minirl\.\w+)", cls.__doc__)[1]
     cfg = tyro.cli(cls, prog=f"python -m {program}", args=argv, description=cls.__doc__, config=(tyro.conf.PositionalRequiredArgs,),
                    console_outputs=os.environ.get("RANK", "0") == "0", **default)  # one rank tells what is wrong

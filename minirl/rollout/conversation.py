@@ -43,19 +43,18 @@ class Segment:
 
     def read(self, tokens: list[int], text: str) -> None:
         """What the policy is told."""
-        self.text += text
-        self._extend(tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
+        self._extend(text, tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
 
     def say(self, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
         """What it answers; returned as a text with its special tokens but the one that ends it."""
         text, last = added(tokenizer, self.tokens, completion.tokens), completion.tokens[-1:]
-        self.text += text
-        self._extend(completion.tokens, True, completion.logprobs, completion.versions)
+        self._extend(text, completion.tokens, True, completion.logprobs, completion.versions)
         self.answers += 1
         ended = completion.stopped and not tokenizer.decode(last, skip_special_tokens=True)  # no part of the content, as `</code>` would be
         return text.removesuffix(tokenizer.decode(last)) if ended else text
 
-    def _extend(self, tokens: list[int], sampled: bool, logprobs: list[float], versions: list[int]) -> None:
+    def _extend(self, text: str, tokens: list[int], sampled: bool, logprobs: list[float], versions: list[int]) -> None:
+        self.text += text
         self.tokens += tokens
         self.sampled += [sampled] * len(tokens)
         self.logprobs += logprobs

@@ -74,7 +74,6 @@ class Stage:
         """`endpoint`: of server.py, for agents."""
         self.driver, self.rewards, self.tokenizer, self.cfg, self.seed = driver, rewards, tokenizer, cfg, seed
         self.system_prompt, self.endpoint = system_prompt, endpoint
-        self.max_model_len = driver.engine.cfg.max_model_len
         self.threads = asyncio.Semaphore(cfg.threads)
         self.failures: list[str] = []  # why episodes failed
 
@@ -114,7 +113,7 @@ class Stage:
         """An answer, and what the environment says to it."""
         if e.request is None:
             left = self.cfg.max_tokens - sum(sum(s.sampled) for s in e.conversation.segments)
-            room = min(e.sampling.max_tokens, left, self.max_model_len - len(e.segment.tokens))
+            room = min(e.sampling.max_tokens, left, self.driver.engine.cfg.max_model_len - len(e.segment.tokens))
             if room < 1 or e.turn >= self.cfg.max_turns:
                 e.truncated = e.done = True
                 return

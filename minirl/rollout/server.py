@@ -17,8 +17,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HTTPRequest
+from starlette.requests import ClientDisconnect, Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
