@@ -54,11 +54,9 @@ class Trainer:
             self.run.saver.rollouts = self.sampler.state
             self.sampler.load(checkpoint.load_rollouts(self.run.found) if self.run.found else [], self.prompts, self.sampling)
         self.log, self.progress = self.run.log, self.run.progress
-        self.evict = [self.policy.sleeper]
         if cfg.rollout.curriculum_floor:
             self.prompts.order = Curriculum(self.prompts, cfg.rollout.curriculum_floor, self.progress.outcomes)
-        self.ref: Policy | None = None
-        self.critic: Policy | None = None
+        self.ref = self.critic = None  # each a Policy where it is needed
         self.layout, self.num_extra = self.policy.layout, 0
 
     def find_inputs(self) -> str:
@@ -151,7 +149,7 @@ class Trainer:
         if cfg.rollout.replay:
             with self.timer.phase("rollout"):
                 return records.load(Path(cfg.rollout.replay), step, self.mesh)
-        with self.engine.awake(self.refit, self.evict):
+        with self.engine.awake(self.refit, [self.policy.sleeper]):
             if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
                 self.evaluate(step, "before_rl" if step == 0 else None)
             with self.timer.phase("rollout"):
@@ -198,14 +196,13 @@ class Trainer:
         sampling = dataclasses.replace(self.sampling, temperature=self.cfg.eval.temperature)
         with self.timer.phase("evaluate"):
             result = evaluate(self.sampler, self.held_out, self.cfg.eval, sampling, self.mesh, self.judge)
-        scores = result["scores"]
-        self.run.evaluated(step, scores)
-        self.log.say(f"step {step}: held-out accuracy {scores['accuracy']:.3f}, reward {scores['reward']:.3f}")
+        self.run.evaluated(step, result["scores"])
+        self.log.say(f"step {step}: held-out accuracy {result['scores']['accuracy']:.3f}, reward {result['scores']['reward']:.3f}")
         if name:
             self.progress.evaluations[name] = result
 
     def warm_start(self) -> None:
-        with self.engine.awake(self.refit, self.evict):
+        with self.engine.awake(self.refit, [self.policy.sleeper]):
             self.evaluate(-1, "before_sft")
         self.progress.add(self.timer.take())
         with self.timer.phase("sft"):
@@ -270,7 +267,7 @@ class Trainer:
     def finish(self) -> None:
         """Last evaluation, export, summary."""
         if not self.cfg.rollout.replay:
-            with self.engine.awake(self.refit, self.evict):
+            with self.engine.awake(self.refit, [self.policy.sleeper]):
                 self.evaluate(self.cfg.num_steps, "after_rl")
         self.log.end_progress()
         found = {name: evaluation["scores"]["accuracy"] for name, evaluation in self.progress.evaluations.items()}

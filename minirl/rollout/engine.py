@@ -53,7 +53,7 @@ class RolloutEngine:
         self.cfg, self.mesh, self.timer = cfg, mesh, timer or Timer(mesh.device)
         os.environ.update({k: os.environ.get(k, v) for k, v in _ENVIRONMENT.items()})
         self.on_cuda = mesh.device.type == "cuda"
-        with _keep_random_state_and_threads(), torch.random.fork_rng(devices=()), warnings.catch_warnings():
+        with _keep_random_state_and_threads(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of vLLM's imports, which no setting of ours can mend
             logging.getLogger("vllm").setLevel(logging.ERROR)
             from vllm import LLM
@@ -205,15 +205,13 @@ def _logprobs(tokens: list[int], entries: list[dict] | None) -> list[float]:
 
 @contextlib.contextmanager
 def _keep_random_state_and_threads() -> Iterator[None]:
-    """vLLM seeds the global generators (torch.random.fork_rng keeps torch's), and its CPU build sets one thread and disables `torch.set_num_threads`."""
-    state, threads, set_threads = (random.getstate(), np.random.get_state()), torch.get_num_threads(), torch.set_num_threads
-    try:
+    """vLLM seeds the global generators, and its CPU build sets one thread and disables `torch.set_num_threads`."""
+    with contextlib.ExitStack() as after, torch.random.fork_rng(devices=()):
+        after.callback(random.setstate, random.getstate())
+        after.callback(np.random.set_state, np.random.get_state())
+        after.callback(setattr, torch, "set_num_threads", torch.set_num_threads)
+        after.callback(torch.set_num_threads, torch.get_num_threads())
         yield
-    finally:
-        random.setstate(state[0])
-        np.random.set_state(state[1])
-        torch.set_num_threads = set_threads
-        torch.set_num_threads(threads)
 
 
 def _patch_cpu(mesh: Mesh) -> None:

@@ -7,7 +7,6 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,12 +49,12 @@ class Episode:
     reward: float = 0.0
     error: str = ""
     info: dict[str, float] = field(default_factory=dict)
-    outcome: Future[list[Trajectory]] | None = None
+    outcome: Callable[[], list[Trajectory]] | None = None  # waits for the rewards
 
     def saved(self) -> dict:
         """For pickle; waits for the rewards if it is played."""
         if self.played:
-            return {"played": True, "outcome": self.outcome.result()}
+            return {"played": True, "outcome": self.outcome()}
         return {name: value for name, value in vars(self).items() if name not in ("conversation", "outcome")} | {"segments": self.conversation.segments}
 
     def restore(self, saved: dict) -> None:
@@ -63,8 +62,7 @@ class Episode:
         self.conversation.segments = saved.pop("segments", [])
         vars(self).update(saved)
         if self.played:
-            outcome, self.outcome = self.outcome, Future()
-            self.outcome.set_result(outcome)
+            self.outcome = lambda: saved["outcome"]
 
 
 class Stage:

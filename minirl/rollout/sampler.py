@@ -44,7 +44,7 @@ class Group:
 
     def trajectories(self) -> list[Trajectory]:
         """Waits for the rewards. Raises UserError as they do."""
-        return [t for e in self.episodes for t in e.outcome.result()]
+        return [t for e in self.episodes for t in e.outcome()]
 
     def pickled(self) -> bytes:
         """Without episodes if one of them is an agent's, or cannot be pickled."""
@@ -90,12 +90,8 @@ class Round:
             self.sampler.driver.halted = True
             self.over.set_result(None)
             return
-        while self.queue and (not self.live or self.live < self.room):
-            ticket = next(self.queue, None)
-            if ticket is None:
-                self.queue = None
-            else:
-                self._add(self.begin(ticket))
+        while (not self.live or self.live < self.room) and (ticket := next(self.queue, None)) is not None:
+            self._add(self.begin(ticket))
         if not self.live:
             self.over.set_result(None)
 
@@ -118,7 +114,7 @@ class Round:
     def _ended(self, episode: Episode) -> None:
         self.live -= 1
         self.num_played += self.groups[episode.ticket].played
-        episode.outcome = self.sampler.pool.submit(self.sampler.stage.finish, episode)
+        episode.outcome = self.sampler.pool.submit(self.sampler.stage.finish, episode).result
         self._go_on()
 
     def _settled(self, plays: bool, task: asyncio.Task) -> None:
@@ -135,8 +131,7 @@ class Sampler:
     def __init__(self, engine: RolloutEngine, make_env: Callable[[], Env | Agent], rewards: Rewards, tokenizer: PreTrainedTokenizerBase, mesh: Mesh,
                  cfg: RLConfig | EvaluateConfig):
         self.engine, self.make_env, self.tokenizer, self.mesh, self.cfg = engine, make_env, tokenizer, mesh, cfg
-        tickets = cfg.rollout.tickets
-        self.pulls = tickets == "pull" or tickets == "auto" and mesh.device.type == "cuda"
+        self.pulls = {"pull": True, "round_robin": False, "auto": mesh.device.type == "cuda"}[cfg.rollout.tickets]
         self.driver = Driver(engine, repeatable=not self.pulls)
         self.endpoint = None
         if engine.is_leader and isinstance(make_env(), Agent):
