@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minirl.algo.normalize import sequence_sums, to_rows
-from minirl.config import CorrectionConfig
+from minirl.config_rl import CorrectionConfig
 from minirl.types import Packed, UserError
 
 PRESETS = {

@@ -39,6 +39,10 @@ class Optimizer:
     def param_groups(self) -> list[dict]:
         return [group for part in self.parts for group in part.param_groups]
 
+    @property
+    def stepped(self) -> bool:
+        return any(part.state for part in self.parts)
+
     def step(self) -> None:
         for part in self.parts:
             if self.rest == "device":
