@@ -35,8 +35,7 @@ class Progress:
 
     def add(self, seconds: dict[str, float], **tokens: int) -> None:
         for total, new in ((self.seconds, seconds), (self.tokens, tokens)):
-            for name, value in new.items():
-                total[name] = total.get(name, 0) + value
+            total |= {name: total.get(name, 0) + value for name, value in new.items()}
 
 
 class Run:

@@ -7,7 +7,6 @@ interrupted, and the next step goes on with them under its new weights (partial 
 import asyncio
 import contextlib
 import itertools
-import operator
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,14 +61,13 @@ class Round:
         self.sampler = sampler
         self.groups: dict[int, Group] = {}
         self.live = 0  # episodes that are not played to the end
-        self.num_played = 0  # groups that are
 
     async def play(self, begin: Callable[[int], Group], queue: Iterator[int], room: int, enough: Callable[[int], bool]) -> list[Group]:
         """Begin the groups of the tickets in the queue as there is room for their episodes, until `enough(groups that are played)` or there is no more to do.
         Returns those played."""
         self.begin, self.queue, self.room, self.enough = begin, queue, room, enough
         self.over = asyncio.get_running_loop().create_future()
-        self.num_played = sum(g.played for g in self.groups.values())
+        self.num_played = sum(g.played for g in self.groups.values())  # groups that are played to the end
         if self.groups:  # those of another round stay held
             self.sampler.driver.release()
         for group in [g for g in self.groups.values() if g.tasks is None]:
@@ -195,9 +193,8 @@ class Sampler:
             queue, is_enough = self._pull(number, tickets), self._count(number, enough)
         else:
             dealt = spread(len(tickets), loads)
-            queue = iter([tickets[i] for i in dealt[me]])
             quota = len(spread(enough, [-load - len(own) for load, own in zip(loads, dealt, strict=True)])[me])
-            is_enough = partial(operator.le, quota)
+            queue, is_enough = iter([tickets[i] for i in dealt[me]]), lambda played: played >= quota
         if not self.engine.is_leader:
             return self.driver.run(None) or []
         # At most an even share at once: with room for all, the engine that asks first would take everything.
@@ -247,9 +244,7 @@ class Sampler:
 
 def spread(num: int, loads: list[int]) -> list[list[int]]:
     """0 .. num - 1, one by one to whoever has the least (of several the first)."""
-    loads, out = list(loads), [[] for _ in loads]
+    out = [[] for _ in loads]
     for i in range(num):
-        least = loads.index(min(loads))
-        loads[least] += 1
-        out[least].append(i)
+        out[min(range(len(loads)), key=lambda rank: loads[rank] + len(out[rank]))].append(i)
     return out
