@@ -76,12 +76,9 @@ class Saver:
 
     def __init__(self, run: Path, cfg: CheckpointConfig, policy: Policy, mesh: Mesh):
         self.run, self.cfg, self.policy, self.mesh = run, cfg, policy, mesh
-        self.others: dict[str, Policy] = {}
-        """More models whose state is saved, by name (a critic). They may sleep, and sleep afterwards."""
-        self.step = max(finished(run), default=None)
-        """Of the newest checkpoint, finished or under way."""
-        self.rollouts: Callable[[], list[bytes]] = list
-        """This rank's unfinished episodes."""
+        self.others: dict[str, Policy] = {}  # More models whose state is saved, by name (a critic). They may sleep, and sleep afterwards.
+        self.step = max(finished(run), default=None)  # Of the newest checkpoint, finished or under way.
+        self.rollouts: Callable[[], list[bytes]] = list  # This rank's unfinished episodes.
         best = find_best(run)
         self.best = best if best and cfg.best_metric in ("", best["metric"]) else None
         self.group = dist.new_group(backend="gloo")

@@ -43,8 +43,8 @@ class Policy:
         self.cfg, self.folder, self.mesh, self.timer = cfg, folder, mesh, timer or Timer(mesh.device)
         self.model = build.build(folder, mesh, dtype=cfg.dtype, trainable=trainable, score=score, activation_checkpointing=cfg.activation_checkpointing,
                                  reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload, sequence_parallel=sequence_parallel)
+        # What `pack` must make of micro-batches for this model.
         self.layout = Layout(multiple=mesh.tensor.size() if sequence_parallel else 1, context=mesh.context, windowed=families.windowed(self.model.config))
-        """What `pack` must make of micro-batches for this model."""
         self.optimizer = self._make_optimizer() if trainable else None
         self.num_updates = 0
         self.sleeper = fsdp.Sleeper(self.model, lambda: self.optimizer.tensors() if self.optimizer else [])

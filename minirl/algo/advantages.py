@@ -27,8 +27,7 @@ Estimator = Callable[[Tensor, Tensor, Sums], Tensor]
 TokenEstimator = Callable[[Packed, Tensor, AlgoConfig], Tensor]
 ESTIMATORS: dict[str, Estimator] = {}
 TOKEN_ESTIMATORS: dict[str, TokenEstimator] = {}
-WHITENED = ("reinforce_pp", "gae")
-"""Token estimators whose advantages get mean 0 and deviation 1 over the tokens of the global batch."""
+WHITENED = ("reinforce_pp", "gae")  # Token estimators whose advantages get mean 0 and deviation 1 over the tokens of the global batch.
 
 
 def register(name: str, to: dict[str, Callable] = ESTIMATORS) -> Callable[[Callable], Callable]:

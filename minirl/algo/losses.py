@@ -25,10 +25,8 @@ TokenLoss = Callable[[Packed, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 class Loss:
     token_loss: TokenLoss
     aggregation: str = "token"
-    fixed_length: int = 1
-    """Of aggregation `fixed`."""
-    entropy_gradient: bool = False
-    """The loss has a term in the entropy; costs one more buffer in the head's backward."""
+    fixed_length: int = 1  # Of aggregation `fixed`.
+    entropy_gradient: bool = False  # The loss has a term in the entropy; costs one more buffer in the head's backward.
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:

@@ -14,9 +14,9 @@ from minirl.data.sources import Source, open_source
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory, UserError
 
+# What TRL, OpenRLHF and others call a column: read where a row has none of the first name, unless a setting asks for another name.
 OTHER_NAMES = {"prompt": ("instruction", "input", "context_messages", "messages"), "completion": ("output",), "answer": ("solution", "label"),
                "data_source": ("datasource",)}
-"""What TRL, OpenRLHF and others call a column: read where a row has none of the first name, unless a setting asks for another name."""
 
 
 class Rows(Sequence[dict]):
@@ -225,8 +225,7 @@ class Examples:
     def __init__(self, rows: Sequence[dict], encoded: dict[int, tuple], mesh: Mesh, why_none: str, *, seed: int, shuffle: bool):
         """`encoded`: this rank's, by their numbers in `rows`, but for those that are dropped. Raises UserError(`why_none`) if that is everything."""
         self.encoded = encoded
-        self.kept = sorted(n for part in mesh.gather(list(encoded)) for n in part)
-        """Numbers of the rows that are trained on."""
+        self.kept = sorted(n for part in mesh.gather(list(encoded)) for n in part)  # Numbers of the rows that are trained on.
         if not self.kept:
             raise UserError(why_none)
         self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
@@ -254,8 +253,8 @@ class Chats(Examples):
         own = {n: encode(rows[n]) for n in range(mesh.rank, len(rows), mesh.world_size)}
         super().__init__(rows, {n: (ids, mask) for n, (ids, mask, _) in own.items() if mask.any()}, mesh, seed=seed, shuffle=shuffle, why_none=
                          f"{setting}: none of the {len(rows)} rows has a token in the loss within data.max_tokens = {cfg.max_tokens}; raise it")
+        # How many rows were cut, and how many dropped.
         self.lost = sum(mesh.gather(sum(cut for *_, cut in own.values()))), len(rows) - len(self.kept)
-        """How many rows were cut, and how many dropped."""
 
     def examples(self, numbers: range) -> list[Trajectory]:
         """Those of the examples that this rank holds."""

@@ -17,10 +17,8 @@ from minirl.types import Block, Rectangle, Run
 @dataclass(frozen=True)
 class Options:
     scale: float
-    window: int | None = None
-    """Keys that a query sees, itself included; of a causal block with all of them."""
-    softcap: float | None = None
-    """Scores s become cap tanh(s / cap); Gemma 2, arXiv 2408.00118."""
+    window: int | None = None  # Keys that a query sees, itself included; of a causal block with all of them.
+    softcap: float | None = None  # Scores s become cap tanh(s / cap); Gemma 2, arXiv 2408.00118.
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options) -> tuple[Tensor, Tensor]:

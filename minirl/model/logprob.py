@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**24
-"""Logits alive at once (64 MB in float32)."""
+CHUNK_ELEMENTS = 2**24  # Logits alive at once (64 MB in float32).
 
 
 def logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, softcap: float | None = None,

@@ -29,16 +29,11 @@ class Mesh:
     rank: int
     world_size: int
     device: torch.device
-    fsdp: DeviceMesh
-    """1-D (dp_shard x cp) or 2-D (dp_replicate, dp_shard x cp): FSDP shards over the last axis and replicates over the first."""
-    context: Context | None
-    """The ranks that hold parts of the same sequences; None if each sequence is on one."""
-    tensor: DeviceMesh
-    """1-D (tp): consecutive ranks that hold parts of each matrix and work on the same data."""
-    host_group: dist.ProcessGroup
-    """gloo twin of the world for numpy arrays and counters, so that they never pass the accelerator."""
-    host_data_group: dist.ProcessGroup
-    """The same of the ranks that hold other tokens than this one, and this one."""
+    fsdp: DeviceMesh  # 1-D (dp_shard x cp) or 2-D (dp_replicate, dp_shard x cp): FSDP shards over the last axis and replicates over the first.
+    context: Context | None  # The ranks that hold parts of the same sequences; None if each sequence is on one.
+    tensor: DeviceMesh  # 1-D (tp): consecutive ranks that hold parts of each matrix and work on the same data.
+    host_group: dist.ProcessGroup  # gloo twin of the world for numpy arrays and counters, so that they never pass the accelerator.
+    host_data_group: dist.ProcessGroup  # The same of the ranks that hold other tokens than this one, and this one.
     store: dist.Store
 
     @property

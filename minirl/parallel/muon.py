@@ -10,9 +10,9 @@ from minirl.parallel.boxes import cut
 from minirl.parallel.fsdp import local, local_box
 from minirl.parallel.mesh import Mesh
 
+# RMS of an AdamW update, which an orthogonal [m, n] matrix (RMS 1 / sqrt(max(m, n))) is scaled to, so that one learning rate serves both optimizers
+# (Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv 2502.16982, equation 4).
 MATCH_ADAM = 0.2
-"""RMS of an AdamW update, which an orthogonal [m, n] matrix (RMS 1 / sqrt(max(m, n))) is scaled to, so that one learning rate
-serves both optimizers (Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv 2502.16982, equation 4)."""
 
 
 def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:

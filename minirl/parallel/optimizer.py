@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from minirl.parallel.boxes import runs
 from minirl.parallel.fsdp import local
 
-BLOCK = 256
-"""Elements that share a scale."""
-SMALL = 4096
-"""Parameters below this many elements (norms, biases) keep a full state: nothing to save there."""
+BLOCK = 256  # Elements that share a scale.
+SMALL = 4096  # Parameters below this many elements (norms, biases) keep a full state: nothing to save there.
 
 
 class Optimizer:
@@ -107,9 +105,9 @@ class Optimizer:
 
 # ---------------------------------------------------------------------------------------------------- 8 bits
 
+# What of an optimizer's state may rest in 8 bits. The unsigned one is kept as its square root, which is what the step divides by: half the decades
+# to cover, so that no small second moment becomes 0 under a first moment that does not.
 SIGNED = {"exp_avg": True, "momentum_buffer": True, "exp_avg_sq": False}
-"""What of an optimizer's state may rest in 8 bits. The unsigned one is kept as its square root, which is what the step divides by:
-half the decades to cover, so that no small second moment becomes 0 under a first moment that does not."""
 
 
 @cache

@@ -61,8 +61,7 @@ def move(x: Tensor, group: dist.ProcessGroup, source: Placement, target: Placeme
 @dataclass(frozen=True)
 class TensorParallel:
     mesh: DeviceMesh
-    sequence: bool
-    """Sequence parallelism."""
+    sequence: bool  # Sequence parallelism.
 
     @property
     def group(self) -> dist.ProcessGroup:
