@@ -33,10 +33,6 @@ class Optimizer:
             for part in parts:
                 part.register_step_post_hook(self._average)
 
-    @property
-    def param_groups(self) -> list[dict]:
-        return [group for part in self.parts for group in part.param_groups]
-
     def step(self) -> None:
         for part in self.parts:
             if self.rest == "device":
@@ -49,10 +45,6 @@ class Optimizer:
                 part.step()
                 self._sleep(part, params)
             part.param_groups = groups
-
-    def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
