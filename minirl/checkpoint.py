@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -203,14 +203,13 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
                 raise UserError(f"resume: {checkpoint} has {key} of shape {shape and list(shape)}, and {name}.model = {policy.folder} {list(p.shape)}; "
                                 "start in another output folder")
         dcp.load(state, checkpoint_id=checkpoint / "state")
-        set_model_state_dict(policy.model, state[f"{prefix}model"])
-        set_optimizer_state_dict(policy.model, policy.optimizer.parts, state[f"{prefix}optimizer"])
+        set_state_dict(policy.model, policy.optimizer.parts, model_state_dict=state[f"{prefix}model"], optim_state_dict=state[f"{prefix}optimizer"])
     policy.num_updates = about["num_updates"]
     return saved
 
 
 def _state(policy: Policy, prefix: str = "") -> dict:
-    return {f"{prefix}model": get_model_state_dict(policy.model), f"{prefix}optimizer": get_optimizer_state_dict(policy.model, policy.optimizer.parts)}
+    return dict(zip((f"{prefix}model", f"{prefix}optimizer"), get_state_dict(policy.model, policy.optimizer.parts), strict=True))
 
 
 def _about(policy: Policy) -> dict:

@@ -21,9 +21,7 @@ def load_pairs(source: str | list[str], setting: str, cfg: PairsConfig) -> Rows:
 
     Of a reasoning-gym generator, a question's answer was preferred to that of another. Raises UserError for a row that is no pair, with its line.
     """
-    def make(row: dict, of: Source, where: str) -> dict:
-        return _to_pair(_judged(row, of, cfg) if f" = {GYM}" in of.shown else row, where, cfg)
-    return open_rows(source, setting, make, cfg.max_samples)
+    return open_rows(source, setting, lambda row, of, where: _to_pair(_judged(row, of, cfg) if f" = {GYM}" in of.shown else row, where, cfg), cfg.max_samples)
 
 
 def _judged(row: dict, of: Source, cfg: PairsConfig) -> dict:
