@@ -34,7 +34,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options) -> 
 def backward(gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block,
              options: Options) -> None:
     if _flash_can(q, options):
-        return _flash_backward(gradients, dout, q, k, v, out, lse, block, options)
+        return _flash_backward(gradients, dout, q, k, v, out, lse, block, options)  # None
     function = _cpu_backward if _cpu_can(q, options) else eager_backward
     for r in block.rectangles:
         do = _cut(dout, r.queries)
@@ -43,7 +43,6 @@ def backward(gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor, 
         inputs = _cut(q, r.queries), _cut(k, r.keys), _cut(v, r.keys), _cut(out, r.queries), _cut(lse, r.queries), _bias(r, block, options, q)
         for into, run, grad in zip(gradients, (r.queries, r.keys, r.keys), function(do, *inputs, block.causal, options), strict=True):
             _add(into, run, grad.transpose(1, 2).flatten(0, 1))
-    return None
 
 
 # ---------------------------------------------------------------------------------------------------- rectangles: CPU, and any device
