@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from minirl import cli
-from minirl.config import RLConfig
+from minirl.config_rl import RLConfig
 from minirl.model import build, scratch
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy

@@ -104,7 +104,10 @@ class Saver:
             for prefix, model in (("", self.policy), *((f"{name}_", other) for name, other in self.others.items())):
                 model.sleeper.wake_parameters()
                 stack.enter_context(model.state_awake())
+                stepped = model.optimizer.stepped
                 state |= _state(model, prefix)
+                if not stepped:
+                    model.forget_optimizer_state()
             if self.cfg.background:
                 written = dcp.async_save(state, **options)
                 self.pending = self.thread.submit(self._publish, written.result, partial, final)
@@ -204,18 +207,22 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
                                 "start in another output folder")
         dcp.load(state, checkpoint_id=checkpoint / "state")
         set_state_dict(policy.model, policy.optimizer.parts, model_state_dict=state[f"{prefix}model"], optim_state_dict=state[f"{prefix}optimizer"])
+    if not about.get("stepped", True):
+        policy.forget_optimizer_state()
     policy.num_updates = about["num_updates"]
     return saved
 
 
 def _state(policy: Policy, prefix: str = "") -> dict:
+    """Of an optimizer that has not stepped (a critic warms up first), torch makes a state here, as of a step with gradients of 0; such a state is in the
+    checkpoint, so that all look alike, and to be forgotten afterwards: AdamW's next step would be its second."""
     return dict(zip((f"{prefix}model", f"{prefix}optimizer"), get_state_dict(policy.model, policy.optimizer.parts), strict=True))
 
 
 def _about(policy: Policy) -> dict:
     """`optimizer` is what decides which state there is. Where it rests does not: checkpoints hold it in full precision."""
     config = policy.model.config
-    return {"num_updates": policy.num_updates, "optimizer": policy.cfg.optimizer + (" with a moving average" if policy.cfg.ema_decay else ""),
+    return {"num_updates": policy.num_updates, "stepped": policy.optimizer.stepped, "optimizer": policy.cfg.optimizer + (" with a moving average" if policy.cfg.ema_decay else ""),
             "model": f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}, vocabulary {config.vocab_size}"}
 
 

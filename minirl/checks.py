@@ -1,6 +1,7 @@
 """Settings that cannot work together, refused with the arithmetic before anything is loaded or written; `config.py` says which work alone."""
 
-from minirl.config import DataConfig, EvaluateConfig, ParallelConfig, RLConfig
+from minirl.config import DataConfig, EvaluateConfig, ParallelConfig
+from minirl.config_rl import RLConfig
 from minirl.config_supervised import ChatsConfig, DPOConfig, PairsConfig, RMConfig, SFTConfig
 from minirl.types import UserError
 

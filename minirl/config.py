@@ -1,4 +1,5 @@
-"""Every knob of minirl: keyword-only dataclasses, filled by `flags.parse` from a YAML file and then from flags.
+"""The knobs that programs share: keyword-only dataclasses, filled by `flags.parse` from a YAML file and then from flags. Those of RL alone are in
+`config_rl.py`, of SFT, reward models and DPO in `config_supervised.py`.
 
     python -m minirl.rl --config configs/quickstart_rl.yaml --policy.lr 1e-4
 
@@ -46,14 +47,11 @@ class PolicyConfig:
     cpu_offload: bool = False
     """Shards, gradients and optimizer live in host memory, and a layer visits the device while it computes: for models that do not fit."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: for the layers' matrices, with AdamW for embedding, head, norms and biases. Its steps are scaled to AdamW's size, so the
-    same `lr` and `weight_decay` serve both."""
+    """muon: for the layers' matrices, with AdamW for the rest; its steps are scaled to AdamW's size, so the same `lr` and `weight_decay` serve both."""
     optimizer_state: Literal["device", "offload", "8bit"] = "device"
-    """Where it is between steps. offload: in host memory; 8bit: in one byte an element. Both are on the device in full for some
-    parameters at a time."""
+    """Between steps. offload: in host memory; 8bit: in one byte an element; both are on the device in full for some parameters at a time."""
     ema_decay: Decay = 0.0
-    """Of a moving average of the weights, written to <output>/model_ema at the end; rises to it as (1 + n) / (10 + n) over n updates.
-    0: no average."""
+    """Of a mean of the weights, written to <output>/model_ema at the end; rises to it as (1 + n) / (10 + n) over n updates. 0: none."""
     lr: NonNegativeFloat = 1e-6
     lr_schedule: Literal["constant", "cosine"] = "constant"
     lr_warmup_steps: NonNegativeInt = 0
@@ -106,22 +104,15 @@ class EngineConfig:
 
 
 @dataclass(kw_only=True)
-class RefitConfig:
-    """How weights move from the trainer's shards to the engine."""
-
-    transport: Literal["all_to_all", "all_gather"] = "all_to_all"
-    """all_to_all sends each rank what its engine lacks; all_gather sends every rank every shard."""
-    bucket_mb: PositiveInt = 256
-    """Bytes on the wire at once; the peak of extra memory."""
-
-
-@dataclass(kw_only=True)
 class RowsConfig:
-    """Where rows come from, whatever is trained on them."""
+    """Where rows come from, whatever is trained on them.
+
+    A source is a JSONL, JSON, Parquet or CSV file, a folder or hub id of `datasets` (`org/name?subset=main&split=train`), or
+    `reasoning_gym:NAME?option=value&...`.
+    """
 
     train: str | list[str] = ""
-    """A source, or several: a JSONL, JSON, Parquet or CSV file, a folder or hub id of `datasets` (`org/name?subset=main&split=train`), or
-    `reasoning_gym:NAME?option=value&...`. Several are mixed by size, or by their `?weight=`; see data/sources.py."""
+    """A source, or several (mixed by size, or by their `?weight=`): see data/sources.py."""
     eval: str | list[str] = ""
     """The same for held-out rows. Empty: `held_out` distinct rows (of RL: prompts) of `train`, which training then never sees."""
     held_out: int = 128
@@ -152,6 +143,17 @@ class DataConfig(RowsConfig):
 
 @dataclass(kw_only=True)
 class RolloutConfig:
+    """What a step generates.
+
+    Dynamic sampling fills up what is still missing after its extra prompts with those that it would replace, so that a step always has
+    prompts_per_step. The curriculum draws by p(1 - p) of a prompt's past success rate p (a score of eval.threshold counts), those never tried
+    as the most uncertain, and its floor leaves none out for good; without it every epoch is a new permutation (data/curriculum.py). Of partial
+    rollouts a step ends when it has enough groups; the unfinished answers go on in the next step, under its weights, and `algo.correction`
+    compares each token with the weights it was sampled with. With tickets `pull` an engine with room takes the next prompt and never waits for
+    an environment: best balance, but results depend on timing. With `round_robin` prompts go by number, and an engine waits until the
+    environments of its live episodes have replied: bitwise repeatable.
+    """
+
     prompts_per_step: PositiveInt = 16
     samples_per_prompt: PositiveInt = 8
     max_tokens: PositiveInt = 256
@@ -161,22 +163,16 @@ class RolloutConfig:
     top_k: int = -1
     min_p: float = 0.0
     extra_prompts: NonNegativeInt = 0
-    """Dynamic sampling (DAPO): at most so many more prompts a step, in place of those whose answers' mean reward is not strictly inside
-    `keep_inside`. What is missing then is filled up with such prompts, so that a step always has prompts_per_step. 0: off."""
+    """Dynamic sampling (DAPO): at most so many more prompts a step, in place of those whose mean reward is not inside `keep_inside`. 0: off."""
     keep_inside: tuple[float, float] = (0.0, 1.0)
     curriculum_floor: Share = 0.0
-    """Draw prompts by p(1 - p) of their past success rate p (a score of eval.threshold counts), those never tried as the most uncertain; this
-    share of such a one's weight is the least that a prompt has, so that none is left out for good (0.1 is usual; 1: all alike). 0: no curriculum,
-    a new permutation in every epoch. See data/curriculum.py."""
+    """Draw prompts by what is known of their success; the least weight of one, as a share of an untried one's (0.1 is usual; 1: all alike). 0: off."""
     ahead: NonNegativeInt = 0
-    """Partial rollouts: so many more prompts than a step needs are begun, and it ends when it has enough. The answers that are unfinished then go on
-    in the next step, under its weights; `algo.correction` compares each token with the weights it was sampled with. 0: a step waits for all."""
+    """Partial rollouts: so many more prompts than a step needs are begun. 0: a step waits for all its answers."""
     max_staleness: PositiveInt = 2
     """Steps that a group may go on for; then it begins anew."""
     tickets: Literal["auto", "pull", "round_robin"] = "auto"
-    """Who generates which prompt. pull: an engine with room takes the next and never waits for an environment (best balance, results depend on timing);
-    round_robin: by number, and an engine waits until the environments of its live episodes have replied (bitwise repeatable). auto: round_robin on
-    CPU, pull on CUDA."""
+    """Who generates which prompt; auto: round_robin on CPU, pull on CUDA."""
     dump: bool = False
     """Write every trajectory of a step to <output>/rollouts/ (rollout/records.py; `python -m minirl.rollout.show FILE` prints them)."""
     replay: str = ""
@@ -192,8 +188,7 @@ class EnvConfig:
     max_turns: PositiveInt = 1
     """Answers of an episode; it is truncated where the environment wants another."""
     max_tokens: NonNegativeInt = 0
-    """Sampled tokens of an episode, all answers together; 0: max_turns * rollout.max_tokens. The context (engine.max_model_len) also holds
-    what the environment says."""
+    """Sampled tokens of an episode; 0: max_turns * rollout.max_tokens. The context (engine.max_model_len) also holds what the environment says."""
     threads: PositiveInt = 64
     """So many calls of environments that are not `async` run at once on a rank."""
     timeout_seconds: Positive = 60.0
@@ -214,16 +209,21 @@ class EndpointConfig:
 
 @dataclass(kw_only=True)
 class RewardConfig:
+    """How answers are scored.
+
+    A function is a registered name (exact, final_answer, math_verify, reasoning_gym, python_tests), `file.py:function`, called as
+    f(prompt, completion, row) -> float, `openrlhf:file.py` or `trl:file.py:function`, called as theirs are, one answer at a time, or
+    `http://host:port/path` (several, separated by commas, take turns; the protocol is in rollout/remote.py). A reward model scores each prompt
+    and answer, with the token that ends one behind a cut answer; it runs on the trainer's mesh, in the policy's dtype, after generation, and
+    sleeps otherwise. Dumped rollouts have its scores in their rewards.
+    """
+
     function: str | list[str] = "exact"
-    """A registered name (exact, final_answer, math_verify, reasoning_gym, python_tests), `file.py:function`, called as f(prompt, completion, row) -> float,
-    `openrlhf:file.py` or `trl:file.py:function`, called as theirs are, one answer at a time, or `http://host:port/path` (several, separated by commas,
-    take turns; the protocol is in rollout/remote.py). Several rewards are summed. Empty: none, where `model` alone is to judge."""
+    """What scores an answer; several are summed. Empty: none, where `model` alone is to judge."""
     weights: list[float] = field(default_factory=list)
     """Of the functions in the sum; empty: 1 each."""
     model: str = ""
-    """Folder or hub id of a trained reward model (what minirl.rm leaves) with the policy's vocabulary: its score of each prompt and answer, with
-    the token that ends one behind a cut answer, is added to the functions' sum. It runs on the trainer's mesh, in the policy's dtype, after
-    generation, and sleeps otherwise. Dumped rollouts have its scores in their rewards."""
+    """Folder or hub id of a trained reward model (what minirl.rm leaves) with the policy's vocabulary; its score is added to the sum."""
     model_weight: FiniteFloat = 1.0
     """Of its score in the sum; `reward/model` in the metrics is the score alone."""
     threads: PositiveInt = 4
@@ -247,99 +247,6 @@ class RewardConfig:
 
 
 @dataclass(kw_only=True)
-class CorrectionConfig:
-    """What is done about the engine's probabilities differing from the trainer's; see algo/correction.py. None: what the preset says."""
-
-    preset: Literal["off", "tis", "icepop", "seq-mask-tis"] = "tis"
-    level: Literal["off", "token", "sequence", "geometric"] | None = None
-    """Trainer-over-engine ratio of each token, of a sequence (their product) or its geometric mean."""
-    mode: Literal["clip", "mask", "truncate"] | None = None
-    """Of what is outside the gate: bring the ratio into [low, high], leave the tokens out, or bring the ratio down to high."""
-    gate: Literal["ratio", "binary_kl", "tv"] | None = None
-    """Outside is a ratio not in [low, high], or a divergence above `divergence`."""
-    low: float | None = None
-    high: float | None = None
-    divergence: float = 0.05
-    """Nats of binary KL, or difference of probabilities (total variation)."""
-
-
-@dataclass(kw_only=True)
-class RefConfig:
-    """The frozen model that the KL is taken to, loaded only if something needs it."""
-
-    model: str = ""
-    """Folder or hub id with the policy's vocabulary: the teacher of on_policy_distill. Empty: the policy as RL found it."""
-    every: NonNegativeInt = 0
-    """Steps after which the reference becomes the policy as it is then (ProRL, arXiv 2505.24864, sec. 3.2); 0: never."""
-    reset_optimizer: bool = False
-    """And the policy's optimizer forgets its state at the same time, as in ProRL; the learning rate goes on as it would have."""
-
-
-@dataclass(kw_only=True)
-class AlgoConfig:
-    advantage: str = "grpo"
-    """A registered name (grpo, dr_grpo, rloo, reinforce_pp_baseline; by token: reinforce_pp, gae, on_policy_distill) or `file.py:function`, called
-    as f(rewards, groups, sums); see algo/advantages.py."""
-    gamma: PositiveShare = 1.0
-    """Discount per sampled token of reinforce_pp and gae."""
-    gae_lambda: Share = 0.95
-    """Of gae: 0 trusts the critic for all but the next token's reward, 1 only the rewards."""
-    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """ppo: clipped ratios of tokens; gspo: of sequences, bounds near 3e-4; cispo: clipped weights of log-probs."""
-    clip_low: Share = 0.2
-    """Ratio is clipped below 1 - clip_low ..."""
-    clip_high: NonNegativeFloat = 0.2
-    """... and above 1 + clip_high (DAPO's clip-higher: 0.28)."""
-    dual_clip: float = 0.0
-    """Bound c > 1 of the loss at negative advantages (Ye et al. 2020); 0: off."""
-    aggregation: Literal["token", "sequence", "prompt", "fixed"] = "token"
-    """Mean over tokens; over sequences of their token means; over prompts of the means of all their tokens; or sums over tokens divided by sequences times
-    rollout.max_tokens (Dr.GRPO)."""
-    kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the reference (`ref`); 0: none is loaded for it."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """reward: each token is charged, which estimators that compare answers sum over the answer."""
-    kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
-    """unbiased (in the loss): the value of k3, weighted so that its gradient is right, off policy too."""
-    kl_target: NonNegativeFloat = 0.0
-    """Nats per token: the weight is adapted so that the KL stays there (Ziegler et al. 2019); 0: it is fixed."""
-    entropy_coef: float = 0.0
-    entropy_share: Share = 0.0
-    """Policy gradient and entropy bonus only at this share of the tokens of an optimizer step, those with the highest entropy before the
-    step's first update (0.2 in arXiv 2506.01939); 0: at all."""
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    updates_per_step: PositiveInt = 1
-    """Optimizer steps per batch of rollouts; prompts_per_step is split evenly."""
-
-
-@dataclass(kw_only=True)
-class CriticConfig(PolicyConfig):
-    """The critic of algo.advantage = gae (PPO): a model with a score head, of its own size and with its own optimizer."""
-
-    model: str = ""
-    """Folder or hub id with the policy's vocabulary: a reward model, or a language model, whose score head then begins at 0. Empty: the
-    policy as RL finds it."""
-    lr: NonNegativeFloat = 5e-6
-    warmup_steps: NonNegativeInt = 0
-    """RL steps in which the critic learns and the policy does not move."""
-    value_clip: NonNegativeFloat = 0.2
-    """Bound of how far values move from those that advantages were made with; 0: off."""
-
-
-@dataclass(kw_only=True)
-class WarmStartConfig:
-    """A supervised warm start on the training rows' own answers, before RL."""
-
-    num_steps: NonNegativeInt = 0
-    batch_size: PositiveInt = 64
-    lr: NonNegativeFloat = 2e-3
-    lr_warmup_steps: NonNegativeInt = 20
-    wrong_character: Share = 0.0
-    """Share of the answers in which one character is replaced at random. RL then has near misses to repair: a model that
-    knows the task but errs is what a reward teaches fastest."""
-
-
-@dataclass(kw_only=True)
 class EvalConfig:
     every: NonNegativeInt = 10
     """RL steps between evaluations on held-out prompts; 0: only before and after."""
@@ -352,22 +259,21 @@ class EvalConfig:
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
+    """What stays of a run while it runs.
+
+    The best metric is, of RL, accuracy, reward or pass@k; of SFT loss or perplexity (less is better); of pairs loss, accuracy or margin. The
+    evaluation of step N, which is of the weights after N steps, belongs to checkpoint N, so `every` must be a multiple of eval.every; a later
+    equal score does not replace an earlier one.
+    """
+
     every: NonNegativeInt = 0
     """Steps between checkpoints; 0: none. Checkpoint N holds the weights after N steps."""
     keep: PositiveInt = 2
     """Newest ones that stay."""
     best_metric: str = ""
-    """A held-out score (RL: accuracy, reward or pass@k; SFT: loss or perplexity, of which less is better; pairs: loss, accuracy or margin). The checkpoint with the best
-    one stays too, and is named in checkpoints/best.json. The evaluation of step N, which is of the weights after N steps, belongs to
-    checkpoint N, so `every` must be a multiple of eval.every; a later equal score does not replace an earlier one."""
+    """A held-out score: the checkpoint with the best one stays too, and is named in checkpoints/best.json."""
     background: bool = True
     """Go on training while a copy of the state, in host memory, is written."""
-
-
-@dataclass(kw_only=True)
-class DebugConfig:
-    check_refit: bool = False
-    """After each refit compare the engine bitwise with a full gather into weights that were all NaN before; ends the run if they differ."""
 
 
 @dataclass(kw_only=True)
@@ -404,20 +310,6 @@ class SamplingConfig:
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-
-
-@dataclass(kw_only=True)
-class RLConfig(SamplingConfig, TrainingConfig):
-    """`torchrun --nproc-per-node N -m minirl.rl --config FILE [--flag value ...]`"""
-
-    output: str = "runs/rl"
-    num_steps: NonNegativeInt = 100
-    refit: RefitConfig = field(default_factory=RefitConfig)
-    algo: AlgoConfig = field(default_factory=AlgoConfig)
-    ref: RefConfig = field(default_factory=RefConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    sft: WarmStartConfig = field(default_factory=WarmStartConfig)
-    debug: DebugConfig = field(default_factory=DebugConfig)
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""The knobs of learning from what others wrote: SFT, reward models and DPO; `config.py` has those of RL and what all share."""
+"""The knobs of learning from what others wrote: SFT, reward models and DPO; `config.py` has what all programs share."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -7,8 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from minirl.config import Positive, RowsConfig, TrainingConfig
 
-MaxTokens = Annotated[int, Field(ge=2)]
-"""A token and the next one."""
+MaxTokens = Annotated[int, Field(ge=2)]  # a token and the next one
 
 
 @dataclass(kw_only=True)
@@ -112,7 +111,10 @@ class ServeConfig:
 
 @dataclass(kw_only=True)
 class DPOConfig(SFTConfig):
-    """`torchrun --nproc-per-node N -m minirl.dpo --config FILE [--flag value ...]`"""
+    """`torchrun --nproc-per-node N -m minirl.dpo --config FILE [--flag value ...]`
+
+    A reference cache is written once before training, or read if it is of this reference, these rows and this dtype (float32 log-probs).
+    """
 
     output: str = "runs/dpo"
     data: PairsConfig = field(default_factory=PairsConfig)
@@ -120,5 +122,4 @@ class DPOConfig(SFTConfig):
     reference: str = ""
     """Folder or hub id of the frozen reference; empty: policy.model as it is given."""
     reference_cache: str = ""
-    """File (.npz) with the reference's float32 log-probs of all rows: written once before training, or read if it is of this reference, these rows
-    and this dtype. Empty: the reference is kept, and runs once per batch."""
+    """File (.npz) for the reference's log-probs of all rows. Empty: the reference is kept, and runs once per batch."""

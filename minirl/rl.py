@@ -17,7 +17,8 @@ import torch
 from minirl import checkpoint, cli, report
 from minirl.algo import advantages, correction, losses, shaping
 from minirl.checks import check_rl
-from minirl.config import PolicyConfig, RLConfig
+from minirl.config import PolicyConfig
+from minirl.config_rl import RLConfig
 from minirl.data import chat
 from minirl.data.curriculum import Curriculum
 from minirl.data.datasets import Prompts, load_rows, split

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from minirl import checkpoint, report
-from minirl.config import RLConfig
+from minirl.config_rl import RLConfig
 from minirl.config_supervised import SFTConfig
 from minirl.data import chat
 from minirl.flags import save

@@ -14,7 +14,7 @@ import numpy as np
 from minirl import cli
 from minirl.algo import losses
 from minirl.checks import check_sft
-from minirl.config import RLConfig
+from minirl.config_rl import RLConfig
 from minirl.config_supervised import SFTConfig
 from minirl.data import chat
 from minirl.data.datasets import Chats, Prompts, load_chats, split

@@ -15,7 +15,8 @@ import tiny
 from harness import ranks
 from test_rollout import ENGINE, make_policy
 
-from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RefitConfig, RolloutConfig
+from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
+from minirl.config_rl import RefitConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts
 from minirl.data.packing import pack

@@ -6,7 +6,7 @@ import torch
 from harness import ranks
 
 from minirl.algo import advantages, losses, normalize
-from minirl.config import AlgoConfig, CorrectionConfig
+from minirl.config_rl import AlgoConfig, CorrectionConfig
 from minirl.data.packing import pack
 from minirl.types import Trajectory, UserError
 

@@ -10,7 +10,7 @@ import torch
 from harness import RankFailed, ranks
 from programs import QUICKSTART, ROOT, Ended, fork, torchrun
 
-from minirl.config import RLConfig
+from minirl.config_rl import RLConfig
 from minirl.flags import parse
 from minirl.rl import find_inputs
 from minirl.rollout.rewards import make_rewards

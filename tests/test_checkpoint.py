@@ -18,7 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minirl import checkpoint
 from minirl.algo import losses
-from minirl.config import AlgoConfig, CheckpointConfig, ExportConfig, ParallelConfig, PolicyConfig, RLConfig
+from minirl.config import CheckpointConfig, ExportConfig, ParallelConfig, PolicyConfig
+from minirl.config_rl import AlgoConfig, RLConfig
 from minirl.data.packing import exchange, pack
 from minirl.flags import save as save_config
 from minirl.policy import Policy
@@ -98,6 +99,29 @@ def test_saved_on_one_mesh_resumed_on_another(tmp_path, world, parallel, backgro
     parameters = dict(model.named_parameters())
     assert parameters.keys() <= state["model"].keys()
     assert all(torch.equal(p, state["model"][n]) for n, p in parameters.items())
+
+
+def save_before_the_first_update(mesh, folder, run):
+    weights = []
+    for way in ("never saved", "saved", "resumed"):
+        policy = Policy(PolicyConfig(dtype="float64", ema_decay=0.9), folder, mesh)
+        if way == "saved":
+            saver = checkpoint.Saver(run, CheckpointConfig(), policy, mesh)
+            saver.save(1, {})
+            saver.wait()
+        elif way == "resumed":
+            checkpoint.load(checkpoint.find(run), policy, mesh)
+        for _ in range(2):
+            update(policy, mesh)
+        weights.append(whole(checkpoint._state(policy)))
+    return weights
+
+
+def test_an_optimizer_that_has_not_stepped_takes_its_first_step_after_a_checkpoint(tmp_path):
+    """As the policy's while a critic warms up."""
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    never_saved, saved, resumed = ranks(2, save_before_the_first_update, folder, tmp_path / "run")[0]
+    assert differences(never_saved, saved) == [] and differences(never_saved, resumed) == []
 
 
 # ---------------------------------------------------------------------------------------------------- which ones stay

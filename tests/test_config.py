@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from minirl.checks import check_pairs, check_rl, check_rollout, check_sft
-from minirl.config import EvaluateConfig, ExportConfig, PolicyConfig, RLConfig
+from minirl.config import EvaluateConfig, ExportConfig, PolicyConfig
+from minirl.config_rl import RLConfig
 from minirl.config_supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.flags import fill, load, parse, save
 from minirl.types import UserError

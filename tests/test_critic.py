@@ -14,7 +14,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from minirl import checkpoint, rl
 from minirl.algo import advantages, losses
-from minirl.config import AlgoConfig, PolicyConfig, RLConfig
+from minirl.config import PolicyConfig
+from minirl.config_rl import AlgoConfig, RLConfig
 from minirl.data.packing import exchange, pack, unpack
 from minirl.flags import parse
 from minirl.policy import Policy

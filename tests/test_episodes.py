@@ -11,7 +11,8 @@ import tiny
 from harness import ranks
 from test_rollout import make_policy, overwrite
 
-from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RefitConfig, RLConfig, RolloutConfig
+from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
+from minirl.config_rl import RefitConfig, RLConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts
 from minirl.data.packing import exchange, pack

@@ -71,7 +71,8 @@ def test_ring_emulated_on_one_device_equals_one_rank(size):
 
 def test_sleep_refit_and_logprobs(tmp_path):
     """Engine asleep at level 2 between two refits: weights gone and written anew, log-probs still the trainer's."""
-    from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, PolicyConfig, RefitConfig
+    from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, PolicyConfig
+    from minirl.config_rl import RefitConfig
     from minirl.data import chat
     from minirl.data.datasets import Prompts
     from minirl.parallel.mesh import join_world

@@ -11,7 +11,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from minirl.algo import advantages, losses
-from minirl.config import AlgoConfig, CorrectionConfig, ParallelConfig, PolicyConfig
+from minirl.config import ParallelConfig, PolicyConfig
+from minirl.config_rl import AlgoConfig, CorrectionConfig
 from minirl.data import blocks
 from minirl.data.packing import exchange, pack
 from minirl.policy import Policy

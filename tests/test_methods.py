@@ -9,7 +9,8 @@ from harness import ranks
 from test_algo import clip_formula, clip_gradient, ragged_answers, rloo_formula
 
 from minirl.algo import advantages, correction, losses, normalize, shaping
-from minirl.config import AlgoConfig, CorrectionConfig, ParallelConfig, RewardConfig
+from minirl.config import ParallelConfig, RewardConfig
+from minirl.config_rl import AlgoConfig, CorrectionConfig
 from minirl.data.packing import exchange, pack
 from minirl.types import Layout, UserError
 

@@ -17,7 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minirl import checkpoint
 from minirl.algo import losses
-from minirl.config import AlgoConfig, CheckpointConfig, ParallelConfig, PolicyConfig, RLConfig
+from minirl.config import CheckpointConfig, ParallelConfig, PolicyConfig
+from minirl.config_rl import AlgoConfig, RLConfig
 from minirl.data.packing import exchange, pack
 from minirl.flags import parse
 from minirl.parallel.fsdp import local

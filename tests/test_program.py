@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl import checkpoint
 from minirl.checks import check_rl
-from minirl.config import RLConfig
+from minirl.config_rl import RLConfig
 from minirl.flags import load, parse
 from minirl.rl import Trainer
 

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForSequenceClassification
 
 from minirl import checkpoint, dpo, rl, rm, sft
-from minirl.config import RewardConfig, RLConfig, RolloutConfig
+from minirl.config import RewardConfig, RolloutConfig
+from minirl.config_rl import RLConfig
 from minirl.config_supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.flags import parse
 from minirl.rm import RewardModel, find_reward_model

@@ -6,7 +6,8 @@ import tiny
 import torch
 from harness import RankFailed, ranks
 
-from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, ParallelConfig, PolicyConfig, RefitConfig, RolloutConfig
+from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, ParallelConfig, PolicyConfig, RolloutConfig
+from minirl.config_rl import RefitConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts
 from minirl.data.packing import pack

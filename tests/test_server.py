@@ -17,7 +17,8 @@ import pytest
 import tiny
 from harness import ranks
 
-from minirl.config import EndpointConfig, EngineConfig, PolicyConfig, RefitConfig
+from minirl.config import EndpointConfig, EngineConfig, PolicyConfig
+from minirl.config_rl import RefitConfig
 from minirl.data import chat
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from minirl.checks import check_rollout, check_sft
-from minirl.config import DataConfig, EvaluateConfig, RLConfig
+from minirl.config import DataConfig, EvaluateConfig
+from minirl.config_rl import RLConfig
 from minirl.config_supervised import ChatsConfig, SFTConfig
 from minirl.data import chat
 from minirl.data.datasets import Chats, Mixture, Order, Prompts, load_chats, load_rows, split

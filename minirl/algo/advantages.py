@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minirl.algo.losses import kl
 from minirl.algo.normalize import over_sequences, sequence_sums, to_rows
-from minirl.config import AlgoConfig
+from minirl.config_rl import AlgoConfig
 from minirl.flags import find_function
 from minirl.types import Packed, Trajectory
 

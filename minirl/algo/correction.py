@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minirl.algo.normalize import sequence_sums, to_rows
-from minirl.config import CorrectionConfig
+from minirl.config_rl import CorrectionConfig
 from minirl.types import Packed, UserError
 
 # tis, truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; Ionides 2008 for

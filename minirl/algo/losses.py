@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minirl.algo import correction
 from minirl.algo.normalize import sequence_sums, to_rows
-from minirl.config import AlgoConfig
+from minirl.config_rl import AlgoConfig
 from minirl.types import Packed
 
 

@@ -33,6 +33,10 @@ class Optimizer:
             for part in parts:
                 part.register_step_post_hook(self._average)
 
+    @property
+    def stepped(self) -> bool:
+        return any(part.state for part in self.parts)
+
     def step(self) -> None:
         for part in self.parts:
             if self.rest == "device":

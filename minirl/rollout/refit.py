@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minirl.config import RefitConfig
+from minirl.config_rl import RefitConfig
 from minirl.parallel.boxes import Box, Part, cut, overlap, runs
 from minirl.parallel.fsdp import local, local_box
 from minirl.parallel.mesh import Mesh, all_gather_single

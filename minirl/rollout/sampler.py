@@ -16,7 +16,8 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from minirl.config import EvaluateConfig, RLConfig
+from minirl.config import EvaluateConfig
+from minirl.config_rl import RLConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts
 from minirl.parallel.mesh import Mesh
