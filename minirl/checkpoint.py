@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -76,12 +76,9 @@ class Saver:
 
     def __init__(self, run: Path, cfg: CheckpointConfig, policy: Policy, mesh: Mesh):
         self.run, self.cfg, self.policy, self.mesh = run, cfg, policy, mesh
-        self.others: dict[str, Policy] = {}
-        """More models whose state is saved, by name (a critic). They may sleep, and sleep afterwards."""
-        self.step = max(finished(run), default=None)
-        """Of the newest checkpoint, finished or under way."""
-        self.rollouts: Callable[[], list[bytes]] = list
-        """This rank's unfinished episodes."""
+        self.others: dict[str, Policy] = {}  # More models whose state is saved, by name (a critic). They may sleep, and sleep afterwards.
+        self.step = max(finished(run), default=None)  # Of the newest checkpoint, finished or under way.
+        self.rollouts: Callable[[], list[bytes]] = list  # This rank's unfinished episodes.
         best = find_best(run)
         self.best = best if best and cfg.best_metric in ("", best["metric"]) else None
         self.group = dist.new_group(backend="gloo")
@@ -209,8 +206,7 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
                 raise UserError(f"resume: {checkpoint} has {key} of shape {shape and list(shape)}, and {name}.model = {policy.folder} {list(p.shape)}; "
                                 "start in another output folder")
         dcp.load(state, checkpoint_id=checkpoint / "state")
-        set_model_state_dict(policy.model, state[f"{prefix}model"])
-        set_optimizer_state_dict(policy.model, policy.optimizer.parts, state[f"{prefix}optimizer"])
+        set_state_dict(policy.model, policy.optimizer.parts, model_state_dict=state[f"{prefix}model"], optim_state_dict=state[f"{prefix}optimizer"])
     if not about.get("stepped", True):
         policy.forget_optimizer_state()
     policy.num_updates = about["num_updates"]
@@ -220,7 +216,7 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
 def _state(policy: Policy, prefix: str = "") -> dict:
     """Of an optimizer that has not stepped (a critic warms up first), torch makes a state here, as of a step with gradients of 0; such a state is in the
     checkpoint, so that all look alike, and to be forgotten afterwards: AdamW's next step would be its second."""
-    return {f"{prefix}model": get_model_state_dict(policy.model), f"{prefix}optimizer": get_optimizer_state_dict(policy.model, policy.optimizer.parts)}
+    return dict(zip((f"{prefix}model", f"{prefix}optimizer"), get_state_dict(policy.model, policy.optimizer.parts), strict=True))
 
 
 def _about(policy: Policy) -> dict:

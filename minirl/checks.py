@@ -85,8 +85,7 @@ def check_rl(cfg: RLConfig, world_size: int) -> None:
     _require(r.samples_per_prompt >= 1 + compares, f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
              "compares the samples of one prompt, so it needs at least 2")
     _require(r.prompts_per_step % a.updates_per_step == 0, f"algo.updates_per_step = {a.updates_per_step} does not divide rollout.prompts_per_step = {r.prompts_per_step}")
-    off = r.top_p == 1.0 and r.top_k == -1 and r.min_p == 0.0
-    _require(off, f"rollout.top_p = {r.top_p}, top_k = {r.top_k}, min_p = {r.min_p}: the trainer cannot reproduce log-probs of a "
+    _require((r.top_p, r.top_k, r.min_p) == (1.0, -1, 0.0), f"rollout.top_p = {r.top_p}, top_k = {r.top_k}, min_p = {r.min_p}: the trainer cannot reproduce log-probs of a "
              "truncated distribution; train with top_p 1.0, top_k -1, min_p 0.0")
     _require(a.dual_clip == 0 or a.dual_clip > 1, f"algo.dual_clip = {a.dual_clip} must be 0 (off) or above 1")
     _check_algo(cfg)
@@ -117,7 +116,6 @@ def _check_algo(cfg: RLConfig) -> None:
              f"reward.model = {cfg.reward.model} scores after it; serve it (python -m minirl.rm serve) or set extra_prompts to 0")
     _require(not r.curriculum_floor or not (r.extra_prompts or r.ahead or r.replay), f"rollout.curriculum_floor = {r.curriculum_floor} draws the prompts of a step and "
              f"learns from all of them, which rollout.extra_prompts = {r.extra_prompts}, ahead = {r.ahead} and replay = {r.replay!r} do not allow; unset one or the other")
-    tail = cfg.reward.overlong_tokens
-    _require(tail <= cfg.env.max_tokens, f"reward.overlong_tokens = {tail} must be 0 (off) to env.max_tokens = {cfg.env.max_tokens}")
+    _require(cfg.reward.overlong_tokens <= cfg.env.max_tokens, f"reward.overlong_tokens = {cfg.reward.overlong_tokens} must be 0 (off) to env.max_tokens = {cfg.env.max_tokens}")
     _require(not r.replay or not (cfg.sft.num_steps or r.ahead or r.dump or cfg.checkpoint.best_metric), f"rollout.replay = {r.replay} runs no engine, so sft.num_steps, "
              "rollout.ahead, rollout.dump and checkpoint.best_metric have no effect; unset them")

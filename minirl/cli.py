@@ -28,7 +28,9 @@ def run(config: type, program: Callable[[Any, Mesh], None]) -> None:
         if dist.is_initialized():  # vLLM's executor takes the default group down with it in some versions
             dist.destroy_process_group()
     except UserError as error:
-        if _first_to_tell(mesh):
+        if mesh is None:
+            _let_rank_0_tell()
+        if mesh is None or mesh.store.add("minirl/errors", 1) == 1:  # all ranks usually find the same mistake, and one message is enough
             print("\n".join([f"\nminirl: error: {error}", *vars(error).get("__notes__", [])]), file=sys.stderr)
         _leave(BAD_INPUT)
     except SystemExit as stop:  # tyro's, who told what is wrong with the flags on rank 0
@@ -39,14 +41,6 @@ def run(config: type, program: Callable[[Any, Mesh], None]) -> None:
         if not _another_told(mesh):
             print(f"\nminirl: rank {os.environ.get('RANK', 0)} crashed\n{traceback.format_exc()}", file=sys.stderr)
         _leave(CRASH)
-
-
-def _first_to_tell(mesh: Mesh | None) -> bool:
-    """All ranks usually find the same mistake, and one message is enough; but only one rank may find it."""
-    if mesh is None:
-        _let_rank_0_tell()
-        return True
-    return mesh.store.add("minirl/errors", 1) == 1
 
 
 def _another_told(mesh: Mesh | None) -> bool:

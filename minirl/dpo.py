@@ -62,7 +62,7 @@ class Trainer(PairTrainer):
         about = self.about(folder)
         if file.exists():
             with np.load(file) as arrays:
-                found = {name: arrays[name] for name in arrays.files}
+                found = dict(arrays)
             saved = json.loads(str(found.pop("about", "{}")))
             if other := [name for name in about if saved.get(name) != about[name]]:
                 raise UserError(f"reference_cache = {file} is of another run: its {', '.join(other)} differ; name another file or remove it")
@@ -73,9 +73,8 @@ class Trainer(PairTrainer):
             self.ref = None
             if mesh.rank == 0:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                partial = file.with_name(file.name + ".partial")
-                with partial.open("wb") as opened:
-                    np.savez(opened, about=json.dumps(about), **found)
+                partial = file.with_name(file.name + ".partial.npz")  # the ending that savez would add
+                np.savez(partial, about=json.dumps(about), **found)
                 partial.rename(file)
         for name, rows in sets.items():
             rows.logprobs = {row: found[f"{name}/{row}"] for row in (f"{n}-{episode}" for n in rows.encoded for episode in range(2))}

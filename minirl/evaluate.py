@@ -6,8 +6,6 @@
 import itertools
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from math import comb
 from pathlib import Path
 
 from minirl import cli
@@ -25,26 +23,13 @@ from minirl.rollout.sampler import Sampler
 from minirl.types import Trajectory, UserError
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    scores: dict[str, float]
-    """accuracy (= pass@1), pass@k, reward, answer_tokens, stopped (share of answers that ended by themselves), and what `breakdown` adds."""
-    answers: list[dict]
-    """Prompt, answer and reward of the first sample of the first five prompts."""
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that k of the samples, drawn without replacement, hold a correct one. Chen et al. 2021 (arXiv 2107.03374), eq. 1."""
-    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
-
-
 def breakdown(trajectories: list[Trajectory], threshold: float, mesh: Mesh, more: Iterable[tuple[str, float]] = ()) -> dict[str, float]:
     """Means over all ranks: `source/NAME/accuracy` and `/reward` of each data source where rows have one, `reward/NAME` of each of several
     reward functions, `env/turns`, `/truncated`, `/failed` and what else an environment tells, and of `more` values by their names. `trajectories`:
     one of each episode. The same however they are spread over ranks. Collective."""
-    own = [*more, *((f"reward/{name}", value) for t in trajectories for name, value in t.info.get("rewards", {}).items())]
+    own = [*more]
     for t in trajectories:
-        own += [(f"env/{name}", float(value)) for name, value in t.info.get("env", {}).items()]
+        own += [(f"{of}/{name}", float(value)) for of, told in (("reward", "rewards"), ("env", "env")) for name, value in t.info.get(told, {}).items()]
         if source := t.info["source"]:
             score = t.info.get("score", t.reward)  # in training, the reward before it was shaped
             own += [(f"source/{source}/accuracy", float(score >= threshold)), (f"source/{source}/reward", score)]
@@ -54,20 +39,24 @@ def breakdown(trajectories: list[Trajectory], threshold: float, mesh: Mesh, more
     return {name: sum(values) / len(values) for name, values in found.items()}
 
 
-def evaluate(sampler: Sampler, prompts: Prompts, cfg: EvalConfig, sampling: Sampling, mesh: Mesh, judge: RewardModel | None = None) -> Evaluation:
-    """Sample `cfg.samples` answers to every prompt. Collective; the engine must be awake. The seeds are the same at each call."""
+def evaluate(sampler: Sampler, prompts: Prompts, cfg: EvalConfig, sampling: Sampling, mesh: Mesh, judge: RewardModel | None = None) -> dict:
+    """Sample `cfg.samples` answers to every prompt. Collective; the engine must be awake. The seeds are the same at each call.
+
+    Returns `scores`: accuracy (= pass@1), pass@k for k = cfg.samples (Chen et al. 2021, arXiv 2107.03374, eq. 1, which is 1 for a prompt with a correct
+    one among k samples, else 0), reward, answer_tokens, stopped (share of answers that ended by themselves), and what `breakdown` adds; and
+    `answers`: prompt, answer and reward of the first sample of the first five prompts.
+    """
     trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
     if judge:
         judge.grade(trajectories)
     once = [t for t in trajectories if t.segment == 0]
     own: list[tuple[str, float]] = []
-    for group in (list(siblings) for _, siblings in itertools.groupby(once, lambda t: t.group)):
-        correct, num = sum(t.reward >= cfg.threshold for t in group), len(group)
-        tokens, stopped, reward = (sum(f(t) for t in group) / num for f in (lambda t: int(t.sampled.sum()), lambda t: t.info["stopped"], lambda t: t.reward))
-        own += [("accuracy", correct / num), (f"pass@{cfg.samples}", pass_at_k(num, correct, num)), ("reward", reward), ("answer_tokens", tokens), ("stopped", stopped)]
+    for _, group in itertools.groupby(once, lambda t: t.group):
+        told = [{"accuracy": float(t.reward >= cfg.threshold), "reward": t.reward, "answer_tokens": int(t.sampled.sum()), "stopped": t.info["stopped"]} for t in group]
+        own += [(name, sum(t[name] for t in told) / len(told)) for name in told[0]] + [(f"pass@{cfg.samples}", max(t["accuracy"] for t in told))]
     shown = [(t.group, {"prompt": t.info["prompt"], "answer": t.info["completion"], "reward": t.reward}) for t in trajectories if t.group < 5 and t.episode == 0]
     answers = sorted(itertools.chain(*mesh.gather(shown)), key=lambda a: a[0])
-    return Evaluation(breakdown(once, cfg.threshold, mesh, own), [a for _, a in answers])
+    return {"scores": breakdown(once, cfg.threshold, mesh, own), "answers": [a for _, a in answers]}
 
 
 def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
@@ -95,8 +84,8 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     judge = judge and RewardModel(PolicyConfig(dtype=dtype), judge, mesh, stop_ids, tokenizer.eos_token_id, max(16384, cfg.engine.max_model_len + 1), weight=cfg.reward.model_weight)
     result = evaluate(sampler, prompts, cfg.eval, sampling, mesh, judge)
     if mesh.rank == 0:
-        about = {"model": cfg.model, "data": cfg.data.eval, "prompts": len(prompts.rows), "dropped": num_dropped}
-        text = json.dumps({**about, **result.scores, "answers": result.answers}, indent=2)
+        text = json.dumps({"model": cfg.model, "data": cfg.data.eval, "prompts": len(prompts.rows), "dropped": num_dropped, **result["scores"],
+                           "answers": result["answers"]}, indent=2)
         print(text)
         if cfg.output:
             Path(cfg.output).write_text(text + "\n")

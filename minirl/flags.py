@@ -1,7 +1,6 @@
 """From a YAML file and flags to a config, and back: known keys only, right types only, one message for what is wrong."""
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import importlib.util
@@ -29,8 +28,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+$"), list("-+0123456789"), Loader=_Loader, Dumper=_Dumper)
-WRONG = {"missing": "has too few values", "dataclass_type": "must be a mapping of settings"}
-"""What pydantic would say in other terms than a user's."""
+WRONG = {"missing": "has too few values", "dataclass_type": "must be a mapping of settings"}  # what pydantic would say in other terms than a user's
 
 
 def parse(cls: type, argv: list[str] | None = None) -> Any:
@@ -43,15 +41,10 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
     file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     file.add_argument("--config", nargs="?", const="")
     given, argv = file.parse_known_args(argv)
-    required = any(f.default is f.default_factory is dataclasses.MISSING for f in dataclasses.fields(cls))
-    default = {} if required and given.config is None else {"default": cls() if given.config is None else load(cls, given.config)}
+    default = {} if given.config is None else {"default": load(cls, given.config)}
     program = re.search(r"-m (minirl\.\w+)", cls.__doc__)[1]
-    with contextlib.ExitStack() as stack:
-        if os.environ.get("RANK", "0") != "0":  # one rank tells what is wrong
-            silence = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stderr(silence))
-            stack.enter_context(contextlib.redirect_stdout(silence))
-        cfg = tyro.cli(cls, prog=f"python -m {program}", args=argv, description=cls.__doc__, config=(tyro.conf.PositionalRequiredArgs,), **default)
+    cfg = tyro.cli(cls, prog=f"python -m {program}", args=argv, description=cls.__doc__, config=(tyro.conf.PositionalRequiredArgs,),
+                   console_outputs=os.environ.get("RANK", "0") == "0", **default)  # one rank tells what is wrong
     return fill(cls, dataclasses.asdict(cfg))
 
 

@@ -13,24 +13,20 @@ from tqdm import tqdm
 
 
 class Timer:
-    """Wall and CPU seconds by phase. Phases nest; a phase's time excludes that of the phases inside it."""
+    """Wall seconds by phase. Phases nest; a phase's time excludes that of the phases inside it."""
 
     def __init__(self, device: torch.device | None = None):
         self.device = device or torch.device("cpu")
-        self.began = time.perf_counter()
+        self.began = self._mark = time.perf_counter()
         self.wall: dict[str, float] = defaultdict(float)
-        self.cpu: dict[str, float] = defaultdict(float)
         self._stack: list[str] = []
-        self._mark = (0.0, 0.0)
 
     def _book(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # kernels run behind the host; without it their time lands in a later phase
-        now = (time.perf_counter(), time.process_time())
+        before, self._mark = self._mark, time.perf_counter()
         if self._stack:
-            self.wall[self._stack[-1]] += now[0] - self._mark[0]
-            self.cpu[self._stack[-1]] += now[1] - self._mark[1]
-        self._mark = now
+            self.wall[self._stack[-1]] += self._mark - before
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -45,9 +41,8 @@ class Timer:
     def take(self) -> dict[str, float]:
         """Wall seconds by phase since the last call."""
         self._book()
-        out = dict(self.wall)
-        self.wall.clear()
-        return out
+        taken, self.wall = self.wall, defaultdict(float)
+        return dict(taken)
 
 
 class Log:
@@ -66,7 +61,7 @@ class Log:
             self.file = (folder / "metrics.jsonl").open("a")
 
     def progress(self, description: str, total: int, start: int = 0) -> None:
-        """Begin a progress bar; `advance` moves it."""
+        """Begin a progress bar in place of the last; `advance` moves it."""
         self.end_progress()
         self.bar = tqdm(total=total, initial=start, desc=description, file=sys.stderr, dynamic_ncols=True, mininterval=1.0, disable=self.rank > 0)
 
@@ -88,7 +83,6 @@ class Log:
     def say(self, message: str) -> None:
         if self.rank == 0:
             tqdm.write(f"minirl: {message}", file=sys.stderr)
-            sys.stderr.flush()
 
     def close(self) -> None:
         self.end_progress()

@@ -2,7 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -41,10 +42,9 @@ class Policy:
     def __init__(self, cfg: PolicyConfig, folder: Path, mesh: Mesh, *, trainable: bool = True, score: bool = False, sequence_parallel: bool = False,
                  timer: Timer | None = None):
         self.cfg, self.folder, self.mesh, self.timer = cfg, folder, mesh, timer or Timer(mesh.device)
-        self.model = build.build(folder, mesh, dtype=cfg.dtype, trainable=trainable, score=score, activation_checkpointing=cfg.activation_checkpointing,
-                                 reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload, sequence_parallel=sequence_parallel)
+        self.model = build.build(cfg, folder, mesh, trainable=trainable, score=score, sequence_parallel=sequence_parallel)
+        # What `pack` must make of micro-batches for this model.
         self.layout = Layout(multiple=mesh.tensor.size() if sequence_parallel else 1, context=mesh.context, windowed=families.windowed(self.model.config))
-        """What `pack` must make of micro-batches for this model."""
         self.optimizer = self._make_optimizer() if trainable else None
         self.num_updates = 0
         self.sleeper = fsdp.Sleeper(self.model, lambda: self.optimizer.tensors() if self.optimizer else [])
@@ -100,12 +100,12 @@ class Policy:
             self.sleeper.wake_optimizer()
         with self.timer.phase("optimizer"):
             grad_norm = fsdp.clip_grad_norm(list(self.model.parameters()), self.cfg.max_grad_norm)
-            for group in self.optimizer.param_groups:
+            for group in (group for part in self.optimizer.parts for group in part.param_groups):
                 group["lr"] = lr
             self.optimizer.ema_decay = min(self.cfg.ema_decay, (1 + self.num_updates) / (10 + self.num_updates))
             if math.isfinite(grad_norm):
                 self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.model.zero_grad()
             self.num_updates += 1
         return out | {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not math.isfinite(grad_norm))}
 
@@ -118,9 +118,10 @@ class Policy:
         return out
 
     def _accumulate(self, minibatch: list[Packed], loss: Loss, *, backward: bool = True) -> dict[str, float]:
-        counts = torch.stack([torch.stack([normalize.count(b, a) for a in (loss.aggregation, normalize.unit(loss.aggregation))]) for b in minibatch]).sum(0)
+        pairs = loss.aggregation == "pair"  # what metrics are means over; tokens, if not
+        counts = torch.stack([torch.stack([normalize.count(b, a) for a in (loss.aggregation, "pair" if pairs else "token")]) for b in minibatch]).sum(0)
         denominator, num = (max(1.0, round(n)) for n in self.mesh.data_sums(counts.cpu()).tolist())  # sequences come in shares of context ranks
-        sums: dict[str, Tensor] = {}
+        found: dict[str, list[Tensor]] = defaultdict(list)  # of each micro-batch, on the device, so that none waits for the host
         for i, batch in enumerate(minibatch):
             self.model.set_requires_gradient_sync(i == len(minibatch) - 1)
             with self.timer.phase("forward"):
@@ -131,8 +132,14 @@ class Policy:
             if backward:
                 with self.timer.phase("backward"):
                     value.backward()
-            _add(sums, batch, value.detach(), metrics, normalize.unit(loss.aggregation))
-        return _reduce(sums, num, self.mesh)
+            found["loss"].append(value.detach().double())
+            for name, values in metrics.items():
+                kept = (values * normalize.weights(batch, "pair") if pairs else values.index_select(0, batch.rows)).double()
+                found[name].append(kept.amax() if name.endswith("_max") and len(kept) else kept.sum())
+        sums = self.mesh.data_sums(torch.stack([sum(values) for values in found.values()]).cpu()).tolist()
+        largest = self.mesh.maxima(torch.stack([torch.stack(values).amax() for values in found.values()]).cpu()).tolist()
+        return {name: most if name.endswith("_max") else total if name == "loss" else total / num
+                for name, total, most in zip(found, sums, largest, strict=True)}
 
     def shards(self) -> dict[str, Tensor]:
         """All that a checkpoint holds, by the model's names; a tied head appears once, under the embedding's."""
@@ -146,23 +153,3 @@ class Policy:
         """The same of their moving averages; before the first update, the parameters themselves. Only inside `state_awake`."""
         averages = self.optimizer.averages()
         return {name: averages[p] if p in averages else p for name, p in self.shards().items()}
-
-
-def _add(sums: dict[str, Tensor], batch: Packed, value: Tensor, metrics: dict[str, Tensor], unit: str) -> None:
-    """Collect on the device, so that no micro-batch waits for the host."""
-    sums["loss"] = sums.get("loss", 0) + value.double()
-    for name, values in metrics.items():
-        kept = (values * normalize.weights(batch, "pair") if unit == "pair" else values.index_select(0, batch.rows)).double()
-        if name.endswith("_max"):
-            new = kept.amax() if len(kept) else kept.new_zeros(())
-            sums[name] = torch.maximum(sums.get(name, new), new)
-        else:
-            sums[name] = sums.get(name, 0) + kept.sum()
-
-
-def _reduce(sums: dict[str, Tensor], num: float, mesh: Mesh) -> dict[str, float]:
-    def over_ranks(reduce: Callable[[Tensor], Tensor], names: list[str]) -> dict[str, float]:
-        return dict(zip(names, reduce(torch.stack([sums[n] for n in names]).cpu()).tolist(), strict=True)) if names else {}
-    most = [n for n in sums if n.endswith("_max")]
-    means = over_ranks(mesh.data_sums, [n for n in sums if n not in most])
-    return {n: v if n == "loss" else v / num for n, v in means.items()} | over_ranks(mesh.maxima, most)

@@ -18,10 +18,7 @@ def speeds(tokens: dict[str, int], seconds: dict[str, float]) -> dict[str, float
 
 def write_curves(folder: Path) -> Path:
     """Draw metrics.jsonl of a run folder to curves.png: a panel per quantity that people look at first."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # not pyplot, which keeps figures and may look for a screen
 
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     panels = {"held-out accuracy": ("eval", "accuracy"), "reward": ("rl", "reward"), "answer tokens": ("rl", "answer_tokens"),
@@ -29,16 +26,14 @@ def write_curves(folder: Path) -> Path:
               "loss": ("train", "loss"), "held-out loss": ("eval", "loss")}
     points = {title: [(row["step"], row[name]) for row in rows if row["phase"] == phase and name in row] for title, (phase, name) in panels.items()}
     shown = {title: found for title, found in points.items() if found}
-    figure, axes = pyplot.subplots(-(-len(shown) // 3) or 1, min(3, len(shown)) or 1, figsize=(12, 6), layout="constrained", squeeze=False)
-    for axis in axes.flat[len(shown) :]:
-        axis.set_axis_off()
-    for axis, (title, found) in zip(axes.flat, shown.items(), strict=False):
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    for number, (title, found) in enumerate(shown.items(), start=1):
+        axis = figure.add_subplot(-(-len(shown) // 3), min(3, len(shown)), number)
         axis.plot(*zip(*found, strict=True), marker="o" if len(found) < 30 else None)
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
     path = folder / "curves.png"
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
     return path
 
 

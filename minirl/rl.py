@@ -7,8 +7,6 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +27,9 @@ from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy, learning_rate
 from minirl.rollout import records
 from minirl.rollout.engine import RolloutEngine, Sampling
-from minirl.rollout.env import Agent, Env, make_env
+from minirl.rollout.env import make_env
 from minirl.rollout.refit import Refit
-from minirl.rollout.rewards import Rewards, check_rows, make_rewards
+from minirl.rollout.rewards import check_rows, make_rewards
 from minirl.rollout.sampler import Sampler
 from minirl.rm import RewardModel, find_reward_model
 from minirl.run import Run, check_output, complete, find_model, find_teacher, make_scratch
@@ -39,48 +37,54 @@ from minirl.sft import warm_start
 from minirl.types import Packed, Trajectory, UserError
 
 
-@dataclass(kw_only=True)
-class Inputs:
-    """What the config names, found and checked before anything is trained or written."""
-
-    folder: Path
-    train: Prompts
-    held_out: Prompts
-    num_dropped: int
-    """Prompts of both that were too long, and are left out."""
-    make_env: Callable[[], Env | Agent]
-    rewards: Rewards
-    estimator: advantages.Estimator | advantages.TokenEstimator
-    others: dict[str, Path | None]
-    """What ref.model, critic.model and reward.model name."""
-    stop_ids: list[int]
-
-
 class Trainer:
     """The parts of a run; `train` is the algorithm."""
 
     def __init__(self, cfg: RLConfig, mesh: Mesh):
         self.cfg, self.mesh, self.timer = cfg, mesh, Timer(mesh.device)
-        self.inputs = find_inputs(cfg, mesh)
+        about = self.find_inputs()
         with self.timer.phase("start"):
-            self.policy = Policy(cfg.policy, self.inputs.folder, mesh, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
+            self.policy = Policy(cfg.policy, self.folder, mesh, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
             if not cfg.rollout.replay:
                 self.make_engine()
-            judge = self.inputs.others["reward.model"]
-            self.judge = RewardModel(cfg.policy, judge, mesh, self.inputs.stop_ids, self.inputs.train.tokenizer.eos_token_id, cfg.tokens_per_rank,
+            judge = self.others["reward.model"]
+            self.judge = RewardModel(cfg.policy, judge, mesh, self.stop_ids, self.prompts.tokenizer.eos_token_id, cfg.tokens_per_rank,
                                      weight=cfg.reward.model_weight, sequence_parallel=cfg.parallel.sequence, timer=self.timer) if judge else None
-            about = f"{len(self.inputs.train.rows)} training prompts, {len(self.inputs.held_out.rows)} held out ({self.inputs.num_dropped} dropped as too long)"
             self.run = Run(cfg, self.policy, mesh, self.timer, about)
         if cfg.rollout.ahead:
             self.run.saver.rollouts = self.sampler.state
-            self.sampler.load(checkpoint.load_rollouts(self.run.found) if self.run.found else [], self.inputs.train, self.sampling)
+            self.sampler.load(checkpoint.load_rollouts(self.run.found) if self.run.found else [], self.prompts, self.sampling)
         self.log, self.progress = self.run.log, self.run.progress
-        self.evict = [self.policy.sleeper]
         if cfg.rollout.curriculum_floor:
-            self.inputs.train.order = Curriculum(self.inputs.train, cfg.rollout.curriculum_floor, self.progress.outcomes)
-        self.ref: Policy | None = None
-        self.critic: Policy | None = None
+            self.prompts.order = Curriculum(self.prompts, cfg.rollout.curriculum_floor, self.progress.outcomes)
+        self.ref = self.critic = None  # each a Policy where it is needed
         self.layout, self.num_extra = self.policy.layout, 0
+
+    def find_inputs(self) -> str:
+        """What the config names, found and checked before anything is trained or written; returned is what the log says about it. Raises UserError at the
+        first thing that is missing or cannot work."""
+        cfg, mesh = self.cfg, self.mesh
+        check_rl(cfg, mesh.world_size)
+        check_output(Path(cfg.output), cfg.resume)
+        rows = load_rows(cfg.data.train, "data.train", cfg.data)
+        rows, held_out = (rows, load_rows(cfg.data.eval, "data.eval", cfg.data)) if cfg.data.eval else split(rows, cfg.data.held_out, cfg.seed)
+        self.make_env, self.rewards, self.estimator = make_env(cfg.env.name), make_rewards(cfg.reward), advantages.find(cfg.algo.advantage)
+        if self.make_env().graded:
+            check_rows(cfg.reward.function, itertools.chain(rows, held_out))
+        if cfg.sft.num_steps and any(row.get("answer") is None for row in rows):
+            raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
+        correction.resolve(cfg.algo.correction)
+        self.folder, model, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
+        self.others = {setting: find_teacher(name, model.vocab_size, cfg.parallel.tensor, setting) if name else None
+                       for name, setting in ((cfg.ref.model, "ref.model"), (cfg.critic.model, "critic.model"))}
+        # Dumped rewards have the scores of such a model in them.
+        self.others["reward.model"] = None if cfg.rollout.replay else find_reward_model(cfg.reward, model.vocab_size, cfg.parallel.tensor)
+        self.prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
+        self.held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
+        num_dropped = self.prompts.check_lengths("data.train", mesh) + self.held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", mesh)
+        make_scratch(cfg, cfg.engine.max_model_len, mesh)
+        self.stop_ids = chat.stop_token_ids(tokenizer, self.folder)
+        return f"{len(self.prompts.rows)} training prompts, {len(self.held_out.rows)} held out ({num_dropped} dropped as too long)"
 
     @property
     def kl_coef(self) -> float:
@@ -89,12 +93,12 @@ class Trainer:
         return self.cfg.algo.kl_coef if adapted is None else adapted
 
     def make_engine(self) -> None:
-        cfg, mesh, inputs = self.cfg, self.mesh, self.inputs
+        cfg, mesh = self.cfg, self.mesh
         dtype = cfg.engine.dtype if cfg.engine.dtype != "auto" else cfg.policy.dtype.replace("float64", "float32")
-        self.engine = RolloutEngine(cfg.engine, inputs.folder, mesh, dtype=dtype, timer=self.timer)
+        self.engine = RolloutEngine(cfg.engine, self.folder, mesh, dtype=dtype, timer=self.timer)
         self.refit = Refit(cfg.refit, self.policy.shards(), self.policy.parts(), self.engine, mesh, check=cfg.debug.check_refit)
-        self.sampler = Sampler(self.engine, inputs.make_env, inputs.rewards, inputs.train.tokenizer, mesh, cfg)
-        self.sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=tuple(inputs.stop_ids), temperature=cfg.rollout.temperature)
+        self.sampler = Sampler(self.engine, self.make_env, self.rewards, self.prompts.tokenizer, mesh, cfg)
+        self.sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=tuple(self.stop_ids), temperature=cfg.rollout.temperature)
 
     def train(self) -> None:
         cfg, mesh, policy, timer = self.cfg, self.mesh, self.policy, self.timer
@@ -102,7 +106,7 @@ class Trainer:
             self.warm_start()
         self.load_reference(self.run.first_step)
         if cfg.algo.advantage == "gae":
-            self.critic = self.load_other(cfg.critic, self.inputs.others["critic.model"], score=True)
+            self.critic = self.load_other(cfg.critic, self.others["critic.model"], score=True)
         early = not advantages.need_logprobs(cfg.algo)
         num_updates = (cfg.num_steps - (cfg.critic.warmup_steps if self.critic else 0)) * cfg.algo.updates_per_step
         self.log.progress("rl", cfg.num_steps, self.run.first_step)
@@ -114,7 +118,7 @@ class Trainer:
             with timer.phase("prepare"):
                 self.shape(trajectories)
                 if early:
-                    advantages.assign(trajectories, self.inputs.estimator, mesh.sums)
+                    advantages.assign(trajectories, self.estimator, mesh.sums)
                 minibatches = [[pack(micro, mesh.device, cfg.rollout.temperature, layout=self.layout) for micro in minibatch]
                                for minibatch in exchange(trajectories, mesh, cfg.tokens_per_rank, cfg.algo.updates_per_step)]
             with timer.phase("annotate"):
@@ -126,7 +130,7 @@ class Trainer:
                         model.annotate(minibatches, field)
                         model.sleeper.sleep_parameters()
                 if not early:
-                    advantages.assign_packed([b for m in minibatches for b in m], self.inputs.estimator, cfg.algo, self.kl_coef,
+                    advantages.assign_packed([b for m in minibatches for b in m], self.estimator, cfg.algo, self.kl_coef,
                                              sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
                 for minibatch in minibatches if cfg.algo.entropy_share else ():
                     losses.mark_forks(minibatch, cfg.algo.entropy_share, mesh.gather)
@@ -146,14 +150,14 @@ class Trainer:
         if cfg.rollout.replay:
             with self.timer.phase("rollout"):
                 return records.load(Path(cfg.rollout.replay), step, self.mesh)
-        with self.engine.awake(self.refit, self.evict):
+        with self.engine.awake(self.refit, [self.policy.sleeper]):
             if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
                 self.evaluate(step, "before_rl" if step == 0 else None)
             with self.timer.phase("rollout"):
                 first = step * cfg.rollout.prompts_per_step + self.progress.extra_tickets
                 if cfg.rollout.curriculum_floor:
-                    self.inputs.train.order.start(first)
-                trajectories, end = self.sampler.collect_step(self.inputs.train, first, self.sampling, version=self.policy.num_updates)
+                    self.prompts.order.start(first)
+                trajectories, end = self.sampler.collect_step(self.prompts, first, self.sampling, version=self.policy.num_updates)
             with self.timer.phase("idle"):
                 failures = [message for part in self.mesh.gather(self.sampler.stage.failures) for message in part]
         if failures:
@@ -177,7 +181,7 @@ class Trainer:
             t.info["score"], t.info["staleness"] = t.reward, self.policy.num_updates - t.version
             lengths[t.group, t.episode] += int(t.sampled.sum())
         if self.cfg.rollout.curriculum_floor:
-            order = self.inputs.train.order
+            order = self.prompts.order
             own = [(order[t.group], t.reward >= self.cfg.eval.threshold) for t in once.values()]
             order.record(list(itertools.chain(*self.mesh.gather(own))))
         table = torch.tensor([(t.reward, lengths[name], t.info["stopped"]) for name, t in once.items()], dtype=torch.float64).reshape(-1, 3)
@@ -192,32 +196,32 @@ class Trainer:
         """Score held-out prompts; the engine must be awake. `name`: keep the result for the summary."""
         sampling = dataclasses.replace(self.sampling, temperature=self.cfg.eval.temperature)
         with self.timer.phase("evaluate"):
-            result = evaluate(self.sampler, self.inputs.held_out, self.cfg.eval, sampling, self.mesh, self.judge)
-        self.run.evaluated(step, result.scores)
-        self.log.say(f"step {step}: held-out accuracy {result.scores['accuracy']:.3f}, reward {result.scores['reward']:.3f}")
+            result = evaluate(self.sampler, self.held_out, self.cfg.eval, sampling, self.mesh, self.judge)
+        self.run.evaluated(step, result["scores"])
+        self.log.say(f"step {step}: held-out accuracy {result['scores']['accuracy']:.3f}, reward {result['scores']['reward']:.3f}")
         if name:
-            self.progress.evaluations[name] = dataclasses.asdict(result)
+            self.progress.evaluations[name] = result
 
     def warm_start(self) -> None:
-        with self.engine.awake(self.refit, self.evict):
+        with self.engine.awake(self.refit, [self.policy.sleeper]):
             self.evaluate(-1, "before_sft")
         self.progress.add(self.timer.take())
         with self.timer.phase("sft"):
-            num_tokens = warm_start(self.cfg, self.policy, self.inputs.train, self.inputs.stop_ids, self.mesh, self.log)
+            num_tokens = warm_start(self.cfg, self.policy, self.prompts, self.stop_ids, self.mesh, self.log)
             checkpoint.export(self.policy, self.run.output / "sft", self.mesh)
         self.progress.add({"sft": sum(self.timer.take().values())}, sft=num_tokens)  # its forward and backward are not RL's
 
     def load_reference(self, step: int) -> None:
         """The frozen copy for the KL: the teacher, or the policy as RL found it or as it was at the last refresh by that step."""
-        if self.cfg.algo.kl_coef or self.inputs.others["ref.model"]:
+        if self.cfg.algo.kl_coef or self.others["ref.model"]:
             refreshed = [n for n in checkpoint.finished(self.run.output, "references") if n <= step]
-            folder = self.run.output / "references" / f"step-{max(refreshed)}" if refreshed else self.inputs.others["ref.model"]
+            folder = self.run.output / "references" / f"step-{max(refreshed)}" if refreshed else self.others["ref.model"]
             self.ref = self.load_other(self.cfg.policy, folder, trainable=False)
 
     def load_other(self, cfg: PolicyConfig, folder: Path | None, **kind: bool) -> Policy:
         """A model beside the policy; None: the policy as RL found it. Asleep but while it works: with the policy's shards on the device, and never with
         its optimizer's state."""
-        folder = folder or (self.run.output / "sft" if self.cfg.sft.num_steps else self.inputs.folder)
+        folder = folder or (self.run.output / "sft" if self.cfg.sft.num_steps else self.folder)
         model = Policy(cfg, folder, self.mesh, sequence_parallel=self.cfg.parallel.sequence, timer=self.timer, **kind)
         if model.optimizer:
             self.run.attach("critic", model)
@@ -264,7 +268,7 @@ class Trainer:
     def finish(self) -> None:
         """Last evaluation, export, summary."""
         if not self.cfg.rollout.replay:
-            with self.engine.awake(self.refit, self.evict):
+            with self.engine.awake(self.refit, [self.policy.sleeper]):
                 self.evaluate(self.cfg.num_steps, "after_rl")
         self.log.end_progress()
         found = {name: evaluation["scores"]["accuracy"] for name, evaluation in self.progress.evaluations.items()}
@@ -275,34 +279,6 @@ class Trainer:
         if not self.cfg.rollout.replay:
             self.sampler.close()
             self.engine.close()
-
-
-def find_inputs(cfg: RLConfig, mesh: Mesh) -> Inputs:
-    """Raises UserError at the first thing that is missing or cannot work."""
-    check_rl(cfg, mesh.world_size)
-    check_output(Path(cfg.output), cfg.resume)
-    rows = load_rows(cfg.data.train, "data.train", cfg.data)
-    if cfg.data.eval:
-        held_out = load_rows(cfg.data.eval, "data.eval", cfg.data)
-    else:
-        rows, held_out = split(rows, cfg.data.held_out, cfg.seed)
-    env, rewards = make_env(cfg.env.name), make_rewards(cfg.reward)
-    estimator = advantages.find(cfg.algo.advantage)
-    if env().graded:
-        check_rows(cfg.reward.function, itertools.chain(rows, held_out))
-    if cfg.sft.num_steps and any(row.get("answer") is None for row in rows):
-        raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
-    correction.resolve(cfg.algo.correction)
-    folder, model, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
-    others = {setting: find_teacher(name, model.vocab_size, cfg.parallel.tensor, setting) if name else None
-              for name, setting in ((cfg.ref.model, "ref.model"), (cfg.critic.model, "critic.model"))}
-    others["reward.model"] = None if cfg.rollout.replay else find_reward_model(cfg.reward, model.vocab_size, cfg.parallel.tensor)  # dumped rewards have its scores in them
-    train = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
-    held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
-    num_dropped = train.check_lengths("data.train", mesh) + held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", mesh)
-    make_scratch(cfg, cfg.engine.max_model_len, mesh)
-    return Inputs(folder=folder, train=train, held_out=held_out, num_dropped=num_dropped, make_env=env, rewards=rewards, estimator=estimator, others=others,
-                  stop_ids=chat.stop_token_ids(tokenizer, folder))
 
 
 def _means(updates: list[dict[str, float]]) -> dict[str, float]:

@@ -30,22 +30,18 @@ from minirl.policy import Policy
 from minirl.rollout.remote import serve
 from minirl.run import complete, find_teacher
 from minirl.sft import annotated
-from minirl.types import Packed, Trajectory, UserError
+from minirl.types import Trajectory, UserError
 
 
 class PairTrainer(sft.Trainer):
     """What reward models and DPO share: rows are pairs, whose two sides stay in one micro-batch."""
 
     lost = "{} with more than {max_tokens} tokens and {} with two equal sides dropped"
-    check, load, make = staticmethod(check_pairs), staticmethod(load_pairs), functools.partial(Pairs, score=False)
+    pairs, check, load, make = True, staticmethod(check_pairs), staticmethod(load_pairs), functools.partial(Pairs, score=False)
 
-    def batches(self, examples: list[Trajectory]) -> list[Packed]:
-        return sft.batches_of(examples, self.policy, self.mesh, self.cfg.tokens_per_rank, pairs=True)
-
-    def scores(self) -> dict[str, float]:
+    def scores(self, measured: dict[str, float]) -> dict[str, float]:
         """Of held-out pairs: loss, share in which the chosen answer is put higher, and by how much on average."""
-        found = self.policy.measure(self.batches(self.held_out.examples(range(len(self.held_out)))), self.make_loss())
-        return {name: found[name] for name in ("loss", "accuracy", "margin")}
+        return {name: measured[name] for name in ("loss", "accuracy", "margin")}
 
 
 class Trainer(PairTrainer):
@@ -113,7 +109,7 @@ def find_reward_model(cfg: RewardConfig, vocab_size: int, tensor_parallel: int =
 
 def check_head(folder: Path, setting: str) -> Path:
     """A language model's would be made of zeros, which a critic can learn from and nobody else. Raises UserError."""
-    if build.SCORE not in build.Weights(folder).names():
+    if build.SCORE not in build.Weights(folder).file_of:
         raise UserError(f"{setting} = {folder} is no reward model: its weights have no {build.SCORE}; train one with minirl.rm")
     return folder
 

@@ -25,23 +25,17 @@ from minirl.types import UserError
 class Progress:
     """What the summary needs and a checkpoint carries, beside weights."""
 
-    evaluations: dict[str, dict] = field(default_factory=dict)
-    """before_sft, before_rl, after_rl, ... -> what the program found"""
+    evaluations: dict[str, dict] = field(default_factory=dict)  # before_sft, before_rl, after_rl, ... -> what the program found
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
-    extra_tickets: int = 0
-    """Prompts that dynamic sampling took beyond those of the steps themselves."""
-    kl_coef: float | None = None
-    """What the adaptive controller made of algo.kl_coef."""
-    reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    """Count, mean and squares about it of all rewards, for reward.normalize."""
-    outcomes: dict[str, list[int]] = field(default_factory=dict)
-    """Of the curriculum's prompts: number of the row -> [answers, right ones]."""
+    extra_tickets: int = 0  # prompts that dynamic sampling took beyond those of the steps themselves
+    kl_coef: float | None = None  # what the adaptive controller made of algo.kl_coef
+    reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # count, mean and squares about it of all rewards, for reward.normalize
+    outcomes: dict[str, list[int]] = field(default_factory=dict)  # of the curriculum's prompts: number of the row -> [answers, right ones]
 
     def add(self, seconds: dict[str, float], **tokens: int) -> None:
         for total, new in ((self.seconds, seconds), (self.tokens, tokens)):
-            for name, value in new.items():
-                total[name] = total.get(name, 0) + value
+            total |= {name: total.get(name, 0) + value for name, value in new.items()}
 
 
 class Run:
@@ -86,7 +80,6 @@ class Run:
 
     def finish(self, scores: dict[str, float | None]) -> None:
         """Export the model, close the log, write the summary, which begins with held-out `scores`."""
-        self.log.end_progress()
         with self.timer.phase("checkpoint"):
             self.saver.wait()
         with self.timer.phase("export"):

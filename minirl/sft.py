@@ -30,7 +30,7 @@ from minirl.types import Packed, Trajectory, UserError
 class Trainer:
     """The parts of a run; `train` is the algorithm. What other programs put in its place comes first."""
 
-    name, score = "sft", False
+    name, score, pairs = "sft", False, False
     check, load, make = staticmethod(check_sft), staticmethod(load_chats), Chats
     lost = "{} cut to {max_tokens} tokens, {} dropped with no token in the loss"
 
@@ -60,12 +60,11 @@ class Trainer:
         """Models beside the policy, before anything of the run is written. Raises UserError."""
 
     def batches(self, examples: list[Trajectory]) -> list[Packed]:
-        return batches_of(examples, self.policy, self.mesh, self.cfg.tokens_per_rank)
+        return batches_of(examples, self.policy, self.mesh, self.cfg.tokens_per_rank, pairs=self.pairs)
 
-    def scores(self) -> dict[str, float]:
+    def scores(self, measured: dict[str, float]) -> dict[str, float]:
         """Of held-out rows: mean negative log-likelihood of the tokens in the loss."""
-        loss = self.policy.measure(self.batches(self.held_out.examples(range(len(self.held_out)))), losses.sft())["loss"]
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        return {"loss": measured["loss"], "perplexity": math.exp(min(measured["loss"], 700.0))}
 
     def __init__(self, cfg: SFTConfig, mesh: Mesh):
         self.cfg, self.mesh, self.timer = cfg, mesh, Timer(mesh.device)
@@ -92,12 +91,12 @@ class Trainer:
             self.report(step, sum(len(t.tokens) for t in examples), metrics)
             self.run.save_if_due(step + 1)
         self.evaluate(self.num_steps, "after")
-        self.finish()
+        self.run.finish({f"{name} {when}": value for when, found in self.progress.evaluations.items() for name, value in found.items()})
 
     def evaluate(self, step: int, name: str | None = None) -> None:
         """Score held-out rows. `name`: keep it for the summary."""
         with self.timer.phase("evaluate"):
-            scores = self.scores()
+            scores = self.scores(self.policy.measure(self.batches(self.held_out.examples(range(len(self.held_out)))), self.make_loss()))
         self.run.evaluated(step, scores)
         self.log.say(f"step {step}: held-out " + ", ".join(f"{what} {value:.4g}" for what, value in scores.items()))
         if name:
@@ -112,9 +111,6 @@ class Trainer:
         self.log.scalars("train", step, {**metrics, "epoch": (step + 1) * self.cfg.batch_size / len(self.rows), "tokens": tokens, **times})
         self.log.advance(loss=metrics["loss"], tokens=tokens)
         self.progress.add(seconds, trained=tokens)
-
-    def finish(self) -> None:
-        self.run.finish({f"{name} {when}": value for when, found in self.progress.evaluations.items() for name, value in found.items()})
 
 
 def batches_of(examples: list[Trajectory], policy: Policy, mesh: Mesh, tokens_per_rank: int, *, pairs: bool = False) -> list[Packed]:

@@ -30,35 +30,24 @@ class UserError(Exception):
 class Trajectory:
     """One token-exact sequence: what the engine saw and sampled, id by id."""
 
-    tokens: np.ndarray
-    """int32 [L]: prompt, sampled tokens, and what an environment said in between."""
-    sampled: np.ndarray
-    """bool [L]: True where the policy chose the token. The first token is never sampled."""
-    logprobs: np.ndarray
-    """float32 [L]: the engine's log-prob of sampled tokens at the sampling temperature, else 0."""
+    tokens: np.ndarray  # int32 [L]: prompt, sampled tokens, and what an environment said in between.
+    sampled: np.ndarray  # bool [L]: True where the policy chose the token. The first token is never sampled.
+    logprobs: np.ndarray  # float32 [L]: the engine's log-prob of sampled tokens at the sampling temperature, else 0.
     reward: float = 0.0
-    group: int = 0
-    """Ticket of the prompt; siblings share it (the group baseline)."""
-    episode: int = 0
-    """Number of the sample within its group."""
-    segment: int = 0
-    """Number within its episode: a new one begins where history was rewritten. Segments share reward and advantage."""
-    version: int = 0
-    """Optimizer steps that the weights had seen when the oldest token was sampled."""
-    versions: np.ndarray | None = None
-    """int32 [L]: the same of each token, -1 where none was sampled; stays on the rank that sampled it."""
+    group: int = 0  # Ticket of the prompt; siblings share it (the group baseline).
+    episode: int = 0  # Number of the sample within its group.
+    segment: int = 0  # Number within its episode: a new one begins where history was rewritten. Segments share reward and advantage.
+    version: int = 0  # Optimizer steps that the weights had seen when the oldest token was sampled.
+    versions: np.ndarray | None = None  # int32 [L]: the same of each token, -1 where none was sampled; stays on the rank that sampled it.
+    # float32 [L]: the part of `reward` that was given for single answers, at their last tokens; None: there is none. The rest is the last token's.
     rewards: np.ndarray | None = None
-    """float32 [L]: the part of `reward` that was given for single answers, at their last tokens; None: there is none. The rest is the last token's."""
-    advantages: np.ndarray | None = None
-    """float32 [L], or None until assigned."""
-    group_tokens: int = 0
-    """Sampled tokens of all trajectories of the group; `exchange` counts them, on whatever ranks they are."""
-    info: dict = field(default_factory=dict)
-    """For logs only; stays on the rank that sampled it."""
+    advantages: np.ndarray | None = None  # float32 [L], or None until assigned.
+    group_tokens: int = 0  # Sampled tokens of all trajectories of the group; `exchange` counts them, on whatever ranks they are.
+    info: dict = field(default_factory=dict)  # For logs only; stays on the rank that sampled it.
 
 
+# The arrays that a rollout makes, of L values each.
 ARRAYS = {"tokens": np.int32, "sampled": np.bool_, "logprobs": np.float32, "rewards": np.float32, "versions": np.int32}
-"""The arrays that a rollout makes, of L values each."""
 
 
 @dataclass(frozen=True)
@@ -68,29 +57,24 @@ class Context:
     group: ProcessGroup
     rank: int
     size: int
-    ring: bool = False
-    """Keys travel from rank to rank; False: every rank gathers them all, layer by layer."""
+    ring: bool = False  # Keys travel from rank to rank; False: every rank gathers them all, layer by layer.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """What a model on its mesh asks of the rows of a micro-batch."""
 
-    multiple: int = 1
-    """Their number on a rank is a multiple of this (sequence parallelism cuts them evenly)."""
+    multiple: int = 1  # Their number on a rank is a multiple of this (sequence parallelism cuts them evenly).
     context: Context | None = None
-    windowed: bool = False
-    """Some layers see a sliding window, and want `Packed.joined`."""
+    windowed: bool = False  # Some layers see a sliding window, and want `Packed.joined`.
 
 
 @dataclass(frozen=True)
 class Run:
     """Row numbers in a rectangle; its ends repeat the last row."""
 
-    rows: Tensor
-    """int64 [B, L]"""
-    first: int | None
-    """If they count up by one, the first of them: a view does instead of a copy."""
+    rows: Tensor  # int64 [B, L]
+    first: int | None  # If they count up by one, the first of them: a view does instead of a copy.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +83,9 @@ class Rectangle:
 
     queries: Run
     keys: Run
-    filling: Tensor | None
-    """bool [B, Lq]: queries that only fill; None if there are none."""
+    filling: Tensor | None  # bool [B, Lq]: queries that only fill; None if there are none.
+    # int64 [B, Lq], or [B, 1] of a block that is not causal: the last key that each query sees; None if that is the one at its own place, or all.
     last: Tensor | None
-    """int64 [B, Lq], or [B, 1] of a block that is not causal: the last key that each query sees; None if that is the one at its own place, or all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,21 +93,14 @@ class Block:
     """Part of an attention: ragged pairs of some query rows and the key rows that they see. A query is in one pair at most; what it
     sees in several blocks is merged by the log-sum-exp of its scores in each."""
 
-    causal: bool
-    """The last query of a pair sees all its keys, and each one before it one key less. False: every query sees every key."""
-    rows: Tensor | None
-    """int64 [N]: the query rows, pair by pair; None: all rows in order."""
-    key_rows: Tensor | None
-    """int64 [M]: the same of the keys, which may repeat between pairs; None: the keys are the query rows, all in order."""
-    cu_queries: Tensor
-    """int32 [pairs + 1]: running sum of the pairs' queries."""
+    causal: bool  # The last query of a pair sees all its keys, and each one before it one key less. False: every query sees every key.
+    rows: Tensor | None  # int64 [N]: the query rows, pair by pair; None: all rows in order.
+    key_rows: Tensor | None  # int64 [M]: the same of the keys, which may repeat between pairs; None: the keys are the query rows, all in order.
+    cu_queries: Tensor  # int32 [pairs + 1]: running sum of the pairs' queries.
     cu_keys: Tensor
-    longest: tuple[int, int]
-    """Most queries and most keys of a pair, on the host so that no layer waits for the device."""
-    rectangles: tuple[Rectangle, ...]
-    """The same pairs for kernels that want equal lengths."""
-    places: Tensor | None
-    """int64 [N]: where each query is in the rectangles laid end to end; None if in order."""
+    longest: tuple[int, int]  # Most queries and most keys of a pair, on the host so that no layer waits for the device.
+    rectangles: tuple[Rectangle, ...]  # The same pairs for kernels that want equal lengths.
+    places: Tensor | None  # int64 [N]: where each query is in the rectangles laid end to end; None if in order.
 
 
 @dataclass(kw_only=True)
@@ -135,51 +111,32 @@ class Packed:
     sequence begins with the last prompt token (whose target is the answer's first) and sees the prompt's keys before its own.
     """
 
-    inputs: Tensor
-    """int64 [T]"""
-    targets: Tensor
-    """int64 [T]: the next token of the same sequence."""
-    positions: Tensor
-    """int64 [T]: of the input token in its trajectory."""
-    mask: Tensor
-    """bool [T]: the target is in the loss."""
-    rows: Tensor
-    """int64 [N]: where `mask` is True; the language-model head runs on these rows only."""
-    lengths: tuple[int, ...]
-    """Rows of each of the S sequences, on the host so that no layer waits for the device."""
-    loss_tokens: Tensor
-    """int64 [S]: targets in the loss of each sequence, on all context ranks together."""
-    group_tokens: Tensor
-    """int64 [S]: targets in the loss of all sequences of its prompt, in whatever batches and on whatever ranks."""
-    rewards: Tensor
-    """float64 [S]: of the episode. This and `names` mean something where a sequence has targets in the loss."""
-    names: tuple[tuple[int, int, int], ...]
-    """(group, episode, segment) of each of the S sequences."""
+    inputs: Tensor  # int64 [T]
+    targets: Tensor  # int64 [T]: the next token of the same sequence.
+    positions: Tensor  # int64 [T]: of the input token in its trajectory.
+    mask: Tensor  # bool [T]: the target is in the loss.
+    rows: Tensor  # int64 [N]: where `mask` is True; the language-model head runs on these rows only.
+    lengths: tuple[int, ...]  # Rows of each of the S sequences, on the host so that no layer waits for the device.
+    loss_tokens: Tensor  # int64 [S]: targets in the loss of each sequence, on all context ranks together.
+    group_tokens: Tensor  # int64 [S]: targets in the loss of all sequences of its prompt, in whatever batches and on whatever ranks.
+    rewards: Tensor  # float64 [S]: of the episode. This and `names` mean something where a sequence has targets in the loss.
+    names: tuple[tuple[int, int, int], ...]  # (group, episode, segment) of each of the S sequences.
+    # Attention without a window, in parts: each sequence's own rows, and what it sees before them. On a context ring: that of a rank's own rows, of
+    # all rows with the first halves of an earlier rank, of the second halves with all rows of a later one.
     blocks: tuple[Block, ...]
-    """Attention without a window, in parts: each sequence's own rows, and what it sees before them. On a context ring: that of a rank's
-    own rows, of all rows with the first halves of an earlier rank, of the second halves with all rows of a later one."""
-    joined: Block | None = None
-    """The same as one causal block, for layers that see a sliding window only."""
-    ends: Tensor | None = None
-    """bool [T]: the row is the last of a trajectory."""
-    pairs: Tensor | None = None
-    """int64 [P, 2], if asked for: numbers of the sequences of each pair's chosen and rejected answer."""
+    joined: Block | None = None  # The same as one causal block, for layers that see a sliding window only.
+    ends: Tensor | None = None  # bool [T]: the row is the last of a trajectory.
+    pairs: Tensor | None = None  # int64 [P, 2], if asked for: numbers of the sequences of each pair's chosen and rejected answer.
+    # Rows are this rank's part of each sequence: chunk r and chunk 2R - 1 - r of 2R, in zigzag so that causal work is even. Key rows of the blocks
+    # count in the gathered rows of all ranks, rank by rank (but for those of a ring).
     context: Context | None = None
-    """Rows are this rank's part of each sequence: chunk r and chunk 2R - 1 - r of 2R, in zigzag so that causal work is even. Key rows of
-    the blocks count in the gathered rows of all ranks, rank by rank (but for those of a ring)."""
-    temperature: float = 1.0
-    """Log-probs are of logits divided by it."""
-    engine_logprobs: Tensor | None = None
-    """float32 [T], as all below."""
-    turn_rewards: Tensor | None = None
-    """Part of `rewards` that was given for the answers which end with the targets."""
+    temperature: float = 1.0  # Log-probs are of logits divided by it.
+    engine_logprobs: Tensor | None = None  # float32 [T], as all below.
+    turn_rewards: Tensor | None = None  # Part of `rewards` that was given for the answers which end with the targets.
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     old_entropy: Tensor | None = None
     advantages: Tensor | None = None
-    values: Tensor | None = None
-    """A critic's, of what stood before the target."""
-    returns: Tensor | None = None
-    """What it should have said."""
-    forks: Tensor | None = None
-    """bool [T]: tokens whose policy gradient counts; None: all do."""
+    values: Tensor | None = None  # A critic's, of what stood before the target.
+    returns: Tensor | None = None  # What it should have said.
+    forks: Tensor | None = None  # bool [T]: tokens whose policy gradient counts; None: all do.

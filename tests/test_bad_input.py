@@ -12,7 +12,7 @@ from programs import QUICKSTART, ROOT, Ended, fork, torchrun
 
 from minirl.config_rl import RLConfig
 from minirl.flags import parse
-from minirl.rl import find_inputs
+from minirl.rl import Trainer
 from minirl.rollout.rewards import make_rewards
 from minirl.types import UserError
 
@@ -133,7 +133,7 @@ def test_heads_that_engine_ranks_cannot_share(world):
 
 
 def lookup(mesh, flags):
-    find_inputs(parse(RLConfig, flags), mesh)
+    Trainer(parse(RLConfig, flags), mesh)
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -15,7 +15,7 @@ from test_packing import groups
 from minirl.config import ParallelConfig
 from minirl.data.packing import pack
 from minirl.model import kernels, ring_package
-from minirl.model.attention import Ring
+from minirl.model.attention import Attention
 from minirl.model.kernels import Options
 from minirl.types import Layout
 
@@ -59,7 +59,7 @@ def both_rings(mesh):
     rng = np.random.default_rng(mesh.rank)
     inputs = [torch.tensor(rng.normal(size=(len(batch.inputs), heads, 16)), dtype=torch.bfloat16) for heads in (4, 2, 2, 4)]
     results = []
-    for ring in (lambda q, k, v: Ring.apply(q, k, v, batch.blocks, Options(0.25), mesh.context),
+    for ring in (lambda q, k, v: Attention.apply(q, k, v, batch.blocks, Options(0.25), mesh.context),
                  lambda q, k, v: ring_package.ring(q, k, v, batch.blocks[0], 0.25, mesh.context)):
         leaves = [x.clone().requires_grad_() for x in inputs[:3]]
         out = ring(*leaves)

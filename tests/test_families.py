@@ -163,14 +163,14 @@ def test_what_a_tensor_parallel_size_cuts_is_named(root, family):
     tensor.check(values, 2)
     assert values["vocab_size"] == 264
     for name, value in values.items():
-        with pytest.raises(UserError, match=f"parallel.tensor = 2 .*{re.escape(name)} = {value + 1}" if name != "num_key_value_heads" else "= 6 neither"):
+        with pytest.raises(UserError, match=f"parallel.tensor = 2 .*{re.escape(name)} = {value + 1}" if name != "num_key_value_heads" else "= 6 does not divide num_key_value_heads = 4, nor is it a multiple"):
             tensor.check({name: value + 1}, 2) if name != "num_key_value_heads" else tensor.check({name: 4}, 6)
 
 
 def test_what_the_names_do_not_say_is_refused_by_shape():
     layer = torch.nn.Linear(4, 7)
     with pytest.raises(UserError, match=r"parallel.tensor = 2 does not divide dimension 0 of Linear.weight, \(7, 4\)"):
-        tensor._shard(layer, "weight", SimpleNamespace(size=2), torch.distributed.tensor.Shard(0))
+        tensor._shard(layer, "weight", SimpleNamespace(group=SimpleNamespace(size=lambda: 2)), torch.distributed.tensor.Shard(0))
 
 
 @pytest.mark.parametrize(("family", "why"), families.REFUSED.items())

@@ -63,7 +63,7 @@ def test_ring_emulated_on_one_device_equals_one_rank(size):
     # the oracle in float32: gathered keys, one block, all ranks' rows
     leaves = [whole[name].clone().requires_grad_() for name in ("q", "k", "v")]
     gathered = [pack(siblings()[::4], device, layout=Layout(context=Context(None, rank, size), windowed=True)).joined for rank in range(size)]
-    exact = torch.cat([Attention.apply(part, *leaves[1:], (block,), options) for part, block in zip(leaves[0].split(rows), gathered, strict=True)])
+    exact = torch.cat([Attention.apply(part, *leaves[1:], (block,), options, None) for part, block in zip(leaves[0].split(rows), gathered, strict=True)])
     wanted = torch.autograd.grad(exact, leaves, whole["dout"])
     for got, expected in zip((torch.cat(outs), *(torch.cat(g) for g in gradients)), (exact, *wanted), strict=True):
         assert (got.float() - expected).abs().max() < 0.02 * expected.abs().max()

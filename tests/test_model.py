@@ -214,7 +214,7 @@ def packed(policy, trajectories, temperature):
     loss = sum(logprobs[row_of[m]] * weights_of(t)[0, i + 1] + entropy[row_of[m]] * weights_of(t)[1, i + 1] for m, (t, i) in marks.items())
     loss.backward()
     grads = {n: p.grad.full_tensor() for n, p in policy.shards().items()}
-    policy.optimizer.zero_grad()
+    policy.model.zero_grad()
     assert not logprobs[~batch.mask].any()
     assert not entropy[~batch.mask].any()
     policy.annotate([[batch]], "old_logprobs")

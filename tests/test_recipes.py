@@ -1,6 +1,7 @@
 """Every recipe as the whole program on one rank; what only a run shows: prompts replaced or drawn by their success, a reference refreshed, a
 reward model beside the policy, all of it resumed, and again on two ranks."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -307,6 +308,25 @@ def test_groups_outside_the_range_are_replaced(means, extra, kept, end, rounds):
         assert [n for tickets in sampler.asked for n in tickets] == list(range(10, stop))  # none twice, none left out
         got += [(t.group - 10, t.episode) for t in trajectories]
     assert sorted(got) == [(n, e) for n in kept for e in (0, 1)]
+
+
+class Store(dict):
+    def add(self, key, number):
+        self[key] = self.get(key, 0) + number
+        return self[key]
+
+
+def test_engines_pull_from_one_queue_after_one_of_them_had_no_room_for_a_ticket():
+    store, samplers = Store(), [Sampler.__new__(Sampler), Sampler.__new__(Sampler)]
+    for sampler in samplers:
+        sampler.mesh, sampler.pulls, sampler.numbers = SimpleNamespace(gather=lambda value: [value], store=store), True, itertools.count()
+        sampler.engine = SimpleNamespace(tp_size=1, replica=0, is_leader=True, cfg=SimpleNamespace(max_num_seqs=8))
+        sampler.driver = SimpleNamespace(run=lambda played: played)
+    told = SimpleNamespace(groups={}, play=lambda begin, queue, room, enough: (queue, enough))
+    (_, idle), (queue, busy) = [sampler._play(told, None, range(4), 1, None, 0, 4) for sampler in samplers]
+    assert list(queue) == [0, 1, 2, 3] and busy(4) and idle(0)
+    (queue, first), (other, second) = [sampler._play(told, None, range(4, 8), 1, None, 0, 4) for sampler in samplers]
+    assert [next(queue), next(other), *queue] == [4, 5, 6, 7] and not first(1) and second(3)
 
 
 # ---------------------------------------------------------------------------------------------------- partial rollouts, dump and replay

@@ -27,8 +27,7 @@ Estimator = Callable[[Tensor, Tensor, Sums], Tensor]
 TokenEstimator = Callable[[Packed, Tensor, AlgoConfig], Tensor]
 ESTIMATORS: dict[str, Estimator] = {}
 TOKEN_ESTIMATORS: dict[str, TokenEstimator] = {}
-WHITENED = ("reinforce_pp", "gae")
-"""Token estimators whose advantages get mean 0 and deviation 1 over the tokens of the global batch."""
+WHITENED = ("reinforce_pp", "gae")  # Token estimators whose advantages get mean 0 and deviation 1 over the tokens of the global batch.
 
 
 def register(name: str, to: dict[str, Callable] = ESTIMATORS) -> Callable[[Callable], Callable]:
@@ -82,7 +81,7 @@ def reinforce_pp_baseline(rewards: Tensor, groups: Tensor, sums: Sums) -> Tensor
     exactly 0.
     """
     centered, _ = center(rewards, groups)
-    squares, count = sums(torch.stack([(centered**2).sum(), torch.tensor(float(len(centered)), dtype=torch.float64)]))
+    squares, count = sums(torch.tensor([(centered**2).sum(), len(centered)], dtype=torch.float64))
     return centered / ((squares / count).sqrt() + 1e-8)
 
 
@@ -188,11 +187,10 @@ def token_rewards(batch: Packed, penalty: Tensor) -> Tensor:
 def whiten(values: list[Tensor], masks: list[Tensor], sums: Sums, maxima: Sums) -> list[Tensor]:
     """(A - mean) / (deviation + 1e-8) over all tokens in the loss, of all ranks; where all are equal, exactly 0."""
     own = torch.cat([v[m].double() for v, m in zip(values, masks, strict=True)]).cpu()
-    infinity = torch.tensor([torch.inf], dtype=torch.float64)
-    highest, lowest = maxima(torch.stack([torch.cat([own, -infinity]).amax(), torch.cat([-own, -infinity]).amax()])).tolist()
+    highest, lowest = maxima(torch.tensor([x.max() if len(x) else -torch.inf for x in (own, -own)], dtype=torch.float64)).tolist()
     if highest == -lowest:
         return [torch.zeros_like(v) for v in values]
-    total, count = sums(torch.stack([own.sum(), torch.tensor(float(len(own)), dtype=torch.float64)])).tolist()
+    total, count = sums(torch.tensor([own.sum(), len(own)], dtype=torch.float64)).tolist()
     mean = total / max(1.0, count)
     (squares,) = sums(((own - mean) ** 2).sum()[None]).tolist()
     return [(v - mean) / ((squares / max(1.0, count)) ** 0.5 + 1e-8) for v in values]

@@ -11,15 +11,15 @@ from minirl.algo.normalize import sequence_sums, to_rows
 from minirl.config_rl import CorrectionConfig
 from minirl.types import Packed, UserError
 
+# tis, truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; Ionides 2008 for
+# the truncation. icepop: Ling team 2025, "Every step evolves" (arXiv 2510.18855), sec. 3. seq-mask-tis: sequences are dropped by the geometric mean
+# of their ratios, tokens of the others count with their own ratio; as OpenRLHF does.
 PRESETS = {
     "off": {"level": "off", "mode": "truncate", "gate": "ratio", "low": 0.0, "high": 2.0},
     "tis": {"level": "token", "mode": "truncate", "gate": "ratio", "low": 0.0, "high": 2.0},
     "icepop": {"level": "token", "mode": "mask", "gate": "ratio", "low": 0.5, "high": 5.0},
     "seq-mask-tis": {"level": "geometric", "mode": "mask", "gate": "ratio", "low": 0.5, "high": 5.0},
 }
-"""tis, truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; Ionides 2008
-for the truncation. icepop: Ling team 2025, "Every step evolves" (arXiv 2510.18855), sec. 3. seq-mask-tis: sequences are dropped by the geometric
-mean of their ratios, tokens of the others count with their own ratio; as OpenRLHF does."""
 
 
 def resolve(cfg: CorrectionConfig) -> CorrectionConfig:

@@ -18,17 +18,13 @@ from minirl.algo.normalize import sequence_sums, to_rows
 from minirl.config_rl import AlgoConfig
 from minirl.types import Packed
 
-TokenLoss = Callable[[Packed, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    token_loss: TokenLoss
+    token_loss: Callable[[Packed, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
     aggregation: str = "token"
-    fixed_length: int = 1
-    """Of aggregation `fixed`."""
-    entropy_gradient: bool = False
-    """The loss has a term in the entropy; costs one more buffer in the head's backward."""
+    fixed_length: int = 1  # Of aggregation `fixed`.
+    entropy_gradient: bool = False  # The loss has a term in the entropy; costs one more buffer in the head's backward.
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:

@@ -8,9 +8,8 @@ micro-batches or spread over ranks, and no factor of any of these appears anywhe
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_reduce
+from torch.distributed.nn.functional import all_gather, all_reduce
 
 from minirl.types import Packed
 
@@ -33,11 +32,7 @@ def over_sequences(function: Callable[..., Tensor], batch: Packed, *values: Tens
     sequence in their order, also where context ranks hold parts of them: int64 [N], the number of each one's sequence, and the `values` [T] of
     each. What it returns comes back to this rank's rows [T]; 0 elsewhere."""
     def whole(x: Tensor) -> Tensor:
-        if batch.context is None:
-            return x
-        parts = [torch.empty_like(x) for _ in range(batch.context.size)]
-        dist.all_gather(parts, x.contiguous(), group=batch.context.group)
-        return torch.cat(parts)
+        return torch.cat(all_gather(x, group=batch.context.group)) if batch.context else x
     sequence = whole(to_rows(torch.arange(len(batch.lengths), device=batch.inputs.device), batch))
     place = sequence * (1 << 32) + whole(batch.positions)
     order = place.masked_fill(~whole(batch.mask.byte()).bool(), torch.iinfo(torch.int64).max).argsort()[: int(batch.loss_tokens.sum())]
@@ -67,8 +62,3 @@ def count(batch: Packed, aggregation: str) -> Tensor:
     """This rank's share of the denominator: tokens in the loss, pairs, or sequences or prompts with any token, by the share of their tokens
     that is here; float64 scalar."""
     return weights(batch, aggregation if aggregation in ("token", "prompt", "pair") else "sequence").sum()
-
-
-def unit(aggregation: str) -> str:
-    """What metrics are means over."""
-    return "pair" if aggregation == "pair" else "token"

@@ -9,25 +9,21 @@ import torch
 from minirl.parallel import context as cp
 from minirl.types import Block, Context, Layout, Rectangle, Run
 
+# A shared prompt of at most so many keys is repeated before each answer's own keys: one call of a kernel instead of two and a merge (15 % faster at
+# 59 keys, even at 200, on CPU).
 SHORT_PROMPT = 128
-"""A shared prompt of at most so many keys is repeated before each answer's own keys: one call of a kernel instead of two and a merge (15 %
-faster at 59 keys, even at 200, on CPU)."""
+# Lengths up to the same of these share a rectangle, so that padding stays below a fifth or 8 rows.
 EDGES = list(itertools.accumulate(range(64), lambda edge, _: max(edge + 8, edge * 6 // 5), initial=8))
-"""Lengths up to the same of these share a rectangle, so that padding stays below a fifth or 8 rows."""
 
 
 @dataclass(frozen=True)
 class _Chunk:
     """Rows of a sequence that lie side by side on this rank."""
 
-    rows: np.ndarray
-    """On this rank."""
-    keys: np.ndarray
-    """The same in the gathered keys."""
-    earlier: np.ndarray
-    """Keys of the sequence's rows before them."""
-    prompt: np.ndarray
-    """Keys of the shared prompt."""
+    rows: np.ndarray  # On this rank.
+    keys: np.ndarray  # The same in the gathered keys.
+    earlier: np.ndarray  # Keys of the sequence's rows before them.
+    prompt: np.ndarray  # Keys of the shared prompt.
 
 
 def build(sequences: list[tuple[int, int | None]], layout: Layout, device: torch.device) -> tuple[tuple[Block, ...], Block | None]:

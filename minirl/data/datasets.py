@@ -14,9 +14,9 @@ from minirl.data.sources import Source, open_source
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory, UserError
 
+# What TRL, OpenRLHF and others call a column: read where a row has none of the first name, unless a setting asks for another name.
 OTHER_NAMES = {"prompt": ("instruction", "input", "context_messages", "messages"), "completion": ("output",), "answer": ("solution", "label"),
                "data_source": ("datasource",)}
-"""What TRL, OpenRLHF and others call a column: read where a row has none of the first name, unless a setting asks for another name."""
 
 
 class Rows(Sequence[dict]):
@@ -68,9 +68,8 @@ def load_rows(source: str | list[str], setting: str, cfg: DataConfig) -> Rows:
     Every row has "prompt" and, where the source has one, "answer", whatever the columns were called; "data_source" where a column says it or
     there are several sources; and all that it had. Raises UserError.
     """
-    def make(raw: dict, of: Source, where: str) -> dict:
-        return _to_prompt(raw, of.name if isinstance(source, list) else "", where, cfg)
-    return open_rows(source, setting, make, cfg.max_samples, distinct=lambda row: hashlib.blake2b(json.dumps(row["prompt"]).encode(), digest_size=16).digest())
+    return open_rows(source, setting, lambda raw, of, where: _to_prompt(raw, of.name if isinstance(source, list) else "", where, cfg), cfg.max_samples,
+                     distinct=lambda row: hashlib.blake2b(json.dumps(row["prompt"]).encode(), digest_size=16).digest())
 
 
 def load_chats(source: str | list[str], setting: str, cfg: ChatsConfig) -> Rows:
@@ -135,9 +134,8 @@ def split(rows: Sequence[dict], held_out: int, seed: int) -> tuple[Sequence[dict
     last = {name: n for n, name in enumerate(names)}
     if held_out >= len(last):
         raise UserError(f"data.held_out = {held_out} leaves nothing of the {len(last)} distinct prompts in data.train; lower it or set data.eval")
-    chosen = sorted(last)[:held_out]
-    out = set(chosen)
-    return take(rows, [n for n, name in enumerate(names) if name not in out]), take(rows, [last[name] for name in chosen])
+    chosen = dict.fromkeys(sorted(last)[:held_out])
+    return take(rows, [n for n, name in enumerate(names) if name not in chosen]), take(rows, [last[name] for name in chosen])
 
 
 class Order:
@@ -213,9 +211,8 @@ class Prompts:
         dropped = {n for part in mesh.gather(long) for n in part}
         if len(dropped) == len(self.rows):
             raise UserError(f"{setting}: all {len(dropped)} prompts have more than data.max_prompt_tokens = {self.cfg.max_prompt_tokens} tokens; raise it")
-        if dropped:
-            self.rows = take(self.rows, [n for n in range(len(self.rows)) if n not in dropped])
-            self.order = make_order(self.rows, seed=self.seed, shuffle=self.shuffle)
+        self.rows = take(self.rows, [n for n in range(len(self.rows)) if n not in dropped])
+        self.order = make_order(self.rows, seed=self.seed, shuffle=self.shuffle)
         return len(dropped)
 
 
@@ -225,8 +222,7 @@ class Examples:
     def __init__(self, rows: Sequence[dict], encoded: dict[int, tuple], mesh: Mesh, why_none: str, *, seed: int, shuffle: bool):
         """`encoded`: this rank's, by their numbers in `rows`, but for those that are dropped. Raises UserError(`why_none`) if that is everything."""
         self.encoded = encoded
-        self.kept = sorted(n for part in mesh.gather(list(encoded)) for n in part)
-        """Numbers of the rows that are trained on."""
+        self.kept = sorted(n for part in mesh.gather(list(encoded)) for n in part)  # Numbers of the rows that are trained on.
         if not self.kept:
             raise UserError(why_none)
         self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
@@ -254,8 +250,8 @@ class Chats(Examples):
         own = {n: encode(rows[n]) for n in range(mesh.rank, len(rows), mesh.world_size)}
         super().__init__(rows, {n: (ids, mask) for n, (ids, mask, _) in own.items() if mask.any()}, mesh, seed=seed, shuffle=shuffle, why_none=
                          f"{setting}: none of the {len(rows)} rows has a token in the loss within data.max_tokens = {cfg.max_tokens}; raise it")
+        # How many rows were cut, and how many dropped.
         self.lost = sum(mesh.gather(sum(cut for *_, cut in own.values()))), len(rows) - len(self.kept)
-        """How many rows were cut, and how many dropped."""
 
     def examples(self, numbers: range) -> list[Trajectory]:
         """Those of the examples that this rank holds."""

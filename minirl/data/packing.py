@@ -13,11 +13,10 @@ from minirl.parallel import context as cp
 from minirl.parallel.mesh import Mesh
 from minirl.types import Layout, Packed, Trajectory, UserError
 
-_CELL = np.dtype([("tokens", "i4"), ("sampled", "?"), ("logprobs", "f4"), ("advantages", "f4"), ("rewards", "f4")])
-"""What travels of each token."""
+_CELL = np.dtype([("tokens", "i4"), ("sampled", "?"), ("logprobs", "f4"), ("advantages", "f4"), ("rewards", "f4")])  # What travels of each token.
+# What all ranks know of each trajectory: its rank and number there, and of its tokens a hash of the prompt and how many.
 _HEADER = np.dtype([("rank", "i8"), ("index", "i8"), ("group", "i8"), ("episode", "i8"), ("segment", "i8"), ("version", "i8"), ("reward", "f8"),
                     ("prompt", "i8"), ("prompt_tokens", "i8"), ("tokens", "i8"), ("sampled", "i8")])
-"""What all ranks know of each trajectory: its rank and number there, and of its tokens a hash of the prompt and how many."""
 
 
 def pieces(table: np.ndarray, num_ranks: int, budget: int, *, groups: np.ndarray | None = None) -> tuple[list[list[int]], list[int]]:
@@ -138,8 +137,7 @@ class _Sequence:
     trajectory: Trajectory
     start: int
     stop: int
-    shared: int | None = None
-    """Number of the sequence that holds the rows before `start`."""
+    shared: int | None = None  # Number of the sequence that holds the rows before `start`.
 
     @property
     def num_rows(self) -> int:

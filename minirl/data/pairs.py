@@ -21,9 +21,7 @@ def load_pairs(source: str | list[str], setting: str, cfg: PairsConfig) -> Rows:
 
     Of a reasoning-gym generator, a question's answer was preferred to that of another. Raises UserError for a row that is no pair, with its line.
     """
-    def make(row: dict, of: Source, where: str) -> dict:
-        return _to_pair(_judged(row, of, cfg) if f" = {GYM}" in of.shown else row, where, cfg)
-    return open_rows(source, setting, make, cfg.max_samples)
+    return open_rows(source, setting, lambda row, of, where: _to_pair(_judged(row, of, cfg) if f" = {GYM}" in of.shown else row, where, cfg), cfg.max_samples)
 
 
 def _judged(row: dict, of: Source, cfg: PairsConfig) -> dict:
@@ -80,13 +78,12 @@ class Pairs(Examples):
         own = {n: _encode(rows[n], tokenizer, stop_ids) for n in range(mesh.rank, len(rows), mesh.world_size)}
         short = {n: sides for n, sides in own.items() if max(len(ids) for ids, _ in sides) <= cfg.max_tokens}
         encoded = {n: (*sides, rows[n]["margin"]) for n, sides in short.items() if sides[0][0] != sides[1][0]}
+        # How many pairs were too long, and how many have two equal sides.
         self.lost = sum(mesh.gather(len(own) - len(short))), sum(mesh.gather(len(short) - len(encoded)))
-        """How many pairs were too long, and how many have two equal sides."""
         super().__init__(rows, encoded, mesh, seed=seed, shuffle=shuffle, why_none=
                          f"{setting}: of {len(rows)} pairs none is left: {self.lost[0]} have a side of more than data.max_tokens = {cfg.max_tokens} "
                          f"tokens, {self.lost[1]} have a chosen side equal to the rejected one")
-        self.logprobs: dict[str, np.ndarray] = {}
-        """float32 [L] of a reference, if there are any: "<row>-<0: chosen, 1: rejected>"."""
+        self.logprobs: dict[str, np.ndarray] = {}  # float32 [L] of a reference, if there are any: "<row>-<0: chosen, 1: rejected>".
 
     def examples(self, numbers: range) -> list[Trajectory]:
         """Those of the pairs that this rank holds, as two trajectories each: episode 0 was chosen; its reward is the margin."""

@@ -35,8 +35,7 @@ GYM = "reasoning_gym:"
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    shown: str
-    """Setting and source, as an error message says them."""
+    shown: str  # Setting and source, as an error message says them.
     name: str
     weight: float | None
     rows: Sequence
@@ -82,8 +81,7 @@ class JsonLines(Sequence):
             if line.strip():
                 found.extend((at, len(line), number))
             at += len(line)
-        self.lines = np.array(found, np.int64).reshape(-1, 3)
-        """int64 [N, 3]: first byte, bytes and number of each."""
+        self.lines = np.array(found, np.int64).reshape(-1, 3)  # int64 [N, 3]: first byte, bytes and number of each.
 
     def __len__(self) -> int:
         return len(self.lines)

@@ -25,22 +25,16 @@ READABLE = sorted({sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), "/
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    seconds: float = 5.0
-    """Of wall time; of CPU time, the next whole second."""
-    memory_mb: int = 1024
-    """Address space."""
-    output: int = 10_000
-    """Bytes of standard output and error together that are kept."""
-    disk_mb: int = 64
-    """All files together."""
+    seconds: float = 5.0  # of wall time; of CPU time, the next whole second
+    memory_mb: int = 1024  # address space
+    output: int = 10_000  # bytes of standard output and error together that are kept
+    disk_mb: int = 64  # all files together
 
 
 @dataclass(frozen=True)
 class Result:
-    status: str
-    """ok; error (an exception, or an exit code other than 0); timeout; disk; killed (by a signal)."""
-    output: str
-    """Standard output and error, in the order they came, cut at the end."""
+    status: str  # ok; error (an exception, or an exit code other than 0); timeout; disk; killed (by a signal)
+    output: str  # standard output and error, in the order they came, cut at the end
     seconds: float
 
 

@@ -38,13 +38,13 @@ def packed_attention(module: torch.nn.Module, query: Tensor, key: Tensor, value:
         blocks, options = pack.blocks, Options(scale, None, softcap)
         if context and context.ring:
             alike = softcap is None and ring_package.available(q)
-            return (ring_package.ring(q, k, v, blocks[0], scale, context) if alike else Ring.apply(q, k, v, blocks, options, context))[None], None
+            return (ring_package.ring(q, k, v, blocks[0], scale, context) if alike else Attention.apply(q, k, v, blocks, options, context))[None], None
     elif pack.joined is None:
         raise NotImplementedError(f"{type(module).__name__} has a sliding window; pack with Layout(windowed=True)")
     else:
         blocks = (pack.joined,)
     keys = gather_keys(k, v, context) if context else (k, v)
-    return Attention.apply(q, *keys, blocks, options)[None], None
+    return Attention.apply(q, *keys, blocks, options, None)[None], None
 
 
 def attend(q: Tensor, steps: Iterable[tuple[Block, Tensor, Tensor]], options: Options) -> tuple[Tensor, Tensor]:
@@ -65,58 +65,43 @@ def attend(q: Tensor, steps: Iterable[tuple[Block, Tensor, Tensor]], options: Op
 
 
 class Attention(torch.autograd.Function):
-    """q [T, H, D] to keys and values [M, Hkv, D]. The first block has all rows as queries."""
+    """q [T, H, D] to keys and values [M, Hkv, D]. The first block has all rows as queries.
 
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], options: Options) -> Tensor:
-        out, lse = attend(q, ((block, k, v) for block in blocks), options)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.blocks, ctx.options = blocks, options
-        return out
-
-    @staticmethod
-    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        gradients = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for block in ctx.blocks:
-            kernels.backward(gradients, dout, q, k, v, out, lse, block, ctx.options)
-        return *gradients, None, None
-
-
-class Ring(torch.autograd.Function):
-    """Attention over the ranks of a context whose keys and values go around, one hop a step, while the ones at hand are used. Liu et al.
-    2023 (arXiv 2310.01889). In backward their gradients travel with them, and are home after R hops.
-
-    A rank has the keys of R ranks one after the other only, never at once: for sequences whose keys do not fit.
+    With `ring`, whose blocks are a rank's own, of an earlier one, of a later one: over the ranks of a context, whose keys and values go around,
+    one hop a step, while the ones at hand are used. Liu et al. 2023 (arXiv 2310.01889). In backward their gradients travel with them, and are home
+    after R hops. A rank has the keys of R ranks one after the other only, never at once: for sequences whose keys do not fit.
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, Block, Block], options: Options, context: Context) -> Tensor:
-        out, lse = attend(q, _around(k, v, blocks, context), options)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...], options: Options, ring: Context | None) -> Tensor:
+        out, lse = attend(q, _steps(k, v, blocks, ring), options)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.blocks, ctx.options, ctx.context = blocks, options, context
+        ctx.blocks, ctx.options, ctx.ring = blocks, options, ring
         return out
 
     @staticmethod
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        wide = torch.promote_types(q.dtype, torch.float32)
-        dq, traveling = torch.zeros_like(q, dtype=wide), [torch.zeros_like(x, dtype=wide) for x in (k, v)]
-        for block, *at_hand in _around(k, v, ctx.blocks, ctx.context):
+        wide = torch.promote_types(q.dtype, torch.float32) if ctx.ring else q.dtype
+        dq, *traveling = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for block, *at_hand in _steps(k, v, ctx.blocks, ctx.ring):
             kernels.backward((dq, *traveling), dout, q, *at_hand, out, lse, block, ctx.options)
-            traveling = Visit(traveling, ctx.context).wait()  # behind their keys
+            traveling = Visit(traveling, ctx.ring).wait() if ctx.ring else traveling  # behind their keys
         return dq.to(q.dtype), *(g.to(k.dtype) for g in traveling), None, None, None
 
 
-def _around(k: Tensor, v: Tensor, blocks: tuple[Block, Block, Block], context: Context) -> Iterator[tuple[Block, Tensor, Tensor]]:
-    """Each hop's block with the keys and values at hand, which are on their way to the next rank meanwhile."""
-    for hop in range(context.size):
-        visit = Visit([k, v], context) if hop + 1 < context.size else None
-        yield _of_hop(blocks, hop, context), k, v
+def _steps(k: Tensor, v: Tensor, blocks: tuple[Block, ...], ring: Context | None) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    """Blocks with the keys and values at hand; on a ring each hop's, while they are on their way to the next rank."""
+    if ring is None:
+        yield from ((block, k, v) for block in blocks)
+        return
+    for hop in range(ring.size):
+        visit = Visit([k, v], ring) if hop + 1 < ring.size else None
+        yield _of_hop(blocks, hop, ring), k, v
         k, v = visit.wait() if visit else (k, v)
 
 
-def _of_hop(blocks: tuple[Block, Block, Block], hop: int, context: Context) -> Block:
+def _of_hop(blocks: tuple[Block, ...], hop: int, context: Context) -> Block:
     """After `hop` hops the keys at hand are of rank `context.rank - hop`: one's own, an earlier one's, or (from behind zero) a later one's."""
     return blocks[0] if hop == 0 else blocks[1] if hop <= context.rank else blocks[2]
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from minirl.config import PolicyConfig
 from minirl.model import attention, experts, families
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp, tensor
@@ -51,9 +52,6 @@ def read_config(folder: Path) -> PretrainedConfig:
 class ScoreHead(nn.Linear):
     """One number for each hidden state, float32 at least: the head of `AutoModelForSequenceClassification` with one label."""
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype):
-        super().__init__(config.hidden_size, 1, bias=False, dtype=dtype)
-
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [...]"""
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -70,22 +68,19 @@ class Weights:
         else:
             names = [single.name] if single.exists() else sorted(p.name for p in folder.glob("*.safetensors"))
         self.bytes_read = 0
-        self._file_of: dict[str, safe_open] = {}
+        self.file_of: dict[str, safe_open] = {}  # by the names of the weights
         for name in names:
             try:
                 file = safe_open(folder / name, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
                 raise UserError(f"policy.model: cannot read {folder / name}: {error}") from error
-            self._file_of |= dict.fromkeys(file.keys(), file)
-
-    def names(self) -> set[str]:
-        return set(self._file_of)
+            self.file_of |= dict.fromkeys(file.keys(), file)
 
     def shape(self, name: str) -> list[int]:
-        return self._file_of[name].get_slice(name).get_shape()
+        return self.file_of[name].get_slice(name).get_shape()
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        part = self._file_of[name].get_slice(name)[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+        part = self.file_of[name].get_slice(name)[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
         self.bytes_read += part.numel() * part.element_size()
         return part
 
@@ -115,13 +110,13 @@ def load(model: nn.Module, folder: Path, device: torch.device, *, cpu_offload: b
     weights = Weights(folder)
     held = tensors(model)
     parts = {name: families.parts(model.config, name, t.shape) for name, t in held.items()}
-    new = {SCORE} - weights.names()
+    new = {SCORE} - weights.file_of.keys()
     expected = {part.name: list(part.shape) for of_one in parts.values() for part in of_one if part.name not in new}
-    wrong = [n for n, shape in expected.items() if n not in weights.names() or weights.shape(n) != shape]
+    wrong = [n for n, shape in expected.items() if n not in weights.file_of or weights.shape(n) != shape]
     # Some old files keep buffers that are a function of the config, some new ones layers that only a speculating engine uses.
     unused = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])]
-    derived = {n for n in weights.names() if any(re.search(pattern, n) for pattern in unused)}
-    extra = weights.names() - expected.keys() - {"lm_head.weight"} - derived
+    derived = {n for n in weights.file_of if any(re.search(pattern, n) for pattern in unused)}
+    extra = weights.file_of.keys() - expected.keys() - {"lm_head.weight"} - derived
     if wrong or extra:
         raise UserError(f"policy.model = {folder}: the weights do not fit its config.json; missing or of another shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}")
     model.to_empty(device="cpu" if cpu_offload else device)
@@ -161,14 +156,13 @@ def score_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = False
     return scores[0].masked_fill(~batch.mask, 0), None
 
 
-def build(folder: Path, mesh: Mesh, *, dtype: str, trainable: bool, score: bool = False, activation_checkpointing: bool = False,
-          reshard_after_forward: bool = True, cpu_offload: bool = False, sequence_parallel: bool = False) -> nn.Module:
+def build(cfg: PolicyConfig, folder: Path, mesh: Mesh, *, trainable: bool, score: bool, sequence_parallel: bool) -> nn.Module:
     """A sharded causal language model whose `forward` is `packed_forward`; with `score`, one with a score head in place of its own, and
     `score_forward`.
 
-    Trainable parameters are float32 masters (float64 for dtype float64); frozen ones are kept in `dtype`.
+    Trainable parameters are float32 masters (float64 for dtype float64); frozen ones are kept in `cfg.dtype`.
     """
-    compute = getattr(torch, dtype)
+    compute = getattr(torch, cfg.dtype)
     master = compute if not trainable or compute == torch.float64 else torch.float32
     config = families.without_dropout(read_config(folder))
     families.check(config, f"policy.model = {folder}")
@@ -176,20 +170,19 @@ def build(folder: Path, mesh: Mesh, *, dtype: str, trainable: bool, score: bool 
         model = AutoModelForCausalLM.from_config(config, dtype=master, attn_implementation=attention.NAME, experts_implementation=experts.NAME)
         if score:
             del model.lm_head
-            model.score = ScoreHead(config, master)
-    for name, b in buffers(model).items():  # rounded to bfloat16 they would choose other experts
-        parent, _, own_name = name.rpartition(".")
-        model.get_submodule(parent)._buffers[own_name] = b.to(torch.promote_types(b.dtype, torch.float32))
+            model.score = ScoreHead(config.hidden_size, 1, bias=False, dtype=master)
+    for b in buffers(model).values():  # rounded to bfloat16 they would choose other experts
+        b.data = b.to(torch.promote_types(b.dtype, torch.float32))
     model.requires_grad_(trainable)
-    if activation_checkpointing:
+    if cfg.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train(trainable)
     tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
     if tp:
-        tensor.check(families.divided(config), tp.size)
+        tensor.check(families.divided(config), tp.group.size())
         tensor.apply(model, tp, model._tp_plan | families.FAMILIES[config.model_type].plan)
     fsdp.shard(model, model.model.layers, mesh.fsdp, compute_dtype=compute, reduce_dtype=master,
-               reshard_after_forward=reshard_after_forward, cpu_offload=cpu_offload)
-    load(model, folder, mesh.device, cpu_offload=cpu_offload)
+               reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload)
+    load(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
     model.forward = types.MethodType(functools.partial(score_forward if score else packed_forward, tp=tp), model)
     return model

@@ -24,17 +24,14 @@ DENSE = (*HEADS, "intermediate_size")
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    divided: tuple[str, ...] = DENSE
-    """Config values, or products of them, that parallel.tensor splits."""
-    plan: dict[str, str] = field(default_factory=dict)
-    """Tensor-parallel styles that the library's own plan lacks."""
+    divided: tuple[str, ...] = DENSE  # Config values, or products of them, that parallel.tensor splits.
+    plan: dict[str, str] = field(default_factory=dict)  # Tensor-parallel styles that the library's own plan lacks.
+    # (what the head's logits are multiplied by over and above 1 / temperature, c or None of logits that are c * tanh(logits / c))
     head: Callable[[PretrainedConfig], tuple[float, float | None]] = lambda config: (1.0, None)
-    """(what the head's logits are multiplied by over and above 1 / temperature, c or None of logits that are c * tanh(logits / c))"""
+    # Names in the files of what the model keeps as two fused tensors: (block, gate, up, down) of `{block}.experts.{number}.{gate, up or
+    # down}.weight`; the block stands for the model's `mlp`.
     experts: tuple[str, str, str, str] | None = None
-    """Names in the files of what the model keeps as two fused tensors: (block, gate, up, down) of `{block}.experts.{number}.{gate, up or
-    down}.weight`; the block stands for the model's `mlp`."""
-    engine_length: str | None = None
-    """Config value: of longer sequences the engine computes something else than the library."""
+    engine_length: str | None = None  # Config value: of longer sequences the engine computes something else than the library.
     engine_on_cpu: bool = True
 
 

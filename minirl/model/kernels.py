@@ -17,10 +17,8 @@ from minirl.types import Block, Rectangle, Run
 @dataclass(frozen=True)
 class Options:
     scale: float
-    window: int | None = None
-    """Keys that a query sees, itself included; of a causal block with all of them."""
-    softcap: float | None = None
-    """Scores s become cap tanh(s / cap); Gemma 2, arXiv 2408.00118."""
+    window: int | None = None  # Keys that a query sees, itself included; of a causal block with all of them.
+    softcap: float | None = None  # Scores s become cap tanh(s / cap); Gemma 2, arXiv 2408.00118.
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options) -> tuple[Tensor, Tensor]:
@@ -36,7 +34,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options) -> 
 def backward(gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block,
              options: Options) -> None:
     if _flash_can(q, options):
-        return _flash_backward(gradients, dout, q, k, v, out, lse, block, options)
+        return _flash_backward(gradients, dout, q, k, v, out, lse, block, options)  # None
     function = _cpu_backward if _cpu_can(q, options) else eager_backward
     for r in block.rectangles:
         do = _cut(dout, r.queries)
@@ -45,7 +43,6 @@ def backward(gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor, 
         inputs = _cut(q, r.queries), _cut(k, r.keys), _cut(v, r.keys), _cut(out, r.queries), _cut(lse, r.queries), _bias(r, block, options, q)
         for into, run, grad in zip(gradients, (r.queries, r.keys, r.keys), function(do, *inputs, block.causal, options), strict=True):
             _add(into, run, grad.transpose(1, 2).flatten(0, 1))
-    return None
 
 
 # ---------------------------------------------------------------------------------------------------- rectangles: CPU, and any device

@@ -4,8 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**24
-"""Logits alive at once (64 MB in float32)."""
+CHUNK_ELEMENTS = 2**24  # Logits alive at once (64 MB in float32).
 
 
 def logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, softcap: float | None = None,
@@ -71,9 +70,8 @@ class _LogprobEntropy(torch.autograd.Function):
             if group is not None:
                 dist.all_reduce(sums, group=group)
             logprobs[part], mean[part] = sums[0] - log_sum[part], sums[1]
-        ctx.group = group
         ctx.save_for_backward(hidden, weight, targets, log_sum, mean)
-        ctx.temperature, ctx.softcap, ctx.entropy_gradient = temperature, softcap, entropy_gradient
+        ctx.temperature, ctx.softcap, ctx.entropy_gradient, ctx.group = temperature, softcap, entropy_gradient, group
         entropy = log_sum - mean
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)

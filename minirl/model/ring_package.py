@@ -1,4 +1,4 @@
-"""The door to ring-flash-attn, whose zigzag layout is this house's own: its kernels take the place of `attention.Ring` on CUDA if the
+"""The door to ring-flash-attn, whose zigzag layout is this house's own: its kernels take the place of `attention.Attention` on CUDA if the
 package is installed (extra `ring`)."""
 
 import functools

@@ -40,10 +40,9 @@ def make_config(cfg: ScratchConfig, tokenizer: PreTrainedTokenizerFast, max_len:
 def make_model(cfg: ScratchConfig, folder: Path, *, max_len: int, seed: int) -> None:
     """Write model, tokenizer and generation config to `folder`; the same seed gives the same weights."""
     tokenizer = make_tokenizer(cfg.phrases)
-    config = make_config(cfg, tokenizer, max_len)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model = Qwen3ForCausalLM(make_config(cfg, tokenizer, max_len))
     disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -5,20 +5,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offset, size) in the coordinates of a whole tensor."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, size) in the coordinates of a whole tensor.
 
 
 @dataclass(frozen=True)
 class Part:
     """One weight of a checkpoint's files as a block of a parameter: all of it, or one expert's matrix of a fused one."""
 
-    name: str
-    """In the files."""
-    box: Box
-    """Of the parameter."""
-    fused: bool = False
-    """The block is one of many along dimension 0, which the file's weight does not have."""
+    name: str  # In the files.
+    box: Box  # Of the parameter.
+    fused: bool = False  # The block is one of many along dimension 0, which the file's weight does not have.
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from minirl.parallel.boxes import Box
@@ -42,8 +42,10 @@ def shard(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, *, compute_
             module.set_force_sum_reduction_for_comms(True)
 
 
-def local(t: Tensor) -> Tensor:
-    return t.to_local() if isinstance(t, DTensor) else t
+def local(t: Tensor | None, *, partial: bool = False) -> Tensor | None:
+    """This rank's tensor. `partial`: this rank sees only part of the contributions to its gradient, which FSDP then sums once, after
+    the last micro-batch (a hook on `.grad` would sum again at each)."""
+    return t.to_local(grad_placements=[Partial()] if partial else None) if isinstance(t, DTensor) else t
 
 
 def local_box(t: Tensor) -> Box:

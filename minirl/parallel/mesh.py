@@ -3,7 +3,6 @@
 import ctypes
 import logging
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -29,16 +28,11 @@ class Mesh:
     rank: int
     world_size: int
     device: torch.device
-    fsdp: DeviceMesh
-    """1-D (dp_shard x cp) or 2-D (dp_replicate, dp_shard x cp): FSDP shards over the last axis and replicates over the first."""
-    context: Context | None
-    """The ranks that hold parts of the same sequences; None if each sequence is on one."""
-    tensor: DeviceMesh
-    """1-D (tp): consecutive ranks that hold parts of each matrix and work on the same data."""
-    host_group: dist.ProcessGroup
-    """gloo twin of the world for numpy arrays and counters, so that they never pass the accelerator."""
-    host_data_group: dist.ProcessGroup
-    """The same of the ranks that hold other tokens than this one, and this one."""
+    fsdp: DeviceMesh  # 1-D (dp_shard x cp) or 2-D (dp_replicate, dp_shard x cp): FSDP shards over the last axis and replicates over the first.
+    context: Context | None  # The ranks that hold parts of the same sequences; None if each sequence is on one.
+    tensor: DeviceMesh  # 1-D (tp): consecutive ranks that hold parts of each matrix and work on the same data.
+    host_group: dist.ProcessGroup  # gloo twin of the world for numpy arrays and counters, so that they never pass the accelerator.
+    host_data_group: dist.ProcessGroup  # The same of the ranks that hold other tokens than this one, and this one.
     store: dist.Store
 
     @property
@@ -85,10 +79,7 @@ def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = 
     CUDA ranks get NCCL for device tensors and gloo for host ones. vLLM reuses this default group.
     """
     if "RANK" not in os.environ:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # a free one
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:

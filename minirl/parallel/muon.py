@@ -10,9 +10,9 @@ from minirl.parallel.boxes import cut
 from minirl.parallel.fsdp import local, local_box
 from minirl.parallel.mesh import Mesh
 
+# RMS of an AdamW update, which an orthogonal [m, n] matrix (RMS 1 / sqrt(max(m, n))) is scaled to, so that one learning rate serves both optimizers
+# (Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv 2502.16982, equation 4).
 MATCH_ADAM = 0.2
-"""RMS of an AdamW update, which an orthogonal [m, n] matrix (RMS 1 / sqrt(max(m, n))) is scaled to, so that one learning rate
-serves both optimizers (Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv 2502.16982, equation 4)."""
 
 
 def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
@@ -30,18 +30,13 @@ def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
     return x.mT if tall else x
 
 
-def work(shape: torch.Size) -> int:
-    """Multiplications of one Newton-Schulz step, but for a factor."""
-    *batch, m, n = shape
-    return math.prod(batch) * m * n * min(m, n)
-
-
 class Muon(torch.optim.Optimizer):
     """Momentum, Nesterov, orthogonalized (Jordan et al. 2024), with decoupled weight decay.
 
     Takes matrices [m, n] and stacks of them [E, m, n], as tensors or DTensors of any placement without partial sums. All ranks must
-    step together. Matrices are sorted by work and taken `world_size` at a time: in each round rank r is sent the shards of the
-    r-th, orthogonalizes it once, and sends every rank its part; so ranks wait for each other little, and hold one matrix at most.
+    step together. Matrices are sorted by work (multiplications, but for a factor) and taken `world_size` at a time: in each round rank r
+    is sent the shards of the r-th, orthogonalizes it once, and sends every rank its part; so ranks wait for each other little, and hold
+    one matrix at most.
     bfloat16 on CUDA (but for float64 parameters), the parameters' dtype on CPU.
     """
 
@@ -54,7 +49,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            matrices = sorted((p for p in group["params"] if p.grad is not None), key=lambda p: work(p.shape), reverse=True)
+            matrices = sorted((p for p in group["params"] if p.grad is not None), key=lambda p: p.numel() * min(p.shape[-2:]), reverse=True)
             for first in range(0, len(matrices), self.mesh.world_size):
                 self._round(matrices[first : first + self.mesh.world_size], group)
 

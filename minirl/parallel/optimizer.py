@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from minirl.parallel.boxes import runs
 from minirl.parallel.fsdp import local
 
-BLOCK = 256
-"""Elements that share a scale."""
-SMALL = 4096
-"""Parameters below this many elements (norms, biases) keep a full state: nothing to save there."""
+BLOCK = 256  # Elements that share a scale.
+SMALL = 4096  # Parameters below this many elements (norms, biases) keep a full state: nothing to save there.
 
 
 class Optimizer:
@@ -36,10 +34,6 @@ class Optimizer:
                 part.register_step_post_hook(self._average)
 
     @property
-    def param_groups(self) -> list[dict]:
-        return [group for part in self.parts for group in part.param_groups]
-
-    @property
     def stepped(self) -> bool:
         return any(part.state for part in self.parts)
 
@@ -55,10 +49,6 @@ class Optimizer:
                 part.step()
                 self._sleep(part, params)
             part.param_groups = groups
-
-    def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
@@ -111,9 +101,9 @@ class Optimizer:
 
 # ---------------------------------------------------------------------------------------------------- 8 bits
 
+# What of an optimizer's state may rest in 8 bits. The unsigned one is kept as its square root, which is what the step divides by: half the decades
+# to cover, so that no small second moment becomes 0 under a first moment that does not.
 SIGNED = {"exp_avg": True, "momentum_buffer": True, "exp_avg_sq": False}
-"""What of an optimizer's state may rest in 8 bits. The unsigned one is kept as its square root, which is what the step divides by:
-half the decades to cover, so that no small second moment becomes 0 under a first moment that does not."""
 
 
 @cache

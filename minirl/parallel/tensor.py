@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import all_gather_single, reduce_scatter_single
 from minirl.types import UserError
 
@@ -61,20 +62,11 @@ def move(x: Tensor, group: dist.ProcessGroup, source: Placement, target: Placeme
 @dataclass(frozen=True)
 class TensorParallel:
     mesh: DeviceMesh
-    sequence: bool
-    """Sequence parallelism."""
+    sequence: bool  # Sequence parallelism.
 
     @property
     def group(self) -> dist.ProcessGroup:
         return self.mesh.get_group()
-
-    @property
-    def size(self) -> int:
-        return self.mesh.size()
-
-    @property
-    def rank(self) -> int:
-        return self.mesh.get_local_rank()
 
     @property
     def tokens(self) -> Placement:
@@ -100,16 +92,10 @@ class TensorParallel:
 def _shard(module: nn.Module, name: str, tp: TensorParallel, placement: Shard | Replicate) -> None:
     parameter = module._parameters.get(name)
     if parameter is not None and not isinstance(parameter, DTensor):
-        if isinstance(placement, Shard) and parameter.shape[placement.dim] % tp.size:
-            raise UserError(f"parallel.tensor = {tp.size} does not divide dimension {placement.dim} of {type(module).__name__}.{name}, {tuple(parameter.shape)}")
+        if isinstance(placement, Shard) and parameter.shape[placement.dim] % tp.group.size():
+            raise UserError(f"parallel.tensor = {tp.group.size()} does not divide dimension {placement.dim} of {type(module).__name__}.{name}, {tuple(parameter.shape)}")
         sharded = distribute_tensor(parameter.data, tp.mesh, [placement], src_data_rank=None)  # no broadcast: all have the same, or meta
         module._parameters[name] = nn.Parameter(sharded, parameter.requires_grad)
-
-
-def _local(parameter: Tensor | None, *, partial: bool = False) -> Tensor | None:
-    """The local tensor. `partial`: this rank sees only part of the contributions to its gradient, which FSDP then sums once, after
-    the last micro-batch (a hook on `.grad` would sum again at each)."""
-    return parameter.to_local(grad_placements=[Partial()] if partial else None) if isinstance(parameter, DTensor) else parameter
 
 
 # ---------------------------------------------------------------------------------------------------- styles
@@ -123,7 +109,7 @@ def _parallel(module: nn.Module, tp: TensorParallel, placement: Shard | Replicat
 
     def forward(*args: object, **kwargs: object) -> object:
         kept = dict(module._parameters)
-        module._parameters.update({n: _local(p, partial=partial) for n, p in kept.items()})
+        module._parameters.update({n: local(p, partial=partial) for n, p in kept.items()})
         try:
             return plain(*args, **kwargs)
         finally:
@@ -141,9 +127,9 @@ def _column(module: nn.Linear, tp: TensorParallel) -> Callable:
 def _column_of_one_head(module: nn.Linear, tp: TensorParallel, num_heads: int, head_dim: int) -> Callable:
     """Keys or values with fewer heads than ranks: weight on every rank, which uses the head of its queries."""
     _parallel(module, tp, Replicate())
-    head = tp.rank * num_heads // tp.size
+    head = tp.group.rank() * num_heads // tp.group.size()
     rows = slice(head * head_dim, (head + 1) * head_dim)
-    return lambda x: F.linear(x, *(p if p is None else _local(p, partial=True)[rows] for p in (module.weight, module.bias)))
+    return lambda x: F.linear(x, *(p if p is None else local(p, partial=True)[rows] for p in (module.weight, module.bias)))
 
 
 def _row(module: nn.Linear, tp: TensorParallel, *, split: bool = False, inner: bool = False) -> Callable:
@@ -155,23 +141,23 @@ def _row(module: nn.Linear, tp: TensorParallel, *, split: bool = False, inner: b
     _shard(module, "bias", tp, Replicate())
 
     def forward(x: Tensor) -> Tensor:
-        y = F.linear(move(x, tp.group, Replicate(), Shard(FEATURES)) if split else x, _local(module.weight))
+        y = F.linear(move(x, tp.group, Replicate(), Shard(FEATURES)) if split else x, local(module.weight))
         y = y if inner else tp.leave(y)
-        return y if inner or module.bias is None else y + _local(module.bias, partial=tp.sequence)
+        return y if inner or module.bias is None else y + local(module.bias, partial=tp.sequence)
 
     return forward
 
 
 def _vocabulary(module: nn.Embedding, tp: TensorParallel) -> Callable:
     """Own rows of the embedding; other tokens give 0, and the sum over ranks is whole. What a family does besides (scaling) is kept."""
-    num = module.weight.shape[0] // tp.size
-    plain = _parallel(module, tp, Shard(0))
+    num = module.weight.shape[0] // tp.group.size()
+    plain, first = _parallel(module, tp, Shard(0)), tp.group.rank() * num
     if module.padding_idx is not None:  # its row gets no gradient, whichever rank has it
-        row = module.padding_idx - tp.rank * num
+        row = module.padding_idx - first
         module.padding_idx = row if 0 <= row < num else None
 
     def forward(ids: Tensor) -> Tensor:
-        own = ids - tp.rank * num
+        own = ids - first
         elsewhere = (own < 0) | (own >= num)
         return tp.leave(plain(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0))
 
@@ -183,11 +169,11 @@ def _experts(module: nn.Module, tp: TensorParallel) -> Callable:
 
     To the experts function an index of `num_experts` means none of them.
     """
-    num = module.num_experts = module.num_experts // tp.size
-    plain = _parallel(module, tp, Shard(0))
+    num = module.num_experts = module.num_experts // tp.group.size()
+    plain, first = _parallel(module, tp, Shard(0)), tp.group.rank() * num
 
     def forward(hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        own = indices - tp.rank * num
+        own = indices - first
         return plain(hidden, own.masked_fill((own < 0) | (own >= num), num), weights)
 
     return forward
@@ -209,10 +195,9 @@ def _enter_once(module: nn.Module, tp: TensorParallel) -> None:
 def check(divided: dict[str, int], size: int) -> None:
     """`divided`: names and values of what the family splits over ranks. Raises UserError where `size` does not divide one, with the arithmetic."""
     for name, value in divided.items():
-        if name == "num_key_value_heads" and value % size and size % value:  # fewer heads than ranks are replicated
-            raise UserError(f"parallel.tensor = {size} neither divides num_key_value_heads = {value} nor is a multiple of it")
-        if name != "num_key_value_heads" and value % size:
-            raise UserError(f"parallel.tensor = {size} does not divide {name} = {value}")
+        replicated = name == "num_key_value_heads"  # where they are fewer than ranks
+        if value % size and not (replicated and size % value == 0):
+            raise UserError(f"parallel.tensor = {size} does not divide {name} = {value}" + ", nor is it a multiple of it" * replicated)
 
 
 def apply(model: nn.Module, tp: TensorParallel, plan: dict[str, str]) -> None:
@@ -221,7 +206,7 @@ def apply(model: nn.Module, tp: TensorParallel, plan: dict[str, str]) -> None:
     `plan`: names with * for layer numbers -> the library's style strings.
     """
     config, modules = model.config, dict(model.named_modules())
-    styles = {name: plan.get(_wild(name)) for name in modules if modules[name] is not model.get_output_embeddings()}
+    styles = {name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in modules if modules[name] is not model.get_output_embeddings()}
     mixtures = {_parent(name) for name, style in styles.items() if style == "moe_tp_experts"}
     def block_of(name: str) -> str:
         return next((m for m in mixtures if name.startswith(f"{m}.")), _parent(name))
@@ -232,7 +217,7 @@ def apply(model: nn.Module, tp: TensorParallel, plan: dict[str, str]) -> None:
         style = styles.get(name)
         if module is model.get_input_embeddings():
             module.forward = _vocabulary(module, tp)
-        elif style == "colwise" and name.endswith(("k_proj", "v_proj")) and config.num_key_value_heads < tp.size:
+        elif style == "colwise" and name.endswith(("k_proj", "v_proj")) and config.num_key_value_heads < tp.group.size():
             module.forward = _column_of_one_head(module, tp, config.num_key_value_heads, modules[_parent(name)].head_dim)
         elif style == "colwise" or module is model.get_output_embeddings():  # whose logits are never gathered
             module.forward = _parallel(module, tp, Shard(0))  # whole tokens in, own features out; the block around it enters once for all
@@ -261,7 +246,3 @@ def apply(model: nn.Module, tp: TensorParallel, plan: dict[str, str]) -> None:
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _wild(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

@@ -24,44 +24,37 @@ class Completion:
     """What was sampled for one answer. The lists are parallel."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    """Of each token, under the distribution it was drawn from (temperature applied)."""
-    stopped: bool = False
-    """Ended by a stop token, which is then the last token; otherwise the length ran out."""
-    versions: list[int] = field(default_factory=list)
-    """Of each token: the optimizer steps that the weights had seen which drew it."""
+    logprobs: list[float] = field(default_factory=list)  # of each token, under the distribution it was drawn from (temperature applied)
+    stopped: bool = False  # ended by a stop token, which is then the last token; otherwise the length ran out
+    versions: list[int] = field(default_factory=list)  # of each token: the optimizer steps that the weights had seen which drew it
 
 
 @dataclass
 class Segment:
     """One token-exact sequence. The lists are parallel."""
 
-    text: str = ""
-    """Of all tokens, with the special ones."""
+    text: str = ""  # of all tokens, with the special ones
     tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    """-1 where nothing was sampled."""
-    rewards: list[float] = field(default_factory=list)
-    """Given for the answer that ends with the token."""
+    versions: list[int] = field(default_factory=list)  # -1 where nothing was sampled
+    rewards: list[float] = field(default_factory=list)  # given for the answer that ends with the token
     answers: int = 0
 
     def read(self, tokens: list[int], text: str) -> None:
         """What the policy is told."""
-        self.text += text
-        self._extend(tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
+        self._extend(text, tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
 
     def say(self, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
         """What it answers; returned as a text with its special tokens but the one that ends it."""
         text, last = added(tokenizer, self.tokens, completion.tokens), completion.tokens[-1:]
-        self.text += text
-        self._extend(completion.tokens, True, completion.logprobs, completion.versions)
+        self._extend(text, completion.tokens, True, completion.logprobs, completion.versions)
         self.answers += 1
         ended = completion.stopped and not tokenizer.decode(last, skip_special_tokens=True)  # no part of the content, as `</code>` would be
         return text.removesuffix(tokenizer.decode(last)) if ended else text
 
-    def _extend(self, tokens: list[int], sampled: bool, logprobs: list[float], versions: list[int]) -> None:
+    def _extend(self, text: str, tokens: list[int], sampled: bool, logprobs: list[float], versions: list[int]) -> None:
+        self.text += text
         self.tokens += tokens
         self.sampled += [sampled] * len(tokens)
         self.logprobs += logprobs

@@ -5,9 +5,11 @@ before each step what to add and what to drop.
 """
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minirl.rollout.conversation import Completion
@@ -18,14 +20,11 @@ from minirl.rollout.engine import RolloutEngine, Sampling
 class Request:
     """An answer in the making. What of it is there when a rollout is interrupted stays, and the next rollout goes on from it."""
 
-    tokens: list[int]
-    """Of the prompt."""
+    tokens: list[int]  # of the prompt
     sampling: Sampling
     seed: int
-    name: tuple = ()
-    """Requests that wait together are added in this order, if runs are to be repeatable."""
-    on_tokens: Callable[[list[int], list[float]], None] | None = None
-    """Hears of new tokens and their log-probs after each step."""
+    name: tuple = ()  # requests that wait together are added in this order, if runs are to be repeatable
+    on_tokens: Callable[[list[int], list[float]], None] | None = None  # hears of new tokens and their log-probs after each step
     done: Completion = field(default_factory=Completion)
 
 
@@ -35,13 +34,10 @@ class Driver:
         on how long environments take."""
         self.engine, self.repeatable = engine, repeatable
         self.loop = asyncio.new_event_loop()
-        self.version = 0
-        """Optimizer steps that the weights have seen."""
-        self.players = 0
-        """Episodes that are at work, and not waiting for an answer."""
-        self._number = 0
-        self.halted = False
-        """No step more in this run."""
+        self.version = 0  # optimizer steps that the weights have seen
+        self.players = 0  # episodes that are at work, and not waiting for an answer
+        self._numbers = itertools.count()  # of requests to the engine
+        self.halted = False  # no step more in this run
         self._news = asyncio.Event()
         self._waiting: list[tuple[Request, asyncio.Future]] = []
         self._held: list[tuple[Request, asyncio.Future]] = []
@@ -125,12 +121,9 @@ class Driver:
         orders = None
         if self.engine.is_leader:
             self._waiting.sort(key=lambda entry: entry[0].name if self.repeatable else ())
-            added = []
-            for entry in self._waiting:
-                self._number += 1
-                self._live[str(self._number)] = entry
-                added.append((str(self._number), *_remaining(entry[0]), entry[0].on_tokens is not None))
-            orders = (more, self._dropped, added)
+            new = {str(next(self._numbers)): entry for entry in self._waiting}
+            orders = (more, self._dropped, [(name, *_remaining(request), request.on_tokens is not None) for name, (request, _) in new.items()])
+            self._live |= new
             self._waiting, self._dropped = [], []
         more, dropped, added = self.engine.tensor_parallel_broadcast(orders)
         self.engine.abort(dropped)
@@ -158,24 +151,19 @@ class Driver:
 def _remaining(request: Request) -> tuple[list[int], Sampling, int]:
     """What the engine is to add to what is there already; with another seed, for the first one's numbers are used up."""
     num = len(request.done.tokens)
-    return (request.tokens + request.done.tokens, request.sampling.with_max_tokens(request.sampling.max_tokens - num), (request.seed + 2654435761 * num) % 2**32)
+    return (request.tokens + request.done.tokens, replace(request.sampling, max_tokens=request.sampling.max_tokens - num), (request.seed + 2654435761 * num) % 2**32)
 
 
 async def in_thread(function: Callable, *arguments: object) -> Any:
     """Call it in a thread of its own, which nobody waits for at the end of the program if the caller gives it up."""
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
-
-    def settle(result: object, error: Exception | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error else future.set_result(result)
+    future = Future()
+    future.set_running_or_notify_cancel()  # from now on nobody cancels it, whoever gives it up
 
     def work() -> None:
         try:
-            outcome = function(*arguments), None
+            future.set_result(function(*arguments))
         except Exception as error:  # it is raised again where the call was made
-            outcome = None, error
-        loop.call_soon_threadsafe(settle, *outcome)
+            future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)

@@ -4,7 +4,6 @@ Versions 0.26 (torch 2.11) and 0.32 (torch 2.13) run through the calls used here
 """
 
 import contextlib
-import dataclasses
 import gc
 import logging
 import os
@@ -40,9 +39,6 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
-
-    def with_max_tokens(self, max_tokens: int) -> "Sampling":
-        return dataclasses.replace(self, max_tokens=max_tokens)
 
 
 class RolloutEngine:
@@ -100,27 +96,23 @@ class RolloutEngine:
     # ------------------------------------------------------------------------------------------------ weights
 
     @property
-    def _worker(self):  # noqa: ANN202 - a vLLM class that differs between builds
-        return self.llm.llm_engine.model_executor.driver_worker.worker
+    def _model(self) -> torch.nn.Module:
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
 
     def load_weights(self, named: Iterator[tuple[str, Tensor]]) -> None:
         """vLLM's own loader for this model: checkpoint names and whole tensors in, fused and split parameters out."""
         from vllm.config import set_current_vllm_config
 
-        with torch.no_grad(), set_current_vllm_config(self._worker.vllm_config):
-            self._worker.model_runner.get_model().load_weights(named)
+        with torch.no_grad(), set_current_vllm_config(self.llm.llm_engine.vllm_config):
+            self._model.load_weights(named)
 
     def parameters(self) -> dict[str, Tensor]:
-        return {name: p.data for name, p in self._worker.model_runner.get_model().named_parameters()}
+        return {name: p.data for name, p in self._model.named_parameters()}
 
     def padding(self) -> dict[str, int]:
         """Elements of vocabulary parameters that no checkpoint fills: rows added to make the vocabulary divisible."""
-        out = {}
-        for name, module in self._worker.model_runner.get_model().named_modules():
-            if hasattr(module, "shard_indices"):
-                rows = module.shard_indices.num_elements_padded - module.shard_indices.num_org_elements
-                out[f"{name}.weight"] = rows * module.embedding_dim
-        return out
+        found = [(name, m, m.shard_indices) for name, m in self._model.named_modules() if hasattr(m, "shard_indices")]
+        return {f"{name}.weight": (rows.num_elements_padded - rows.num_org_elements) * m.embedding_dim for name, m, rows in found}
 
     @contextlib.contextmanager
     def awake(self, refit: Callable[[], None], evict: list[Sleeper]) -> Iterator[None]:
@@ -176,11 +168,8 @@ class RolloutEngine:
     def step(self) -> list[tuple[str, list[int], list[float], str | None]]:
         """One step of every running request. Of those that are streamed or have ended: id, tokens that are news, their log-probs under the distribution
         they were drawn from (temperature applied), and at the end `stop` (by a stop token, which is the last one) or `length`."""
-        heard = []
-        for output in self.llm.llm_engine.step() if self.llm.llm_engine.has_unfinished_requests() else ():
-            sample = output.outputs[0]
-            heard.append((output.request_id, list(sample.token_ids), _logprobs(sample.token_ids, sample.logprobs), sample.finish_reason))
-        return heard
+        outputs = self.llm.llm_engine.step() if self.llm.llm_engine.has_unfinished_requests() else ()
+        return [(output.request_id, list(s.token_ids), _logprobs(s.token_ids, s.logprobs), s.finish_reason) for output in outputs for s in output.outputs]
 
     def unfinished(self) -> list[tuple[str, list[int], list[float], None]]:
         """What there is of requests that have not ended and are not streamed, in the form of `step`."""
@@ -217,15 +206,12 @@ def _logprobs(tokens: list[int], entries: list[dict] | None) -> list[float]:
 @contextlib.contextmanager
 def _keep_random_state_and_threads() -> Iterator[None]:
     """vLLM seeds the global generators, and its CPU build sets one thread and disables `torch.set_num_threads`."""
-    state, threads, set_threads = (random.getstate(), np.random.get_state(), torch.get_rng_state()), torch.get_num_threads(), torch.set_num_threads
-    try:
+    with contextlib.ExitStack() as after, torch.random.fork_rng(devices=()):
+        after.callback(random.setstate, random.getstate())
+        after.callback(np.random.set_state, np.random.get_state())
+        after.callback(setattr, torch, "set_num_threads", torch.set_num_threads)
+        after.callback(torch.set_num_threads, torch.get_num_threads())
         yield
-    finally:
-        random.setstate(state[0])
-        np.random.set_state(state[1])
-        torch.set_rng_state(state[2])
-        torch.set_num_threads = set_threads
-        torch.set_num_threads(threads)
 
 
 def _patch_cpu(mesh: Mesh) -> None:

@@ -35,48 +35,36 @@ class Raw(str):
     """A text that goes to the policy as it is, without the chat template."""
 
 
-Observation = str | list[dict] | list[int] | Raw
-"""What a user says, chat messages, tokens, or a raw text."""
+Observation = str | list[dict] | list[int] | Raw  # what a user says, chat messages, tokens, or a raw text
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
     """What an environment hears."""
 
-    row: dict
-    """With `rendered_prompt`, the first prompt as the policy read it."""
-    answer: str
-    """The policy's last one, without special tokens."""
-    stopped: bool
-    """It ended by itself; False: cut at a limit."""
-    turn: int
-    """0 for the first answer."""
-    messages: list[dict]
-    """The chat so far, this answer last; empty if it is not one of messages."""
+    row: dict  # with `rendered_prompt`, the first prompt as the policy read it
+    answer: str  # the policy's last one, without special tokens
+    stopped: bool  # it ended by itself; False: cut at a limit
+    turn: int  # 0 for the first answer
+    messages: list[dict]  # the chat so far, this answer last; empty if it is not one of messages
 
 
 @dataclass(kw_only=True)
 class Result:
-    observation: Observation | None = None
-    """What follows the answer; needed unless done."""
-    reward: float = 0.0
-    """For this answer. The episode earns the sum of all, credited to the answers they were given for."""
+    observation: Observation | None = None  # what follows the answer; needed unless done
+    reward: float = 0.0  # For this answer. The episode earns the sum of all, credited to the answers they were given for.
     done: bool = False
-    truncated: bool = False
-    """Done, but not by the policy's doing: for metrics and reward.unstopped."""
-    messages: list[dict] | None = None
-    """The whole chat from here on, instead of an observation: for environments that rewrite history."""
+    truncated: bool = False  # done, but not by the policy's doing: for metrics and reward.unstopped
+    messages: list[dict] | None = None  # the whole chat from here on, instead of an observation: for environments that rewrite history
+    # Of the next answer: `max_tokens`, `stop_token_ids`. What would change its probabilities is the policy's (rollout.temperature ...).
     sampling: dict = field(default_factory=dict)
-    """Of the next answer: `max_tokens`, `stop_token_ids`. What would change its probabilities is the policy's (rollout.temperature ...)."""
-    info: dict[str, float] = field(default_factory=dict)
-    """Numbers for the log: means over episodes under `env/`."""
+    info: dict[str, float] = field(default_factory=dict)  # numbers for the log: means over episodes under `env/`
 
 
 class Env:
     """One episode."""
 
-    graded = False
-    """The reward functions score its last answer, beside what `step` gives."""
+    graded = False  # the reward functions score its last answer, beside what `step` gives
 
     def reset(self, row: dict) -> Observation:
         """The first prompt. `row["rendered_prompt"]`: the row's own as the policy would read it."""
@@ -108,10 +96,10 @@ class Agent(Env):
         raise NotImplementedError
 
 
+# The shipped ones, imported when asked for
 ENVS = {"single_turn": "minirl.rollout.env:SingleTurn", "guess": "minirl.envs.guess:Guess", "countdown": "minirl.envs.countdown:Countdown",
         "tools": "minirl.envs.tools:Tools", "openrlhf": "minirl.envs.openrlhf:OpenRLHF",
         "verifiers": "minirl.envs.verifiers:Verifiers", "openenv": "minirl.envs.openenv:OpenEnv"}
-"""The shipped ones, imported when asked for."""
 
 
 class SingleTurn(Env):

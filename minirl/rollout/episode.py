@@ -7,7 +7,6 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,34 +32,29 @@ class Episode:
     """Where it stands."""
 
     ticket: int
-    number: int
-    """Of the sample in its group."""
+    number: int  # of the sample in its group
     row: dict
     env: Env | Agent
     conversation: Conversation
-    segment: Segment | None = None
-    """The one that goes on."""
+    segment: Segment | None = None  # the one that goes on
     messages: list[dict] = field(default_factory=list)
     sampling: Sampling
-    request: Request | None = None
-    """The answer that is being sampled."""
-    turn: int = 0
-    """Answers so far."""
+    request: Request | None = None  # the answer that is being sampled
+    turn: int = 0  # answers so far
     answer: str = ""
     stopped: bool = False
     truncated: bool = False
     done: bool = False
-    played: bool = False
-    """Done, and closed."""
+    played: bool = False  # done, and closed
     reward: float = 0.0
     error: str = ""
     info: dict[str, float] = field(default_factory=dict)
-    outcome: Future[list[Trajectory]] | None = None
+    outcome: Callable[[], list[Trajectory]] | None = None  # waits for the rewards
 
     def saved(self) -> dict:
         """For pickle; waits for the rewards if it is played."""
         if self.played:
-            return {"played": True, "outcome": self.outcome.result()}
+            return {"played": True, "outcome": self.outcome()}
         return {name: value for name, value in vars(self).items() if name not in ("conversation", "outcome")} | {"segments": self.conversation.segments}
 
     def restore(self, saved: dict) -> None:
@@ -68,9 +62,7 @@ class Episode:
         self.conversation.segments = saved.pop("segments", [])
         vars(self).update(saved)
         if self.played:
-            outcome, self.outcome = self.outcome, Future()
-            self.outcome.set_result(outcome)
-
+            self.outcome = lambda: saved["outcome"]
 
 
 class Stage:
@@ -80,10 +72,8 @@ class Stage:
         """`endpoint`: of server.py, for agents."""
         self.driver, self.rewards, self.tokenizer, self.cfg, self.seed = driver, rewards, tokenizer, cfg, seed
         self.system_prompt, self.endpoint = system_prompt, endpoint
-        self.max_model_len = driver.engine.cfg.max_model_len
         self.threads = asyncio.Semaphore(cfg.threads)
-        self.failures: list[str] = []
-        """Why episodes failed."""
+        self.failures: list[str] = []  # why episodes failed
 
     async def play(self, e: Episode, ended: Callable[[Episode], None]) -> None:
         """To its end, from wherever it stands. Raises UserError."""
@@ -121,11 +111,11 @@ class Stage:
         """An answer, and what the environment says to it."""
         if e.request is None:
             left = self.cfg.max_tokens - sum(sum(s.sampled) for s in e.conversation.segments)
-            room = min(e.sampling.max_tokens, left, self.max_model_len - len(e.segment.tokens))
+            room = min(e.sampling.max_tokens, left, self.driver.engine.cfg.max_model_len - len(e.segment.tokens))
             if room < 1 or e.turn >= self.cfg.max_turns:
                 e.truncated = e.done = True
                 return
-            e.request = Request(tokens=list(e.segment.tokens), sampling=e.sampling.with_max_tokens(room), name=(e.ticket, e.number),
+            e.request = Request(tokens=list(e.segment.tokens), sampling=dataclasses.replace(e.sampling, max_tokens=room), name=(e.ticket, e.number),
                                 seed=sample_seed(self.seed, e.ticket, e.number, e.turn))
         said = await self.driver.answer(e.request)
         e.request = None
@@ -183,8 +173,7 @@ class Stage:
         if messages is None and isinstance(said, list) and said and isinstance(said[0], dict) or type(said) is str:
             if not begins and not e.messages:
                 raise EnvFailed(f"it began with tokens or a Raw text and goes on with the message {said!r}")
-            messages = chat.to_messages(said, self.system_prompt if begins else "")
-            messages = e.messages + messages
+            messages = e.messages + chat.to_messages(said, self.system_prompt if begins else "")
         if messages:
             e.messages = messages
             e.segment = e.conversation.ask(messages)

@@ -23,17 +23,15 @@ _CALLS = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 class Asked(BaseModel, extra="allow"):
     messages: list[dict[str, Any]] | None = None
+    # Without messages. Texts are read as they are: special tokens in them count, and none is added.
     prompt: str | list[str] | list[int] | list[list[int]] | None = None
-    """Without messages. Texts are read as they are: special tokens in them count, and none is added."""
     n: int = Field(1, ge=1, le=128)
+    # At most; rollout.max_tokens and what the context leaves are limits too
     max_tokens: int | None = Field(None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
-    """At most; rollout.max_tokens and what the context leaves are limits too."""
-    stop: str | list[str] | None = None
-    """An answer is sampled until one of these is in it, and told up to before it."""
+    stop: str | list[str] | None = None  # an answer is sampled until one of these is in it, and told up to before it
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    logprobs: bool | int | None = None
-    """Of every sampled token, with those that end the answer or do not show in its text; of a stream at its end."""
+    logprobs: bool | int | None = None  # of every sampled token, with those that end the answer or do not show in its text; of a stream at its end
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
 
@@ -72,16 +70,12 @@ class Answer:
         """`request.done` grows while the engine works; `prompt`: the text of its tokens."""
         self.request, self.prompt, self.asked, self.tokenizer = request, prompt, asked, tokenizer
         self.stops = [stop for stop in ([asked.stop] if isinstance(asked.stop, str) else asked.stop or ()) if stop]
-        self.marks = [*self.stops, CALL] if asked.tools and asked.tool_choice != "none" else self.stops
-        """What is not told, nor what may become it."""
+        self.marks = [*self.stops, CALL] if asked.tools and asked.tool_choice != "none" else self.stops  # what is not told, nor what may become it
+        # So far, without special tokens, and without a stop string and what follows it; and the number of tokens that it was read from
         self.text, self.heard = "", 0
-        """So far, without special tokens, and without a stop string and what follows it; and the number of tokens that it was read from."""
-        self.stop: str | None = None
-        """The stop string that was found."""
-        self.finish, self.calls = "", []
-        """At the end: `stop`, `length` or `tool_calls`; names and arguments of the calls."""
-        self.told = 0
-        """Characters."""
+        self.stop: str | None = None  # the stop string that was found
+        self.finish, self.calls = "", []  # at the end: `stop`, `length` or `tool_calls`; names and arguments of the calls
+        self.told = 0  # characters
 
     def hear(self, *, last: bool = False) -> None:
         """Read what the engine has sampled since. Bytes of a character that is not complete wait for the others, unless they are the `last`."""

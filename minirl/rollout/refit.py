@@ -24,6 +24,7 @@ from minirl.parallel.fsdp import local, local_box
 from minirl.parallel.mesh import Mesh, all_gather_single
 from minirl.rollout.engine import RolloutEngine
 
+
 @dataclass(frozen=True)
 class Copy:
     """The engine wants `box` of the trainer's weight `name`; dimension d of its target reads dimension axes[d] of the weight."""
@@ -112,14 +113,15 @@ class Refit:
         self._check_coverage(recorded)
         wanted = set().union(*mesh.gather({(copy.name, target.dtype) for copy, target in recorded}))
         dtype_of = dict(wanted)
+        # Of the engine's parameter, by the trainer's name: what goes over the wire. A router's correction may be wider than the rest.
         self.dtypes = {n: dtype_of[n] for n in shards if n in dtype_of}  # in one order on all ranks
-        """Of the engine's parameter, by the trainer's name: what goes over the wire. A router's correction may be wider than the rest."""
         if len(wanted) != len(self.dtypes):
             raise NotImplementedError("the engine keeps parts of one weight in more than one dtype")
         self.boxes = mesh.gather({n: local_box(p) for n, p in shards.items()})
         wants = mesh.gather([copy for copy, _ in recorded])
         self._send, self._receive = self._plan(wants, [target for _, target in recorded])
-        self._buckets = list(self._make_buckets())
+        self._buckets = [bucket for dtype in dict.fromkeys(self.dtypes.values())  # of one dtype each, up to a size
+                         for bucket in runs([n for n, own in self.dtypes.items() if own == dtype], lambda n, size=dtype.itemsize: shards[n].numel() * size, cfg.bucket_mb * 2**20)]
 
     def _check_coverage(self, recorded: list[tuple[Copy, Tensor]]) -> None:
         """Every element of every engine parameter must be written, or it would keep its random start. Raises RuntimeError."""
@@ -141,22 +143,15 @@ class Refit:
         me, world = self.mesh.rank, self.mesh.world_size
         for to, copies in enumerate(wants):
             for i, copy in enumerate(copies):
-                seen = set()  # a replica of a box that was found nearer is not asked again
-                for source in sorted(range(world), key=lambda r: ((r - to) % world)):
-                    box = self.boxes[source][copy.name]
-                    part = overlap(copy.box, box) if box not in seen else None
-                    seen.add(box)
+                # Of the ranks that hold replicas of a box the nearest, which is noted last.
+                holders = {self.boxes[r][copy.name]: r for r in sorted(range(world), key=lambda r: (r - to) % world, reverse=True)}
+                for box, source in holders.items():
+                    part = overlap(copy.box, box)
                     if part and source == me:
                         send[copy.name, to].append(_Piece(copy, None, part))
                     if part and to == me:
                         receive[copy.name, source].append(_Piece(copy, targets[i], part))
         return send, receive
-
-    def _make_buckets(self) -> Iterator[list[str]]:
-        """Weight names in turn, of one dtype, up to a size."""
-        for dtype in dict.fromkeys(self.dtypes.values()):
-            names = [name for name, own in self.dtypes.items() if own == dtype]
-            yield from runs(names, lambda name, size=dtype.itemsize: self.shards[name].numel() * size, self.cfg.bucket_mb * 2**20)
 
     @torch.no_grad()
     def __call__(self) -> None:

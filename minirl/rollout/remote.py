@@ -28,14 +28,12 @@ class RemoteReward:
 
     def __init__(self, name: str, cfg: RewardConfig):
         """`name`: URLs separated by commas. Raises UserError."""
-        self.name, self.cfg, self.urls = name, cfg, [url.strip() for url in name.split(",")]
-        if bad := [url for url in self.urls if not urlsplit(url).scheme.startswith("http") or not urlsplit(url).hostname]:
+        self.name, self.cfg, urls = name, cfg, [url.strip() for url in name.split(",")]
+        if bad := [url for url in urls if not urlsplit(url).scheme.startswith("http") or not urlsplit(url).hostname]:
             raise UserError(f"reward.function = {name}: {bad[0]!r} is not of the form http://host:port/path")
         self.client = httpx.Client(timeout=cfg.timeout_seconds)
-        self.turn = itertools.count()
-        self.senders, self.lock = ThreadPoolExecutor(len(self.urls), thread_name_prefix="endpoint"), threading.Lock()
-        self.gathered: list[tuple[str, str, object]] = []
-        """What the next request asks; `self.request` is its promise."""
+        self.urls, self.senders, self.lock = itertools.cycle(urls), ThreadPoolExecutor(len(urls), thread_name_prefix="endpoint"), threading.Lock()
+        self.gathered: list[tuple[str, str, object]] = []  # what the next request asks; `self.request` is its promise
 
     def __call__(self, prompt: str | list[dict], completion: str, row: dict) -> float:
         """`row["rendered_prompt"]` is the prompt as the policy reads it. Raises UserError if no endpoint answers rightly."""
@@ -53,7 +51,7 @@ class RemoteReward:
         for attempt in range(self.cfg.retries + 1):
             if attempt:
                 time.sleep(self.cfg.backoff_seconds * 2 ** (attempt - 1))
-            url = self.urls[next(self.turn) % len(self.urls)]
+            url = next(self.urls)
             try:
                 response = self.client.post(url, json=body)
             except httpx.RequestError as error:

@@ -30,8 +30,8 @@ from minirl.rollout.remote import RemoteReward
 from minirl.types import UserError
 
 RewardFunction = Callable[[str | list[dict], str, dict], float]
+# By what stands before the first colon: the module whose `reward` makes a reward function of the rest; imported when asked for
 ADAPTERS = {"openrlhf": "minirl.envs.openrlhf", "trl": "minirl.envs.trl"}
-"""By what stands before the first colon: the module whose `reward` makes a reward function of the rest; imported when asked for."""
 
 
 class Rewards:

@@ -7,7 +7,6 @@ interrupted, and the next step goes on with them under its new weights (partial 
 import asyncio
 import contextlib
 import itertools
-import operator
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,11 +34,9 @@ class Group:
     """The episodes of a ticket."""
 
     ticket: int
-    version: int
-    """Of the weights when it began."""
+    version: int  # of the weights when it began
     episodes: list[Episode]
-    tasks: list[asyncio.Task] | None = None
-    """None: it has not begun here."""
+    tasks: list[asyncio.Task] | None = None  # None: it has not begun here
 
     @property
     def played(self) -> bool:
@@ -47,7 +44,7 @@ class Group:
 
     def trajectories(self) -> list[Trajectory]:
         """Waits for the rewards. Raises UserError as they do."""
-        return [t for e in self.episodes for t in e.outcome.result()]
+        return [t for e in self.episodes for t in e.outcome()]
 
     def pickled(self) -> bytes:
         """Without episodes if one of them is an agent's, or cannot be pickled."""
@@ -63,17 +60,14 @@ class Round:
     def __init__(self, sampler: "Sampler"):
         self.sampler = sampler
         self.groups: dict[int, Group] = {}
-        self.live = 0
-        """Episodes that are not played to the end."""
-        self.num_played = 0
-        """Groups that are."""
+        self.live = 0  # episodes that are not played to the end
 
     async def play(self, begin: Callable[[int], Group], queue: Iterator[int], room: int, enough: Callable[[int], bool]) -> list[Group]:
         """Begin the groups of the tickets in the queue as there is room for their episodes, until `enough(groups that are played)` or there is no more to do.
         Returns those played."""
         self.begin, self.queue, self.room, self.enough = begin, queue, room, enough
         self.over = asyncio.get_running_loop().create_future()
-        self.num_played = sum(g.played for g in self.groups.values())
+        self.num_played = sum(g.played for g in self.groups.values())  # groups that are played to the end
         if self.groups:  # those of another round stay held
             self.sampler.driver.release()
         for group in [g for g in self.groups.values() if g.tasks is None]:
@@ -95,12 +89,8 @@ class Round:
             self.sampler.driver.halted = True
             self.over.set_result(None)
             return
-        while self.queue and (not self.live or self.live < self.room):
-            ticket = next(self.queue, None)
-            if ticket is None:
-                self.queue = None
-            else:
-                self._add(self.begin(ticket))
+        while (not self.live or self.live < self.room) and (ticket := next(self.queue, None)) is not None:
+            self._add(self.begin(ticket))
         if not self.live:
             self.over.set_result(None)
 
@@ -123,7 +113,7 @@ class Round:
     def _ended(self, episode: Episode) -> None:
         self.live -= 1
         self.num_played += self.groups[episode.ticket].played
-        episode.outcome = self.sampler.pool.submit(self.sampler.stage.finish, episode)
+        episode.outcome = self.sampler.pool.submit(self.sampler.stage.finish, episode).result
         self._go_on()
 
     def _settled(self, plays: bool, task: asyncio.Task) -> None:
@@ -140,8 +130,7 @@ class Sampler:
     def __init__(self, engine: RolloutEngine, make_env: Callable[[], Env | Agent], rewards: Rewards, tokenizer: PreTrainedTokenizerBase, mesh: Mesh,
                  cfg: RLConfig | EvaluateConfig):
         self.engine, self.make_env, self.tokenizer, self.mesh, self.cfg = engine, make_env, tokenizer, mesh, cfg
-        tickets = cfg.rollout.tickets
-        self.pulls = tickets == "pull" or tickets == "auto" and mesh.device.type == "cuda"
+        self.pulls = {"pull": True, "round_robin": False, "auto": mesh.device.type == "cuda"}[cfg.rollout.tickets]
         self.driver = Driver(engine, repeatable=not self.pulls)
         self.endpoint = None
         if engine.is_leader and isinstance(make_env(), Agent):
@@ -151,8 +140,7 @@ class Sampler:
             self.driver.loop.run_until_complete(self.endpoint.start())
         self.stage = Stage(self.driver, rewards, tokenizer, cfg.env, seed=cfg.seed, system_prompt=cfg.data.system_prompt, endpoint=self.endpoint)
         self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
-        self.training = Round(self)
-        """Whose unfinished groups the next step goes on with."""
+        self.training = Round(self)  # whose unfinished groups the next step goes on with
         self.numbers = itertools.count()  # of counters on the store
 
     def collect(self, prompts: Prompts, tickets: range, num_samples: int, sampling: Sampling, *, version: int = 0) -> list[Trajectory]:
@@ -174,8 +162,7 @@ class Sampler:
             self.training.replace(group, self._group(prompts, r.samples_per_prompt, sampling, version, group.ticket))
         begun = sum(mesh.gather(len(self.training.groups)))
         last = first + max(0, r.prompts_per_step + r.ahead - begun) + r.extra_prompts
-        groups: dict[int, list[Trajectory]] = {}
-        kept: dict[int, Group] = {}
+        groups: dict[int, Group] = {}
         varied: dict[int, bool] = {}  # of all ranks
         while (missing := r.prompts_per_step - sum(varied.values())) > 0:
             begun = sum(mesh.gather(len(self.training.groups)))
@@ -184,13 +171,12 @@ class Sampler:
                 break
             played = self._play(self.training, prompts, tickets, r.samples_per_prompt, sampling, version, min(missing, begun + len(tickets)))
             first = tickets.stop
-            kept |= {group.ticket: group for group in played}
-            groups |= {group.ticket: group.trajectories() for group in played}
-            for part in mesh.gather({group.ticket: self._is_varied(groups[group.ticket]) for group in played}):
+            groups |= {group.ticket: group for group in played}
+            for part in mesh.gather({group.ticket: self._is_varied(group.trajectories()) for group in played}):
                 varied |= part
         chosen = sorted(varied, key=lambda ticket: (not varied[ticket], ticket))[: r.prompts_per_step]
-        self.training.groups |= {ticket: group for ticket, group in kept.items() if ticket not in chosen and varied[ticket]}
-        return [t for ticket in sorted(groups) if ticket in chosen for t in groups[ticket]], first
+        self.training.groups |= {ticket: group for ticket, group in groups.items() if ticket not in chosen and varied[ticket]}
+        return [t for ticket in sorted(groups) if ticket in chosen for t in groups[ticket].trajectories()], first
 
     def _is_varied(self, trajectories: list[Trajectory]) -> bool:
         rewards = [t.reward for t in trajectories if t.segment == 0]
@@ -203,32 +189,31 @@ class Sampler:
         loads = self.mesh.gather(len(round.groups))[:: self.engine.tp_size]
         num, me = sum(loads) + len(tickets), self.engine.replica
         if self.pulls:
-            queue, is_enough = self._pull(tickets), self._count(enough)
+            number = next(self.numbers)
+            queue, is_enough = self._pull(number, tickets), self._count(number, enough)
         else:
             dealt = spread(len(tickets), loads)
-            queue = iter([tickets[i] for i in dealt[me]])
             quota = len(spread(enough, [-load - len(own) for load, own in zip(loads, dealt, strict=True)])[me])
-            is_enough = partial(operator.le, quota)
+            queue, is_enough = iter([tickets[i] for i in dealt[me]]), lambda played: played >= quota
         if not self.engine.is_leader:
             return self.driver.run(None) or []
         # At most an even share at once: with room for all, the engine that asks first would take everything.
         room = min(self.engine.cfg.max_num_seqs, -(-num // len(loads)) * num_samples) - num_samples + 1
         return self.driver.run(round.play(partial(self._group, prompts, num_samples, sampling, version), queue, room, is_enough))
 
-    def _pull(self, tickets: range) -> Iterator[int]:
+    def _pull(self, number: int, tickets: range) -> Iterator[int]:
         """Take the next ticket that no engine has taken: one counter on torchrun's store, so long answers balance themselves."""
-        key = f"minirl/tickets/{next(self.numbers)}"
-        while (taken := self.mesh.store.add(key, 1) - 1) < len(tickets):
+        while (taken := self.mesh.store.add(f"minirl/tickets/{number}", 1) - 1) < len(tickets):
             yield tickets[taken]
 
-    def _count(self, enough: int) -> Callable[[int], bool]:
+    def _count(self, number: int, enough: int) -> Callable[[int], bool]:
         """Adds up what all engines have played."""
-        key, told = f"minirl/played/{next(self.numbers)}", 0
+        told = 0
 
         def is_enough(played: int) -> bool:
             nonlocal told
             new, told = played - told, played
-            return self.mesh.store.add(key, new) >= enough
+            return self.mesh.store.add(f"minirl/played/{number}", new) >= enough
         return is_enough
 
     def _group(self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int) -> Group:
@@ -259,9 +244,7 @@ class Sampler:
 
 def spread(num: int, loads: list[int]) -> list[list[int]]:
     """0 .. num - 1, one by one to whoever has the least (of several the first)."""
-    loads, out = list(loads), [[] for _ in loads]
+    out = [[] for _ in loads]
     for i in range(num):
-        least = loads.index(min(loads))
-        loads[least] += 1
-        out[least].append(i)
+        out[min(range(len(loads)), key=lambda rank: loads[rank] + len(out[rank]))].append(i)
     return out

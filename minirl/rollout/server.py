@@ -11,14 +11,13 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HTTPRequest
+from starlette.requests import ClientDisconnect, Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
@@ -46,10 +45,8 @@ class _Session:
     seed: tuple[int, ...]
     sampling: Sampling
     conversation: Conversation
-    said: dict[str, str] = field(default_factory=dict)
-    """The answers as they were sampled, by what a client sends back of them (`protocol.recognise`)."""
-    asked: list[asyncio.Task] = field(default_factory=list)
-    """The work on each request so far."""
+    said: dict[str, str] = field(default_factory=dict)  # the answers as they were sampled, by what a client sends back of them (`protocol.recognise`)
+    asked: list[asyncio.Task] = field(default_factory=list)  # the work on each request so far
 
 
 class _Exchange:
@@ -65,7 +62,7 @@ class _Exchange:
             if (room := endpoint.max_model_len - len(tokens)) < 1:
                 raise Refused(f"the prompt has {len(tokens)} tokens and engine.max_model_len = {endpoint.max_model_len} leaves no room for an answer", 400,
                               "context_length_exceeded")
-            sampling = session.sampling.with_max_tokens(min(asked.max_tokens or room, session.sampling.max_tokens, room))
+            sampling = replace(session.sampling, max_tokens=min(asked.max_tokens or room, session.sampling.max_tokens, room))
             request = Request(tokens=tokens, sampling=sampling, seed=sample_seed(*name, len(self.answers)), name=name)
             self.answers.append(Answer(request, text, asked, endpoint.tokenizer))
         kind = "text_completion" if asked.messages is None else "chat.completion.chunk" if asked.stream else "chat.completion"
