@@ -14,7 +14,8 @@ def logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, temperature
     With a softcap c (Gemma 2, arXiv 2408.00118, section 2) the logits are c * tanh(hidden @ weight.T / c) before the temperature.
 
     hidden [N, H], weight [V, H], targets int64 [N] -> two tensors [N], float32 (float64 for float64 inputs). The entropy carries
-    a gradient only if asked. Backward computes the logits again instead of keeping them.
+    a gradient only if asked. Backward computes the logits again instead of keeping them, but for the last chunk's, with which it begins: they are
+    alive then in any case.
 
     With a `group`, `weight` is this rank's part of the vocabulary (V / ranks rows, in rank order) and `hidden` is equal on all ranks, as
     is then its gradient; logits are never gathered.
@@ -60,13 +61,17 @@ class _LogprobEntropy(torch.autograd.Function):
         targets = targets.masked_fill(ctx.elsewhere, 0)
         ctx.chunk = max(16, CHUNK_ELEMENTS // weight.shape[0])
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        ctx.kept = None
         logprobs, log_sum, mean = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))
         for start in range(0, len(hidden), ctx.chunk):
             part = slice(start, start + ctx.chunk)
+            z = p = ctx.kept = None  # their memory first
             z = _logits(hidden[part], weight, temperature, softcap)
             log_sum[part] = _logsumexp(z, group)
             picked = z.gather(1, targets[part, None])[:, 0].masked_fill(ctx.elsewhere[part], 0)
-            sums = torch.stack([picked, torch.linalg.vecdot((z - log_sum[part, None]).exp_(), z)])
+            p = (z - log_sum[part, None]).exp_()
+            ctx.kept = z, p
+            sums = torch.stack([picked, torch.linalg.vecdot(p, z)])
             if group is not None:
                 dist.all_reduce(sums, group=group)
             logprobs[part], mean[part] = sums[0] - log_sum[part], sums[1]
@@ -82,11 +87,14 @@ class _LogprobEntropy(torch.autograd.Function):
         hidden, weight, targets, log_sum, mean = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=log_sum.dtype)  # summed over chunks, so never in bf16
-        for start in range(0, len(hidden), ctx.chunk):
+        kept, ctx.kept = ctx.kept, None  # a second backward computes all
+        for start in reversed(range(0, len(hidden), ctx.chunk)):
             part = slice(start, start + ctx.chunk)
-            z = _logits(hidden[part], weight, ctx.temperature, ctx.softcap)
-            p = (z - log_sum[part, None]).exp_()
-            grad = p * -grad_logprobs[part, None]
+            if kept is None:
+                z = _logits(hidden[part], weight, ctx.temperature, ctx.softcap)
+                kept = z, (z - log_sum[part, None]).exp_()
+            (z, p), kept = kept, None
+            grad = torch.mul(p, -grad_logprobs[part, None], out=None if ctx.entropy_gradient else p)
             grad.scatter_add_(1, targets[part, None], grad_logprobs[part].masked_fill(ctx.elsewhere[part], 0)[:, None])
             if ctx.entropy_gradient:
                 grad.addcmul_(p * (z - mean[part, None]), grad_entropy[part, None], value=-1)
