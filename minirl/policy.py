@@ -137,9 +137,10 @@ class Policy:
                 kept = (values * normalize.weights(batch, "pair") if pairs else values.index_select(0, batch.rows)).double()
                 found[name].append(kept.amax() if name.endswith("_max") and len(kept) else kept.sum())
         sums = self.mesh.data_sums(torch.stack([sum(values) for values in found.values()]).cpu()).tolist()
-        largest = self.mesh.maxima(torch.stack([torch.stack(values).amax() for values in found.values()]).cpu()).tolist()
-        return {name: most if name.endswith("_max") else total if name == "loss" else total / num
-                for name, total, most in zip(found, sums, largest, strict=True)}
+        means = {name: total if name == "loss" else total / num for name, total in zip(found, sums, strict=True)}
+        if most := [name for name in found if name.endswith("_max")]:
+            means |= zip(most, self.mesh.maxima(torch.stack([torch.stack(found[name]).amax() for name in most]).cpu()).tolist(), strict=True)
+        return means
 
     def shards(self) -> dict[str, Tensor]:
         """All that a checkpoint holds, by the model's names; a tied head appears once, under the embedding's."""

@@ -211,8 +211,9 @@ class Prompts:
         dropped = {n for part in mesh.gather(long) for n in part}
         if len(dropped) == len(self.rows):
             raise UserError(f"{setting}: all {len(dropped)} prompts have more than data.max_prompt_tokens = {self.cfg.max_prompt_tokens} tokens; raise it")
-        self.rows = take(self.rows, [n for n in range(len(self.rows)) if n not in dropped])
-        self.order = make_order(self.rows, seed=self.seed, shuffle=self.shuffle)
+        if dropped:
+            self.rows = take(self.rows, [n for n in range(len(self.rows)) if n not in dropped])
+            self.order = make_order(self.rows, seed=self.seed, shuffle=self.shuffle)
         return len(dropped)
 
 

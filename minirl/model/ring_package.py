@@ -1,5 +1,5 @@
-"""The door to ring-flash-attn, whose zigzag layout is this house's own: its kernels take the place of `attention.Attention` on CUDA if the
-package is installed (extra `ring`)."""
+"""The door to ring-flash-attn, whose zigzag layout is this house's own: its kernels take the place of those of `attention.Attention` around a ring
+on CUDA if the package is installed (extra `ring`)."""
 
 import functools
 import importlib.util
