@@ -221,9 +221,9 @@ def _state(policy: Policy, prefix: str = "") -> dict:
 
 def _about(policy: Policy) -> dict:
     """`optimizer` is what decides which state there is. Where it rests does not: checkpoints hold it in full precision."""
-    config = policy.model.config
+    config, text = policy.model.config, policy.model.config.get_text_config()
     return {"num_updates": policy.num_updates, "stepped": policy.optimizer.stepped, "optimizer": policy.cfg.optimizer + (" with a moving average" if policy.cfg.ema_decay else ""),
-            "model": f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}, vocabulary {config.vocab_size}"}
+            "model": f"{config.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, vocabulary {text.vocab_size}"}
 
 
 def _saved_shapes(checkpoint: Path, prefix: str = "") -> dict[str, torch.Size]:
@@ -292,6 +292,8 @@ def _write_companions(source: Path, folder: Path, dtype: torch.dtype, *, score: 
     tokenizer.save_pretrained(folder)
     if (source / "generation_config.json").exists():
         GenerationConfig.from_pretrained(source).save_pretrained(folder)
+    for file in source.glob("*processor_config.json"):  # of what makes patches of images
+        shutil.copy(file, folder)
 
 
 def choose(run: Path, step: int | None, best: bool) -> Path:

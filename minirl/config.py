@@ -97,6 +97,8 @@ class EngineConfig:
     kv_cache_gb: NonNegativeFloat = 0.0
     """Memory of the KV cache per rank; 0: on CUDA what gpu_memory_utilization leaves, on CPU 1 GB."""
     gpu_memory_utilization: PositiveShare = 0.6
+    max_images: PositiveInt = 4
+    """In a context, of a model that reads them; an episode that shows more is truncated."""
     enforce_eager: bool = False
     """CUDA: run without CUDA graphs. The CPU build always does."""
     sleep_level: Annotated[int, Field(ge=0, le=2)] = 2
@@ -118,6 +120,8 @@ class RowsConfig:
     held_out: int = 128
     max_samples: NonNegativeInt = 0
     """At most this many rows of each source, its first; 0: all."""
+    images_key: str = "images"
+    """Of prompts: paths, bytes or PIL images (or a single one under `image`), for the parts {"type": "image"} of its messages, or before its text."""
     prompt_key: str = "prompt"
     """A text, or a list of chat messages. Where a row has no `prompt`: `instruction`, `input`, `context_messages` or `messages`."""
     system_prompt: str = ""

@@ -5,6 +5,7 @@
 
 import hashlib
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,8 @@ class Trainer(PairTrainer):
     ref: Policy | None = None
 
     def load_others(self) -> None:
-        cfg, vocab_size = self.cfg, self.policy.model.config.vocab_size
-        folder = find_teacher(cfg.reference, vocab_size, cfg.parallel.tensor, "reference") if cfg.reference else self.folder
+        cfg, config = self.cfg, self.policy.model.config
+        folder = find_teacher(cfg.reference, config, cfg.parallel.tensor, "reference") if cfg.reference else self.folder
         with self.timer.phase("reference"):
             if cfg.reference_cache:
                 self.use_cache(Path(cfg.reference_cache), folder)
@@ -90,7 +91,7 @@ class Trainer(PairTrainer):
 
     def about(self, folder: Path) -> dict[str, str]:
         """What the reference's log-probs depend on."""
-        own = [(n, hashlib.sha256(repr(pair).encode()).hexdigest()) for rows in (self.rows, self.held_out) for n, pair in rows.encoded.items()]
+        own = [(n, hashlib.sha256(pickle.dumps(pair)).hexdigest()) for rows in (self.rows, self.held_out) for n, pair in rows.encoded.items()]
         data = hashlib.sha256(repr(sorted(row for part in self.mesh.gather(own) for row in part)).encode())
         weights = hashlib.sha256()
         for file in sorted([*folder.glob("*.safetensors"), folder / "config.json"]) if self.mesh.rank == 0 else []:

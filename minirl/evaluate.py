@@ -13,6 +13,7 @@ from minirl.checks import check_rollout
 from minirl.config import EvalConfig, EvaluateConfig, PolicyConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts, load_rows
+from minirl.data.images import Vision
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.rm import RewardModel, find_reward_model
@@ -69,15 +70,16 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     config = build.read_config(folder)
     families.check(config, f"model = {folder}", cfg.engine.tensor_parallel_size, device=mesh.device.type)
     rows = load_rows(cfg.data.eval, "data.eval", cfg.data)
-    env, rewards, judge = make_env(cfg.env.name), make_rewards(cfg.reward), find_reward_model(cfg.reward, config.vocab_size)
+    env, rewards, judge = make_env(cfg.env.name), make_rewards(cfg.reward), find_reward_model(cfg.reward, config)
     if env().graded:
         check_rows(cfg.reward.function, rows)
     tokenizer = chat.load_tokenizer(folder, template=cfg.data.chat_template, plain=cfg.data.input_template)
-    prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
+    vision = Vision(folder, cfg.engine.max_images) if families.reads_images(config) else None
+    prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=vision)
     num_dropped = prompts.check_lengths("data.eval", mesh)
     dtype = "bfloat16" if cfg.engine.dtype == "auto" else cfg.engine.dtype
-    engine = RolloutEngine(cfg.engine, folder, mesh, dtype=dtype, load_weights=True)
-    sampler = Sampler(engine, env, rewards, tokenizer, mesh, cfg)
+    engine = RolloutEngine(cfg.engine, folder, mesh, dtype=dtype, load_weights=True, reads_images=vision is not None)
+    sampler = Sampler(engine, env, rewards, tokenizer, mesh, cfg, vision=vision)
     r = cfg.rollout
     stop_ids = chat.stop_token_ids(tokenizer, folder)
     sampling = Sampling(max_tokens=r.max_tokens, stop_token_ids=tuple(stop_ids), temperature=cfg.eval.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p)

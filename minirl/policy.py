@@ -12,6 +12,7 @@ from torch import Tensor
 from minirl.algo import normalize
 from minirl.algo.losses import Loss
 from minirl.config import PolicyConfig
+from minirl.data.images import Vision
 from minirl.log import Timer
 from minirl.model import build, families
 from minirl.parallel import fsdp
@@ -43,15 +44,17 @@ class Policy:
                  timer: Timer | None = None):
         self.cfg, self.folder, self.mesh, self.timer = cfg, folder, mesh, timer or Timer(mesh.device)
         self.model = build.build(cfg, folder, mesh, trainable=trainable, score=score, sequence_parallel=sequence_parallel)
+        self.vision = Vision(folder) if families.reads_images(self.model.config) else None
         # What `pack` must make of micro-batches for this model.
-        self.layout = Layout(multiple=mesh.tensor.size() if sequence_parallel else 1, context=mesh.context, windowed=families.windowed(self.model.config))
+        self.layout = Layout(multiple=mesh.tensor.size() if sequence_parallel else 1, context=mesh.context, windowed=families.windowed(self.model.config),
+                             images=self.vision and self.vision.batch)
         self.optimizer = self._make_optimizer() if trainable else None
         self.num_updates = 0
         self.sleeper = fsdp.Sleeper(self.model, lambda: self.optimizer.tensors() if self.optimizer else [])
 
     def _make_optimizer(self) -> Optimizer:
         cfg = self.cfg
-        hidden = {p for p in self.model.model.layers.parameters() if p.ndim >= 2} if cfg.optimizer == "muon" else set()
+        hidden = {p for layer in build.layers(self.model) for p in layer.parameters() if p.ndim >= 2} if cfg.optimizer == "muon" else set()
         decay = [p for p in self.model.parameters() if p.ndim >= 2 and p not in hidden]
         plain = [p for p in self.model.parameters() if p.ndim < 2]
         groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]

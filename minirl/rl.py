@@ -74,13 +74,13 @@ class Trainer:
         if cfg.sft.num_steps and any(row.get("answer") is None for row in rows):
             raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
         correction.resolve(cfg.algo.correction)
-        self.folder, model, tokenizer = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
-        self.others = {setting: find_teacher(name, model.vocab_size, cfg.parallel.tensor, setting) if name else None
+        self.folder, model, tokenizer, vision = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
+        self.others = {setting: find_teacher(name, model, cfg.parallel.tensor, setting) if name else None
                        for name, setting in ((cfg.ref.model, "ref.model"), (cfg.critic.model, "critic.model"))}
         # Dumped rewards have the scores of such a model in them.
-        self.others["reward.model"] = None if cfg.rollout.replay else find_reward_model(cfg.reward, model.vocab_size, cfg.parallel.tensor)
-        self.prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed)
-        self.held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False)
+        self.others["reward.model"] = None if cfg.rollout.replay else find_reward_model(cfg.reward, model, cfg.parallel.tensor)
+        self.prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, vision=vision)
+        self.held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=vision)
         num_dropped = self.prompts.check_lengths("data.train", mesh) + self.held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", mesh)
         make_scratch(cfg, cfg.engine.max_model_len, mesh)
         self.stop_ids = chat.stop_token_ids(tokenizer, self.folder)
@@ -95,9 +95,9 @@ class Trainer:
     def make_engine(self) -> None:
         cfg, mesh = self.cfg, self.mesh
         dtype = cfg.engine.dtype if cfg.engine.dtype != "auto" else cfg.policy.dtype.replace("float64", "float32")
-        self.engine = RolloutEngine(cfg.engine, self.folder, mesh, dtype=dtype, timer=self.timer)
+        self.engine = RolloutEngine(cfg.engine, self.folder, mesh, dtype=dtype, reads_images=self.policy.vision is not None, timer=self.timer)
         self.refit = Refit(cfg.refit, self.policy.shards(), self.policy.parts(), self.engine, mesh, check=cfg.debug.check_refit)
-        self.sampler = Sampler(self.engine, self.make_env, self.rewards, self.prompts.tokenizer, mesh, cfg)
+        self.sampler = Sampler(self.engine, self.make_env, self.rewards, self.prompts.tokenizer, mesh, cfg, vision=self.prompts.vision)
         self.sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=tuple(self.stop_ids), temperature=cfg.rollout.temperature)
 
     def train(self) -> None:

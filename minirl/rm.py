@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from minirl import cli, sft
 from minirl.algo import preference
@@ -102,9 +103,9 @@ class RewardModel:
         return Trajectory(tokens=tokens, sampled=sampled, logprobs=np.zeros(len(tokens), np.float32), group=t.group, episode=number)
 
 
-def find_reward_model(cfg: RewardConfig, vocab_size: int, tensor_parallel: int = 1) -> Path | None:
+def find_reward_model(cfg: RewardConfig, policy: PretrainedConfig, tensor_parallel: int = 1) -> Path | None:
     """The folder of reward.model, if it names one. Raises UserError for another vocabulary, or none with a score head."""
-    return check_head(find_teacher(cfg.model, vocab_size, tensor_parallel, "reward.model"), "reward.model") if cfg.model else None
+    return check_head(find_teacher(cfg.model, policy, tensor_parallel, "reward.model"), "reward.model") if cfg.model else None
 
 
 def check_head(folder: Path, setting: str) -> Path:

@@ -12,6 +12,7 @@ from minirl import checkpoint, report
 from minirl.config_rl import RLConfig
 from minirl.config_supervised import SFTConfig
 from minirl.data import chat
+from minirl.data.images import Vision
 from minirl.flags import save
 from minirl.log import Log, Timer, truncate
 from minirl.model import build, families, scratch
@@ -111,8 +112,8 @@ def check_output(output: Path, resume: bool) -> None:
 
 
 def find_model(cfg: RLConfig | SFTConfig, max_len: int, *, engine_on: str | None = None,
-               chats: bool = True) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
-    """(folder, config, tokenizer) of policy.model, checked, also for an engine on that type of device; the folder of a scratch model is still to
+               chats: bool = True) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase, Vision | None]:
+    """(folder, config, tokenizer, how it reads images) of policy.model, checked, also for an engine on that type of device; the folder of a scratch model is still to
     be made. Raises UserError."""
     templates = cfg.data.chat_template, cfg.data.input_template
     if cfg.policy.model == "scratch":
@@ -124,17 +125,21 @@ def find_model(cfg: RLConfig | SFTConfig, max_len: int, *, engine_on: str | None
     engine = (cfg.engine.tensor_parallel_size, cfg.engine.max_model_len, engine_on) if engine_on else ()
     families.check(config, f"policy.model = {cfg.policy.model}", *engine)
     tensor.check(families.divided(config), cfg.parallel.tensor)
-    return folder, config, tokenizer or chat.load_tokenizer(folder, chats=chats, template=templates[0], plain=templates[1])
+    vision = Vision(folder, vars(cfg)["engine"].max_images if "engine" in vars(cfg) else 0) if families.reads_images(config) else None
+    return folder, config, tokenizer or chat.load_tokenizer(folder, chats=chats, template=templates[0], plain=templates[1]), vision
 
 
-def find_teacher(model: str, vocab_size: int, tensor_parallel: int, setting: str = "ref.model") -> Path:
+def find_teacher(model: str, policy: PretrainedConfig, tensor_parallel: int, setting: str = "ref.model") -> Path:
     """The folder of a model that is to read the policy's tokens, checked. Raises UserError."""
     folder = build.resolve(model, setting)
     config = build.read_config(folder)
     families.check(config, f"{setting} = {model}")
     tensor.check(families.divided(config), tensor_parallel)
-    if config.vocab_size != vocab_size:
-        raise UserError(f"{setting} = {model} has a vocabulary of {config.vocab_size}, and the policy's is of {vocab_size}: the policy's "
+    if families.reads_images(config) != families.reads_images(policy):
+        raise UserError(f"{setting} = {model} is of family {config.model_type}, and the policy of {policy.model_type}: one of them reads images; take another model")
+    sizes = [c.get_text_config().vocab_size for c in (config, policy)]
+    if len(set(sizes)) > 1:
+        raise UserError(f"{setting} = {model} has a vocabulary of {sizes[0]}, and the policy's is of {sizes[1]}: the policy's "
                         "tokens mean nothing there; take a model with the same tokenizer")
     return folder
 

@@ -17,7 +17,7 @@ from minirl.checks import check_sft
 from minirl.config_rl import RLConfig
 from minirl.config_supervised import SFTConfig
 from minirl.data import chat
-from minirl.data.datasets import Chats, Prompts, load_chats, split
+from minirl.data.datasets import Chats, Prompts, load_chats, split, to_example
 from minirl.data.packing import exchange, pack, unpack
 from minirl.log import Log, Timer
 from minirl.parallel.mesh import Mesh
@@ -43,13 +43,13 @@ class Trainer:
         rows = self.load(cfg.data.train, "data.train", cfg.data)
         rows, held_out = (rows, self.load(cfg.data.eval, "data.eval", cfg.data)) if cfg.data.eval else split(rows, cfg.data.held_out, cfg.seed)
         chats = any("messages" in row or "prompt" in row for row in [*rows, *held_out])
-        folder, config, tokenizer = find_model(cfg, cfg.data.max_tokens, chats=chats)
-        if config.max_position_embeddings < cfg.data.max_tokens:
-            raise UserError(f"data.max_tokens = {cfg.data.max_tokens} is more than the {config.max_position_embeddings} positions of policy.model = "
+        folder, config, tokenizer, vision = find_model(cfg, cfg.data.max_tokens, chats=chats)
+        if config.get_text_config().max_position_embeddings < cfg.data.max_tokens:
+            raise UserError(f"data.max_tokens = {cfg.data.max_tokens} is more than the {config.get_text_config().max_position_embeddings} positions of policy.model = "
                             f"{cfg.policy.model}; lower it")
         stop_ids = chat.stop_token_ids(tokenizer, folder) if chats else []
-        train = self.make(rows, "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed)
-        held_out = self.make(held_out, "data.eval" if cfg.data.eval else "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed, shuffle=False)
+        train = self.make(rows, "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed, vision=vision)
+        held_out = self.make(held_out, "data.eval" if cfg.data.eval else "data.train", tokenizer, stop_ids, cfg.data, mesh, seed=cfg.seed, shuffle=False, vision=vision)
         make_scratch(cfg, cfg.data.max_tokens, mesh)
         return folder, train, held_out
 
@@ -158,8 +158,8 @@ def _example(prompts: Prompts, number: int, wrong_character: float, seed: int, s
         alphabet = sorted(set(answer + str(prompts.row(int(rng.integers(len(prompts.rows))))["answer"])))
         answer = answer[:at] + str(rng.choice(alphabet)) + answer[at + 1 :]
     messages = [*prompts.messages(row), {"role": "assistant", "content": answer}]
-    ids, mask = chat.encode_chat(prompts.tokenizer, messages, [len(messages) - 1], stop_ids)
-    return Trajectory(tokens=np.array(ids, np.int32), sampled=np.array(mask), logprobs=np.zeros(len(ids), np.float32), group=number)
+    example = to_example(prompts.tokenizer, prompts.vision, {"messages": messages, "trained": [len(messages) - 1]}, stop_ids)
+    return dataclasses.replace(example, group=number)
 
 
 def main(cfg: SFTConfig, mesh: Mesh) -> None:

@@ -15,15 +15,26 @@ A worked example. The prompt is `7 8`, the policy sampled `9 2` and 2 ends a seq
     Packed.engine_logprobs 0. -.3  -.1
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
 class UserError(Exception):
     """Something that the user can mend; printed as one message without a traceback, exit code 2."""
+
+
+class Placed(NamedTuple):
+    """An image among the tokens of a sequence."""
+
+    place: int  # of its first token
+    num: int  # of its tokens
+    url: str  # A data URL: the image itself.
 
 
 @dataclass(kw_only=True)
@@ -42,6 +53,7 @@ class Trajectory:
     # float32 [L]: the part of `reward` that was given for single answers, at their last tokens; None: there is none. The rest is the last token's.
     rewards: np.ndarray | None = None
     advantages: np.ndarray | None = None  # float32 [L], or None until assigned.
+    images: list[Placed] = field(default_factory=list)  # Those that an environment showed, in their order.
     group_tokens: int = 0  # Sampled tokens of all trajectories of the group; `exchange` counts them, on whatever ranks they are.
     info: dict = field(default_factory=dict)  # For logs only; stays on the rank that sampled it.
 
@@ -60,6 +72,17 @@ class Context:
     ring: bool = False  # Keys travel from rank to rank; False: every rank gathers them all, layer by layer.
 
 
+@dataclass(kw_only=True)
+class Images:
+    """Those of a micro-batch, each once, and the rows that they are in."""
+
+    pixels: Tensor  # float32 [P, D]: patches.
+    grids: Tensor  # int64 [I, 3]: how many patches an image has in time, height and width.
+    rows: Tensor  # int64 [N]: whose input token stands for a part of an image,
+    features: Tensor  # int64 [N]: and for which of the tower's outputs.
+    positions: Tensor  # int64 [3, T]: of every row, in time, height and width.
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """What a model on its mesh asks of the rows of a micro-batch."""
@@ -67,6 +90,8 @@ class Layout:
     multiple: int = 1  # Their number on a rank is a multiple of this (sequence parallelism cuts them evenly).
     context: Context | None = None
     windowed: bool = False  # Some layers see a sliding window, and want `Packed.joined`.
+    # `Vision.batch` (data/images.py) of a model that reads images.
+    images: Callable[[list[tuple[list[Placed], np.ndarray]], torch.device], Images] | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +150,7 @@ class Packed:
     # all rows with the first halves of an earlier rank, of the second halves with all rows of a later one.
     blocks: tuple[Block, ...]
     joined: Block | None = None  # The same as one causal block, for layers that see a sliding window only.
+    images: Images | None = None  # Of a model that reads them.
     ends: Tensor | None = None  # bool [T]: the row is the last of a trajectory.
     pairs: Tensor | None = None  # int64 [P, 2], if asked for: numbers of the sequences of each pair's chosen and rejected answer.
     # Rows are this rank's part of each sequence: chunk r and chunk 2R - 1 - r of 2R, in zigzag so that causal work is even. Key rows of the blocks

@@ -1,6 +1,7 @@
 """Episodes with the real engine: turns, budgets, failures, segments, partial rollouts. What is sampled is what the trainer would have sampled from."""
 
 import asyncio
+import collections
 import random
 import threading
 import time
@@ -13,7 +14,7 @@ from test_rollout import make_policy, overwrite
 
 from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
 from minirl.config_rl import RefitConfig, RLConfig
-from minirl.data import chat
+from minirl.data import chat, images
 from minirl.data.datasets import Prompts
 from minirl.data.packing import exchange, pack
 from minirl.rollout.engine import RolloutEngine, Sampling
@@ -71,6 +72,36 @@ class InTokens(Env):
     def step(self, state):
         return Result(observation=Raw("<|user|>raw<|end|>") if state.turn == 0 else [9, 10], done=state.turn == 2,
                       sampling={"max_tokens": 4 + 7 * int(state.row["answer"]) % 29})
+
+
+class Shows(Env):
+    """Shows images in every turn but one, in all the ways there are: in the parts of messages, beside a text, beside a Raw one, in a chat written anew."""
+
+    def reset(self, row):
+        self.n = int(row["answer"])
+        image = {"type": "image_url", "image_url": {"url": tiny.picture(30 + 9 * self.n, 56)}}
+        return [{"role": "user", "content": [{"type": "text", "text": row["prompt"]}, image]}]
+
+    def step(self, state):
+        seen = images.open_url(tiny.picture(56 + 28 * self.n, 56))
+        if state.turn == 2 and self.n % 3 == 0:
+            return Result(messages=[*state.messages, {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}], images=[seen])
+        if state.turn == 2 and self.n % 3 == 1:
+            return Result(observation=Raw(f"<|user|>{tiny.IMAGE}{tiny.IMAGE}<|end|><|assistant|>"), images=[seen, seen])
+        return Result(observation="and this?", images=[] if state.turn == 1 else [seen], done=state.turn == 3, sampling={"max_tokens": 4 + self.n})
+
+
+class ShowsBadly(Env):
+    """No such file, more images than places, more than the engine takes, and a good one."""
+
+    def reset(self, row):
+        self.way = int(row["answer"]) % 4
+        return "x"
+
+    def step(self, state):
+        shown = [["/none.png"], [tiny.picture(56, 56)] * 2, [tiny.picture(56, 56)] * 5, [tiny.picture(56, 56)]][self.way]
+        said = "x" if self.way != 1 else [{"role": "user", "content": [{"type": "image"}]}]
+        return Result(observation=said, images=shown, done=state.turn == 1, reward=1.0)
 
 
 class Greedy(Env):
@@ -132,13 +163,13 @@ def stage(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts=
     tokenizer = chat.load_tokenizer(folder)
     if not parts:
         policy, options = make_policy(folder, mesh), {"max_model_len": 160, "max_num_seqs": 16, "kv_cache_gb": 0.05, **engine}
-        eng = RolloutEngine(EngineConfig(**options), folder, mesh, dtype="float32")
+        eng = RolloutEngine(EngineConfig(**options), folder, mesh, dtype="float32", reads_images=policy.vision is not None)
         parts = policy, eng, Refit(RefitConfig(), policy.shards(), policy.parts(), eng, mesh)
-    eng = parts[1]
+    eng, vision = parts[1], parts[0].vision and images.Vision(folder, 4)
     cfg = config(engine=eng.cfg, seed=seed, rollout=RolloutConfig(**{"max_tokens": 12, **(rollout or {})}), env=EnvConfig(**{"name": "my", "max_turns": 6, "max_tokens": 96, **env}))
-    prompts = Prompts(ROWS, tokenizer, DataConfig(), seed=0, shuffle=False)
-    make = {c.__name__: c for c in (Talk, AsyncTalk, Forgetful, InTokens, Greedy, Broken, Caller)}[cfg.env.name]
-    sampler = Sampler(eng, make, make_rewards("exact"), tokenizer, mesh, cfg)
+    prompts = Prompts(ROWS, tokenizer, DataConfig(), seed=0, shuffle=False, vision=vision)
+    make = {c.__name__: c for c in (Talk, AsyncTalk, Forgetful, InTokens, Greedy, Broken, Caller, Shows, ShowsBadly)}[cfg.env.name]
+    sampler = Sampler(eng, make, make_rewards("exact"), tokenizer, mesh, cfg, vision=vision)
     sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=0.8)
     return *parts, sampler, prompts, sampling
 
@@ -161,7 +192,7 @@ def episodes_program(mesh, folder, kinds):
         with parts[1].awake(parts[2], []):
             first, again = (sampler.collect(prompts, range(9), 2, sampling, version=7) for _ in range(2))
         texts = [sampler.tokenizer.decode(t.tokens) for t in first]
-        found[kind] = {"mismatch": mismatch(parts[0], first), "first": shown(first), "again": shown(again), "texts": texts, "info": [t.info for t in first]}
+        found[kind] = {"mismatch": mismatch(parts[0], first), "first": shown(first), "again": shown(again), "texts": texts, "info": [t.info for t in first], "images": [t.images for t in first]}
         sampler.close()
     return found
 
@@ -170,8 +201,9 @@ def episodes_program(mesh, folder, kinds):
 def on_one_rank(tmp_path_factory):
     """The results, in lists of one, of every program of one rank, by what the tests call it."""
     root = tmp_path_factory.mktemp("one_rank")
-    folder, other = tiny.make(root / "a"), tiny.make(root / "b", seed=1)
-    calls = {"episodes": (episodes_program, folder, ["Talk", "AsyncTalk", "Forgetful", "InTokens", "Greedy"]), "failed": (failing_program, folder),
+    folder, other, sees, sees_too = tiny.make(root / "a"), tiny.make(root / "b", seed=1), tiny.make(root / "c", "qwen2_5_vl"), tiny.make(root / "d", "qwen2_5_vl", seed=1)
+    calls = {"images": (episodes_program, sees, ["Shows", "Talk", "ShowsBadly"]), "Shows": (partial_program, sees, sees_too, {"name": "Shows", "max_tokens": 120}, 3, [None, 0, 1]),
+             "episodes": (episodes_program, folder, ["Talk", "AsyncTalk", "Forgetful", "InTokens", "Greedy"]), "failed": (failing_program, folder),
              **{env: (partial_program, folder, other, {"name": env, "max_tokens": 120}, 3, [None, 0, 1]) for env in ("Talk", "InTokens")},
              "stale": (stale_program, folder, "round_robin"), "agent": (agent_program, folder, 1)}
     with two_at_once({name: (1, *call) for name, call in calls.items()}) as results:
@@ -180,11 +212,11 @@ def on_one_rank(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def episodes(on_one_rank):
-    (found,) = on_one_rank["episodes"].result()
-    return found
+    (found,), (seen,) = on_one_rank["episodes"].result(), on_one_rank["images"].result()
+    return found | {name: seen[name] for name in ("Shows", "ShowsBadly")}
 
 
-@pytest.mark.parametrize("kind", ["Talk", "AsyncTalk", "Forgetful", "InTokens", "Greedy"])
+@pytest.mark.parametrize("kind", ["Talk", "AsyncTalk", "Forgetful", "InTokens", "Greedy", "Shows"])
 def test_turns_are_trained_as_they_were_sampled_and_runs_repeat(episodes, kind):
     """Also while environments take a random time: on CPU the engine waits for them."""
     assert 0 < episodes[kind]["mismatch"] < 1e-4
@@ -192,6 +224,26 @@ def test_turns_are_trained_as_they_were_sampled_and_runs_repeat(episodes, kind):
     for _, _, _, tokens, sampled, logprobs, _, versions, _, version in episodes[kind]["first"]:
         assert version == 7 and len(tokens) == len(sampled) == len(logprobs)
         assert all((v == 7 and p < 0) if s else (v == -1 and p == 0) for s, p, v in zip(sampled, logprobs, versions, strict=True))
+
+
+def test_images_of_environments(episodes):
+    """Are there, as many tokens as they have; one that cannot be read or has no place is that episode's failure, one too many its end."""
+    first, whole = episodes["Shows"]["first"], 0
+    segments = collections.Counter((group, episode) for group, episode, *_ in first)
+    for (group, episode, _, tokens, sampled, *_), placed, info in zip(first, episodes["Shows"]["images"], episodes["Shows"]["info"], strict=True):
+        assert not info["error"], info
+        if segments[group, episode] == 1 and not info["env"]["truncated"]:
+            whole += 1
+            assert len(placed) == (4 if group % 3 == 1 else 3)
+        places = {place for p in placed for place in range(p.place, p.place + p.num)}
+        assert places == {i for i, (token, own) in enumerate(zip(tokens, sampled, strict=True)) if token == tokens[placed[0].place] and not own}
+        assert info["prompt"] == ROWS[group]["prompt"] and "data:" not in str(info)
+    assert whole > 5
+    for (group, *_), info in zip(episodes["ShowsBadly"]["first"], episodes["ShowsBadly"]["info"], strict=True):
+        wrong = {0: "/none.png", 1: "places for 1 images came with 2"}.get(group % 4, "")
+        assert wrong in info["error"] and bool(wrong) == bool(info["error"]) == bool(info["env"]["failed"])
+        assert info["env"]["truncated"] or group % 4 != 2
+    assert not all(info["env"]["truncated"] for info in episodes["ShowsBadly"]["info"])
 
 
 def test_turns_earn_at_their_last_tokens(episodes):
@@ -287,7 +339,7 @@ def partial_program(mesh, folder, other, env, ahead, break_offs):
             with parts[1].awake(parts[2], []):
                 held = len(sampler.training.groups)
                 trajectories, first = sampler.collect_step(prompts, first, sampling, version=step)
-            steps.append({"trajectories": shown(trajectories), "held": held, "next": first, "left": len(sampler.training.groups)})
+            steps.append({"trajectories": shown(trajectories), "held": held, "next": first, "left": len(sampler.training.groups), "images": [t.images for t in trajectories]})
             if break_off == step:
                 states = mesh.gather(sampler.state())
                 sampler.close()
@@ -299,7 +351,7 @@ def partial_program(mesh, folder, other, env, ahead, break_offs):
     for version, weights in enumerate((folder, other, folder)):
         overwrite(policy, weights)
         for step in whole:
-            for t, found in zip(step["trajectories"], annotated(policy, step["trajectories"]), strict=True):
+            for t, found in zip(step["trajectories"], annotated(policy, step["trajectories"], step["images"]), strict=True):
                 _, _, _, _, sampled, engine, _, versions, _, oldest = t
                 used = {v for v in versions if v >= 0}
                 assert oldest == min(used)
@@ -309,22 +361,22 @@ def partial_program(mesh, folder, other, env, ahead, break_offs):
     return {"runs": runs, "worst": worst, "mixed": mixed}
 
 
-def annotated(policy, rows):
+def annotated(policy, rows, shown):
     """The trainer's log-prob of each token of what `shown` made."""
     out = []
-    for group, episode, segment, tokens, sampled, logprobs, *_ in rows:
+    for (_, _, _, tokens, sampled, logprobs, *_), placed in zip(rows, shown, strict=True):
         import numpy as np
 
         from minirl.types import Trajectory
 
-        t = Trajectory(tokens=np.array(tokens, np.int32), sampled=np.array(sampled), logprobs=np.array(logprobs, np.float32))
+        t = Trajectory(tokens=np.array(tokens, np.int32), sampled=np.array(sampled), logprobs=np.array(logprobs, np.float32), images=placed)
         batch = pack([t], policy.mesh.device, 0.8, layout=policy.layout)
         policy.annotate([[batch]], "old_logprobs")
         out.append([0.0, *batch.old_logprobs[: len(tokens) - 1].tolist()])
     return out
 
 
-@pytest.mark.parametrize("env", ["Talk", "InTokens"])
+@pytest.mark.parametrize("env", ["Talk", "InTokens", "Shows"])
 def test_unfinished_episodes_go_on_under_new_weights_and_survive_a_checkpoint(on_one_rank, env):
     """Every token's log-prob is that of the weights it was sampled with; with a save and a restart in between, everything is bitwise the same."""
     (r,) = on_one_rank[env].result()

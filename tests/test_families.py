@@ -2,11 +2,13 @@
 sequence at a time, and from a file through load and export to a file. All families in one process (a rank each), a test for each.
 """
 
+import functools
 import re
 import shutil
 import traceback
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -14,17 +16,18 @@ import torch.nn.functional as F
 from harness import ranks
 from safetensors.torch import load_file, save_file
 from test_model import CPU, hugging_face, model_batch, weights_of
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils.logging import disable_progress_bar
 
 from minirl import checkpoint
 from minirl.config import ParallelConfig, PolicyConfig
+from minirl.data import images
 from minirl.data.packing import pack
 from minirl.model import build, experts, families
 from minirl.model.families import FAMILIES
 from minirl.parallel import tensor
 from minirl.policy import Policy
-from minirl.types import UserError
+from minirl.types import Placed, UserError
 
 MESHES = {"one rank": (1, None), "tensor": (2, ParallelConfig(tensor=2)), "tensor, sequence": (2, ParallelConfig(tensor=2, sequence=True)),
           "context": (2, ParallelConfig(context=2)), "ring": (2, ParallelConfig(context=2, context_engine="ring"))}
@@ -45,17 +48,41 @@ def stay_float64():
     F.softmax = lambda x, dim, dtype=None: softmax(x, dim, dtype=None if x.dtype == torch.float64 else dtype)
 
 
-def sequences():
-    """With shared prompts; each begins with the padding token, whose embedding the library gives no gradient."""
+def sequences(vision=None):
+    """With shared prompts; each begins with the padding token, whose embedding the library gives no gradient. Some with images, in the prompt that
+    they share, and behind something that was sampled."""
     trajectories = model_batch(True)
     for t in trajectories:
         t.tokens[0] = 0
+        if vision and t.group % 2 == 0:
+            show(t, vision, 1, tiny.picture(56, 84))
+            if t.episode % 2:
+                show(t, vision, len(t.tokens) - 2, tiny.picture(70, 40))
+                show(t, vision, len(t.tokens) - 1, tiny.picture(56, 84))
     return trajectories
+
+
+def show(t, vision, place, url):
+    """Put an image before the token at `place`."""
+    num = vision.num_tokens(url)
+    t.tokens = np.insert(t.tokens, place, [vision.token] * num).astype(np.int32)
+    for name in ("sampled", "logprobs", "advantages", "rewards"):
+        if vars(t)[name] is not None:
+            setattr(t, name, np.insert(vars(t)[name], place, [0] * num))
+    t.images.append(Placed(place, num, url))
+
+
+def for_hugging_face(vision, t):
+    if not t.images:
+        return {}
+    patches = vision.processor([images.open_url(p.url).convert("RGB") for p in t.images if p.place < len(t.tokens) - 1], return_tensors="pt")
+    kinds = torch.tensor(t.tokens[None, :-1] == vision.token).long()
+    return {"pixel_values": patches["pixel_values"], "image_grid_thw": patches["image_grid_thw"], "mm_token_type_ids": kinds}
 
 
 def batch_of(policy):
     """One packed batch, the weights of its rows, and the trajectory and position of each."""
-    trajectories, marks = sequences(), {}
+    trajectories, marks = sequences(policy.vision), {}
     for t in trajectories:
         t.logprobs = t.sampled.astype("float32")
         for i in t.sampled.nonzero()[0]:
@@ -75,8 +102,9 @@ def differences(mesh, folder, sequence, dtype="float64"):
     batch, weights, rows = batch_of(policy)
     values = torch.stack(policy.model(batch, True))
     (values * weights).sum().div(mesh.data_size).backward()  # all ranks have the same batch, and gradients are summed
-    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager").eval()
-    wanted, grads = hugging_face(oracle, sequences(), 0.8)
+    kind = AutoModelForImageTextToText if policy.vision else AutoModelForCausalLM
+    oracle = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager").eval()
+    wanted, grads = hugging_face(oracle, sequences(policy.vision), 0.8, policy.vision and functools.partial(for_hugging_face, policy.vision))
     wanted = torch.tensor([wanted[t.group, t.episode, i - 1] for _, t, i in rows], dtype=torch.float64).t()
     found = {n: p.grad.full_tensor() for n, p in policy.model.named_parameters()}
     assert found.keys() == grads.keys()

@@ -185,11 +185,12 @@ def exact_norm(self, x):
     return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
-def hugging_face(model, trajectories, temperature):
-    """Log-probs and entropies of every sampled token, and the gradients, by the library's own forward of one sequence at a time."""
+def hugging_face(model, trajectories, temperature, images=None):
+    """Log-probs and entropies of every sampled token, and the gradients, by the library's own forward of one sequence at a time.
+    `images`: what it is given more for a trajectory."""
     values, loss = {}, 0.0
     for t in trajectories:
-        logits = model(torch.tensor(t.tokens[None, :-1], dtype=torch.int64)).logits[0] / temperature
+        logits = model(torch.tensor(t.tokens[None, :-1], dtype=torch.int64), **(images(t) if images else {})).logits[0] / temperature
         logp = torch.log_softmax(logits, dim=1)
         chosen, entropy = logp.gather(1, torch.tensor(t.tokens[1:, None], dtype=torch.int64))[:, 0], -(logp.exp() * logp).sum(1)
         kept, w = torch.tensor(t.sampled[1:]), weights_of(t)[:, 1:]

@@ -10,6 +10,7 @@ from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, P
 from minirl.config_rl import RefitConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts
+from minirl.data.images import Vision, attach
 from minirl.data.packing import pack
 from minirl.model.build import Weights
 from minirl.policy import Policy
@@ -34,10 +35,10 @@ def overwrite(policy, folder):
             weights.fill(p, policy.parts()[name])
 
 
-def greedy(engine, num=6, length=24):
+def greedy(engine, vision=None, num=6, length=24):
     sampling = Sampling(max_tokens=length, stop_token_ids=(), temperature=0.0)
     for i in range(num):
-        engine.add(f"greedy-{i}", [5 + i, 60 + i, 100], sampling, seed=0)
+        engine.add(f"greedy-{i}", [5 + i, 60 + i, 100, *([vision.token, 7] if vision else [])], sampling, seed=0, images=[tiny.picture(56, 56)] if vision else [])
     out = {}
     while len(out) < num:
         out |= {request: tokens for request, tokens, _, reason in engine.step() if reason}
@@ -46,7 +47,8 @@ def greedy(engine, num=6, length=24):
 
 def refit_program(mesh, a, b, tp, dtype):
     policy = make_policy(a, mesh)
-    engine = RolloutEngine(EngineConfig(**ENGINE, tensor_parallel_size=tp), a, mesh, dtype=dtype)
+    shows = {"reads_images": policy.vision is not None}
+    engine = RolloutEngine(EngineConfig(**ENGINE, tensor_parallel_size=tp), a, mesh, dtype=dtype, **shows)
     received = {}
     for transport in ("all_gather", "all_to_all"):
         refit = Refit(RefitConfig(transport=transport, bucket_mb=1), policy.shards(), policy.parts(), engine, mesh, check=True)
@@ -55,12 +57,12 @@ def refit_program(mesh, a, b, tp, dtype):
         with engine.awake(refit, []):  # raises if one element differs from the full gather
             pass
         received[transport] = refit.bytes_received
-    before = greedy(engine)
+    before = greedy(engine, policy.vision)
     overwrite(policy, b)
     with engine.awake(refit, []):
-        after = greedy(engine)
-    fresh = RolloutEngine(EngineConfig(**ENGINE, tensor_parallel_size=tp), b, mesh, dtype=dtype, load_weights=True)
-    return {"received": received, "before": before, "after": after, "fresh": greedy(fresh), "peak": refit.peak_bytes,
+        after = greedy(engine, policy.vision)
+    fresh = RolloutEngine(EngineConfig(**ENGINE, tensor_parallel_size=tp), b, mesh, dtype=dtype, load_weights=True, **shows)
+    return {"received": received, "before": before, "after": after, "fresh": greedy(fresh, policy.vision), "peak": refit.peak_bytes,
             "engine": sum(p.nbytes for p in engine.parameters().values())}
 
 
@@ -73,6 +75,9 @@ def refit_program(mesh, a, b, tp, dtype):
     (4, 2, "qwen2", False, "float32", ParallelConfig(context=2, tensor=2)),
     (4, 4, "llama", True, "float32", ParallelConfig(replicate=2, tensor=2)),
     (4, 2, "qwen3_moe", False, "float32", ParallelConfig(tensor=2)),
+    (1, 1, "qwen2_vl", True, "float32", None),
+    (2, 2, "qwen2_5_vl", False, "float32", None),
+    (4, 2, "qwen3_vl", True, "bfloat16", ParallelConfig(tensor=2)),
     (2, 1, "glm4_moe", False, "bfloat16", None),  # its router's correction stays float32
 ])
 def test_refit_equals_full_gather_and_a_fresh_engine(tmp_path, world, tp, family, tied, dtype, parallel):
@@ -99,18 +104,21 @@ def test_refit_names_what_it_would_leave_unfilled(tmp_path):
         ranks(1, incomplete_refit, tiny.make(tmp_path / "model"))
 
 
-def make_sampler(engine, tokenizer, mesh, tickets, **env):
+def make_sampler(engine, tokenizer, mesh, tickets, vision=None, **env):
     cfg = EvaluateConfig(engine=engine.cfg, rollout=RolloutConfig(tickets=tickets, max_tokens=20), env=EnvConfig(**{"max_tokens": 1000, **env}))
-    return Sampler(engine, make_env(cfg.env.name), make_rewards("exact"), tokenizer, mesh, cfg)
+    return Sampler(engine, make_env(cfg.env.name), make_rewards("exact"), tokenizer, mesh, cfg, vision=vision)
 
 
 def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options, tickets):
     tokenizer = chat.load_tokenizer(folder)
     policy = make_policy(folder, mesh)
-    cfg = EngineConfig(**ENGINE | engine_options)
-    engine = RolloutEngine(cfg, folder, mesh, dtype="float32")
-    sampler = make_sampler(engine, tokenizer, mesh, tickets)
-    prompts = Prompts(rows, tokenizer, DataConfig(), seed=0)
+    vision = policy.vision and Vision(folder, 4)
+    if vision:  # every third without, every third with two
+        rows = [row if i % 3 == 0 else {**row, "prompt": attach([{"role": "user", "content": row["prompt"]}], [tiny.picture(56 + 20 * i, 84)] * (i % 3))} for i, row in enumerate(rows)]
+    cfg = EngineConfig(**ENGINE | ({"max_model_len": 128} if vision else {}) | engine_options)
+    engine = RolloutEngine(cfg, folder, mesh, dtype="float32", reads_images=vision is not None)
+    sampler = make_sampler(engine, tokenizer, mesh, tickets, vision)
+    prompts = Prompts(rows, tokenizer, DataConfig(), seed=0, vision=vision)
     sampling = Sampling(max_tokens=20, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=temperature)
     with engine.awake(Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True), []):
         trajectories = sampler.collect(prompts, range(7, 7 + len(rows)), num_samples, sampling)
@@ -125,7 +133,7 @@ def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options
 ROWS = [{"prompt": f"{i}{'x' * (3 * i)}", "answer": str(i)} for i in range(9)]
 
 
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "phi3", "mixtral", "glm4_moe"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "phi3", "mixtral", "glm4_moe", *tiny.TOWERS]
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,15 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from minirl.config import DataConfig
+from minirl.config import DataConfig, RowsConfig
 from minirl.config_supervised import ChatsConfig
 from minirl.data import chat
+from minirl.data.images import BadImage, Vision, attach, of_chat
 from minirl.data.sources import Source, open_source
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory, UserError
@@ -96,7 +98,19 @@ def _to_prompt(row: dict, source: str, where: str, cfg: DataConfig) -> dict:
     if not is_prompt(prompt):
         raise UserError(f"{where} has no {cfg.prompt_key!r} that is a text or a list of messages (its keys: {', '.join(row)}); set data.prompt_key to the right one")
     name = column(row, cfg.source_key) or source
-    return {**row, "prompt": prompt, **({} if answer is None else {"answer": answer}), **({"data_source": str(name)} if name else {})}
+    prompt = with_images(prompt, row, where, cfg)
+    return {**{key: value for key, value in row.items() if key not in (cfg.images_key, "image")}, "prompt": prompt, **({} if answer is None else {"answer": answer}), **({"data_source": str(name)} if name else {})}
+
+
+def with_images(prompt: str | list[dict], row: dict, where: str, cfg: RowsConfig) -> str | list[dict]:
+    """The prompt, with its row's images if it has some."""
+    found = row.get(cfg.images_key) or ([] if row.get("image") is None else [row["image"]])
+    if isinstance(prompt, str) and not found:
+        return prompt
+    try:
+        return attach(chat.to_messages(prompt, ""), found)
+    except BadImage as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _to_chat(row: dict, where: str, cfg: ChatsConfig) -> dict:
@@ -113,8 +127,9 @@ def _to_chat(row: dict, where: str, cfg: ChatsConfig) -> dict:
     else:
         raise UserError(f"{where} has neither {cfg.messages_key!r} (messages with role and content), nor {cfg.prompt_key!r} with {cfg.completion_key!r}, "
                         f"nor {cfg.text_key!r} (its keys: {', '.join(row)}); set data.messages_key, prompt_key and completion_key, or text_key")
-    if not is_prompt(turns) or not all(isinstance(m["content"], str) for m in turns):
-        raise UserError(f"{where}: every message needs a role and a content that is a text")
+    turns = with_images(turns, row, where, cfg)
+    if not is_prompt(turns) or not all(isinstance(m["content"], str | list) for m in turns):
+        raise UserError(f"{where}: every message needs a role and a content that is a text, or a list of texts and images")
     trained = [i for i, m in enumerate(turns) if i >= first and m["role"] == "assistant"]
     if not trained or not any(m["role"] != "system" for m in turns[: trained[0]]):
         raise UserError(f"{where}: " + ("no assistant turn follows" if not trained else "nothing is asked before the assistant's first turn"))
@@ -185,8 +200,8 @@ def make_order(rows: Sequence[dict], *, seed: int, shuffle: bool) -> Order:
 class Prompts:
     """Rows as token ids, addressed by ticket."""
 
-    def __init__(self, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, *, seed: int, shuffle: bool = True):
-        self.rows, self.tokenizer, self.cfg, self.seed, self.shuffle = rows, tokenizer, cfg, seed, shuffle
+    def __init__(self, rows: Sequence[dict], tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, *, seed: int, shuffle: bool = True, vision: Vision | None = None):
+        self.rows, self.tokenizer, self.cfg, self.seed, self.shuffle, self.vision = rows, tokenizer, cfg, seed, shuffle, vision
         self.order = make_order(rows, seed=seed, shuffle=shuffle)
 
     def row(self, ticket: int) -> dict:
@@ -196,7 +211,8 @@ class Prompts:
         return chat.to_messages(row["prompt"], self.cfg.system_prompt)
 
     def encode(self, row: dict) -> list[int]:
-        return chat.encode_prompt(self.tokenizer, self.messages(row))
+        ids, messages = chat.encode_prompt(self.tokenizer, self.messages(row)), self.messages(row)
+        return self.vision.expand(ids, of_chat(messages))[0] if self.vision else ids
 
     def check_lengths(self, setting: str, mesh: Mesh) -> int:
         """Encode every prompt once, the ranks in parts. Of those longer than data.max_prompt_tokens the first is a UserError, or all are
@@ -239,21 +255,38 @@ class Examples:
         return [(n, *self.encoded[row]) for n in numbers if (row := self.row(n)) in self.encoded]
 
 
+def to_example(tokenizer: PreTrainedTokenizerBase, vision: Vision | None, row: dict, stop_ids: list[int]) -> Trajectory:
+    """A row of `load_chats` as token ids, with what is in the loss as sampled."""
+    shown = of_chat(row.get("messages", []))
+    if shown and not vision:
+        raise UserError("a chat has images, and policy.model reads none; take a model of a family that does")
+    ids, mask = chat.encode_text(tokenizer, row["text"]) if "text" in row else chat.encode_chat(tokenizer, row["messages"], row["trained"], stop_ids)
+    placed = []
+    if shown:
+        first = np.array(ids) != vision.token
+        ids, placed = vision.expand(ids, shown)
+        kept = np.array(ids) != vision.token
+        spread = np.zeros(len(ids), bool)
+        spread[kept], mask = np.array(mask)[first], spread
+    return Trajectory(tokens=np.array(ids, np.int32), sampled=np.array(mask, bool), logprobs=np.zeros(len(ids), np.float32), images=placed)
+
+
 class Chats(Examples):
     """Rows to imitate as token ids, cut to data.max_tokens."""
 
     def __init__(self, rows: Sequence[dict], setting: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], cfg: ChatsConfig, mesh: Mesh, *,
-                 seed: int, shuffle: bool = True):
+                 seed: int, shuffle: bool = True, vision: Vision | None = None):
         """Drops what has no token in the loss once it is cut. Raises UserError if that is everything."""
-        def encode(row: dict) -> tuple[np.ndarray, np.ndarray, bool]:
-            ids, mask = chat.encode_text(tokenizer, row["text"]) if "text" in row else chat.encode_chat(tokenizer, row["messages"], row["trained"], stop_ids)
-            return np.array(ids[: cfg.max_tokens], np.int32), np.array(mask[: cfg.max_tokens], bool), len(ids) > cfg.max_tokens
-        own = {n: encode(rows[n]) for n in range(mesh.rank, len(rows), mesh.world_size)}
-        super().__init__(rows, {n: (ids, mask) for n, (ids, mask, _) in own.items() if mask.any()}, mesh, seed=seed, shuffle=shuffle, why_none=
+        own = {n: to_example(tokenizer, vision, rows[n], stop_ids) for n in range(mesh.rank, len(rows), mesh.world_size)}
+        num_cut = 0
+        for t in own.values():
+            num_cut += len(t.tokens) > cfg.max_tokens
+            vars(t).update({name: vars(t)[name][: cfg.max_tokens] for name in ("tokens", "sampled", "logprobs")}, images=[p for p in t.images if p.place < cfg.max_tokens])
+        super().__init__(rows, {n: (t,) for n, t in own.items() if t.sampled.any()}, mesh, seed=seed, shuffle=shuffle, why_none=
                          f"{setting}: none of the {len(rows)} rows has a token in the loss within data.max_tokens = {cfg.max_tokens}; raise it")
         # How many rows were cut, and how many dropped.
-        self.lost = sum(mesh.gather(sum(cut for *_, cut in own.values()))), len(rows) - len(self.kept)
+        self.lost = sum(mesh.gather(num_cut)), len(rows) - len(self.kept)
 
     def examples(self, numbers: range) -> list[Trajectory]:
         """Those of the examples that this rank holds."""
-        return [Trajectory(tokens=ids, sampled=mask, logprobs=np.zeros(len(ids), np.float32), group=n) for n, ids, mask in self.own(numbers)]
+        return [replace(t, group=n) for n, t in self.own(numbers)]

@@ -1,8 +1,9 @@
 """Trajectories to balanced micro-batches: plan by lengths, move arrays between ranks, lay sequences end to end."""
 
 import heapq
+import pickle
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +14,6 @@ from minirl.parallel import context as cp
 from minirl.parallel.mesh import Mesh
 from minirl.types import Layout, Packed, Trajectory, UserError
 
-_CELL = np.dtype([("tokens", "i4"), ("sampled", "?"), ("logprobs", "f4"), ("advantages", "f4"), ("rewards", "f4")])  # What travels of each token.
 # What all ranks know of each trajectory: its rank and number there, and of its tokens a hash of the prompt and how many.
 _HEADER = np.dtype([("rank", "i8"), ("index", "i8"), ("group", "i8"), ("episode", "i8"), ("segment", "i8"), ("version", "i8"), ("reward", "f8"),
                     ("prompt", "i8"), ("prompt_tokens", "i8"), ("tokens", "i8"), ("sampled", "i8")])
@@ -98,21 +98,12 @@ def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_miniba
 
 
 def _send(trajectories: list[Trajectory], table: np.ndarray, home: np.ndarray, mesh: Mesh) -> dict[int, Trajectory]:
-    """Each to its home. Returns those that arrive here by their row of the table, with zeros for what they had none of."""
-    leaving = [np.flatnonzero((table["rank"] == mesh.rank) & (home == to // mesh.num_copies)) for to in range(mesh.world_size)]
-    arriving = [np.flatnonzero((table["rank"] == source) & (home == mesh.rank // mesh.num_copies)) for source in range(mesh.world_size)]
-    num_out, num_in = ([int(table["tokens"][numbers].sum()) for numbers in side] for side in (leaving, arriving))
-    out, into = (np.zeros(sum(num), _CELL) for num in (num_out, num_in))
-    own = [trajectories[i] for i in table["index"][np.concatenate(leaving)]]
-    for name in _CELL.names if own else ():
-        out[name] = np.concatenate([np.zeros(len(t.tokens)) if vars(t)[name] is None else vars(t)[name] for t in own])
-    dist.all_to_all_single(*(torch.from_numpy(cells.view(np.uint8)) for cells in (into, out)),
-                           *([n * _CELL.itemsize for n in num] for num in (num_in, num_out)), group=mesh.host_group)
-    numbers = np.concatenate(arriving)
-    parts = np.split(into, np.cumsum(table["tokens"][numbers])[:-1])
-    return {n: Trajectory(**{name: cells[name].copy() for name in _CELL.names},
-                          **{name: table[name][n].item() for name in ("group", "episode", "segment", "version", "reward")})
-            for n, cells in zip(numbers.tolist(), parts if len(numbers) else [], strict=True)}
+    """Each to its home, without what is of use only where it was sampled. Returns those that arrive here by their row of the table."""
+    def moving(source: int, to: int) -> np.ndarray:
+        return np.flatnonzero((table["rank"] == source) & (home == to // mesh.num_copies))
+    boxes = mesh.all_to_all([pickle.dumps([replace(trajectories[i], versions=None, info={}) for i in table["index"][moving(mesh.rank, to)]])
+                             for to in range(mesh.world_size)])
+    return {int(n): t for source, box in enumerate(boxes) for n, t in zip(moving(source, mesh.rank), pickle.loads(box), strict=True)}
 
 
 def _prompt_length(t: Trajectory) -> int:
@@ -122,7 +113,8 @@ def _prompt_length(t: Trajectory) -> int:
 
 def _shared(t: Trajectory) -> bytes:
     """Equal where siblings may share rows: those of the prompt but its last token."""
-    return t.tokens[: max(0, _prompt_length(t) - 1)].tobytes()
+    num = max(0, _prompt_length(t) - 1)
+    return t.tokens[:num].tobytes() + "".join(p.url for p in t.images if p.place < num).encode()
 
 
 def _filler(rows: int) -> Trajectory:
@@ -200,6 +192,7 @@ def pack(trajectories: list[Trajectory], device: torch.device, temperature: floa
         names=tuple((q.trajectory.group, q.trajectory.episode, q.trajectory.segment) for q in sequences),
         blocks=blocks,
         joined=joined,
+        images=layout.images([(q.trajectory.images, q.start + rows) for q, rows in zip(sequences, own, strict=True)], device) if layout.images else None,
         context=context,
         temperature=temperature,
         engine_logprobs=tensor(column("logprobs", 1), torch.float32),

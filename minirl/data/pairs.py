@@ -2,13 +2,15 @@
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.config_supervised import PairsConfig
 from minirl.data import chat
-from minirl.data.datasets import Examples, Rows, is_prompt, open_rows
+from minirl.data.datasets import Examples, Rows, is_prompt, open_rows, to_example, with_images
+from minirl.data.images import Vision
 from minirl.data.sources import GYM, Source
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory, UserError
@@ -45,17 +47,17 @@ def _to_pair(row: dict, where: str, cfg: PairsConfig) -> dict:
         raise UserError(f"{where}: {cfg.margin_key!r} must be a finite number, not {margin!r}")
     if prompt is None and isinstance(sides["chosen"], str):
         return {**sides, "margin": float(margin)}
-    before = [] if prompt is None else chat.to_messages(prompt, cfg.system_prompt)
+    before = [] if prompt is None else chat.to_messages(with_images(prompt, row, where, cfg), cfg.system_prompt)
     chats = [_whole(before, answer, cfg) for answer in sides.values()]
     if before == []:  # the two begin alike
         same = next((i for i, (a, b) in enumerate(zip(*chats, strict=False)) if a != b), min(map(len, chats)))
         before = chats[0][: next((i for i in range(same, 0, -1) if chats[0][i - 1]["role"] != "assistant"), 0)]
     rest = [c[len(before) :] for c in chats]
     for side, messages in zip(SIDES, rest, strict=True):
-        if not before or not messages or messages[-1]["role"] != "assistant" or not all(isinstance(m["content"], str) for m in before + messages) \
+        if not before or not messages or messages[-1]["role"] != "assistant" or not all(isinstance(m["content"], str) for m in messages) \
                 or not messages[-1]["content"].strip():
-            raise UserError(f"{where}: the {side} side must answer the prompt that both share, and end by an assistant's turn that is not empty; every content "
-                            "must be a text")
+            raise UserError(f"{where}: the {side} side must answer the prompt that both share, and end by an assistant's turn that is not empty; its "
+                            "content must be a text")
     return {"prompt": before, **dict(zip(SIDES, rest, strict=True)), "margin": float(margin)}
 
 
@@ -71,13 +73,13 @@ class Pairs(Examples):
     """Pairs as token ids."""
 
     def __init__(self, rows: Sequence[dict], setting: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], cfg: PairsConfig, mesh: Mesh, *,
-                 score: bool, seed: int, shuffle: bool = True):
+                 score: bool, seed: int, shuffle: bool = True, vision: Vision | None = None):
         """`score`: a model with a score head reads the end: one more token follows, so that the last of the answer has a row, which is the one
         that predicts it. Drops pairs that are too long and those whose sides are the same tokens. Raises UserError if that is everything."""
         self.score = score
-        own = {n: _encode(rows[n], tokenizer, stop_ids) for n in range(mesh.rank, len(rows), mesh.world_size)}
-        short = {n: sides for n, sides in own.items() if max(len(ids) for ids, _ in sides) <= cfg.max_tokens}
-        encoded = {n: (*sides, rows[n]["margin"]) for n, sides in short.items() if sides[0][0] != sides[1][0]}
+        own = {n: _encode(rows[n], tokenizer, vision, stop_ids) for n in range(mesh.rank, len(rows), mesh.world_size)}
+        short = {n: sides for n, sides in own.items() if max(len(t.tokens) for t in sides) <= cfg.max_tokens}
+        encoded = {n: (*sides, rows[n]["margin"]) for n, sides in short.items() if not np.array_equal(*(t.tokens for t in sides))}
         # How many pairs were too long, and how many have two equal sides.
         self.lost = sum(mesh.gather(len(own) - len(short))), sum(mesh.gather(len(short) - len(encoded)))
         super().__init__(rows, encoded, mesh, seed=seed, shuffle=shuffle, why_none=
@@ -89,19 +91,21 @@ class Pairs(Examples):
         """Those of the pairs that this rank holds, as two trajectories each: episode 0 was chosen; its reward is the margin."""
         out = []
         for n, *sides, margin in self.own(numbers):
-            for episode, (ids, mask) in enumerate(sides):
-                tokens, sampled = np.array(ids + ids[-1:] * self.score, np.int32), np.array(mask + [True] * self.score)
+            for episode, t in enumerate(sides):
+                tokens, sampled = (np.append(t.tokens, t.tokens[-1:]), np.append(t.sampled, True)) if self.score else (t.tokens, t.sampled)
                 logprobs = self.logprobs.get(f"{self.row(n)}-{episode}", np.zeros(len(tokens), np.float32))
-                out.append(Trajectory(tokens=tokens, sampled=sampled, logprobs=logprobs, group=n, episode=episode, reward=0.0 if episode else margin))
+                out.append(replace(t, tokens=tokens, sampled=sampled, logprobs=logprobs, group=n, episode=episode, reward=0.0 if episode else margin))
         return out
 
 
-def _encode(row: dict, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]) -> list[tuple[list[int], list[bool]]]:
-    """(token ids, mask of the answer) of both sides."""
+def _encode(row: dict, tokenizer: PreTrainedTokenizerBase, vision: Vision | None, stop_ids: list[int]) -> list[Trajectory]:
+    """Both sides, with the answer as sampled."""
     if "prompt" in row:
         before = row["prompt"]
         turns = [[len(before) + i for i, m in enumerate(row[side]) if m["role"] == "assistant"] for side in SIDES]
-        return [chat.encode_chat(tokenizer, before + row[side], numbers, stop_ids) for side, numbers in zip(SIDES, turns, strict=True)]
-    sides = [chat.encode_text(tokenizer, row[side])[0] for side in SIDES]
-    same = next((i for i, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), 1)
-    return [(ids, [i >= max(1, same) for i in range(len(ids))]) for ids in sides]
+        return [to_example(tokenizer, vision, {"messages": before + row[side], "trained": numbers}, stop_ids) for side, numbers in zip(SIDES, turns, strict=True)]
+    sides = [to_example(tokenizer, vision, {"text": row[side]}, stop_ids) for side in SIDES]
+    same = next((i for i, (a, b) in enumerate(zip(*(t.tokens for t in sides), strict=False)) if a != b), 1)
+    for t in sides:
+        t.sampled[: max(1, same)] = False
+    return sides

@@ -20,6 +20,7 @@ from minirl.parallel.context import Visit, gather_keys
 from minirl.types import Block, Context, Packed
 
 NAME = "minirl"
+NAMES = {"": NAME, "text_config": NAME, "vision_config": "sdpa"}  # of a model and its parts; patches of an image see each other
 # Arguments that change the result and that no kernel here honours. Ignoring them would train on wrong numbers.
 UNSUPPORTED = ("s_aux", "sinks", "head_mask", "position_bias")
 

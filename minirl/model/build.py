@@ -11,7 +11,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minirl.config import PolicyConfig
 from minirl.model import attention, experts, families
@@ -93,6 +94,11 @@ class Weights:
                 target.copy_(self.read(part.name, *part.inside(common)).view(target.shape))
 
 
+def layers(model: nn.Module) -> list[nn.Module]:
+    """What is gathered and recomputed one at a time: the layers of the language model and of a tower for images."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def buffers(model: nn.Module) -> dict[str, Tensor]:
     """The few buffers that are no function of the config: a router's correction."""
     return {f"{prefix}.{name}": b for prefix, module in model.named_modules() for name, b in module._buffers.items()
@@ -135,13 +141,33 @@ def load(model: nn.Module, folder: Path, device: torch.device, *, cpu_offload: b
     return weights.bytes_read
 
 
+def last_hidden(model: nn.Module, batch: Packed, tp: TensorParallel | None) -> Tensor:
+    """[1, T, H], or this rank's part of the rows. What the tower makes of images stands in place of the embeddings of their tokens; Qwen3-VL adds more
+    of it behind the first layers."""
+    if batch.images is None:
+        return model.model(input_ids=batch.inputs[None], position_ids=batch.positions[None], use_cache=False, pack=batch).last_hidden_state
+    tower, language = model.model.visual(batch.images.pixels, grid_thw=batch.images.grids), model.model.language_model
+    embedded = language.embed_tokens(batch.inputs[None])[0]
+    rows, features = batch.images.rows, batch.images.features
+    if tp and tp.sequence:
+        rows = rows - tp.group.rank() * len(embedded)
+        own = (rows >= 0) & (rows < len(embedded))
+        rows, features = rows[own], features[own]
+    embedded = embedded.index_copy(0, rows, tower.pooler_output.index_select(0, features).to(embedded.dtype))
+    deep = {}
+    if "deepstack_features" in tower:
+        deep = {"visual_pos_masks": torch.zeros_like(embedded[:, 0], dtype=torch.bool).index_fill(0, rows, True)[None],
+                "deepstack_visual_embeds": [more.index_select(0, features) for more in tower.deepstack_features]}
+    return language(inputs_embeds=embedded[None], position_ids=batch.images.positions[:, None], use_cache=False, pack=batch, **deep).last_hidden_state
+
+
 def packed_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = False, *, tp: TensorParallel | None = None) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, both [T], 0 where the target is not in the loss.
 
     Stands in for the model's own `forward`, so that the head's weight is used while FSDP has the root gathered.
     """
-    hidden = self.model(input_ids=batch.inputs[None], position_ids=batch.positions[None], use_cache=False, pack=batch).last_hidden_state[0]
-    hidden = tp.gather_tokens(hidden[None])[0] if tp else hidden
+    hidden = last_hidden(self, batch, tp)
+    hidden = tp.gather_tokens(hidden)[0] if tp else hidden[0]
     scale, softcap = families.FAMILIES[self.config.model_type].head(self.config)
     values = logprob_entropy(hidden.index_select(0, batch.rows), fsdp.local(self.lm_head.weight), batch.targets[batch.rows], batch.temperature / scale,
                              softcap=softcap, entropy_gradient=entropy_gradient, group=tp and tp.group)
@@ -151,7 +177,7 @@ def packed_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = Fals
 
 def score_forward(self: nn.Module, batch: Packed, entropy_gradient: bool = False, *, tp: TensorParallel | None = None) -> tuple[Tensor, None]:
     """The score of what has been read up to each row, [T]; 0 where the target is not in the loss. Stands where `packed_forward` does."""
-    hidden = self.model(input_ids=batch.inputs[None], position_ids=batch.positions[None], use_cache=False, pack=batch).last_hidden_state
+    hidden = last_hidden(self, batch, tp)
     scores = tp.gather_tokens(self.score(hidden)) if tp else self.score(hidden)
     return scores[0].masked_fill(~batch.mask, 0), None
 
@@ -167,10 +193,11 @@ def build(cfg: PolicyConfig, folder: Path, mesh: Mesh, *, trainable: bool, score
     config = families.without_dropout(read_config(folder))
     families.check(config, f"policy.model = {folder}")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=master, attn_implementation=attention.NAME, experts_implementation=experts.NAME)
+        kind = AutoModelForImageTextToText if families.reads_images(config) else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=master, attn_implementation=attention.NAMES, experts_implementation=experts.NAME)
         if score:
             del model.lm_head
-            model.score = ScoreHead(config.hidden_size, 1, bias=False, dtype=master)
+            model.score = ScoreHead(config.get_text_config().hidden_size, 1, bias=False, dtype=master)
     for b in buffers(model).values():  # rounded to bfloat16 they would choose other experts
         b.data = b.to(torch.promote_types(b.dtype, torch.float32))
     model.requires_grad_(trainable)
@@ -181,7 +208,7 @@ def build(cfg: PolicyConfig, folder: Path, mesh: Mesh, *, trainable: bool, score
     if tp:
         tensor.check(families.divided(config), tp.group.size())
         tensor.apply(model, tp, model._tp_plan | families.FAMILIES[config.model_type].plan)
-    fsdp.shard(model, model.model.layers, mesh.fsdp, compute_dtype=compute, reduce_dtype=master,
+    fsdp.shard(model, layers(model), mesh.fsdp, compute_dtype=compute, reduce_dtype=master,
                reshard_after_forward=cfg.reshard_after_forward, cpu_offload=cfg.cpu_offload)
     load(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
     model.forward = types.MethodType(functools.partial(score_forward if score else packed_forward, tp=tp), model)

@@ -33,12 +33,16 @@ class Family:
     experts: tuple[str, str, str, str] | None = None
     engine_length: str | None = None  # Config value: of longer sequences the engine computes something else than the library.
     engine_on_cpu: bool = True
+    files: dict[str, str] = field(default_factory=dict)  # Beginnings of the model's names -> what is in the files instead.
 
 
 _MIXTRAL = ("block_sparse_moe", "w1", "w3", "w2")
 _EXPERTS = ("mlp", "gate_proj", "up_proj", "down_proj")
 _QWEN2_MOE = {"model.layers.*.mlp.experts": "moe_tp_experts", "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
               "model.layers.*.mlp.shared_expert.up_proj": "colwise", "model.layers.*.mlp.shared_expert.down_proj": "rowwise"}
+_QWEN3_VL = {f"model.language_model.layers.*.{block}.{name}": style for style, names in {
+    "colwise": {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}, "rowwise": {"self_attn": ("o_proj",), "mlp": ("down_proj",)}}.items()
+    for block, of_block in names.items() for name in of_block}
 _DEEPSEEK = Family(divided=(*HEADS, "intermediate_size", "n_routed_experts", "n_shared_experts * moe_intermediate_size"), experts=_EXPERTS)
 
 FAMILIES: dict[str, Family] = {
@@ -53,6 +57,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(divided=(*HEADS, "num_experts"), experts=_EXPERTS),
     "olmoe": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS),
     **dict.fromkeys(("glm4_moe", "dots1"), _DEEPSEEK),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), Family(files={"model.visual.": "visual.", "model.language_model.": "model."})),
+    "qwen3_vl": Family(plan=_QWEN3_VL),
     "minimax_m2": Family(divided=(*FEATURES, "num_local_experts"), experts=_MIXTRAL, engine_on_cpu=False),
 }
 
@@ -74,7 +80,7 @@ def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1, max_mo
     if config.model_type not in FAMILIES:
         why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
         raise UserError(f"{where}: family {config.model_type!r} is not supported{why}; supported are {', '.join(FAMILIES)}")
-    values = config.to_dict()
+    values = config.get_text_config().to_dict()
     if "quantization_config" in values:
         raise UserError(f"{where} is quantised; train the unquantised checkpoint")
     if values.get("use_bidirectional_attention"):
@@ -90,7 +96,8 @@ def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1, max_mo
     if length and getattr(config, length) and max_model_len > getattr(config, length):
         raise UserError(f"{where}: engine.max_model_len = {max_model_len} is above {length} = {getattr(config, length)}, beyond which the engine's "
                         f"{config.model_type} attends to other tokens than the trainer's; lower the lengths")
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    text = config.get_text_config()
+    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
     if heads % kv_heads:
         raise UserError(f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
     # vLLM gives each rank whole heads; key-value heads are split or, when there are fewer than ranks, replicated.
@@ -103,18 +110,21 @@ def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1, max_mo
 
 def divided(config: PretrainedConfig) -> dict[str, int]:
     """What parallel.tensor splits: names of config values (or products of them) -> their numbers."""
-    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    text = config.get_text_config()
+    head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
     def value(product: str) -> int:
-        return math.prod(head_dim if name == "head_dim" else getattr(config, name) for name in product.split(" * "))
+        return math.prod(head_dim if name == "head_dim" else getattr(text, name) for name in product.split(" * "))
     return {product: value(product) for product in ("vocab_size", *FAMILIES[config.model_type].divided)}
 
 
 def parts(config: PretrainedConfig, name: str, shape: torch.Size) -> list[Part]:
     """The weights of the files that a parameter (or buffer) of the model is made of."""
-    block, *matrices = FAMILIES[config.model_type].experts or ("mlp",)
+    family = FAMILIES[config.model_type]
+    block, *matrices = family.experts or ("mlp",)
     layer, fused, which = name.partition(".mlp.experts.")
     if not fused:
-        return [Part(name.replace(".mlp.", f".{block}."), ((0,) * len(shape), tuple(shape)))]
+        begin = next((begin for begin in family.files if name.startswith(begin)), "")
+        return [Part(family.files.get(begin, "") + name.removeprefix(begin).replace(".mlp.", f".{block}."), ((0,) * len(shape), tuple(shape)))]
     names = matrices[:2] if which == "gate_up_proj" else matrices[2:]
     rows = shape[1] // len(names)
     return [Part(f"{layer}.{block}.experts.{number}.{matrix}.weight", ((number, i * rows, 0), (1, rows, shape[2])), fused=True)
@@ -135,12 +145,17 @@ def score_class(config: PretrainedConfig, where: str) -> str:
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     """Dropout makes the trainer's log-probs differ from the engine's, and a resumed run from an uninterrupted one. A router's noise, too."""
-    for name in vars(config):
-        if ("drop" in name or "jitter" in name) and isinstance(getattr(config, name), float):
-            setattr(config, name, 0.0)
+    for part in (config, *(vars(config)[name] for name in config.sub_configs)):
+        for name, value in vars(part).items():
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+                setattr(part, name, 0.0)
     return config
 
 
 def windowed(config: PretrainedConfig) -> bool:
     """Some layer sees a sliding window only."""
-    return bool(config.to_dict().get("sliding_window"))
+    return bool(config.get_text_config().to_dict().get("sliding_window"))
+
+
+def reads_images(config: PretrainedConfig) -> bool:
+    return "vision_config" in config.sub_configs

@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from minirl.parallel.boxes import Box
 
 
-def shard(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reduce_dtype: torch.dtype,
+def shard(model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, *, compute_dtype: torch.dtype, reduce_dtype: torch.dtype,
           reshard_after_forward: bool, cpu_offload: bool = False) -> None:
     """Shard each layer, then the root with what remains (embedding, last norm and head: tied weights are in one group).
 

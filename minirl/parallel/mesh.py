@@ -69,6 +69,14 @@ class Mesh:
         dist.all_gather_object(out, value, group=self.host_group)
         return out
 
+    def all_to_all(self, boxes: list[bytes]) -> list[bytes]:
+        """One for each rank -> one of each rank."""
+        sizes = self.gather([len(box) for box in boxes])
+        arriving = [of_one[self.rank] for of_one in sizes]
+        out, into = torch.frombuffer(bytearray(b"".join(boxes)), dtype=torch.uint8), torch.empty(sum(arriving), dtype=torch.uint8)
+        dist.all_to_all_single(into, out, arriving, sizes[self.rank], group=self.host_group)
+        return [part.numpy().tobytes() for part in into.split(arriving)]
+
     def barrier(self) -> None:
         dist.barrier(group=self.host_group)
 

@@ -205,7 +205,7 @@ def apply(model: nn.Module, tp: TensorParallel, plan: dict[str, str]) -> None:
 
     `plan`: names with * for layer numbers -> the library's style strings.
     """
-    config, modules = model.config, dict(model.named_modules())
+    modules, num_kv_heads = dict(model.named_modules()), model.config.get_text_config().num_key_value_heads
     styles = {name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in modules if modules[name] is not model.get_output_embeddings()}
     mixtures = {_parent(name) for name, style in styles.items() if style == "moe_tp_experts"}
     def block_of(name: str) -> str:
@@ -217,8 +217,8 @@ def apply(model: nn.Module, tp: TensorParallel, plan: dict[str, str]) -> None:
         style = styles.get(name)
         if module is model.get_input_embeddings():
             module.forward = _vocabulary(module, tp)
-        elif style == "colwise" and name.endswith(("k_proj", "v_proj")) and config.num_key_value_heads < tp.group.size():
-            module.forward = _column_of_one_head(module, tp, config.num_key_value_heads, modules[_parent(name)].head_dim)
+        elif style == "colwise" and name.endswith(("k_proj", "v_proj")) and num_kv_heads < tp.group.size():
+            module.forward = _column_of_one_head(module, tp, num_kv_heads, modules[_parent(name)].head_dim)
         elif style == "colwise" or module is model.get_output_embeddings():  # whose logits are never gathered
             module.forward = _parallel(module, tp, Shard(0))  # whole tokens in, own features out; the block around it enters once for all
         elif style == "colwise_gather_output":
@@ -240,7 +240,7 @@ def apply(model: nn.Module, tp: TensorParallel, plan: dict[str, str]) -> None:
             _enter_once(module, tp)
         if name in mixtures:  # in which everything is a partial sum: own experts, own features of the shared one
             module.register_forward_hook(lambda _, args, y: tp.leave(y))
-    if config.tie_word_embeddings and model.get_output_embeddings() is not None:
+    if model.config.tie_word_embeddings and model.get_output_embeddings() is not None:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
 
 

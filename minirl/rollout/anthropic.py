@@ -16,7 +16,8 @@ def to_chat(body: dict[str, Any]) -> dict[str, Any]:
         blocks = [{"type": "text", "text": message["content"]}] if isinstance(message["content"], str) else message["content"]
         calls = [{"id": b["id"], "function": {"name": b["name"], "arguments": json.dumps(b["input"])}} for b in blocks if b["type"] == "tool_use"]
         messages += [{"role": "tool", "tool_call_id": b["tool_use_id"], "content": b.get("content")} for b in blocks if b["type"] == "tool_result"]
-        rest = [b for b in blocks if b["type"] not in ("tool_use", "tool_result")]
+        rest = [b if b["type"] != "image" else {"type": "image_url", "image_url": {"url": f"data:{b['source']['media_type']};base64,{b['source']['data']}"}}
+                for b in blocks if b["type"] not in ("tool_use", "tool_result")]
         messages += [{"role": message["role"], "content": rest, "tool_calls": calls}] if rest or calls else []
     tools = [{"type": "function", "function": {"name": t["name"], "description": t.get("description", ""), "parameters": t["input_schema"]}}
              for t in body.get("tools") or ()]

@@ -9,14 +9,15 @@ Tokenizers that come from sentencepiece write a space before a text, and some sp
 encoded and decoded together with the token before it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from minirl.data import chat
-from minirl.types import ARRAYS, Trajectory
+from minirl.data import chat, images
+from minirl.data.images import Vision
+from minirl.types import ARRAYS, Placed, Trajectory, UserError
 
 
 @dataclass
@@ -40,9 +41,11 @@ class Segment:
     versions: list[int] = field(default_factory=list)  # -1 where nothing was sampled
     rewards: list[float] = field(default_factory=list)  # given for the answer that ends with the token
     answers: int = 0
+    images: list[Placed] = field(default_factory=list)
 
-    def read(self, tokens: list[int], text: str) -> None:
+    def read(self, tokens: list[int], text: str, shown: Sequence[Placed] = ()) -> None:
         """What the policy is told."""
+        self.images += shown
         self._extend(text, tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
 
     def say(self, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -61,6 +64,10 @@ class Segment:
         self.versions += versions
         self.rewards += [0.0] * len(tokens)
 
+    def shows(self, urls: Sequence[str]) -> bool:
+        """Its images are the first of these."""
+        return [p.url for p in self.images] == list(urls[: len(self.images)])
+
     def end(self) -> int:
         """Behind the last sampled token; 0 if there is none."""
         return max((i for i, sampled in enumerate(self.sampled, 1) if sampled), default=0)
@@ -69,6 +76,12 @@ class Segment:
         """For the last answer."""
         if end := self.end():
             self.rewards[end - 1] += value
+
+
+def unexpanded(tokens: list[int], shown: Sequence[Placed]) -> list[int]:
+    """With one token for each image, as the engine is told."""
+    rest = {place for p in shown for place in range(p.place + 1, p.place + p.num)}
+    return [token for i, token in enumerate(tokens) if i not in rest]
 
 
 def added(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: list[int], **options: bool) -> str:
@@ -83,34 +96,46 @@ def added(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: list[in
 class Conversation:
     """The segments of an episode, or of a session of the endpoint."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vision: Vision | None = None):
+        self.tokenizer, self.vision = tokenizer, vision
         self.segments: list[Segment] = []
 
     def ask(self, messages: list[dict], tools: list[dict] | None = None) -> Segment:
         """The segment that ends with the header of the answer to `messages`, the whole chat so far: one that this goes on, or a new one.
         Raises UserError if the template refuses."""
-        return self.go_on(*self.whole(chat.render(self.tokenizer, messages, tools=tools)))
+        return self.go_on(*self.whole(chat.render(self.tokenizer, messages, tools=tools), images.of_chat(messages)))
 
-    def whole(self, prompt: str | list[int]) -> tuple[list[int], str]:
-        """A prompt (a text with all its special tokens, or tokens) as tokens and as a text, going on from a segment; nothing is noted."""
+    def whole(self, prompt: str | list[int], urls: Sequence[str] = ()) -> tuple[list[int], str, list[Placed]]:
+        """A prompt (a text with all its special tokens, or tokens) as tokens, as a text, and the places of its images, going on from a segment; nothing is
+        noted."""
         if isinstance(prompt, str):
-            begin = _longest(s for s in self.segments if prompt.startswith(s.text)) or Segment()
-            return begin.tokens + self._encode(prompt[len(begin.text) :], begin.tokens), prompt
+            begin = _longest(s for s in self.segments if prompt.startswith(s.text) and s.shows(urls)) or Segment()
+            tokens, shown = self._expand(self._encode(prompt[len(begin.text) :], begin.tokens), urls[len(begin.images) :], len(begin.tokens))
+            return begin.tokens + tokens, prompt, begin.images + shown
         begin = _longest(s for s in self.segments if prompt[: len(s.tokens)] == s.tokens) or Segment()
-        return prompt, begin.text + added(self.tokenizer, begin.tokens, prompt[len(begin.tokens) :])
+        return prompt, begin.text + added(self.tokenizer, begin.tokens, prompt[len(begin.tokens) :]), begin.images
 
-    def go_on(self, tokens: list[int], text: str) -> Segment:
+    def go_on(self, tokens: list[int], text: str, shown: Sequence[Placed] = ()) -> Segment:
         """The segment that ends with what `whole` gave: one that it goes on still, or a new one."""
-        segment = _longest(s for s in self.segments if tokens[: len(s.tokens)] == s.tokens and text.startswith(s.text)) or self._begin()
-        segment.read(tokens[len(segment.tokens) :], text[len(segment.text) :])
+        urls = [p.url for p in shown]
+        segment = _longest(s for s in self.segments if tokens[: len(s.tokens)] == s.tokens and text.startswith(s.text) and s.shows(urls)) or self._begin()
+        segment.read(tokens[len(segment.tokens) :], text[len(segment.text) :], shown[len(segment.images) :])
         return segment
 
-    def read(self, said: list[int] | str, segment: Segment | None = None) -> Segment:
-        """The segment, or a new one, with tokens or a raw text appended."""
+    def read(self, said: list[int] | str, segment: Segment | None = None, urls: Sequence[str] = ()) -> Segment:
+        """The segment, or a new one, with tokens or a raw text appended, in which one token stands for an image."""
         segment = segment or self._begin()
-        segment.read(*((self._encode(said, segment.tokens), said) if isinstance(said, str) else (list(said), added(self.tokenizer, segment.tokens, said))))
+        ids, text = (self._encode(said, segment.tokens), said) if isinstance(said, str) else (list(said), added(self.tokenizer, segment.tokens, said))
+        tokens, shown = self._expand(ids, urls, len(segment.tokens))
+        segment.read(tokens, text, shown)
         return segment
+
+    def _expand(self, ids: list[int], urls: Sequence[str], begin: int) -> tuple[list[int], list[Placed]]:
+        if self.vision:
+            return self.vision.expand(ids, urls, begin)
+        if urls:
+            raise UserError("a chat has images, and policy.model reads none; take a model of a family that does")
+        return ids, []
 
     def _encode(self, text: str, before: list[int]) -> list[int]:
         """Of a text that follows these tokens: as behind the last of them if that stays what it is, else as behind a token that ends a text."""
@@ -127,8 +152,8 @@ class Conversation:
 
     def trajectories(self, *, group: int, episode: int, reward: float, info: dict) -> list[Trajectory]:
         """One for each segment in which something was sampled, to its last sampled token; all carry the episode's `reward`."""
-        return [Trajectory(**{name: np.array(vars(s)[name][: s.end()], dtype) for name, dtype in ARRAYS.items()}, info=info, reward=reward, group=group,
-                           episode=episode, segment=i, version=min(v for v in s.versions if v >= 0)) for i, s in enumerate(s for s in self.segments if s.end())]
+        return [Trajectory(**{name: np.array(vars(s)[name][: s.end()], dtype) for name, dtype in ARRAYS.items()}, images=[p for p in s.images if p.place < s.end()], info=info,
+                           reward=reward, group=group, episode=episode, segment=i, version=min(v for v in s.versions if v >= 0)) for i, s in enumerate(s for s in self.segments if s.end())]
 
 
 def _longest(segments: Iterator[Segment]) -> Segment | None:

@@ -23,6 +23,7 @@ class Request:
     tokens: list[int]  # of the prompt
     sampling: Sampling
     seed: int
+    images: tuple[str, ...] = ()  # data URLs, one for each token of the prompt that stands for one
     name: tuple = ()  # requests that wait together are added in this order, if runs are to be repeatable
     on_tokens: Callable[[list[int], list[float]], None] | None = None  # hears of new tokens and their log-probs after each step
     done: Completion = field(default_factory=Completion)
@@ -148,10 +149,11 @@ class Driver:
                 future.set_result(request.done)
 
 
-def _remaining(request: Request) -> tuple[list[int], Sampling, int]:
+def _remaining(request: Request) -> tuple[list[int], Sampling, int, tuple[str, ...]]:
     """What the engine is to add to what is there already; with another seed, for the first one's numbers are used up."""
     num = len(request.done.tokens)
-    return (request.tokens + request.done.tokens, replace(request.sampling, max_tokens=request.sampling.max_tokens - num), (request.seed + 2654435761 * num) % 2**32)
+    sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - num)
+    return request.tokens + request.done.tokens, sampling, (request.seed + 2654435761 * num) % 2**32, request.images
 
 
 async def in_thread(function: Callable, *arguments: object) -> Any:

@@ -11,7 +11,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirl.config import EngineConfig
+from minirl.data.images import open_url
 from minirl.log import Timer
 from minirl.parallel.fsdp import Sleeper
 from minirl.parallel.mesh import Mesh
@@ -49,8 +50,9 @@ class RolloutEngine:
     model or the memory.
     """
 
-    def __init__(self, cfg: EngineConfig, folder: Path, mesh: Mesh, *, dtype: str, load_weights: bool = False, timer: Timer | None = None):
-        self.cfg, self.mesh, self.timer = cfg, mesh, timer or Timer(mesh.device)
+    def __init__(self, cfg: EngineConfig, folder: Path, mesh: Mesh, *, dtype: str, load_weights: bool = False, reads_images: bool = False,
+                 timer: Timer | None = None):
+        self.cfg, self.mesh, self.timer, self.reads_images = cfg, mesh, timer or Timer(mesh.device), reads_images
         os.environ.update({k: os.environ.get(k, v) for k, v in _ENVIRONMENT.items()})
         self.on_cuda = mesh.device.type == "cuda"
         with _keep_random_state_and_threads(), warnings.catch_warnings():
@@ -77,12 +79,14 @@ class RolloutEngine:
     def _arguments(self, folder: Path, dtype: str, load_weights: bool) -> dict:
         cfg = self.cfg
         common = {
-            "model": str(folder), "dtype": dtype, "load_format": "auto" if load_weights else "dummy", "skip_tokenizer_init": True,
+            "model": str(folder), "dtype": dtype, "load_format": "auto" if load_weights or self.reads_images else "dummy", "skip_tokenizer_init": not self.reads_images,
             "distributed_executor_backend": "external_launcher", "tensor_parallel_size": cfg.tensor_parallel_size,
             "max_model_len": cfg.max_model_len, "max_num_seqs": cfg.max_num_seqs, "seed": 0, "disable_log_stats": True,
             # Raw log-probs ignore the temperature; the ratio to the trainer's needs those of the sampling distribution.
             "logprobs_mode": "processed_logprobs",
         }
+        if self.reads_images:  # Its tower keeps how pixels are scaled in a buffer, which `dummy` fills with noise.
+            common |= {"limit_mm_per_prompt": {"image": cfg.max_images, "video": 0}, "skip_mm_profiling": not self.on_cuda}
         if cfg.kv_cache_gb or not self.on_cuda:
             common["kv_cache_memory_bytes"] = int((cfg.kv_cache_gb or 1.0) * 2**30)
         if self.on_cuda:
@@ -138,6 +142,8 @@ class RolloutEngine:
                 self.llm.wake_up(["kv_cache"])
         self._asleep = False
         self.llm.reset_prefix_cache()  # cached keys and values are of the old weights
+        if self.reads_images:
+            self.llm.llm_engine.reset_encoder_cache()  # so is what the tower made of images
         yield
         with self.timer.phase("sleep_wake"):
             if self.on_cuda and self.cfg.sleep_level:
@@ -148,8 +154,9 @@ class RolloutEngine:
 
     # ------------------------------------------------------------------------------------------------ generation
 
-    def add(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int, stream: bool = False) -> None:
-        """Queue one sample. With tensor parallelism every rank of the engine must add the same requests in the same order.
+    def add(self, request_id: str, prompt: list[int], sampling: Sampling, seed: int, images: Sequence[str] = (), stream: bool = False) -> None:
+        """Queue one sample; of each of its `images`, data URLs, the prompt has one token. With tensor parallelism every rank of the engine must add the same
+        requests in the same order.
 
         The seed must differ between samples: unseeded ones draw from the process's generator, which the trainer moves and
         which would differ between ranks of one engine. `stream`: `step` tells each token at once, which costs vLLM an object for it.
@@ -159,7 +166,8 @@ class RolloutEngine:
 
         params = SamplingParams(**vars(sampling) | {"stop_token_ids": list(sampling.stop_token_ids)}, seed=seed, logprobs=0, detokenize=False,
                                 output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
-        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        shown = {"multi_modal_data": {"image": [open_url(url).convert("RGB") for url in images]}} if images else {}
+        self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt, **shown}, params)
 
     def abort(self, request_ids: list[str]) -> None:
         if request_ids:

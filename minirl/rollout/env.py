@@ -56,6 +56,8 @@ class Result:
     done: bool = False
     truncated: bool = False  # done, but not by the policy's doing: for metrics and reward.unstopped
     messages: list[dict] | None = None  # the whole chat from here on, instead of an observation: for environments that rewrite history
+    # Go with the observation: paths, bytes, PIL images or data URLs, for its parts {"type": "image"}; a text without such parts follows them.
+    images: list = field(default_factory=list)
     # Of the next answer: `max_tokens`, `stop_token_ids`. What would change its probabilities is the policy's (rollout.temperature ...).
     sampling: dict = field(default_factory=dict)
     info: dict[str, float] = field(default_factory=dict)  # numbers for the log: means over episodes under `env/`

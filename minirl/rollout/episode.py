@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.config import EnvConfig
 from minirl.data import chat
-from minirl.rollout.conversation import Conversation, Segment
+from minirl.data.images import BadImage, attach, plain, to_url
+from minirl.rollout.conversation import Conversation, Segment, unexpanded
 from minirl.rollout.driver import Driver, Request, in_thread
 from minirl.rollout.engine import Sampling
 from minirl.rollout.env import Agent, Env, Observation, Result, State
@@ -99,7 +100,7 @@ class Stage:
 
     def finish(self, e: Episode) -> list[Trajectory]:
         """Its trajectories, with what the reward functions say. Called in a thread. Raises UserError as they do."""
-        info = {"prompt": e.row["prompt"], "completion": e.answer if e.turn < 2 else "\n".join(s.text for s in e.conversation.segments), "source": e.row.get("data_source"),
+        info = {"prompt": plain(e.row["prompt"]), "completion": e.answer if e.turn < 2 else "\n".join(s.text for s in e.conversation.segments), "source": e.row.get("data_source"),
                 "stopped": e.stopped and not e.truncated, "error": e.error}
         if self.cfg.name != "single_turn":
             info["env"] = {"turns": e.turn, "truncated": float(e.truncated), "failed": float(bool(e.error)), **e.info}
@@ -112,11 +113,12 @@ class Stage:
         if e.request is None:
             left = self.cfg.max_tokens - sum(sum(s.sampled) for s in e.conversation.segments)
             room = min(e.sampling.max_tokens, left, self.driver.engine.cfg.max_model_len - len(e.segment.tokens))
-            if room < 1 or e.turn >= self.cfg.max_turns:
+            shown, vision = e.segment.images, e.conversation.vision
+            if room < 1 or e.turn >= self.cfg.max_turns or vision and len(shown) > vision.max_images:
                 e.truncated = e.done = True
                 return
-            e.request = Request(tokens=list(e.segment.tokens), sampling=dataclasses.replace(e.sampling, max_tokens=room), name=(e.ticket, e.number),
-                                seed=sample_seed(self.seed, e.ticket, e.number, e.turn))
+            e.request = Request(tokens=unexpanded(e.segment.tokens, shown), images=tuple(p.url for p in shown), name=(e.ticket, e.number),
+                                sampling=dataclasses.replace(e.sampling, max_tokens=room), seed=sample_seed(self.seed, e.ticket, e.number, e.turn))
         said = await self.driver.answer(e.request)
         e.request = None
         text = e.segment.say(said, self.tokenizer)
@@ -124,6 +126,9 @@ class Stage:
         if e.messages:
             e.messages = [*e.messages, {"role": "assistant", "content": text}]
         e.turn += 1
+        if e.conversation.vision and e.conversation.vision.token in said.tokens:  # the engine would take it for an image's place
+            e.truncated = e.done = True
+            return
         result = await self._call(e.env.step, State(row=e.row, answer=e.answer, stopped=e.stopped, turn=e.turn - 1, messages=e.messages))
         self._hear(e, result)
         e.done = result.done or result.truncated
@@ -131,7 +136,7 @@ class Stage:
             raise EnvFailed(f"its result sets sampling {', '.join(sorted(unknown))}, and an environment may set max_tokens and stop_token_ids")
         e.sampling = dataclasses.replace(e.sampling, **result.sampling)
         if not e.done:
-            self._tell(e, result.observation, result.messages)
+            self._tell(e, result.observation, result.messages, result.images)
 
     async def _lead(self, e: Episode) -> None:
         """An agent's episode."""
@@ -167,20 +172,24 @@ class Stage:
         if e.segment:
             e.segment.reward(reward)
 
-    def _tell(self, e: Episode, said: Observation | None, messages: list[dict] | None = None) -> None:
+    def _tell(self, e: Episode, said: Observation | None, messages: list[dict] | None = None, shown: Sequence[object] = ()) -> None:
         """What the environment says, or the whole chat anew."""
         begins = e.segment is None
+        before = e.messages if messages is None else []
         if messages is None and isinstance(said, list) and said and isinstance(said[0], dict) or type(said) is str:
             if not begins and not e.messages:
                 raise EnvFailed(f"it began with tokens or a Raw text and goes on with the message {said!r}")
-            messages = e.messages + chat.to_messages(said, self.system_prompt if begins else "")
-        if messages:
-            e.messages = messages
-            e.segment = e.conversation.ask(messages)
-        elif said and isinstance(said, list | str):
-            e.segment = e.conversation.read(said, e.segment)
-        else:
-            raise EnvFailed(f"it is not done and said {said!r}; give an observation: a text, messages or tokens")
+            messages = chat.to_messages(said, self.system_prompt if begins else "")
+        try:
+            if messages:
+                e.messages = before + attach(messages, shown)
+                e.segment = e.conversation.ask(e.messages)
+            elif said and isinstance(said, list | str):
+                e.segment = e.conversation.read(said, e.segment, [to_url(image) for image in shown])
+            else:
+                raise EnvFailed(f"it is not done and said {said!r}; give an observation: a text, messages or tokens")
+        except BadImage as error:
+            raise EnvFailed(str(error)) from error
 
 
 def sample_seed(*numbers: int) -> int:

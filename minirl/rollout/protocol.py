@@ -1,7 +1,7 @@
 """OpenAI's chat completions and completions, as the endpoint speaks them: what is asked, and how an answer is told while it is made.
 
 A client's `model`, `temperature`, `top_p`, penalties and the like have no effect: the policy answers, and samples as the run says, for it is
-trained on the log-probs of that. What else cannot be had (images, forms of output, alternatives to the sampled tokens, a call that is forced) is refused.
+trained on the log-probs of that. What else cannot be had (forms of output, alternatives to the sampled tokens, a call that is forced) is refused.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, BaseModel, Field
 from transformers import PreTrainedTokenizerBase
 
-from minirl.data import chat
+from minirl.data import chat, images
 from minirl.rollout.conversation import Completion, added
 from minirl.rollout.driver import Request
 from minirl.types import UserError
@@ -35,22 +35,28 @@ class Asked(BaseModel, extra="allow"):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
 
-    def prompts(self, tokenizer: PreTrainedTokenizerBase, said: dict[str, str]) -> list[str] | list[list[int]]:
-        """`said`: the policy's own answers of this session as they were sampled, by `recognise`. Raises UserError, KeyError, TypeError or ValueError."""
+    def prompts(self, tokenizer: PreTrainedTokenizerBase, said: dict[str, str]) -> list[tuple[str | list[int], list[str]]]:
+        """With the images of each. `said`: the policy's own answers of this session as they were sampled, by `recognise`. Raises UserError, KeyError,
+        TypeError or ValueError."""
         if refused := [f for f in ("top_logprobs", "response_format", "echo", "suffix") if (self.model_extra or {}).get(f) not in (None, 0, "", {"type": "text"})]:
             raise UserError(f"{refused[0]} is not to be had here; leave it out")
         if self.messages is not None:
-            return [chat.render(tokenizer, [_render(m, said) for m in self.messages], tools=None if self.tool_choice == "none" else self.tools)]
+            messages = [_render(m, said) for m in self.messages]
+            return [(chat.render(tokenizer, messages, tools=None if self.tool_choice == "none" else self.tools), images.of_chat(messages))]
         prompts = self.prompt if isinstance(self.prompt, list) and not isinstance((*self.prompt, "")[0], int) else [self.prompt]
         if not prompts or not all(prompts) or not all(0 <= token < len(tokenizer) for prompt in prompts if isinstance(prompt, list) for token in prompt):
             raise UserError(f"prompt is empty, or has a token outside 0 ... {len(tokenizer) - 1}")
-        return prompts
+        return [(prompt, []) for prompt in prompts]
 
 
 def _render(message: dict[str, Any], said: dict[str, str]) -> dict[str, Any]:
     """As chat templates want it; an answer of the policy's as it was sampled."""
     role, content = message["role"], message.get("content") or ""
-    content = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        shown = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+        if any(not url.startswith("data:") for url in shown):
+            raise UserError("an image must come as a data URL")
+        content = images.attach([{"content": content}], ())[0]["content"] if shown else "\n".join(part["text"] for part in content)
     calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message.get("tool_calls") or ()]
     if role == "assistant" and (raw := said.get(recognise(content, calls))) is not None:
         return {"role": role, "content": raw}
@@ -66,8 +72,8 @@ def recognise(content: str, calls: list[tuple[str, dict]]) -> str:
 class Answer:
     """One choice, from its tokens to the text, the tool calls and the end that the client is told."""
 
-    def __init__(self, request: Request, prompt: str, asked: Asked, tokenizer: PreTrainedTokenizerBase):
-        """`request.done` grows while the engine works; `prompt`: the text of its tokens."""
+    def __init__(self, request: Request, prompt: tuple, asked: Asked, tokenizer: PreTrainedTokenizerBase):
+        """`request.done` grows while the engine works; `prompt`: as `Conversation.whole` gave it."""
         self.request, self.prompt, self.asked, self.tokenizer = request, prompt, asked, tokenizer
         self.stops = [stop for stop in ([asked.stop] if isinstance(asked.stop, str) else asked.stop or ()) if stop]
         self.marks = [*self.stops, CALL] if asked.tools and asked.tool_choice != "none" else self.stops  # what is not told, nor what may become it

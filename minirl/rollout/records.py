@@ -4,6 +4,7 @@
     reward      number: of the whole episode, as the environment and the reward functions gave it (before reward.* shapes it)
     tokens      list of L integers
     sampled, logprobs, rewards, versions   lists of L values, as in types.Trajectory
+    images      list of [place of the first token, number of tokens, data URL]
     info        object for people and metrics: prompt, completion, source, stopped, error, score, rewards of each function, env, ...
 
 `rollout.dump` writes them, `rollout.replay` trains on them again, `python -m minirl.rollout.show FILE` prints them.
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from minirl.parallel.mesh import Mesh
-from minirl.types import ARRAYS, Trajectory, UserError
+from minirl.types import ARRAYS, Placed, Trajectory, UserError
 
 NUMBERS = ("group", "episode", "segment", "version", "reward")
 
@@ -26,7 +27,7 @@ def dump(trajectories: list[Trajectory], folder: Path, step: int, mesh: Mesh) ->
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"step-{step}-rank-{mesh.rank}.jsonl").open("w") as file:
         for t in trajectories:
-            file.write(json.dumps({**{name: vars(t)[name] for name in NUMBERS}, "info": t.info, **{name: vars(t)[name].tolist() for name in ARRAYS}}) + "\n")
+            file.write(json.dumps({**{name: vars(t)[name] for name in NUMBERS}, "images": t.images, "info": t.info, **{name: vars(t)[name].tolist() for name in ARRAYS}}) + "\n")
 
 
 def read(path: Path) -> Iterator[Trajectory]:
@@ -34,7 +35,7 @@ def read(path: Path) -> Iterator[Trajectory]:
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
             row = json.loads(line)
-            yield Trajectory(**{name: row[name] for name in NUMBERS}, info=row["info"], **{name: np.array(row[name], dtype) for name, dtype in ARRAYS.items()})
+            yield Trajectory(**{name: row[name] for name in NUMBERS}, images=[Placed(*image) for image in row["images"]], info=row["info"], **{name: np.array(row[name], dtype) for name, dtype in ARRAYS.items()})
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: line {number} is not a trajectory (rollout/records.py has the form): {type(error).__name__}: {error}") from error
 

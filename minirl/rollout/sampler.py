@@ -19,6 +19,7 @@ from minirl.config import EvaluateConfig
 from minirl.config_rl import RLConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts
+from minirl.data.images import Vision
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.driver import Driver
@@ -128,15 +129,15 @@ class Sampler:
     """Samples groups of episodes with this rank's engine."""
 
     def __init__(self, engine: RolloutEngine, make_env: Callable[[], Env | Agent], rewards: Rewards, tokenizer: PreTrainedTokenizerBase, mesh: Mesh,
-                 cfg: RLConfig | EvaluateConfig):
-        self.engine, self.make_env, self.tokenizer, self.mesh, self.cfg = engine, make_env, tokenizer, mesh, cfg
+                 cfg: RLConfig | EvaluateConfig, *, vision: Vision | None = None):
+        self.engine, self.make_env, self.tokenizer, self.mesh, self.cfg, self.vision = engine, make_env, tokenizer, mesh, cfg, vision
         self.pulls = {"pull": True, "round_robin": False, "auto": mesh.device.type == "cuda"}[cfg.rollout.tickets]
         self.driver = Driver(engine, repeatable=not self.pulls)
         self.endpoint = None
         if engine.is_leader and isinstance(make_env(), Agent):
             from minirl.rollout.server import Endpoint  # only agents need it, and it takes a while
 
-            self.endpoint = Endpoint(self.driver.ask, tokenizer, cfg.endpoint, max_model_len=engine.cfg.max_model_len)
+            self.endpoint = Endpoint(self.driver.ask, tokenizer, cfg.endpoint, max_model_len=engine.cfg.max_model_len, vision=vision)
             self.driver.loop.run_until_complete(self.endpoint.start())
         self.stage = Stage(self.driver, rewards, tokenizer, cfg.env, seed=cfg.seed, system_prompt=cfg.data.system_prompt, endpoint=self.endpoint)
         self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
@@ -219,7 +220,7 @@ class Sampler:
     def _group(self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int) -> Group:
         row = prompts.row(ticket)
         row = {**row, "rendered_prompt": chat.render(self.tokenizer, prompts.messages(row))}
-        return Group(ticket, version, [Episode(ticket=ticket, number=i, row=row, env=self.make_env(), conversation=Conversation(self.tokenizer), sampling=sampling)
+        return Group(ticket, version, [Episode(ticket=ticket, number=i, row=row, env=self.make_env(), conversation=Conversation(self.tokenizer, self.vision), sampling=sampling)
                                        for i in range(num_samples)])
 
     def state(self) -> list[bytes]:

@@ -23,8 +23,9 @@ from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
 from minirl.config import EndpointConfig
+from minirl.data.images import Vision
 from minirl.rollout import anthropic, protocol
-from minirl.rollout.conversation import Completion, Conversation
+from minirl.rollout.conversation import Completion, Conversation, unexpanded
 from minirl.rollout.driver import Request
 from minirl.rollout.engine import Sampling
 from minirl.rollout.env import Session
@@ -58,13 +59,15 @@ class _Exchange:
         self.answers: list[Answer] = []
         name = (*session.seed, len(session.asked))
         for prompt in [prompt for prompt in asked.prompts(endpoint.tokenizer, session.said) for _ in range(asked.n)]:
-            tokens, text = session.conversation.whole(prompt)
+            tokens, _, shown = whole = session.conversation.whole(*prompt)
             if (room := endpoint.max_model_len - len(tokens)) < 1:
                 raise Refused(f"the prompt has {len(tokens)} tokens and engine.max_model_len = {endpoint.max_model_len} leaves no room for an answer", 400,
                               "context_length_exceeded")
+            if endpoint.vision and len(shown) > endpoint.vision.max_images:
+                raise Refused(f"the chat has {len(shown)} images, more than engine.max_images = {endpoint.vision.max_images}")
             sampling = replace(session.sampling, max_tokens=min(asked.max_tokens or room, session.sampling.max_tokens, room))
-            request = Request(tokens=tokens, sampling=sampling, seed=sample_seed(*name, len(self.answers)), name=name)
-            self.answers.append(Answer(request, text, asked, endpoint.tokenizer))
+            request = Request(tokens=unexpanded(tokens, shown), images=tuple(p.url for p in shown), sampling=sampling, seed=sample_seed(*name, len(self.answers)), name=name)
+            self.answers.append(Answer(request, whole, asked, endpoint.tokenizer))
         kind = "text_completion" if asked.messages is None else "chat.completion.chunk" if asked.stream else "chat.completion"
         self.head = {"id": f"chatcmpl-{'-'.join(map(str, name))}", "object": kind, "created": int(time.time()), "model": MODEL}
         self.task = asyncio.ensure_future(self._work())
@@ -79,7 +82,7 @@ class _Exchange:
                     answer.request.on_tokens = partial(self._hear, i, answer, asking)
         for i, answer in enumerate(self.answers):
             answer.hear(last=True)
-            segment = self.session.conversation.go_on(answer.request.tokens, answer.prompt)
+            segment = self.session.conversation.go_on(*answer.prompt)
             self.session.said[protocol.recognise(answer.shown, answer.calls)] = segment.say(answer.kept(), self.endpoint.tokenizer)
             self.news.put_nowait(answer.choice(i))
 
@@ -100,7 +103,7 @@ class _Exchange:
 
     def usage(self) -> dict[str, int]:
         """So far."""
-        prompt, completion = sum(len(a.request.tokens) for a in self.answers[:: self.asked.n]), sum(len(a.kept().tokens) for a in self.answers)
+        prompt, completion = sum(len(a.prompt[0]) for a in self.answers[:: self.asked.n]), sum(len(a.kept().tokens) for a in self.answers)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     async def stream(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
@@ -121,9 +124,10 @@ class _Exchange:
 class Endpoint:
     """An OpenAI-compatible (and Anthropic) server of this rank's engine."""
 
-    def __init__(self, ask: Callable[[Request], Coroutine[Any, Any, Completion]], tokenizer: PreTrainedTokenizerBase, cfg: EndpointConfig, *, max_model_len: int):
+    def __init__(self, ask: Callable[[Request], Coroutine[Any, Any, Completion]], tokenizer: PreTrainedTokenizerBase, cfg: EndpointConfig, *, max_model_len: int,
+                 vision: Vision | None = None):
         """`ask`: the driver's."""
-        self.ask, self.tokenizer, self.cfg, self.max_model_len = ask, tokenizer, cfg, max_model_len
+        self.ask, self.tokenizer, self.cfg, self.max_model_len, self.vision = ask, tokenizer, cfg, max_model_len, vision
         self._sessions: dict[str, _Session] = {}
 
     async def start(self) -> None:
@@ -149,7 +153,7 @@ class Endpoint:
     def open(self, seed: tuple[int, ...], sampling: Sampling) -> Session:
         """A session whose samples follow from `seed` and the order of its requests."""
         key = secrets.token_urlsafe(24)
-        self._sessions[key] = _Session(seed, sampling, Conversation(self.tokenizer))
+        self._sessions[key] = _Session(seed, sampling, Conversation(self.tokenizer, self.vision))
         return Session(base_url=self.base_url, api_key=key, model=MODEL)
 
     def close(self, api_key: str) -> Conversation:
