@@ -166,7 +166,7 @@ class Play(Env):
         stage = Stage(self, None, self.tokenizer, EnvConfig(max_turns=100, max_tokens=10**6, on_error="raise"), seed=0, system_prompt=self.system)
         sampling = Sampling(max_tokens=10**6, stop_token_ids=())
         self.e = Episode(ticket=7, number=3, row={"prompt": self.observations[0]}, env=self, conversation=Conversation(self.tokenizer), sampling=sampling)
-        asyncio.run(stage.play(self.e, lambda _: None))
+        asyncio.run(stage.play(self.e))
         self.segments, self.trajectories = self.e.conversation.segments, stage.finish(self.e)
 
     def reset(self, row):

@@ -7,13 +7,14 @@ before each step what to add and what to drop.
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minirl.rollout.conversation import Completion
+from minirl.rollout.conversation import Completion, unexpanded
 from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.types import Placed
 
 
 @dataclass(kw_only=True)
@@ -23,7 +24,7 @@ class Request:
     tokens: list[int]  # of the prompt
     sampling: Sampling
     seed: int
-    images: tuple[str, ...] = ()  # data URLs, one for each token of the prompt that stands for one
+    images: Sequence[Placed] = ()  # of the prompt
     name: tuple = ()  # requests that wait together are added in this order, if runs are to be repeatable
     on_tokens: Callable[[list[int], list[float]], None] | None = None  # hears of new tokens and their log-probs after each step
     done: Completion = field(default_factory=Completion)
@@ -43,7 +44,6 @@ class Driver:
         self._waiting: list[tuple[Request, asyncio.Future]] = []
         self._held: list[tuple[Request, asyncio.Future]] = []
         self._live: dict[str, tuple[Request, asyncio.Future]] = {}
-        self._dropped: list[str] = []
 
     # ------------------------------------------------------------------------------------------------ for those who ask
 
@@ -57,17 +57,10 @@ class Driver:
 
     async def ask(self, request: Request) -> Completion:
         """Sample an answer; engine.max_model_len must have room for a token of it. Cancelling the caller drops the request."""
-        entry = request, asyncio.get_running_loop().create_future()
-        self._waiting.append(entry)
+        future = asyncio.get_running_loop().create_future()  # cancelled with the caller, which whoever holds the request looks at
+        self._waiting.append((request, future))
         self._news.set()
-        try:
-            return await entry[1]
-        except asyncio.CancelledError:
-            for waiting in (self._waiting, self._held):
-                waiting[:] = [other for other in waiting if other is not entry]
-            self._dropped += [name for name, other in self._live.items() if other is entry]
-            self._live = {name: other for name, other in self._live.items() if other is not entry}
-            raise
+        return await future
 
     def leave(self) -> None:
         """A player is done, or waits."""
@@ -102,7 +95,7 @@ class Driver:
         while not task.done():
             for _ in range(8):  # whoever got an answer may now ask for the next; a request over HTTP takes several turns of the loop
                 await asyncio.sleep(0)
-            if self.halted or self.repeatable and self.players or not (self._waiting or self._live or self._dropped):
+            if self.halted or self.repeatable and self.players or not (self._waiting or self._live):
                 self._news.clear()
                 if not task.done():
                     await self._news.wait()
@@ -111,21 +104,21 @@ class Driver:
         for name, tokens, logprobs, _ in self.engine.unfinished():
             if name in self._live:
                 self._hear(name, tokens, logprobs, None)
-        self._dropped += self._live
-        self._held += [*self._live.values(), *self._waiting]
-        self._live, self._waiting = {}, []
+        self._held += [entry for entry in (*self._live.values(), *self._waiting) if not entry[1].cancelled()]
+        self._waiting = []
         self._tick(more=False)
         return task.result()
 
     def _tick(self, more: bool = True) -> bool:
-        """Drop and add requests and step the engine, on all its ranks alike. False at the end of a run."""
+        """Drop and add requests and step the engine, on all its ranks alike. False at the end of a run, when all are dropped."""
         orders = None
         if self.engine.is_leader:
-            self._waiting.sort(key=lambda entry: entry[0].name if self.repeatable else ())
-            new = {str(next(self._numbers)): entry for entry in self._waiting}
-            orders = (more, self._dropped, [(name, *_remaining(request), request.on_tokens is not None) for name, (request, _) in new.items()])
-            self._live |= new
-            self._waiting, self._dropped = [], []
+            waiting = sorted((entry for entry in self._waiting if not entry[1].cancelled()), key=lambda entry: entry[0].name if self.repeatable else ())
+            new = {str(next(self._numbers)): entry for entry in waiting}
+            dropped = [name for name, (_, future) in self._live.items() if future.cancelled() or not more]
+            orders = (more, dropped, [(name, *_remaining(request), request.on_tokens is not None) for name, (request, _) in new.items()])
+            self._live = {name: entry for name, entry in self._live.items() if name not in dropped} | new
+            self._waiting = []
         more, dropped, added = self.engine.tensor_parallel_broadcast(orders)
         self.engine.abort(dropped)
         for each in added:
@@ -153,7 +146,8 @@ def _remaining(request: Request) -> tuple[list[int], Sampling, int, tuple[str, .
     """What the engine is to add to what is there already; with another seed, for the first one's numbers are used up."""
     num = len(request.done.tokens)
     sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - num)
-    return request.tokens + request.done.tokens, sampling, (request.seed + 2654435761 * num) % 2**32, request.images
+    tokens, urls = unexpanded(request.tokens, request.images), tuple(p.url for p in request.images)
+    return tokens + request.done.tokens, sampling, (request.seed + 2654435761 * num) % 2**32, urls
 
 
 async def in_thread(function: Callable, *arguments: object) -> Any:

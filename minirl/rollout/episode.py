@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import inspect
 import math
 import numbers
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from minirl.config import EnvConfig
 from minirl.data import chat
 from minirl.data.images import BadImage, attach, plain, to_url
-from minirl.rollout.conversation import Conversation, Segment, unexpanded
+from minirl.rollout.conversation import Conversation, Segment
 from minirl.rollout.driver import Driver, Request, in_thread
 from minirl.rollout.engine import Sampling
 from minirl.rollout.env import Agent, Env, Observation, Result, State
@@ -45,25 +46,21 @@ class Episode:
     answer: str = ""
     stopped: bool = False
     truncated: bool = False
-    done: bool = False
-    played: bool = False  # done, and closed
     reward: float = 0.0
     error: str = ""
     info: dict[str, float] = field(default_factory=dict)
-    outcome: Callable[[], list[Trajectory]] | None = None  # waits for the rewards
+    outcome: Callable[[], list[Trajectory]] | None = None  # of one that is played to its end; waits for the rewards
 
     def saved(self) -> dict:
         """For pickle; waits for the rewards if it is played."""
-        if self.played:
-            return {"played": True, "outcome": self.outcome()}
-        return {name: value for name, value in vars(self).items() if name not in ("conversation", "outcome")} | {"segments": self.conversation.segments}
+        if self.outcome:
+            return {"outcome": functools.partial(list, self.outcome())}
+        return {name: value for name, value in vars(self).items() if name != "conversation"} | {"segments": self.conversation.segments}
 
     def restore(self, saved: dict) -> None:
         """What was `saved`, into an episode that has not begun."""
         self.conversation.segments = saved.pop("segments", [])
         vars(self).update(saved)
-        if self.played:
-            self.outcome = lambda: saved["outcome"]
 
 
 class Stage:
@@ -76,17 +73,17 @@ class Stage:
         self.threads = asyncio.Semaphore(cfg.threads)
         self.failures: list[str] = []  # why episodes failed
 
-    async def play(self, e: Episode, ended: Callable[[Episode], None]) -> None:
+    async def play(self, e: Episode) -> None:
         """To its end, from wherever it stands. Raises UserError."""
         try:
             try:
                 if isinstance(e.env, Agent):
-                    await self._lead(e)
-                elif e.segment is None:
+                    return await self._lead(e)
+                if e.segment is None:
                     self._tell(e, await self._call(e.env.reset, e.row))
                     e.row = {**e.row, "rendered_prompt": e.segment.text}
-                while not e.done:
-                    await self._turn(e)
+                while await self._turn(e):
+                    pass
             finally:
                 await self._call(e.env.close)
         except EnvFailed as failure:
@@ -95,8 +92,6 @@ class Stage:
             if self.cfg.on_error == "raise":
                 raise UserError(f"env.name = {self.cfg.name} failed: {failure}, in an episode of {str(e.row)[:200]}; mend it, or set env.on_error reward or drop") from failure
             self._credit(e, self.cfg.error_reward)
-        e.played = True
-        ended(e)
 
     def finish(self, e: Episode) -> list[Trajectory]:
         """Its trajectories, with what the reward functions say. Called in a thread. Raises UserError as they do."""
@@ -108,17 +103,16 @@ class Stage:
         dropped = e.error and self.cfg.on_error == "drop"
         return [] if dropped else e.conversation.trajectories(group=e.ticket, episode=e.number, reward=reward, info=info)
 
-    async def _turn(self, e: Episode) -> None:
-        """An answer, and what the environment says to it."""
+    async def _turn(self, e: Episode) -> bool:
+        """An answer, and what the environment says to it. False: it was the last, or there is no room for one."""
         if e.request is None:
             left = self.cfg.max_tokens - sum(sum(s.sampled) for s in e.conversation.segments)
             room = min(e.sampling.max_tokens, left, self.driver.engine.cfg.max_model_len - len(e.segment.tokens))
-            shown, vision = e.segment.images, e.conversation.vision
-            if room < 1 or e.turn >= self.cfg.max_turns or vision and len(shown) > vision.max_images:
-                e.truncated = e.done = True
-                return
-            e.request = Request(tokens=unexpanded(e.segment.tokens, shown), images=tuple(p.url for p in shown), name=(e.ticket, e.number),
-                                sampling=dataclasses.replace(e.sampling, max_tokens=room), seed=sample_seed(self.seed, e.ticket, e.number, e.turn))
+            if room < 1 or e.turn >= self.cfg.max_turns or e.conversation.vision and len(e.segment.images) > e.conversation.vision.max_images:
+                e.truncated = True
+                return False
+            e.request = Request(tokens=e.segment.tokens, images=e.segment.images, sampling=dataclasses.replace(e.sampling, max_tokens=room),
+                                seed=sample_seed(self.seed, e.ticket, e.number, e.turn), name=(e.ticket, e.number))
         said = await self.driver.answer(e.request)
         e.request = None
         text = e.segment.say(said, self.tokenizer)
@@ -127,16 +121,17 @@ class Stage:
             e.messages = [*e.messages, {"role": "assistant", "content": text}]
         e.turn += 1
         if e.conversation.vision and e.conversation.vision.token in said.tokens:  # the engine would take it for an image's place
-            e.truncated = e.done = True
-            return
+            e.truncated = True
+            return False
         result = await self._call(e.env.step, State(row=e.row, answer=e.answer, stopped=e.stopped, turn=e.turn - 1, messages=e.messages))
         self._hear(e, result)
-        e.done = result.done or result.truncated
         if unknown := result.sampling.keys() - {"max_tokens", "stop_token_ids"}:
             raise EnvFailed(f"its result sets sampling {', '.join(sorted(unknown))}, and an environment may set max_tokens and stop_token_ids")
         e.sampling = dataclasses.replace(e.sampling, **result.sampling)
-        if not e.done:
-            self._tell(e, result.observation, result.messages, result.images)
+        if result.done or result.truncated:
+            return False
+        self._tell(e, result.observation, result.messages, result.images)
+        return True
 
     async def _lead(self, e: Episode) -> None:
         """An agent's episode."""
@@ -145,7 +140,7 @@ class Stage:
             self._hear(e, await self._call(e.env.run, e.row, session))
         finally:
             e.conversation = self.endpoint.close(session.api_key)
-        e.turn, e.stopped, e.done = sum(s.answers for s in e.conversation.segments), True, True
+        e.turn, e.stopped = sum(s.answers for s in e.conversation.segments), True
 
     async def _call(self, function: Callable, *arguments: object) -> Any:
         """Raises EnvFailed for whatever it raises but a UserError, and if it is too slow."""

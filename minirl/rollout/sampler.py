@@ -41,7 +41,7 @@ class Group:
 
     @property
     def played(self) -> bool:
-        return all(e.played for e in self.episodes)
+        return all(e.outcome for e in self.episodes)
 
     def trajectories(self) -> list[Trajectory]:
         """Waits for the rewards. Raises UserError as they do."""
@@ -49,7 +49,7 @@ class Group:
 
     def pickled(self) -> bytes:
         """Without episodes if one of them is an agent's, or cannot be pickled."""
-        if not any(isinstance(e.env, Agent) and not e.played for e in self.episodes):
+        if all(e.outcome or not isinstance(e.env, Agent) for e in self.episodes):
             with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
                 return pickle.dumps((self.ticket, self.version, [e.saved() for e in self.episodes]))
         return pickle.dumps((self.ticket, self.version, []))
@@ -62,67 +62,66 @@ class Round:
         self.sampler = sampler
         self.groups: dict[int, Group] = {}
         self.live = 0  # episodes that are not played to the end
+        self.num_played = 0  # groups that are, and have not been handed over
+        self.ended: asyncio.Queue[tuple[Group, Episode, asyncio.Task]] = asyncio.Queue()
 
     async def play(self, begin: Callable[[int], Group], queue: Iterator[int], room: int, enough: Callable[[int], bool]) -> list[Group]:
         """Begin the groups of the tickets in the queue as there is room for their episodes, until `enough(groups that are played)` or there is no more to do.
-        Returns those played."""
-        self.begin, self.queue, self.room, self.enough = begin, queue, room, enough
-        self.over = asyncio.get_running_loop().create_future()
-        self.num_played = sum(g.played for g in self.groups.values())  # groups that are played to the end
+        Returns those played. Raises what the first episode that ends the run does."""
+        driver, self.error = self.sampler.driver, None
         if self.groups:  # those of another round stay held
-            self.sampler.driver.release()
+            driver.release()
         for group in [g for g in self.groups.values() if g.tasks is None]:
             self._add(group)
-        self._go_on()
-        while not self.over.done():
-            await asyncio.wait([self.over], timeout=0.02)
-            self._go_on()  # other ranks may have done enough
-        while self.sampler.driver.players:  # an environment's step is not interrupted
-            await asyncio.sleep(0.001)
-        self.over.result()
+        self.num_played = sum(g.played for g in self.groups.values())
+        while not (self.error or enough(self.num_played)):
+            while (not self.live or self.live < room) and (ticket := next(queue, None)) is not None:  # one is taken only when its work can begin
+                self._add(begin(ticket))
+            if not self.live:
+                break
+            await self._settle(0.02)  # other ranks may have done enough
+        else:
+            driver.halted = True
+        while driver.players:  # an environment's step is not interrupted
+            await self._settle(0.001)
+        if self.error:
+            raise self.error
         return [self.groups.pop(ticket) for ticket in sorted(self.groups) if self.groups[ticket].played]
-
-    def _go_on(self) -> None:
-        """Begin what there is room for; a ticket is taken only when its work can begin."""
-        if self.over.done():
-            return
-        if self.enough(self.num_played):
-            self.sampler.driver.halted = True
-            self.over.set_result(None)
-            return
-        while (not self.live or self.live < self.room) and (ticket := next(self.queue, None)) is not None:
-            self._add(self.begin(ticket))
-        if not self.live:
-            self.over.set_result(None)
 
     def _add(self, group: Group) -> None:
         self.groups[group.ticket], group.tasks = group, []
-        for episode in (e for e in group.episodes if not e.played):
+        for episode in (e for e in group.episodes if not e.outcome):
             self.live += 1
-            plays = not isinstance(episode.env, Agent)  # an agent asks through the endpoint, and nobody knows when
-            self.sampler.driver.players += plays  # from now on: the engine is not to step before all that begin together have asked
-            group.tasks.append(asyncio.get_running_loop().create_task(self.sampler.stage.play(episode, self._ended)))
-            group.tasks[-1].add_done_callback(partial(self._settled, plays))
+            # An agent asks through the endpoint, and nobody knows when; for others the engine is not to step before all that begin together have asked.
+            self.sampler.driver.players += not isinstance(episode.env, Agent)
+            task = asyncio.get_running_loop().create_task(self.sampler.stage.play(episode))
+            task.add_done_callback(lambda task, episode=episode: self.ended.put_nowait((group, episode, task)))
+            group.tasks.append(task)
+
+    async def _settle(self, seconds: float) -> None:
+        """Take note of the next episode that ends, if one does so soon."""
+        try:
+            async with asyncio.timeout(seconds):
+                group, episode, task = await self.ended.get()
+        except TimeoutError:
+            return
+        if not isinstance(episode.env, Agent):
+            self.sampler.driver.leave()
+        if self.groups.get(group.ticket) is not group:
+            return  # it was given up
+        if task.exception():
+            self.error = self.error or task.exception()
+            return
+        self.live -= 1
+        episode.outcome = self.sampler.pool.submit(self.sampler.stage.finish, episode).result
+        self.num_played += group.played
 
     def replace(self, old: Group, new: Group) -> None:
         """Give the old one up."""
-        self.live -= sum(not e.played for e in old.episodes) if old.tasks is not None else 0
+        self.live -= sum(not e.outcome for e in old.episodes) if old.tasks is not None else 0
         for task in old.tasks or ():
             task.cancel()
         self.groups[new.ticket] = new
-
-    def _ended(self, episode: Episode) -> None:
-        self.live -= 1
-        self.num_played += self.groups[episode.ticket].played
-        episode.outcome = self.sampler.pool.submit(self.sampler.stage.finish, episode).result
-        self._go_on()
-
-    def _settled(self, plays: bool, task: asyncio.Task) -> None:
-        if plays:
-            self.sampler.driver.leave()
-        if not task.cancelled() and task.exception() and not (self.over.done() and self.over.exception()):  # the first one is told
-            self.over = asyncio.get_running_loop().create_future() if self.over.done() else self.over
-            self.over.set_exception(task.exception())
 
 
 class Sampler:

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from minirl.config import EndpointConfig
 from minirl.data.images import Vision
 from minirl.rollout import anthropic, protocol
-from minirl.rollout.conversation import Completion, Conversation, unexpanded
+from minirl.rollout.conversation import Completion, Conversation
 from minirl.rollout.driver import Request
 from minirl.rollout.engine import Sampling
 from minirl.rollout.env import Session
@@ -66,7 +66,7 @@ class _Exchange:
             if endpoint.vision and len(shown) > endpoint.vision.max_images:
                 raise Refused(f"the chat has {len(shown)} images, more than engine.max_images = {endpoint.vision.max_images}")
             sampling = replace(session.sampling, max_tokens=min(asked.max_tokens or room, session.sampling.max_tokens, room))
-            request = Request(tokens=unexpanded(tokens, shown), images=tuple(p.url for p in shown), sampling=sampling, seed=sample_seed(*name, len(self.answers)), name=name)
+            request = Request(tokens=tokens, images=shown, sampling=sampling, seed=sample_seed(*name, len(self.answers)), name=name)
             self.answers.append(Answer(request, whole, asked, endpoint.tokenizer))
         kind = "text_completion" if asked.messages is None else "chat.completion.chunk" if asked.stream else "chat.completion"
         self.head = {"id": f"chatcmpl-{'-'.join(map(str, name))}", "object": kind, "created": int(time.time()), "model": MODEL}
