@@ -189,7 +189,7 @@ def episodes_program(mesh, folder, kinds):
     found, parts = {}, None
     for kind in kinds:
         *parts, sampler, prompts, sampling = stage(mesh, folder, {"name": kind}, parts=parts)
-        with parts[1].awake(parts[2], []):
+        with parts[1].awake(parts[2], parts[0].sleeper):
             first, again = (sampler.collect(prompts, range(9), 2, sampling, version=7) for _ in range(2))
         texts = [sampler.tokenizer.decode(t.tokens) for t in first]
         found[kind] = {"mismatch": mismatch(parts[0], first), "first": shown(first), "again": shown(again), "texts": texts, "info": [t.info for t in first], "images": [t.images for t in first]}
@@ -286,7 +286,7 @@ def failing_program(mesh, folder):
         *parts, sampler, prompts, sampling = stage(mesh, folder, {"name": "Broken", "on_error": on_error, "error_reward": -3.0, "timeout_seconds": 1.0}, parts=parts)
         began = time.monotonic()
         try:
-            with parts[1].awake(parts[2], []):
+            with parts[1].awake(parts[2], parts[0].sleeper):
                 trajectories = sampler.collect(prompts, range(9), 2, sampling)
         except UserError as error:
             found[on_error] = str(error)
@@ -336,7 +336,7 @@ def partial_program(mesh, folder, other, env, ahead, break_offs):
         steps, first = [], 0
         for step in range(3):
             overwrite(parts[0], other if step == 1 else folder)
-            with parts[1].awake(parts[2], []):
+            with parts[1].awake(parts[2], parts[0].sleeper):
                 held = len(sampler.training.groups)
                 trajectories, first = sampler.collect_step(prompts, first, sampling, version=step)
             steps.append({"trajectories": shown(trajectories), "held": held, "next": first, "left": len(sampler.training.groups), "images": [t.images for t in trajectories]})
@@ -399,10 +399,10 @@ def test_two_ranks_share_what_is_unfinished(tmp_path):
 
 def stale_program(mesh, folder, tickets):
     rollout = {"max_tokens": 40, "ahead": 3, "prompts_per_step": 2, "samples_per_prompt": 2, "max_staleness": 1, "tickets": tickets}
-    _, eng, refit, sampler, prompts, sampling = stage(mesh, folder, {"name": "Talk", "max_tokens": 120}, rollout, RLConfig)
+    policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, {"name": "Talk", "max_tokens": 120}, rollout, RLConfig)
     steps, first = [], 0
     for step in range(6):
-        with eng.awake(refit, []):
+        with eng.awake(refit, policy.sleeper):
             trajectories, first = sampler.collect_step(prompts, first, sampling, version=step)
             evaluation = sampler.collect(prompts, range(3), 1, sampling)  # leaves what is held alone
         steps.append([(t.group, t.episode, step - t.version) for t in trajectories])
@@ -428,9 +428,9 @@ def test_shares_go_to_who_has_least():
 
 
 def tp_program(mesh, folder, env):
-    _, eng, refit, sampler, prompts, sampling = stage(mesh, folder, env, {"max_tokens": 12, "ahead": 2, "prompts_per_step": 3, "samples_per_prompt": 2}, RLConfig,
-                                                      tensor_parallel_size=2)
-    with eng.awake(refit, []):
+    policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, env, {"max_tokens": 12, "ahead": 2, "prompts_per_step": 3, "samples_per_prompt": 2}, RLConfig,
+                                                           tensor_parallel_size=2)
+    with eng.awake(refit, policy.sleeper):
         found, first = sampler.collect_step(prompts, 0, sampling, version=0)
         more, _ = sampler.collect_step(prompts, first, sampling, version=1)
     sampler.close()
@@ -445,7 +445,7 @@ def test_an_engine_on_two_ranks_plays_the_same_episodes(tmp_path):
 
 def agent_program(mesh, folder, tp):
     policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, {"name": "Caller"}, tensor_parallel_size=tp)
-    with eng.awake(refit, []):
+    with eng.awake(refit, policy.sleeper):
         found = sampler.collect(prompts, range(9), 2, sampling, version=3)
     failures = sampler.stage.failures
     sampler.close()

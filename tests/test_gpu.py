@@ -93,7 +93,7 @@ def test_sleep_refit_and_logprobs(tmp_path):
     sampler = Sampler(engine, make_env("single_turn"), make_rewards("exact"), tokenizer, mesh, EvaluateConfig(engine=engine.cfg, env=EnvConfig(max_tokens=32)))
     prompts = Prompts([{"prompt": "x" * n, "answer": ""} for n in range(1, 9)], tokenizer, DataConfig(), seed=0)
     for _ in range(2):
-        with engine.awake(refit, [policy.sleeper]):
+        with engine.awake(refit, policy.sleeper):
             trajectories = sampler.collect(prompts, range(8), 4, Sampling(max_tokens=32, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder))))
         batch = pack(trajectories, mesh.device)
         policy.annotate([[batch]], "old_logprobs")

@@ -54,12 +54,12 @@ def refit_program(mesh, a, b, tp, dtype):
         refit = Refit(RefitConfig(transport=transport, bucket_mb=1), policy.shards(), policy.parts(), engine, mesh, check=True)
         for p in engine.parameters().values():
             p.fill_(torch.nan)
-        with engine.awake(refit, []):  # raises if one element differs from the full gather
+        with engine.awake(refit, policy.sleeper):  # raises if one element differs from the full gather
             pass
         received[transport] = refit.bytes_received
     before = greedy(engine, policy.vision)
     overwrite(policy, b)
-    with engine.awake(refit, []):
+    with engine.awake(refit, policy.sleeper):
         after = greedy(engine, policy.vision)
     fresh = RolloutEngine(EngineConfig(**ENGINE, tensor_parallel_size=tp), b, mesh, dtype=dtype, load_weights=True, **shows)
     return {"received": received, "before": before, "after": after, "fresh": greedy(fresh, policy.vision), "peak": refit.peak_bytes,
@@ -120,7 +120,7 @@ def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options
     sampler = make_sampler(engine, tokenizer, mesh, tickets, vision)
     prompts = Prompts(rows, tokenizer, DataConfig(), seed=0, vision=vision)
     sampling = Sampling(max_tokens=20, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=temperature)
-    with engine.awake(Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True), []):
+    with engine.awake(Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True), policy.sleeper):
         trajectories = sampler.collect(prompts, range(7, 7 + len(rows)), num_samples, sampling)
         again = sampler.collect(prompts, range(7, 7 + len(rows)), num_samples, sampling)
     batches = [pack(ts, mesh.device, temperature, layout=policy.layout) for ts in (mesh.gather(trajectories) if engine.tp_size == 1 else [trajectories])]

@@ -335,7 +335,7 @@ def engine_program(mesh, folder):
     sampling = Sampling(max_tokens=12, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)))
     endpoint = Endpoint(ask, tokenizer, EndpointConfig(), max_model_len=128)
     out = {}
-    with engine.awake(Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh), []):
+    with engine.awake(Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh), policy.sleeper):
         driver.run(endpoint.start())
         out["chat"] = driver.run(agent(endpoint, sampling))
         out["asked"] = [(r.tokens, r.done.tokens, r.done.logprobs) for r in asked]

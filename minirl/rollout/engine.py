@@ -119,23 +119,21 @@ class RolloutEngine:
         return {f"{name}.weight": (rows.num_elements_padded - rows.num_org_elements) * m.embedding_dim for name, m, rows in found}
 
     @contextlib.contextmanager
-    def awake(self, refit: Callable[[], None], evict: list[Sleeper]) -> Iterator[None]:
-        """Inside, the engine has the policy's weights and may generate.
+    def awake(self, refit: Callable[[], None], sleeper: Sleeper) -> Iterator[None]:
+        """Inside, the engine has the policy's weights and may generate. `sleeper`: of the policy.
 
         The order keeps the peak low on a device: the optimizer leaves before the engine's weights return, and the shards (needed by
         the refit) leave before the KV cache returns. Afterwards the shards are back; the optimizer's state returns when it steps.
         On CPU nothing moves: there is no other memory to move to.
         """
         with self.timer.phase("sleep_wake"):
-            for sleeper in evict:
-                sleeper.sleep_optimizer()
+            sleeper.sleep_optimizer()
             if self._asleep:
                 self.llm.wake_up(["weights"])
         with self.timer.phase("refit"):
             refit()
         with self.timer.phase("sleep_wake"):
-            for sleeper in evict:
-                sleeper.sleep_parameters()
+            sleeper.sleep_parameters()
             if self.on_cuda:
                 self.mesh.barrier()  # a rank that is still behind would run out of memory beside a neighbour's KV cache
             if self._asleep:
@@ -149,8 +147,7 @@ class RolloutEngine:
             if self.on_cuda and self.cfg.sleep_level:
                 self.llm.sleep(level=self.cfg.sleep_level)
                 self._asleep = True
-            for sleeper in evict:
-                sleeper.wake_parameters()
+            sleeper.wake_parameters()
 
     # ------------------------------------------------------------------------------------------------ generation
 
@@ -242,16 +239,15 @@ def _patch_cpu(mesh: Mesh) -> None:
     job = mesh.gather(f"{os.getpid()}-{time.time_ns()}")[0]
     shm._CPUSHMDistributed.make_group_name = staticmethod(
         lambda communicator: f"minirl-{job}-{communicator.unique_name}-{'-'.join(map(str, communicator.ranks))}".replace(":", "_"))
-    if not hasattr(shm._CPUSHMDistributed, "minirl_init"):
-        shm._CPUSHMDistributed.minirl_init = shm._CPUSHMDistributed._init_cpu_shm
+    init = shm._CPUSHMDistributed._init_cpu_shm
 
-        def init_and_unlink(self) -> int:  # noqa: ANN001 - a vLLM class
-            handle = self.minirl_init()
-            # All ranks have mapped it (a barrier inside), so nothing is left behind however the job ends.
-            Path(f"/dev/shm/{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
-            return handle
+    def init_and_unlink(self) -> int:  # noqa: ANN001 - a vLLM class
+        handle = init(self)
+        # All ranks have mapped it (a barrier inside), so nothing is left behind however the job ends.
+        Path(f"/dev/shm/{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
+        return handle
 
-        shm._CPUSHMDistributed._init_cpu_shm = init_and_unlink
+    shm._CPUSHMDistributed._init_cpu_shm = init_and_unlink
 
 
 def _patch_cpu_experts() -> None:
