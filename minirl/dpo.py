@@ -15,10 +15,9 @@ from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config_supervised import DPOConfig
 from minirl.data.pairs import Pairs
-from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 from minirl.rm import PairTrainer
-from minirl.run import complete, find_teacher
+from minirl.run import find_teacher
 from minirl.sft import annotated
 from minirl.types import Packed, Trajectory, UserError
 
@@ -100,9 +99,5 @@ class Trainer(PairTrainer):
         return {"dtype": self.cfg.policy.dtype, "data": data.hexdigest(), "reference": self.mesh.gather(weights.hexdigest())[0]}
 
 
-def main(cfg: DPOConfig, mesh: Mesh) -> None:
-    complete(Trainer(cfg, mesh))
-
-
 if __name__ == "__main__":
-    cli.run(DPOConfig, main)
+    cli.run(DPOConfig, Trainer.main)

@@ -16,11 +16,12 @@ from minirl.data.datasets import Prompts, load_rows
 from minirl.data.images import Vision
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
-from minirl.rm import RewardModel, find_reward_model
+from minirl.rm import RewardModel
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.env import make_env
 from minirl.rollout.rewards import check_rows, make_rewards
 from minirl.rollout.sampler import Sampler
+from minirl.run import find_teacher
 from minirl.types import Trajectory, UserError
 
 
@@ -34,9 +35,8 @@ def breakdown(trajectories: list[Trajectory], threshold: float, mesh: Mesh, more
         if source := t.info["source"]:
             score = t.info.get("score", t.reward)  # in training, the reward before it was shaped
             own += [(f"source/{source}/accuracy", float(score >= threshold)), (f"source/{source}/reward", score)]
-    found: dict[str, list[float]] = {}
-    for name, value in sorted(pair for rank in mesh.gather(own) for pair in rank):
-        found.setdefault(name, []).append(value)
+    pairs = sorted(itertools.chain(*mesh.gather(own)))
+    found = {name: [value for _, value in of] for name, of in itertools.groupby(pairs, lambda pair: pair[0])}
     return {name: sum(values) / len(values) for name, values in found.items()}
 
 
@@ -70,7 +70,8 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     config = build.read_config(folder)
     families.check(config, f"model = {folder}", cfg.engine.tensor_parallel_size, device=mesh.device.type)
     rows = load_rows(cfg.data.eval, "data.eval", cfg.data)
-    env, rewards, judge = make_env(cfg.env.name), make_rewards(cfg.reward), find_reward_model(cfg.reward, config)
+    env, rewards = make_env(cfg.env.name), make_rewards(cfg.reward)
+    judge = find_teacher(cfg.reward.model, config, 1, "reward.model", scores=True) if cfg.reward.model else None
     if env().graded:
         check_rows(cfg.reward.function, rows)
     tokenizer = chat.load_tokenizer(folder, template=cfg.data.chat_template, plain=cfg.data.input_template)

@@ -62,15 +62,12 @@ class Log:
 
     def progress(self, description: str, total: int, start: int = 0) -> None:
         """Begin a progress bar in place of the last; `advance` moves it."""
-        self.end_progress()
+        self.bar.close()
         self.bar = tqdm(total=total, initial=start, desc=description, file=sys.stderr, dynamic_ncols=True, mininterval=1.0, disable=self.rank > 0)
 
     def advance(self, **shown: float) -> None:
         self.bar.set_postfix({k: f"{v:.3g}" for k, v in shown.items()}, refresh=False)
         self.bar.update(1)
-
-    def end_progress(self) -> None:
-        self.bar.close()
 
     def scalars(self, phase: str, step: int, values: dict[str, float]) -> None:
         """Write one row: {"phase": "rl", "step": 7, ...}."""
@@ -85,7 +82,7 @@ class Log:
             tqdm.write(f"minirl: {message}", file=sys.stderr)
 
     def close(self) -> None:
-        self.end_progress()
+        self.bar.close()
         if self.rank == 0:
             self.board.close()
             self.file.close()

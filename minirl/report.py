@@ -5,9 +5,10 @@ from pathlib import Path
 
 
 def slowest(seconds: list[dict[str, float]], **tokens: int) -> dict[str, float]:
-    """Phases of all ranks -> {"time/<phase>": that of the rank that took longest}, and speeds of what is in `tokens`."""
+    """Phases of all ranks -> {"time/<phase>": that of the rank that took longest}, speeds of what is in `tokens`, and what each rank waited for others."""
     times = {name: max(s.get(name, 0.0) for s in seconds) for name in sorted({name for s in seconds for name in s})}
-    return {f"time/{name}": value for name, value in times.items()} | {f"tokens_per_second/{name}": speed for name, speed in speeds(tokens, times).items()}
+    idle = {f"time/idle_rank{rank}": s["idle"] for rank, s in enumerate(seconds) if "idle" in s}
+    return {f"time/{name}": value for name, value in times.items()} | idle | {f"tokens_per_second/{name}": speed for name, speed in speeds(tokens, times).items()}
 
 
 def speeds(tokens: dict[str, int], seconds: dict[str, float]) -> dict[str, float]:
@@ -64,12 +65,10 @@ def write(folder: Path, scores: dict[str, float | None], tokens: dict[str, int],
 
 def table(summary: dict, scores: dict[str, float | None]) -> str:
     """The closing table; None is shown as a dash."""
-    rows = [*((f"held-out {title}", value) for title, value in scores.items()), (None, None)]
-    rows += [(f"tokens/s, {name}", value) for name, value in summary["tokens_per_second_by_phase"].items()]
-    rows += [(None, None), *((f"seconds, {name}", value) for name, value in summary["seconds"].items())]
-    rows += [(None, None), ("peak memory of a rank, MiB", summary["peak_rss_mb"])]
-    width = max(len(name) for name, _ in rows if name)
+    blocks = [{f"held-out {title}": value for title, value in scores.items()}, {f"tokens/s, {k}": v for k, v in summary["tokens_per_second_by_phase"].items()},
+              {f"seconds, {name}": value for name, value in summary["seconds"].items()}, {"peak memory of a rank, MiB": summary["peak_rss_mb"]}]
+    width = max(len(name) for block in blocks for name in block)
     line = "-" * (width + 12)
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:.3f}" if abs(value) < 10 else f"{value:,.0f}"
-    return "\n".join([line, *(line if name is None else f"{name:<{width}}  {shown(value):>10}" for name, value in rows), line])
+    return "\n".join([line, *(row for block in blocks for row in (*(f"{name:<{width}}  {shown(value):>10}" for name, value in block.items()), line))])

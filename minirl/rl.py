@@ -31,13 +31,13 @@ from minirl.rollout.env import make_env
 from minirl.rollout.refit import Refit
 from minirl.rollout.rewards import check_rows, make_rewards
 from minirl.rollout.sampler import Sampler
-from minirl.rm import RewardModel, find_reward_model
-from minirl.run import Run, check_output, complete, find_model, find_teacher, make_scratch
+from minirl.rm import RewardModel
+from minirl.run import Program, Run, check_output, find_model, find_teacher, make_scratch
 from minirl.sft import warm_start
 from minirl.types import Packed, Trajectory, UserError
 
 
-class Trainer:
+class Trainer(Program):
     """The parts of a run; `train` is the algorithm."""
 
     def __init__(self, cfg: RLConfig, mesh: Mesh):
@@ -75,10 +75,10 @@ class Trainer:
             raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
         correction.resolve(cfg.algo.correction)
         self.folder, model, tokenizer, vision = find_model(cfg, cfg.engine.max_model_len, engine_on=mesh.device.type)
-        self.others = {setting: find_teacher(name, model, cfg.parallel.tensor, setting) if name else None
-                       for name, setting in ((cfg.ref.model, "ref.model"), (cfg.critic.model, "critic.model"))}
-        # Dumped rewards have the scores of such a model in them.
-        self.others["reward.model"] = None if cfg.rollout.replay else find_reward_model(cfg.reward, model, cfg.parallel.tensor)
+        # Dumped rewards have the scores of a reward model in them.
+        others = {"ref.model": cfg.ref.model, "critic.model": cfg.critic.model, "reward.model": "" if cfg.rollout.replay else cfg.reward.model}
+        self.others = {setting: find_teacher(name, model, cfg.parallel.tensor, setting, scores=setting == "reward.model") if name else None
+                       for setting, name in others.items()}
         self.prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, vision=vision)
         self.held_out = Prompts(held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=vision)
         num_dropped = self.prompts.check_lengths("data.train", mesh) + self.held_out.check_lengths("data.eval" if cfg.data.eval else "data.train", mesh)
@@ -150,7 +150,7 @@ class Trainer:
         if cfg.rollout.replay:
             with self.timer.phase("rollout"):
                 return records.load(Path(cfg.rollout.replay), step, self.mesh)
-        with self.engine.awake(self.refit, [self.policy.sleeper]):
+        with self.engine.awake(self.refit, self.policy.sleeper):
             if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
                 self.evaluate(step, "before_rl" if step == 0 else None)
             with self.timer.phase("rollout"):
@@ -203,7 +203,7 @@ class Trainer:
             self.progress.evaluations[name] = result
 
     def warm_start(self) -> None:
-        with self.engine.awake(self.refit, [self.policy.sleeper]):
+        with self.engine.awake(self.refit, self.policy.sleeper):
             self.evaluate(-1, "before_sft")
         self.progress.add(self.timer.take())
         with self.timer.phase("sft"):
@@ -250,27 +250,23 @@ class Trainer:
 
     def report(self, step: int, trajectories: list[Trajectory], minibatches: list[list[Packed]], updates: dict[str, float]) -> None:
         """Means over all ranks to the log."""
-        mesh, seconds = self.mesh, self.timer.take()
+        mesh = self.mesh
         once = [t for t in trajectories if t.segment == 0]
         own = [(name, float(t.info[name])) for t in once for name in ("answer_tokens", "stopped", "staleness")]
         own += [pair for t in once for pair in (("reward", t.info["score"]), ("shaped_reward", t.reward))]
         own += [("equal_groups", float(len({t.reward for t in group}) == 1)) for _, group in itertools.groupby(sorted(once, key=lambda t: t.group), lambda t: t.group)]
-        ranks = mesh.gather((sum(int(t.sampled.sum()) for t in trajectories), sum(sum(b.lengths) for m in minibatches for b in m), seconds))
-        generated, trained = sum(n for n, *_ in ranks), sum(n for _, n, _ in ranks) // mesh.tensor.size()
-        metrics = breakdown(once, self.cfg.eval.threshold, mesh, own)
-        metrics |= {"extra_prompts": self.num_extra, "kl_coef": self.kl_coef} | updates
-        times = report.slowest([s for *_, s in ranks], generated=generated, trained=trained)
-        times |= {f"time/idle_rank{rank}": s.get("idle", 0.0) for rank, (*_, s) in enumerate(ranks)}
-        self.log.scalars("rl", step, {**metrics, **({} if self.cfg.rollout.replay else {"refit_bytes": self.refit.bytes_received}), **dict(sorted(times.items()))})
-        self.log.advance(reward=metrics["reward"], tokens=metrics["answer_tokens"], **{name: updates[name] for name in ("mismatch",) if name in updates})
-        self.progress.add(seconds, generated=generated, trained=trained)
+        metrics = breakdown(once, self.cfg.eval.threshold, mesh, own) | {"extra_prompts": self.num_extra, "kl_coef": self.kl_coef} | updates
+        if not self.cfg.rollout.replay:
+            metrics["refit_bytes"] = self.refit.bytes_received
+        generated, trained = map(sum, zip(*mesh.gather((sum(int(t.sampled.sum()) for t in trajectories), sum(sum(b.lengths) for m in minibatches for b in m))), strict=True))
+        self.run.report("rl", step, metrics, ("reward", "answer_tokens", "mismatch"), generated=generated, trained=trained // mesh.tensor.size())
 
     def finish(self) -> None:
         """Last evaluation, export, summary."""
         if not self.cfg.rollout.replay:
-            with self.engine.awake(self.refit, [self.policy.sleeper]):
+            with self.engine.awake(self.refit, self.policy.sleeper):
                 self.evaluate(self.cfg.num_steps, "after_rl")
-        self.log.end_progress()
+        self.log.bar.close()  # the console is for answers now
         found = {name: evaluation["scores"]["accuracy"] for name, evaluation in self.progress.evaluations.items()}
         if self.mesh.rank == 0:
             report.write_answers(self.run.output, self.progress.evaluations)
@@ -286,9 +282,5 @@ def _means(updates: list[dict[str, float]]) -> dict[str, float]:
     return {name: max(u[name] for u in updates) if name.endswith("_max") else float(np.mean([u[name] for u in updates])) for u in updates[:1] for name in u}
 
 
-def main(cfg: RLConfig, mesh: Mesh) -> None:
-    complete(Trainer(cfg, mesh))
-
-
 if __name__ == "__main__":
-    cli.run(RLConfig, main)
+    cli.run(RLConfig, Trainer.main)

@@ -14,13 +14,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from transformers import PretrainedConfig
 
 from minirl import cli, sft
 from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.checks import check_pairs
-from minirl.config import PolicyConfig, RewardConfig
+from minirl.config import PolicyConfig
 from minirl.config_supervised import RMConfig, ServeConfig
 from minirl.data import chat
 from minirl.data.pairs import Pairs, load_pairs
@@ -29,7 +28,7 @@ from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 from minirl.rollout.remote import serve
-from minirl.run import complete, find_teacher
+from minirl.run import check_head
 from minirl.sft import annotated
 from minirl.types import Trajectory, UserError
 
@@ -57,10 +56,6 @@ class Trainer(PairTrainer):
 
     def make_loss(self) -> Loss:
         return preference.reward_model(self.cfg.algo)
-
-
-def main(cfg: RMConfig, mesh: Mesh) -> None:
-    complete(Trainer(cfg, mesh))
 
 
 class RewardModel:
@@ -103,41 +98,25 @@ class RewardModel:
         return Trajectory(tokens=tokens, sampled=sampled, logprobs=np.zeros(len(tokens), np.float32), group=t.group, episode=number)
 
 
-def find_reward_model(cfg: RewardConfig, policy: PretrainedConfig, tensor_parallel: int = 1) -> Path | None:
-    """The folder of reward.model, if it names one. Raises UserError for another vocabulary, or none with a score head."""
-    return check_head(find_teacher(cfg.model, policy, tensor_parallel, "reward.model"), "reward.model") if cfg.model else None
-
-
-def check_head(folder: Path, setting: str) -> Path:
-    """A language model's would be made of zeros, which a critic can learn from and nobody else. Raises UserError."""
-    if build.SCORE not in build.Weights(folder).file_of:
-        raise UserError(f"{setting} = {folder} is no reward model: its weights have no {build.SCORE}; train one with minirl.rm")
-    return folder
-
-
-class Scorer:
-    """Texts -> scores of their ends. Texts are whole: prompts with their chat template, answers behind."""
-
-    def __init__(self, cfg: ServeConfig, mesh: Mesh):
-        folder = check_head(build.resolve(cfg.model, "model"), "model")
-        self.max_tokens, self.tokenizer = cfg.max_tokens, chat.load_tokenizer(folder, chats=False)
-        stop_ids = chat.stop_token_ids(self.tokenizer, folder)
-        self.model = RewardModel(PolicyConfig(dtype=cfg.dtype), folder, mesh, stop_ids, self.tokenizer.eos_token_id, cfg.tokens_per_batch)
-        self.model.model.sleeper.wake_parameters()
-
-    def __call__(self, texts: list[str]) -> list[float]:
-        ids = [self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][-self.max_tokens + 1 :] for text in texts]
-        return self.model([Trajectory(tokens=np.array(row, np.int32), sampled=np.zeros(len(row), bool), logprobs=np.zeros(len(row), np.float32)) for row in ids])
-
-
 def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
     if mesh.world_size > 1:
         raise UserError(f"minirl.rm serve is one process, and there are {mesh.world_size} ranks; start one server each, at ports of their own, and name "
                         "all of them in reward.function, separated by commas")
     if cfg.tokens_per_batch < cfg.max_tokens:
         raise UserError(f"tokens_per_batch = {cfg.tokens_per_batch} must be at least max_tokens = {cfg.max_tokens}")
-    serve(Scorer(cfg, mesh), cfg.host, cfg.port)
+    folder = check_head(build.resolve(cfg.model, "model"), "model")
+    tokenizer = chat.load_tokenizer(folder, chats=False)
+    stop_ids = chat.stop_token_ids(tokenizer, folder)
+    model = RewardModel(PolicyConfig(dtype=cfg.dtype), folder, mesh, stop_ids, tokenizer.eos_token_id, cfg.tokens_per_batch)
+    model.model.sleeper.wake_parameters()
+
+    def score(texts: list[str]) -> list[float]:
+        """Texts are whole: prompts with their chat template, answers behind."""
+        ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][-cfg.max_tokens + 1 :] for text in texts]
+        return model([Trajectory(tokens=np.array(row, np.int32), sampled=np.zeros(len(row), bool), logprobs=np.zeros(len(row), np.float32)) for row in ids])
+
+    serve(score, cfg.host, cfg.port)
 
 
 if __name__ == "__main__":
-    cli.run(ServeConfig, serve_model) if sys.argv[1:2] == ["serve"] else cli.run(RMConfig, main)
+    cli.run(ServeConfig, serve_model) if sys.argv[1:2] == ["serve"] else cli.run(RMConfig, Trainer.main)

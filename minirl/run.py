@@ -2,9 +2,9 @@
 
 import resource
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -67,6 +67,14 @@ class Run:
             checkpoint.restore(self.found, model, name)
         self.saver.others[name] = model
 
+    def report(self, phase: str, step: int, metrics: dict[str, float], shown: Iterable[str], **tokens: int) -> None:
+        """Log a step of training and the phases that it took; on the progress bar, those of its metrics that are `shown`. `tokens`: of all ranks."""
+        seconds = self.timer.take()
+        times = report.slowest(self.mesh.gather(seconds), **tokens)
+        self.log.scalars(phase, step, metrics | times)
+        self.log.advance(**{name: metrics[name] for name in shown if name in metrics})
+        self.progress.add(seconds, **tokens)
+
     def evaluated(self, step: int, scores: dict[str, float]) -> None:
         """Log held-out scores of the weights after `step` steps; they may make the checkpoint of that step the best."""
         self.log.scalars("eval", step, scores)
@@ -98,10 +106,17 @@ class Run:
                           "model": str(self.output / "model")})
 
 
-def complete(trainer: Any) -> None:
-    """`trainer.train()`; a checkpoint under way is finished, however that ends."""
-    with trainer.run.saver:
-        trainer.train()
+class Program:
+    """What `cli.run` runs for those who train: it makes its `run`, and `train` is the algorithm."""
+
+    run: Run
+
+    @classmethod
+    def main(cls, cfg: RLConfig | SFTConfig, mesh: Mesh) -> None:
+        """A checkpoint under way is finished, however training ends."""
+        trainer = cls(cfg, mesh)
+        with trainer.run.saver:
+            trainer.train()
 
 
 def check_output(output: Path, resume: bool) -> None:
@@ -129,8 +144,8 @@ def find_model(cfg: RLConfig | SFTConfig, max_len: int, *, engine_on: str | None
     return folder, config, tokenizer or chat.load_tokenizer(folder, chats=chats, template=templates[0], plain=templates[1]), vision
 
 
-def find_teacher(model: str, policy: PretrainedConfig, tensor_parallel: int, setting: str = "ref.model") -> Path:
-    """The folder of a model that is to read the policy's tokens, checked. Raises UserError."""
+def find_teacher(model: str, policy: PretrainedConfig, tensor_parallel: int, setting: str, *, scores: bool = False) -> Path:
+    """The folder of a model that is to read the policy's tokens, checked. `scores`: by a head of its own. Raises UserError."""
     folder = build.resolve(model, setting)
     config = build.read_config(folder)
     families.check(config, f"{setting} = {model}")
@@ -141,6 +156,13 @@ def find_teacher(model: str, policy: PretrainedConfig, tensor_parallel: int, set
     if len(set(sizes)) > 1:
         raise UserError(f"{setting} = {model} has a vocabulary of {sizes[0]}, and the policy's is of {sizes[1]}: the policy's "
                         "tokens mean nothing there; take a model with the same tokenizer")
+    return check_head(folder, setting) if scores else folder
+
+
+def check_head(folder: Path, setting: str) -> Path:
+    """A language model's would be made of zeros, which a critic can learn from and nobody else. Raises UserError."""
+    if build.SCORE not in build.Weights(folder).file_of:
+        raise UserError(f"{setting} = {folder} is no reward model: its weights have no {build.SCORE}; train one with minirl.rm")
     return folder
 
 

@@ -22,12 +22,11 @@ from minirl.data.packing import exchange, pack, unpack
 from minirl.log import Log, Timer
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy, learning_rate
-from minirl.report import slowest
-from minirl.run import Run, check_output, complete, find_model, make_scratch
+from minirl.run import Program, Run, check_output, find_model, make_scratch
 from minirl.types import Packed, Trajectory, UserError
 
 
-class Trainer:
+class Trainer(Program):
     """The parts of a run; `train` is the algorithm. What other programs put in its place comes first."""
 
     name, score, pairs = "sft", False, False
@@ -88,7 +87,9 @@ class Trainer:
                 examples = self.rows.examples(range(step * cfg.batch_size, (step + 1) * cfg.batch_size))
                 batches = self.batches(examples)
             metrics = self.policy.step(batches, loss, learning_rate(cfg.policy, step, self.num_steps))
-            self.report(step, sum(len(t.tokens) for t in examples), metrics)
+            num_tokens = sum(self.mesh.gather(sum(len(t.tokens) for t in examples)))  # of the rows, whether in the loss or not
+            metrics |= {"epoch": (step + 1) * cfg.batch_size / len(self.rows), "tokens": num_tokens}
+            self.run.report("train", step, metrics, ("loss", "tokens"), trained=num_tokens)
             self.run.save_if_due(step + 1)
         self.evaluate(self.num_steps, "after")
         self.run.finish({f"{name} {when}": value for when, found in self.progress.evaluations.items() for name, value in found.items()})
@@ -101,16 +102,6 @@ class Trainer:
         self.log.say(f"step {step}: held-out " + ", ".join(f"{what} {value:.4g}" for what, value in scores.items()))
         if name:
             self.progress.evaluations[name] = scores
-
-    def report(self, step: int, num_tokens: int, metrics: dict[str, float]) -> None:
-        """Of all ranks to the log. Tokens are those of the rows, whether in the loss or not."""
-        seconds = self.timer.take()
-        ranks = self.mesh.gather((num_tokens, seconds))
-        tokens = sum(n for n, _ in ranks)
-        times = slowest([s for _, s in ranks], trained=tokens)
-        self.log.scalars("train", step, {**metrics, "epoch": (step + 1) * self.cfg.batch_size / len(self.rows), "tokens": tokens, **times})
-        self.log.advance(loss=metrics["loss"], tokens=tokens)
-        self.progress.add(seconds, trained=tokens)
 
 
 def batches_of(examples: list[Trajectory], policy: Policy, mesh: Mesh, tokens_per_rank: int, *, pairs: bool = False) -> list[Packed]:
@@ -145,7 +136,6 @@ def warm_start(cfg: RLConfig, policy: Policy, prompts: Prompts, stop_ids: list[i
         num_tokens += sum(sum(b.lengths) for b in batches)
         log.scalars("sft", step, metrics)
         log.advance(loss=metrics["loss"])
-    log.end_progress()
     policy.start_phase(cfg.policy)
     return num_tokens
 
@@ -162,9 +152,5 @@ def _example(prompts: Prompts, number: int, wrong_character: float, seed: int, s
     return dataclasses.replace(example, group=number)
 
 
-def main(cfg: SFTConfig, mesh: Mesh) -> None:
-    complete(Trainer(cfg, mesh))
-
-
 if __name__ == "__main__":
-    cli.run(SFTConfig, main)
+    cli.run(SFTConfig, Trainer.main)

@@ -128,7 +128,7 @@ def test_every_mesh_is_one_process(one_process, mesh):
 
 
 def run(mesh, given):
-    rl.main(parse(RLConfig, [str(x) for x in given]), mesh)
+    rl.Trainer.main(parse(RLConfig, [str(x) for x in given]), mesh)
 
 
 def metrics_of(output):

@@ -330,7 +330,7 @@ def test_a_token_that_ends_answers_does_not_fill_up():
 
 def run(mesh, module, given):
     program, config = {"minirl.rm": (rm, RMConfig), "minirl.dpo": (dpo, DPOConfig)}[module]
-    program.main(parse(config, [str(x) for x in given]), mesh)
+    program.Trainer.main(parse(config, [str(x) for x in given]), mesh)
 
 
 def export(mesh, run, output):

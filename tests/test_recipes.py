@@ -14,14 +14,14 @@ import torch
 from harness import ranks, two_at_once
 from programs import ROOT
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from minirl import checkpoint, dpo, rl, rm, sft
-from minirl.config import RewardConfig, RolloutConfig
+from minirl.config import RolloutConfig
 from minirl.config_rl import RLConfig
 from minirl.config_supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.flags import parse
-from minirl.rm import RewardModel, find_reward_model
+from minirl.rm import RewardModel
 from minirl.rollout import records, show
 from minirl.rollout.sampler import Group, Round, Sampler
 from minirl.run import find_teacher
@@ -78,7 +78,7 @@ def train(mesh, cases: list[list[str]]) -> None:
     """Runs one after the other, with one engine, whose start would be most of the time."""
     make, engines = rl.RolloutEngine, []
 
-    def shared(cfg, folder, mesh, *, dtype, timer):
+    def shared(cfg, folder, mesh, *, dtype, timer, reads_images):
         if not engines:
             engines.append(make(cfg, folder, mesh, dtype=dtype, timer=timer))
             engines[0].close = lambda: None
@@ -89,7 +89,7 @@ def train(mesh, cases: list[list[str]]) -> None:
     for given in cases:
         name = Path(given[1]).stem.split("_")[0]  # of the recipe
         program, config = SUPERVISED.get(name, (rl, RLConfig))
-        program.main(parse(config, given), mesh)
+        program.Trainer.main(parse(config, given), mesh)
 
 
 @pytest.fixture(scope="module")
@@ -223,18 +223,17 @@ def test_a_teacher_teaches(runs):
 def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
     tiny.make(tmp_path / "model")
     with pytest.raises(UserError, match=r"ref.model = .*model has a vocabulary of \d+, and the policy's is of 99"):
-        find_teacher(str(tmp_path / "model"), 99, 1)
+        find_teacher(str(tmp_path / "model"), AutoConfig.for_model("qwen3", vocab_size=99), 1, "ref.model")
     with pytest.raises(UserError, match="ref.model = .*nowhere"):
-        find_teacher(str(tmp_path / "nowhere"), 99, 1)
+        find_teacher(str(tmp_path / "nowhere"), AutoConfig.for_model("qwen3", vocab_size=99), 1, "ref.model")
 
 
 def test_what_is_no_reward_model_of_the_policy_is_refused(tmp_path):
     folder = tiny.make(tmp_path / "model")
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    assert find_reward_model(RewardConfig(), size) is None
     for vocab_size, says in ((99, r"has a vocabulary of \d+, and the policy's is of 99"), (size, "is no reward model: its weights have no score.weight; train one with minirl.rm")):
         with pytest.raises(UserError, match=f"reward.model = .*model {says}"):
-            find_reward_model(RewardConfig(model=str(folder)), vocab_size)
+            find_teacher(str(folder), AutoConfig.for_model("qwen3", vocab_size=vocab_size), 1, "reward.model", scores=True)
 
 
 class Told(RewardModel):

@@ -297,7 +297,7 @@ def rows_of(run: Path, phase: str) -> list[dict]:
 
 def train(mesh, given):
     LlamaRMSNorm.forward = exact_norm
-    sft.main(parse(SFTConfig, given), mesh)
+    sft.Trainer.main(parse(SFTConfig, given), mesh)
 
 
 @pytest.mark.parametrize(("world", "parallel"), [(2, ParallelConfig()), (4, ParallelConfig(tensor=2, sequence=True)), (4, ParallelConfig(replicate=2)),
