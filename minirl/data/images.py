@@ -5,6 +5,7 @@ time, height and width.
 """
 
 import base64
+import functools
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -45,6 +46,12 @@ def open_url(url: str) -> Image.Image:
         return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2], validate=True)))
     except (UnidentifiedImageError, ValueError) as error:
         raise BadImage(f"an image cannot be read ({error}): {url[:60]!r}") from error
+
+
+@functools.lru_cache(maxsize=64)
+def rgb(url: str) -> Image.Image:
+    """Its pixels; the samples of a prompt read the same one."""
+    return open_url(url).convert("RGB")
 
 
 def attach(messages: list[dict], images: Iterable[object]) -> list[dict]:
@@ -116,7 +123,7 @@ class Vision:
         used = [([p for p in placed if p.place <= tokens.max()], tokens) for placed, tokens in sequences]
         urls = list(dict.fromkeys(p.url for placed, _ in used for p in placed))
         blank = Image.new("RGB", (self.merge * self.processor.patch_size,) * 2)
-        patches = self.processor([open_url(url).convert("RGB") for url in urls] or [blank], return_tensors="pt")
+        patches = self.processor(list(map(rgb, urls)) or [blank], return_tensors="pt")
         grids = (patches["image_grid_thw"].numpy() // (1, self.merge, self.merge)).tolist()  # in tokens
         grid, first = dict(zip(urls, grids, strict=False)), dict(zip(urls, np.cumsum([0, *map(np.prod, grids)]).tolist(), strict=False))
         features, positions = [], []
@@ -134,3 +141,8 @@ class Vision:
         rows = np.flatnonzero(features >= 0)
         return Images(pixels=patches["pixel_values"].to(device), grids=patches["image_grid_thw"].to(device), rows=torch.from_numpy(rows).to(device),
                       features=torch.from_numpy(features[rows]).to(device), positions=torch.from_numpy(np.concatenate(positions, axis=1)).to(device))
+
+
+def sampling_stops(stop_ids: list[int], vision: Vision | None) -> tuple[int, ...]:
+    """What ends an answer. A policy that says the token of an image has ended, too: the engine would take it for the place of the next one."""
+    return (*stop_ids, vision.token) if vision else tuple(stop_ids)
