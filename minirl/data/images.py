@@ -55,13 +55,13 @@ def rgb(url: str) -> Image.Image:
 
 
 def attach(messages: list[dict], images: Iterable[object]) -> list[dict]:
-    """The chat with these images where parts {"type": "image"} wait for one; if none does, before the text of the last message. OpenAI's `image_url`
-    becomes such a part. Raises BadImage if there are more or fewer images than wait."""
+    """The chat with these images where parts {"type": "image"} wait for one; if none does, before the text of the user's first message (or the last one,
+    if none is the user's). OpenAI's `image_url` becomes such a part. Raises BadImage if there are more or fewer images than wait."""
     urls, parts = [to_url(image) for image in images], [part for m in messages for part in _parts(m)]
     if urls and not any(map(_waits, parts)):
-        last = messages[-1]
-        content = [{"type": "image", "image": url} for url in urls] + (_parts(last) or [{"type": "text", "text": last["content"]}])
-        return attach([*messages[:-1], last | {"content": content}], ())
+        at = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages) - 1)
+        content = [{"type": "image", "image": url} for url in urls] + (_parts(messages[at]) or [{"type": "text", "text": messages[at]["content"]}])
+        return attach([*messages[:at], messages[at] | {"content": content}, *messages[at + 1 :]], ())
     if sum(map(_waits, parts)) != len(urls):
         raise BadImage(f"a chat with places for {sum(map(_waits, parts))} images came with {len(urls)} of them: {str(messages)[:200]}")
     rest = iter(urls)
