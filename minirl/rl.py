@@ -20,6 +20,7 @@ from minirl.config_rl import RLConfig
 from minirl.data import chat
 from minirl.data.curriculum import Curriculum
 from minirl.data.datasets import Prompts, load_rows, split
+from minirl.data.images import sampling_stops
 from minirl.data.packing import exchange, pack
 from minirl.evaluate import breakdown, evaluate
 from minirl.log import Timer
@@ -98,7 +99,7 @@ class Trainer(Program):
         self.engine = RolloutEngine(cfg.engine, self.folder, mesh, dtype=dtype, reads_images=self.policy.vision is not None, timer=self.timer)
         self.refit = Refit(cfg.refit, self.policy.shards(), self.policy.parts(), self.engine, mesh, check=cfg.debug.check_refit)
         self.sampler = Sampler(self.engine, self.make_env, self.rewards, self.prompts.tokenizer, mesh, cfg, vision=self.prompts.vision)
-        self.sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=tuple(self.stop_ids), temperature=cfg.rollout.temperature)
+        self.sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=sampling_stops(self.stop_ids, self.prompts.vision), temperature=cfg.rollout.temperature)
 
     def train(self) -> None:
         cfg, mesh, policy, timer = self.cfg, self.mesh, self.policy, self.timer

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 
+import anthropic
 import openai
 import pytest
 import tiny
@@ -158,6 +159,26 @@ class Caller(Agent):
         return Result(reward=float(row["answer"]), info={"asked": 2.0})
 
 
+class Viewer(Agent):
+    """Shows an image through one API, and goes on through the other with a second one."""
+
+    def run(self, row, session):
+        first, second = (tiny.picture(56 + 28 * i, 56).replace("data:image;", "data:image/png;") for i in range(2))
+        with openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
+            asked = [{"type": "text", "text": row["prompt"]}, {"type": "image_url", "image_url": {"url": first}}]
+            said = client.chat.completions.create(model=session.model, messages=[{"role": "user", "content": asked}], max_tokens=7).choices[0].message.content
+            for url, why in (("/etc/passwd", "data URL"), ("data:image/png;base64,AAAA", "cannot be read")):
+                with pytest.raises(openai.BadRequestError, match=why):
+                    client.chat.completions.create(model=session.model, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+            with pytest.raises(openai.BadRequestError, match="5 images, more than engine.max_images = 4"):
+                client.chat.completions.create(model=session.model, messages=[{"role": "user", "content": [asked[1]] * 5}])
+        with anthropic.Anthropic(base_url=session.base_url.removesuffix("/v1"), api_key=session.api_key, max_retries=0) as client:
+            blocks = [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}} for url in (first, second)]
+            chat = [{"role": "user", "content": [asked[0], blocks[0]]}, {"role": "assistant", "content": said}, {"role": "user", "content": [blocks[1]]}]
+            client.messages.create(model=session.model, messages=chat, max_tokens=7)
+        return Result(reward=1.0)
+
+
 def stage(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts=None, **engine):
     """(policy, engine, refit, sampler, prompts, sampling); `parts`: the first three of another stage, to go on with."""
     tokenizer = chat.load_tokenizer(folder)
@@ -168,9 +189,9 @@ def stage(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts=
     eng, vision = parts[1], parts[0].vision and images.Vision(folder, 4)
     cfg = config(engine=eng.cfg, seed=seed, rollout=RolloutConfig(**{"max_tokens": 12, **(rollout or {})}), env=EnvConfig(**{"name": "my", "max_turns": 6, "max_tokens": 96, **env}))
     prompts = Prompts(ROWS, tokenizer, DataConfig(), seed=0, shuffle=False, vision=vision)
-    make = {c.__name__: c for c in (Talk, AsyncTalk, Forgetful, InTokens, Greedy, Broken, Caller, Shows, ShowsBadly)}[cfg.env.name]
+    make = {c.__name__: c for c in (Talk, AsyncTalk, Forgetful, InTokens, Greedy, Broken, Caller, Shows, ShowsBadly, Viewer)}[cfg.env.name]
     sampler = Sampler(eng, make, make_rewards("exact"), tokenizer, mesh, cfg, vision=vision)
-    sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=0.8)
+    sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=images.sampling_stops(chat.stop_token_ids(tokenizer, folder), vision), temperature=0.8)
     return *parts, sampler, prompts, sampling
 
 
@@ -205,7 +226,7 @@ def on_one_rank(tmp_path_factory):
     calls = {"images": (episodes_program, sees, ["Shows", "Talk", "ShowsBadly"]), "Shows": (partial_program, sees, sees_too, {"name": "Shows", "max_tokens": 120}, 3, [None, 0, 1]),
              "episodes": (episodes_program, folder, ["Talk", "AsyncTalk", "Forgetful", "InTokens", "Greedy"]), "failed": (failing_program, folder),
              **{env: (partial_program, folder, other, {"name": env, "max_tokens": 120}, 3, [None, 0, 1]) for env in ("Talk", "InTokens")},
-             "stale": (stale_program, folder, "round_robin"), "agent": (agent_program, folder, 1)}
+             "stale": (stale_program, folder, "round_robin"), "agent": (agent_program, folder, 1), "viewer": (agent_program, sees, 1, "Viewer")}
     with two_at_once({name: (1, *call) for name, call in calls.items()}) as results:
         yield results
 
@@ -239,11 +260,14 @@ def test_images_of_environments(episodes):
         assert places == {i for i, (token, own) in enumerate(zip(tokens, sampled, strict=True)) if token == tokens[placed[0].place] and not own}
         assert info["prompt"] == ROWS[group]["prompt"] and "data:" not in str(info)
     assert whole > 5
+    ends = collections.defaultdict(set)
     for (group, *_), info in zip(episodes["ShowsBadly"]["first"], episodes["ShowsBadly"]["info"], strict=True):
-        wrong = {0: "/none.png", 1: "places for 1 images came with 2"}.get(group % 4, "")
-        assert wrong in info["error"] and bool(wrong) == bool(info["error"]) == bool(info["env"]["failed"])
-        assert info["env"]["truncated"] or group % 4 != 2
-    assert not all(info["env"]["truncated"] for info in episodes["ShowsBadly"]["info"])
+        assert bool(info["error"]) == bool(info["env"]["failed"])
+        ends[group % 4].add(info["error"] or ("truncated" if info["env"]["truncated"] else "played"))
+    # An answer with the token of an image ends any of them as truncated.
+    assert [{end for end in ends[way] if end != "truncated"} for way in (1, 2, 3)] == [
+        {"a chat with places for 1 images came with 2 of them: [{'role': 'user', 'content': [{'type': 'image'}]}]"}, set(), {"played"}]
+    assert any("/none.png" in end for end in ends[0])
 
 
 def test_turns_earn_at_their_last_tokens(episodes):
@@ -443,23 +467,32 @@ def test_an_engine_on_two_ranks_plays_the_same_episodes(tmp_path):
     assert all(sum(t[6]) == 3.0 for step in leader for t in step)
 
 
-def agent_program(mesh, folder, tp):
-    policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, {"name": "Caller"}, tensor_parallel_size=tp)
+def agent_program(mesh, folder, tp, name="Caller"):
+    policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, {"name": name}, tensor_parallel_size=tp)
     with eng.awake(refit, policy.sleeper):
         found = sampler.collect(prompts, range(9), 2, sampling, version=3)
     failures = sampler.stage.failures
     sampler.close()
     worst = max((mismatch(policy, part) for part in ([found] if tp == 1 else mesh.gather(found)) if part), default=0.0)
-    return worst, shown(found), [t.info for t in found], failures, [sampler.tokenizer.decode(t.tokens) for t in found]
+    return worst, shown(found), [t.info for t in found], failures, [sampler.tokenizer.decode(t.tokens) for t in found], [t.images for t in found]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_program_that_talks_to_the_endpoint_is_trained(on_one_rank, tmp_path, tp):
     """Its two questions are one segment; it fails alone."""
-    worst, found, info, failures, texts = (on_one_rank["agent"].result() if tp == 1 else ranks(tp, agent_program, tiny.make(tmp_path / "model"), tp))[0]
+    worst, found, info, failures, texts, _ = (on_one_rank["agent"].result() if tp == 1 else ranks(tp, agent_program, tiny.make(tmp_path / "model"), tp))[0]
     assert 0 < worst < 1e-4 and len(failures) == 2 and "Caller.run raised ValueError: three" in failures[0]
     assert {(g, e) for g, e, *_ in found} == {(g, e) for g in range(9) for e in range(2)}
     for (group, _, segment, _, sampled, *_, reward, version), about, text in zip(found, info, texts, strict=True):
         assert reward == (0.0 if group == 3 else group) and version == 3 and sum(sampled) <= 14
         assert text.count("<|user|>and?<|end|><|assistant|>") == 1 and segment == 0
         assert about["error"] or about["env"] == {"turns": 2, "truncated": 0.0, "failed": 0.0, "asked": 2.0}
+
+
+def test_images_that_a_client_sends_are_trained_on(on_one_rank):
+    """Through either API; a chat goes on, unless an answer held what cannot be said again."""
+    ((worst, found, info, failures, _, placed),) = on_one_rank["viewer"].result()
+    assert 0 < worst < 1e-4 and not any(about["error"] for about in info) and not failures
+    whole = [shown for (_, _, segment, *_), shown in zip(found, placed, strict=True) if segment == 0 and len(shown) == 2]
+    assert whole and all(p.url.startswith("data:image/png;") and q.num == p.num + 2 for p, q in whole)
+    assert sum(len(shown) for shown in placed) >= 3 * 18 - len(whole)

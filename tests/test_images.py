@@ -67,6 +67,9 @@ def test_images_take_their_places():
     assert attach([{"role": "user", "content": "what?"}], [file_bytes()]) == [{"role": "user", "content": [image, text]}]
     assert attach([{"role": "user", "content": [text, WAITS, text, WAITS]}], [url, url]) == [{"role": "user", "content": [text, image, text, image]}]
     assert attach([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}], []) == [{"role": "user", "content": [image]}]
+    chatted = [{"role": "system", "content": "s"}, {"role": "user", "content": "what?"}, {"role": "assistant", "content": "this"}, {"role": "user", "content": "and?"}]
+    assert attach(chatted, [url]) == [chatted[0], {"role": "user", "content": [image, text]}, *chatted[2:]]
+    assert attach([{"role": "tool", "content": "what?"}], [url]) == [{"role": "tool", "content": [image, text]}]
     plain = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}]
     assert attach(plain, []) == plain
     for parts, given in (([WAITS], []), ([WAITS], [url, url]), ([WAITS, WAITS, WAITS], [url])):

@@ -211,7 +211,8 @@ class Prompts:
         return chat.to_messages(row["prompt"], self.cfg.system_prompt)
 
     def encode(self, row: dict) -> list[int]:
-        ids, messages = chat.encode_prompt(self.tokenizer, self.messages(row)), self.messages(row)
+        messages = self.messages(row)
+        ids = chat.encode_prompt(self.tokenizer, messages)
         return self.vision.expand(ids, of_chat(messages))[0] if self.vision else ids
 
     def check_lengths(self, setting: str, mesh: Mesh) -> int:

@@ -5,6 +5,7 @@ time, height and width.
 """
 
 import base64
+import functools
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -47,14 +48,20 @@ def open_url(url: str) -> Image.Image:
         raise BadImage(f"an image cannot be read ({error}): {url[:60]!r}") from error
 
 
+@functools.lru_cache(maxsize=64)
+def rgb(url: str) -> Image.Image:
+    """Its pixels; the samples of a prompt read the same one."""
+    return open_url(url).convert("RGB")
+
+
 def attach(messages: list[dict], images: Iterable[object]) -> list[dict]:
-    """The chat with these images where parts {"type": "image"} wait for one; if none does, before the text of the last message. OpenAI's `image_url`
-    becomes such a part. Raises BadImage if there are more or fewer images than wait."""
+    """The chat with these images where parts {"type": "image"} wait for one; if none does, before the text of the user's first message (or the last one,
+    if none is the user's). OpenAI's `image_url` becomes such a part. Raises BadImage if there are more or fewer images than wait."""
     urls, parts = [to_url(image) for image in images], [part for m in messages for part in _parts(m)]
     if urls and not any(map(_waits, parts)):
-        last = messages[-1]
-        content = [{"type": "image", "image": url} for url in urls] + (_parts(last) or [{"type": "text", "text": last["content"]}])
-        return attach([*messages[:-1], last | {"content": content}], ())
+        at = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages) - 1)
+        content = [{"type": "image", "image": url} for url in urls] + (_parts(messages[at]) or [{"type": "text", "text": messages[at]["content"]}])
+        return attach([*messages[:at], messages[at] | {"content": content}, *messages[at + 1 :]], ())
     if sum(map(_waits, parts)) != len(urls):
         raise BadImage(f"a chat with places for {sum(map(_waits, parts))} images came with {len(urls)} of them: {str(messages)[:200]}")
     rest = iter(urls)
@@ -116,7 +123,7 @@ class Vision:
         used = [([p for p in placed if p.place <= tokens.max()], tokens) for placed, tokens in sequences]
         urls = list(dict.fromkeys(p.url for placed, _ in used for p in placed))
         blank = Image.new("RGB", (self.merge * self.processor.patch_size,) * 2)
-        patches = self.processor([open_url(url).convert("RGB") for url in urls] or [blank], return_tensors="pt")
+        patches = self.processor(list(map(rgb, urls)) or [blank], return_tensors="pt")
         grids = (patches["image_grid_thw"].numpy() // (1, self.merge, self.merge)).tolist()  # in tokens
         grid, first = dict(zip(urls, grids, strict=False)), dict(zip(urls, np.cumsum([0, *map(np.prod, grids)]).tolist(), strict=False))
         features, positions = [], []
@@ -134,3 +141,8 @@ class Vision:
         rows = np.flatnonzero(features >= 0)
         return Images(pixels=patches["pixel_values"].to(device), grids=patches["image_grid_thw"].to(device), rows=torch.from_numpy(rows).to(device),
                       features=torch.from_numpy(features[rows]).to(device), positions=torch.from_numpy(np.concatenate(positions, axis=1)).to(device))
+
+
+def sampling_stops(stop_ids: list[int], vision: Vision | None) -> tuple[int, ...]:
+    """What ends an answer. A policy that says the token of an image has ended, too: the engine would take it for the place of the next one."""
+    return (*stop_ids, vision.token) if vision else tuple(stop_ids)

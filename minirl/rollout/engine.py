@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirl.config import EngineConfig
-from minirl.data.images import open_url
+from minirl.data.images import rgb
 from minirl.log import Timer
 from minirl.parallel.fsdp import Sleeper
 from minirl.parallel.mesh import Mesh
@@ -86,7 +86,7 @@ class RolloutEngine:
             "logprobs_mode": "processed_logprobs",
         }
         if self.reads_images:  # Its tower keeps how pixels are scaled in a buffer, which `dummy` fills with noise.
-            common |= {"limit_mm_per_prompt": {"image": cfg.max_images, "video": 0}, "skip_mm_profiling": not self.on_cuda}
+            common |= {"limit_mm_per_prompt": {"image": cfg.max_images, "video": 0}, "skip_mm_profiling": not self.on_cuda, "mm_processor_cache_gb": 1.0}
         if cfg.kv_cache_gb or not self.on_cuda:
             common["kv_cache_memory_bytes"] = int((cfg.kv_cache_gb or 1.0) * 2**30)
         if self.on_cuda:
@@ -163,7 +163,7 @@ class RolloutEngine:
 
         params = SamplingParams(**vars(sampling) | {"stop_token_ids": list(sampling.stop_token_ids)}, seed=seed, logprobs=0, detokenize=False,
                                 output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
-        shown = {"multi_modal_data": {"image": [open_url(url).convert("RGB") for url in images]}} if images else {}
+        shown = {"multi_modal_data": {"image": list(map(rgb, images))}} if images else {}
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt, **shown}, params)
 
     def abort(self, request_ids: list[str]) -> None:
