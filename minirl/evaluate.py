@@ -19,7 +19,7 @@ from minirl.parallel.mesh import Mesh
 from minirl.rm import RewardModel
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.env import make_env
-from minirl.rollout.rewards import check_rows, make_rewards
+from minirl.rollout.rewards import make_rewards
 from minirl.rollout.sampler import Sampler
 from minirl.run import find_teacher
 from minirl.types import Trajectory, UserError
@@ -53,7 +53,7 @@ def evaluate(sampler: Sampler, prompts: Prompts, cfg: EvalConfig, sampling: Samp
     once = [t for t in trajectories if t.segment == 0]
     own: list[tuple[str, float]] = []
     for _, group in itertools.groupby(once, lambda t: t.group):
-        told = [{"accuracy": float(t.reward >= cfg.threshold), "reward": t.reward, "answer_tokens": int(t.sampled.sum()), "stopped": t.info["stopped"]} for t in group]
+        told = [{"accuracy": float(t.reward >= cfg.threshold), "reward": t.reward, "answer_tokens": t.info["answer_tokens"], "stopped": t.info["stopped"]} for t in group]
         own += [(name, sum(t[name] for t in told) / len(told)) for name in told[0]] + [(f"pass@{cfg.samples}", max(t["accuracy"] for t in told))]
     shown = [(t.group, {"prompt": t.info["prompt"], "answer": t.info["completion"], "reward": t.reward}) for t in trajectories if t.group < 5 and t.episode == 0]
     answers = sorted(itertools.chain(*mesh.gather(shown)), key=lambda a: a[0])
@@ -73,7 +73,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     env, rewards = make_env(cfg.env.name), make_rewards(cfg.reward)
     judge = find_teacher(cfg.reward.model, config, 1, "reward.model", scores=True) if cfg.reward.model else None
     if env().graded:
-        check_rows(cfg.reward.function, rows)
+        rewards.check(rows)
     tokenizer = chat.load_tokenizer(folder, template=cfg.data.chat_template, plain=cfg.data.input_template)
     vision = Vision(folder, cfg.engine.max_images) if families.reads_images(config) else None
     prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=vision)

@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -61,16 +61,15 @@ class Log:
             self.file = (folder / "metrics.jsonl").open("a")
 
     def progress(self, description: str, total: int, start: int = 0) -> None:
-        """Begin a progress bar in place of the last; `advance` moves it."""
+        """Begin a progress bar in place of the last; `scalars` moves it."""
         self.bar.close()
         self.bar = tqdm(total=total, initial=start, desc=description, file=sys.stderr, dynamic_ncols=True, mininterval=1.0, disable=self.rank > 0)
 
-    def advance(self, **shown: float) -> None:
-        self.bar.set_postfix({k: f"{v:.3g}" for k, v in shown.items()}, refresh=False)
-        self.bar.update(1)
-
-    def scalars(self, phase: str, step: int, values: dict[str, float]) -> None:
-        """Write one row: {"phase": "rl", "step": 7, ...}."""
+    def scalars(self, phase: str, step: int, values: dict[str, float], shown: Iterable[str] = ()) -> None:
+        """Write one row: {"phase": "rl", "step": 7, ...}. `shown`: it is a step, and the progress bar goes on, with these of the values beside it."""
+        if shown:
+            self.bar.set_postfix({name: f"{values[name]:.3g}" for name in shown if name in values}, refresh=False)
+            self.bar.update(1)
         if self.rank == 0:
             self.file.write(json.dumps({"phase": phase, "step": step, **values}) + "\n")
             self.file.flush()

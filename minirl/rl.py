@@ -30,7 +30,7 @@ from minirl.rollout import records
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.env import make_env
 from minirl.rollout.refit import Refit
-from minirl.rollout.rewards import check_rows, make_rewards
+from minirl.rollout.rewards import make_rewards
 from minirl.rollout.sampler import Sampler
 from minirl.rm import RewardModel
 from minirl.run import Program, Run, check_output, find_model, find_teacher, make_scratch
@@ -56,6 +56,8 @@ class Trainer(Program):
             self.run.saver.rollouts = self.sampler.state
             self.sampler.load(checkpoint.load_rollouts(self.run.found) if self.run.found else [], self.prompts, self.sampling)
         self.log, self.progress = self.run.log, self.run.progress
+        adapted = self.progress.kl_coef if cfg.algo.kl_target else None
+        self.kl_coef = cfg.algo.kl_coef if adapted is None else adapted
         if cfg.rollout.curriculum_floor:
             self.prompts.order = Curriculum(self.prompts, cfg.rollout.curriculum_floor, self.progress.outcomes)
         self.ref = self.critic = None  # each a Policy where it is needed
@@ -71,7 +73,7 @@ class Trainer(Program):
         rows, held_out = (rows, load_rows(cfg.data.eval, "data.eval", cfg.data)) if cfg.data.eval else split(rows, cfg.data.held_out, cfg.seed)
         self.make_env, self.rewards, self.estimator = make_env(cfg.env.name), make_rewards(cfg.reward), advantages.find(cfg.algo.advantage)
         if self.make_env().graded:
-            check_rows(cfg.reward.function, itertools.chain(rows, held_out))
+            self.rewards.check(itertools.chain(rows, held_out))
         if cfg.sft.num_steps and any(row.get("answer") is None for row in rows):
             raise UserError(f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})")
         correction.resolve(cfg.algo.correction)
@@ -86,12 +88,6 @@ class Trainer(Program):
         make_scratch(cfg, cfg.engine.max_model_len, mesh)
         self.stop_ids = chat.stop_token_ids(tokenizer, self.folder)
         return f"{len(self.prompts.rows)} training prompts, {len(self.held_out.rows)} held out ({num_dropped} dropped as too long)"
-
-    @property
-    def kl_coef(self) -> float:
-        """Of now; algo.kl_coef unless a controller adapts it."""
-        adapted = self.progress.kl_coef if self.cfg.algo.kl_target else None
-        return self.cfg.algo.kl_coef if adapted is None else adapted
 
     def make_engine(self) -> None:
         cfg, mesh = self.cfg, self.mesh
@@ -141,7 +137,7 @@ class Trainer(Program):
             updates = [policy.step(minibatch, loss, learning_rate(cfg.policy, policy.num_updates, num_updates)) for minibatch in minibatches if moves]
             self.report(step, trajectories, minibatches, _means(updates) | criticised)
             if cfg.algo.kl_target and moves:
-                self.progress.kl_coef = losses.adapt_kl_coef(self.kl_coef, float(np.mean([u["ref_kl"] for u in updates])), cfg.algo.kl_target)
+                self.kl_coef = self.progress.kl_coef = losses.adapt_kl_coef(self.kl_coef, float(np.mean([u["ref_kl"] for u in updates])), cfg.algo.kl_target)
             self.run.save_if_due(step + 1)
         self.finish()
 
@@ -177,21 +173,19 @@ class Trainer(Program):
     def shape(self, trajectories: list[Trajectory]) -> None:
         """The score of each episode stays in `info`, and tells the curriculum."""
         once = {(t.group, t.episode): t for t in trajectories}
-        lengths = dict.fromkeys(once, 0)
         for t in trajectories:
             t.info["score"], t.info["staleness"] = t.reward, self.policy.num_updates - t.version
-            lengths[t.group, t.episode] += int(t.sampled.sum())
         if self.cfg.rollout.curriculum_floor:
             order = self.prompts.order
             own = [(order[t.group], t.reward >= self.cfg.eval.threshold) for t in once.values()]
             order.record(list(itertools.chain(*self.mesh.gather(own))))
-        table = torch.tensor([(t.reward, lengths[name], t.info["stopped"]) for name, t in once.items()], dtype=torch.float64).reshape(-1, 3)
+        table = torch.tensor([(t.reward, t.info["answer_tokens"], t.info["stopped"]) for t in once.values()], dtype=torch.float64).reshape(-1, 3)
         rewards, num_tokens, stopped = table.unbind(1)
         rewards, self.progress.reward_stats = shaping.shape(rewards, num_tokens, stopped.bool(), self.cfg.reward, self.cfg.env.max_tokens, self.progress.reward_stats,
                                                             self.mesh.sums)
         shaped = dict(zip(once, rewards.tolist(), strict=True))
         for t in trajectories:
-            t.reward, t.info["answer_tokens"] = shaped[t.group, t.episode], lengths[t.group, t.episode]
+            t.reward = shaped[t.group, t.episode]
 
     def evaluate(self, step: int, name: str | None = None) -> None:
         """Score held-out prompts; the engine must be awake. `name`: keep the result for the summary."""

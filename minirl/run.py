@@ -70,9 +70,7 @@ class Run:
     def report(self, phase: str, step: int, metrics: dict[str, float], shown: Iterable[str], **tokens: int) -> None:
         """Log a step of training and the phases that it took; on the progress bar, those of its metrics that are `shown`. `tokens`: of all ranks."""
         seconds = self.timer.take()
-        times = report.slowest(self.mesh.gather(seconds), **tokens)
-        self.log.scalars(phase, step, metrics | times)
-        self.log.advance(**{name: metrics[name] for name in shown if name in metrics})
+        self.log.scalars(phase, step, metrics | report.slowest(self.mesh.gather(seconds), **tokens), shown)
         self.progress.add(seconds, **tokens)
 
     def evaluated(self, step: int, scores: dict[str, float]) -> None:

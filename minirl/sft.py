@@ -134,8 +134,7 @@ def warm_start(cfg: RLConfig, policy: Policy, prompts: Prompts, stop_ids: list[i
         batches = batches_of(own, policy, mesh, cfg.tokens_per_rank)
         metrics = policy.step(batches, losses.sft(), learning_rate(policy.cfg, step, sft.num_steps))
         num_tokens += sum(sum(b.lengths) for b in batches)
-        log.scalars("sft", step, metrics)
-        log.advance(loss=metrics["loss"])
+        log.scalars("sft", step, metrics, ("loss",))
     policy.start_phase(cfg.policy)
     return num_tokens
 

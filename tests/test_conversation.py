@@ -13,7 +13,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from minirl.config import EnvConfig
+from minirl.config import DataConfig, EnvConfig, EvaluateConfig
 from minirl.data import chat
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout.conversation import Completion, Conversation, Segment
@@ -163,7 +163,7 @@ class Play(Env):
         self.contents = [self.lead + text + (end if s else "") for (text, end), s in zip(self.texts, shown, strict=True)]
         self.ends = ["" if s or not end else end for (_, end), s in zip(self.texts, shown, strict=True)]
         self.engine, self.at_work = SimpleNamespace(cfg=SimpleNamespace(max_model_len=10**6)), contextlib.nullcontext
-        stage = Stage(self, None, self.tokenizer, EnvConfig(max_turns=100, max_tokens=10**6, on_error="raise"), seed=0, system_prompt=self.system)
+        stage = Stage(self, None, EvaluateConfig(env=EnvConfig(max_turns=100, max_tokens=10**6, on_error="raise"), data=DataConfig(system_prompt=self.system)), 0)
         sampling = Sampling(max_tokens=10**6, stop_token_ids=())
         self.e = Episode(ticket=7, number=3, row={"prompt": self.observations[0]}, env=self, conversation=Conversation(self.tokenizer), sampling=sampling)
         asyncio.run(stage.play(self.e))

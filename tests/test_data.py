@@ -330,19 +330,19 @@ def test_an_exception_of_the_function_is_told_with_its_input():
 
 @pytest.mark.parametrize("name", ["exact", "final_answer", "math_verify"])
 def test_rows_without_an_answer_are_refused_before_anything_runs(name):
-    rewards.check_rows(name, ROWS)
+    rewards.Rewards((1.0, None, name)).check(ROWS)
     with pytest.raises(UserError, match=rf"reward.function = {name} compares with the answer, and a row has none \(data.answer_key\): .*no answer here"):
-        rewards.check_rows(name, [*ROWS, {"prompt": "no answer here"}])
+        rewards.Rewards((1.0, None, name)).check([*ROWS, {"prompt": "no answer here"}])
     with pytest.raises(UserError, match=r"data.answer_key"):
-        rewards.check_rows(name, [{"prompt": "p", "answer": None}])  # or the answer `None` would be right
+        rewards.Rewards((1.0, None, name)).check([{"prompt": "p", "answer": None}])  # or the answer `None` would be right
 
 
 @pytest.mark.parametrize("row", [{"prompt": "p"}, {"prompt": "p", "metadata": {}}, {"prompt": "p", "metadata": None}], ids=["none", "empty", "null"])
 def test_rows_without_a_generator_are_refused_by_reasoning_gym(row):
-    rewards.check_rows("reasoning_gym", [{"prompt": "p", "metadata": {"source_dataset": "products"}}])
+    rewards.Rewards((1.0, None, "reasoning_gym")).check([{"prompt": "p", "metadata": {"source_dataset": "products"}}])
     with pytest.raises(UserError, match=r"needs rows with metadata.source_dataset"):
-        rewards.check_rows("reasoning_gym", [row])
+        rewards.Rewards((1.0, None, "reasoning_gym")).check([row])
 
 
 def test_a_function_of_the_user_s_takes_any_row():
-    rewards.check_rows("my.py:score", [{"prompt": "p"}])
+    rewards.Rewards((1.0, None, "my.py:score")).check([{"prompt": "p"}])

@@ -223,7 +223,7 @@ def test_weights_that_do_not_fit_are_refused(function, weights):
 
 def test_each_reward_of_a_sum_checks_its_rows():
     with pytest.raises(UserError, match="reward.function = exact compares with the answer"):
-        rewards.check_rows(["my.py:score", "exact"], [{"prompt": "p"}])
+        rewards.Rewards((1.0, None, "my.py:score"), (1.0, None, "exact")).check([{"prompt": "p"}])
 
 
 def test_means_by_source_and_by_reward():

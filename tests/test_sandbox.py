@@ -153,6 +153,6 @@ def test_a_program_earns_its_reward_by_passing_the_row_s_tests(monkeypatch, comp
 
 
 def test_rows_without_tests_are_refused():
-    rewards.check_rows("python_tests", [{"prompt": "x", "tests": TESTS}])
+    rewards.Rewards((1.0, None, "python_tests")).check([{"prompt": "x", "tests": TESTS}])
     with pytest.raises(UserError, match="python_tests runs the text in the column `tests`"):
-        rewards.check_rows("python_tests", [{"prompt": "x", "answer": "y"}])
+        rewards.Rewards((1.0, None, "python_tests")).check([{"prompt": "x", "answer": "y"}])

@@ -43,26 +43,23 @@ class Segment:
     answers: int = 0
     images: list[Placed] = field(default_factory=list)
 
-    def read(self, tokens: list[int], text: str, shown: Sequence[Placed] = ()) -> None:
-        """What the policy is told."""
+    def read(self, tokens: list[int], text: str, shown: Sequence[Placed] = (), said: Completion | None = None) -> None:
+        """What the policy is told, or, if it comes from it, what it `said`."""
         self.images += shown
-        self._extend(text, tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
+        self.text += text
+        self.tokens += tokens
+        self.sampled += [said is not None] * len(tokens)
+        self.logprobs += said.logprobs if said else [0.0] * len(tokens)
+        self.versions += said.versions if said else [-1] * len(tokens)
+        self.rewards += [0.0] * len(tokens)
 
     def say(self, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
         """What it answers; returned as a text with its special tokens but the one that ends it."""
         text, last = added(tokenizer, self.tokens, completion.tokens), completion.tokens[-1:]
-        self._extend(text, completion.tokens, True, completion.logprobs, completion.versions)
+        self.read(completion.tokens, text, said=completion)
         self.answers += 1
         ended = completion.stopped and not tokenizer.decode(last, skip_special_tokens=True)  # no part of the content, as `</code>` would be
         return text.removesuffix(tokenizer.decode(last)) if ended else text
-
-    def _extend(self, text: str, tokens: list[int], sampled: bool, logprobs: list[float], versions: list[int]) -> None:
-        self.text += text
-        self.tokens += tokens
-        self.sampled += [sampled] * len(tokens)
-        self.logprobs += logprobs
-        self.versions += versions
-        self.rewards += [0.0] * len(tokens)
 
     def shows(self, urls: Sequence[str]) -> bool:
         """Its images are the first of these."""
@@ -145,6 +142,10 @@ class Conversation:
             if begin and "\ufffd" not in begin and ids[:1] == last:  # not a part of a character, which has no text
                 return ids[1:]
         return chat.encode(self.tokenizer, text)
+
+    def num_sampled(self) -> int:
+        """Tokens."""
+        return sum(sum(s.sampled) for s in self.segments)
 
     def _begin(self) -> Segment:
         self.segments.append(Segment())

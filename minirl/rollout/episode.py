@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from minirl.config import EnvConfig
+from minirl.config import SamplingConfig
 from minirl.data import chat
 from minirl.data.images import BadImage, attach, plain, to_url
 from minirl.rollout.conversation import Conversation, Segment
@@ -66,11 +65,10 @@ class Episode:
 class Stage:
     """What the episodes of a rank share."""
 
-    def __init__(self, driver: Driver, rewards: Rewards, tokenizer: PreTrainedTokenizerBase, cfg: EnvConfig, *, seed: int, system_prompt: str, endpoint: Any = None):
+    def __init__(self, driver: Driver, rewards: Rewards, cfg: SamplingConfig, seed: int, endpoint: Any = None):
         """`endpoint`: of server.py, for agents."""
-        self.driver, self.rewards, self.tokenizer, self.cfg, self.seed = driver, rewards, tokenizer, cfg, seed
-        self.system_prompt, self.endpoint = system_prompt, endpoint
-        self.threads = asyncio.Semaphore(cfg.threads)
+        self.driver, self.rewards, self.cfg, self.system_prompt, self.seed, self.endpoint = driver, rewards, cfg.env, cfg.data.system_prompt, seed, endpoint
+        self.threads = asyncio.Semaphore(self.cfg.threads)
         self.failures: list[str] = []  # why episodes failed
 
     async def play(self, e: Episode) -> None:
@@ -86,7 +84,7 @@ class Stage:
                     pass
             finally:
                 await self._call(e.env.close)
-        except EnvFailed as failure:
+        except (EnvFailed, BadImage) as failure:
             e.error = str(failure)
             self.failures.append(e.error)
             if self.cfg.on_error == "raise":
@@ -96,7 +94,7 @@ class Stage:
     def finish(self, e: Episode) -> list[Trajectory]:
         """Its trajectories, with what the reward functions say. Called in a thread. Raises UserError as they do."""
         info = {"prompt": plain(e.row["prompt"]), "completion": e.answer if e.turn < 2 else "\n".join(s.text for s in e.conversation.segments), "source": e.row.get("data_source"),
-                "stopped": e.stopped and not e.truncated, "error": e.error}
+                "stopped": e.stopped and not e.truncated, "answer_tokens": e.conversation.num_sampled(), "error": e.error}
         if self.cfg.name != "single_turn":
             info["env"] = {"turns": e.turn, "truncated": float(e.truncated), "failed": float(bool(e.error)), **e.info}
         reward = e.reward + (self.rewards(e.row, e.answer, info) if e.env.graded and not e.error else 0.0)
@@ -106,7 +104,7 @@ class Stage:
     async def _turn(self, e: Episode) -> bool:
         """An answer, and what the environment says to it. False: it was the last, or there is no room for one."""
         if e.request is None:
-            left = self.cfg.max_tokens - sum(sum(s.sampled) for s in e.conversation.segments)
+            left = self.cfg.max_tokens - e.conversation.num_sampled()
             room = min(e.sampling.max_tokens, left, self.driver.engine.cfg.max_model_len - len(e.segment.tokens))
             if room < 1 or e.turn >= self.cfg.max_turns or e.conversation.vision and len(e.segment.images) > e.conversation.vision.max_images:
                 e.truncated = True
@@ -115,8 +113,8 @@ class Stage:
                                 seed=sample_seed(self.seed, e.ticket, e.number, e.turn), name=(e.ticket, e.number))
         said = await self.driver.answer(e.request)
         e.request = None
-        text = e.segment.say(said, self.tokenizer)
-        e.answer, e.stopped = self.tokenizer.decode(said.tokens, skip_special_tokens=True), said.stopped
+        text = e.segment.say(said, e.conversation.tokenizer)
+        e.answer, e.stopped = e.conversation.tokenizer.decode(said.tokens, skip_special_tokens=True), said.stopped
         if e.messages:
             e.messages = [*e.messages, {"role": "assistant", "content": text}]
         e.turn += 1
@@ -175,16 +173,13 @@ class Stage:
             if not begins and not e.messages:
                 raise EnvFailed(f"it began with tokens or a Raw text and goes on with the message {said!r}")
             messages = chat.to_messages(said, self.system_prompt if begins else "")
-        try:
-            if messages:
-                e.messages = before + attach(messages, shown)
-                e.segment = e.conversation.ask(e.messages)
-            elif said and isinstance(said, list | str):
-                e.segment = e.conversation.read(said, e.segment, [to_url(image) for image in shown])
-            else:
-                raise EnvFailed(f"it is not done and said {said!r}; give an observation: a text, messages or tokens")
-        except BadImage as error:
-            raise EnvFailed(str(error)) from error
+        if messages:
+            e.messages = before + attach(messages, shown)
+            e.segment = e.conversation.ask(e.messages)
+        elif said and isinstance(said, list | str):
+            e.segment = e.conversation.read(said, e.segment, [to_url(image) for image in shown])
+        else:
+            raise EnvFailed(f"it is not done and said {said!r}; give an observation: a text, messages or tokens")
 
 
 def sample_seed(*numbers: int) -> int:

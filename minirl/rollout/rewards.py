@@ -41,6 +41,19 @@ class Rewards:
         """Weight, function and name of each."""
         self.parts = parts
 
+    def check(self, rows: Iterable[dict]) -> None:
+        """Refuse rows that a registered reward cannot grade, or a machine that cannot, before anything is generated. Raises UserError."""
+        names = [name for *_, name in self.parts]
+        if "python_tests" in names:
+            sandbox.check()
+        for row, name in ((row, name) for row in rows for name in names):
+            if name in ("exact", "final_answer", "math_verify") and row.get("answer") is None:
+                raise UserError(f"reward.function = {name} compares with the answer, and a row has none (data.answer_key): {str(row)[:120]}")
+            if name == "python_tests" and not isinstance(row.get("tests"), str):
+                raise UserError(f"reward.function = python_tests runs the text in the column `tests`, and a row has none: {str(row)[:120]}")
+            if name == "reasoning_gym" and "source_dataset" not in (row.get("metadata") or {}):
+                raise UserError(f"reward.function = reasoning_gym needs rows with metadata.source_dataset, and a row has none: {str(row)[:120]}")
+
     def __call__(self, row: dict, completion: str, info: dict | None = None) -> float:
         """What it is made of goes to `info["rewards"]`, name -> value, if it has several parts. Raises UserError as `grade`."""
         values = {name: grade(function, name, row, completion) for _, function, name in self.parts}
@@ -68,7 +81,7 @@ def grade(function: RewardFunction, name: str, row: dict, completion: str) -> fl
 def make_rewards(cfg: RewardConfig | str) -> Rewards:
     """What `reward.function` names (a text alone stands for a config with it). Raises UserError for what cannot be found."""
     cfg = RewardConfig(function=cfg) if isinstance(cfg, str) else cfg
-    names = _names(cfg.function)
+    names = [name for name in ([cfg.function] if isinstance(cfg.function, str) else cfg.function) if name]
     if not (names or cfg.model) or len(set(names)) < len(names) or cfg.weights and len(cfg.weights) != len(names) or not all(map(math.isfinite, cfg.weights)):
         raise UserError(f"reward.function = {cfg.function}, reward.weights = {cfg.weights}: give different functions, and no or as many finite weights")
     found = [_find(name, cfg) for name in names]
@@ -80,23 +93,6 @@ def _find(name: str, cfg: RewardConfig) -> RewardFunction:
     if kind in ("http", "https"):
         return RemoteReward(name, cfg)
     return vars(import_module(ADAPTERS[kind]))["reward"](rest) if kind in ADAPTERS else find_function("reward.function", name, REWARDS)
-
-
-def _names(function: str | list[str]) -> list[str]:
-    return [name for name in ([function] if isinstance(function, str) else function) if name]
-
-
-def check_rows(function: str | list[str], rows: Iterable[dict]) -> None:
-    """Refuse rows that a registered reward cannot grade, or a machine that cannot, before anything is generated. Raises UserError."""
-    if "python_tests" in _names(function):
-        sandbox.check()
-    for row, name in ((row, name) for row in rows for name in _names(function)):
-        if name in ("exact", "final_answer", "math_verify") and row.get("answer") is None:
-            raise UserError(f"reward.function = {name} compares with the answer, and a row has none (data.answer_key): {str(row)[:120]}")
-        if name == "python_tests" and not isinstance(row.get("tests"), str):
-            raise UserError(f"reward.function = python_tests runs the text in the column `tests`, and a row has none: {str(row)[:120]}")
-        if name == "reasoning_gym" and "source_dataset" not in (row.get("metadata") or {}):
-            raise UserError(f"reward.function = reasoning_gym needs rows with metadata.source_dataset, and a row has none: {str(row)[:120]}")
 
 
 def exact(prompt: str | list[dict], completion: str, row: dict) -> float:

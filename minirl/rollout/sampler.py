@@ -138,7 +138,7 @@ class Sampler:
 
             self.endpoint = Endpoint(self.driver.ask, tokenizer, cfg.endpoint, max_model_len=engine.cfg.max_model_len, vision=vision)
             self.driver.loop.run_until_complete(self.endpoint.start())
-        self.stage = Stage(self.driver, rewards, tokenizer, cfg.env, seed=cfg.seed, system_prompt=cfg.data.system_prompt, endpoint=self.endpoint)
+        self.stage = Stage(self.driver, rewards, cfg, cfg.seed, self.endpoint)
         self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
         self.training = Round(self)  # whose unfinished groups the next step goes on with
         self.numbers = itertools.count()  # of counters on the store
@@ -195,11 +195,10 @@ class Sampler:
             dealt = spread(len(tickets), loads)
             quota = len(spread(enough, [-load - len(own) for load, own in zip(loads, dealt, strict=True)])[me])
             queue, is_enough = iter([tickets[i] for i in dealt[me]]), lambda played: played >= quota
-        if not self.engine.is_leader:
-            return self.driver.run(None) or []
         # At most an even share at once: with room for all, the engine that asks first would take everything.
         room = min(self.engine.cfg.max_num_seqs, -(-num // len(loads)) * num_samples) - num_samples + 1
-        return self.driver.run(round.play(partial(self._group, prompts, num_samples, sampling, version), queue, room, is_enough))
+        begin = partial(self._group, prompts, num_samples, sampling, version)
+        return self.driver.run(round.play(begin, queue, room, is_enough) if self.engine.is_leader else None) or []
 
     def _pull(self, number: int, tickets: range) -> Iterator[int]:
         """Take the next ticket that no engine has taken: one counter on torchrun's store, so long answers balance themselves."""
