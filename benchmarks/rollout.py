@@ -98,9 +98,9 @@ class Bench:
         cfg = EvaluateConfig(rollout=RolloutConfig(tickets=tickets), env=env, reward=RewardConfig())
         self.engine.cfg = replace(self.engine.cfg, max_num_seqs=lanes)
         self.num_samplers += 1  # their counters on the store must not meet
-        mesh = replace(self.mesh, store=dist.PrefixStore(f"sampler-{self.num_samplers}", self.mesh.store))
         prompts = Prompts(rows, self.tokenizer, cfg.data, seed=0, shuffle=False)
-        sampler = Sampler(self.engine, make_env, Rewards((1.0, lambda prompt, completion, row: float(len(completion)), "length")), self.tokenizer, mesh, cfg)
+        sampler = Sampler(self.engine, make_env, Rewards((1.0, lambda prompt, completion, row: float(len(completion)), "length")), prompts, cfg)
+        sampler.mesh = replace(self.mesh, store=dist.PrefixStore(f"sampler-{self.num_samplers}", self.mesh.store))
         result, times = self.timed(lambda: sampler.collect(prompts, range(len(rows)), num_samples, Sampling(max_tokens=first, stop_token_ids=())))
         sampler.close()
         return result, times

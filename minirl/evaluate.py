@@ -80,7 +80,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     num_dropped = prompts.check_lengths("data.eval", mesh)
     dtype = "bfloat16" if cfg.engine.dtype == "auto" else cfg.engine.dtype
     engine = RolloutEngine(cfg.engine, folder, mesh, dtype=dtype, load_weights=True, reads_images=vision is not None)
-    sampler = Sampler(engine, env, rewards, tokenizer, mesh, cfg, vision=vision)
+    sampler = Sampler(engine, env, rewards, prompts, cfg)
     r = cfg.rollout
     stop_ids = chat.stop_token_ids(tokenizer, folder)
     sampling = Sampling(max_tokens=r.max_tokens, stop_token_ids=sampling_stops(stop_ids, vision), temperature=cfg.eval.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p)

@@ -54,7 +54,7 @@ class Trainer(Program):
             self.run = Run(cfg, self.policy, mesh, self.timer, about)
         if cfg.rollout.ahead:
             self.run.saver.rollouts = self.sampler.state
-            self.sampler.load(checkpoint.load_rollouts(self.run.found) if self.run.found else [], self.prompts, self.sampling)
+            self.sampler.load(checkpoint.load_rollouts(self.run.found) if self.run.found else [], self.sampling)
         self.log, self.progress = self.run.log, self.run.progress
         adapted = self.progress.kl_coef if cfg.algo.kl_target else None
         self.kl_coef = cfg.algo.kl_coef if adapted is None else adapted
@@ -94,7 +94,7 @@ class Trainer(Program):
         dtype = cfg.engine.dtype if cfg.engine.dtype != "auto" else cfg.policy.dtype.replace("float64", "float32")
         self.engine = RolloutEngine(cfg.engine, self.folder, mesh, dtype=dtype, reads_images=self.policy.vision is not None, timer=self.timer)
         self.refit = Refit(cfg.refit, self.policy.shards(), self.policy.parts(), self.engine, mesh, check=cfg.debug.check_refit)
-        self.sampler = Sampler(self.engine, self.make_env, self.rewards, self.prompts.tokenizer, mesh, cfg, vision=self.prompts.vision)
+        self.sampler = Sampler(self.engine, self.make_env, self.rewards, self.prompts, cfg)
         self.sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=sampling_stops(self.stop_ids, self.prompts.vision), temperature=cfg.rollout.temperature)
 
     def train(self) -> None:
@@ -154,7 +154,7 @@ class Trainer(Program):
                 first = step * cfg.rollout.prompts_per_step + self.progress.extra_tickets
                 if cfg.rollout.curriculum_floor:
                     self.prompts.order.start(first)
-                trajectories, end = self.sampler.collect_step(self.prompts, first, self.sampling, version=self.policy.num_updates)
+                trajectories, end = self.sampler.collect_step(first, self.sampling, version=self.policy.num_updates)
             with self.timer.phase("idle"):
                 failures = [message for part in self.mesh.gather(self.sampler.stage.failures) for message in part]
         if failures:
@@ -192,10 +192,7 @@ class Trainer(Program):
         sampling = dataclasses.replace(self.sampling, temperature=self.cfg.eval.temperature)
         with self.timer.phase("evaluate"):
             result = evaluate(self.sampler, self.held_out, self.cfg.eval, sampling, self.mesh, self.judge)
-        self.run.evaluated(step, result["scores"])
-        self.log.say(f"step {step}: held-out accuracy {result['scores']['accuracy']:.3f}, reward {result['scores']['reward']:.3f}")
-        if name:
-            self.progress.evaluations[name] = result
+        self.run.evaluated(step, result["scores"], ("accuracy", "reward"), name, result)
 
     def warm_start(self) -> None:
         with self.engine.awake(self.refit, self.policy.sleeper):

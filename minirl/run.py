@@ -73,10 +73,14 @@ class Run:
         self.log.scalars(phase, step, metrics | report.slowest(self.mesh.gather(seconds), **tokens), shown)
         self.progress.add(seconds, **tokens)
 
-    def evaluated(self, step: int, scores: dict[str, float]) -> None:
-        """Log held-out scores of the weights after `step` steps; they may make the checkpoint of that step the best."""
+    def evaluated(self, step: int, scores: dict[str, float], shown: Iterable[str], name: str | None, found: dict) -> None:
+        """Log held-out scores of the weights after `step` steps, on the console those that are `shown`; they may make the checkpoint of that step the best.
+        `name`: keep what was `found` for the summary."""
         self.log.scalars("eval", step, scores)
         self.saver.score(step, scores)
+        self.log.say(f"step {step}: held-out " + ", ".join(f"{what} {scores[what]:.4g}" for what in shown))
+        if name:
+            self.progress.evaluations[name] = found
 
     def save_if_due(self, step: int) -> None:
         """`step`: how many are finished."""

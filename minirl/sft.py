@@ -98,10 +98,7 @@ class Trainer(Program):
         """Score held-out rows. `name`: keep it for the summary."""
         with self.timer.phase("evaluate"):
             scores = self.scores(self.policy.measure(self.batches(self.held_out.examples(range(len(self.held_out)))), self.make_loss()))
-        self.run.evaluated(step, scores)
-        self.log.say(f"step {step}: held-out " + ", ".join(f"{what} {value:.4g}" for what, value in scores.items()))
-        if name:
-            self.progress.evaluations[name] = scores
+        self.run.evaluated(step, scores, scores, name, scores)
 
 
 def batches_of(examples: list[Trajectory], policy: Policy, mesh: Mesh, tokens_per_rank: int, *, pairs: bool = False) -> list[Packed]:

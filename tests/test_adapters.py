@@ -324,7 +324,7 @@ def rollout_program(mesh, folder, names, reward):
     found, mismatch = {}, 0.0
     for name in names:
         cfg = EvaluateConfig(engine=engine.cfg, rollout=RolloutConfig(max_tokens=6), env=EnvConfig(name=name, max_turns=3, max_tokens=100, on_error="raise"))
-        sampler = Sampler(engine, make_env(name), make_rewards(reward), tokenizer, mesh, cfg)
+        sampler = Sampler(engine, make_env(name), make_rewards(reward), prompts, cfg)
         with engine.awake(Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True), policy.sleeper):
             trajectories = sampler.collect(prompts, range(4), 2, sampling)
         batches = [pack(trajectories, mesh.device, 1.0, layout=policy.layout)]

@@ -190,7 +190,7 @@ def stage(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts=
     cfg = config(engine=eng.cfg, seed=seed, rollout=RolloutConfig(**{"max_tokens": 12, **(rollout or {})}), env=EnvConfig(**{"name": "my", "max_turns": 6, "max_tokens": 96, **env}))
     prompts = Prompts(ROWS, tokenizer, DataConfig(), seed=0, shuffle=False, vision=vision)
     make = {c.__name__: c for c in (Talk, AsyncTalk, Forgetful, InTokens, Greedy, Broken, Caller, Shows, ShowsBadly, Viewer)}[cfg.env.name]
-    sampler = Sampler(eng, make, make_rewards("exact"), tokenizer, mesh, cfg, vision=vision)
+    sampler = Sampler(eng, make, make_rewards("exact"), prompts, cfg)
     sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=images.sampling_stops(chat.stop_token_ids(tokenizer, folder), vision), temperature=0.8)
     return *parts, sampler, prompts, sampling
 
@@ -212,7 +212,7 @@ def episodes_program(mesh, folder, kinds):
         *parts, sampler, prompts, sampling = stage(mesh, folder, {"name": kind}, parts=parts)
         with parts[1].awake(parts[2], parts[0].sleeper):
             first, again = (sampler.collect(prompts, range(9), 2, sampling, version=7) for _ in range(2))
-        texts = [sampler.tokenizer.decode(t.tokens) for t in first]
+        texts = [sampler.prompts.tokenizer.decode(t.tokens) for t in first]
         found[kind] = {"mismatch": mismatch(parts[0], first), "first": shown(first), "again": shown(again), "texts": texts, "info": [t.info for t in first], "images": [t.images for t in first]}
         sampler.close()
     return found
@@ -362,13 +362,13 @@ def partial_program(mesh, folder, other, env, ahead, break_offs):
             overwrite(parts[0], other if step == 1 else folder)
             with parts[1].awake(parts[2], parts[0].sleeper):
                 held = len(sampler.training.groups)
-                trajectories, first = sampler.collect_step(prompts, first, sampling, version=step)
+                trajectories, first = sampler.collect_step(first, sampling, version=step)
             steps.append({"trajectories": shown(trajectories), "held": held, "next": first, "left": len(sampler.training.groups), "images": [t.images for t in trajectories]})
             if break_off == step:
                 states = mesh.gather(sampler.state())
                 sampler.close()
                 *_, sampler, prompts, sampling = stage(mesh, folder, env, parts=parts, **options)
-                sampler.load(states, prompts, sampling)
+                sampler.load(states, sampling)
         sampler.close()
         runs.append(steps)
     policy, whole, worst, mixed = parts[0], [step for part in mesh.gather(runs[0]) for step in part], 0.0, 0
@@ -427,7 +427,7 @@ def stale_program(mesh, folder, tickets):
     steps, first = [], 0
     for step in range(6):
         with eng.awake(refit, policy.sleeper):
-            trajectories, first = sampler.collect_step(prompts, first, sampling, version=step)
+            trajectories, first = sampler.collect_step(first, sampling, version=step)
             evaluation = sampler.collect(prompts, range(3), 1, sampling)  # leaves what is held alone
         steps.append([(t.group, t.episode, step - t.version) for t in trajectories])
         played = sorted(t.group for part in mesh.gather(evaluation) for t in part if t.segment == 0)
@@ -455,8 +455,8 @@ def tp_program(mesh, folder, env):
     policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, env, {"max_tokens": 12, "ahead": 2, "prompts_per_step": 3, "samples_per_prompt": 2}, RLConfig,
                                                            tensor_parallel_size=2)
     with eng.awake(refit, policy.sleeper):
-        found, first = sampler.collect_step(prompts, 0, sampling, version=0)
-        more, _ = sampler.collect_step(prompts, first, sampling, version=1)
+        found, first = sampler.collect_step(0, sampling, version=0)
+        more, _ = sampler.collect_step(first, sampling, version=1)
     sampler.close()
     return [shown(found), shown(more)]
 
@@ -474,7 +474,7 @@ def agent_program(mesh, folder, tp, name="Caller"):
     failures = sampler.stage.failures
     sampler.close()
     worst = max((mismatch(policy, part) for part in ([found] if tp == 1 else mesh.gather(found)) if part), default=0.0)
-    return worst, shown(found), [t.info for t in found], failures, [sampler.tokenizer.decode(t.tokens) for t in found], [t.images for t in found]
+    return worst, shown(found), [t.info for t in found], failures, [sampler.prompts.tokenizer.decode(t.tokens) for t in found], [t.images for t in found]
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -90,8 +90,8 @@ def test_sleep_refit_and_logprobs(tmp_path):
     engine = RolloutEngine(cfg, folder, mesh, dtype="bfloat16")
     refit = Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True)
     tokenizer = chat.load_tokenizer(folder)
-    sampler = Sampler(engine, make_env("single_turn"), make_rewards("exact"), tokenizer, mesh, EvaluateConfig(engine=engine.cfg, env=EnvConfig(max_tokens=32)))
     prompts = Prompts([{"prompt": "x" * n, "answer": ""} for n in range(1, 9)], tokenizer, DataConfig(), seed=0)
+    sampler = Sampler(engine, make_env("single_turn"), make_rewards("exact"), prompts, EvaluateConfig(engine=engine.cfg, env=EnvConfig(max_tokens=32)))
     for _ in range(2):
         with engine.awake(refit, policy.sleeper):
             trajectories = sampler.collect(prompts, range(8), 4, Sampling(max_tokens=32, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder))))

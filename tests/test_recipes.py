@@ -271,7 +271,7 @@ class Recorded(Sampler):
     def __init__(self, means: dict[int, float], rank: int, extra: int):
         self.means, self.rank, self.asked, self.mesh = means, rank, [], self
         self.cfg = RLConfig(rollout=RolloutConfig(prompts_per_step=4, extra_prompts=extra))
-        self.training, self.stage = Round(self), SimpleNamespace(failures=[])
+        self.training, self.stage, self.prompts = Round(self), SimpleNamespace(failures=[]), None
 
     def _play(self, round, prompts, tickets, num_samples, sampling, version, enough):
         self.asked.append(tickets)
@@ -302,7 +302,7 @@ def test_groups_outside_the_range_are_replaced(means, extra, kept, end, rounds):
     got = []
     for rank in (0, 1):
         sampler = Recorded(given, rank, extra)
-        trajectories, stop = sampler.collect_step(None, 10, None, version=0)
+        trajectories, stop = sampler.collect_step(10, None, version=0)
         assert stop == 10 + end and len(sampler.asked) == rounds
         assert [n for tickets in sampler.asked for n in tickets] == list(range(10, stop))  # none twice, none left out
         got += [(t.group - 10, t.episode) for t in trajectories]

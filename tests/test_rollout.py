@@ -104,9 +104,9 @@ def test_refit_names_what_it_would_leave_unfilled(tmp_path):
         ranks(1, incomplete_refit, tiny.make(tmp_path / "model"))
 
 
-def make_sampler(engine, tokenizer, mesh, tickets, vision=None, **env):
+def make_sampler(engine, prompts, tickets, **env):
     cfg = EvaluateConfig(engine=engine.cfg, rollout=RolloutConfig(tickets=tickets, max_tokens=20), env=EnvConfig(**{"max_tokens": 1000, **env}))
-    return Sampler(engine, make_env(cfg.env.name), make_rewards("exact"), tokenizer, mesh, cfg, vision=vision)
+    return Sampler(engine, make_env(cfg.env.name), make_rewards("exact"), prompts, cfg)
 
 
 def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options, tickets):
@@ -117,8 +117,8 @@ def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options
         rows = [row if i % 3 == 0 else {**row, "prompt": attach([{"role": "user", "content": row["prompt"]}], [tiny.picture(56 + 20 * i, 84)] * (i % 3))} for i, row in enumerate(rows)]
     cfg = EngineConfig(**ENGINE | ({"max_model_len": 128} if vision else {}) | engine_options)
     engine = RolloutEngine(cfg, folder, mesh, dtype="float32", reads_images=vision is not None)
-    sampler = make_sampler(engine, tokenizer, mesh, tickets, vision)
     prompts = Prompts(rows, tokenizer, DataConfig(), seed=0, vision=vision)
+    sampler = make_sampler(engine, prompts, tickets)
     sampling = Sampling(max_tokens=20, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=temperature)
     with engine.awake(Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True), policy.sleeper):
         trajectories = sampler.collect(prompts, range(7, 7 + len(rows)), num_samples, sampling)

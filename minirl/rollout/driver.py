@@ -93,12 +93,11 @@ class Driver:
         self.halted, task = False, asyncio.ensure_future(main)
         task.add_done_callback(lambda _: self._news.set())
         while not task.done():
+            self._news.clear()
             for _ in range(8):  # whoever got an answer may now ask for the next; a request over HTTP takes several turns of the loop
                 await asyncio.sleep(0)
             if self.halted or self.repeatable and self.players or not (self._waiting or self._live):
-                self._news.clear()
-                if not task.done():
-                    await self._news.wait()
+                await self._news.wait()
             else:
                 self._tick()
         for name, tokens, logprobs, _ in self.engine.unfinished():

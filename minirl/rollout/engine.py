@@ -58,7 +58,7 @@ class RolloutEngine:
         with _keep_random_state_and_threads(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of vLLM's imports, which no setting of ours can mend
             logging.getLogger("vllm").setLevel(logging.ERROR)
-            from vllm import LLM
+            import vllm
 
             # vLLM serves some families (smollm3) by transformers' own classes and decorates those for its compiler; the trainer's
             # models are of the same classes, and would then demand a vLLM config.
@@ -68,9 +68,10 @@ class RolloutEngine:
             if not self.on_cuda:
                 _patch_cpu(mesh)
             try:
-                self.llm = LLM(**self._arguments(folder, dtype, load_weights))
+                self.llm = vllm.LLM(**self._arguments(folder, dtype, load_weights))
             except (ValueError, RuntimeError) as error:
                 raise UserError(f"the vLLM engine did not start with engine.* = {cfg} for {folder}: {error}") from error
+        self.vllm = vllm
         self.tp_size = cfg.tensor_parallel_size
         self.num_replicas, self.replica = mesh.world_size // self.tp_size, mesh.rank // self.tp_size
         self.is_leader = mesh.rank % self.tp_size == 0
@@ -105,9 +106,7 @@ class RolloutEngine:
 
     def load_weights(self, named: Iterator[tuple[str, Tensor]]) -> None:
         """vLLM's own loader for this model: checkpoint names and whole tensors in, fused and split parameters out."""
-        from vllm.config import set_current_vllm_config
-
-        with torch.no_grad(), set_current_vllm_config(self.llm.llm_engine.vllm_config):
+        with torch.no_grad(), self.vllm.config.set_current_vllm_config(self.llm.llm_engine.vllm_config):
             self._model.load_weights(named)
 
     def parameters(self) -> dict[str, Tensor]:
@@ -158,11 +157,9 @@ class RolloutEngine:
         The seed must differ between samples: unseeded ones draw from the process's generator, which the trainer moves and
         which would differ between ranks of one engine. `stream`: `step` tells each token at once, which costs vLLM an object for it.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(**vars(sampling) | {"stop_token_ids": list(sampling.stop_token_ids)}, seed=seed, logprobs=0, detokenize=False,
-                                output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY)
+        kinds = self.vllm.sampling_params.RequestOutputKind
+        params = self.vllm.SamplingParams(**vars(sampling) | {"stop_token_ids": list(sampling.stop_token_ids)}, seed=seed, logprobs=0, detokenize=False,
+                                output_kind=kinds.DELTA if stream else kinds.FINAL_ONLY)
         shown = {"multi_modal_data": {"image": list(map(rgb, images))}} if images else {}
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt, **shown}, params)
 
@@ -178,30 +175,25 @@ class RolloutEngine:
 
     def unfinished(self) -> list[tuple[str, list[int], list[float], None]]:
         """What there is of requests that have not ended and are not streamed, in the form of `step`."""
-        from vllm.sampling_params import RequestOutputKind
-
-        found = [s for s in self.llm.llm_engine.output_processor.request_states.values() if s.output_kind == RequestOutputKind.FINAL_ONLY]
+        states = self.llm.llm_engine.output_processor.request_states.values()
+        found = [s for s in states if s.output_kind == self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY]
         return [(s.external_req_id, list(s.detokenizer.output_token_ids), _logprobs(s.detokenizer.output_token_ids, s.logprobs_processor.logprobs), None) for s in found]
 
     def tensor_parallel_broadcast(self, value: object) -> object:
         """The leader's value, on all ranks of this engine."""
         if self.tp_size == 1:
             return value
-        from vllm.distributed.parallel_state import get_tp_group
-
-        values = [value]
-        dist.broadcast_object_list(values, src=get_tp_group().ranks[0], group=get_tp_group().cpu_group)
+        values, group = [value], self.vllm.distributed.parallel_state.get_tp_group()
+        dist.broadcast_object_list(values, src=group.ranks[0], group=group.cpu_group)
         return values[0]
 
     def close(self) -> None:
         """Release vLLM in the order that leaves torchrun an exit code of 0. Collective."""
-        from vllm.distributed import destroy_model_parallel
-
         self.mesh.barrier()
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
-        destroy_model_parallel()
+        self.vllm.distributed.destroy_model_parallel()
 
 
 def _logprobs(tokens: list[int], entries: list[dict] | None) -> list[float]:

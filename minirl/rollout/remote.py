@@ -76,13 +76,12 @@ def serve(score: Callable[[list[str]], list[float]], host: str, port: int) -> No
     import uvicorn  # here, because only this program needs them and they take a while
     from fastapi import Body, FastAPI
 
-    app, one = FastAPI(), threading.Lock()
+    app = FastAPI()
 
     @app.post("/")
     @app.post("/get_reward")
-    def get_reward(query: Annotated[list[str], Body(embed=True)]) -> dict[str, list[float]]:
-        with one:
-            return {"rewards": list(score(query))}
+    async def get_reward(query: Annotated[list[str], Body(embed=True)]) -> dict[str, list[float]]:
+        return {"rewards": list(score(query))}  # in the loop itself, so one at a time
 
     with listen(host, port) as listening:
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])

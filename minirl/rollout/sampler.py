@@ -13,14 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from transformers import PreTrainedTokenizerBase
-
 from minirl.config import EvaluateConfig
 from minirl.config_rl import RLConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts
-from minirl.data.images import Vision
-from minirl.parallel.mesh import Mesh
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.driver import Driver
 from minirl.rollout.engine import RolloutEngine, Sampling
@@ -127,16 +123,16 @@ class Round:
 class Sampler:
     """Samples groups of episodes with this rank's engine."""
 
-    def __init__(self, engine: RolloutEngine, make_env: Callable[[], Env | Agent], rewards: Rewards, tokenizer: PreTrainedTokenizerBase, mesh: Mesh,
-                 cfg: RLConfig | EvaluateConfig, *, vision: Vision | None = None):
-        self.engine, self.make_env, self.tokenizer, self.mesh, self.cfg, self.vision = engine, make_env, tokenizer, mesh, cfg, vision
-        self.pulls = {"pull": True, "round_robin": False, "auto": mesh.device.type == "cuda"}[cfg.rollout.tickets]
+    def __init__(self, engine: RolloutEngine, make_env: Callable[[], Env | Agent], rewards: Rewards, prompts: Prompts, cfg: RLConfig | EvaluateConfig):
+        """`prompts`: of training; others are read as they are."""
+        self.engine, self.mesh, self.make_env, self.prompts, self.cfg = engine, engine.mesh, make_env, prompts, cfg
+        self.pulls = {"pull": True, "round_robin": False, "auto": engine.on_cuda}[cfg.rollout.tickets]
         self.driver = Driver(engine, repeatable=not self.pulls)
         self.endpoint = None
         if engine.is_leader and isinstance(make_env(), Agent):
             from minirl.rollout.server import Endpoint  # only agents need it, and it takes a while
 
-            self.endpoint = Endpoint(self.driver.ask, tokenizer, cfg.endpoint, max_model_len=engine.cfg.max_model_len, vision=vision)
+            self.endpoint = Endpoint(self.driver.ask, prompts.tokenizer, cfg.endpoint, max_model_len=engine.cfg.max_model_len, vision=prompts.vision)
             self.driver.loop.run_until_complete(self.endpoint.start())
         self.stage = Stage(self.driver, rewards, cfg, cfg.seed, self.endpoint)
         self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
@@ -151,7 +147,7 @@ class Sampler:
         """
         return [t for group in self._play(Round(self), prompts, tickets, num_samples, sampling, version, len(tickets)) for t in group.trajectories()]
 
-    def collect_step(self, prompts: Prompts, first: int, sampling: Sampling, *, version: int) -> tuple[list[Trajectory], int]:
+    def collect_step(self, first: int, sampling: Sampling, *, version: int) -> tuple[list[Trajectory], int]:
         """A step's groups: rollout.prompts_per_step from ticket `first` on and from what earlier steps began. Those whose mean reward is not strictly inside
         rollout.keep_inside are replaced by the groups of at most rollout.extra_prompts further tickets; if that is not enough, the earliest of
         them are in after all. Returns this rank's part of them, and the next ticket. DAPO's dynamic sampling (arXiv 2503.14476, sec. 3.2).
@@ -159,7 +155,7 @@ class Sampler:
         r, mesh = self.cfg.rollout, self.mesh
         self.stage.failures.clear()
         for group in [g for g in self.training.groups.values() if g.version < version - r.max_staleness * self.cfg.algo.updates_per_step]:
-            self.training.replace(group, self._group(prompts, r.samples_per_prompt, sampling, version, group.ticket))
+            self.training.replace(group, self._group(self.prompts, r.samples_per_prompt, sampling, version, group.ticket))
         begun = sum(mesh.gather(len(self.training.groups)))
         last = first + max(0, r.prompts_per_step + r.ahead - begun) + r.extra_prompts
         groups: dict[int, Group] = {}
@@ -169,7 +165,7 @@ class Sampler:
             tickets = range(first, min(first + max(0, missing + r.ahead - begun), last))
             if not begun and not tickets:
                 break
-            played = self._play(self.training, prompts, tickets, r.samples_per_prompt, sampling, version, min(missing, begun + len(tickets)))
+            played = self._play(self.training, self.prompts, tickets, r.samples_per_prompt, sampling, version, min(missing, begun + len(tickets)))
             first = tickets.stop
             groups |= {group.ticket: group for group in played}
             for part in mesh.gather({group.ticket: self._is_varied(group.trajectories()) for group in played}):
@@ -217,21 +213,19 @@ class Sampler:
 
     def _group(self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int) -> Group:
         row = prompts.row(ticket)
-        row = {**row, "rendered_prompt": chat.render(self.tokenizer, prompts.messages(row))}
-        return Group(ticket, version, [Episode(ticket=ticket, number=i, row=row, env=self.make_env(), conversation=Conversation(self.tokenizer, self.vision), sampling=sampling)
-                                       for i in range(num_samples)])
+        row = {**row, "rendered_prompt": chat.render(prompts.tokenizer, prompts.messages(row))}
+        return Group(ticket, version, [Episode(ticket=ticket, number=i, row=row, env=self.make_env(), conversation=Conversation(prompts.tokenizer, prompts.vision),
+                                               sampling=sampling) for i in range(num_samples)])
 
     def state(self) -> list[bytes]:
         """What the next step would go on with, group by group, for a checkpoint. What cannot be pickled begins anew there."""
         return [group.pickled() for group in self.training.groups.values()]
 
-    def load(self, states: list[list[bytes]], prompts: Prompts, sampling: Sampling) -> None:
+    def load(self, states: list[list[bytes]], sampling: Sampling) -> None:
         """Take this rank's part of what all ranks had: its own, or a share if there were more or fewer of them."""
-        if not self.engine.is_leader or not states:
-            return
         own = states[self.mesh.rank] if len(states) == self.mesh.world_size else sum(states, [])[self.engine.replica :: self.engine.num_replicas]
-        for ticket, version, episodes in map(pickle.loads, own):
-            group = self.training.groups[ticket] = self._group(prompts, self.cfg.rollout.samples_per_prompt, sampling, version, ticket)
+        for ticket, version, episodes in map(pickle.loads, own if self.engine.is_leader else []):
+            group = self.training.groups[ticket] = self._group(self.prompts, self.cfg.rollout.samples_per_prompt, sampling, version, ticket)
             for episode, saved in zip(group.episodes, episodes, strict=False):
                 episode.restore(saved)
 
