@@ -1,5 +1,6 @@
 """How a program starts and how it ends: one message for what the user can mend, one exit code for each kind of end."""
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -38,17 +39,11 @@ def run(config: type, program: Callable[[Any, Mesh], None]) -> None:
             _let_rank_0_tell()
         raise
     except Exception:  # the last handler of the program: whatever it is, this rank ends now
-        if not _another_told(mesh):
-            print(f"\nminirl: rank {os.environ.get('RANK', 0)} crashed\n{traceback.format_exc()}", file=sys.stderr)
+        with contextlib.suppress(dist.DistError):  # the store is gone too
+            if mesh is not None and mesh.store.add("minirl/errors", 0) > 0:
+                _leave(CRASH)  # a rank that told what to mend has left, and this one only misses it
+        print(f"\nminirl: rank {os.environ.get('RANK', 0)} crashed\n{traceback.format_exc()}", file=sys.stderr)
         _leave(CRASH)
-
-
-def _another_told(mesh: Mesh | None) -> bool:
-    """A rank that told what to mend has left, and this one only misses it."""
-    try:
-        return mesh is not None and mesh.store.add("minirl/errors", 0) > 0
-    except dist.DistError:  # the store is gone too
-        return False
 
 
 def _let_rank_0_tell() -> None:

@@ -14,7 +14,6 @@ from minirl import cli
 from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config_supervised import DPOConfig
-from minirl.data.pairs import Pairs
 from minirl.policy import Policy
 from minirl.rm import PairTrainer
 from minirl.run import find_teacher
@@ -32,16 +31,13 @@ class Trainer(PairTrainer):
         cfg, config = self.cfg, self.policy.model.config
         folder = find_teacher(cfg.reference, config, cfg.parallel.tensor, "reference") if cfg.reference else self.folder
         with self.timer.phase("reference"):
+            if not (cfg.reference_cache and Path(cfg.reference_cache).exists()):
+                self.ref = Policy(cfg.policy, folder, self.mesh, trainable=False, sequence_parallel=cfg.parallel.sequence, timer=self.timer)
             if cfg.reference_cache:
-                self.use_cache(Path(cfg.reference_cache), folder)
-            else:
-                self.load_reference(folder)
+                self.use_cache(Path(cfg.reference_cache), self.about(folder))
 
     def make_loss(self) -> Loss:
         return preference.dpo(self.cfg.algo)
-
-    def load_reference(self, folder: Path) -> None:
-        self.ref = Policy(self.cfg.policy, folder, self.mesh, trainable=False, sequence_parallel=self.cfg.parallel.sequence, timer=self.timer)
 
     def batches(self, examples: list[Trajectory]) -> list[Packed]:
         batches = super().batches(examples)
@@ -55,20 +51,20 @@ class Trainer(PairTrainer):
                 batch.ref_logprobs = batch.engine_logprobs
         return batches
 
-    def use_cache(self, file: Path, folder: Path) -> None:
-        """Let the rows carry the reference's log-probs, from the file or from one pass over them, which writes it. Raises UserError for a file of
-        something else."""
-        mesh, sets = self.mesh, {"train": self.rows, "held_out": self.held_out}
-        about = self.about(folder)
-        if file.exists():
+    def use_cache(self, file: Path, about: dict[str, str]) -> None:
+        """Let the rows carry the reference's log-probs, from one pass of it over them, which writes the file, or from the file. Raises UserError for
+        a file of something else."""
+        mesh, size, sets = self.mesh, self.cfg.batch_size, {"train": self.rows, "held_out": self.held_out}
+        if self.ref is None:
             with np.load(file) as arrays:
                 found = dict(arrays)
             saved = json.loads(str(found.pop("about", "{}")))
             if other := [name for name in about if saved.get(name) != about[name]]:
                 raise UserError(f"reference_cache = {file} is of another run: its {', '.join(other)} differ; name another file or remove it")
         else:
-            self.load_reference(folder)
-            own = {f"{name}/{row}": logprobs for name, rows in sets.items() for row, logprobs in self.annotated(rows) if mesh.rank % mesh.num_copies == 0}
+            parts = [(name, rows, range(first, min(first + size, len(rows)))) for name, rows in sets.items() for first in range(0, len(rows), size)]
+            own = {f"{name}/{rows.row(t.group)}-{t.episode}": logprobs.astype(np.float32) for name, rows, part in parts
+                   for t, logprobs in annotated(self.ref, rows.examples(part), self.cfg.tokens_per_rank, "ref_logprobs") if mesh.rank % mesh.num_copies == 0}
             found = {name: logprobs for part in mesh.gather(own) for name, logprobs in part.items()}
             self.ref = None
             if mesh.rank == 0:
@@ -78,15 +74,6 @@ class Trainer(PairTrainer):
                 partial.rename(file)
         for name, rows in sets.items():
             rows.logprobs = {row: found[f"{name}/{row}"] for row in (f"{n}-{episode}" for n in rows.encoded for episode in range(2))}
-
-    def annotated(self, rows: Pairs) -> list[tuple[str, np.ndarray]]:
-        """("<row>-<episode>", float32 [L]) of what this rank computes."""
-        out = []
-        for first in range(0, len(rows), self.cfg.batch_size):
-            examples = rows.examples(range(first, min(first + self.cfg.batch_size, len(rows))))
-            found = annotated(self.ref, examples, self.cfg.tokens_per_rank, "ref_logprobs")
-            out += [(f"{rows.row(t.group)}-{t.episode}", logprobs.astype(np.float32)) for t, logprobs in found]
-        return out
 
     def about(self, folder: Path) -> dict[str, str]:
         """What the reference's log-probs depend on."""

@@ -53,7 +53,7 @@ def evaluate(sampler: Sampler, prompts: Prompts, cfg: EvalConfig, sampling: Samp
     once = [t for t in trajectories if t.segment == 0]
     own: list[tuple[str, float]] = []
     for _, group in itertools.groupby(once, lambda t: t.group):
-        told = [{"accuracy": float(t.reward >= cfg.threshold), "reward": t.reward, "answer_tokens": t.info["answer_tokens"], "stopped": t.info["stopped"]} for t in group]
+        told = [{"accuracy": float(t.reward >= cfg.threshold), "reward": t.reward, **{name: t.info[name] for name in ("answer_tokens", "stopped")}} for t in group]
         own += [(name, sum(t[name] for t in told) / len(told)) for name in told[0]] + [(f"pass@{cfg.samples}", max(t["accuracy"] for t in told))]
     shown = [(t.group, {"prompt": t.info["prompt"], "answer": t.info["completion"], "reward": t.reward}) for t in trajectories if t.group < 5 and t.episode == 0]
     answers = sorted(itertools.chain(*mesh.gather(shown)), key=lambda a: a[0])

@@ -57,9 +57,8 @@ def write(folder: Path, scores: dict[str, float | None], tokens: dict[str, int],
                **({"tokens_per_second": tokens["generated"] / max(steps, 1e-9)} if "generated" in tokens else {}),
                "tokens_per_second_by_phase": speeds(tokens, seconds), "seconds": seconds, **common}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    curves = write_curves(folder)
     print(table(summary, scores))
-    print(f"curves       {curves}\nTensorBoard  tensorboard --logdir {folder / 'tensorboard'}\nsummary      {folder / 'summary.json'}\n"
+    print(f"curves       {write_curves(folder)}\nTensorBoard  tensorboard --logdir {folder / 'tensorboard'}\nsummary      {folder / 'summary.json'}\n"
           f"model        {summary['model']}", flush=True)
 
 

@@ -250,7 +250,8 @@ class Trainer(Program):
         metrics = breakdown(once, self.cfg.eval.threshold, mesh, own) | {"extra_prompts": self.num_extra, "kl_coef": self.kl_coef} | updates
         if not self.cfg.rollout.replay:
             metrics["refit_bytes"] = self.refit.bytes_received
-        generated, trained = map(sum, zip(*mesh.gather((sum(int(t.sampled.sum()) for t in trajectories), sum(sum(b.lengths) for m in minibatches for b in m))), strict=True))
+        num_tokens = sum(int(t.sampled.sum()) for t in trajectories), sum(sum(b.lengths) for m in minibatches for b in m)
+        generated, trained = np.sum(mesh.gather(num_tokens), axis=0).tolist()
         self.run.report("rl", step, metrics, ("reward", "answer_tokens", "mismatch"), generated=generated, trained=trained // mesh.tensor.size())
 
     def finish(self) -> None:

@@ -12,6 +12,7 @@ import functools
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,6 @@ from minirl.config import PolicyConfig
 from minirl.config_supervised import RMConfig, ServeConfig
 from minirl.data import chat
 from minirl.data.pairs import Pairs, load_pairs
-from minirl.log import Timer
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
@@ -61,10 +61,10 @@ class Trainer(PairTrainer):
 class RewardModel:
     """A trained reward model, run in process: prompts with answers, as token ids -> the scores of their ends. Asleep until it is woken or `grade` does."""
 
-    def __init__(self, cfg: PolicyConfig, folder: Path, mesh: Mesh, stop_ids: list[int], eos: int | None, tokens_per_rank: int, *,
-                 weight: float = 1.0, sequence_parallel: bool = False, timer: Timer | None = None):
-        """An answer that no token of `stop_ids` ends gets the tokenizer's, `eos`; rows have at most tokens_per_rank - 1 tokens. `cfg`: how it runs."""
-        self.model = Policy(cfg, folder, mesh, trainable=False, score=True, sequence_parallel=sequence_parallel, timer=timer)
+    def __init__(self, cfg: PolicyConfig, folder: Path, mesh: Mesh, stop_ids: list[int], eos: int | None, tokens_per_rank: int, weight: float = 1.0, **how: Any):
+        """An answer that no token of `stop_ids` ends gets the tokenizer's, `eos`; rows have at most tokens_per_rank - 1 tokens. `cfg` and `how`: as
+        Policy has them."""
+        self.model = Policy(cfg, folder, mesh, trainable=False, score=True, **how)
         self.stop_ids, self.tokens_per_rank, self.weight = stop_ids, tokens_per_rank, weight
         self.end = stop_ids[0] if eos is None else eos
         self.model.sleeper.sleep_parameters()

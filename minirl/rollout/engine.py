@@ -71,7 +71,7 @@ class RolloutEngine:
                 self.llm = vllm.LLM(**self._arguments(folder, dtype, load_weights))
             except (ValueError, RuntimeError) as error:
                 raise UserError(f"the vLLM engine did not start with engine.* = {cfg} for {folder}: {error}") from error
-        self.vllm = vllm
+        self.vllm, self.model = vllm, self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         self.tp_size = cfg.tensor_parallel_size
         self.num_replicas, self.replica = mesh.world_size // self.tp_size, mesh.rank // self.tp_size
         self.is_leader = mesh.rank % self.tp_size == 0
@@ -100,21 +100,17 @@ class RolloutEngine:
 
     # ------------------------------------------------------------------------------------------------ weights
 
-    @property
-    def _model(self) -> torch.nn.Module:
-        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
-
     def load_weights(self, named: Iterator[tuple[str, Tensor]]) -> None:
         """vLLM's own loader for this model: checkpoint names and whole tensors in, fused and split parameters out."""
         with torch.no_grad(), self.vllm.config.set_current_vllm_config(self.llm.llm_engine.vllm_config):
-            self._model.load_weights(named)
+            self.model.load_weights(named)
 
     def parameters(self) -> dict[str, Tensor]:
-        return {name: p.data for name, p in self._model.named_parameters()}
+        return {name: p.data for name, p in self.model.named_parameters()}
 
     def padding(self) -> dict[str, int]:
         """Elements of vocabulary parameters that no checkpoint fills: rows added to make the vocabulary divisible."""
-        found = [(name, m, m.shard_indices) for name, m in self._model.named_modules() if hasattr(m, "shard_indices")]
+        found = [(name, m, m.shard_indices) for name, m in self.model.named_modules() if hasattr(m, "shard_indices")]
         return {f"{name}.weight": (rows.num_elements_padded - rows.num_org_elements) * m.embedding_dim for name, m, rows in found}
 
     @contextlib.contextmanager
@@ -164,8 +160,7 @@ class RolloutEngine:
         self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt, **shown}, params)
 
     def abort(self, request_ids: list[str]) -> None:
-        if request_ids:
-            self.llm.llm_engine.abort_request(request_ids)
+        self.llm.llm_engine.abort_request(request_ids)
 
     def step(self) -> list[tuple[str, list[int], list[float], str | None]]:
         """One step of every running request. Of those that are streamed or have ended: id, tokens that are news, their log-probs under the distribution
@@ -191,7 +186,7 @@ class RolloutEngine:
         """Release vLLM in the order that leaves torchrun an exit code of 0. Collective."""
         self.mesh.barrier()
         self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
+        del self.llm, self.model
         gc.collect()
         self.vllm.distributed.destroy_model_parallel()
 

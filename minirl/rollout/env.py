@@ -23,7 +23,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from urllib.parse import parse_qsl
 
 from minirl.data.sources import option
@@ -122,8 +122,7 @@ def make_env(name: str) -> Callable[[], Env]:
     place, _, query = name.partition("?")
     shipped, _, argument = place.partition(":")
     if shipped in ENVS:
-        module, _, cls = ENVS[shipped].partition(":")
-        found, arguments = vars(import_module(module))[cls], [argument] if argument else []
+        found, arguments = resolve_name(ENVS[shipped]), [argument] if argument else []
     else:
         found, arguments = find_function("env.name", place, ENVS), []
     try:

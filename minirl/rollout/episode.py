@@ -98,14 +98,12 @@ class Stage:
         if self.cfg.name != "single_turn":
             info["env"] = {"turns": e.turn, "truncated": float(e.truncated), "failed": float(bool(e.error)), **e.info}
         reward = e.reward + (self.rewards(e.row, e.answer, info) if e.env.graded and not e.error else 0.0)
-        dropped = e.error and self.cfg.on_error == "drop"
-        return [] if dropped else e.conversation.trajectories(group=e.ticket, episode=e.number, reward=reward, info=info)
+        return [] if e.error and self.cfg.on_error == "drop" else e.conversation.trajectories(group=e.ticket, episode=e.number, reward=reward, info=info)
 
     async def _turn(self, e: Episode) -> bool:
         """An answer, and what the environment says to it. False: it was the last, or there is no room for one."""
         if e.request is None:
-            left = self.cfg.max_tokens - e.conversation.num_sampled()
-            room = min(e.sampling.max_tokens, left, self.driver.engine.cfg.max_model_len - len(e.segment.tokens))
+            room = min(e.sampling.max_tokens, self.cfg.max_tokens - e.conversation.num_sampled(), self.driver.engine.cfg.max_model_len - len(e.segment.tokens))
             if room < 1 or e.turn >= self.cfg.max_turns or e.conversation.vision and len(e.segment.images) > e.conversation.vision.max_images:
                 e.truncated = True
                 return False
@@ -167,12 +165,11 @@ class Stage:
 
     def _tell(self, e: Episode, said: Observation | None, messages: list[dict] | None = None, shown: Sequence[object] = ()) -> None:
         """What the environment says, or the whole chat anew."""
-        begins = e.segment is None
         before = e.messages if messages is None else []
         if messages is None and isinstance(said, list) and said and isinstance(said[0], dict) or type(said) is str:
-            if not begins and not e.messages:
+            if e.segment and not e.messages:
                 raise EnvFailed(f"it began with tokens or a Raw text and goes on with the message {said!r}")
-            messages = chat.to_messages(said, self.system_prompt if begins else "")
+            messages = chat.to_messages(said, "" if e.segment else self.system_prompt)
         if messages:
             e.messages = before + attach(messages, shown)
             e.segment = e.conversation.ask(e.messages)

@@ -118,8 +118,7 @@ class Refit:
         if len(wanted) != len(self.dtypes):
             raise NotImplementedError("the engine keeps parts of one weight in more than one dtype")
         self.boxes = mesh.gather({n: local_box(p) for n, p in shards.items()})
-        wants = mesh.gather([copy for copy, _ in recorded])
-        self._send, self._receive = self._plan(wants, [target for _, target in recorded])
+        self._send, self._receive = self._plan(mesh.gather([copy for copy, _ in recorded]), [target for _, target in recorded])
         self._buckets = [bucket for dtype in dict.fromkeys(self.dtypes.values())  # of one dtype each, up to a size
                          for bucket in runs([n for n, own in self.dtypes.items() if own == dtype], lambda n, size=dtype.itemsize: shards[n].numel() * size, cfg.bucket_mb * 2**20)]
 

@@ -17,7 +17,7 @@ import numbers
 import re
 import secrets
 from collections.abc import Callable, Iterable
-from importlib import import_module
+from pkgutil import resolve_name
 
 import math_verify
 import numpy as np
@@ -30,8 +30,8 @@ from minirl.rollout.remote import RemoteReward
 from minirl.types import UserError
 
 RewardFunction = Callable[[str | list[dict], str, dict], float]
-# By what stands before the first colon: the module whose `reward` makes a reward function of the rest; imported when asked for
-ADAPTERS = {"openrlhf": "minirl.envs.openrlhf", "trl": "minirl.envs.trl"}
+# By what stands before the first colon: what makes a reward function of the rest; imported when asked for
+ADAPTERS = {"openrlhf": "minirl.envs.openrlhf:reward", "trl": "minirl.envs.trl:reward"}
 
 
 class Rewards:
@@ -92,7 +92,7 @@ def _find(name: str, cfg: RewardConfig) -> RewardFunction:
     kind, _, rest = name.partition(":")
     if kind in ("http", "https"):
         return RemoteReward(name, cfg)
-    return vars(import_module(ADAPTERS[kind]))["reward"](rest) if kind in ADAPTERS else find_function("reward.function", name, REWARDS)
+    return resolve_name(ADAPTERS[kind])(rest) if kind in ADAPTERS else find_function("reward.function", name, REWARDS)
 
 
 def exact(prompt: str | list[dict], completion: str, row: dict) -> float:

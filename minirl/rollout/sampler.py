@@ -58,7 +58,6 @@ class Round:
         self.sampler = sampler
         self.groups: dict[int, Group] = {}
         self.live = 0  # episodes that are not played to the end
-        self.num_played = 0  # groups that are, and have not been handed over
         self.ended: asyncio.Queue[tuple[Group, Episode, asyncio.Task]] = asyncio.Queue()
 
     async def play(self, begin: Callable[[int], Group], queue: Iterator[int], room: int, enough: Callable[[int], bool]) -> list[Group]:
@@ -69,7 +68,7 @@ class Round:
             driver.release()
         for group in [g for g in self.groups.values() if g.tasks is None]:
             self._add(group)
-        self.num_played = sum(g.played for g in self.groups.values())
+        self.num_played = sum(g.played for g in self.groups.values())  # to the end
         while not (self.error or enough(self.num_played)):
             while (not self.live or self.live < room) and (ticket := next(queue, None)) is not None:  # one is taken only when its work can begin
                 self._add(begin(ticket))
@@ -123,7 +122,7 @@ class Round:
 class Sampler:
     """Samples groups of episodes with this rank's engine."""
 
-    def __init__(self, engine: RolloutEngine, make_env: Callable[[], Env | Agent], rewards: Rewards, prompts: Prompts, cfg: RLConfig | EvaluateConfig):
+    def __init__(self, engine: RolloutEngine, make_env: Callable[[], Env], rewards: Rewards, prompts: Prompts, cfg: RLConfig | EvaluateConfig):
         """`prompts`: of training; others are read as they are."""
         self.engine, self.mesh, self.make_env, self.prompts, self.cfg = engine, engine.mesh, make_env, prompts, cfg
         self.pulls = {"pull": True, "round_robin": False, "auto": engine.on_cuda}[cfg.rollout.tickets]

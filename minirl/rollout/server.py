@@ -30,7 +30,6 @@ from minirl.rollout.driver import Request
 from minirl.rollout.engine import Sampling
 from minirl.rollout.env import Session
 from minirl.rollout.episode import sample_seed
-from minirl.rollout.protocol import Answer, Asked
 from minirl.rollout.remote import listen
 from minirl.types import UserError
 
@@ -53,10 +52,10 @@ class _Session:
 class _Exchange:
     """A request at work. The conversation hears of it when it is answered."""
 
-    def __init__(self, endpoint: "Endpoint", session: _Session, asked: Asked):
+    def __init__(self, endpoint: "Endpoint", session: _Session, asked: protocol.Asked):
         """Raises UserError, KeyError, TypeError or ValueError."""
         self.endpoint, self.session, self.asked, self.news = endpoint, session, asked, asyncio.Queue()
-        self.answers: list[Answer] = []
+        self.answers: list[protocol.Answer] = []
         name = (*session.seed, len(session.asked))
         for prompt in [prompt for prompt in asked.prompts(endpoint.tokenizer, session.said) for _ in range(asked.n)]:
             tokens, _, shown = whole = session.conversation.whole(*prompt)
@@ -67,7 +66,7 @@ class _Exchange:
                 raise Refused(f"the chat has {len(shown)} images, more than engine.max_images = {endpoint.vision.max_images}")
             sampling = replace(session.sampling, max_tokens=min(asked.max_tokens or room, session.sampling.max_tokens, room))
             request = Request(tokens=tokens, images=shown, sampling=sampling, seed=sample_seed(*name, len(self.answers)), name=name)
-            self.answers.append(Answer(request, whole, asked, endpoint.tokenizer))
+            self.answers.append(protocol.Answer(request, whole, asked, endpoint.tokenizer))
         kind = "text_completion" if asked.messages is None else "chat.completion.chunk" if asked.stream else "chat.completion"
         self.head = {"id": f"chatcmpl-{'-'.join(map(str, name))}", "object": kind, "created": int(time.time()), "model": MODEL}
         self.task = asyncio.ensure_future(self._work())
@@ -86,7 +85,7 @@ class _Exchange:
             self.session.said[protocol.recognise(answer.shown, answer.calls)] = segment.say(answer.kept(), self.endpoint.tokenizer)
             self.news.put_nowait(answer.choice(i))
 
-    def _hear(self, i: int, answer: Answer, asking: asyncio.Task, *_: object) -> None:
+    def _hear(self, i: int, answer: protocol.Answer, asking: asyncio.Task, *_: object) -> None:
         answer.hear()
         if answer.stop is not None:
             asking.cancel()  # that is no failure of the group
@@ -171,7 +170,7 @@ class Endpoint:
         body, api = await request.body(), anthropic if request.url.path == "/v1/messages" else protocol
         session = self._session(request)
         try:
-            asked = Asked.model_validate(anthropic.to_chat(json.loads(body)) if api is anthropic else json.loads(body))
+            asked = protocol.Asked.model_validate(anthropic.to_chat(json.loads(body)) if api is anthropic else json.loads(body))
             if (asked.messages is None) != (request.url.path == "/v1/completions"):
                 raise Refused("a chat has `messages`, a completion a `prompt`")
             exchange = _Exchange(self, session, asked)
