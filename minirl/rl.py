@@ -248,8 +248,7 @@ class Trainer(Program):
         own += [pair for t in once for pair in (("reward", t.info["score"]), ("shaped_reward", t.reward))]
         own += [("equal_groups", float(len({t.reward for t in group}) == 1)) for _, group in itertools.groupby(sorted(once, key=lambda t: t.group), lambda t: t.group)]
         metrics = breakdown(once, self.cfg.eval.threshold, mesh, own) | {"extra_prompts": self.num_extra, "kl_coef": self.kl_coef} | updates
-        if not self.cfg.rollout.replay:
-            metrics["refit_bytes"] = self.refit.bytes_received
+        metrics |= {} if self.cfg.rollout.replay else {"refit_bytes": self.refit.bytes_received}
         num_tokens = sum(int(t.sampled.sum()) for t in trajectories), sum(sum(b.lengths) for m in minibatches for b in m)
         generated, trained = np.sum(mesh.gather(num_tokens), axis=0).tolist()
         self.run.report("rl", step, metrics, ("reward", "answer_tokens", "mismatch"), generated=generated, trained=trained // mesh.tensor.size())

@@ -42,7 +42,6 @@ FORBIDDEN = [  # who, what, why
 DOORS = {
     "vllm": {"rollout/engine.py": None},
     "transformers": {"model/*": None, "data/chat.py": None, "checkpoint.py": None, "data/datasets.py": {"PreTrainedTokenizerBase"}, "data/pairs.py": {"PreTrainedTokenizerBase"},
-                     "rollout/sampler.py": {"PreTrainedTokenizerBase"}, "rollout/episode.py": {"PreTrainedTokenizerBase"},
                      "rollout/conversation.py": {"PreTrainedTokenizerBase"}, "rollout/protocol.py": {"PreTrainedTokenizerBase"},
                      "rollout/server.py": {"PreTrainedTokenizerBase"}, "run.py": {"PretrainedConfig", "PreTrainedTokenizerBase"}},
     "jinja2": {"data/chat.py": None},

@@ -66,7 +66,7 @@ class Scripted:
                 request.done.versions.append(3)
                 request.done.stopped = token == self.tokenizer.eos_token_id
                 if request.on_tokens:
-                    request.on_tokens([token], [-token / 100])
+                    request.on_tokens()
             return request.done
         finally:
             self.live -= 1

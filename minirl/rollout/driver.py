@@ -26,7 +26,7 @@ class Request:
     seed: int
     images: Sequence[Placed] = ()  # of the prompt
     name: tuple = ()  # requests that wait together are added in this order, if runs are to be repeatable
-    on_tokens: Callable[[list[int], list[float]], None] | None = None  # hears of new tokens and their log-probs after each step
+    on_tokens: Callable[[], None] | None = None  # called after each step that brought some
     done: Completion = field(default_factory=Completion)
 
 
@@ -100,9 +100,7 @@ class Driver:
                 await self._news.wait()
             else:
                 self._tick()
-        for name, tokens, logprobs, _ in self.engine.unfinished():
-            if name in self._live:
-                self._hear(name, tokens, logprobs, None)
+        self._hear(self.engine.unfinished())
         self._held += [entry for entry in (*self._live.values(), *self._waiting) if not entry[1].cancelled()]
         self._waiting = []
         self._tick(more=False)
@@ -122,23 +120,23 @@ class Driver:
         self.engine.abort(dropped)
         for each in added:
             self.engine.add(*each)
-        for name, tokens, logprobs, finish in self.engine.step() if more else ():
-            if name in self._live:  # of the leader
-                self._hear(name, tokens, logprobs, finish)
+        self._hear(self.engine.step() if more else [])
         return more
 
-    def _hear(self, name: str, tokens: list[int], logprobs: list[float], finish: str | None) -> None:
-        request, future = self._live[name]
-        request.done.tokens += tokens
-        request.done.logprobs += logprobs
-        request.done.versions += [self.version] * len(tokens)
-        if request.on_tokens:
-            request.on_tokens(tokens, logprobs)
-        if finish:
-            del self._live[name]
-            request.done.stopped = finish == "stop"
-            if not future.done():
-                future.set_result(request.done)
+    def _hear(self, outputs: list[tuple[str, list[int], list[float], str | None]]) -> None:
+        """Of `step` or `unfinished`."""
+        for name, tokens, logprobs, finish in (output for output in outputs if output[0] in self._live):  # the leader hears, and not of what was dropped
+            request, future = self._live[name]
+            request.done.tokens += tokens
+            request.done.logprobs += logprobs
+            request.done.versions += [self.version] * len(tokens)
+            if request.on_tokens:
+                request.on_tokens()
+            if finish:
+                del self._live[name]
+                request.done.stopped = finish == "stop"
+                if not future.done():
+                    future.set_result(request.done)
 
 
 def _remaining(request: Request) -> tuple[list[int], Sampling, int, tuple[str, ...]]:

@@ -85,7 +85,7 @@ class _Exchange:
             self.session.said[protocol.recognise(answer.shown, answer.calls)] = segment.say(answer.kept(), self.endpoint.tokenizer)
             self.news.put_nowait(answer.choice(i))
 
-    def _hear(self, i: int, answer: protocol.Answer, asking: asyncio.Task, *_: object) -> None:
+    def _hear(self, i: int, answer: protocol.Answer, asking: asyncio.Task) -> None:
         answer.hear()
         if answer.stop is not None:
             asking.cancel()  # that is no failure of the group
