@@ -134,10 +134,10 @@ class Trainer(Program):
             loss = losses.policy(cfg.algo, cfg.env.max_tokens, self.kl_coef)
             criticised = self.train_critic(minibatches) if self.critic else {}
             moves = not self.critic or step >= cfg.critic.warmup_steps
-            updates = [policy.step(minibatch, loss, learning_rate(cfg.policy, policy.num_updates, num_updates)) for minibatch in minibatches if moves]
-            self.report(step, trajectories, minibatches, _means(updates) | criticised)
+            updates = _update(policy, minibatches, loss, num_updates) if moves else {}
+            self.report(step, trajectories, minibatches, updates | criticised)
             if cfg.algo.kl_target and moves:
-                self.kl_coef = self.progress.kl_coef = losses.adapt_kl_coef(self.kl_coef, float(np.mean([u["ref_kl"] for u in updates])), cfg.algo.kl_target)
+                self.kl_coef = self.progress.kl_coef = losses.adapt_kl_coef(self.kl_coef, updates["ref_kl"], cfg.algo.kl_target)
             self.run.save_if_due(step + 1)
         self.finish()
 
@@ -233,25 +233,22 @@ class Trainer(Program):
         self.load_reference(step)
 
     def train_critic(self, minibatches: list[list[Packed]]) -> dict[str, float]:
-        critic, cfg = self.critic, self.cfg
-        critic.sleeper.wake_parameters()
-        loss, num_updates = losses.value(cfg.critic.value_clip), cfg.num_steps * cfg.algo.updates_per_step
-        updates = [critic.step(minibatch, loss, learning_rate(cfg.critic, critic.num_updates, num_updates)) for minibatch in minibatches]
-        critic.sleeper.sleep()
-        return {f"critic_{name}": value for name, value in _means(updates).items()}
+        self.critic.sleeper.wake_parameters()
+        updates = _update(self.critic, minibatches, losses.value(self.cfg.critic.value_clip), self.cfg.num_steps * self.cfg.algo.updates_per_step)
+        self.critic.sleeper.sleep()
+        return {f"critic_{name}": value for name, value in updates.items()}
 
     def report(self, step: int, trajectories: list[Trajectory], minibatches: list[list[Packed]], updates: dict[str, float]) -> None:
         """Means over all ranks to the log."""
-        mesh = self.mesh
         once = [t for t in trajectories if t.segment == 0]
         own = [(name, float(t.info[name])) for t in once for name in ("answer_tokens", "stopped", "staleness")]
         own += [pair for t in once for pair in (("reward", t.info["score"]), ("shaped_reward", t.reward))]
         own += [("equal_groups", float(len({t.reward for t in group}) == 1)) for _, group in itertools.groupby(sorted(once, key=lambda t: t.group), lambda t: t.group)]
-        metrics = breakdown(once, self.cfg.eval.threshold, mesh, own) | {"extra_prompts": self.num_extra, "kl_coef": self.kl_coef} | updates
+        metrics = breakdown(once, self.cfg.eval.threshold, self.mesh, own) | {"extra_prompts": self.num_extra, "kl_coef": self.kl_coef} | updates
         metrics |= {} if self.cfg.rollout.replay else {"refit_bytes": self.refit.bytes_received}
         num_tokens = sum(int(t.sampled.sum()) for t in trajectories), sum(sum(b.lengths) for m in minibatches for b in m)
-        generated, trained = np.sum(mesh.gather(num_tokens), axis=0).tolist()
-        self.run.report("rl", step, metrics, ("reward", "answer_tokens", "mismatch"), generated=generated, trained=trained // mesh.tensor.size())
+        generated, trained = np.sum(self.mesh.gather(num_tokens), axis=0).tolist()
+        self.run.report("rl", step, metrics, ("reward", "answer_tokens", "mismatch"), generated=generated, trained=trained // self.mesh.tensor.size())
 
     def finish(self) -> None:
         """Last evaluation, export, summary."""
@@ -269,8 +266,9 @@ class Trainer(Program):
             self.engine.close()
 
 
-def _means(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Over the optimizer steps on one batch."""
+def _update(model: Policy, minibatches: list[list[Packed]], loss: losses.Loss, num_updates: int) -> dict[str, float]:
+    """An optimizer step on each, of `num_updates` in the run. Returns means of what they tell."""
+    updates = [model.step(minibatch, loss, learning_rate(model.cfg, model.num_updates, num_updates)) for minibatch in minibatches]
     return {name: max(u[name] for u in updates) if name.endswith("_max") else float(np.mean([u[name] for u in updates])) for u in updates[:1] for name in u}
 
 

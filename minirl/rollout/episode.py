@@ -89,7 +89,7 @@ class Stage:
             self.failures.append(e.error)
             if self.cfg.on_error == "raise":
                 raise UserError(f"env.name = {self.cfg.name} failed: {failure}, in an episode of {str(e.row)[:200]}; mend it, or set env.on_error reward or drop") from failure
-            self._credit(e, self.cfg.error_reward)
+            self._hear(e, Result(reward=self.cfg.error_reward, truncated=e.truncated))
 
     def finish(self, e: Episode) -> list[Trajectory]:
         """Its trajectories, with what the reward functions say. Called in a thread. Raises UserError as they do."""
@@ -155,13 +155,10 @@ class Stage:
     def _hear(self, e: Episode, result: Result) -> None:
         if not isinstance(result, Result) or not all(isinstance(v, numbers.Real | np.bool_) and math.isfinite(v) for v in (result.reward, *result.info.values())):
             raise EnvFailed(f"it returned {result!r}, not a Result with a finite reward and finite numbers in info")
-        self._credit(e, float(result.reward))
-        e.truncated, e.info = result.truncated, e.info | {name: float(value) for name, value in result.info.items()}
-
-    def _credit(self, e: Episode, reward: float) -> None:
-        e.reward += reward
+        e.reward += float(result.reward)
         if e.segment:
-            e.segment.reward(reward)
+            e.segment.reward(float(result.reward))
+        e.truncated, e.info = result.truncated, e.info | {name: float(value) for name, value in result.info.items()}
 
     def _tell(self, e: Episode, said: Observation | None, messages: list[dict] | None = None, shown: Sequence[object] = ()) -> None:
         """What the environment says, or the whole chat anew."""
