@@ -4,6 +4,8 @@ test_families.py and test_rollout.py, environments that show them in test_episod
 import base64
 import io
 import json
+import runpy
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import tiny
 import torch
 from harness import ranks
 from PIL import Image
-from programs import fork
+from programs import ROOT, fork
 from test_families import show, stay_float64
 from test_gradients import trajectories, worst
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -189,3 +191,13 @@ def test_programs(tmp_path, folder):
         model, processor = AutoModelForImageTextToText.from_pretrained(tmp_path / name / "model", dtype="auto"), AutoProcessor.from_pretrained(tmp_path / name / "model")
         inputs = processor(text=[f"{tiny.IMAGE}x"], images=[open_url(tiny.picture(56, 56))], return_tensors="pt")
         assert model(**inputs).logits.isfinite().all() and model.dtype == torch.float32
+
+
+def test_the_recipe(tmp_path, monkeypatch):
+    """As it stands, with the model and the pictures that the benchmark makes."""
+    monkeypatch.setattr(sys, "argv", ["images.py", str(tmp_path / "squares"), "--num", "40"])
+    runpy.run_path(str(ROOT / "benchmarks" / "images.py"), run_name="__main__")
+    end = fork("minirl.rl", ["--config", ROOT / "configs" / "images.yaml", "--policy.model", tmp_path / "squares" / "model", "--data.train", tmp_path / "squares" / "rows.jsonl",
+                             "--output", tmp_path / "out", "--num-steps", 2, "--sft.num-steps", 2, "--data.held-out", 4, "--eval.every", 0], tmp_path / "log")
+    assert end.code == 0, end.err
+    assert len(json.loads((tmp_path / "out" / "answers.json").read_text())["after_rl"]) == 4 and "[image]How many squares?" in end.out

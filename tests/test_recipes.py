@@ -31,7 +31,7 @@ WORDS = "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=100&see
 SCRATCH = ["--policy.model", "scratch", "--policy.dtype", "float32", "--policy.scratch.phrases", "Spell this word backward (example: sun -> nus): "]
 RECIPES = {"rloo": [], "dr_grpo": [], "gspo": [], "cispo": [], "dapo": [], "reinforce_pp": [], "reinforce_pp_baseline": [], "quickstart_rl": [],
            "ppo": ["--critic.warmup-steps", 0], "on_policy_distill": ["--ref.model", "{folder}/teacher/model"], "smollm2_products": SCRATCH}
-ENVIRONMENTS = ("sft_guess", "search", "arithmetic", "math", "countdown", "guess", "python_tool")  # run by test_envs.py
+ENVIRONMENTS = ("sft_guess", "search", "arithmetic", "math", "countdown", "guess", "python_tool", "images")  # run by test_envs.py and test_images.py
 SUPERVISED = {"sft": (sft, SFTConfig), "rm": (rm, RMConfig), "dpo": (dpo, DPOConfig)}
 EARNED = """
 def vowels(prompt, completion, row):
