@@ -5,6 +5,7 @@ import json
 import re
 import types
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -77,13 +78,9 @@ class Weights:
                 raise UserError(f"policy.model: cannot read {folder / name}: {error}") from error
             self.file_of |= dict.fromkeys(file.keys(), file)
 
-    def shape(self, name: str) -> list[int]:
-        return self.file_of[name].get_slice(name).get_shape()
-
-    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        part = self.file_of[name].get_slice(name)[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
-        self.bytes_read += part.numel() * part.element_size()
-        return part
+    def slice(self, name: str) -> Any:
+        """What gives the shape of a weight, and by an index a part of it."""
+        return self.file_of[name].get_slice(name)
 
     def fill(self, t: Tensor, parts: list[Part]) -> None:
         """Read this rank's block of a parameter, in place, from the file weights that it is made of."""
@@ -91,7 +88,9 @@ class Weights:
         for part in parts:
             if common := overlap(part.box, box):  # a small tensor may leave a rank with nothing
                 target = cut(fsdp.local(t), common, box[0])
-                target.copy_(self.read(part.name, *part.inside(common)).view(target.shape))
+                read = cut(self.slice(part.name), part.inside(common))
+                self.bytes_read += read.nbytes
+                target.copy_(read.view(target.shape))
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
@@ -117,8 +116,8 @@ def load(model: nn.Module, folder: Path, device: torch.device, *, cpu_offload: b
     held = tensors(model)
     parts = {name: families.parts(model.config, name, t.shape) for name, t in held.items()}
     new = {SCORE} - weights.file_of.keys()
-    expected = {part.name: list(part.shape) for of_one in parts.values() for part in of_one if part.name not in new}
-    wrong = [n for n, shape in expected.items() if n not in weights.file_of or weights.shape(n) != shape]
+    expected = {part.name: list(part.inside(part.box)[1]) for of_one in parts.values() for part in of_one if part.name not in new}
+    wrong = [n for n, shape in expected.items() if n not in weights.file_of or weights.slice(n).get_shape() != shape]
     # Some old files keep buffers that are a function of the config, some new ones layers that only a speculating engine uses.
     unused = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])]
     derived = {n for n in weights.file_of if any(re.search(pattern, n) for pattern in unused)}

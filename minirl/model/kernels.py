@@ -42,7 +42,7 @@ def backward(gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor, 
             do = do.masked_fill(r.filling[:, None, :, None], 0)
         inputs = _cut(q, r.queries), _cut(k, r.keys), _cut(v, r.keys), _cut(out, r.queries), _cut(lse, r.queries), _bias(r, block, options, q)
         for into, run, grad in zip(gradients, (r.queries, r.keys, r.keys), function(do, *inputs, block.causal, options), strict=True):
-            _add(into, run, grad.transpose(1, 2).flatten(0, 1))
+            _add(into, grad.transpose(1, 2).flatten(0, 1), run.rows.flatten() if run.first is None else None, run.first)
 
 
 # ---------------------------------------------------------------------------------------------------- rectangles: CPU, and any device
@@ -58,11 +58,12 @@ def _cut(x: Tensor, run: Run) -> Tensor:
     return flat.unflatten(0, run.rows.shape).transpose(1, 2)
 
 
-def _add(into: Tensor, run: Run, rows: Tensor) -> None:
-    if run.first is None:
-        into.index_add_(0, run.rows.flatten(), rows.to(into.dtype))
+def _add(into: Tensor, values: Tensor, rows: Tensor | None, first: int | None) -> None:
+    """To the rows of these numbers, or if there are none to those from `first` on."""
+    if rows is None:
+        into.narrow(0, first, len(values)).add_(values)
     else:
-        into.narrow(0, run.first, len(rows)).add_(rows)
+        into.index_add_(0, rows, values.to(into.dtype))
 
 
 def _bias(r: Rectangle, block: Block, options: Options, like: Tensor) -> Tensor | None:
@@ -165,7 +166,4 @@ def _flash_backward(gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: T
     grads = torch.ops.aten._flash_attention_backward(dout.contiguous(), q, k, v, out.contiguous(), lse.t().contiguous(), *lengths, 0.0,
                                                      block.causal, *no_dropout, **_flash_options(block, options))
     for into, rows, grad in zip(gradients, (block.rows, block.key_rows, block.key_rows), grads, strict=True):
-        if rows is None:
-            into += grad
-        else:
-            into.index_add_(0, rows, grad.to(into.dtype))
+        _add(into, grad, rows, 0)
