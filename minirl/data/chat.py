@@ -71,11 +71,6 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, header: 
         raise UserError(f"the chat template refuses a chat: {error} ({str(messages)[:200]})") from error
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> list[int]:
-    """Token ids up to where the assistant begins to speak. Raises UserError if the template refuses."""
-    return encode(tokenizer, render(tokenizer, messages))
-
-
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text that has all its special tokens."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

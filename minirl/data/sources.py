@@ -31,6 +31,7 @@ from reasoning_gym.factory import DATASETS
 from minirl.types import UserError
 
 GYM = "reasoning_gym:"
+datasets.disable_progress_bars()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,6 @@ class JsonLines(Sequence):
 def _read_file(path: Path, shown: str) -> Sequence:
     try:
         if path.suffix == ".parquet":
-            datasets.disable_progress_bars()
             return datasets.Dataset.from_parquet(str(path))
         if path.suffix == ".csv":
             csv.field_size_limit(sys.maxsize)
@@ -117,7 +117,6 @@ def _read_file(path: Path, shown: str) -> Sequence:
 def _load_dataset(path: Path, options: dict[str, str], shown: str) -> datasets.Dataset:
     if unknown := options.keys() - {"split", "subset"}:
         raise UserError(f"{shown}: a data set has no option {min(unknown)}; it has split, subset, weight and name")
-    datasets.disable_progress_bars()
     saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
     try:
         found = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), options.get("subset"), split=options.get("split"))
