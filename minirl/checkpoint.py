@@ -66,7 +66,7 @@ def find_best(run: Path) -> dict | None:
     return best if best and best["step"] in finished(run) else None
 
 
-class Saver:
+class Saver(contextlib.AbstractContextManager):
     """Writes the checkpoints of a run, and keeps the newest `keep` and the best. All ranks call its methods alike.
 
     In the background: `save` returns when the state is copied to host memory, so training may overwrite it at once; a thread
@@ -156,9 +156,6 @@ class Saver:
         if pending:
             pending.result()
 
-    def __enter__(self) -> "Saver":
-        return self
-
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """A run that fails still leaves the checkpoint under way: it gets a minute, for the ranks that it needs may be gone."""
         if error is None:
@@ -222,7 +219,8 @@ def _state(policy: Policy, prefix: str = "") -> dict:
 def _about(policy: Policy) -> dict:
     """`optimizer` is what decides which state there is. Where it rests does not: checkpoints hold it in full precision."""
     config, text = policy.model.config, policy.model.config.get_text_config()
-    return {"num_updates": policy.num_updates, "stepped": policy.optimizer.stepped, "optimizer": policy.cfg.optimizer + (" with a moving average" if policy.cfg.ema_decay else ""),
+    return {"num_updates": policy.num_updates, "stepped": policy.optimizer.stepped,
+            "optimizer": policy.cfg.optimizer + (" with a moving average" if policy.cfg.ema_decay else ""),
             "model": f"{config.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, vocabulary {text.vocab_size}"}
 
 
@@ -235,8 +233,8 @@ def _saved_shapes(checkpoint: Path, prefix: str = "") -> dict[str, torch.Size]:
 
 def _random_states() -> dict[str, tuple[Callable, Callable]]:
     """Who else draws at random -> how to get and set its state."""
-    cuda = {"cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state)} if torch.cuda.is_available() else {}
-    return {"python": (random.getstate, random.setstate), "numpy": (np.random.get_state, np.random.set_state), "torch": (torch.get_rng_state, torch.set_rng_state), **cuda}
+    always = {"python": (random.getstate, random.setstate), "numpy": (np.random.get_state, np.random.set_state), "torch": (torch.get_rng_state, torch.set_rng_state)}
+    return always | ({"cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state)} if torch.cuda.is_available() else {})
 
 
 def export(policy: Policy, folder: Path, mesh: Mesh, *, weights: dict[str, Tensor] | None = None, max_file_gb: float = 4.0) -> None:
@@ -270,13 +268,12 @@ def _write_folder(folder: Path, shapes: dict[str, torch.Size], read: Callable[[l
         if mine:
             save_file({part.name: part.of(t).clone(memory_format=torch.contiguous_format) for name, t in tensors.items() for part in parts[name]},
                       partial / file, metadata={"format": "pt"})
+    mesh.barrier()
     if mesh.rank == 0:
         if files.is_sharded:
             index = {"metadata": files.metadata, "weight_map": {part.name: file for name, file in files.tensor_to_filename.items() for part in parts[name]}}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         _write_companions(source, partial, dtype, score=build.SCORE in shapes)
-    mesh.barrier()
-    if mesh.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     mesh.barrier()

@@ -112,9 +112,8 @@ def divided(config: PretrainedConfig) -> dict[str, int]:
     """What parallel.tensor splits: names of config values (or products of them) -> their numbers."""
     text = config.get_text_config()
     head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
-    def value(product: str) -> int:
-        return math.prod(head_dim if name == "head_dim" else getattr(text, name) for name in product.split(" * "))
-    return {product: value(product) for product in ("vocab_size", *FAMILIES[config.model_type].divided)}
+    return {product: math.prod(head_dim if name == "head_dim" else getattr(text, name) for name in product.split(" * "))
+            for product in ("vocab_size", *FAMILIES[config.model_type].divided)}
 
 
 def parts(config: PretrainedConfig, name: str, shape: torch.Size) -> list[Part]:
