@@ -35,7 +35,7 @@ from minirl.flags import load as load_config
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
-from minirl.types import UserError
+from minirl.types import UserError, require
 
 LOWER_IS_BETTER = ("loss", "perplexity")
 
@@ -187,21 +187,19 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
     if there was none by that name, or another."""
     saved = json.loads((checkpoint / "progress.json").read_text())
     prefix, about, now = ("", saved, _about(policy)) if name == "policy" else (f"{name}_", saved.get(name), _about(policy))
-    if about is None:
-        raise UserError(f"resume: {checkpoint} has no {name}; start in another output folder")
-    if about["model"] != now["model"]:
-        raise UserError(f"resume: {checkpoint} is of another model ({about['model']}) than {name}.model = {policy.folder} ({now['model']}); "
-                        "start in another output folder")
-    if about.get("optimizer", "adamw") != now["optimizer"]:  # the first ones did not say
-        raise UserError(f"resume: {checkpoint} holds the state of {about.get('optimizer', 'adamw')}, and {name}.optimizer and {name}.ema_decay now ask for "
-                        f"{now['optimizer']}; set them as they were, or start in another output folder")
+    require(about, f"resume: {checkpoint} has no {name}; start in another output folder")
+    require(about["model"] == now["model"], f"resume: {checkpoint} is of another model ({about['model']}) than {name}.model = {policy.folder} "
+            f"({now['model']}); start in another output folder")
+    optimizer = about.get("optimizer", "adamw")  # the first ones did not say
+    require(optimizer == now["optimizer"], f"resume: {checkpoint} holds the state of {optimizer}, and {name}.optimizer and {name}.ema_decay now ask for "
+            f"{now['optimizer']}; set them as they were, or start in another output folder")
     saved_shapes = _saved_shapes(checkpoint, prefix)
     with policy.state_awake():
         state = _state(policy, prefix)
         for key, p in state[f"{prefix}model"].items():
-            if (shape := saved_shapes.get(key)) != p.shape:
-                raise UserError(f"resume: {checkpoint} has {key} of shape {shape and list(shape)}, and {name}.model = {policy.folder} {list(p.shape)}; "
-                                "start in another output folder")
+            shape = saved_shapes.get(key)
+            require(shape == p.shape, f"resume: {checkpoint} has {key} of shape {shape and list(shape)}, and {name}.model = {policy.folder} {list(p.shape)}; "
+                    "start in another output folder")
         dcp.load(state, checkpoint_id=checkpoint / "state")
         set_state_dict(policy.model, policy.optimizer.parts, model_state_dict=state[f"{prefix}model"], optim_state_dict=state[f"{prefix}optimizer"])
     if not about.get("stepped", True):
@@ -295,18 +293,13 @@ def _write_companions(source: Path, folder: Path, dtype: torch.dtype, *, score: 
 
 def choose(run: Path, step: int | None, best: bool) -> Path:
     """The checkpoint that flags name; by default the newest. Raises UserError."""
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"run = {run} is not the folder of a run: it has no config.yaml")
+    require((run / "config.yaml").is_file(), f"run = {run} is not the folder of a run: it has no config.yaml")
     steps, found = finished(run), find_best(run)
-    if not steps:
-        raise UserError(f"run = {run} has no finished checkpoint; checkpoint.every of the run says when there is one")
-    if step is not None and best:
-        raise UserError(f"--step {step} and --best name two checkpoints; give one of them")
-    if best and not found:
-        raise UserError(f"--best: no checkpoint of {run} is marked as the best, which checkpoint.best_metric asks for; use --step, one of {list(steps)}")
+    require(steps, f"run = {run} has no finished checkpoint; checkpoint.every of the run says when there is one")
+    require(step is None or not best, f"--step {step} and --best name two checkpoints; give one of them")
+    require(found or not best, f"--best: no checkpoint of {run} is marked as the best, which checkpoint.best_metric asks for; use --step, one of {list(steps)}")
     step = found["step"] if best else max(steps) if step is None else step
-    if step not in steps:
-        raise UserError(f"--step {step}: {run} has no such checkpoint; use one of {list(steps)}")
+    require(step in steps, f"--step {step}: {run} has no such checkpoint; use one of {list(steps)}")
     return steps[step]
 
 
@@ -317,8 +310,7 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
     policy = load_config(PolicyConfig, str(run / "config.yaml"), section="policy")
     source = run / "scratch" if policy.model == "scratch" else build.resolve(policy.model, "policy.model")
     output = Path(cfg.output) if cfg.output else run / f"model-{checkpoint.name}"
-    if output.exists():
-        raise UserError(f"--output {output} exists; name another folder or remove it")
+    require(not output.exists(), f"--output {output} exists; name another folder or remove it")
     mesh.barrier()  # all ranks have looked
     shapes = _saved_shapes(checkpoint)
     if build.read_config(source).tie_word_embeddings:

@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from minirl.types import UserError
+from minirl.types import UserError, require
 
 
 def load_tokenizer(folder: Path, *, chats: bool = True, template: str = "", plain: str = "") -> PreTrainedTokenizerBase:
@@ -41,8 +41,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int
     if (folder / "generation_config.json").exists():
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
         ids |= set(eos) if isinstance(eos, list) else {eos} if eos is not None else set()
-    if not ids:
-        raise UserError(f"policy.model = {folder}: neither tokenizer nor generation_config.json names an eos token, so no answer would end")
+    require(ids, f"policy.model = {folder}: neither tokenizer nor generation_config.json names an eos token, so no answer would end")
     return sorted(ids)
 
 

@@ -14,7 +14,7 @@ from minirl.data import chat
 from minirl.data.images import BadImage, Vision, attach, of_chat
 from minirl.data.sources import Source, open_source
 from minirl.parallel.mesh import Mesh
-from minirl.types import Trajectory, UserError
+from minirl.types import Trajectory, UserError, require
 
 # What TRL, OpenRLHF and others call a column: read where a row has none of the first name, unless a setting asks for another name.
 OTHER_NAMES = {"prompt": ("instruction", "input", "context_messages", "messages"), "completion": ("output",), "answer": ("solution", "label"),
@@ -34,8 +34,7 @@ class Rows(Sequence[dict]):
     def __getitem__(self, i: int) -> dict:
         of, number = self.places[i].tolist()
         row, where = self.sources[of].rows[number], self.sources[of].where(number)
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: a row must be an object of named values, not a {type(row).__name__}")
+        require(isinstance(row, dict), f"{where}: a row must be an object of named values, not a {type(row).__name__}")
         return self.make(row, self.sources[of], where)
 
 
@@ -239,8 +238,7 @@ class Examples:
         """`encoded`: this rank's, by their numbers in `rows`, but for those that are dropped. Raises UserError(`why_none`) if that is everything."""
         self.encoded = encoded
         self.kept = sorted(n for part in mesh.gather(list(encoded)) for n in part)  # Numbers of the rows that are trained on.
-        if not self.kept:
-            raise UserError(why_none)
+        require(self.kept, why_none)
         self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
@@ -257,8 +255,7 @@ class Examples:
 def to_example(tokenizer: PreTrainedTokenizerBase, vision: Vision | None, row: dict, stop_ids: list[int]) -> Trajectory:
     """A row of `load_chats` as token ids, with what is in the loss as sampled."""
     shown = of_chat(row.get("messages", []))
-    if shown and not vision:
-        raise UserError("a chat has images, and policy.model reads none; take a model of a family that does")
+    require(vision or not shown, "a chat has images, and policy.model reads none; take a model of a family that does")
     ids, mask = chat.encode_text(tokenizer, row["text"]) if "text" in row else chat.encode_chat(tokenizer, row["messages"], row["trained"], stop_ids)
     placed = []
     if shown:

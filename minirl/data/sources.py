@@ -28,7 +28,7 @@ import numpy as np
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from minirl.types import UserError
+from minirl.types import UserError, require
 
 GYM = "reasoning_gym:"
 datasets.disable_progress_bars()
@@ -104,8 +104,7 @@ def _read_file(path: Path, shown: str) -> Sequence:
             csv.field_size_limit(sys.maxsize)
             with path.open(newline="", encoding="utf-8-sig") as file:
                 rows = list(csv.DictReader(file, strict=True))
-            if any(None in row or None in row.values() for row in rows):
-                raise UserError(f"{shown}: a row has not as many values as the first line has names")
+            require(not any(None in row or None in row.values() for row in rows), f"{shown}: a row has not as many values as the first line has names")
             return rows
         if path.suffix == ".json" and (text := path.read_text(encoding="utf-8").lstrip())[:1] == "[":
             return json.loads(text)
@@ -124,9 +123,8 @@ def _load_dataset(path: Path, options: dict[str, str], shown: str) -> datasets.D
         raise UserError(f"{shown}: neither a file or folder here nor a data set that can be had: {error}") from error
     splits = found if isinstance(found, datasets.DatasetDict) else {"" if saved else options["split"]: found}
     split = options.get("split", next(iter(splits)) if len(splits) == 1 else None)
-    if split not in splits or saved and "subset" in options:
-        raise UserError(f"{shown}: its splits are {', '.join(splits) or 'none'}; name one by ?split=NAME (a saved folder has no subset, and one of a "
-                        "single data set no split)")
+    require(split in splits and not (saved and "subset" in options), f"{shown}: its splits are {', '.join(splits) or 'none'}; name one by ?split=NAME "
+            "(a saved folder has no subset, and one of a single data set no split)")
     return splits[split]
 
 
