@@ -22,7 +22,7 @@ from minirl.parallel import fsdp, tensor
 from minirl.parallel.boxes import Part, cut, overlap
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.tensor import TensorParallel
-from minirl.types import Packed, UserError
+from minirl.types import Packed, UserError, require
 
 
 SCORE = "score.weight"
@@ -30,16 +30,14 @@ SCORE = "score.weight"
 
 def resolve(model: str, setting: str) -> Path:
     """The local folder of a model; a hub id is downloaded. Raises UserError, naming `setting`, if there is neither."""
-    if Path(model).is_dir():
-        folder = Path(model)
-    else:
+    folder = Path(model)
+    if not folder.is_dir():
         try:
             folder = Path(snapshot_download(model, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*", "consolidated*"]))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
             raise UserError(f"{setting} = {model!r} is neither a folder nor a hub id that can be had: {error}") from error
     for needed, pattern in (("config.json", "config.json"), ("weights", "*.safetensors"), ("tokenizer", "tokenizer*")):
-        if not list(folder.glob(pattern)):
-            raise UserError(f"{setting} = {folder} has no {needed} ({pattern})")
+        require(list(folder.glob(pattern)), f"{setting} = {folder} has no {needed} ({pattern})")
     return folder
 
 
@@ -118,8 +116,8 @@ def load(model: nn.Module, folder: Path, device: torch.device, *, cpu_offload: b
     unused = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])]
     derived = {n for n in weights.slices if any(re.search(pattern, n) for pattern in unused)}
     extra = weights.slices.keys() - expected.keys() - {"lm_head.weight"} - derived
-    if wrong or extra:
-        raise UserError(f"policy.model = {folder}: the weights do not fit its config.json; missing or of another shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}")
+    require(not wrong and not extra, f"policy.model = {folder}: the weights do not fit its config.json; missing or of another shape: {wrong[:3]}, "
+            f"not of the model: {sorted(extra)[:3]}")
     model.to_empty(device="cpu" if cpu_offload else device)
     for p in model.parameters():
         p._is_hf_initialized = True  # or the next lines would draw it anew
