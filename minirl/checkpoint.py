@@ -35,7 +35,7 @@ from minirl.flags import load as load_config
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
-from minirl.types import UserError
+from minirl.types import UserError, require
 
 LOWER_IS_BETTER = ("loss", "perplexity")
 
@@ -66,7 +66,7 @@ def find_best(run: Path) -> dict | None:
     return best if best and best["step"] in finished(run) else None
 
 
-class Saver:
+class Saver(contextlib.AbstractContextManager):
     """Writes the checkpoints of a run, and keeps the newest `keep` and the best. All ranks call its methods alike.
 
     In the background: `save` returns when the state is copied to host memory, so training may overwrite it at once; a thread
@@ -156,9 +156,6 @@ class Saver:
         if pending:
             pending.result()
 
-    def __enter__(self) -> "Saver":
-        return self
-
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """A run that fails still leaves the checkpoint under way: it gets a minute, for the ranks that it needs may be gone."""
         if error is None:
@@ -190,21 +187,19 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
     if there was none by that name, or another."""
     saved = json.loads((checkpoint / "progress.json").read_text())
     prefix, about, now = ("", saved, _about(policy)) if name == "policy" else (f"{name}_", saved.get(name), _about(policy))
-    if about is None:
-        raise UserError(f"resume: {checkpoint} has no {name}; start in another output folder")
-    if about["model"] != now["model"]:
-        raise UserError(f"resume: {checkpoint} is of another model ({about['model']}) than {name}.model = {policy.folder} ({now['model']}); "
-                        "start in another output folder")
-    if about.get("optimizer", "adamw") != now["optimizer"]:  # the first ones did not say
-        raise UserError(f"resume: {checkpoint} holds the state of {about.get('optimizer', 'adamw')}, and {name}.optimizer and {name}.ema_decay now ask for "
-                        f"{now['optimizer']}; set them as they were, or start in another output folder")
+    require(about, f"resume: {checkpoint} has no {name}; start in another output folder")
+    require(about["model"] == now["model"], f"resume: {checkpoint} is of another model ({about['model']}) than {name}.model = {policy.folder} "
+            f"({now['model']}); start in another output folder")
+    optimizer = about.get("optimizer", "adamw")  # the first ones did not say
+    require(optimizer == now["optimizer"], f"resume: {checkpoint} holds the state of {optimizer}, and {name}.optimizer and {name}.ema_decay now ask for "
+            f"{now['optimizer']}; set them as they were, or start in another output folder")
     saved_shapes = _saved_shapes(checkpoint, prefix)
     with policy.state_awake():
         state = _state(policy, prefix)
         for key, p in state[f"{prefix}model"].items():
-            if (shape := saved_shapes.get(key)) != p.shape:
-                raise UserError(f"resume: {checkpoint} has {key} of shape {shape and list(shape)}, and {name}.model = {policy.folder} {list(p.shape)}; "
-                                "start in another output folder")
+            shape = saved_shapes.get(key)
+            require(shape == p.shape, f"resume: {checkpoint} has {key} of shape {shape and list(shape)}, and {name}.model = {policy.folder} {list(p.shape)}; "
+                    "start in another output folder")
         dcp.load(state, checkpoint_id=checkpoint / "state")
         set_state_dict(policy.model, policy.optimizer.parts, model_state_dict=state[f"{prefix}model"], optim_state_dict=state[f"{prefix}optimizer"])
     if not about.get("stepped", True):
@@ -222,7 +217,8 @@ def _state(policy: Policy, prefix: str = "") -> dict:
 def _about(policy: Policy) -> dict:
     """`optimizer` is what decides which state there is. Where it rests does not: checkpoints hold it in full precision."""
     config, text = policy.model.config, policy.model.config.get_text_config()
-    return {"num_updates": policy.num_updates, "stepped": policy.optimizer.stepped, "optimizer": policy.cfg.optimizer + (" with a moving average" if policy.cfg.ema_decay else ""),
+    return {"num_updates": policy.num_updates, "stepped": policy.optimizer.stepped,
+            "optimizer": policy.cfg.optimizer + (" with a moving average" if policy.cfg.ema_decay else ""),
             "model": f"{config.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, vocabulary {text.vocab_size}"}
 
 
@@ -235,8 +231,8 @@ def _saved_shapes(checkpoint: Path, prefix: str = "") -> dict[str, torch.Size]:
 
 def _random_states() -> dict[str, tuple[Callable, Callable]]:
     """Who else draws at random -> how to get and set its state."""
-    cuda = {"cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state)} if torch.cuda.is_available() else {}
-    return {"python": (random.getstate, random.setstate), "numpy": (np.random.get_state, np.random.set_state), "torch": (torch.get_rng_state, torch.set_rng_state), **cuda}
+    always = {"python": (random.getstate, random.setstate), "numpy": (np.random.get_state, np.random.set_state), "torch": (torch.get_rng_state, torch.set_rng_state)}
+    return always | ({"cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state)} if torch.cuda.is_available() else {})
 
 
 def export(policy: Policy, folder: Path, mesh: Mesh, *, weights: dict[str, Tensor] | None = None, max_file_gb: float = 4.0) -> None:
@@ -270,13 +266,12 @@ def _write_folder(folder: Path, shapes: dict[str, torch.Size], read: Callable[[l
         if mine:
             save_file({part.name: part.of(t).clone(memory_format=torch.contiguous_format) for name, t in tensors.items() for part in parts[name]},
                       partial / file, metadata={"format": "pt"})
+    mesh.barrier()
     if mesh.rank == 0:
         if files.is_sharded:
             index = {"metadata": files.metadata, "weight_map": {part.name: file for name, file in files.tensor_to_filename.items() for part in parts[name]}}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         _write_companions(source, partial, dtype, score=build.SCORE in shapes)
-    mesh.barrier()
-    if mesh.rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     mesh.barrier()
@@ -298,18 +293,13 @@ def _write_companions(source: Path, folder: Path, dtype: torch.dtype, *, score: 
 
 def choose(run: Path, step: int | None, best: bool) -> Path:
     """The checkpoint that flags name; by default the newest. Raises UserError."""
-    if not (run / "config.yaml").is_file():
-        raise UserError(f"run = {run} is not the folder of a run: it has no config.yaml")
+    require((run / "config.yaml").is_file(), f"run = {run} is not the folder of a run: it has no config.yaml")
     steps, found = finished(run), find_best(run)
-    if not steps:
-        raise UserError(f"run = {run} has no finished checkpoint; checkpoint.every of the run says when there is one")
-    if step is not None and best:
-        raise UserError(f"--step {step} and --best name two checkpoints; give one of them")
-    if best and not found:
-        raise UserError(f"--best: no checkpoint of {run} is marked as the best, which checkpoint.best_metric asks for; use --step, one of {list(steps)}")
+    require(steps, f"run = {run} has no finished checkpoint; checkpoint.every of the run says when there is one")
+    require(step is None or not best, f"--step {step} and --best name two checkpoints; give one of them")
+    require(found or not best, f"--best: no checkpoint of {run} is marked as the best, which checkpoint.best_metric asks for; use --step, one of {list(steps)}")
     step = found["step"] if best else max(steps) if step is None else step
-    if step not in steps:
-        raise UserError(f"--step {step}: {run} has no such checkpoint; use one of {list(steps)}")
+    require(step in steps, f"--step {step}: {run} has no such checkpoint; use one of {list(steps)}")
     return steps[step]
 
 
@@ -320,8 +310,7 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
     policy = load_config(PolicyConfig, str(run / "config.yaml"), section="policy")
     source = run / "scratch" if policy.model == "scratch" else build.resolve(policy.model, "policy.model")
     output = Path(cfg.output) if cfg.output else run / f"model-{checkpoint.name}"
-    if output.exists():
-        raise UserError(f"--output {output} exists; name another folder or remove it")
+    require(not output.exists(), f"--output {output} exists; name another folder or remove it")
     mesh.barrier()  # all ranks have looked
     shapes = _saved_shapes(checkpoint)
     if build.read_config(source).tie_word_embeddings:

@@ -16,7 +16,7 @@ from typing import Any
 import pydantic
 import yaml
 
-from minirl.types import UserError
+from minirl.types import UserError, require
 
 
 class _Loader(yaml.SafeLoader):
@@ -50,8 +50,7 @@ def parse(cls: type, argv: list[str] | None = None) -> Any:
 
 def load(cls: type, path: str, section: str = "") -> Any:
     """A config class from a file, or from one section of the file. Raises UserError."""
-    if not Path(path).is_file():
-        raise UserError(f"--config {path!r}: no such file")
+    require(Path(path).is_file(), f"--config {path!r}: no such file")
     try:
         values = yaml.load(Path(path).read_text(), _Loader) or {}
     except yaml.YAMLError as error:
@@ -91,12 +90,9 @@ def find_function(setting: str, value: str, registered: dict[str, Callable]) -> 
     if value in registered:
         return registered[value]
     file, _, name = value.rpartition(":")
-    if not file:
-        raise UserError(f"{setting} = {value!r} is neither registered ({', '.join(registered)}) nor of the form file.py:function")
-    if not Path(file).is_file():
-        raise UserError(f"{setting} = {value}: no file {file}")
-    if not file.endswith(".py"):
-        raise UserError(f"{setting} = {value}: {file} is not a Python file (.py)")
+    require(file, f"{setting} = {value!r} is neither registered ({', '.join(registered)}) nor of the form file.py:function")
+    require(Path(file).is_file(), f"{setting} = {value}: no file {file}")
+    require(file.endswith(".py"), f"{setting} = {value}: {file} is not a Python file (.py)")
     spec = importlib.util.spec_from_file_location(f"minirl_user_{Path(file).stem}", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up there
@@ -104,6 +100,5 @@ def find_function(setting: str, value: str, registered: dict[str, Callable]) -> 
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything
         raise UserError(f"{setting} = {value}: {file} does not import: {type(error).__name__}: {error}") from error
-    if not callable(vars(module).get(name)):
-        raise UserError(f"{setting} = {value}: {file} has no function {name}")
+    require(callable(vars(module).get(name)), f"{setting} = {value}: {file} has no function {name}")
     return vars(module)[name]

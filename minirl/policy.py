@@ -53,14 +53,13 @@ class Policy:
         self.sleeper = fsdp.Sleeper(self.model, lambda: self.optimizer.tensors() if self.optimizer else [])
 
     def _make_optimizer(self) -> Optimizer:
-        cfg = self.cfg
+        cfg, parameters = self.cfg, list(self.model.parameters())
         hidden = {p for layer in build.layers(self.model) for p in layer.parameters() if p.ndim >= 2} if cfg.optimizer == "muon" else set()
-        decay = [p for p in self.model.parameters() if p.ndim >= 2 and p not in hidden]
-        plain = [p for p in self.model.parameters() if p.ndim < 2]
-        groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        groups = [{"params": [p for p in parameters if p.ndim >= 2 and p not in hidden], "weight_decay": cfg.weight_decay},
+                  {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}]
         parts = [torch.optim.AdamW([g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, fused=True)]
         if hidden:
-            parts.append(Muon([p for p in self.model.parameters() if p in hidden], self.mesh, lr=cfg.lr, weight_decay=cfg.weight_decay))
+            parts.append(Muon([p for p in parameters if p in hidden], self.mesh, lr=cfg.lr, weight_decay=cfg.weight_decay))
         return Optimizer(parts, rest=cfg.optimizer_state, average=cfg.ema_decay > 0)
 
     def start_phase(self, cfg: PolicyConfig) -> None:

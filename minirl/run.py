@@ -163,7 +163,7 @@ def find_teacher(model: str, policy: PretrainedConfig, tensor_parallel: int, set
 
 def check_head(folder: Path, setting: str) -> Path:
     """A language model's would be made of zeros, which a critic can learn from and nobody else. Raises UserError."""
-    if build.SCORE not in build.Weights(folder).file_of:
+    if build.SCORE not in build.Weights(folder).slices:
         raise UserError(f"{setting} = {folder} is no reward model: its weights have no {build.SCORE}; train one with minirl.rm")
     return folder
 

@@ -104,12 +104,6 @@ def test_two_ranks_assign_what_one_would(owners):
             np.testing.assert_allclose(mine, np.where(t.sampled, value, 0.0), rtol=1e-6, err_msg=name)
 
 
-def test_a_name_registers_only_once():
-    with pytest.raises(ValueError, match="'grpo' is registered twice"):
-        advantages.register("grpo")(lambda rewards, groups, sums: rewards)
-    assert advantages.ESTIMATORS["grpo"] is advantages.grpo
-
-
 def test_an_estimator_is_found_by_name_or_in_a_file(tmp_path):
     (tmp_path / "mine.py").write_text("def halved(rewards, groups, sums):\n    return rewards / 2\n")
     own = [sample(0, 0, 3.0), sample(0, 1, 5.0)]

@@ -333,7 +333,7 @@ def test_a_chat_goes_on_from_the_longest_segment_that_it_begins_with():
     tokenizer = make_tokenizer([])
     c = Conversation(tokenizer)
     first = c.ask(chat_of("q"))
-    assert c.ask(chat_of("q")) is first and first.tokens == chat.encode_prompt(tokenizer, chat_of("q"))  # nothing was sampled in between
+    assert c.ask(chat_of("q")) is first and first.tokens == chat.encode(tokenizer, chat.render(tokenizer, chat_of("q")))  # nothing was sampled in between
     assert say(first, tokenizer, "a") == "a"
     assert c.ask(chat_of("q", "a", "r")) is first
     say(first, tokenizer, "b")

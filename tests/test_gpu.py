@@ -8,7 +8,7 @@ from test_families import mixture_inputs
 
 from minirl.data.packing import pack
 from minirl.model import experts, kernels
-from minirl.model.attention import Attention, _of_hop, attend, packed_attention
+from minirl.model.attention import Attention, attend, packed_attention
 from minirl.model.kernels import Options
 from minirl.types import Context, Layout, Trajectory
 
@@ -54,7 +54,7 @@ def test_ring_emulated_on_one_device_equals_one_rank(size):
     outs, gradients = [], [[torch.zeros_like(x, dtype=torch.float32) for x in flash[name]] for name in ("q", "k", "v")]
     for rank, batch in enumerate(packs):
         q = flash["q"][rank]
-        hops = [(_of_hop(batch.blocks, hop, batch.context), (rank - hop) % size) for hop in range(size)]
+        hops = [(batch.blocks[0 if hop == 0 else 1 if hop <= rank else 2], (rank - hop) % size) for hop in range(size)]
         out, lse = attend(q, [(block, flash["k"][source], flash["v"][source]) for block, source in hops], options)
         for block, source in hops:
             into = gradients[0][rank], gradients[1][source], gradients[2][source]

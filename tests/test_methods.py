@@ -344,11 +344,13 @@ def test_ranks_and_micro_batches_change_nothing(world, parallel, budget):
 def test_shaping_equals_its_formulas():
     rewards, lengths = torch.tensor([1.0, 0.5, -2.0, 1.0], dtype=torch.float64), torch.tensor([4, 8, 9, 10], dtype=torch.float64)
     stopped = torch.tensor([True, True, False, False])
-    assert shaping.stop_properly(rewards, stopped, "scale", 0.5).tolist() == [1.0, 0.5, -1.0, 0.5]
-    assert shaping.stop_properly(rewards, stopped, "set", -1.0).tolist() == [1.0, 0.5, -1.0, -1.0]
+    def shaped(**settings):
+        return shaping.shape(rewards, lengths, stopped, RewardConfig(**settings), 10, [0.0, 0.0, 0.0], lambda v: v)[0]
+    assert shaped(unstopped="scale", unstopped_value=0.5).tolist() == [1.0, 0.5, -1.0, 0.5]
+    assert shaped(unstopped="set", unstopped_value=-1.0).tolist() == [1.0, 0.5, -1.0, -1.0]
     dapo = [0 if n <= 6 else ((10 - 4) - n) / 4 if n <= 10 else -1 for n in lengths.tolist()]
-    np.testing.assert_allclose(shaping.overlong(rewards, lengths, 10, 4, 1.0) - rewards, dapo, atol=1e-15)
-    np.testing.assert_allclose(shaping.overlong(rewards, lengths, 10, 4, 0.5) - rewards, np.array(dapo) / 2, atol=1e-15)
+    np.testing.assert_allclose(shaped(overlong_tokens=4) - rewards, dapo, atol=1e-15)
+    np.testing.assert_allclose(shaped(overlong_tokens=4, overlong_penalty=0.5) - rewards, np.array(dapo) / 2, atol=1e-15)
     cfg = RewardConfig(unstopped="set", unstopped_value=0.0, overlong_tokens=4, clip=0.4)
     got, stats = shaping.shape(rewards, lengths, stopped, cfg, 10, [0.0, 0.0, 0.0], lambda v: v)
     np.testing.assert_allclose(got, [0.4, 0.0, -0.4, -0.4], atol=1e-15)

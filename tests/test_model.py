@@ -468,7 +468,7 @@ def test_scratch_phrases_are_one_token_anywhere_in_a_text():
 def test_scratch_template_ends_where_the_assistant_begins():
     tokenizer = scratch.make_tokenizer([])
     messages = chat.to_messages("hi", "be brief")
-    assert tokenizer.decode(chat.encode_prompt(tokenizer, messages)) == "<|system|>be brief<|end|><|user|>hi<|end|><|assistant|>"
+    assert tokenizer.decode(chat.encode(tokenizer, chat.render(tokenizer, messages))) == "<|system|>be brief<|end|><|user|>hi<|end|><|assistant|>"
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "<|system|>be brief<|end|><|user|>hi<|end|>"
 
 
@@ -485,7 +485,7 @@ def test_an_answer_ends_with_the_stop_token_and_is_what_the_template_renders(tem
     tokenizer = scratch.make_tokenizer([])
     tokenizer.chat_template = template
     messages = chat.to_messages("6 * 7?", "")
-    prompt = chat.encode_prompt(tokenizer, messages)
+    prompt = chat.encode(tokenizer, chat.render(tokenizer, messages))
     whole, mask = chat.encode_chat(tokenizer, [*messages, {"role": "assistant", "content": answer}], [1], [tokenizer.eos_token_id])
     assert whole[: len(prompt)] == prompt and mask == [i >= len(prompt) for i in range(len(whole))]
     ids = whole[len(prompt) :]

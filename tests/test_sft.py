@@ -103,7 +103,7 @@ def test_mask_of_a_chat_is_what_the_policy_would_sample(name, last_only):
     whole = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     assert whole[: len(ids)] == ids
     for i in trained:  # in front of each answer stands what generation would be given
-        prompt = chat.encode_prompt(tokenizer, messages[:i])
+        prompt = chat.encode(tokenizer, chat.render(tokenizer, messages[:i]))
         assert ids[: len(prompt)] == prompt and mask[len(prompt)] and not mask[len(prompt) - 1]
 
 

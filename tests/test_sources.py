@@ -278,9 +278,9 @@ def test_a_chat_template_from_a_file(tmp_path):
     (tmp_path / "t.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}"
                                       "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}")
     tokenizer = chat.use_template(make_tokenizer([]), str(tmp_path / "t.jinja"), "")
-    assert tokenizer.decode(chat.encode_prompt(tokenizer, [USER])) == "[1+1]"
+    assert tokenizer.decode(chat.encode(tokenizer, chat.render(tokenizer, [USER]))) == "[1+1]"
     with pytest.raises(UserError, match="the chat template refuses a chat: no"):
-        chat.encode_prompt(tokenizer, [{"role": "user", "content": "bad"}])
+        chat.encode(tokenizer, chat.render(tokenizer, [{"role": "user", "content": "bad"}]))
     with pytest.raises(UserError, match="data.chat_template = '.*none.jinja' cannot be read"):
         chat.use_template(tokenizer, str(tmp_path / "none.jinja"), "")
     before = tokenizer.chat_template
@@ -294,14 +294,14 @@ def test_a_plain_template_has_the_prompt_and_then_the_answer():
     for tokenizer in (make_tokenizer([]), with_bos):
         tokenizer = chat.use_template(tokenizer, "", plain.replace("{{ {%", "{ {%"))
         text = "Q: \"{{ 1+1 }}\"\n{ {% 'é' %}\nA: "
-        ids = chat.encode_prompt(tokenizer, [{"role": "user", "content": "{{ 1+1 }}"}])
+        ids = chat.encode(tokenizer, chat.render(tokenizer, [{"role": "user", "content": "{{ 1+1 }}"}]))
         assert ids == tokenizer(text)["input_ids"]
         whole, mask = chat.encode_chat(tokenizer, [{"role": "user", "content": "{{ 1+1 }}"}, ANSWER], [1], [tokenizer.eos_token_id])
         assert whole == [*ids, *tokenizer("2", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         assert mask == [False] * len(ids) + [True, True]
         for messages in ([USER, ANSWER, USER], [{"role": "system", "content": "s"}, USER]):
             with pytest.raises(UserError, match="data.input_template takes a prompt that is one text and an answer"):
-                chat.encode_prompt(tokenizer, messages)
+                chat.encode(tokenizer, chat.render(tokenizer, messages))
 
 
 # ---------------------------------------------------------------------------------------------------- settings

@@ -1,4 +1,4 @@
-"""Advantage estimators without a critic. Each is one function; add one with `@register("name")`.
+"""Advantage estimators without a critic. Each is one function; its name goes into ESTIMATORS or TOKEN_ESTIMATORS.
 
 Most give every token of an answer the same advantage. Such an estimator gets every trajectory that this rank sampled; groups are never split over ranks:
     rewards  float64 [N]
@@ -6,7 +6,7 @@ Most give every token of an answer the same advantage. Such an estimator gets ev
     sums     adds a float64 tensor over all ranks, for estimators that whiten over the global batch
 and returns float64 [N]. A group of equal rewards gets exactly 0, whatever the reward.
 
-A token estimator, `@register("name", TOKEN_ESTIMATORS)`, comes after packing, when old and reference log-probs are known. It gets a
+A token estimator comes after packing, when old and reference log-probs are known. It gets a
 micro-batch, the reward of each token (float64 [T], this rank's rows; `normalize.over_sequences` brings them in order) and the config, and
 returns the advantages [T].
 """
@@ -25,19 +25,7 @@ from minirl.types import Packed, Trajectory
 Sums = Callable[[Tensor], Tensor]
 Estimator = Callable[[Tensor, Tensor, Sums], Tensor]
 TokenEstimator = Callable[[Packed, Tensor, AlgoConfig], Tensor]
-ESTIMATORS: dict[str, Estimator] = {}
-TOKEN_ESTIMATORS: dict[str, TokenEstimator] = {}
 WHITENED = ("reinforce_pp", "gae")  # Token estimators whose advantages get mean 0 and deviation 1 over the tokens of the global batch.
-
-
-def register(name: str, to: dict[str, Callable] = ESTIMATORS) -> Callable[[Callable], Callable]:
-    def add(function: Callable) -> Callable:
-        if name in ESTIMATORS or name in TOKEN_ESTIMATORS:
-            raise ValueError(f"advantage {name!r} is registered twice")
-        to[name] = function
-        return function
-
-    return add
 
 
 def center(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +40,6 @@ def center(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     return centered, groups.bincount()[groups].to(rewards.dtype)
 
 
-@register("grpo")
 def grpo(rewards: Tensor, groups: Tensor, sums: Sums) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-6), std unbiased. Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), sec. 4.1."""
     centered, size = center(rewards, groups)
@@ -60,20 +47,17 @@ def grpo(rewards: Tensor, groups: Tensor, sums: Sums) -> Tensor:
     return centered / ((squares / (size - 1).clamp(min=1)).sqrt() + 1e-6)
 
 
-@register("dr_grpo")
 def dr_grpo(rewards: Tensor, groups: Tensor, sums: Sums) -> Tensor:
     """A_i = r_i - mean(r). Liu et al. 2025, Understanding R1-Zero-like training (arXiv 2503.20783); pair with aggregation fixed."""
     return center(rewards, groups)[0]
 
 
-@register("rloo")
 def rloo(rewards: Tensor, groups: Tensor, sums: Sums) -> Tensor:
     """A_i = r_i - mean of the others = (r_i - mean(r)) n/(n-1). Ahmadian et al. 2024, Back to basics (arXiv 2402.14740), eq. 6."""
     centered, size = center(rewards, groups)
     return centered * size / (size - 1).clamp(min=1)
 
 
-@register("reinforce_pp_baseline")
 def reinforce_pp_baseline(rewards: Tensor, groups: Tensor, sums: Sums) -> Tensor:
     """A_i = (r_i - mean(r)) / std over the global batch. Hu et al. 2025, REINFORCE++ (arXiv 2501.03262), sec. 3.2.
 
@@ -94,14 +78,12 @@ def discounted(sequence: Tensor, rewards: Tensor, factor: float) -> Tensor:
     return out
 
 
-@register("reinforce_pp", TOKEN_ESTIMATORS)
 def reinforce_pp(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     """A_t = sum_{k >= t} gamma^(k - t) r_k, whitened over the global batch. Hu et al. 2025, REINFORCE++ (arXiv 2501.03262), sec. 3.1; the KL is in r
     with algo.kl_in reward."""
     return over_sequences(lambda sequence, r: discounted(sequence, r, cfg.gamma), batch, rewards)
 
 
-@register("gae", TOKEN_ESTIMATORS)
 def gae(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     """A_t = sum_l (gamma lambda)^l d_{t + l} with d_t = r_t + gamma V_{t+1} - V_t, whitened over the global batch. Schulman et al. 2016
     (arXiv 1506.02438), eq. 16. Sets `batch.returns`, A_t + V_t, before the whitening.
@@ -119,11 +101,14 @@ def gae(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     return advantages
 
 
-@register("on_policy_distill", TOKEN_ESTIMATORS)
 def on_policy_distill(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     """A_t = log teacher - log policy: minus the reverse KL at the sampled token; rewards play no part. Agarwal et al. 2023 (arXiv 2306.13649); as an
     advantage: Lu 2025, "On-policy distillation"."""
     return batch.ref_logprobs - batch.old_logprobs
+
+
+ESTIMATORS: dict[str, Estimator] = {f.__name__: f for f in (grpo, dr_grpo, rloo, reinforce_pp_baseline)}
+TOKEN_ESTIMATORS: dict[str, TokenEstimator] = {f.__name__: f for f in (reinforce_pp, gae, on_policy_distill)}
 
 
 def find(name: str) -> Estimator | TokenEstimator:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minirl.algo.normalize import sequence_sums, to_rows
 from minirl.config_rl import CorrectionConfig
-from minirl.types import Packed, UserError
+from minirl.types import Packed, require
 
 # tis, truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; Ionides 2008 for
 # the truncation. icepop: Ling team 2025, "Every step evolves" (arXiv 2510.18855), sec. 3. seq-mask-tis: sequences are dropped by the geometric mean
@@ -25,9 +25,8 @@ PRESETS = {
 def resolve(cfg: CorrectionConfig) -> CorrectionConfig:
     """What the preset says, but for what is set beside it. Raises UserError for bounds that leave nothing."""
     out = CorrectionConfig(**PRESETS[cfg.preset] | {name: value for name, value in vars(cfg).items() if value is not None})
-    if not 0 <= out.low <= 1 <= out.high or out.divergence <= 0:
-        raise UserError(f"algo.correction: low = {out.low}, high = {out.high}, divergence = {out.divergence}; equal probabilities have ratio 1 and "
-                        "divergence 0, so low must be in [0, 1], high at least 1 and divergence above 0")
+    require(0 <= out.low <= 1 <= out.high and out.divergence > 0, f"algo.correction: low = {out.low}, high = {out.high}, divergence = {out.divergence}; "
+            "equal probabilities have ratio 1 and divergence 0, so low must be in [0, 1], high at least 1 and divergence above 0")
     return out
 
 

@@ -154,8 +154,4 @@ def value(clip: float) -> Loss:
 
 def sft() -> Loss:
     """Negative log-likelihood of the target tokens, mean over all of them."""
-
-    def token_loss(batch: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return -logprobs, {"entropy": entropy.detach()}
-
-    return Loss(token_loss=token_loss)
+    return Loss(token_loss=lambda batch, logprobs, entropy: (-logprobs, {"entropy": entropy.detach()}))

@@ -7,16 +7,6 @@ from minirl.algo.advantages import Sums
 from minirl.config import RewardConfig
 
 
-def stop_properly(rewards: Tensor, stopped: Tensor, how: str, value: float) -> Tensor:
-    """Rewards of answers that did not stop by themselves (bool [N]), multiplied by `value` (scale) or replaced by it (set)."""
-    return torch.where(stopped, rewards, rewards * value if how == "scale" else value)
-
-
-def overlong(rewards: Tensor, lengths: Tensor, max_tokens: int, cache: int, penalty: float) -> Tensor:
-    """r - penalty clip((L - (max_tokens - cache)) / cache, 0, 1) for L generated tokens. DAPO (arXiv 2503.14476), eq. 13, with penalty 1."""
-    return rewards - penalty * ((lengths - (max_tokens - cache)) / cache).clamp(0, 1)
-
-
 def normalize(rewards: Tensor, stats: list[float], sums: Sums) -> tuple[Tensor, list[float]]:
     """(r - mean) / (deviation + 1e-8) with those of all rewards so far, these included, and the new [count, mean, squares about it].
 
@@ -34,11 +24,15 @@ def normalize(rewards: Tensor, stats: list[float], sums: Sums) -> tuple[Tensor, 
 
 def shape(rewards: Tensor, lengths: Tensor, stopped: Tensor, cfg: RewardConfig, max_tokens: int, stats: list[float],
           sums: Sums) -> tuple[Tensor, list[float]]:
-    """All that the config asks for. Returns rewards and the running statistics. Collective if it normalises."""
+    """All that the config asks for. Returns rewards and the running statistics. Collective if it normalises.
+
+    Of answers that did not stop by themselves (`stopped`, bool [N]) rewards are multiplied by cfg.unstopped_value (scale) or replaced by it (set).
+    L generated tokens cost penalty clip((L - (max_tokens - cache)) / cache, 0, 1), where cache is cfg.overlong_tokens; DAPO (arXiv 2503.14476),
+    eq. 13, with penalty 1."""
     if cfg.unstopped != "keep":
-        rewards = stop_properly(rewards, stopped, cfg.unstopped, cfg.unstopped_value)
+        rewards = torch.where(stopped, rewards, rewards * cfg.unstopped_value if cfg.unstopped == "scale" else cfg.unstopped_value)
     if cfg.overlong_tokens:
-        rewards = overlong(rewards, lengths, max_tokens, cfg.overlong_tokens, cfg.overlong_penalty)
+        rewards = rewards - cfg.overlong_penalty * ((lengths - (max_tokens - cfg.overlong_tokens)) / cfg.overlong_tokens).clamp(0, 1)
     if cfg.normalize:
         rewards, stats = normalize(rewards, stats, sums)
     return rewards.clamp(-cfg.clip, cfg.clip) if cfg.clip else rewards, stats

@@ -26,6 +26,10 @@ class _Chunk:
     prompt: np.ndarray  # Keys of the shared prompt.
 
 
+def on_device(values: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.from_numpy(values).to(device, dtype, non_blocking=True)
+
+
 def build(sequences: list[tuple[int, int | None]], layout: Layout, device: torch.device) -> tuple[tuple[Block, ...], Block | None]:
     """(blocks, joined) of `Packed`, for sequences end to end: how many rows each has on all ranks together, and the number of the one whose rows
     come before them, if there is one."""
@@ -72,12 +76,10 @@ def _block(pairs: list[tuple[np.ndarray, np.ndarray]], causal: bool, device: tor
     queries, keys = [q for q, _ in pairs], [k for _, k in pairs]
     rows = np.concatenate(queries)
     rectangles, places = _rectangles(queries, keys, causal, device)
-    def tensor(values: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.from_numpy(values).to(device, dtype, non_blocking=True)
     def running(parts: list[np.ndarray]) -> torch.Tensor:
-        return tensor(np.cumsum([0, *map(len, parts)]), torch.int32)
-    return Block(causal=causal, rows=None if causal and _counts_up(rows) else tensor(rows),
-                 key_rows=None if squares else tensor(np.concatenate(keys)), cu_queries=running(queries), cu_keys=running(keys),
+        return on_device(np.cumsum([0, *map(len, parts)]), device, torch.int32)
+    return Block(causal=causal, rows=None if causal and _counts_up(rows) else on_device(rows, device),
+                 key_rows=None if squares else on_device(np.concatenate(keys), device), cu_queries=running(queries), cu_keys=running(keys),
                  longest=(max(map(len, queries)), max(map(len, keys))), rectangles=rectangles, places=places)
 
 
@@ -92,24 +94,23 @@ def _run(parts: list[np.ndarray], device: torch.device) -> tuple[Run, np.ndarray
     starts = np.cumsum(lengths) - lengths
     rows = np.concatenate(parts)[starts[:, None] + np.minimum(place, lengths[:, None] - 1)]
     first = int(rows[0, 0])
-    return Run(torch.from_numpy(rows).to(device, non_blocking=True), first if _counts_up(rows.reshape(-1), first) else None), place >= lengths[:, None]
+    return Run(on_device(rows, device), first if _counts_up(rows.reshape(-1), first) else None), place >= lengths[:, None]
 
 
 def _rectangles(queries: list[np.ndarray], keys: list[np.ndarray], causal: bool, device: torch.device) -> tuple[tuple[Rectangle, ...], torch.Tensor | None]:
     """`Block.rectangles` of pairs of like size, and `Block.places`."""
     num_queries, num_keys = np.array([len(q) for q in queries]), np.array([len(k) for k in keys])
     like = np.stack([num_keys > num_queries, np.searchsorted(EDGES, num_queries), np.searchsorted(EDGES, num_keys)], axis=1)
-    def tensor(values: np.ndarray, needed: np.ndarray) -> torch.Tensor | None:
-        return torch.from_numpy(values).to(device, non_blocking=True) if needed.any() else None
     out, places, filled = [], [np.empty(0, np.int64)] * len(queries), 0
     for size in np.unique(like, axis=0):
         members = np.flatnonzero((like == size).all(1))
         (query_run, filling), (key_run, hidden) = (_run([side[i] for i in members], device) for side in (queries, keys))
         before = (num_keys - num_queries)[members]
         last = before[:, None] + np.arange(filling.shape[1]) if causal else num_keys[members, None] - 1
-        out.append(Rectangle(queries=query_run, keys=key_run, filling=tensor(filling, filling), last=tensor(last, before if causal else hidden)))
+        out.append(Rectangle(queries=query_run, keys=key_run, filling=on_device(filling, device) if filling.any() else None,
+                             last=on_device(last, device) if (before if causal else hidden).any() else None))
         for n, i in enumerate(members):
             places[i] = filled + n * filling.shape[1] + np.arange(num_queries[i])
         filled += filling.size
     order = np.concatenate(places)
-    return tuple(out), None if len(order) == filled and _counts_up(order) else torch.from_numpy(order).to(device, non_blocking=True)
+    return tuple(out), None if len(order) == filled and _counts_up(order) else on_device(order, device)

@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from minirl.types import UserError
+from minirl.types import UserError, require
 
 
 def load_tokenizer(folder: Path, *, chats: bool = True, template: str = "", plain: str = "") -> PreTrainedTokenizerBase:
@@ -41,8 +41,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int
     if (folder / "generation_config.json").exists():
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
         ids |= set(eos) if isinstance(eos, list) else {eos} if eos is not None else set()
-    if not ids:
-        raise UserError(f"policy.model = {folder}: neither tokenizer nor generation_config.json names an eos token, so no answer would end")
+    require(ids, f"policy.model = {folder}: neither tokenizer nor generation_config.json names an eos token, so no answer would end")
     return sorted(ids)
 
 
@@ -69,11 +68,6 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, header: 
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=header, tools=tools)
     except (TemplateError, TypeError) as error:  # by its own will, or by adding what does not add
         raise UserError(f"the chat template refuses a chat: {error} ({str(messages)[:200]})") from error
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> list[int]:
-    """Token ids up to where the assistant begins to speak. Raises UserError if the template refuses."""
-    return encode(tokenizer, render(tokenizer, messages))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

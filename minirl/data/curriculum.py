@@ -3,7 +3,7 @@
 import numpy as np
 
 from minirl.data.datasets import Mixture, Order, Prompts
-from minirl.types import UserError
+from minirl.types import require
 
 
 class Curriculum(Order):
@@ -15,9 +15,8 @@ class Curriculum(Order):
 
     def __init__(self, prompts: Prompts, floor: float, outcomes: dict[str, list[int]]):
         """`outcomes`: row -> [tries, right], which `record` adds to, for checkpoints (keys as JSON has them). Raises UserError."""
-        if isinstance(prompts.order, Mixture):
-            raise UserError(f"rollout.curriculum_floor = {floor} draws prompts by their success, and the `weight` of sources in data.train by their source; "
-                            "set it to 0 or give no weights")
+        require(not isinstance(prompts.order, Mixture), f"rollout.curriculum_floor = {floor} draws prompts by their success, and the `weight` of "
+                "sources in data.train by their source; set it to 0 or give no weights")
         super().__init__(len(prompts.rows), seed=prompts.seed, shuffle=True)
         self.floor, self.outcomes = floor, outcomes
         self.start(0)

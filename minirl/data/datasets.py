@@ -14,7 +14,7 @@ from minirl.data import chat
 from minirl.data.images import BadImage, Vision, attach, of_chat
 from minirl.data.sources import Source, open_source
 from minirl.parallel.mesh import Mesh
-from minirl.types import Trajectory, UserError
+from minirl.types import Trajectory, UserError, require
 
 # What TRL, OpenRLHF and others call a column: read where a row has none of the first name, unless a setting asks for another name.
 OTHER_NAMES = {"prompt": ("instruction", "input", "context_messages", "messages"), "completion": ("output",), "answer": ("solution", "label"),
@@ -34,8 +34,7 @@ class Rows(Sequence[dict]):
     def __getitem__(self, i: int) -> dict:
         of, number = self.places[i].tolist()
         row, where = self.sources[of].rows[number], self.sources[of].where(number)
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: a row must be an object of named values, not a {type(row).__name__}")
+        require(isinstance(row, dict), f"{where}: a row must be an object of named values, not a {type(row).__name__}")
         return self.make(row, self.sources[of], where)
 
 
@@ -97,9 +96,9 @@ def _to_prompt(row: dict, source: str, where: str, cfg: DataConfig) -> dict:
         prompt, answer = prompt[:-1], prompt[-1]["content"] if answer is None else answer  # a chat to imitate: its last turn is the answer
     if not is_prompt(prompt):
         raise UserError(f"{where} has no {cfg.prompt_key!r} that is a text or a list of messages (its keys: {', '.join(row)}); set data.prompt_key to the right one")
-    name = column(row, cfg.source_key) or source
-    prompt = with_images(prompt, row, where, cfg)
-    return {**{key: value for key, value in row.items() if key not in (cfg.images_key, "image")}, "prompt": prompt, **({} if answer is None else {"answer": answer}), **({"data_source": str(name)} if name else {})}
+    found = {"prompt": with_images(prompt, row, where, cfg), "answer": answer, "data_source": str(column(row, cfg.source_key) or source) or None}
+    rest = {key: value for key, value in row.items() if key not in (cfg.images_key, "image")}
+    return rest | {key: value for key, value in found.items() if value is not None}
 
 
 def with_images(prompt: str | list[dict], row: dict, where: str, cfg: RowsConfig) -> str | list[dict]:
@@ -212,19 +211,17 @@ class Prompts:
 
     def encode(self, row: dict) -> list[int]:
         messages = self.messages(row)
-        ids = chat.encode_prompt(self.tokenizer, messages)
+        ids = chat.encode(self.tokenizer, chat.render(self.tokenizer, messages))
         return self.vision.expand(ids, of_chat(messages))[0] if self.vision else ids
 
     def check_lengths(self, setting: str, mesh: Mesh) -> int:
         """Encode every prompt once, the ranks in parts. Of those longer than data.max_prompt_tokens the first is a UserError, or all are
         dropped (data.too_long); returns how many. Collective."""
-        long = []
-        for n in range(mesh.rank, len(self.rows), mesh.world_size):
-            if (length := len(self.encode(self.rows[n]))) > self.cfg.max_prompt_tokens:
-                if self.cfg.too_long == "error":
-                    raise UserError(f"{setting}: a prompt has {length} tokens, more than data.max_prompt_tokens = {self.cfg.max_prompt_tokens}; raise it (and "
-                                    f"engine.max_model_len) or set data.too_long drop: {str(self.rows[n]['prompt'])[:80]!r}...")
-                long.append(n)
+        lengths = {n: len(self.encode(self.rows[n])) for n in range(mesh.rank, len(self.rows), mesh.world_size)}
+        long = [n for n, length in lengths.items() if length > self.cfg.max_prompt_tokens]
+        if long and self.cfg.too_long == "error":
+            raise UserError(f"{setting}: a prompt has {lengths[long[0]]} tokens, more than data.max_prompt_tokens = {self.cfg.max_prompt_tokens}; raise it (and "
+                            f"engine.max_model_len) or set data.too_long drop: {str(self.rows[long[0]]['prompt'])[:80]!r}...")
         dropped = {n for part in mesh.gather(long) for n in part}
         if len(dropped) == len(self.rows):
             raise UserError(f"{setting}: all {len(dropped)} prompts have more than data.max_prompt_tokens = {self.cfg.max_prompt_tokens} tokens; raise it")
@@ -241,8 +238,7 @@ class Examples:
         """`encoded`: this rank's, by their numbers in `rows`, but for those that are dropped. Raises UserError(`why_none`) if that is everything."""
         self.encoded = encoded
         self.kept = sorted(n for part in mesh.gather(list(encoded)) for n in part)  # Numbers of the rows that are trained on.
-        if not self.kept:
-            raise UserError(why_none)
+        require(self.kept, why_none)
         self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
@@ -259,16 +255,14 @@ class Examples:
 def to_example(tokenizer: PreTrainedTokenizerBase, vision: Vision | None, row: dict, stop_ids: list[int]) -> Trajectory:
     """A row of `load_chats` as token ids, with what is in the loss as sampled."""
     shown = of_chat(row.get("messages", []))
-    if shown and not vision:
-        raise UserError("a chat has images, and policy.model reads none; take a model of a family that does")
+    require(vision or not shown, "a chat has images, and policy.model reads none; take a model of a family that does")
     ids, mask = chat.encode_text(tokenizer, row["text"]) if "text" in row else chat.encode_chat(tokenizer, row["messages"], row["trained"], stop_ids)
     placed = []
     if shown:
-        first = np.array(ids) != vision.token
+        of_text = [sampled for token, sampled in zip(ids, mask, strict=True) if token != vision.token]
         ids, placed = vision.expand(ids, shown)
-        kept = np.array(ids) != vision.token
-        spread = np.zeros(len(ids), bool)
-        spread[kept], mask = np.array(mask)[first], spread
+        mask = np.zeros(len(ids), bool)
+        mask[np.array(ids) != vision.token] = of_text
     return Trajectory(tokens=np.array(ids, np.int32), sampled=np.array(mask, bool), logprobs=np.zeros(len(ids), np.float32), images=placed)
 
 
@@ -279,10 +273,10 @@ class Chats(Examples):
                  seed: int, shuffle: bool = True, vision: Vision | None = None):
         """Drops what has no token in the loss once it is cut. Raises UserError if that is everything."""
         own = {n: to_example(tokenizer, vision, rows[n], stop_ids) for n in range(mesh.rank, len(rows), mesh.world_size)}
-        num_cut = 0
+        num_cut = sum(len(t.tokens) > cfg.max_tokens for t in own.values())
         for t in own.values():
-            num_cut += len(t.tokens) > cfg.max_tokens
-            vars(t).update({name: vars(t)[name][: cfg.max_tokens] for name in ("tokens", "sampled", "logprobs")}, images=[p for p in t.images if p.place < cfg.max_tokens])
+            t.tokens, t.sampled, t.logprobs = (array[: cfg.max_tokens] for array in (t.tokens, t.sampled, t.logprobs))
+            t.images = [p for p in t.images if p.place < cfg.max_tokens]
         super().__init__(rows, {n: (t,) for n, t in own.items() if t.sampled.any()}, mesh, seed=seed, shuffle=shuffle, why_none=
                          f"{setting}: none of the {len(rows)} rows has a token in the loss within data.max_tokens = {cfg.max_tokens}; raise it")
         # How many rows were cut, and how many dropped.

@@ -9,14 +9,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from minirl.data.blocks import build
+from minirl.data.blocks import build, on_device
 from minirl.parallel import context as cp
 from minirl.parallel.mesh import Mesh
 from minirl.types import Layout, Packed, Trajectory, UserError
 
 # What all ranks know of each trajectory: its rank and number there, and of its tokens a hash of the prompt and how many.
-_HEADER = np.dtype([("rank", "i8"), ("index", "i8"), ("group", "i8"), ("episode", "i8"), ("segment", "i8"), ("version", "i8"), ("reward", "f8"),
-                    ("prompt", "i8"), ("prompt_tokens", "i8"), ("tokens", "i8"), ("sampled", "i8")])
+_HEADER = np.dtype([(name, "i8") for name in ("rank", "index", "group", "episode", "segment", "prompt", "prompt_tokens", "tokens", "sampled")])
 
 
 def pieces(table: np.ndarray, num_ranks: int, budget: int, *, groups: np.ndarray | None = None) -> tuple[list[list[int]], list[int]]:
@@ -73,7 +72,7 @@ def exchange(trajectories: list[Trajectory], mesh: Mesh, budget: int, num_miniba
     all-to-all. The plan sorts by (group, episode), so who sampled what does not matter; minibatches split the groups evenly.
     `whole_groups`: siblings stay in one micro-batch, for losses that compare them.
     """
-    own = [(mesh.rank, i, t.group, t.episode, t.segment, t.version, t.reward, zlib.crc32(_shared(t)), _prompt_length(t), len(t.tokens), t.sampled.sum())
+    own = [(mesh.rank, i, t.group, t.episode, t.segment, zlib.crc32(_shared(t)), _prompt_length(t), len(t.tokens), t.sampled.sum())
            for i, t in enumerate(trajectories)]
     table = np.concatenate(mesh.gather(np.array(own, _HEADER)))
     table = table[np.lexsort((table["segment"], table["episode"], table["group"]))]
@@ -167,8 +166,6 @@ def pack(trajectories: list[Trajectory], device: torch.device, temperature: floa
         sequences.append(_Sequence(_filler(missing * size), 0, missing * size))
     own = [np.concatenate(cp.chunks(q.num_rows, context)) for q in sequences]
     blocks, joined = build([(q.num_rows, q.shared) for q in sequences], layout, device)
-    def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(values).to(device, dtype, non_blocking=True)
     def column(name: str, shift: int = 0) -> np.ndarray:
         """Of the row's own token, or of the one after it; 0 in rows that only fill."""
         whole = [getattr(q.trajectory, name)[q.start + shift : q.stop + shift] for q in sequences]
@@ -180,26 +177,26 @@ def pack(trajectories: list[Trajectory], device: torch.device, temperature: floa
     answers = sorted((q.trajectory.group, q.trajectory.episode, i) for i, q in enumerate(sequences)
                      if q.stop == len(q.trajectory.tokens) - 1 and q.trajectory.sampled.any())  # those that are no prompt and do not fill
     return Packed(
-        inputs=tensor(column("tokens"), torch.int64),
-        targets=tensor(column("tokens", 1), torch.int64),
-        positions=tensor(np.concatenate([q.start + rows for q, rows in zip(sequences, own, strict=True)]), torch.int64),
-        mask=tensor(mask, torch.bool),
-        rows=tensor(np.flatnonzero(mask), torch.int64),
+        inputs=on_device(column("tokens"), device, torch.int64),
+        targets=on_device(column("tokens", 1), device, torch.int64),
+        positions=on_device(np.concatenate([q.start + rows for q, rows in zip(sequences, own, strict=True)]), device, torch.int64),
+        mask=on_device(mask, device, torch.bool),
+        rows=on_device(np.flatnonzero(mask), device, torch.int64),
         lengths=tuple(map(len, own)),
-        loss_tokens=tensor(np.array([int(q.trajectory.sampled[q.start + 1 : q.stop + 1].sum()) for q in sequences]), torch.int64),
-        group_tokens=tensor(np.array([q.trajectory.group_tokens for q in sequences]), torch.int64),
-        rewards=tensor(np.array([q.trajectory.reward for q in sequences]), torch.float64),
+        loss_tokens=on_device(np.array([int(q.trajectory.sampled[q.start + 1 : q.stop + 1].sum()) for q in sequences]), device, torch.int64),
+        group_tokens=on_device(np.array([q.trajectory.group_tokens for q in sequences]), device, torch.int64),
+        rewards=on_device(np.array([q.trajectory.reward for q in sequences]), device, torch.float64),
         names=tuple((q.trajectory.group, q.trajectory.episode, q.trajectory.segment) for q in sequences),
         blocks=blocks,
         joined=joined,
         images=layout.images([(q.trajectory.images, q.start + rows) for q, rows in zip(sequences, own, strict=True)], device) if layout.images else None,
         context=context,
         temperature=temperature,
-        engine_logprobs=tensor(column("logprobs", 1), torch.float32),
-        turn_rewards=tensor(column("rewards", 1), torch.float32) if all(q.trajectory.rewards is not None for q in sequences) else None,
-        ends=tensor(np.concatenate(last), torch.bool),
-        pairs=tensor(np.array([i for *_, i in answers], np.int64).reshape(-1, 2), torch.int64) if pairs else None,
-        advantages=tensor(column("advantages", 1), torch.float32) if all(q.trajectory.advantages is not None for q in sequences) else None,
+        engine_logprobs=on_device(column("logprobs", 1), device, torch.float32),
+        turn_rewards=on_device(column("rewards", 1), device, torch.float32) if all(q.trajectory.rewards is not None for q in sequences) else None,
+        ends=on_device(np.concatenate(last), device, torch.bool),
+        pairs=on_device(np.array([i for *_, i in answers], np.int64).reshape(-1, 2), device, torch.int64) if pairs else None,
+        advantages=on_device(column("advantages", 1), device, torch.float32) if all(q.trajectory.advantages is not None for q in sequences) else None,
     )
 
 

@@ -13,7 +13,7 @@ from minirl.data.datasets import Examples, Rows, is_prompt, open_rows, to_exampl
 from minirl.data.images import Vision
 from minirl.data.sources import GYM, Source
 from minirl.parallel.mesh import Mesh
-from minirl.types import Trajectory, UserError
+from minirl.types import Trajectory, UserError, require
 
 SIDES = ("chosen", "rejected")
 
@@ -41,8 +41,7 @@ def _to_pair(row: dict, where: str, cfg: PairsConfig) -> dict:
                             f"{str(answer)[:60]!r}; the row's keys: {', '.join(row)}); set data.chosen_key and data.rejected_key, or drop the row")
     if prompt is not None and not is_prompt(prompt):
         raise UserError(f"{where}: {cfg.prompt_key!r} must be a text or messages with role and content, not {str(prompt)[:60]!r}")
-    if len({type(answer) for answer in sides.values()}) > 1:
-        raise UserError(f"{where}: one side of the pair is a text and the other a list of messages")
+    require(len({type(answer) for answer in sides.values()}) == 1, f"{where}: one side of the pair is a text and the other a list of messages")
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not np.isfinite(margin):
         raise UserError(f"{where}: {cfg.margin_key!r} must be a finite number, not {margin!r}")
     if prompt is None and isinstance(sides["chosen"], str):

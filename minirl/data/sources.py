@@ -28,9 +28,10 @@ import numpy as np
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from minirl.types import UserError
+from minirl.types import UserError, require
 
 GYM = "reasoning_gym:"
+datasets.disable_progress_bars()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,14 +99,12 @@ class JsonLines(Sequence):
 def _read_file(path: Path, shown: str) -> Sequence:
     try:
         if path.suffix == ".parquet":
-            datasets.disable_progress_bars()
             return datasets.Dataset.from_parquet(str(path))
         if path.suffix == ".csv":
             csv.field_size_limit(sys.maxsize)
             with path.open(newline="", encoding="utf-8-sig") as file:
                 rows = list(csv.DictReader(file, strict=True))
-            if any(None in row or None in row.values() for row in rows):
-                raise UserError(f"{shown}: a row has not as many values as the first line has names")
+            require(not any(None in row or None in row.values() for row in rows), f"{shown}: a row has not as many values as the first line has names")
             return rows
         if path.suffix == ".json" and (text := path.read_text(encoding="utf-8").lstrip())[:1] == "[":
             return json.loads(text)
@@ -117,7 +116,6 @@ def _read_file(path: Path, shown: str) -> Sequence:
 def _load_dataset(path: Path, options: dict[str, str], shown: str) -> datasets.Dataset:
     if unknown := options.keys() - {"split", "subset"}:
         raise UserError(f"{shown}: a data set has no option {min(unknown)}; it has split, subset, weight and name")
-    datasets.disable_progress_bars()
     saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
     try:
         found = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), options.get("subset"), split=options.get("split"))
@@ -125,9 +123,8 @@ def _load_dataset(path: Path, options: dict[str, str], shown: str) -> datasets.D
         raise UserError(f"{shown}: neither a file or folder here nor a data set that can be had: {error}") from error
     splits = found if isinstance(found, datasets.DatasetDict) else {"" if saved else options["split"]: found}
     split = options.get("split", next(iter(splits)) if len(splits) == 1 else None)
-    if split not in splits or saved and "subset" in options:
-        raise UserError(f"{shown}: its splits are {', '.join(splits) or 'none'}; name one by ?split=NAME (a saved folder has no subset, and one of a "
-                        "single data set no split)")
+    require(split in splits and not (saved and "subset" in options), f"{shown}: its splits are {', '.join(splits) or 'none'}; name one by ?split=NAME "
+            "(a saved folder has no subset, and one of a single data set no split)")
     return splits[split]
 
 

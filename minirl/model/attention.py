@@ -98,13 +98,9 @@ def _steps(k: Tensor, v: Tensor, blocks: tuple[Block, ...], ring: Context | None
         return
     for hop in range(ring.size):
         visit = Visit([k, v], ring) if hop + 1 < ring.size else None
-        yield _of_hop(blocks, hop, ring), k, v
+        # After `hop` hops the keys at hand are of rank `ring.rank - hop`: one's own, an earlier one's, or (from behind zero) a later one's.
+        yield blocks[0 if hop == 0 else 1 if hop <= ring.rank else 2], k, v
         k, v = visit.wait() if visit else (k, v)
-
-
-def _of_hop(blocks: tuple[Block, ...], hop: int, context: Context) -> Block:
-    """After `hop` hops the keys at hand are of rank `context.rank - hop`: one's own, an earlier one's, or (from behind zero) a later one's."""
-    return blocks[0] if hop == 0 else blocks[1] if hop <= context.rank else blocks[2]
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)

@@ -5,6 +5,7 @@ import json
 import re
 import types
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -21,7 +22,7 @@ from minirl.parallel import fsdp, tensor
 from minirl.parallel.boxes import Part, cut, overlap
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.tensor import TensorParallel
-from minirl.types import Packed, UserError
+from minirl.types import Packed, UserError, require
 
 
 SCORE = "score.weight"
@@ -29,16 +30,14 @@ SCORE = "score.weight"
 
 def resolve(model: str, setting: str) -> Path:
     """The local folder of a model; a hub id is downloaded. Raises UserError, naming `setting`, if there is neither."""
-    if Path(model).is_dir():
-        folder = Path(model)
-    else:
+    folder = Path(model)
+    if not folder.is_dir():
         try:
             folder = Path(snapshot_download(model, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*", "consolidated*"]))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
             raise UserError(f"{setting} = {model!r} is neither a folder nor a hub id that can be had: {error}") from error
     for needed, pattern in (("config.json", "config.json"), ("weights", "*.safetensors"), ("tokenizer", "tokenizer*")):
-        if not list(folder.glob(pattern)):
-            raise UserError(f"{setting} = {folder} has no {needed} ({pattern})")
+        require(list(folder.glob(pattern)), f"{setting} = {folder} has no {needed} ({pattern})")
     return folder
 
 
@@ -69,21 +68,13 @@ class Weights:
         else:
             names = [single.name] if single.exists() else sorted(p.name for p in folder.glob("*.safetensors"))
         self.bytes_read = 0
-        self.file_of: dict[str, safe_open] = {}  # by the names of the weights
+        self.slices: dict[str, Any] = {}  # by the names of the weights: what has a shape, and reads what an index asks for
         for name in names:
             try:
                 file = safe_open(folder / name, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
                 raise UserError(f"policy.model: cannot read {folder / name}: {error}") from error
-            self.file_of |= dict.fromkeys(file.keys(), file)
-
-    def shape(self, name: str) -> list[int]:
-        return self.file_of[name].get_slice(name).get_shape()
-
-    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        part = self.file_of[name].get_slice(name)[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
-        self.bytes_read += part.numel() * part.element_size()
-        return part
+            self.slices |= {weight: file.get_slice(weight) for weight in file.keys()}
 
     def fill(self, t: Tensor, parts: list[Part]) -> None:
         """Read this rank's block of a parameter, in place, from the file weights that it is made of."""
@@ -91,7 +82,9 @@ class Weights:
         for part in parts:
             if common := overlap(part.box, box):  # a small tensor may leave a rank with nothing
                 target = cut(fsdp.local(t), common, box[0])
-                target.copy_(self.read(part.name, *part.inside(common)).view(target.shape))
+                read = cut(self.slices[part.name], part.inside(common))
+                self.bytes_read += read.nbytes
+                target.copy_(read.view(target.shape))
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
@@ -111,20 +104,20 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load(model: nn.Module, folder: Path, device: torch.device, *, cpu_offload: bool = False) -> int:
-    """Materialise a sharded meta model (on the host with `cpu_offload`, but for buffers) and fill this rank's shards. Returns the bytes read. A score head that the folder
-    lacks, being a language model's, starts at 0. Raises UserError on other names or shapes than the model's."""
+    """Materialise a sharded meta model (on the host with `cpu_offload`, but for buffers) and fill this rank's shards. Returns the bytes read. A
+    score head that the folder lacks, being a language model's, starts at 0. Raises UserError on other names or shapes than the model's."""
     weights = Weights(folder)
     held = tensors(model)
     parts = {name: families.parts(model.config, name, t.shape) for name, t in held.items()}
-    new = {SCORE} - weights.file_of.keys()
-    expected = {part.name: list(part.shape) for of_one in parts.values() for part in of_one if part.name not in new}
-    wrong = [n for n, shape in expected.items() if n not in weights.file_of or weights.shape(n) != shape]
+    new = {SCORE} - weights.slices.keys()
+    expected = {part.name: list(part.inside(part.box)[1]) for of_one in parts.values() for part in of_one if part.name not in new}
+    wrong = [n for n, shape in expected.items() if n not in weights.slices or weights.slices[n].get_shape() != shape]
     # Some old files keep buffers that are a function of the config, some new ones layers that only a speculating engine uses.
     unused = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])]
-    derived = {n for n in weights.file_of if any(re.search(pattern, n) for pattern in unused)}
-    extra = weights.file_of.keys() - expected.keys() - {"lm_head.weight"} - derived
-    if wrong or extra:
-        raise UserError(f"policy.model = {folder}: the weights do not fit its config.json; missing or of another shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}")
+    derived = {n for n in weights.slices if any(re.search(pattern, n) for pattern in unused)}
+    extra = weights.slices.keys() - expected.keys() - {"lm_head.weight"} - derived
+    require(not wrong and not extra, f"policy.model = {folder}: the weights do not fit its config.json; missing or of another shape: {wrong[:3]}, "
+            f"not of the model: {sorted(extra)[:3]}")
     model.to_empty(device="cpu" if cpu_offload else device)
     for p in model.parameters():
         p._is_hf_initialized = True  # or the next lines would draw it anew

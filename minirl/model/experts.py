@@ -9,8 +9,6 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 NAME = "minirl"
-# Public from torch 2.10 on.
-_grouped_mm = vars(F).get("grouped_mm", torch._grouped_mm)
 
 
 def mixture(module: torch.nn.Module, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
@@ -39,7 +37,7 @@ def _grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """The same in one kernel, without waiting for the counts. It leaves rows of no expert unwritten, forward and backward."""
     ends = counts.cumsum(0)
     nowhere = torch.arange(len(x), device=x.device)[:, None] >= ends[-1]
-    return _grouped_mm(x.masked_fill(nowhere, 0), weight.transpose(1, 2), offs=ends.to(torch.int32)).masked_fill(nowhere, 0)
+    return F.grouped_mm(x.masked_fill(nowhere, 0), weight.transpose(1, 2), offs=ends.to(torch.int32)).masked_fill(nowhere, 0)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, mixture)

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from minirl.parallel.boxes import Part
-from minirl.types import UserError
+from minirl.types import UserError, require
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
 FEATURES = ("num_attention_heads * head_dim", "num_key_value_heads * head_dim")  # attention itself is whole on every rank
@@ -77,29 +77,25 @@ def check(config: PretrainedConfig, where: str, tensor_parallel: int = 1, max_mo
 
     Of the engine: `tensor_parallel`; `max_model_len` where its log-probs are trained on; `device`, its type.
     """
-    if config.model_type not in FAMILIES:
-        why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
-        raise UserError(f"{where}: family {config.model_type!r} is not supported{why}; supported are {', '.join(FAMILIES)}")
+    why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
+    require(config.model_type in FAMILIES, f"{where}: family {config.model_type!r} is not supported{why}; supported are {', '.join(FAMILIES)}")
     values = config.get_text_config().to_dict()
-    if "quantization_config" in values:
-        raise UserError(f"{where} is quantised; train the unquantised checkpoint")
-    if values.get("use_bidirectional_attention"):
-        raise UserError(f"{where}: use_bidirectional_attention is set, and tokens would see the future; packed attention is causal")
+    require("quantization_config" not in values, f"{where} is quantised; train the unquantised checkpoint")
+    require(not values.get("use_bidirectional_attention"),
+            f"{where}: use_bidirectional_attention is set, and tokens would see the future; packed attention is causal")
     parameters = values.get("rope_parameters") or {}
     for rope in [p for p in parameters.values() if isinstance(p, dict)] or [parameters]:  # those of each layer type, or one
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            raise UserError(f"{where}: rope_type = {rope['rope_type']!r} takes its frequencies from the longest position of a batch, so a sequence's "
-                            "log-probs would depend on what it is packed with; use a checkpoint with another rope_type")
-    if device == "cpu" and not FAMILIES[config.model_type].engine_on_cpu:
-        raise UserError(f"{where}: vLLM's CPU build does not run family {config.model_type!r} (its router scores); use a CUDA device")
+        require(rope.get("rope_type") not in ("dynamic", "longrope"), f"{where}: rope_type = {rope.get('rope_type')!r} takes its frequencies from the longest "
+                "position of a batch, so a sequence's log-probs would depend on what it is packed with; use a checkpoint with another rope_type")
+    require(device != "cpu" or FAMILIES[config.model_type].engine_on_cpu,
+            f"{where}: vLLM's CPU build does not run family {config.model_type!r} (its router scores); use a CUDA device")
     length = FAMILIES[config.model_type].engine_length
     if length and getattr(config, length) and max_model_len > getattr(config, length):
         raise UserError(f"{where}: engine.max_model_len = {max_model_len} is above {length} = {getattr(config, length)}, beyond which the engine's "
                         f"{config.model_type} attends to other tokens than the trainer's; lower the lengths")
     text = config.get_text_config()
     heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
-    if heads % kv_heads:
-        raise UserError(f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
+    require(heads % kv_heads == 0, f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")
     # vLLM gives each rank whole heads; key-value heads are split or, when there are fewer than ranks, replicated.
     kv_ok = kv_heads % tensor_parallel == 0 or tensor_parallel % kv_heads == 0
     if heads % tensor_parallel or not kv_ok:
@@ -112,9 +108,8 @@ def divided(config: PretrainedConfig) -> dict[str, int]:
     """What parallel.tensor splits: names of config values (or products of them) -> their numbers."""
     text = config.get_text_config()
     head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
-    def value(product: str) -> int:
-        return math.prod(head_dim if name == "head_dim" else getattr(text, name) for name in product.split(" * "))
-    return {product: value(product) for product in ("vocab_size", *FAMILIES[config.model_type].divided)}
+    return {product: math.prod(head_dim if name == "head_dim" else getattr(text, name) for name in product.split(" * "))
+            for product in ("vocab_size", *FAMILIES[config.model_type].divided)}
 
 
 def parts(config: PretrainedConfig, name: str, shape: torch.Size) -> list[Part]:

@@ -42,7 +42,7 @@ def backward(gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor, 
             do = do.masked_fill(r.filling[:, None, :, None], 0)
         inputs = _cut(q, r.queries), _cut(k, r.keys), _cut(v, r.keys), _cut(out, r.queries), _cut(lse, r.queries), _bias(r, block, options, q)
         for into, run, grad in zip(gradients, (r.queries, r.keys, r.keys), function(do, *inputs, block.causal, options), strict=True):
-            _add(into, run, grad.transpose(1, 2).flatten(0, 1))
+            _add(into, grad.transpose(1, 2).flatten(0, 1), run.rows.flatten() if run.first is None else None, run.first)
 
 
 # ---------------------------------------------------------------------------------------------------- rectangles: CPU, and any device
@@ -58,11 +58,12 @@ def _cut(x: Tensor, run: Run) -> Tensor:
     return flat.unflatten(0, run.rows.shape).transpose(1, 2)
 
 
-def _add(into: Tensor, run: Run, rows: Tensor) -> None:
-    if run.first is None:
-        into.index_add_(0, run.rows.flatten(), rows.to(into.dtype))
+def _add(into: Tensor, values: Tensor, rows: Tensor | None, first: int | None) -> None:
+    """To the rows of these numbers, or if there are none to those from `first` on."""
+    if rows is None:
+        into.narrow(0, first, len(values)).add_(values)
     else:
-        into.narrow(0, run.first, len(rows)).add_(rows)
+        into.index_add_(0, rows, values.to(into.dtype))
 
 
 def _bias(r: Rectangle, block: Block, options: Options, like: Tensor) -> Tensor | None:
@@ -137,35 +138,28 @@ def _flash_can(q: Tensor, options: Options) -> bool:
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 and options.softcap is None
 
 
-def _flash_inputs(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, ...]:
-    """Queries, keys and values pair by pair, and the lengths of the pairs."""
+def _flash_inputs(q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options) -> tuple:
+    """Queries, keys and values pair by pair, the lengths of the pairs, and what the kernels call the options."""
     q = q if block.rows is None else q.index_select(0, block.rows)
     k, v = (x if block.key_rows is None else x.index_select(0, block.key_rows) for x in (k, v))
-    return q.contiguous(), k.contiguous(), v.contiguous(), (block.cu_queries, block.cu_keys, *block.longest)
-
-
-def _flash_options(block: Block, options: Options) -> dict[str, float]:
-    window = -1 if options.window is None else options.window - 1
-    return {"scale": options.scale, "window_size_left": window, "window_size_right": 0 if block.causal else -1}
+    named = {"scale": options.scale, "window_size_left": (options.window or 0) - 1, "window_size_right": 0 if block.causal else -1}
+    return q.contiguous(), k.contiguous(), v.contiguous(), (block.cu_queries, block.cu_keys, *block.longest), named
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options) -> tuple[Tensor, Tensor]:
     """FlashAttention-2 over running lengths, the kernels inside torch (they need no package). With more keys than queries its causal
     mask lies at the bottom right, which is what `Block.causal` says."""
-    q, k, v, lengths = _flash_inputs(q, k, v, block)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, block.causal, False, **_flash_options(block, options))
+    q, k, v, lengths, named = _flash_inputs(q, k, v, block, options)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, block.causal, False, **named)
     return out, lse.t()
 
 
 def _flash_backward(gradients: tuple[Tensor, Tensor, Tensor], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block,
                     options: Options) -> None:
     dout, out, lse = (x if block.rows is None else x.index_select(0, block.rows) for x in (dout, out, lse))
-    q, k, v, lengths = _flash_inputs(q, k, v, block)
+    q, k, v, lengths, named = _flash_inputs(q, k, v, block, options)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     grads = torch.ops.aten._flash_attention_backward(dout.contiguous(), q, k, v, out.contiguous(), lse.t().contiguous(), *lengths, 0.0,
-                                                     block.causal, *no_dropout, **_flash_options(block, options))
+                                                     block.causal, *no_dropout, **named)
     for into, rows, grad in zip(gradients, (block.rows, block.key_rows, block.key_rows), grads, strict=True):
-        if rows is None:
-            into += grad
-        else:
-            into.index_add_(0, rows, grad.to(into.dtype))
+        _add(into, grad, rows, 0)

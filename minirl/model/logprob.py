@@ -39,11 +39,9 @@ def _logsumexp(z: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     own = torch.logsumexp(z, dim=1)
     if group is None:
         return own
-    largest = own.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    total = (own - largest).exp_()
-    dist.all_reduce(total, group=group)
-    return largest + total.log_()
+    of_ranks = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(of_ranks, own, group=group)
+    return torch.stack(of_ranks).logsumexp(0)
 
 
 class _LogprobEntropy(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -15,11 +16,6 @@ class Part:
     name: str  # In the files.
     box: Box  # Of the parameter.
     fused: bool = False  # The block is one of many along dimension 0, which the file's weight does not have.
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the weight in the file."""
-        return self.box[1][self.fused :]
 
     def of(self, whole: Tensor) -> Tensor:
         """The view of it in a whole parameter, in the file's shape."""
@@ -39,14 +35,12 @@ def overlap(a: Box, b: Box) -> Box | None:
     return (low, size) if all(n > 0 for n in size) else None
 
 
-def cut(t: Tensor, box: Box, corner: tuple[int, ...] | None = None) -> Tensor:
-    """The view of `box` in a tensor whose first element is at `corner`, or a whole one."""
-    for d, (start, n, origin) in enumerate(zip(*box, corner or (0,) * t.ndim, strict=True)):
-        t = t.narrow(d, start - origin, n)
-    return t
+def cut(t: Any, box: Box, corner: tuple[int, ...] | None = None) -> Tensor:
+    """The view of `box` in a tensor whose first element is at `corner`, or a whole one; of a weight in a file what is read of it."""
+    return t[tuple(slice(start - origin, start - origin + n) for start, n, origin in zip(*box, corner or (0,) * len(box[0]), strict=True))]
 
 
-def runs(items: Iterable, size: Callable[[object], int], limit: int) -> Iterator[list]:
+def runs(items: Iterable, size: Callable[[object], int], limit: float) -> Iterator[list]:
     """Cut a row of things into runs whose sizes add up to `limit` at most, but for a thing that alone has more."""
     run, total = [], 0
     for item in items:

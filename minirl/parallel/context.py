@@ -40,8 +40,7 @@ def homes(num_rows: int, start: int, rows_per_rank: int, context: Context | None
 
 def gather_keys(k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, Tensor]:
     """[T, Hkv, D] -> [R T, Hkv, D]: those of all ranks by one collective, whose backward is a reduce-scatter."""
-    both = move(torch.stack([k, v], dim=1), context.group, Shard(0), Replicate(), grad=Partial())
-    return both.unbind(1)
+    return move(torch.stack([k, v], dim=1), context.group, Shard(0), Replicate(), grad=Partial()).unbind(1)
 
 
 class Visit:

@@ -93,7 +93,8 @@ class Sleeper:
 
     @torch.no_grad()
     def _leave(self, kind: str, tensors: list[Tensor]) -> int:
-        on_device = [t.untyped_storage() for t in tensors if t.is_cuda or not torch.cuda.is_available()]  # with CPU offload shards are on the host already
+        # With CPU offload shards are on the host already.
+        on_device = [t.untyped_storage() for t in tensors if self.active and (t.is_cuda or not torch.cuda.is_available())]
         storages = {storage.data_ptr(): storage for storage in on_device if storage.nbytes()}.values()
         leaving = [(storage, torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)) for storage in storages]
         for storage, host in leaving:
@@ -108,13 +109,11 @@ class Sleeper:
 
     def sleep_optimizer(self) -> int:
         """Returns the bytes moved, like the next one."""
-        return self._leave("optimizer", self.optimizer_state()) if self.active else 0
+        return self._leave("optimizer", self.optimizer_state())
 
     def sleep_parameters(self) -> int:
-        if not self.active:
-            return 0
         for module in self.model.modules():
-            if isinstance(module, FSDPModule):
+            if self.active and isinstance(module, FSDPModule):
                 module.reshard()  # the root stays gathered after a forward
         return self._leave("parameters", [local(p) for p in self.model.parameters()])
 

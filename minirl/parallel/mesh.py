@@ -1,6 +1,7 @@
 """The process group, the one DeviceMesh, and the small host-side collectives."""
 
 import ctypes
+import functools
 import logging
 import os
 from dataclasses import dataclass
@@ -32,7 +33,6 @@ class Mesh:
     context: Context | None  # The ranks that hold parts of the same sequences; None if each sequence is on one.
     tensor: DeviceMesh  # 1-D (tp): consecutive ranks that hold parts of each matrix and work on the same data.
     host_group: dist.ProcessGroup  # gloo twin of the world for numpy arrays and counters, so that they never pass the accelerator.
-    host_data_group: dist.ProcessGroup  # The same of the ranks that hold other tokens than this one, and this one.
     store: dist.Store
 
     @property
@@ -49,19 +49,16 @@ class Mesh:
         """Parts into which sequences are divided."""
         return self.world_size // self.num_copies
 
-    def sums(self, values: torch.Tensor) -> torch.Tensor:
+    def sums(self, values: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> torch.Tensor:
         """Add a CPU tensor over all ranks."""
-        dist.all_reduce(values, group=self.host_group)
+        dist.all_reduce(values, op=op, group=self.host_group)
         return values
+
+    maxima = functools.partialmethod(sums, op=dist.ReduceOp.MAX)
 
     def data_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Add a CPU tensor of counts of this rank's tokens, each token once."""
-        dist.all_reduce(values, group=self.host_data_group)
-        return values
-
-    def maxima(self, values: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.host_group)
-        return values
+        """Add a CPU tensor of counts of this rank's tokens, each token once: tensor-parallel ranks have the same."""
+        return self.sums(values) / self.tensor.size()
 
     def gather(self, value: object) -> list:
         """A small picklable value of every rank, in rank order."""
@@ -114,14 +111,11 @@ def make_mesh(device: torch.device, parallel: ParallelConfig | None = None, time
     # To parameters the context axis is more of dp_shard. One axis for both, because torch deprecates slices with a flattened axis in them.
     whole = init_device_mesh(device.type, (replicate, world // (replicate * tensor), tensor), mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"))
     fsdp = whole["dp_replicate", "dp_shard_cp"] if replicate > 1 else whole["dp_shard_cp"]
-    def group(parts: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
-        """The one of the groups that this rank is in; all ranks make all."""
-        return next(g for part, g in [(part, dist.new_group(part, backend=backend, timeout=timeout)) for part in parts] if rank in part)
-    host_group = group([list(range(world))], "gloo") if device.type == "cuda" else dist.group.WORLD
+    host_group = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
     cp = None
     if context > 1:
-        members = group([[first + i * tensor for i in range(context)] for start in range(0, world, context * tensor) for first in range(start, start + tensor)])
+        parts = [[first + i * tensor for i in range(context)] for start in range(0, world, context * tensor) for first in range(start, start + tensor)]
+        members, _ = dist.new_subgroups_by_enumeration(parts, timeout=timeout)
         cp = Context(members, dist.get_rank(members), context, ring=parallel.context_engine == "ring")
     return Mesh(rank=rank, world_size=world, device=device, fsdp=fsdp, context=cp, tensor=whole["tp"], host_group=host_group,
-                host_data_group=group([list(range(first, world, tensor)) for first in range(tensor)], "gloo") if tensor > 1 else host_group,
                 store=dist.distributed_c10d._get_default_store())

@@ -70,29 +70,23 @@ class Muon(torch.optim.Optimizer):
 
     def _collect(self, matrices: list[nn.Parameter], shards: list[Tensor]) -> Tensor | None:
         """The matrix of this rank, if there is one for it, out of its shards; of replicas the first is sent."""
-        rank, world = self.mesh.rank, self.mesh.world_size
-        sent = [shard.flatten() if self._boxes[p].index(self._boxes[p][rank]) == rank else shard.new_empty(0)
-                for p, shard in zip(matrices, shards, strict=True)]
+        rank = self.mesh.rank
+        sent = [shard if self._boxes[p].index(self._boxes[p][rank]) == rank else shard.new_empty(0) for p, shard in zip(matrices, shards, strict=True)]
         boxes = self._boxes[matrices[rank]] if rank < len(matrices) else []
-        sizes = [math.prod(box[1]) * (boxes.index(box) == source) for source, box in enumerate(boxes)] or [0] * world
-        parts = self._exchange(sent, sizes)
-        if rank >= len(matrices):
-            return None
-        whole = shards[0].new_empty(matrices[rank].shape)
+        parts = self._exchange(sent, [box[1] if boxes.index(box) == source else (0,) for source, box in enumerate(boxes)])
+        whole = shards[0].new_empty(matrices[rank].shape) if boxes else None
         for part, box in zip(parts, boxes, strict=True):
             if part.numel():
-                cut(whole, box).copy_(part.view(box[1]))
+                cut(whole, box).copy_(part)
         return whole
 
     def _distribute(self, matrices: list[nn.Parameter], shards: list[Tensor], whole: Tensor | None) -> list[Tensor]:
-        sent = [] if whole is None else [cut(whole, box).flatten() for box in self._boxes[matrices[self.mesh.rank]]]
-        sizes = [shard.numel() for shard in shards] + [0] * (self.mesh.world_size - len(shards))
-        parts = self._exchange(sent or [shards[0].new_empty(0)], sizes)
-        return [part.view(shard.shape) for part, shard in zip(parts, shards)]  # noqa: B905 - ranks without a matrix send nothing
+        sent = [shards[0].new_empty(0)] if whole is None else [cut(whole, box) for box in self._boxes[matrices[self.mesh.rank]]]
+        return self._exchange(sent, [shard.shape for shard in shards])
 
-    def _exchange(self, sent: list[Tensor], sizes: list[int]) -> tuple[Tensor, ...]:
-        """`sent[r]` to rank r (nothing to those behind the last); returns `sizes[r]` elements of each rank r."""
+    def _exchange(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+        """`sent[r]` to rank r; returns a tensor of `shapes[r]` from each rank r. Nothing to and from those behind the last."""
+        num_sent, sizes = ([*map(math.prod, of_all), *[0] * (self.mesh.world_size - len(of_all))] for of_all in ([t.shape for t in sent], shapes))
         into = sent[0].new_empty(sum(sizes))
-        num_sent = [t.numel() for t in sent] + [0] * (self.mesh.world_size - len(sent))
-        dist.all_to_all_single(into, torch.cat(sent), sizes, num_sent)
-        return into.split(sizes)
+        dist.all_to_all_single(into, torch.cat([t.flatten() for t in sent]), sizes, num_sent)
+        return [part.view(shape) for part, shape in zip(into.split(sizes), shapes, strict=False)]

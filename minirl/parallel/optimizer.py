@@ -1,6 +1,7 @@
 """Several torch optimizers as one, and where their state rests between steps."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from functools import cache
 
@@ -38,12 +39,10 @@ class Optimizer:
         return any(part.state for part in self.parts)
 
     def step(self) -> None:
+        limit = math.inf if self.rest == "device" else self.elements_at_once
         for part in self.parts:
-            if self.rest == "device":
-                part.step()
-                continue
             groups = part.param_groups
-            for group, params in ((group, params) for group in groups for params in runs(group["params"], Tensor.numel, self.elements_at_once)):
+            for group, params in ((group, params) for group in groups for params in runs(group["params"], Tensor.numel, limit)):
                 part.param_groups = [{**group, "params": params}]  # a torch optimizer steps what is in its groups
                 self._wake(part, params)
                 part.step()
