@@ -367,14 +367,14 @@ def exchange_without_advantages(mesh):
         exchange(own, mesh, budget=1)
     except UserError as error:
         refused = str(error)
-    return refused, [t.advantages.tolist() for (micro,) in exchange(own, mesh, budget=2) for t in micro]
+    return refused, [t.advantages for (micro,) in exchange(own, mesh, budget=2) for t in micro]
 
 
-def test_all_ranks_refuse_a_sequence_above_the_budget_and_unset_advantages_arrive_as_zeros():
+def test_all_ranks_refuse_a_sequence_above_the_budget_and_unset_advantages_stay_unset():
     (refusal, first), (also, second) = ranks(2, exchange_without_advantages)
     assert "= 1 cannot hold a sequence of 2 tokens" in refusal
     assert also == refusal
-    assert sorted([first, second]) == [[], [[0.0, 0.0, 0.0]]]
+    assert sorted([first, second], key=len) == [[], [None]]
 
 
 def fail_on_rank_one(mesh):

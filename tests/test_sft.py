@@ -201,7 +201,7 @@ def test_a_row_that_is_none_of_them_is_refused_with_its_line(tmp_path, row, mess
 def encode(mesh, rows, max_tokens):
     tokenizer = make_tokenizer([])
     chats = Chats(rows, "data.train", tokenizer, [1], ChatsConfig(max_tokens=max_tokens), mesh, seed=3)
-    return {"own": chats.encoded, "kept": chats.kept, "lost": chats.lost,
+    return {"own": {n: (t.tokens, t.sampled) for n, (t,) in chats.encoded.items()}, "kept": chats.kept, "lost": chats.lost,
             "steps": [[(t.group, t.tokens.tolist(), t.sampled.tolist()) for t in chats.examples(range(4 * s, 4 * s + 4))] for s in range(5)]}
 
 
@@ -250,7 +250,7 @@ def one_step(mesh, folder, source):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chats = Chats(load_chats(source, "data.train", ChatsConfig()), "data.train", tokenizer, [1], ChatsConfig(max_tokens=40), mesh, seed=0)
     batches = sft.batches_of(chats.examples(range(len(chats))), policy, mesh, 120)
-    return policy.step(batches, losses.sft(), 1e-3)["loss"], len(batches), [v for part in mesh.gather(list(chats.encoded.values())) for v in part]
+    return policy.step(batches, losses.sft(), 1e-3)["loss"], len(batches), [(t.tokens, t.sampled) for part in mesh.gather(list(chats.encoded.values())) for (t,) in part]
 
 
 def test_packed_loss_is_the_loss_of_hugging_face_with_masked_labels(tmp_path, monkeypatch):
