@@ -57,7 +57,7 @@ class AlgoConfig:
     """
 
     advantage: str = "grpo"
-    """A registered name or `file.py:function`, called as f(rewards, groups, sums); see algo/advantages.py."""
+    """A registered name or `file.py:function`, called as f(rewards, groups); see algo/advantages.py."""
     gamma: PositiveShare = 1.0
     """Discount per sampled token of reinforce_pp and gae."""
     gae_lambda: Share = 0.95

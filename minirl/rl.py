@@ -104,7 +104,6 @@ class Trainer(Program):
         self.load_reference(self.run.first_step)
         if cfg.algo.advantage == "gae":
             self.critic = self.load_other(cfg.critic, self.others["critic.model"], score=True)
-        early = not advantages.need_logprobs(cfg.algo)
         num_updates = (cfg.num_steps - (cfg.critic.warmup_steps if self.critic else 0)) * cfg.algo.updates_per_step
         self.log.progress("rl", cfg.num_steps, self.run.first_step)
         self.progress.add(timer.take())
@@ -114,8 +113,6 @@ class Trainer(Program):
             trajectories = self.collect(step)
             with timer.phase("prepare"):
                 self.shape(trajectories)
-                if early:
-                    advantages.assign(trajectories, self.estimator, mesh.sums)
                 minibatches = [[pack(micro, mesh.device, cfg.rollout.temperature, layout=self.layout) for micro in minibatch]
                                for minibatch in exchange(trajectories, mesh, cfg.tokens_per_rank, cfg.algo.updates_per_step)]
             with timer.phase("annotate"):
@@ -126,9 +123,7 @@ class Trainer(Program):
                         model.sleeper.wake_parameters()
                         model.annotate(minibatches, field)
                         model.sleeper.sleep_parameters()
-                if not early:
-                    advantages.assign_packed([b for m in minibatches for b in m], self.estimator, cfg.algo, self.kl_coef,
-                                             sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
+                advantages.assign([b for m in minibatches for b in m], self.estimator, cfg.algo, self.kl_coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
                 for minibatch in minibatches if cfg.algo.entropy_share else ():
                     losses.mark_forks(minibatch, cfg.algo.entropy_share, mesh.gather)
             loss = losses.policy(cfg.algo, cfg.env.max_tokens, self.kl_coef)

@@ -58,7 +58,6 @@ class Trajectory:
     versions: np.ndarray | None = None  # int32 [L]: the same of each token, -1 where none was sampled; stays on the rank that sampled it.
     # float32 [L]: the part of `reward` that was given for single answers, at their last tokens; None: there is none. The rest is the last token's.
     rewards: np.ndarray | None = None
-    advantages: np.ndarray | None = None  # float32 [L], or None until assigned.
     images: list[Placed] = field(default_factory=list)  # Those that an environment showed, in their order.
     group_tokens: int = 0  # Sampled tokens of all trajectories of the group; `exchange` counts them, on whatever ranks they are.
     info: dict = field(default_factory=dict)  # For logs only; stays on the rank that sampled it.

@@ -7,7 +7,7 @@ from harness import ranks
 
 from minirl.algo import advantages, losses, normalize
 from minirl.config_rl import AlgoConfig, CorrectionConfig
-from minirl.data.packing import pack
+from minirl.data.packing import pack, unpack
 from minirl.types import Trajectory, UserError
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ def alone(values):
 
 
 def estimate(name, rewards, groups):
-    return advantages.ESTIMATORS[name](torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups, dtype=torch.int64), alone).numpy()
+    return advantages.ESTIMATORS[name](torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups, dtype=torch.int64)).numpy()
 
 
 # ---------------------------------------------------------------------------------------------------- advantages
@@ -83,10 +83,10 @@ def batch_of_groups():
 def assign_on_rank(mesh, owners):
     """owners[rank]: groups that this rank sampled."""
     own = [t for t in batch_of_groups() if t.group in owners[mesh.rank]]
-    out = {}
+    out, batch = {}, pack(own, CPU)
     for name in sorted(advantages.ESTIMATORS):
-        advantages.assign(own, advantages.find(name), mesh.sums)
-        out[name] = {(t.group, t.episode): t.advantages for t in own}
+        advantages.assign([batch], advantages.find(name), AlgoConfig(advantage=name), 0.0, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
+        out[name] = {(t.group, t.episode): found for t, found in zip(own, unpack(batch.advantages, own, batch) if own else [], strict=True)}
     return out
 
 
@@ -105,10 +105,11 @@ def test_two_ranks_assign_what_one_would(owners):
 
 
 def test_an_estimator_is_found_by_name_or_in_a_file(tmp_path):
-    (tmp_path / "mine.py").write_text("def halved(rewards, groups, sums):\n    return rewards / 2\n")
+    (tmp_path / "mine.py").write_text("def halved(rewards, groups):\n    return rewards / 2\n")
     own = [sample(0, 0, 3.0), sample(0, 1, 5.0)]
-    advantages.assign(own, advantages.find(f"{tmp_path}/mine.py:halved"), alone)
-    assert [t.advantages.tolist() for t in own] == [[0, 0, 1.5, 1.5, 1.5], [0, 0, 2.5, 2.5, 2.5]]
+    name, batch = f"{tmp_path}/mine.py:halved", pack(own, CPU)
+    advantages.assign([batch], advantages.find(name), AlgoConfig(advantage=name), 0.0, sums=alone, maxima=alone, gather=lambda value: [value])
+    assert [found.tolist() for found in unpack(batch.advantages, own, batch)] == [[0, 0, 1.5, 1.5, 1.5], [0, 0, 2.5, 2.5, 2.5]]
     assert advantages.find("rloo") is advantages.rloo
     with pytest.raises(UserError, match=r"algo.advantage = 'grpoo' is neither registered \(grpo, dr_grpo, rloo, reinforce_pp_baseline, reinforce_pp, gae, on_policy_distill\)"):
         advantages.find("grpoo")
@@ -174,10 +175,10 @@ def random_batch(seed=4):
         t = sample(group, len(out), 0.0, num_prompt, num_answer)
         t.tokens[:num_prompt] = 20 * (group + 1) + np.arange(num_prompt)
         t.logprobs = (rng.normal(-2, 0.5, len(t.tokens)) * t.sampled).astype(np.float32)
-        t.advantages = (rng.normal(size=len(t.tokens)) * t.sampled).astype(np.float32)
+        t.rewards = (rng.normal(size=len(t.tokens)) * t.sampled).astype(np.float32)
         out.append(t)
     batch = pack(out, CPU)
-    mask = batch.mask.numpy()
+    batch.advantages, mask = batch.turn_rewards, batch.mask.numpy()
     for name in ("old_logprobs", "ref_logprobs"):
         setattr(batch, name, torch.tensor(np.where(mask, batch.engine_logprobs.numpy() + rng.normal(0, 0.4, len(mask)), 0.0)))
     logprobs = np.where(mask, batch.old_logprobs.numpy() + rng.normal(0, 0.3, len(mask)), 0.0)

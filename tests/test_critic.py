@@ -93,7 +93,7 @@ def step(mesh, folder, budget, sequence):
     for batch in batches:
         batch.ref_logprobs = batch.old_logprobs + 0.1 * batch.mask
     algo = AlgoConfig(advantage="gae", gamma=0.98, gae_lambda=0.9, kl_coef=0.1, kl_in="reward", kl_estimator="k1")
-    advantages.assign_packed(batches, advantages.find("gae"), algo, 0.1, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
+    advantages.assign(batches, advantages.find("gae"), algo, 0.1, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
     for batch in batches:  # as if updates had moved it from where it made the advantages: some are clipped
         batch.values = batch.values + 0.15 * batch.mask * torch.where(batch.advantages > 0, 2.0, -1.0)
     metrics = critic.step(batches, losses.value(0.2), lr=1e-3)

@@ -66,7 +66,7 @@ def show(t, vision, place, url):
     """Put an image before the token at `place`."""
     num = vision.num_tokens(url)
     t.tokens = np.insert(t.tokens, place, [vision.token] * num).astype(np.int32)
-    for name in ("sampled", "logprobs", "advantages", "rewards"):
+    for name in ("sampled", "logprobs", "rewards"):
         if vars(t)[name] is not None:
             setattr(t, name, np.insert(vars(t)[name], place, [0] * num))
     t.images.append(Placed(place, num, url))

@@ -32,7 +32,7 @@ def trajectories(num: int = 14) -> list[Trajectory]:
             tokens[:num_prompt] = i // 2 + np.arange(num_prompt)
         out.append(Trajectory(tokens=tokens, sampled=sampled, group=i // 2, episode=i % 2,
                               logprobs=(rng.normal(-3, 0.3, length) * sampled).astype(np.float32),
-                              advantages=(rng.normal(size=length) * sampled).astype(np.float32)))
+                              rewards=(rng.normal(size=length) * sampled).astype(np.float32)))
     return out
 
 
@@ -57,6 +57,8 @@ def step(mesh, folder, algo, budget, checkpointing, reshard, num_steps=1, sequen
         own = trajectories()[: 3 + 11 * mesh.rank][3 * mesh.rank :] if mesh.world_size == 2 else trajectories()[mesh.rank :: mesh.world_size]
         (micros,) = exchange(own, mesh, budget) if budget else [[[t] for t in own]]  # the oracle: each sequence alone, nothing shared
         batches = [pack(m, mesh.device, temperature=0.7, layout=policy.layout) for m in micros]
+        for b in batches:
+            b.advantages = b.turn_rewards
         metrics, num_micro = policy.step(batches, losses.policy(algo, 20), lr=1e-3), len(batches)
     params = {n: p.full_tensor() for n, p in policy.shards().items()}
     return {"grads": grads, "metrics": metrics, "num_micro": num_micro, "params": params}
@@ -175,10 +177,10 @@ def grpo(mesh, folder, sequence):
     history = []
     for num_step in range(3):
         own = [t for group in recorded(num_step)[mesh.rank :: mesh.world_size] for t in group]
-        advantages.assign(own, advantages.find("grpo"), mesh.sums)
         minibatches = [[pack(m, mesh.device, 0.9, layout=policy.layout) for m in micros] for micros in exchange(own, mesh, 120, algo.updates_per_step)]
         policy.annotate(minibatches, "old_logprobs")
         ref.annotate(minibatches, "ref_logprobs")
+        advantages.assign([b for m in minibatches for b in m], advantages.find("grpo"), algo, algo.kl_coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
         history += [policy.step(minibatch, losses.policy(algo, 30), lr=1e-3) for minibatch in minibatches]
     return history, {n: p.full_tensor() for n, p in policy.shards().items()}
 
@@ -215,8 +217,6 @@ def method_gradients(mesh, folder, budget):
     for name, algo in METHODS.items():
         policy = Policy(PolicyConfig(dtype="float64", max_grad_norm=0.0), folder, mesh)
         own = [t for group in recorded(0)[mesh.rank :: mesh.world_size] for t in group]
-        if not advantages.need_logprobs(algo):
-            advantages.assign(own, advantages.find(algo.advantage), mesh.sums)
         (micros,) = exchange(own, mesh, budget)
         batches = [pack(m, mesh.device, layout=policy.layout) for m in micros]
         policy.annotate([batches], "old_logprobs")
@@ -224,8 +224,7 @@ def method_gradients(mesh, folder, budget):
             b.ref_logprobs = b.old_logprobs + 0.3 * torch.cos(b.targets.double()) * b.mask
             b.old_logprobs = b.old_logprobs + 0.05 * torch.sin(b.targets.double()) * b.mask
             b.engine_logprobs = b.old_logprobs + 0.8 * torch.sin(3 * b.targets.double()) * b.mask
-        if advantages.need_logprobs(algo):
-            advantages.assign_packed(batches, advantages.find(algo.advantage), algo, algo.kl_coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
+        advantages.assign(batches, advantages.find(algo.advantage), algo, algo.kl_coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
         if algo.entropy_share:
             losses.mark_forks(batches, algo.entropy_share, mesh.gather)
         grads = {}

@@ -145,7 +145,10 @@ def step(mesh, folder, budget):
         # Of two ranks one brings all that have images; without a budget, each sequence alone.
         own = everything if mesh.world_size == 1 else [t for t in everything if mesh.rank == bool(t.images)]
         (micros,) = exchange(own, mesh, budget) if budget else [[[t] for t in own]]
-        policy.step([pack(m, mesh.device, layout=policy.layout) for m in micros], losses.policy(AlgoConfig(), 20), lr=1e-3)
+        batches = [pack(m, mesh.device, layout=policy.layout) for m in micros]
+        for b in batches:
+            b.advantages = b.turn_rewards
+        policy.step(batches, losses.policy(AlgoConfig(), 20), lr=1e-3)
     return {n: p.full_tensor() for n, p in policy.shards().items()}
 
 

@@ -19,11 +19,11 @@ ALONE = {"sums": lambda v: v, "maxima": lambda v: v, "gather": lambda v: [v]}
 
 
 def answers():
-    """Ragged ones with advantages, rewards, and the sizes of their groups."""
+    """Ragged ones with rewards and the sizes of their groups."""
     rng = np.random.default_rng(8)
     out = ragged_answers()
     for t in out:
-        t.reward, t.advantages = float(rng.normal()), (rng.normal(size=len(t.tokens)) * t.sampled).astype(np.float32)
+        t.reward = float(rng.normal())
         t.group_tokens = sum(int(s.sampled.sum()) for s in out if s.group == t.group)
     return out
 
@@ -32,6 +32,11 @@ def draw(t, name):
     """A log-prob of each token that depends on nothing but the token's place, so that any packing gets the same: float64 [L]."""
     rng = np.random.default_rng([t.group, t.episode, ["x", "old", "ref"].index(name)])
     return np.where(t.sampled, t.logprobs + rng.normal(0, 0.35, len(t.tokens)), 0.0)
+
+
+def advantage(t):
+    """Of each token, likewise: float32 [L]."""
+    return (np.random.default_rng([t.group, t.episode, 9]).normal(size=len(t.tokens)) * t.sampled).astype(np.float32)
 
 
 def lay(batch, whole, column):
@@ -44,6 +49,7 @@ def packed(whole, *cuts):
     batches = [pack(whole[a:b], CPU) for a, b in zip((0, *cuts), (*cuts, len(whole)), strict=True)]
     for b in batches:
         b.old_logprobs, b.ref_logprobs = (lay(b, whole, lambda t, n=name: draw(t, n)) for name in ("old", "ref"))
+        b.advantages = lay(b, whole, advantage)
     return batches
 
 
@@ -61,17 +67,17 @@ def aggregate(per_token, whole, how, fixed):
 
 def ppo_token(t, x, cfg):
     r = np.exp(x - draw(t, "old")[t.sampled])
-    return np.array([clip_formula(a, b, cfg.clip_low, cfg.clip_high, cfg.dual_clip) for a, b in zip(r, t.advantages[t.sampled].astype(float), strict=True)])
+    return np.array([clip_formula(a, b, cfg.clip_low, cfg.clip_high, cfg.dual_clip) for a, b in zip(r, advantage(t)[t.sampled].astype(float), strict=True)])
 
 
 def gspo_token(t, x, cfg):
     r = np.exp((x - draw(t, "old")[t.sampled]).mean())
-    return np.array([clip_formula(r, a, cfg.clip_low, cfg.clip_high, 0) for a in t.advantages[t.sampled].astype(float)])
+    return np.array([clip_formula(r, a, cfg.clip_low, cfg.clip_high, 0) for a in advantage(t)[t.sampled].astype(float)])
 
 
 def cispo_token(t, x, cfg):
     r = np.exp(draw(t, "x")[t.sampled] - draw(t, "old")[t.sampled])  # a constant to the gradient
-    return -np.clip(r, 1 - cfg.clip_low, 1 + cfg.clip_high) * t.advantages[t.sampled].astype(float) * x
+    return -np.clip(r, 1 - cfg.clip_low, 1 + cfg.clip_high) * advantage(t)[t.sampled].astype(float) * x
 
 
 def unbiased_token(t, x, cfg):
@@ -117,7 +123,7 @@ def test_loss_and_gradient_equal_the_formula_however_it_is_packed(method, aggreg
 
 def gradient(method, t, x, i, cfg):
     """d (sum of the trajectory's token losses) / d x_i, by hand."""
-    old, adv = draw(t, "old")[t.sampled], t.advantages[t.sampled].astype(float)
+    old, adv = draw(t, "old")[t.sampled], advantage(t)[t.sampled].astype(float)
     r = np.exp(x - old)
     if method == "cispo":
         return -np.clip(r[i], 1 - cfg.clip_low, 1 + cfg.clip_high) * adv[i]
@@ -249,7 +255,7 @@ def test_reinforce_pp_equals_its_formula(coef, gamma):
     expected = expected_by_token(whole, lambda t: (returns_formula(t, coef, gamma) - raw.mean()) / (raw.std() + 1e-8))
     for cuts in ((), (1, 4), (0, 3)):
         batches = packed(whole, *cuts)
-        advantages.assign_packed(batches, advantages.find("reinforce_pp"), AlgoConfig(advantage="reinforce_pp", gamma=gamma, kl_coef=coef, kl_in="reward", kl_estimator="k1"), coef, **ALONE)
+        advantages.assign(batches, advantages.find("reinforce_pp"), AlgoConfig(advantage="reinforce_pp", gamma=gamma, kl_coef=coef, kl_in="reward", kl_estimator="k1"), coef, **ALONE)
         assert_equal_tokens(by_token(batches, whole), expected)
         assert all((b.advantages[~b.mask] == 0).all() for b in batches)
 
@@ -259,14 +265,14 @@ def test_equal_rewards_give_reinforce_pp_exactly_zero():
     for t in whole:
         t.reward = 0.1
     batches = packed(whole, 2)
-    advantages.assign_packed(batches, advantages.find("reinforce_pp"), AlgoConfig(advantage="reinforce_pp"), 0.0, **ALONE)
+    advantages.assign(batches, advantages.find("reinforce_pp"), AlgoConfig(advantage="reinforce_pp"), 0.0, **ALONE)
     assert all((b.advantages == 0).all() for b in batches)
 
 
 def test_distillation_is_minus_the_reverse_kl():
     whole = answers()
     batches = packed(whole, 1, 4)
-    advantages.assign_packed(batches, advantages.find("on_policy_distill"), AlgoConfig(advantage="on_policy_distill"), 0.0, **ALONE)
+    advantages.assign(batches, advantages.find("on_policy_distill"), AlgoConfig(advantage="on_policy_distill"), 0.0, **ALONE)
     assert_equal_tokens(by_token(batches, whole), expected_by_token(whole, lambda t: (draw(t, "ref") - draw(t, "old"))[t.sampled]))
 
 
@@ -279,7 +285,7 @@ def test_group_estimators_with_the_kl_in_the_reward(estimator):
     members = [[t for t in whole if t.group == g and t.sampled.any()] for g in range(4)]
     values = {t.episode: v for group in members for t, v in zip(group, rloo_formula([charged(t) for t in group]) if len(group) > 1 else [0.0] * len(group), strict=True)}
     batches = packed(whole, 1, 4)
-    advantages.assign_packed(batches, advantages.find("rloo"), AlgoConfig(advantage="rloo", kl_coef=0.2, kl_in="reward", kl_estimator=estimator), 0.2, **ALONE)
+    advantages.assign(batches, advantages.find("rloo"), AlgoConfig(advantage="rloo", kl_coef=0.2, kl_in="reward", kl_estimator=estimator), 0.2, **ALONE)
     assert_equal_tokens(by_token(batches, whole), expected_by_token(whole, lambda t: np.full(int(t.sampled.sum()), values[t.episode])))
 
 
@@ -304,14 +310,14 @@ def spread(mesh, budget):
         b.old_logprobs, b.ref_logprobs = (lay(b, whole, lambda t, n=name: draw(t, n)) for name in ("old", "ref"))
     out = {"micros": len(batches)}
     for name, coef in (("reinforce_pp", 0.1), ("grpo", 0.1), ("reinforce_pp_baseline", 0.1), ("on_policy_distill", 0.0)):
-        advantages.assign_packed(batches, advantages.find(name), AlgoConfig(advantage=name, gamma=0.9, kl_coef=coef, kl_in="reward"), coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
+        advantages.assign(batches, advantages.find(name), AlgoConfig(advantage=name, gamma=0.9, kl_coef=coef, kl_in="reward"), coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
         out[name] = by_token(batches, whole)
     for method, aggregation in (("gspo", "sequence"), ("cispo", "prompt"), ("ppo", "prompt")):
         cfg = AlgoConfig(loss=method, aggregation=aggregation, clip_low=0.1, clip_high=0.1, correction=CorrectionConfig(preset="seq-mask-tis", low=0.9, high=1.1))
         gradients = {}
         count = mesh.data_sums(sum(normalize.count(b, aggregation) for b in batches)[None]).item()
         for b in batches:
-            b.advantages = lay(b, whole, lambda t: t.advantages)
+            b.advantages = lay(b, whole, advantage)
             x = lay(b, whole, lambda t: draw(t, "x")).requires_grad_()
             value = (losses.policy(cfg, 16).token_loss(b, x, x.detach())[0] * normalize.weights(b, aggregation)).sum() / count
             value.backward()

@@ -20,7 +20,7 @@ def trajectory(tokens, num_prompt, seed=0, **fields):
     rng = np.random.default_rng([seed, len(tokens)])
     sampled = np.arange(len(tokens)) >= num_prompt
     values = {"logprobs": (rng.normal(-2, 1, len(tokens)) * sampled).astype(np.float32),
-              "advantages": (rng.normal(size=len(tokens)) * sampled).astype(np.float32)} | fields
+              "rewards": (rng.normal(size=len(tokens)) * sampled).astype(np.float32)} | fields
     return Trajectory(tokens=np.array(tokens, dtype=np.int32), sampled=sampled, **values)
 
 
@@ -79,7 +79,7 @@ def test_siblings_share_the_prompt_but_its_last_token(monkeypatch):
     assert batch.joined is None and pack([trajectory([7, 8], 1)], CPU, layout=Layout(windowed=True)).joined.causal
     assert batch.temperature == 0.7
     dtypes = {"inputs": torch.int64, "targets": torch.int64, "positions": torch.int64, "mask": torch.bool, "rows": torch.int64, "loss_tokens": torch.int64,
-              "engine_logprobs": torch.float32, "advantages": torch.float32}
+              "engine_logprobs": torch.float32, "turn_rewards": torch.float32}
     assert {name: getattr(batch, name).dtype for name in dtypes} == dtypes
     assert {prompt.rows.dtype, prompt.key_rows.dtype} == {torch.int64}
     assert {getattr(prompt, name).dtype for name in ("cu_queries", "cu_keys")} == {torch.int32}
@@ -105,15 +105,15 @@ def seen(batch, parts=None, positions=None):
 
 
 def in_the_loss(batch, parts=None, everywhere=None):
-    """(tokens seen, their positions, target, engine log-prob, advantage) of every row in the loss. `everywhere`: tokens and positions of all ranks'
+    """(tokens seen, their positions, target, engine log-prob, reward) of every row in the loss. `everywhere`: tokens and positions of all ranks'
     rows, if keys count in those."""
     tokens, positions = everywhere or (batch.inputs, batch.positions)
     return sorted((tuple(tokens[keys].tolist()), tuple(positions[keys].tolist()), batch.targets[row].item(),
-                   batch.engine_logprobs[row].item(), batch.advantages[row].item()) for row, keys in seen(batch, parts, positions) if batch.mask[row])
+                   batch.engine_logprobs[row].item(), batch.turn_rewards[row].item()) for row, keys in seen(batch, parts, positions) if batch.mask[row])
 
 
 def expected_in_the_loss(trajectories):
-    return sorted((tuple(t.tokens[:i].tolist()), tuple(range(i)), int(t.tokens[i]), float(t.logprobs[i]), float(t.advantages[i]))
+    return sorted((tuple(t.tokens[:i].tolist()), tuple(range(i)), int(t.tokens[i]), float(t.logprobs[i]), float(t.rewards[i]))
                   for t in trajectories for i in np.flatnonzero(t.sampled))
 
 
@@ -321,7 +321,7 @@ def whole_batch():
 
 
 def fields(t):
-    arrays = (t.tokens, t.sampled, t.logprobs, t.advantages)
+    arrays = (t.tokens, t.sampled, t.logprobs, t.rewards)
     return (t.group, t.episode, t.version, np.float64(t.reward).tobytes(), *((a.dtype.str, a.tobytes()) for a in arrays))
 
 
@@ -361,17 +361,17 @@ def test_exchange_delivers_each_trajectory_once_and_whole_whoever_brought_it(wor
     assert max(map(len, groups_of)) - min(map(len, groups_of)) <= 1
 
 
-def exchange_without_advantages(mesh):
-    own = [trajectory([5, 6, 7], 2, advantages=None)] if mesh.rank == 0 else []
+def exchange_without_rewards(mesh):
+    own = [trajectory([5, 6, 7], 2, rewards=None)] if mesh.rank == 0 else []
     try:
         exchange(own, mesh, budget=1)
     except UserError as error:
         refused = str(error)
-    return refused, [t.advantages for (micro,) in exchange(own, mesh, budget=2) for t in micro]
+    return refused, [t.rewards for (micro,) in exchange(own, mesh, budget=2) for t in micro]
 
 
-def test_all_ranks_refuse_a_sequence_above_the_budget_and_unset_advantages_stay_unset():
-    (refusal, first), (also, second) = ranks(2, exchange_without_advantages)
+def test_all_ranks_refuse_a_sequence_above_the_budget_and_unset_rewards_stay_unset():
+    (refusal, first), (also, second) = ranks(2, exchange_without_rewards)
     assert "= 1 cannot hold a sequence of 2 tokens" in refusal
     assert also == refusal
     assert sorted([first, second], key=len) == [[], [None]]

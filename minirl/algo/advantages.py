@@ -1,14 +1,12 @@
 """Advantage estimators without a critic. Each is one function; its name goes into ESTIMATORS or TOKEN_ESTIMATORS.
 
-Most give every token of an answer the same advantage. Such an estimator gets every trajectory that this rank sampled; groups are never split over ranks:
+Most give every token of an answer the same advantage. Such an estimator gets all episodes of a step, those of all ranks:
     rewards  float64 [N]
     groups   int64 [N]   0 .. G-1; siblings of one prompt share a number
-    sums     adds a float64 tensor over all ranks, for estimators that whiten over the global batch
 and returns float64 [N]. A group of equal rewards gets exactly 0, whatever the reward.
 
-A token estimator comes after packing, when old and reference log-probs are known. It gets a
-micro-batch, the reward of each token (float64 [T], this rank's rows; `normalize.over_sequences` brings them in order) and the config, and
-returns the advantages [T].
+A token estimator gets a micro-batch with old and reference log-probs, the reward of each token (float64 [T], this rank's rows; `normalize.over_sequences`
+brings them in order) and the config, and returns the advantages [T].
 """
 
 from collections.abc import Callable
@@ -20,10 +18,10 @@ from minirl.algo.losses import kl
 from minirl.algo.normalize import over_sequences, sequence_sums, to_rows
 from minirl.config_rl import AlgoConfig
 from minirl.flags import find_function
-from minirl.types import Packed, Trajectory
+from minirl.types import Packed
 
 Sums = Callable[[Tensor], Tensor]
-Estimator = Callable[[Tensor, Tensor, Sums], Tensor]
+Estimator = Callable[[Tensor, Tensor], Tensor]
 TokenEstimator = Callable[[Packed, Tensor, AlgoConfig], Tensor]
 WHITENED = ("reinforce_pp", "gae")  # Token estimators whose advantages get mean 0 and deviation 1 over the tokens of the global batch.
 
@@ -40,33 +38,32 @@ def center(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     return centered, groups.bincount()[groups].to(rewards.dtype)
 
 
-def grpo(rewards: Tensor, groups: Tensor, sums: Sums) -> Tensor:
+def grpo(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-6), std unbiased. Shao et al. 2024, DeepSeekMath (arXiv 2402.03300), sec. 4.1."""
     centered, size = center(rewards, groups)
     squares = torch.zeros_like(rewards).index_add_(0, groups, centered**2)[groups]
     return centered / ((squares / (size - 1).clamp(min=1)).sqrt() + 1e-6)
 
 
-def dr_grpo(rewards: Tensor, groups: Tensor, sums: Sums) -> Tensor:
+def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = r_i - mean(r). Liu et al. 2025, Understanding R1-Zero-like training (arXiv 2503.20783); pair with aggregation fixed."""
     return center(rewards, groups)[0]
 
 
-def rloo(rewards: Tensor, groups: Tensor, sums: Sums) -> Tensor:
+def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = r_i - mean of the others = (r_i - mean(r)) n/(n-1). Ahmadian et al. 2024, Back to basics (arXiv 2402.14740), eq. 6."""
     centered, size = center(rewards, groups)
     return centered * size / (size - 1).clamp(min=1)
 
 
-def reinforce_pp_baseline(rewards: Tensor, groups: Tensor, sums: Sums) -> Tensor:
+def reinforce_pp_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = (r_i - mean(r)) / std over the global batch. Hu et al. 2025, REINFORCE++ (arXiv 2501.03262), sec. 3.2.
 
     The paper also subtracts the batch mean, which is 0 after the group means are gone; leaving that out keeps equal groups at
     exactly 0.
     """
     centered, _ = center(rewards, groups)
-    squares, count = sums(torch.tensor([(centered**2).sum(), len(centered)], dtype=torch.float64))
-    return centered / ((squares / count).sqrt() + 1e-8)
+    return centered / (centered.square().mean().sqrt() + 1e-8)
 
 
 def discounted(sequence: Tensor, rewards: Tensor, factor: float) -> Tensor:
@@ -116,35 +113,15 @@ def find(name: str) -> Estimator | TokenEstimator:
     return find_function("algo.advantage", name, ESTIMATORS | TOKEN_ESTIMATORS)
 
 
-def need_logprobs(cfg: AlgoConfig) -> bool:
-    """Advantages come after packing: of single tokens, or with the KL in the reward."""
-    return cfg.advantage in TOKEN_ESTIMATORS or need_old_logprobs(cfg)
-
-
 def need_old_logprobs(cfg: AlgoConfig) -> bool:
     """They are made of the policy's own log-probs, beside rewards, values and what a reference says."""
     return cfg.advantage == "on_policy_distill" or bool(cfg.kl_coef) and cfg.kl_in == "reward"
 
 
-def assign(trajectories: list[Trajectory], estimator: Estimator, sums: Sums) -> None:
-    """Set `advantages` of every trajectory: the estimate at sampled tokens, 0 elsewhere. An episode counts once in its group, and all its segments get
-    what it earns. Collective if the estimator is."""
-    rewards = {(t.group, t.episode): t.reward for t in trajectories}
-    found = estimate(rewards, estimator, sums)
-    for t in trajectories:
-        t.advantages = t.sampled.astype("float32") * found[t.group, t.episode]
-
-
-def estimate(rewards: dict[tuple[int, int], float], estimator: Estimator, sums: Sums) -> dict[tuple[int, int], float]:
-    """(group, episode) -> reward to -> advantage."""
-    _, groups = torch.tensor([group for group, _ in rewards], dtype=torch.int64).unique(return_inverse=True)
-    return dict(zip(rewards, estimator(torch.tensor(list(rewards.values()), dtype=torch.float64), groups, sums).tolist(), strict=True))
-
-
-def assign_packed(batches: list[Packed], estimator: Estimator | TokenEstimator, cfg: AlgoConfig, kl_coef: float, *, sums: Sums, maxima: Sums,
-                  gather: Callable[[object], list]) -> None:
-    """The same for micro-batches that know what the estimator asks for (with the KL in the reward old and reference log-probs; see
-    `need_old_logprobs`): set `advantages` [T], 0 outside the loss. Collective.
+def assign(batches: list[Packed], estimator: Estimator | TokenEstimator, cfg: AlgoConfig, kl_coef: float, *, sums: Sums, maxima: Sums,
+           gather: Callable[[object], list]) -> None:
+    """Set `advantages` [T], 0 outside the loss, of micro-batches that know what the estimator asks for: old and reference log-probs (`need_old_logprobs`),
+    values. Collective.
 
     sums, maxima: of a CPU tensor over the ranks that hold different tokens, or all; gather: a value of every rank.
     """
@@ -182,7 +159,8 @@ def whiten(values: list[Tensor], masks: list[Tensor], sums: Sums, maxima: Sums) 
 
 
 def _by_group(batches: list[Packed], penalties: list[Tensor], estimator: Estimator, gather: Callable[[object], list]) -> list[Tensor]:
-    """Siblings are anywhere by now, so every rank estimates the whole batch from a table of all rewards, less each answer's penalties."""
+    """Siblings are anywhere by now, so every rank estimates the whole batch from a table of all rewards, less each answer's penalties. An episode counts once
+    in its group, and all its segments get what it earns."""
     own: dict[tuple[int, int, int], tuple[float, float]] = {}
     for batch, penalty in zip(batches, penalties, strict=True):
         charged = zip(batch.rewards.tolist(), sequence_sums(penalty, batch).tolist(), strict=True)
@@ -191,5 +169,6 @@ def _by_group(batches: list[Packed], penalties: list[Tensor], estimator: Estimat
     rewards: dict[tuple[int, int], float] = {}
     for (group, episode, _), (reward, penalty) in sorted(table.items()):  # segments share the reward, and are each charged
         rewards[group, episode] = rewards.get((group, episode), reward) - penalty
-    found = estimate(rewards, estimator, lambda values: values)
+    _, groups = torch.tensor([group for group, _ in rewards], dtype=torch.int64).unique(return_inverse=True)
+    found = dict(zip(rewards, estimator(torch.tensor(list(rewards.values()), dtype=torch.float64), groups).tolist(), strict=True))
     return [to_rows(torch.tensor([found.get(n[:2], 0.0) for n in b.names], dtype=torch.float64, device=b.inputs.device), b) for b in batches]

@@ -118,7 +118,7 @@ def _shared(t: Trajectory) -> bytes:
 
 def _filler(rows: int) -> Trajectory:
     zeros = np.zeros(rows + 1, np.float32)
-    return Trajectory(tokens=zeros.astype(np.int32), sampled=zeros.astype(bool), logprobs=zeros, advantages=zeros, rewards=zeros)
+    return Trajectory(tokens=zeros.astype(np.int32), sampled=zeros.astype(bool), logprobs=zeros, rewards=zeros)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,6 @@ def pack(trajectories: list[Trajectory], device: torch.device, temperature: floa
         turn_rewards=on_device(column("rewards", 1), device, torch.float32) if all(q.trajectory.rewards is not None for q in sequences) else None,
         ends=on_device(np.concatenate(last), device, torch.bool),
         pairs=on_device(np.array([i for *_, i in answers], np.int64).reshape(-1, 2), device, torch.int64) if pairs else None,
-        advantages=on_device(column("advantages", 1), device, torch.float32) if all(q.trajectory.advantages is not None for q in sequences) else None,
     )
 
 
