@@ -3,8 +3,8 @@
 
     python -m minirl.rl --config configs/quickstart_rl.yaml --policy.lr 1e-4
 
-A type says which values a knob may have on its own, in a file, a flag or a program; `checks.py` refuses what cannot work together, before
-anything is loaded or written.
+What stands behind a knob, or beneath it where it is longer, is what `--help` says of it. A type says which values a knob may have on its own, in a
+file, a flag or a program; `checks.py` refuses what cannot work together, before anything is loaded or written.
 """
 
 from dataclasses import dataclass, field
@@ -35,13 +35,11 @@ class ScratchConfig:
 class PolicyConfig:
     """The trained model and its optimizer."""
 
-    model: str = "scratch"
-    """Folder or hub id of a Hugging Face model, or `scratch`."""
+    model: str = "scratch"  # Folder or hub id of a Hugging Face model, or `scratch`.
     scratch: ScratchConfig = field(default_factory=ScratchConfig)
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Of forward and backward. Masters, gradients and optimizer state are float32 (float64, for proofs: all of it)."""
-    activation_checkpointing: bool = False
-    """Keep only layer inputs and recompute the rest in backward: less memory, about a third more time."""
+    activation_checkpointing: bool = False  # Keep only layer inputs and recompute the rest in backward: less memory, about a third more time.
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward (ZeRO-3); False keeps them (ZeRO-2), faster if they fit."""
     cpu_offload: bool = False
@@ -54,15 +52,11 @@ class PolicyConfig:
     """Of a mean of the weights, written to <output>/model_ema at the end; rises to it as (1 + n) / (10 + n) over n updates. 0: none."""
     lr: NonNegativeFloat = 1e-6
     lr_schedule: Literal["constant", "cosine"] = "constant"
-    lr_warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up from 0."""
-    lr_min_ratio: NonNegativeFloat = 0.1
-    """Share of `lr` that the cosine ends at."""
+    lr_warmup_steps: NonNegativeInt = 0  # Optimizer steps of linear warm-up from 0.
+    lr_min_ratio: NonNegativeFloat = 0.1  # Share of `lr` that the cosine ends at.
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    weight_decay: NonNegativeFloat = 0.0
-    """On matrices only."""
-    max_grad_norm: NonNegativeFloat = 1.0
-    """Gradients are scaled down to this norm; 0 leaves them."""
+    weight_decay: NonNegativeFloat = 0.0  # On matrices only.
+    max_grad_norm: NonNegativeFloat = 1.0  # Gradients are scaled down to this norm; 0 leaves them.
 
 
 @dataclass(kw_only=True)
@@ -70,37 +64,26 @@ class ParallelConfig:
     """How the trainer's ranks divide the model and its data: replicate x shard x context x tensor, whose product is the number of ranks
     (shard is what the others leave)."""
 
-    replicate: PositiveInt = 1
-    """Groups that each hold a whole model in shards (HSDP): gradients cross groups once a step, parameters never."""
-    context: PositiveInt = 1
-    """Ranks that split every sequence, for those too long for one."""
+    replicate: PositiveInt = 1  # Groups that each hold a whole model in shards (HSDP): gradients cross groups once a step, parameters never.
+    context: PositiveInt = 1  # Ranks that split every sequence, for those too long for one.
     context_engine: Literal["all_gather", "ring"] = "all_gather"
     """How attention gets the other ranks' keys: all at once for a layer (fastest), or one rank's after the other's."""
-    tensor: PositiveInt = 1
-    """Consecutive ranks that split every matrix and work on the same data."""
-    sequence: bool = False
-    """Between the blocks each of them keeps its part of the tokens: less memory, for the same traffic."""
+    tensor: PositiveInt = 1  # Consecutive ranks that split every matrix and work on the same data.
+    sequence: bool = False  # Between the blocks each of them keeps its part of the tokens: less memory, for the same traffic.
 
 
 @dataclass(kw_only=True)
 class EngineConfig:
     """The vLLM engine in every rank."""
 
-    tensor_parallel_size: PositiveInt = 1
-    """Consecutive ranks that share one engine."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """`auto`: the dtype of the policy's forward."""
-    max_model_len: NonNegativeInt = 0
-    """Tokens of prompt and answer together; 0 takes data.max_prompt_tokens + rollout.max_tokens."""
-    max_num_seqs: PositiveInt = 256
-    """Sequences generated at once by an engine."""
-    kv_cache_gb: NonNegativeFloat = 0.0
-    """Memory of the KV cache per rank; 0: on CUDA what gpu_memory_utilization leaves, on CPU 1 GB."""
+    tensor_parallel_size: PositiveInt = 1  # Consecutive ranks that share one engine.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # `auto`: the dtype of the policy's forward.
+    max_model_len: NonNegativeInt = 0  # Tokens of prompt and answer together; 0 takes data.max_prompt_tokens + rollout.max_tokens.
+    max_num_seqs: PositiveInt = 256  # Sequences generated at once by an engine.
+    kv_cache_gb: NonNegativeFloat = 0.0  # Memory of the KV cache per rank; 0: on CUDA what gpu_memory_utilization leaves, on CPU 1 GB.
     gpu_memory_utilization: PositiveShare = 0.6
-    max_images: PositiveInt = 4
-    """In a context, of a model that reads them; an episode that shows more is truncated."""
-    enforce_eager: bool = False
-    """CUDA: run without CUDA graphs. The CPU build always does."""
+    max_images: PositiveInt = 4  # In a context, of a model that reads them; an episode that shows more is truncated.
+    enforce_eager: bool = False  # CUDA: run without CUDA graphs. The CPU build always does.
     sleep_level: Annotated[int, Field(ge=0, le=2)] = 2
     """CUDA, while training: 2 drops weights and KV cache, 1 keeps the weights in host memory, 0 keeps all."""
 
@@ -113,36 +96,29 @@ class RowsConfig:
     `reasoning_gym:NAME?option=value&...`.
     """
 
-    train: str | list[str] = ""
-    """A source, or several (mixed by size, or by their `?weight=`): see data/sources.py."""
+    train: str | list[str] = ""  # A source, or several (mixed by size, or by their `?weight=`): see data/sources.py.
     eval: str | list[str] = ""
     """The same for held-out rows. Empty: `held_out` distinct rows (of RL: prompts) of `train`, which training then never sees."""
     held_out: int = 128
-    max_samples: NonNegativeInt = 0
-    """At most this many rows of each source, its first; 0: all."""
+    max_samples: NonNegativeInt = 0  # At most this many rows of each source, its first; 0: all.
     images_key: str = "images"
     """Of prompts: paths, bytes or PIL images (or a single one under `image`), for the parts {"type": "image"} of its messages, or before its text."""
     prompt_key: str = "prompt"
     """A text, or a list of chat messages. Where a row has no `prompt`: `instruction`, `input`, `context_messages` or `messages`."""
-    system_prompt: str = ""
-    """Put before chats that have none."""
-    chat_template: str = ""
-    """File with a Jinja template to use instead of the tokenizer's."""
-    input_template: str = ""
-    """A text in which {} is the prompt, to use for prompts (and what follows them) instead of a chat template."""
+    system_prompt: str = ""  # Put before chats that have none.
+    chat_template: str = ""  # File with a Jinja template to use instead of the tokenizer's.
+    input_template: str = ""  # A text in which {} is the prompt, to use for prompts (and what follows them) instead of a chat template.
 
 
 @dataclass(kw_only=True)
 class DataConfig(RowsConfig):
     """Prompts for RL."""
 
-    answer_key: str = "answer"
-    """Where a row has no `answer`: `solution` or `label`."""
+    answer_key: str = "answer"  # Where a row has no `answer`: `solution` or `label`.
     source_key: str = "data_source"
     """Scores are also logged by the value of this column (or `datasource`); without it, by source where there are several."""
     max_prompt_tokens: PositiveInt = 256
-    too_long: Literal["error", "drop"] = "error"
-    """What a longer prompt is: an error that names it, or left out and counted."""
+    too_long: Literal["error", "drop"] = "error"  # What a longer prompt is: an error that names it, or left out and counted.
 
 
 @dataclass(kw_only=True)
@@ -160,8 +136,7 @@ class RolloutConfig:
 
     prompts_per_step: PositiveInt = 16
     samples_per_prompt: PositiveInt = 8
-    max_tokens: PositiveInt = 256
-    """Longest answer."""
+    max_tokens: PositiveInt = 256  # Longest answer.
     temperature: Positive = 1.0
     top_p: float = 1.0
     top_k: int = -1
@@ -171,16 +146,12 @@ class RolloutConfig:
     keep_inside: tuple[float, float] = (0.0, 1.0)
     curriculum_floor: Share = 0.0
     """Draw prompts by what is known of their success; the least weight of one, as a share of an untried one's (0.1 is usual; 1: all alike). 0: off."""
-    ahead: NonNegativeInt = 0
-    """Partial rollouts: so many more prompts than a step needs are begun. 0: a step waits for all its answers."""
-    max_staleness: PositiveInt = 2
-    """Steps that a group may go on for; then it begins anew."""
-    tickets: Literal["auto", "pull", "round_robin"] = "auto"
-    """Who generates which prompt; auto: round_robin on CPU, pull on CUDA."""
+    ahead: NonNegativeInt = 0  # Partial rollouts: so many more prompts than a step needs are begun. 0: a step waits for all its answers.
+    max_staleness: PositiveInt = 2  # Steps that a group may go on for; then it begins anew.
+    tickets: Literal["auto", "pull", "round_robin"] = "auto"  # Who generates which prompt; auto: round_robin on CPU, pull on CUDA.
     dump: bool = False
     """Write every trajectory of a step to <output>/rollouts/ (rollout/records.py; `python -m minirl.rollout.show FILE` prints them)."""
-    replay: str = ""
-    """Folder of dumped rollouts to train on, step by step, without an engine and without evaluation."""
+    replay: str = ""  # Folder of dumped rollouts to train on, step by step, without an engine and without evaluation.
 
 
 @dataclass(kw_only=True)
@@ -189,14 +160,11 @@ class EnvConfig:
 
     name: str = "single_turn"
     """A shipped environment or `file.py:Class`, with its arguments as `?key=value&...`. single_turn: an answer to the prompt, scored by `reward`."""
-    max_turns: PositiveInt = 1
-    """Answers of an episode; it is truncated where the environment wants another."""
+    max_turns: PositiveInt = 1  # Answers of an episode; it is truncated where the environment wants another.
     max_tokens: NonNegativeInt = 0
     """Sampled tokens of an episode; 0: max_turns * rollout.max_tokens. The context (engine.max_model_len) also holds what the environment says."""
-    threads: PositiveInt = 64
-    """So many calls of environments that are not `async` run at once on a rank."""
-    timeout_seconds: Positive = 60.0
-    """For a `reset` or `step` (of an agent: the whole `run`). Then, and if it raises, the episode has failed."""
+    threads: PositiveInt = 64  # So many calls of environments that are not `async` run at once on a rank.
+    timeout_seconds: Positive = 60.0  # For a `reset` or `step` (of an agent: the whole `run`). Then, and if it raises, the episode has failed.
     on_error: Literal["reward", "drop", "raise"] = "reward"
     """A failed episode ends with `error_reward` for its last answer, is left out of its group, or ends the run."""
     error_reward: float = 0.0
@@ -207,8 +175,7 @@ class EndpointConfig:
     """Where environments that are agents find the policy (rollout/server.py)."""
 
     host: str = "127.0.0.1"
-    port: NonNegativeInt = 0
-    """0: a free one. Every rank with an engine has an endpoint of its own."""
+    port: NonNegativeInt = 0  # 0: a free one. Every rank with an engine has an endpoint of its own.
 
 
 @dataclass(kw_only=True)
@@ -222,43 +189,30 @@ class RewardConfig:
     sleeps otherwise. Dumped rollouts have its scores in their rewards.
     """
 
-    function: str | list[str] = "exact"
-    """What scores an answer; several are summed. Empty: none, where `model` alone is to judge."""
-    weights: list[float] = field(default_factory=list)
-    """Of the functions in the sum; empty: 1 each."""
-    model: str = ""
-    """Folder or hub id of a trained reward model (what minirl.rm leaves) with the policy's vocabulary; its score is added to the sum."""
-    model_weight: FiniteFloat = 1.0
-    """Of its score in the sum; `reward/model` in the metrics is the score alone."""
-    threads: PositiveInt = 4
-    """Rewards are computed beside generation in this many threads; so many answers at most are in a request to an endpoint."""
-    timeout_seconds: Positive = 60.0
-    """How long an endpoint may take for a request."""
-    retries: NonNegativeInt = 4
-    """Further tries, each at the next endpoint, when one cannot be reached, is too slow or fails (status 408, 429, 5xx)."""
-    backoff_seconds: NonNegativeFloat = 1.0
-    """Pause before the second try; it doubles with each."""
+    function: str | list[str] = "exact"  # What scores an answer; several are summed. Empty: none, where `model` alone is to judge.
+    weights: list[float] = field(default_factory=list)  # Of the functions in the sum; empty: 1 each.
+    model: str = ""  # Folder or hub id of a trained reward model (what minirl.rm leaves) with the policy's vocabulary; its score is added to the sum.
+    model_weight: FiniteFloat = 1.0  # Of its score in the sum; `reward/model` in the metrics is the score alone.
+    threads: PositiveInt = 4  # Rewards are computed beside generation in this many threads; so many answers at most are in a request to an endpoint.
+    timeout_seconds: Positive = 60.0  # How long an endpoint may take for a request.
+    retries: NonNegativeInt = 4  # Further tries, each at the next endpoint, when one cannot be reached, is too slow or fails (status 408, 429, 5xx).
+    backoff_seconds: NonNegativeFloat = 1.0  # Pause before the second try; it doubles with each.
     unstopped: Literal["keep", "scale", "set"] = "keep"
     """An answer cut at rollout.max_tokens has its reward multiplied by `unstopped_value`, or set to it."""
     unstopped_value: float = 0.0
     overlong_tokens: NonNegativeInt = 0
     """The last so many of rollout.max_tokens generated tokens cost `overlong_penalty`, in even parts (DAPO); 0: off."""
     overlong_penalty: float = 1.0
-    normalize: bool = False
-    """Subtract the running mean of all rewards of the run and divide by their running deviation."""
-    clip: NonNegativeFloat = 0.0
-    """Rewards are brought into [-clip, clip], after all of the above; 0: off."""
+    normalize: bool = False  # Subtract the running mean of all rewards of the run and divide by their running deviation.
+    clip: NonNegativeFloat = 0.0  # Rewards are brought into [-clip, clip], after all of the above; 0: off.
 
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    every: NonNegativeInt = 10
-    """RL steps between evaluations on held-out prompts; 0: only before and after."""
-    samples: PositiveInt = 1
-    """Answers per prompt; pass@k is reported for k = 1 and k = samples."""
+    every: NonNegativeInt = 10  # RL steps between evaluations on held-out prompts; 0: only before and after.
+    samples: PositiveInt = 1  # Answers per prompt; pass@k is reported for k = 1 and k = samples.
     temperature: NonNegativeFloat = 1.0
-    threshold: float = 1.0
-    """A reward of at least this counts as correct."""
+    threshold: float = 1.0  # A reward of at least this counts as correct.
 
 
 @dataclass(kw_only=True)
@@ -270,34 +224,27 @@ class CheckpointConfig:
     equal score does not replace an earlier one.
     """
 
-    every: NonNegativeInt = 0
-    """Steps between checkpoints; 0: none. Checkpoint N holds the weights after N steps."""
-    keep: PositiveInt = 2
-    """Newest ones that stay."""
-    best_metric: str = ""
-    """A held-out score: the checkpoint with the best one stays too, and is named in checkpoints/best.json."""
-    background: bool = True
-    """Go on training while a copy of the state, in host memory, is written."""
+    every: NonNegativeInt = 0  # Steps between checkpoints; 0: none. Checkpoint N holds the weights after N steps.
+    keep: PositiveInt = 2  # Newest ones that stay.
+    best_metric: str = ""  # A held-out score: the checkpoint with the best one stays too, and is named in checkpoints/best.json.
+    background: bool = True  # Go on training while a copy of the state, in host memory, is written.
 
 
 @dataclass(kw_only=True)
 class ProgramConfig:
     output: str = ""
-    """Folder of a run: config, metrics, checkpoints, model. Of evaluate: file for the figures as JSON; empty: only printed."""
+    """Folder of a run: config, metrics, checkpoints, model. Of evaluate: file for the figures as JSON; empty: only printed."""  # as a text, which the programs' own defaults inherit
     seed: NonNegativeInt = 0
-    timeout_minutes: Positive = 30.0
-    """A collective that waits longer ends the run; must exceed the difference in rollout time between ranks."""
+    timeout_minutes: Positive = 30.0  # A collective that waits longer ends the run; must exceed the difference in rollout time between ranks.
 
 
 @dataclass(kw_only=True)
 class TrainingConfig(ProgramConfig):
     """Of every program that trains."""
 
-    resume: bool = False
-    """Go on from the newest checkpoint in `output` (from the beginning, if none was finished)."""
+    resume: bool = False  # Go on from the newest checkpoint in `output` (from the beginning, if none was finished).
     num_steps: NonNegativeInt = 0
-    tokens_per_rank: PositiveInt = 16384
-    """Token budget of a micro-batch on a rank."""
+    tokens_per_rank: PositiveInt = 16384  # Token budget of a micro-batch on a rank.
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -323,8 +270,7 @@ class EvaluateConfig(SamplingConfig, ProgramConfig):
     `engine.dtype` auto is bfloat16 here.
     """
 
-    model: str = ""
-    """Folder or hub id."""
+    model: str = ""  # Folder or hub id.
 
 
 @dataclass(kw_only=True)
@@ -335,12 +281,8 @@ class ExportConfig:
     """
 
     command: Literal["export"]
-    run: str
-    """Folder of a run of minirl.rl or minirl.sft."""
-    step: int | None = None
-    """Which checkpoint; the newest if neither this nor `best` is given."""
-    best: bool = False
-    """The one that checkpoint.best_metric found best."""
-    output: str = ""
-    """Folder to write; empty: model-step-N in the run's."""
+    run: str  # Folder of a run of minirl.rl or minirl.sft.
+    step: int | None = None  # Which checkpoint; the newest if neither this nor `best` is given.
+    best: bool = False  # The one that checkpoint.best_metric found best.
+    output: str = ""  # Folder to write; empty: model-step-N in the run's.
     timeout_minutes: Positive = 30.0

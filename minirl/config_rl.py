@@ -14,8 +14,7 @@ class RefitConfig:
 
     transport: Literal["all_to_all", "all_gather"] = "all_to_all"
     """all_to_all sends each rank what its engine lacks; all_gather sends every rank every shard."""
-    bucket_mb: PositiveInt = 256
-    """Bytes on the wire at once; the peak of extra memory."""
+    bucket_mb: PositiveInt = 256  # Bytes on the wire at once; the peak of extra memory.
 
 
 @dataclass(kw_only=True)
@@ -27,22 +26,18 @@ class CorrectionConfig:
     """Trainer-over-engine ratio of each token, of a sequence (their product) or its geometric mean."""
     mode: Literal["clip", "mask", "truncate"] | None = None
     """Of what is outside the gate: bring the ratio into [low, high], leave the tokens out, or bring the ratio down to high."""
-    gate: Literal["ratio", "binary_kl", "tv"] | None = None
-    """Outside is a ratio not in [low, high], or a divergence above `divergence`."""
+    gate: Literal["ratio", "binary_kl", "tv"] | None = None  # Outside is a ratio not in [low, high], or a divergence above `divergence`.
     low: float | None = None
     high: float | None = None
-    divergence: float = 0.05
-    """Nats of binary KL, or difference of probabilities (total variation)."""
+    divergence: float = 0.05  # Nats of binary KL, or difference of probabilities (total variation).
 
 
 @dataclass(kw_only=True)
 class RefConfig:
     """The frozen model that the KL is taken to, loaded only if something needs it."""
 
-    model: str = ""
-    """Folder or hub id with the policy's vocabulary: the teacher of on_policy_distill. Empty: the policy as RL found it."""
-    every: NonNegativeInt = 0
-    """Steps after which the reference becomes the policy as it is then (ProRL, arXiv 2505.24864, sec. 3.2); 0: never."""
+    model: str = ""  # Folder or hub id with the policy's vocabulary: the teacher of on_policy_distill. Empty: the policy as RL found it.
+    every: NonNegativeInt = 0  # Steps after which the reference becomes the policy as it is then (ProRL, arXiv 2505.24864, sec. 3.2); 0: never.
     reset_optimizer: bool = False
     """And the policy's optimizer forgets its state at the same time, as in ProRL; the learning rate goes on as it would have."""
 
@@ -56,36 +51,25 @@ class AlgoConfig:
     sequences times rollout.max_tokens (Dr.GRPO).
     """
 
-    advantage: str = "grpo"
-    """A registered name or `file.py:function`, called as f(rewards, groups); see algo/advantages.py."""
-    gamma: PositiveShare = 1.0
-    """Discount per sampled token of reinforce_pp and gae."""
-    gae_lambda: Share = 0.95
-    """Of gae: 0 trusts the critic for all but the next token's reward, 1 only the rewards."""
+    advantage: str = "grpo"  # A registered name or `file.py:function`, called as f(rewards, groups); see algo/advantages.py.
+    gamma: PositiveShare = 1.0  # Discount per sampled token of reinforce_pp and gae.
+    gae_lambda: Share = 0.95  # Of gae: 0 trusts the critic for all but the next token's reward, 1 only the rewards.
     loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     """ppo: clipped ratios of tokens; gspo: of sequences, bounds near 3e-4; cispo: clipped weights of log-probs."""
-    clip_low: Share = 0.2
-    """Ratio is clipped below 1 - clip_low ..."""
-    clip_high: NonNegativeFloat = 0.2
-    """... and above 1 + clip_high (DAPO's clip-higher: 0.28)."""
-    dual_clip: float = 0.0
-    """Bound c > 1 of the loss at negative advantages (Ye et al. 2020); 0: off."""
-    aggregation: Literal["token", "sequence", "prompt", "fixed"] = "token"
-    """Of the tokens' losses: the mean over tokens, or as said above."""
-    kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the reference (`ref`); 0: none is loaded for it."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """reward: each token is charged, which estimators that compare answers sum over the answer."""
+    clip_low: Share = 0.2  # Ratio is clipped below 1 - clip_low ...
+    clip_high: NonNegativeFloat = 0.2  # ... and above 1 + clip_high (DAPO's clip-higher: 0.28).
+    dual_clip: float = 0.0  # Bound c > 1 of the loss at negative advantages (Ye et al. 2020); 0: off.
+    aggregation: Literal["token", "sequence", "prompt", "fixed"] = "token"  # Of the tokens' losses: the mean over tokens, or as said above.
+    kl_coef: NonNegativeFloat = 0.0  # Weight of the KL to the reference (`ref`); 0: none is loaded for it.
+    kl_in: Literal["loss", "reward"] = "loss"  # reward: each token is charged, which estimators that compare answers sum over the answer.
     kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
     """unbiased (in the loss): the value of k3, weighted so that its gradient is right, off policy too."""
-    kl_target: NonNegativeFloat = 0.0
-    """Nats per token: the weight is adapted so that the KL stays there (Ziegler et al. 2019); 0: it is fixed."""
+    kl_target: NonNegativeFloat = 0.0  # Nats per token: the weight is adapted so that the KL stays there (Ziegler et al. 2019); 0: it is fixed.
     entropy_coef: float = 0.0
     entropy_share: Share = 0.0
     """Policy gradient and bonus only at this share of a step's tokens, those of highest entropy before its first update (0.2 in arXiv 2506.01939). 0: all."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    updates_per_step: PositiveInt = 1
-    """Optimizer steps per batch of rollouts; prompts_per_step is split evenly."""
+    updates_per_step: PositiveInt = 1  # Optimizer steps per batch of rollouts; prompts_per_step is split evenly.
 
 
 @dataclass(kw_only=True)
@@ -95,10 +79,8 @@ class CriticConfig(PolicyConfig):
     model: str = ""
     """Folder or hub id with the policy's vocabulary: a reward model, or a language model (its score head begins at 0). Empty: the policy as RL finds it."""
     lr: NonNegativeFloat = 5e-6
-    warmup_steps: NonNegativeInt = 0
-    """RL steps in which the critic learns and the policy does not move."""
-    value_clip: NonNegativeFloat = 0.2
-    """Bound of how far values move from those that advantages were made with; 0: off."""
+    warmup_steps: NonNegativeInt = 0  # RL steps in which the critic learns and the policy does not move.
+    value_clip: NonNegativeFloat = 0.2  # Bound of how far values move from those that advantages were made with; 0: off.
 
 
 @dataclass(kw_only=True)
