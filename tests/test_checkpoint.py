@@ -11,7 +11,7 @@ import torch
 from harness import RankFailed, ranks
 from programs import alone, fork
 from safetensors.torch import load_file
-from test_gradients import exact_norm, trajectories
+from test_gradients import batches_of, exact_norm, trajectories
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -20,7 +20,7 @@ from minirl import checkpoint
 from minirl.algo import losses
 from minirl.config import CheckpointConfig, ExportConfig, ParallelConfig, PolicyConfig
 from minirl.config_rl import AlgoConfig, RLConfig
-from minirl.data.packing import exchange, pack
+from minirl.data.packing import exchange
 from minirl.flags import save as save_config
 from minirl.policy import Policy
 from minirl.types import UserError
@@ -44,7 +44,7 @@ def differences(a, b, path=""):
 
 def update(policy, mesh):
     (micros,) = exchange(trajectories()[mesh.rank :: mesh.world_size], mesh, 200)
-    return policy.step([pack(m, mesh.device, layout=policy.layout) for m in micros], losses.policy(AlgoConfig(), 20), lr=1e-3)["loss"]
+    return policy.step(batches_of(micros, policy), losses.policy(AlgoConfig(), 20), lr=1e-3)["loss"]
 
 
 def make(mesh, folder, sequence):

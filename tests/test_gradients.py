@@ -36,6 +36,14 @@ def trajectories(num: int = 14) -> list[Trajectory]:
     return out
 
 
+def batches_of(micros, policy, temperature=1.0):
+    """Packed, with what `trajectories` has for rewards of tokens as advantages."""
+    batches = [pack(m, policy.mesh.device, temperature, layout=policy.layout) for m in micros]
+    for b in batches:
+        b.advantages = b.turn_rewards
+    return batches
+
+
 def exact_norm(self, x):
     """Llama's norm rounds to float32 inside, even in a float64 model; a difference of 1e-16 in front of it can flip that rounding."""
     return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
@@ -56,9 +64,7 @@ def step(mesh, folder, algo, budget, checkpointing, reshard, num_steps=1, sequen
     for _ in range(num_steps):
         own = trajectories()[: 3 + 11 * mesh.rank][3 * mesh.rank :] if mesh.world_size == 2 else trajectories()[mesh.rank :: mesh.world_size]
         (micros,) = exchange(own, mesh, budget) if budget else [[[t] for t in own]]  # the oracle: each sequence alone, nothing shared
-        batches = [pack(m, mesh.device, temperature=0.7, layout=policy.layout) for m in micros]
-        for b in batches:
-            b.advantages = b.turn_rewards
+        batches = batches_of(micros, policy, 0.7)
         metrics, num_micro = policy.step(batches, losses.policy(algo, 20), lr=1e-3), len(batches)
     params = {n: p.full_tensor() for n, p in policy.shards().items()}
     return {"grads": grads, "metrics": metrics, "num_micro": num_micro, "params": params}

@@ -15,7 +15,7 @@ from harness import ranks
 from PIL import Image
 from programs import ROOT, fork
 from test_families import show, stay_float64
-from test_gradients import trajectories, worst
+from test_gradients import batches_of, trajectories, worst
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from minirl.algo import losses
@@ -25,7 +25,7 @@ from minirl.config_supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
 from minirl.data.datasets import load_chats, load_rows, to_example
 from minirl.data.images import BadImage, Vision, attach, open_url, to_url
-from minirl.data.packing import exchange, pack
+from minirl.data.packing import exchange
 from minirl.data.pairs import load_pairs
 from minirl.policy import Policy
 from minirl.rollout.conversation import Conversation, unexpanded
@@ -145,10 +145,7 @@ def step(mesh, folder, budget):
         # Of two ranks one brings all that have images; without a budget, each sequence alone.
         own = everything if mesh.world_size == 1 else [t for t in everything if mesh.rank == bool(t.images)]
         (micros,) = exchange(own, mesh, budget) if budget else [[[t] for t in own]]
-        batches = [pack(m, mesh.device, layout=policy.layout) for m in micros]
-        for b in batches:
-            b.advantages = b.turn_rewards
-        policy.step(batches, losses.policy(AlgoConfig(), 20), lr=1e-3)
+        policy.step(batches_of(micros, policy), losses.policy(AlgoConfig(), 20), lr=1e-3)
     return {n: p.full_tensor() for n, p in policy.shards().items()}
 
 

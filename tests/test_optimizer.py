@@ -9,7 +9,7 @@ import torch
 from harness import RankFailed, ranks, two_at_once
 from programs import QUICKSTART
 from test_checkpoint import differences, whole
-from test_gradients import exact_norm, trajectories
+from test_gradients import batches_of, exact_norm, trajectories
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
@@ -19,7 +19,7 @@ from minirl import checkpoint
 from minirl.algo import losses
 from minirl.config import CheckpointConfig, ParallelConfig, PolicyConfig
 from minirl.config_rl import AlgoConfig, RLConfig
-from minirl.data.packing import exchange, pack
+from minirl.data.packing import exchange
 from minirl.flags import parse
 from minirl.parallel.fsdp import local
 from minirl.parallel.muon import Muon, orthogonalize
@@ -47,7 +47,7 @@ def make(mesh, folder, settings) -> Policy:
 
 def update(policy: Policy, mesh, num: int = 1) -> list[dict]:
     (micros,) = exchange(trajectories()[mesh.rank :: mesh.world_size], mesh, 200)
-    batches = [pack(m, mesh.device, layout=policy.layout) for m in micros]
+    batches = batches_of(micros, policy)
     return [policy.step(batches, losses.policy(AlgoConfig(), 20), lr=LR) for _ in range(num)]
 
 
