@@ -167,7 +167,7 @@ class EnvConfig:
     timeout_seconds: Positive = 60.0  # For a `reset` or `step` (of an agent: the whole `run`). Then, and if it raises, the episode has failed.
     on_error: Literal["reward", "drop", "raise"] = "reward"
     """A failed episode ends with `error_reward` for its last answer, is left out of its group, or ends the run."""
-    error_reward: float = 0.0
+    error_reward: FiniteFloat = 0.0
 
 
 @dataclass(kw_only=True)
@@ -199,10 +199,10 @@ class RewardConfig:
     backoff_seconds: NonNegativeFloat = 1.0  # Pause before the second try; it doubles with each.
     unstopped: Literal["keep", "scale", "set"] = "keep"
     """An answer cut at rollout.max_tokens has its reward multiplied by `unstopped_value`, or set to it."""
-    unstopped_value: float = 0.0
+    unstopped_value: FiniteFloat = 0.0
     overlong_tokens: NonNegativeInt = 0
     """The last so many of rollout.max_tokens generated tokens cost `overlong_penalty`, in even parts (DAPO); 0: off."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: FiniteFloat = 1.0
     normalize: bool = False  # Subtract the running mean of all rewards of the run and divide by their running deviation.
     clip: NonNegativeFloat = 0.0  # Rewards are brought into [-clip, clip], after all of the above; 0: off.
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from minirl.config import PolicyConfig, PositiveShare, SamplingConfig, Share, TrainingConfig
 
@@ -65,7 +65,7 @@ class AlgoConfig:
     kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
     """unbiased (in the loss): the value of k3, weighted so that its gradient is right, off policy too."""
     kl_target: NonNegativeFloat = 0.0  # Nats per token: the weight is adapted so that the KL stays there (Ziegler et al. 2019); 0: it is fixed.
-    entropy_coef: float = 0.0
+    entropy_coef: FiniteFloat = 0.0
     entropy_share: Share = 0.0
     """Policy gradient and bonus only at this share of a step's tokens, those of highest entropy before its first update (0.2 in arXiv 2506.01939). 0: all."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)

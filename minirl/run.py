@@ -130,8 +130,8 @@ def check_output(output: Path, resume: bool) -> None:
 
 def find_model(cfg: RLConfig | SFTConfig, max_len: int, *, engine_on: str | None = None,
                chats: bool = True) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase, Vision | None]:
-    """(folder, config, tokenizer, how it reads images) of policy.model, checked, also for an engine on that type of device; the folder of a scratch model is still to
-    be made. Raises UserError."""
+    """(folder, config, tokenizer, how it reads images) of policy.model, checked, also for an engine on that type of device; the folder of
+    a scratch model is still to be made. Raises UserError."""
     templates = cfg.data.chat_template, cfg.data.input_template
     if cfg.policy.model == "scratch":
         folder, tokenizer = Path(cfg.output) / "scratch", chat.use_template(scratch.make_tokenizer(cfg.policy.scratch.phrases), *templates)
@@ -142,7 +142,7 @@ def find_model(cfg: RLConfig | SFTConfig, max_len: int, *, engine_on: str | None
     engine = (cfg.engine.tensor_parallel_size, cfg.engine.max_model_len, engine_on) if engine_on else ()
     families.check(config, f"policy.model = {cfg.policy.model}", *engine)
     tensor.check(families.divided(config), cfg.parallel.tensor)
-    vision = Vision(folder, vars(cfg)["engine"].max_images if "engine" in vars(cfg) else 0) if families.reads_images(config) else None
+    vision = Vision(folder, cfg.engine.max_images if engine_on else 0) if families.reads_images(config) else None
     return folder, config, tokenizer or chat.load_tokenizer(folder, chats=chats, template=templates[0], plain=templates[1]), vision
 
 

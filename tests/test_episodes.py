@@ -170,6 +170,8 @@ class Viewer(Agent):
             for url, why in (("/etc/passwd", "data URL"), ("data:image/png;base64,AAAA", "cannot be read")):
                 with pytest.raises(openai.BadRequestError, match=why):
                     client.chat.completions.create(model=session.model, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+            with pytest.raises(openai.BadRequestError, match="parts of type text and image_url"):
+                client.chat.completions.create(model=session.model, messages=[{"role": "user", "content": [asked[1], {"type": "image", "image": "/etc/passwd"}]}])
             with pytest.raises(openai.BadRequestError, match="5 images, more than engine.max_images = 4"):
                 client.chat.completions.create(model=session.model, messages=[{"role": "user", "content": [asked[1]] * 5}])
         with anthropic.Anthropic(base_url=session.base_url.removesuffix("/v1"), api_key=session.api_key, max_retries=0) as client:

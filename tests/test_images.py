@@ -56,7 +56,7 @@ def test_whatever_holds_an_image_becomes_a_data_url(tmp_path):
 
 @pytest.mark.parametrize(("image", "why"), [
     ("/no/such.png", "cannot be read"), (b"no image", "cannot be read"), ("data:image/png;base64,AAAA", "cannot be read"), ("data:image/png;base64,?", "cannot be read"),
-    (7, "not a int"), ({}, "not a NoneType"),
+    (7, "not a int"), ({}, "not a NoneType"), (file_bytes("BMP")[:-40], "cannot be read.*truncated"),
 ])
 def test_what_is_no_image_is_refused(image, why):
     with pytest.raises(BadImage, match=why):
@@ -95,6 +95,8 @@ def test_tokens_of_a_chat_are_the_processors(folder):
     assert unexpanded(whole.tokens, whole.images) == chat.encode(tokenizer, text)
     other = conversation.ask(attach([{"role": "user", "content": [WAITS, {"type": "text", "text": "a"}, WAITS]}], [urls[0], tiny.picture(101, 60)]))
     assert other is not first and other.tokens == first.tokens  # another image as large: not the same chat
+    with pytest.raises(BadImage, match="1 x 300 pixels cannot be read"):
+        vision.expand([vision.token], [to_url(Image.new("RGB", (1, 300)))])
     with pytest.raises(BadImage, match="tokens for images came with"):
         conversation.ask([{"role": "user", "content": f"a text with {tiny.IMAGE}"}])
     with pytest.raises(UserError, match="reads none"):

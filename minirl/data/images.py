@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor
 
 from minirl.types import Images, Placed, UserError
@@ -36,22 +36,20 @@ def to_url(image: object) -> str:
     if not isinstance(image, bytes | str):
         raise BadImage(f"an image is a path, bytes, a PIL image or a data URL, not a {type(image).__name__}")
     url = image if isinstance(image, str) else f"data:image;base64,{base64.b64encode(image).decode()}"
-    open_url(url)
+    rgb(url)
     return url
 
 
-def open_url(url: str) -> Image.Image:
-    """Raises BadImage if it is no image; its pixels are read when they are asked for."""
+def open_url(url: str, *, pixels: bool = False) -> Image.Image:
+    """Reads `pixels`, too, or only the header. Raises BadImage if it is no image, or too large a one."""
     try:
-        return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2], validate=True)))
-    except (UnidentifiedImageError, ValueError) as error:
+        image = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2], validate=True)))
+        return image.convert("RGB") if pixels else image
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise BadImage(f"an image cannot be read ({error}): {url[:60]!r}") from error
 
 
-@functools.lru_cache(maxsize=64)
-def rgb(url: str) -> Image.Image:
-    """Its pixels; the samples of a prompt read the same one."""
-    return open_url(url).convert("RGB")
+rgb = functools.lru_cache(maxsize=64)(functools.partial(open_url, pixels=True))  # the samples of a prompt read the same one
 
 
 def attach(messages: list[dict], images: Iterable[object]) -> list[dict]:
@@ -102,8 +100,12 @@ class Vision:
         self.merge = self.processor.merge_size
 
     def num_tokens(self, url: str) -> int:
+        """Raises BadImage if it is too narrow."""
         width, height = open_url(url).size
-        return self.processor.get_number_of_image_patches(height, width) // self.merge**2
+        try:
+            return self.processor.get_number_of_image_patches(height, width) // self.merge**2
+        except ValueError as error:
+            raise BadImage(f"an image of {width} x {height} pixels cannot be read ({error}): {url[:60]!r}") from error
 
     def expand(self, ids: list[int], urls: Sequence[str], begin: int = 0) -> tuple[list[int], list[Placed]]:
         """Tokens with one for each image -> with as many as the image has, and where they are, counted from `begin`. Raises BadImage if there are more or

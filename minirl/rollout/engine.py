@@ -45,9 +45,9 @@ class Sampling:
 class RolloutEngine:
     """One vLLM engine in this rank, or one shared by `tensor_parallel_size` consecutive ranks.
 
-    Its weights are random until the first refit (load_weights=False), so it never reads the checkpoint. Building one is collective
-    over all ranks, because vLLM agrees on the size of the KV cache over the whole world. Raises UserError where vLLM refuses the
-    model or the memory.
+    Its weights are random until the first refit (load_weights=False), so it reads no checkpoint unless it `reads_images`. Building one
+    is collective over all ranks, because vLLM agrees on the size of the KV cache over the whole world. Raises UserError where vLLM
+    refuses the model or the memory.
     """
 
     def __init__(self, cfg: EngineConfig, folder: Path, mesh: Mesh, *, dtype: str, load_weights: bool = False, reads_images: bool = False,

@@ -54,8 +54,8 @@ def _render(message: dict[str, Any], said: dict[str, str]) -> dict[str, Any]:
     role, content = message["role"], message.get("content") or ""
     if not isinstance(content, str):
         shown = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
-        if any(not url.startswith("data:") for url in shown):
-            raise UserError("an image must come as a data URL")
+        if any(not url.startswith("data:") for url in shown) or any(part["type"] not in ("text", "image_url") for part in content):
+            raise UserError("a content is made of parts of type text and image_url, and an image must come as a data URL")
         content = images.attach([{"content": content}], ())[0]["content"] if shown else "\n".join(part["text"] for part in content)
     calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message.get("tool_calls") or ()]
     if role == "assistant" and (raw := said.get(recognise(content, calls))) is not None:
