@@ -93,9 +93,10 @@ class Stage:
 
     def finish(self, e: Episode) -> list[Trajectory]:
         """Its trajectories, with what the reward functions say. Called in a thread. Raises UserError as they do."""
-        info = {"prompt": plain(e.row["prompt"]), "completion": e.answer if e.turn < 2 else "\n".join(s.text for s in e.conversation.segments), "source": e.row.get("data_source"),
-                "stopped": e.stopped and not e.truncated, "answer_tokens": e.conversation.num_sampled(), "error": e.error}
+        info = {"prompt": plain(e.row["prompt"]), "completion": e.answer, "source": e.row.get("data_source"), "stopped": e.stopped and not e.truncated,
+                "answer_tokens": e.conversation.num_sampled(), "error": e.error}
         if self.cfg.name != "single_turn":
+            info["completion"] = "\n".join(s.text for s in e.conversation.segments)  # all that was said, for what the row asks need not be in it
             info["env"] = {"turns": e.turn, "truncated": float(e.truncated), "failed": float(bool(e.error)), **e.info}
         reward = e.reward + (self.rewards(e.row, e.answer, info) if e.env.graded and not e.error else 0.0)
         return [] if e.error and self.cfg.on_error == "drop" else e.conversation.trajectories(group=e.ticket, episode=e.number, reward=reward, info=info)

@@ -5,7 +5,8 @@
     tokens      list of L integers
     sampled, logprobs, rewards, versions   lists of L values, as in types.Trajectory
     images      list of [place of the first token, number of tokens, data URL]
-    info        object for people and metrics: prompt, completion, source, stopped, error, score, rewards of each function, env, ...
+    info        object for people and metrics: prompt (the row's), completion (the answer, or all that was said in an environment), source, stopped,
+                error, score, rewards of each function, env, ...
 
 `rollout.dump` writes them, `rollout.replay` trains on them again, `python -m minirl.rollout.show FILE` prints them.
 """
