@@ -66,7 +66,7 @@ STATES = ["--num-steps", 5, "--checkpoint.every", 2, "--rollout.extra-prompts", 
 JUDGED = ["--num-steps", 5, "--checkpoint.every", 2, "--reward.model", "{folder}/judge/model", "--reward.model-weight", 0.5, "--eval.threshold", 0.2,
           "--rollout.curriculum-floor", 0.1, "--algo.kl-coef", 0.1, "--ref.every", 2, "--ref.reset-optimizer", "--rollout.samples-per-prompt", 4,
           "--policy.lr", 3e-3, "--rollout.dump", "--eval.every", 4]
-TEACH = ["--num-steps", 8, "--algo.advantage", "on_policy_distill", "--policy.lr", 5e-3, "--algo.kl-estimator", "k1", "--rollout.samples-per-prompt", 1, "--rollout.prompts-per-step", 32,
+TEACH = ["--num-steps", 16, "--algo.advantage", "on_policy_distill", "--policy.lr", 5e-3, "--algo.kl-estimator", "k1", "--rollout.samples-per-prompt", 1, "--rollout.prompts-per-step", 32,
          "--ref.model", "{folder}/teacher/model"]
 
 
@@ -215,9 +215,9 @@ def test_references_that_no_checkpoint_needs_are_dropped(tmp_path):
 
 
 def test_a_teacher_teaches(runs):
-    """An untrained student's KL to a teacher that has seen words falls by more than a third, though no reward is ever earned."""
+    """An untrained student's KL to a teacher that has seen words falls by more than two thirds, though no reward is ever earned."""
     kl = [row["ref_kl"] for row in rows(runs / "student")]
-    assert kl[0] > 0.1 and kl[-1] < 0.67 * kl[0], kl
+    assert sum(kl[:3]) > 0.15 and sum(kl[-3:]) < 0.33 * sum(kl[:3]), kl
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):

@@ -1,5 +1,8 @@
 """The real engine: refit against the full gather, log-probs against the trainer, seeds, tickets. Few processes, many checks."""
 
+import contextlib
+from importlib.metadata import packages_distributions, version
+
 import numpy as np
 import pytest
 import tiny
@@ -13,6 +16,7 @@ from minirl.data.datasets import Prompts
 from minirl.data.images import Vision, attach
 from minirl.data.packing import pack
 from minirl.model.build import Weights
+from minirl.model.families import FAMILIES as ALL_FAMILIES
 from minirl.policy import Policy
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.env import make_env
@@ -21,6 +25,12 @@ from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 
 ENGINE = {"max_model_len": 64, "max_num_seqs": 16, "kv_cache_gb": 0.02}
+
+
+def old_engine_refuses(family):
+    """The CPU build of vLLM 0.26 has no place for a mixture's experts that a refit could write to."""
+    old = version(packages_distributions()["vllm"][0]).startswith("0.26.")
+    return pytest.raises(RankFailed, match="keeps expert weights") if old and ALL_FAMILIES[family].experts else contextlib.nullcontext()
 
 
 def make_policy(folder, mesh):
@@ -82,13 +92,14 @@ def refit_program(mesh, a, b, tp, dtype):
 ])
 def test_refit_equals_full_gather_and_a_fresh_engine(tmp_path, world, tp, family, tied, dtype, parallel):
     a, b = (tiny.make(tmp_path / name, family, tied=tied, seed=seed) for seed, name in enumerate("ab"))
-    results = ranks(world, refit_program, a, b, tp, dtype, parallel=parallel)
-    for r in results:
-        assert r["after"] == r["fresh"] != r["before"]
-        assert r["received"]["all_to_all"] <= r["received"]["all_gather"]
-        assert r["received"]["all_to_all"] <= r["engine"]  # never more than this rank's engine holds
-    if world == 1:
-        assert results[0]["received"] == {"all_gather": 0, "all_to_all": 0}
+    with old_engine_refuses(family):
+        results = ranks(world, refit_program, a, b, tp, dtype, parallel=parallel)
+        for r in results:
+            assert r["after"] == r["fresh"] != r["before"]
+            assert r["received"]["all_to_all"] <= r["received"]["all_gather"]
+            assert r["received"]["all_to_all"] <= r["engine"]  # never more than this rank's engine holds
+        if world == 1:
+            assert results[0]["received"] == {"all_gather": 0, "all_to_all": 0}
 
 
 def incomplete_refit(mesh, folder):
@@ -146,8 +157,9 @@ def by_family(tmp_path_factory):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_logprobs_are_the_trainers(by_family, family):
     """At a temperature other than 1, with shared prompts, sliding windows, softcaps, experts: < 1e-4 in float32."""
-    (r,) = by_family[family].result()
-    assert len(r["trajectories"]) == 27 and 0 < r["mismatch"] < 1e-4
+    with old_engine_refuses(family):
+        (r,) = by_family[family].result()
+        assert len(r["trajectories"]) == 27 and 0 < r["mismatch"] < 1e-4
 
 
 @pytest.mark.parametrize(("tp", "tickets"), [(1, "pull"), (1, "round_robin"), (2, "pull")])
