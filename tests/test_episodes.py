@@ -21,7 +21,7 @@ from minirl.data.packing import exchange, pack
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.env import Agent, Env, Raw, Result
 from minirl.rollout.refit import Refit
-from minirl.rollout.rewards import make_rewards
+from minirl.rollout.rewards import Rewards
 from minirl.rollout.sampler import Sampler, spread
 from minirl.types import UserError
 
@@ -148,6 +148,8 @@ class Broken(Env):
 class Caller(Agent):
     """A program of its own, which asks twice over HTTP: the second time with what it heard the first."""
 
+    graded = True
+
     def run(self, row, session):
         with openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
             chat = [{"role": "user", "content": row["prompt"]}]
@@ -156,7 +158,7 @@ class Caller(Agent):
                 chat += [{"role": "assistant", "content": said}, {"role": "user", "content": "and?"}]
         if row["answer"] == "3":
             raise ValueError("three")
-        return Result(reward=float(row["answer"]), info={"asked": 2.0})
+        return Result(reward=float(row["answer"]), info={"asked": 2.0, "last": len(said)})
 
 
 class Viewer(Agent):
@@ -192,7 +194,7 @@ def stage(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts=
     cfg = config(engine=eng.cfg, seed=seed, rollout=RolloutConfig(**{"max_tokens": 12, **(rollout or {})}), env=EnvConfig(**{"name": "my", "max_turns": 6, "max_tokens": 96, **env}))
     prompts = Prompts(ROWS, tokenizer, DataConfig(), seed=0, shuffle=False, vision=vision)
     make = {c.__name__: c for c in (Talk, AsyncTalk, Forgetful, InTokens, Greedy, Broken, Caller, Shows, ShowsBadly, Viewer)}[cfg.env.name]
-    sampler = Sampler(eng, make, make_rewards("exact"), prompts, cfg)
+    sampler = Sampler(eng, make, Rewards((0.01, lambda prompt, completion, row: len(completion), "length")), prompts, cfg)
     sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=images.sampling_stops(chat.stop_token_ids(tokenizer, folder), vision), temperature=0.8)
     return *parts, sampler, prompts, sampling
 
@@ -486,7 +488,7 @@ def test_a_program_that_talks_to_the_endpoint_is_trained(on_one_rank, tmp_path, 
     assert 0 < worst < 1e-4 and len(failures) == 2 and "Caller.run raised ValueError: three" in failures[0]
     assert {(g, e) for g, e, *_ in found} == {(g, e) for g in range(9) for e in range(2)}
     for (group, _, segment, _, sampled, *_, reward, version), about, text in zip(found, info, texts, strict=True):
-        assert reward == (0.0 if group == 3 else group) and version == 3 and sum(sampled) <= 14
+        assert reward == (0.0 if group == 3 else group + 0.01 * about["env"].pop("last")) and version == 3 and sum(sampled) <= 14
         assert text.count("<|user|>and?<|end|><|assistant|>") == 1 and segment == 0
         assert about["error"] or about["env"] == {"turns": 2, "truncated": 0.0, "failed": 0.0, "asked": 2.0}
 

@@ -94,7 +94,8 @@ class Agent(Env):
     """An episode that a program of its own leads, talking to the policy through an endpoint. All its answers are trained on; nobody calls `reset` and `step`."""
 
     def run(self, row: dict, session: Session) -> Result:
-        """Play the episode; `reward`, `truncated` and `info` of the result count."""
+        """Play the episode; `reward`, `truncated` and `info` of the result count. With `graded` the reward functions score the last answer, too, of the
+        chat that it began last."""
         raise NotImplementedError
 
 

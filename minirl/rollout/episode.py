@@ -138,6 +138,9 @@ class Stage:
         finally:
             e.conversation = self.endpoint.close(session.api_key)
         e.turn, e.stopped = sum(s.answers for s in e.conversation.segments), True
+        for segment in e.conversation.segments[-1:]:
+            begin = max((i for i, sampled in enumerate(segment.sampled, 1) if not sampled), default=0)
+            e.answer = e.conversation.tokenizer.decode(segment.tokens[begin:], skip_special_tokens=True)
 
     async def _call(self, function: Callable, *arguments: object) -> Any:
         """Raises EnvFailed for whatever it raises but a UserError, and if it is too slow."""
