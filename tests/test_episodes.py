@@ -84,7 +84,7 @@ class Shows(Env):
         return [{"role": "user", "content": [{"type": "text", "text": row["prompt"]}, image]}]
 
     def step(self, state):
-        seen = images.open_url(tiny.picture(56 + 28 * self.n, 56))
+        seen = images.rgb(tiny.picture(56 + 28 * self.n, 56))
         if state.turn == 2 and self.n % 3 == 0:
             return Result(messages=[*state.messages, {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}], images=[seen])
         if state.turn == 2 and self.n % 3 == 1:

@@ -75,7 +75,7 @@ def show(t, vision, place, url):
 def for_hugging_face(vision, t):
     if not t.images:
         return {}
-    patches = vision.processor([images.open_url(p.url).convert("RGB") for p in t.images if p.place < len(t.tokens) - 1], return_tensors="pt")
+    patches = vision.processor([images.rgb(p.url) for p in t.images if p.place < len(t.tokens) - 1], return_tensors="pt")
     kinds = torch.tensor(t.tokens[None, :-1] == vision.token).long()
     return {"pixel_values": patches["pixel_values"], "image_grid_thw": patches["image_grid_thw"], "mm_token_type_ids": kinds}
 

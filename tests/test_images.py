@@ -24,7 +24,7 @@ from minirl.config_rl import AlgoConfig
 from minirl.config_supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
 from minirl.data.datasets import load_chats, load_rows, to_example
-from minirl.data.images import BadImage, Vision, attach, open_url, to_url
+from minirl.data.images import BadImage, Vision, attach, rgb, to_url
 from minirl.data.packing import exchange
 from minirl.data.pairs import load_pairs
 from minirl.policy import Policy
@@ -50,7 +50,7 @@ def test_whatever_holds_an_image_becomes_a_data_url(tmp_path):
     url = f"data:image/png;base64,{base64.b64encode(file_bytes()).decode()}"
     forms = [str(tmp_path / "a.png"), file_bytes(), Image.fromarray(PIXELS), url, {"bytes": file_bytes(), "path": None}, {"path": str(tmp_path / "a.png"), "bytes": None}]
     for form in forms:
-        assert np.array_equal(np.asarray(open_url(to_url(form))), PIXELS)
+        assert np.array_equal(np.asarray(rgb(to_url(form))), PIXELS)
     assert to_url(url) == url and len({to_url(form) for form in forms if form is not url}) == 1  # the same image is the same text
 
 
@@ -91,7 +91,7 @@ def test_tokens_of_a_chat_are_the_processors(folder):
     assert segment is first and [p.url for p in segment.images] == urls[:2]
     whole = Conversation(tokenizer, vision).ask(messages)
     text = chat.render(tokenizer, messages)
-    assert whole.tokens == processor(text=[text], images=[open_url(url) for url in urls])["input_ids"][0]
+    assert whole.tokens == processor(text=[text], images=[rgb(url) for url in urls])["input_ids"][0]
     assert unexpanded(whole.tokens, whole.images) == chat.encode(tokenizer, text)
     other = conversation.ask(attach([{"role": "user", "content": [WAITS, {"type": "text", "text": "a"}, WAITS]}], [urls[0], tiny.picture(101, 60)]))
     assert other is not first and other.tokens == first.tokens  # another image as large: not the same chat
@@ -191,7 +191,7 @@ def test_programs(tmp_path, folder):
     assert len(mismatch["rl"]) == len(mismatch["replay"]) == 2 and max(mismatch["rl"]) < 1e-4 and mismatch["replay"][0] < 1e-4
     for name in ("sft", "dpo", "rl"):
         model, processor = AutoModelForImageTextToText.from_pretrained(tmp_path / name / "model", dtype="auto"), AutoProcessor.from_pretrained(tmp_path / name / "model")
-        inputs = processor(text=[f"{tiny.IMAGE}x"], images=[open_url(tiny.picture(56, 56))], return_tensors="pt")
+        inputs = processor(text=[f"{tiny.IMAGE}x"], images=[rgb(tiny.picture(56, 56))], return_tensors="pt")
         assert model(**inputs).logits.isfinite().all() and model.dtype == torch.float32
 
 

@@ -40,16 +40,13 @@ def to_url(image: object) -> str:
     return url
 
 
-def open_url(url: str, *, pixels: bool = False) -> Image.Image:
-    """Reads `pixels`, too, or only the header. Raises BadImage if it is no image, or too large a one."""
+@functools.lru_cache(maxsize=64)  # the samples of a prompt read the same one
+def rgb(url: str) -> Image.Image:
+    """Its pixels. Raises BadImage if it is no image, or too large a one."""
     try:
-        image = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2], validate=True)))
-        return image.convert("RGB") if pixels else image
+        return Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2], validate=True))).convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise BadImage(f"an image cannot be read ({error}): {url[:60]!r}") from error
-
-
-rgb = functools.lru_cache(maxsize=64)(functools.partial(open_url, pixels=True))  # the samples of a prompt read the same one
 
 
 def attach(messages: list[dict], images: Iterable[object]) -> list[dict]:
@@ -101,7 +98,7 @@ class Vision:
 
     def num_tokens(self, url: str) -> int:
         """Raises BadImage if it is too narrow."""
-        width, height = open_url(url).size
+        width, height = rgb(url).size
         try:
             return self.processor.get_number_of_image_patches(height, width) // self.merge**2
         except ValueError as error:
