@@ -1,6 +1,6 @@
 """Makes a small Qwen2-VL from nothing and pictures to count squares in, for configs/images.yaml.
 
-    python benchmarks/images.py runs/squares          # leaves model/, pictures/ and rows.jsonl there
+python benchmarks/images.py runs/squares          # leaves model/, pictures/ and rows.jsonl there
 """
 
 import argparse
@@ -10,16 +10,24 @@ from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+from transformers import (
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from minirl.model.scratch import make_tokenizer
 
 SIDE, CELL = 56, 14
 SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-TEMPLATE = ("{%- for m in messages -%}{{ '<|' + m.role + '|>' }}{%- if m.content is string -%}{{ m.content }}{%- else -%}{%- for part in m.content -%}"
-            "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}{%- endfor -%}{%- endif -%}{{ '<|end|>' }}"
-            "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}")
+TEMPLATE = (
+    "{%- for m in messages -%}{{ '<|' + m.role + '|>' }}{%- if m.content is string -%}{{ m.content }}{%- else -%}{%- for part in m.content -%}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}{%- endfor -%}{%- endif -%}{{ '<|end|>' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
 QUESTION = "How many squares?"
 
 
@@ -27,17 +35,56 @@ def make_model(folder: Path) -> None:
     tokenizer = make_tokenizer([QUESTION])
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = TEMPLATE
-    names = dict(zip(("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"), tokenizer.convert_tokens_to_ids(SPECIAL), strict=True))
-    text = {"vocab_size": (len(tokenizer) + 63) // 64 * 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
-    tower = {"depth": 2, "embed_dim": 64, "hidden_size": 128, "num_heads": 4, "mlp_ratio": 2, "patch_size": CELL}
+    names = dict(
+        zip(
+            ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"),
+            tokenizer.convert_tokens_to_ids(SPECIAL),
+            strict=True,
+        )
+    )
+    text = {
+        "vocab_size": (len(tokenizer) + 63) // 64 * 64,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [4, 6, 6],
+        },
+    }
+    tower = {
+        "depth": 2,
+        "embed_dim": 64,
+        "hidden_size": 128,
+        "num_heads": 4,
+        "mlp_ratio": 2,
+        "patch_size": CELL,
+    }
     disable_progress_bar()
     torch.manual_seed(0)
-    Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, **names)).save_pretrained(folder)
-    limits = {"patch_size": CELL, "merge_size": 2, "min_pixels": (2 * CELL) ** 2, "max_pixels": SIDE**2}
-    Qwen2VLProcessor(image_processor=Qwen2VLImageProcessor(**limits), tokenizer=tokenizer, video_processor=Qwen2VLVideoProcessor(patch_size=CELL, merge_size=2),
-                     chat_template=TEMPLATE).save_pretrained(folder)
+    Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, **names)
+    ).save_pretrained(folder)
+    limits = {
+        "patch_size": CELL,
+        "merge_size": 2,
+        "min_pixels": (2 * CELL) ** 2,
+        "max_pixels": SIDE**2,
+    }
+    Qwen2VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**limits),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(patch_size=CELL, merge_size=2),
+        chat_template=TEMPLATE,
+    ).save_pretrained(folder)
 
 
 def draw(count: int, rng: random.Random) -> Image.Image:
@@ -46,12 +93,16 @@ def draw(count: int, rng: random.Random) -> Image.Image:
     pen, per_row = ImageDraw.Draw(picture), SIDE // CELL
     for cell in rng.sample(range(per_row**2), count):
         x, y = cell % per_row * CELL + 2, cell // per_row * CELL + 2
-        pen.rectangle([x, y, x + CELL - 5, y + CELL - 5], fill=rng.choice(["red", "green", "blue", "black"]))
+        pen.rectangle(
+            [x, y, x + CELL - 5, y + CELL - 5], fill=rng.choice(["red", "green", "blue", "black"])
+        )
     return picture
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--num", type=int, default=4000, help="pictures")
     args = parser.parse_args()

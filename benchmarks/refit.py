@@ -1,7 +1,10 @@
-"""The two transports of a refit and the full gather: seconds, bytes on the wire, extra memory. The reason for the default.
+"""The two transports of a refit and the full gather: seconds, bytes on the wire, extra memory. The
+reason for the default.
 
-    torchrun --nproc-per-node 2 benchmarks/refit.py --policy.scratch.hidden-size 768 --policy.scratch.num-layers 8 \
-        --policy.scratch.num-heads 24 --policy.scratch.num-kv-heads 8 --engine.tensor-parallel-size 2
+    torchrun --nproc-per-node 2 benchmarks/refit.py --policy.scratch.hidden-size 768
+    --policy.scratch.num-layers 8 \
+        --policy.scratch.num-heads 24 --policy.scratch.num-kv-heads 8 --engine.tensor-parallel-size
+        2
 
 Model and engine by the flags of minirl.rl. Medians of 10 refits; bytes are what one rank receives.
 """
@@ -12,7 +15,7 @@ import time
 from pathlib import Path
 
 from minirl import cli
-from minirl.config_rl import RLConfig
+from minirl.config.rl import RLConfig
 from minirl.model import build, scratch
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
@@ -36,7 +39,7 @@ def timed(function, mesh: Mesh, repeats: int = 10) -> tuple[float, float]:
 def main(cfg: RLConfig, mesh: Mesh) -> None:
     folder = Path(mesh.gather(tempfile.mkdtemp() if mesh.rank == 0 else "")[0])
     if cfg.policy.model != "scratch":
-        folder = build.resolve(cfg.policy.model, "policy.model")
+        folder = build.find_folder(cfg.policy.model, "policy.model")
     elif mesh.rank == 0:
         scratch.make_model(cfg.policy.scratch, folder, max_len=256, seed=0)
     mesh.barrier()
@@ -49,15 +52,29 @@ def main(cfg: RLConfig, mesh: Mesh) -> None:
         refit = Refit(cfg.refit, policy.shards(), policy.parts(), engine, mesh)
         wall, cpu = timed(refit, mesh)
         rows.append((transport, wall, cpu, refit.bytes_received / 2**20, refit.peak_bytes / 2**20))
-    wall, cpu = timed(lambda: full_gather(policy.shards(), policy.parts(), engine, refit.dtypes), mesh)
+    wall, cpu = timed(
+        lambda: full_gather(policy.shards(), policy.parts(), engine, refit.dtypes), mesh
+    )
     itemsize, world = refit.dtype.itemsize, mesh.world_size
     sizes = [p.numel() for p in policy.shards().values()]
-    rows.append(("full gather", wall, cpu, sum(sizes) * 4 * (world - 1) / world / 2**20, max(sizes) * (4 + itemsize) / 2**20))
+    rows.append(
+        (
+            "full gather",
+            wall,
+            cpu,
+            sum(sizes) * 4 * (world - 1) / world / 2**20,
+            max(sizes) * (4 + itemsize) / 2**20,
+        )
+    )
     if mesh.rank == 0:
-        print(f"\n{sum(sizes) / 1e6:.1f}M parameters, {world} ranks, engine TP {cfg.engine.tensor_parallel_size}, wire {refit.dtype}")
+        print(
+            f"\n{sum(sizes) / 1e6:.1f}M parameters, {world} ranks, engine TP {cfg.engine.tensor_parallel_size}, wire {refit.dtype}"
+        )
         print(f"{'':12} {'ms':>9} {'CPU-ms':>9} {'MiB received':>13} {'MiB extra':>10}")
         for name, *values in rows:
-            print(f"{name:12} {values[0]:9.1f} {values[1]:9.1f} {values[2]:13.1f} {values[3]:10.1f}")
+            print(
+                f"{name:12} {values[0]:9.1f} {values[1]:9.1f} {values[2]:13.1f} {values[3]:10.1f}"
+            )
     engine.close()
 
 

@@ -1,10 +1,11 @@
-"""Turns a GGUF file into an ordinary Hugging Face folder: bfloat16 weights, config, tokenizer and chat template.
+"""Turns a GGUF file into an ordinary Hugging Face folder: bfloat16 weights, config, tokenizer and
+chat template.
 
     python launch/gguf_to_hf.py FILE.gguf FOLDER
 
-The weights are de-quantised, so they carry the rounding of the file's blocks (4 bits for most of SmolLM2's), and are
-then trained and served like any others. Needs the `gguf` extra.
-"""
+The weights are de-quantised, so they carry the rounding of the file's blocks (4 bits for most of
+SmolLM2's), and are then trained and served like any others. Needs the `gguf` extra."""
+
 import sys
 from pathlib import Path
 
@@ -15,36 +16,55 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 
 def load_model(path, reader):
-    """The file's model with dense bfloat16 weights. The head is the embedding unless the file has one of its own."""
+    """The file's model with dense bfloat16 weights. The head is the embedding unless the file has
+    one of its own."""
     model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
     )
     tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
     shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if not tied == shared == model.config.tie_word_embeddings:
-        raise ValueError(f"{path}: {tied=} in the file, {shared=} in the model, {model.config.tie_word_embeddings=}")
-    ids = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        raise ValueError(
+            f"{path}: {tied=} in the file, {shared=} in the model, {model.config.tie_word_embeddings=}"
+        )
+    ids = {
+        name: getattr(model.config, name)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     model.generation_config = GenerationConfig(**ids)
     return model
 
 
 def load_tokenizer(path, reader, config):
-    """The file's tokenizer, which splits text as for its merges, and whose EOS token is the one that ends a turn."""
+    """The file's tokenizer, which splits text as for its merges, and whose EOS token is the one
+    that ends a turn."""
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     if reader.get_field("tokenizer.ggml.pre").contents() == "smollm":
-        # transformers has no entry for this one and falls back on GPT-2's split, which cuts the spaces before a digit as
+        # transformers has no entry for this one and falls back on GPT-2's split, which cuts the
+        # spaces before a digit as
         # the model never saw them: "=  4" would hold two tokens of one space, not one token of two.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
         )
-    # transformers 5.17 leaves the padding token out and makes <|im_start|> the EOS token, so the ids come from the config.
+    # transformers 5.17 leaves the padding token out and makes <|im_start|> the EOS token, so the
+    # ids come from the config.
     for name in ("bos_token", "eos_token", "pad_token"):
         setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(getattr(config, f"{name}_id")))
     turn = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
     if not turn.rstrip().endswith(tokenizer.eos_token):
-        raise ValueError(f"{path}: eos_token={tokenizer.eos_token!r} does not end the chat template's turn {turn!r}")
+        raise ValueError(
+            f"{path}: eos_token={tokenizer.eos_token!r} does not end the chat template's turn {turn!r}"
+        )
     if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"{path}: {len(tokenizer)} tokens do not fit vocab_size={config.vocab_size}")
+        raise ValueError(
+            f"{path}: {len(tokenizer)} tokens do not fit vocab_size={config.vocab_size}"
+        )
     tokenizer.model_max_length = config.max_position_embeddings
     return tokenizer
 

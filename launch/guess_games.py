@@ -1,8 +1,9 @@
-"""Games of guess to imitate, as rows of minirl.sft: python launch/guess_games.py runs/guess_games.jsonl
+"""Games of guess to imitate, as rows of minirl.sft: python launch/guess_games.py
+runs/guess_games.jsonl
 
-The player halves the range that is left, but guesses any number at all with a chance of WILD: what a policy learns from it is the game,
-played badly, and what RL then has to find out is which of its habits wins.
-"""
+The player halves the range that is left, but guesses any number at all with a chance of WILD: what
+a policy learns from it is the game, played badly, and what RL then has to find out is which of its
+habits wins."""
 
 import json
 import random
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 
 from minirl.envs.guess import Guess
-from minirl.rollout.env import State
+from minirl.envs.base import State
 
 HIGH, TURNS, WILD = 16, 4, 0.6
 
@@ -26,7 +27,11 @@ def play(number: int, rng: random.Random) -> tuple[dict, bool]:
         if result.done:
             break
         said.append({"role": "user", "content": result.observation})
-        low, high = (max(low, guess + 1), high) if result.observation == "higher" else (low, min(high, guess - 1))
+        low, high = (
+            (max(low, guess + 1), high)
+            if result.observation == "higher"
+            else (low, min(high, guess - 1))
+        )
     return {"prompt": prompt, "completion": said}, result.done
 
 
@@ -36,4 +41,6 @@ if __name__ == "__main__":
     file = Path(sys.argv[1])
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row, _ in games))
-    print(f"{file}: {len(games)} games, {sum(won for _, won in games) / len(games):.3f} of them won")
+    print(
+        f"{file}: {len(games)} games, {sum(won for _, won in games) / len(games):.3f} of them won"
+    )

@@ -1,9 +1,10 @@
-"""Lets the common index's torchvision, which is built for CUDA, be imported beside a CPU build of torch. vLLM and the image processors of transformers need
-it; of its compiled operators they need none, but the import declares implementations for two whose library cannot be loaded.
+"""Lets the common index's torchvision, which is built for CUDA, be imported beside a CPU build of
+torch. vLLM and the image processors of transformers need it; of its compiled operators they need
+none, but the import declares implementations for two whose library cannot be loaded.
 
-launch/install.sh puts this in site-packages with a .pth file, so that the processes that vLLM starts have it, too. It does nothing until torchvision is
-imported, and nothing to a torchvision that was built for the CPU.
-"""
+launch/install.sh puts this in site-packages with a .pth file, so that the processes that vLLM
+starts have it, too. It does nothing until torchvision is imported, and nothing to a torchvision
+that was built for the CPU."""
 
 import sys
 
@@ -22,7 +23,9 @@ class DeclareOperators:
             if torch.version.cuda is None and not version("torchvision").endswith("+cpu"):
                 cls.library = torch.library.Library("torchvision", "FRAGMENT")
                 for operator in ("nms", "qnms"):
-                    cls.library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                    cls.library.define(
+                        f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                    )
         # None: whoever comes next finds the module.
 
 

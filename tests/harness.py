@@ -1,7 +1,7 @@
 """Runs a function on several gloo ranks in this test's process tree, in a fraction of a second.
 
-A forkserver imports torch, transformers and vLLM once per session (tests/preload.py); every rank is a fork of it. torchrun would pay ten
-seconds of imports each time.
+A forkserver imports torch, transformers and vLLM once per session (tests/preload.py); every rank is
+a fork of it. torchrun would pay ten seconds of imports each time.
 
     def program(mesh, x): ...            # at the top level of a module; runs on every rank
     results = ranks(2, program, x)       # [result of rank 0, result of rank 1]
@@ -24,15 +24,25 @@ PRELOAD = ["tests.preload"]  # found in the folder where pytest runs
 
 
 class RankFailed(Exception):
-    """A rank raised; the message is its traceback, `kind` the name of the exception's class, `text` its message."""
+    """A rank raised; the message is its traceback, `kind` the name of the exception's class, `text`
+    its message."""
 
     def __init__(self, rank: int, kind: str, text: str, trace: str):
         super().__init__(f"rank {rank}:\n{trace}")
         self.kind, self.text = kind, text
 
 
-def _rank(rank: int, world: int, folder: str, function: Callable, args: tuple, parallel: Any, results: Any) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+def _rank(
+    rank: int, world: int, folder: str, function: Callable, args: tuple, parallel: Any, results: Any
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
     import torch.distributed as dist
 
     from minirl.parallel.mesh import make_mesh
@@ -42,24 +52,36 @@ def _rank(rank: int, world: int, folder: str, function: Callable, args: tuple, p
         store = dist.FileStore(f"{folder}/store", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         value = function(make_mesh(torch.device("cpu"), parallel), *args)
-        buffer = io.BytesIO()  # bytes, because tensors in a queue share memory that dies with this process
+        buffer = (
+            io.BytesIO()
+        )  # bytes, because tensors in a queue share memory that dies with this process
         torch.save(value, buffer)
         results.put((rank, buffer.getvalue(), None))
         store.add("done", 1)
-        while store.add("done", 0) < world:  # not a collective: an engine that was freed took the process group with it
+        while (
+            store.add("done", 0) < world
+        ):  # not a collective: an engine that was freed took the process group with it
             time.sleep(0.01)
     except BaseException as error:  # told to the test, whatever it is
         results.put((rank, None, (type(error).__name__, str(error), traceback.format_exc())))
     os._exit(0)
 
 
-def ranks(world: int, function: Callable, *args: Any, parallel: Any = None, timeout: float = 240) -> list:
-    """Call function(mesh, *args) on `world` ranks; `parallel` is a ParallelConfig. Raises RankFailed with the first failure, TimeoutError if ranks hang."""
+def ranks(
+    world: int, function: Callable, *args: Any, parallel: Any = None, timeout: float = 240
+) -> list:
+    """Call function(mesh, *args) on `world` ranks; `parallel` is a ParallelConfig. Raises
+    RankFailed with the first failure, TimeoutError if ranks hang."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=_rank, args=(r, world, folder, function, args, parallel, results)) for r in range(world)]
+        processes = [
+            context.Process(
+                target=_rank, args=(r, world, folder, function, args, parallel, results)
+            )
+            for r in range(world)
+        ]
         for p in processes:
             p.start()
         try:
@@ -68,7 +90,9 @@ def ranks(world: int, function: Callable, *args: Any, parallel: Any = None, time
             while len(done) < world:
                 if results.empty():
                     if time.monotonic() > end or not any(p.is_alive() for p in processes):
-                        raise TimeoutError(f"{function.__name__}: only ranks {sorted(done)} of {world} answered")
+                        raise TimeoutError(
+                            f"{function.__name__}: only ranks {sorted(done)} of {world} answered"
+                        )
                     time.sleep(0.005)
                     continue
                 rank, value, failure = results.get()
@@ -85,7 +109,8 @@ def ranks(world: int, function: Callable, *args: Any, parallel: Any = None, time
 
 @contextlib.contextmanager
 def two_at_once(calls: dict[str, tuple]) -> Iterator[dict[str, Future]]:
-    """`ranks(*call)` of each, two of them at a time and in this order, for programs of one rank leave the other core idle. Their results by name."""
+    """`ranks(*call)` of each, two of them at a time and in this order, for programs of one rank
+    leave the other core idle. Their results by name."""
     with ThreadPoolExecutor(2) as pool:
         try:
             yield {name: pool.submit(ranks, *call) for name, call in calls.items()}

@@ -1,8 +1,8 @@
-"""What the forkserver imports before it forks ranks: everything that an engine or a program imports late, seconds of work in each of them.
+"""What the forkserver imports before it forks ranks: everything that an engine or a program imports
+late, seconds of work in each of them.
 
-What is there is then frozen: collections of garbage, of which vLLM makes several when it starts, walk through a rank's own objects only, and copy no
-memory of the forkserver's.
-"""
+What is there is then frozen: collections of garbage, of which vLLM makes several when it starts,
+walk through a rank's own objects only, and copy no memory of the forkserver's."""
 
 import atexit
 import contextlib
@@ -14,25 +14,65 @@ import torch
 from vllm.platforms import current_platform
 
 MODULES = [
-    "minirl.rl", "minirl.sft", "minirl.rm", "minirl.dpo", "minirl.evaluate", "minirl.rollout.server", "openai", "anthropic", "pytest", "torch.utils.tensorboard", "matplotlib.backends.backend_agg",
-    *(f"transformers.models.{family}.modeling_{family}" for family in ("qwen3", "llama", "qwen2", "mistral", "smollm3")),
-    "torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.experimental",
-    "vllm.entrypoints.llm", "vllm.entrypoints.launchers.cli_args", "vllm.v1.engine.llm_engine", "vllm.v1.executor.uniproc_executor", "vllm.v1.core.sched.scheduler",
-    "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.v1.attention.backends.cpu_attn", "vllm.utils.cpu_triton_utils",
-    "vllm.distributed.device_communicators.cpu_communicator", "vllm.model_executor.layers.fused_moe.experts.cpu_moe", "vllm.model_executor.layers.quantization.online.base",
-    "vllm.model_executor.model_loader.dummy_loader", "vllm.model_executor.models.transformers", "vllm.model_executor.models.qwen3", "vllm.model_executor.models.llama",
-    "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver",
+    "minirl.rl",
+    "minirl.sft",
+    "minirl.rm",
+    "minirl.dpo",
+    "minirl.evaluate",
+    "minirl.rollout.server",
+    "openai",
+    "anthropic",
+    "pytest",
+    "torch.utils.tensorboard",
+    "matplotlib.backends.backend_agg",
+    *(
+        f"transformers.models.{family}.modeling_{family}"
+        for family in ("qwen3", "llama", "qwen2", "mistral", "smollm3")
+    ),
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.tensor.experimental",
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.distributed.device_communicators.cpu_communicator",
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.model_loader.dummy_loader",
+    "vllm.model_executor.models.transformers",
+    "vllm.model_executor.models.qwen3",
+    "vllm.model_executor.models.llama",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.plugins.lora_resolvers.hf_hub_resolver",
 ]
 
 
 on_cpu = current_platform.is_cpu()
 if on_cpu:
-    type(current_platform).simple_compile_backend = "eager"  # as the engine does; vLLM's decorators read it when they are imported
+    type(
+        current_platform
+    ).simple_compile_backend = (
+        "eager"  # as the engine does; vLLM's decorators read it when they are imported
+    )
 for name in MODULES:
-    with contextlib.suppress(Exception):  # what is of another version of vLLM or another device is imported where it is needed, or not at all
+    with contextlib.suppress(
+        Exception
+        # what is of another version of vLLM or another device is imported where it is needed, or
+        # not at
+        # all
+    ):
         importlib.import_module(name)
 if on_cpu:
-    torch.compile(torch.sin, backend="eager")(torch.ones(1))  # imports dynamo's parts; on a GPU it would start CUDA, which no fork survives
+    torch.compile(torch.sin, backend="eager")(
+        torch.ones(1)
+    )  # imports dynamo's parts; on a GPU it would start CUDA, which no fork survives
 gc.collect()
 gc.freeze()
-atexit.register(os._exit, 0)  # of the forkserver alone: what it leaks is not worth the words of the libraries that find it
+atexit.register(
+    os._exit, 0
+)  # of the forkserver alone: what it leaks is not worth the words of the libraries that find it

@@ -1,7 +1,8 @@
-"""Runs minirl's programs the way their users do: under torchrun, alone, or as forks of a process that has imported everything.
+"""Runs minirl's programs the way their users do: under torchrun, alone, or as forks of a process
+that has imported everything.
 
-A fork costs a tenth of a second where torchrun pays ten of imports, and goes through the same `__main__` and the same exit.
-"""
+A fork costs a tenth of a second where torchrun pays ten of imports, and goes through the same
+`__main__` and the same exit."""
 
 import multiprocessing
 import os
@@ -40,7 +41,9 @@ class Running:
         log.mkdir(parents=True, exist_ok=True)
         self.out, self.err = log / "out.txt", log / "err.txt"
         with self.out.open("w") as out, self.err.open("w") as err:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, env={**os.environ, **(env or {})})
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=out, stderr=err, env={**os.environ, **(env or {})}
+            )
 
     def ranks(self) -> list[psutil.Process]:
         """The processes that torchrun started, in the order of their ranks; empty before it did."""
@@ -52,7 +55,9 @@ class Running:
         while not happened():
             if self.process.poll() is not None or time.monotonic() > end:
                 self.end(0)
-                raise AssertionError(f"it did not come to that:\n{self.out.read_text()}\n{self.err.read_text()}")
+                raise AssertionError(
+                    f"it did not come to that:\n{self.out.read_text()}\n{self.err.read_text()}"
+                )
             time.sleep(0.02)
 
     def end(self, seconds: float) -> Ended:
@@ -66,9 +71,18 @@ class Running:
         return Ended(self.process.returncode, self.out.read_text(), self.err.read_text())
 
 
-def torchrun(module: str, flags: list[object], log: Path, env: dict[str, str] | None = None) -> Running:
+def torchrun(
+    module: str, flags: list[object], log: Path, env: dict[str, str] | None = None
+) -> Running:
     """Two ranks."""
-    launcher = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2", "-m", module]
+    launcher = [
+        Path(sys.executable).with_name("torchrun"),
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        module,
+    ]
     return Running([str(x) for x in [*launcher, *flags]], log, env)
 
 
@@ -76,8 +90,11 @@ def alone(module: str, flags: list[object], log: Path) -> Running:
     return Running([str(x) for x in [sys.executable, "-m", module, *flags]], log)
 
 
-def fork(module: str, flags: list[object], log: Path, seconds: float = 120, world: int = 0) -> Ended:
-    """`python -m module flags`, or with the environment that torchrun gives to each of `world` ranks. The exit code is that of the first that failed."""
+def fork(
+    module: str, flags: list[object], log: Path, seconds: float = 120, world: int = 0
+) -> Ended:
+    """`python -m module flags`, or with the environment that torchrun gives to each of `world`
+    ranks. The exit code is that of the first that failed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     log.mkdir(parents=True, exist_ok=True)
@@ -85,19 +102,37 @@ def fork(module: str, flags: list[object], log: Path, seconds: float = 120, worl
         (log / name).write_text("")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
-    environments = [{name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()} for rank in range(world)] or [{}]
-    processes = [context.Process(target=_main, args=(module, [str(f) for f in flags], str(log), env)) for env in environments]
+        common = {
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": free.getsockname()[1],
+        }
+    environments = [
+        {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        for rank in range(world)
+    ] or [{}]
+    processes = [
+        context.Process(target=_main, args=(module, [str(f) for f in flags], str(log), env))
+        for env in environments
+    ]
     for p in processes:
         p.start()
     end = time.monotonic() + seconds
-    while any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes) and time.monotonic() < end:
+    while (
+        any(p.is_alive() for p in processes)
+        and not any(p.exitcode for p in processes)
+        and time.monotonic() < end
+    ):
         time.sleep(0.01)
     codes = [p.exitcode for p in processes]
     for p in processes:
         p.kill()
         p.join()
-    return Ended(next(filter(None, [*codes, *(p.exitcode for p in processes)]), 0), *((log / name).read_text() for name in STREAMS))
+    return Ended(
+        next(filter(None, [*codes, *(p.exitcode for p in processes)]), 0),
+        *((log / name).read_text() for name in STREAMS),
+    )
 
 
 STREAMS = ("out.txt", "err.txt")
@@ -110,5 +145,7 @@ def _main(module: str, flags: list[str], log: str, env: dict[str, str]) -> None:
         os.dup2(os.open(f"{log}/{name}", os.O_WRONLY | os.O_APPEND), stream)
     sys.argv = [module, *flags]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the module was imported before, under its own name
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # the module was imported before, under its own name
         runpy.run_module(module, run_name="__main__")

@@ -1,4 +1,5 @@
-"""What was written for others runs here as it is: files for OpenRLHF, rewards of TRL, environments of verifiers and servers of OpenEnv."""
+"""What was written for others runs here as it is: files for OpenRLHF, rewards of TRL, environments
+of verifiers and servers of OpenEnv."""
 
 import asyncio
 import inspect
@@ -15,18 +16,19 @@ import tiny
 from harness import ranks
 from test_rollout import ENGINE, make_policy
 
-from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
-from minirl.config_rl import RefitConfig
+from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
+from minirl.config.rl import RefitConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts
 from minirl.data.packing import pack
 from minirl.data.sources import open_source
 from minirl.rollout.engine import RolloutEngine, Sampling
-from minirl.rollout.env import Raw, Session, State, make_env
+from minirl.envs.base import Raw, Session, State
+from minirl.envs.registry import make_env
 from minirl.rollout.refit import Refit
-from minirl.rollout.rewards import make_rewards
+from minirl.rewards.functions import make_rewards
 from minirl.rollout.sampler import Sampler
-from minirl.types import UserError
+from minirl.errors import UserError
 
 ROW = {"prompt": "q", "rendered_prompt": "<|user|>q<|end|>", "answer": "42", "label": "42"}
 CHAT = {**ROW, "prompt": [{"role": "user", "content": "q"}]}
@@ -35,21 +37,34 @@ CHAT = {**ROW, "prompt": [{"role": "user", "content": "q"}]}
 @pytest.fixture
 def file(tmp_path):
     """Writes a Python file and returns its path."""
+
     def write(text, name="theirs.py"):
         path = tmp_path / name
         path.write_text(inspect.cleandoc(text))
         return path
+
     return write
 
 
 def state(answer, row=ROW, **other):
-    return State(**{"row": row, "answer": answer, "stopped": True, "turn": 0, "messages": [], **other})
+    return State(
+        **{"row": row, "answer": answer, "stopped": True, "turn": 0, "messages": [], **other}
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- OpenRLHF: rewards
+# ----------------------------------------------------------------------------------------------------
+# OpenRLHF: rewards
 
 
-@pytest.mark.parametrize("returned", ["r", "r.tolist()", "{'rewards': r, 'scores': r, 'extra_logs': {'length': r}}", "{'rewards': r[0]}"])
+@pytest.mark.parametrize(
+    "returned",
+    [
+        "r",
+        "r.tolist()",
+        "{'rewards': r, 'scores': r, 'extra_logs': {'length': r}}",
+        "{'rewards': r[0]}",
+    ],
+)
 def test_openrlhf_reward_file(file, returned):
     path = file(f"""
         import torch
@@ -69,10 +84,13 @@ def test_openrlhf_reward_file_that_fails_is_told(file):
     with pytest.raises(UserError, match="no file none.py"):
         make_rewards("openrlhf:none.py")
     with pytest.raises(UserError, match="raised KeyError: 'rewards'"):
-        make_rewards(f"openrlhf:{file('def reward_func(queries, prompts, labels): return {}')}")(ROW, "")
+        make_rewards(f"openrlhf:{file('def reward_func(queries, prompts, labels): return {}')}")(
+            ROW, ""
+        )
 
 
-# ---------------------------------------------------------------------------------------------------- OpenRLHF: agents
+# ----------------------------------------------------------------------------------------------------
+# OpenRLHF: agents
 
 AGENT = """
     import torch
@@ -98,7 +116,9 @@ AGENT = """
 """
 
 
-@pytest.mark.parametrize("init", ["def __init__(self, *args, **kwargs):", "async def __init__(self, *args, **kwargs):"])
+@pytest.mark.parametrize(
+    "init", ["def __init__(self, *args, **kwargs):", "async def __init__(self, *args, **kwargs):"]
+)
 def test_openrlhf_agent_file(file, init):
     path = file(AGENT.format(init=init, sampling='states.get("sampling_params", None)'))
     make = make_env(f"openrlhf:{path}")
@@ -113,25 +133,36 @@ def test_openrlhf_agent_file(file, init):
     assert isinstance(text, Raw) and text == "<|user|>q<|end|>Think."
     assert isinstance(one.observation, Raw) and one.observation == "\n[again]\n"
     assert (one.reward, one.done, one.info) == (0.0, False, {"scores": 0.0, "read": len(text)})
-    assert (two.reward, two.done, two.info) == (1.0, True, {"scores": 1.0, "read": len(text + "41\n[again]\n")})
+    assert (two.reward, two.done, two.info) == (
+        1.0,
+        True,
+        {"scores": 1.0, "read": len(text + "41\n[again]\n")},
+    )
     assert asyncio.run(play(second, ["42"]))[1][0].done is False  # an instance an episode
     assert first.agent_class is second.agent_class  # and the file is loaded once
-    assert not [name for name in sys.modules if name.split(".")[0] == "openrlhf"]  # the stand-in for the package is gone
+    assert not [
+        name for name in sys.modules if name.split(".")[0] == "openrlhf"
+    ]  # the stand-in for the package is gone
 
 
 def test_openrlhf_agent_that_sets_sampling_is_refused(file):
-    env = make_env(f"openrlhf:{file(AGENT.format(init='def __init__(self):', sampling='object()'))}")()
+    env = make_env(
+        f"openrlhf:{file(AGENT.format(init='def __init__(self):', sampling='object()'))}"
+    )()
     asyncio.run(env.reset(ROW))
     with pytest.raises(UserError, match="sampling is the policy's"):
         asyncio.run(env.step(state("42")))
 
 
 def test_openrlhf_file_that_needs_the_package_is_told(file):
-    with pytest.raises(UserError, match="does not import: ModuleNotFoundError: No module named 'openrlhf.models'"):
+    with pytest.raises(
+        UserError, match="does not import: ModuleNotFoundError: No module named 'openrlhf.models'"
+    ):
         make_env(f"openrlhf:{file('import openrlhf.models')}")
 
 
-# ---------------------------------------------------------------------------------------------------- TRL
+# ----------------------------------------------------------------------------------------------------
+# TRL
 
 
 def test_trl_rewards_get_columns_as_lists(file):
@@ -170,17 +201,33 @@ def test_trl_rewards_get_columns_as_lists(file):
 def test_trl_rewards_of_the_package(file):
     pytest.importorskip("trl")
     path = file("from trl.rewards import accuracy_reward, think_format_reward")
-    format, accuracy = (make_rewards(f"trl:{path}:{name}") for name in ("think_format_reward", "accuracy_reward"))
+    format, accuracy = (
+        make_rewards(f"trl:{path}:{name}") for name in ("think_format_reward", "accuracy_reward")
+    )
     assert [format(CHAT, text) for text in ("<think>\nhm\n</think>\n42", "42")] == [1.0, 0.0]
     row = {**CHAT, "solution": r"$\frac{1}{2}$"}
-    assert [accuracy(row, text) for text in (r"It is \boxed{\frac{1}{2}}.", r"It is \boxed{\frac{1}{3}}.")] == [1.0, 0.0]
+    assert [
+        accuracy(row, text)
+        for text in (r"It is \boxed{\frac{1}{2}}.", r"It is \boxed{\frac{1}{3}}.")
+    ] == [1.0, 0.0]
 
 
-# ---------------------------------------------------------------------------------------------------- reasoning-gym
+# ----------------------------------------------------------------------------------------------------
+# reasoning-gym
 
 
-GENERATORS = ["basic_arithmetic", "chain_sum", "spell_backward", "word_sorting", "countdown", "number_sorting", "letter_counting", "simple_equations", "gcd",
-              "propositional_logic"]
+GENERATORS = [
+    "basic_arithmetic",
+    "chain_sum",
+    "spell_backward",
+    "word_sorting",
+    "countdown",
+    "number_sorting",
+    "letter_counting",
+    "simple_equations",
+    "gcd",
+    "propositional_logic",
+]
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -188,20 +235,26 @@ def test_reasoning_gym_rows_and_their_own_grader(name):
     rows = open_source(f"reasoning_gym:{name}?size=3&seed=7", "data.train").rows
     rewards = make_rewards("reasoning_gym")
     assert len(rows) == 3 and len({row["prompt"] for row in rows}) == 3
-    assert [r["prompt"] for r in rows] != [r["prompt"] for r in open_source(f"reasoning_gym:{name}?size=3&seed=8", "data.train").rows]
+    assert [r["prompt"] for r in rows] != [
+        r["prompt"] for r in open_source(f"reasoning_gym:{name}?size=3&seed=8", "data.train").rows
+    ]
     for row in rows:
         assert row["answer"] is None or rewards(row, f" {row['answer']}\n") == 1.0
         assert rewards(row, "nonsense") < 0.1
 
 
 def test_reasoning_gym_has_all_options_of_a_generator():
-    [row] = open_source("reasoning_gym:chain_sum?size=1&min_terms=5&max_terms=5&min_digits=1&max_digits=1&allow_negation=false", "data.train").rows
+    [row] = open_source(
+        "reasoning_gym:chain_sum?size=1&min_terms=5&max_terms=5&min_digits=1&max_digits=1&allow_negation=false",
+        "data.train",
+    ).rows
     assert row["metadata"]["num_terms"] == 5 and row["metadata"]["num_digits"] == 1
     with pytest.raises(UserError, match="min_term"):
         open_source("reasoning_gym:chain_sum?min_term=5", "data.train")
 
 
-# ---------------------------------------------------------------------------------------------------- servers in threads
+# ----------------------------------------------------------------------------------------------------
+# servers in threads
 
 
 def serve(app):
@@ -219,6 +272,7 @@ def serve(app):
         server.should_exit = True
         thread.join()
         listening.close()
+
     return f"http://127.0.0.1:{listening.getsockname()[1]}", stop
 
 
@@ -227,7 +281,8 @@ def local(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-# ---------------------------------------------------------------------------------------------------- OpenEnv
+# ----------------------------------------------------------------------------------------------------
+# OpenEnv
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +310,12 @@ def echo():
             if action.message == "fail":
                 raise KeyError("broken")
             self.heard.append(action.message * action.times)
-            return Heard(echoed=" ".join(self.heard), seed=self.seed, reward=0.5 * len(self.heard), done=action.message == "bye")
+            return Heard(
+                echoed=" ".join(self.heard),
+                seed=self.seed,
+                reward=0.5 * len(self.heard),
+                done=action.message == "bye",
+            )
 
         @property
         def state(self):
@@ -276,7 +336,9 @@ def test_openenv_sessions(echo, local):
     assert two.step(state("other")).observation == "other"  # a session of its own
     given = one.step(state("bye"))
     assert (given.observation, given.reward, given.done) == ("hello bye", 1.0, True)
-    assert one.step(state("")).observation.startswith("That is not an action: message: String should have at least 1 character")
+    assert one.step(state("")).observation.startswith(
+        "That is not an action: message: String should have at least 1 character"
+    )
     with pytest.raises(RuntimeError, match="EXECUTION_ERROR: 'broken'"):
         two.step(state("fail"))
     for env in (one, two, make()):
@@ -312,24 +374,43 @@ def test_openenv_server_that_is_full_or_absent_is_told(echo, local):
         make_env("openenv:localhost")
 
 
-# ---------------------------------------------------------------------------------------------------- in a rollout
+# ----------------------------------------------------------------------------------------------------
+# in a rollout
 
 
 def rollout_program(mesh, folder, names, reward):
-    """Text with special tokens, reward, truncated of each episode, by environment; and the largest difference to the trainer's log-probs."""
+    """Text with special tokens, reward, truncated of each episode, by environment; and the largest
+    difference to the trainer's log-probs."""
     tokenizer, policy = chat.load_tokenizer(folder), make_policy(folder, mesh)
     engine = RolloutEngine(EngineConfig(**ENGINE), folder, mesh, dtype="float32")
-    sampling = Sampling(max_tokens=6, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=1.0)
-    prompts = Prompts([{"prompt": f"{i}", "answer": "y"} for i in range(4)], tokenizer, DataConfig(), seed=0)
+    sampling = Sampling(
+        max_tokens=6, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)), temperature=1.0
+    )
+    prompts = Prompts(
+        [{"prompt": f"{i}", "answer": "y"} for i in range(4)], tokenizer, DataConfig(), seed=0
+    )
     found, mismatch = {}, 0.0
     for name in names:
-        cfg = EvaluateConfig(engine=engine.cfg, rollout=RolloutConfig(max_tokens=6), env=EnvConfig(name=name, max_turns=3, max_tokens=100, on_error="raise"))
+        cfg = EvaluateConfig(
+            engine=engine.cfg,
+            rollout=RolloutConfig(max_tokens=6),
+            env=EnvConfig(name=name, max_turns=3, max_tokens=100, on_error="raise"),
+        )
         sampler = Sampler(engine, make_env(name), make_rewards(reward), prompts, cfg)
-        with engine.awake(Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True), policy.sleeper):
+        with engine.awake(
+            Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True),
+            policy.sleeper,
+        ):
             trajectories = sampler.collect(prompts, range(4), 2, sampling)
         batches = [pack(trajectories, mesh.device, 1.0, layout=policy.layout)]
         policy.annotate([batches], "old_logprobs")
-        mismatch = max(mismatch, *(((b.old_logprobs - b.engine_logprobs).abs() * b.mask).max().item() for b in batches))
+        mismatch = max(
+            mismatch,
+            *(
+                ((b.old_logprobs - b.engine_logprobs).abs() * b.loss_mask).max().item()
+                for b in batches
+            ),
+        )
         found[name] = [(tokenizer.decode(t.tokens), t.reward, t.info) for t in trajectories]
         sampler.close()
     return found, mismatch
@@ -347,21 +428,32 @@ def test_episodes_of_adapters_in_a_rollout(file, tmp_path, request, local):
     [(found, mismatch)] = ranks(1, rollout_program, tiny.make(tmp_path / "model"), names, trl)
     assert mismatch < 1e-4
     assert all(reward == len(info["completion"]) for _, reward, info in found[single])
-    assert len(found[agent]) == 8 and all(info["env"]["turns"] == 2 and not info["error"] for _, _, info in found[agent])
-    assert all(text.count("Think.") == 1 and text.count("\n[again]\n") == 1 for text, _, _ in found[agent])
+    assert len(found[agent]) == 8 and all(
+        info["env"]["turns"] == 2 and not info["error"] for _, _, info in found[agent]
+    )
+    assert all(
+        text.count("Think.") == 1 and text.count("\n[again]\n") == 1 for text, _, _ in found[agent]
+    )
     for text, reward, info in found[names[2]] if len(names) > 2 else ():
-        assert "\n\nready" in text and not info["error"] and info["env"]["truncated"] == 1.0  # by max_turns or the context
-        assert reward in [0.25 * heard * (heard + 1) for heard in range(int(info["env"]["turns"]) + 1)] and info["env"]["turns"] > 1
+        assert (
+            "\n\nready" in text and not info["error"] and info["env"]["truncated"] == 1.0
+        )  # by max_turns or the context
+        assert (
+            reward in [0.25 * heard * (heard + 1) for heard in range(int(info["env"]["turns"]) + 1)]
+            and info["env"]["turns"] > 1
+        )
 
 
-# ---------------------------------------------------------------------------------------------------- verifiers
+# ----------------------------------------------------------------------------------------------------
+# verifiers
 
 
 @pytest.fixture
 def spelling(file, tmp_path, monkeypatch):
     """The name of an environment of verifiers with two turns."""
     pytest.importorskip("verifiers")
-    file("""
+    file(
+        """
         import verifiers as vf
         from datasets import Dataset
 
@@ -381,7 +473,9 @@ def spelling(file, tmp_path, monkeypatch):
             rows = Dataset.from_list([{"question": f"Spell {word} {i}", "answer": word.upper(), "info": {"i": i}} for i in range(size)])
             rubric = vf.Rubric(funcs=[together if group else right], weights=[1.0])
             return Twice(dataset=rows, eval_dataset=rows.select([0]), system_prompt="Spell.", rubric=rubric, max_turns=2)
-    """, "spelling_env.py")
+    """,
+        "spelling_env.py",
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "spelling-env"
     sys.modules.pop("spelling_env", None)
@@ -397,9 +491,20 @@ def endpoint(local):
     @app.post("/v1/chat/completions")
     async def completions(request: Request):
         asked.append((request.headers["authorization"], await request.json()))
-        return {"id": "1", "object": "chat.completion", "created": 0, "model": "policy",
-                "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answers.pop(0)}}],
-                "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}}
+        return {
+            "id": "1",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "policy",
+            "choices": [
+                {
+                    "index": 0,
+                    "finish_reason": "stop",
+                    "message": {"role": "assistant", "content": answers.pop(0)},
+                }
+            ],
+            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+        }
 
     url, stop = serve(app)
     yield Session(base_url=f"{url}/v1", api_key="key-1", model="policy"), asked, answers
@@ -413,15 +518,24 @@ def test_verifiers_environment_leads_an_episode(spelling, endpoint):
     rows = env.environment.get_dataset()
     assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     row = rows[1]
-    assert row["prompt"][-1] == {"role": "user", "content": "Spell dog 1"} and row["answer"] == "DOG"
+    assert (
+        row["prompt"][-1] == {"role": "user", "content": "Spell dog 1"} and row["answer"] == "DOG"
+    )
 
     answers[:] = ["DOC", "DOG", "DOG", "DOC"]
     results = [asyncio.run(env.run({**row, "data_source": "x"}, session)) for _ in range(2)]
     assert [(r.reward, r.truncated) for r in results] == [(1.0, False), (0.25, False)]
     assert results[0].info["right"] == 1.0 and math.isclose(results[1].info["num_turns"], 2)
-    assert {key for key, _ in asked} == {"Bearer key-1"} and {body["model"] for _, body in asked} == {"policy"}
+    assert {key for key, _ in asked} == {"Bearer key-1"} and {
+        body["model"] for _, body in asked
+    } == {"policy"}
     said = [(m["role"], m["content"]) for m in asked[1][1]["messages"]]
-    assert said == [("system", "Spell."), ("user", "Spell dog 1"), ("assistant", "DOC"), ("user", "Sure?")]
+    assert said == [
+        ("system", "Spell."),
+        ("user", "Spell dog 1"),
+        ("assistant", "DOC"),
+        ("user", "Sure?"),
+    ]
 
 
 def test_verifiers_failures_are_told(spelling, endpoint):
@@ -432,5 +546,7 @@ def test_verifiers_failures_are_told(spelling, endpoint):
     with pytest.raises(UserError, match="verifiers:spelling-env: .*colour"):
         make_env(f"verifiers:{spelling}?colour=red")
     env = make_env(f"verifiers:{spelling}")()
-    with pytest.raises(RuntimeError, match="verifiers: "):  # the endpoint has no answer left and fails
+    with pytest.raises(
+        RuntimeError, match="verifiers: "
+    ):  # the endpoint has no answer left and fails
         asyncio.run(env.run(env.environment.get_dataset()[0], endpoint[0]))

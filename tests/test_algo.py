@@ -1,4 +1,5 @@
-"""Advantages, losses and normalisation against numpy formulas that know nothing of packing, masks or ranks."""
+"""Advantages, losses and normalisation against numpy formulas that know nothing of packing, masks
+or ranks."""
 
 import numpy as np
 import pytest
@@ -6,9 +7,10 @@ import torch
 from harness import ranks
 
 from minirl.algo import advantages, losses, normalize
-from minirl.config_rl import AlgoConfig, CorrectionConfig
+from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.data.packing import pack, unpack
-from minirl.types import Trajectory, UserError
+from minirl.types import Trajectory
+from minirl.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -19,12 +21,26 @@ def alone(values):
 
 
 def estimate(name, rewards, groups):
-    return advantages.ESTIMATORS[name](torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups, dtype=torch.int64)).numpy()
+    return advantages.ESTIMATORS[name](
+        torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups, dtype=torch.int64)
+    ).numpy()
 
 
-# ---------------------------------------------------------------------------------------------------- advantages
+# ----------------------------------------------------------------------------------------------------
+# advantages
 
-RAGGED = [2, 0, 1, 0, 2, 2, 1, 0, 2, 3]  # groups of 3, 2, 4 and a single one, their members not side by side
+RAGGED = [
+    2,
+    0,
+    1,
+    0,
+    2,
+    2,
+    1,
+    0,
+    2,
+    3,
+]  # groups of 3, 2, 4 and a single one, their members not side by side
 
 
 def by_group(formula, rewards, groups):
@@ -51,18 +67,25 @@ def numpy_formula(name, rewards, groups):
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"])
 def test_estimator_equals_its_formula_on_ragged_groups(name):
     rewards = np.random.default_rng(0).normal(size=len(RAGGED)).tolist()
-    np.testing.assert_allclose(estimate(name, rewards, RAGGED), numpy_formula(name, rewards, RAGGED), rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(
+        estimate(name, rewards, RAGGED),
+        numpy_formula(name, rewards, RAGGED),
+        rtol=1e-12,
+        atol=1e-14,
+    )
 
 
 def test_every_registered_estimator_is_tested_here():
-    """A new one needs its formula above and its name there; the tests below take it up by themselves."""
+    """A new one needs its formula above and its name there; the tests below take it up by
+    themselves."""
     assert set(advantages.ESTIMATORS) == {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"}
 
 
 @pytest.mark.parametrize("name", sorted(advantages.ESTIMATORS))
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, 1e9, -7.3])
 def test_equal_rewards_get_exactly_zero(name, reward):
-    """The mean of equal floats is off by rounding (3 * 0.1 / 3 != 0.1); over a deviation of the same size that would be an advantage near 1."""
+    """The mean of equal floats is off by rounding (3 * 0.1 / 3 != 0.1); over a deviation of the
+    same size that would be an advantage near 1."""
     assert (estimate(name, [reward] * 7, [0, 1, 0, 1, 0, 2, 0]) == 0).all()
     mixed = estimate(name, [reward, 1.0, reward, 0.0, reward, 0.5], [0, 1, 0, 1, 0, 1])
     assert (mixed[[0, 2, 4]] == 0).all()
@@ -71,13 +94,23 @@ def test_equal_rewards_get_exactly_zero(name, reward):
 
 def sample(group, episode, reward, num_prompt=2, num_answer=3):
     sampled = np.arange(num_prompt + num_answer) >= num_prompt
-    return Trajectory(tokens=np.arange(5, 5 + len(sampled), dtype=np.int32), sampled=sampled, logprobs=np.zeros(len(sampled), np.float32),
-                      reward=reward, group=group, episode=episode)
+    return Trajectory(
+        tokens=np.arange(5, 5 + len(sampled), dtype=np.int32),
+        sampled=sampled,
+        logprobs=np.zeros(len(sampled), np.float32),
+        reward=reward,
+        group=group,
+        episode=episode,
+    )
 
 
 def batch_of_groups():
     rng = np.random.default_rng(1)
-    return [sample(g, e, float(rng.normal()), 1 + g % 3, 1 + e) for g in (4, 9, 11) for e in range(2 + g % 3)]
+    return [
+        sample(g, e, float(rng.normal()), 1 + g % 3, 1 + e)
+        for g in (4, 9, 11)
+        for e in range(2 + g % 3)
+    ]
 
 
 def assign_on_rank(mesh, owners):
@@ -85,12 +118,27 @@ def assign_on_rank(mesh, owners):
     own = [t for t in batch_of_groups() if t.group in owners[mesh.rank]]
     out, batch = {}, pack(own, CPU)
     for name in sorted(advantages.ESTIMATORS):
-        advantages.assign([batch], advantages.find(name), AlgoConfig(advantage=name), 0.0, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
-        out[name] = {(t.group, t.episode): found for t, found in zip(own, unpack(batch.advantages, own, batch) if own else [], strict=True)}
+        advantages.assign(
+            [batch],
+            advantages.find(name),
+            AlgoConfig(advantage=name),
+            0.0,
+            sums=mesh.data_sums,
+            maxima=mesh.maxima,
+            gather=mesh.gather,
+        )
+        out[name] = {
+            (t.group, t.episode): found
+            for t, found in zip(
+                own, unpack(batch.advantages, own, batch) if own else [], strict=True
+            )
+        }
     return out
 
 
-@pytest.mark.parametrize("owners", [[{4, 11}, {9}], [{4, 9, 11}, set()]], ids=["split", "empty rank"])
+@pytest.mark.parametrize(
+    "owners", [[{4, 11}, {9}], [{4, 9, 11}, set()]], ids=["split", "empty rank"]
+)
 def test_two_ranks_assign_what_one_would(owners):
     whole = batch_of_groups()
     results = ranks(2, assign_on_rank, owners)
@@ -101,23 +149,41 @@ def test_two_ranks_assign_what_one_would(owners):
         for t, value in zip(whole, expected, strict=True):
             mine = got[t.group, t.episode]
             assert mine.dtype == np.float32
-            np.testing.assert_allclose(mine, np.where(t.sampled, value, 0.0), rtol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                mine, np.where(t.sampled, value, 0.0), rtol=1e-6, err_msg=name
+            )
 
 
 def test_an_estimator_is_found_by_name_or_in_a_file(tmp_path):
     (tmp_path / "mine.py").write_text("def halved(rewards, groups):\n    return rewards / 2\n")
     own = [sample(0, 0, 3.0), sample(0, 1, 5.0)]
     name, batch = f"{tmp_path}/mine.py:halved", pack(own, CPU)
-    advantages.assign([batch], advantages.find(name), AlgoConfig(advantage=name), 0.0, sums=alone, maxima=alone, gather=lambda value: [value])
-    assert [found.tolist() for found in unpack(batch.advantages, own, batch)] == [[0, 0, 1.5, 1.5, 1.5], [0, 0, 2.5, 2.5, 2.5]]
+    advantages.assign(
+        [batch],
+        advantages.find(name),
+        AlgoConfig(advantage=name),
+        0.0,
+        sums=alone,
+        maxima=alone,
+        gather=lambda value: [value],
+    )
+    assert [found.tolist() for found in unpack(batch.advantages, own, batch)] == [
+        [0, 0, 1.5, 1.5, 1.5],
+        [0, 0, 2.5, 2.5, 2.5],
+    ]
     assert advantages.find("rloo") is advantages.rloo
-    with pytest.raises(UserError, match=r"algo.advantage = 'grpoo' is neither registered \(grpo, dr_grpo, rloo, reinforce_pp_baseline, reinforce_pp, gae, on_policy_distill\)"):
+    with pytest.raises(
+        UserError,
+        match=r"algo.advantage = 'grpoo' is neither registered \(grpo, dr_grpo, rloo, reinforce_pp_baseline, reinforce_pp, gae, on_policy_distill\)",
+    ):
         advantages.find("grpoo")
 
 
-# ---------------------------------------------------------------------------------------------------- ppo_clip
+# ----------------------------------------------------------------------------------------------------
+# ppo_clip
 
-# Every combination of a ratio below, in and above the clip range, far above it, and an advantage of each sign.
+# Every combination of a ratio below, in and above the clip range, far above it, and an advantage of
+# each sign.
 RATIOS = np.array([0.3, 0.79, 0.81, 1.0, 1.15, 1.27, 1.29, 2.0, 9.0])
 
 
@@ -132,14 +198,26 @@ def clip_gradient(ratio, advantage, low, high, dual):
     return -advantage if free else 0.0
 
 
-@pytest.mark.parametrize(("low", "high", "dual"), [(0.2, 0.2, 0.0), (0.2, 0.28, 0.0), (0.2, 0.28, 3.0), (0.2, 0.2, 1.5)])
+@pytest.mark.parametrize(
+    ("low", "high", "dual"), [(0.2, 0.2, 0.0), (0.2, 0.28, 0.0), (0.2, 0.28, 3.0), (0.2, 0.2, 1.5)]
+)
 def test_ppo_clip_equals_its_formula_and_gradient(low, high, dual):
     r, a = (x.flatten() for x in np.meshgrid(RATIOS, [-1.7, 0.6]))
     ratio = torch.tensor(r, requires_grad=True)
     loss = losses.ppo_clip(ratio, torch.tensor(a), low, high, dual)
-    np.testing.assert_allclose(loss.detach(), [clip_formula(x, y, low, high, dual) for x, y in zip(r, a, strict=True)], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(
+        loss.detach(),
+        [clip_formula(x, y, low, high, dual) for x, y in zip(r, a, strict=True)],
+        rtol=0,
+        atol=1e-10,
+    )
     (gradient,) = torch.autograd.grad(loss.sum(), ratio)
-    np.testing.assert_allclose(gradient, [clip_gradient(x, y, low, high, dual) for x, y in zip(r, a, strict=True)], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(
+        gradient,
+        [clip_gradient(x, y, low, high, dual) for x, y in zip(r, a, strict=True)],
+        rtol=0,
+        atol=1e-10,
+    )
 
 
 def test_kl_estimators_equal_their_formulas_and_gradients():
@@ -152,7 +230,9 @@ def test_kl_estimators_equal_their_formulas_and_gradients():
         logprobs = torch.tensor(x, requires_grad=True)
         got = losses.kl(logprobs, torch.tensor(ref), name)
         np.testing.assert_allclose(got.detach(), values[name], rtol=0, atol=1e-12)
-        np.testing.assert_allclose(torch.autograd.grad(got.sum(), logprobs)[0], gradients[name], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(
+            torch.autograd.grad(got.sum(), logprobs)[0], gradients[name], rtol=0, atol=1e-12
+        )
 
 
 def test_k1_and_k3_average_to_the_true_kl():
@@ -161,10 +241,13 @@ def test_k1_and_k3_average_to_the_true_kl():
     p, q = (torch.tensor(rng.dirichlet(np.ones(7))) for _ in range(2))
     true = (p * (p / q).log()).sum()
     for name in ("k1", "k3"):
-        assert (p * losses.kl(p.log(), q.log(), name)).sum().item() == pytest.approx(true.item(), rel=1e-12)
+        assert (p * losses.kl(p.log(), q.log(), name)).sum().item() == pytest.approx(
+            true.item(), rel=1e-12
+        )
 
 
-# ---------------------------------------------------------------------------------------------------- the policy loss
+# ----------------------------------------------------------------------------------------------------
+# the policy loss
 
 
 def random_batch(seed=4):
@@ -175,40 +258,65 @@ def random_batch(seed=4):
         t = sample(group, len(out), 0.0, num_prompt, num_answer)
         t.tokens[:num_prompt] = 20 * (group + 1) + np.arange(num_prompt)
         t.logprobs = (rng.normal(-2, 0.5, len(t.tokens)) * t.sampled).astype(np.float32)
-        t.rewards = (rng.normal(size=len(t.tokens)) * t.sampled).astype(np.float32)
+        t.turn_rewards = (rng.normal(size=len(t.tokens)) * t.sampled).astype(np.float32)
         out.append(t)
     batch = pack(out, CPU)
-    batch.advantages, mask = batch.turn_rewards, batch.mask.numpy()
+    batch.advantages, mask = batch.turn_rewards, batch.loss_mask.numpy()
     for name in ("old_logprobs", "ref_logprobs"):
-        setattr(batch, name, torch.tensor(np.where(mask, batch.engine_logprobs.numpy() + rng.normal(0, 0.4, len(mask)), 0.0)))
+        setattr(
+            batch,
+            name,
+            torch.tensor(
+                np.where(mask, batch.engine_logprobs.numpy() + rng.normal(0, 0.4, len(mask)), 0.0)
+            ),
+        )
     logprobs = np.where(mask, batch.old_logprobs.numpy() + rng.normal(0, 0.3, len(mask)), 0.0)
     return batch, logprobs, np.where(mask, rng.uniform(0.1, 3, len(mask)), 0.0)
 
 
 def test_policy_loss_with_every_term_equals_its_formula_and_gradient():
-    cfg = AlgoConfig(clip_high=0.28, dual_clip=3.0, correction=CorrectionConfig(high=1.2), kl_coef=0.05, kl_estimator="k3", entropy_coef=0.01)
+    cfg = AlgoConfig(
+        clip_high=0.28,
+        dual_clip=3.0,
+        correction=CorrectionConfig(high=1.2),
+        kl_coef=0.05,
+        kl_estimator="k3",
+        entropy_coef=0.01,
+    )
     batch, x, h = random_batch()
     old, ref = batch.old_logprobs.numpy(), batch.ref_logprobs.numpy()
     engine, adv = batch.engine_logprobs.double().numpy(), batch.advantages.double().numpy()
     ratio, weight, d = np.exp(x - old), np.minimum(np.exp(old - engine), 1.2), ref - x
-    clipped = np.array([clip_formula(r, a, 0.2, 0.28, 3.0) for r, a in zip(ratio, adv, strict=True)])
+    clipped = np.array(
+        [clip_formula(r, a, 0.2, 0.28, 3.0) for r, a in zip(ratio, adv, strict=True)]
+    )
     expected = clipped * weight + 0.05 * (np.exp(d) - 1 - d) - 0.01 * h
-    by_logprob = np.array([clip_gradient(r, a, 0.2, 0.28, 3.0) * r for r, a in zip(ratio, adv, strict=True)]) * weight + 0.05 * (1 - np.exp(d))
+    by_logprob = np.array(
+        [clip_gradient(r, a, 0.2, 0.28, 3.0) * r for r, a in zip(ratio, adv, strict=True)]
+    ) * weight + 0.05 * (1 - np.exp(d))
 
     logprobs, entropy = (torch.tensor(v, requires_grad=True) for v in (x, h))
     loss = losses.policy(cfg, 20)
     value, metrics = loss.token_loss(batch, logprobs, entropy)
     np.testing.assert_allclose(value.detach(), expected, rtol=0, atol=1e-10)
     gradients = torch.autograd.grad(value.sum(), (logprobs, entropy))
-    mask = batch.mask.numpy()
+    mask = batch.loss_mask.numpy()
     np.testing.assert_allclose(gradients[0][mask], by_logprob[mask], rtol=0, atol=1e-10)
     np.testing.assert_allclose(gradients[1], np.full(len(h), -0.01), rtol=0, atol=1e-12)
     assert (loss.aggregation, loss.fixed_length, loss.entropy_gradient) == ("token", 20, True)
 
     outside = (ratio < 0.8) & (adv < 0) | (ratio > 1.28) & (adv > 0)
     assert 0 < outside.sum() < mask.sum()  # or the clip fraction below could be anything
-    shown = {"entropy": h, "clip_fraction": outside, "mismatch": abs(old - engine), "mismatch_max": abs(old - engine), "correction_weight": weight, "correction_outside": np.exp(old - engine) > 1.2,
-             "policy_kl": np.exp(old - x) - 1 - (old - x), "ref_kl": np.exp(d) - 1 - d}
+    shown = {
+        "entropy": h,
+        "clip_fraction": outside,
+        "mismatch": abs(old - engine),
+        "mismatch_max": abs(old - engine),
+        "correction_weight": weight,
+        "correction_outside": np.exp(old - engine) > 1.2,
+        "policy_kl": np.exp(old - x) - 1 - (old - x),
+        "ref_kl": np.exp(d) - 1 - d,
+    }
     assert set(metrics) == set(shown)
     for name, per_token in shown.items():
         assert not metrics[name].requires_grad
@@ -216,36 +324,56 @@ def test_policy_loss_with_every_term_equals_its_formula_and_gradient():
 
 
 def test_without_old_logprobs_the_ratio_is_one_and_its_gradient_the_policy_gradient():
-    """One update per batch: the trainer's log-probs before the update are the current ones, TIS included."""
+    """One update per batch: the trainer's log-probs before the update are the current ones, TIS
+    included."""
     batch, x, h = random_batch()
     batch.old_logprobs = batch.ref_logprobs = None
     logprobs = torch.tensor(x, requires_grad=True)
     loss = losses.policy(AlgoConfig(correction=CorrectionConfig(high=1.1)), 20)
     value, metrics = loss.token_loss(batch, logprobs, torch.tensor(h))
-    weighted = batch.advantages.double().numpy() * np.minimum(np.exp(x - batch.engine_logprobs.double().numpy()), 1.1)
+    weighted = batch.advantages.double().numpy() * np.minimum(
+        np.exp(x - batch.engine_logprobs.double().numpy()), 1.1
+    )
     np.testing.assert_allclose(value.detach(), -weighted, rtol=0, atol=1e-10)
-    np.testing.assert_allclose(torch.autograd.grad(value.sum(), logprobs)[0], -weighted, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(
+        torch.autograd.grad(value.sum(), logprobs)[0], -weighted, rtol=0, atol=1e-10
+    )
     assert not loss.entropy_gradient
     assert "ref_kl" not in metrics
 
 
 def test_without_correction_the_loss_is_left_alone():
     batch, x, h = random_batch()
-    value, metrics = losses.policy(AlgoConfig(correction=CorrectionConfig(preset="off")), 20).token_loss(batch, torch.tensor(x), torch.tensor(h))
+    value, metrics = losses.policy(
+        AlgoConfig(correction=CorrectionConfig(preset="off")), 20
+    ).token_loss(batch, torch.tensor(x), torch.tensor(h))
     ratio = np.exp(x - batch.old_logprobs.numpy())
-    expected = [clip_formula(r, a, 0.2, 0.2, 0) for r, a in zip(ratio, batch.advantages.double().numpy(), strict=True)]
+    expected = [
+        clip_formula(r, a, 0.2, 0.2, 0)
+        for r, a in zip(ratio, batch.advantages.double().numpy(), strict=True)
+    ]
     np.testing.assert_allclose(value, expected, rtol=0, atol=1e-10)
     assert "correction_weight" not in metrics
 
 
-# ---------------------------------------------------------------------------------------------------- normalisation
+# ----------------------------------------------------------------------------------------------------
+# normalisation
 
 
 def ragged_answers():
-    """Six answers to three prompts (two prompts shared), several runs of sampled tokens in one, none in the last."""
+    """Six answers to three prompts (two prompts shared), several runs of sampled tokens in one,
+    none in the last."""
     rng = np.random.default_rng(6)
     out = []
-    for group, num_prompt, num_answer in ((0, 5, 1), (0, 5, 7), (0, 5, 4), (1, 3, 2), (1, 3, 9), (2, 1, 6), (3, 4, 2)):
+    for group, num_prompt, num_answer in (
+        (0, 5, 1),
+        (0, 5, 7),
+        (0, 5, 4),
+        (1, 3, 2),
+        (1, 3, 9),
+        (2, 1, 6),
+        (3, 4, 2),
+    ):
         t = sample(group, len(out), 0.0, num_prompt, num_answer)
         t.tokens[:num_prompt] = 20 * (group + 1) + np.arange(num_prompt)
         t.logprobs = (rng.normal(-2, 1, len(t.tokens)) * t.sampled).astype(np.float32)
@@ -266,15 +394,31 @@ def brute_force(aggregation, trajectories, fixed_length):
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "fixed"])
-@pytest.mark.parametrize("cuts", [(7,), (1, 4, 7), (3, 3, 7), (0, 7)], ids=["one batch", "three", "with a filler between", "filler first"])
+@pytest.mark.parametrize(
+    "cuts",
+    [(7,), (1, 4, 7), (3, 3, 7), (0, 7)],
+    ids=["one batch", "three", "with a filler between", "filler first"],
+)
 def test_weights_over_the_global_count_give_the_mean_however_it_is_packed(aggregation, cuts):
-    """Micro-batches share one denominator, a prompt's shared rows count for nothing, and a filler adds nothing to either sum."""
+    """Micro-batches share one denominator, a prompt's shared rows count for nothing, and a filler
+    adds nothing to either sum."""
     whole = ragged_answers()
     batches = [pack(whole[a:b], CPU) for a, b in zip((0, *cuts), cuts, strict=False)]
-    assert sum(len(b.blocks[0].key_rows) > len(b.inputs) for b in batches if b.blocks[0].key_rows is not None) >= 1  # a shared prompt is among them
-    total = sum((b.engine_logprobs.double() * normalize.weights(b, aggregation, 16)).sum() for b in batches)
+    assert (
+        sum(
+            len(b.blocks[0].key_rows) > len(b.inputs)
+            for b in batches
+            if b.blocks[0].key_rows is not None
+        )
+        >= 1
+    )  # a shared prompt is among them
+    total = sum(
+        (b.engine_logprobs.double() * normalize.weights(b, aggregation, 16)).sum() for b in batches
+    )
     count = sum(normalize.count(b, aggregation) for b in batches)
-    assert count.item() == pytest.approx(sum(int(t.sampled.sum()) for t in whole) if aggregation == "token" else 6, rel=1e-14)
+    assert count.item() == pytest.approx(
+        sum(int(t.sampled.sum()) for t in whole) if aggregation == "token" else 6, rel=1e-14
+    )
     assert (total / count).item() == pytest.approx(brute_force(aggregation, whole, 16), rel=1e-6)
 
 

@@ -1,4 +1,5 @@
-"""A checkpoint moves between meshes bit by bit, written beside training or not; the best one stays; an export is the model."""
+"""A checkpoint moves between meshes bit by bit, written beside training or not; the best one stays;
+an export is the model."""
 
 import json
 import os
@@ -18,12 +19,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minirl import checkpoint
 from minirl.algo import losses
-from minirl.config import CheckpointConfig, ExportConfig, ParallelConfig, PolicyConfig
-from minirl.config_rl import AlgoConfig, RLConfig
+from minirl.config.shared import CheckpointConfig, ExportConfig, ParallelConfig, PolicyConfig
+from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.data.packing import exchange
-from minirl.flags import save as save_config
+from minirl.config.parse import save_config
 from minirl.policy import Policy
-from minirl.types import UserError
+from minirl.errors import UserError
 
 
 def whole(tree):
@@ -32,19 +33,31 @@ def whole(tree):
         return {k: whole(v) for k, v in tree.items()}
     if not torch.is_tensor(tree):
         return tree
-    return (tree.full_tensor() if isinstance(tree, DTensor) else tree).clone()  # on one rank it is the live parameter itself
+    return (
+        tree.full_tensor() if isinstance(tree, DTensor) else tree
+    ).clone()  # on one rank it is the live parameter itself
 
 
 def differences(a, b, path=""):
     if isinstance(a, dict):
-        return [d for k in a.keys() | b.keys() for d in (differences(a[k], b[k], f"{path}/{k}") if k in a and k in b else [f"{path}/{k} on one side"])]
+        return [
+            d
+            for k in a.keys() | b.keys()
+            for d in (
+                differences(a[k], b[k], f"{path}/{k}")
+                if k in a and k in b
+                else [f"{path}/{k} on one side"]
+            )
+        ]
     same = torch.equal(a, b) if torch.is_tensor(a) else a == b
     return [] if same else [path]
 
 
 def update(policy, mesh):
     (micros,) = exchange(trajectories()[mesh.rank :: mesh.world_size], mesh, 200)
-    return policy.step(batches_of(micros, policy), losses.policy(AlgoConfig(), 20), lr=1e-3)["loss"]
+    return policy.update(batches_of(micros, policy), losses.policy(AlgoConfig(), 20), lr=1e-3)[
+        "loss"
+    ]
 
 
 def make(mesh, folder, sequence):
@@ -75,21 +88,45 @@ def save(mesh, folder, run, sequence, background):
 
 def resume(mesh, folder, run, sequence):
     policy = make(mesh, folder, sequence)
-    saved = checkpoint.load(checkpoint.find(run), policy, mesh)
+    saved = checkpoint.load_checkpoint(checkpoint.find(run), policy, mesh)
     assert saved["progress"] == {"note": 7} and saved["step"] == 2
     state = whole(checkpoint._state(policy))
     return state, policy.num_updates, update(policy, mesh)
 
 
-@pytest.mark.parametrize(("world", "parallel", "background", "targets"), [
-    (2, ParallelConfig(), True, [(1, ParallelConfig()), (4, ParallelConfig()), (4, ParallelConfig(tensor=2))]),
-    (4, ParallelConfig(tensor=2, sequence=True), False, [(4, ParallelConfig(replicate=2)), (2, ParallelConfig(tensor=2)), (4, ParallelConfig(context=2, tensor=2))]),
-])
+@pytest.mark.parametrize(
+    ("world", "parallel", "background", "targets"),
+    [
+        (
+            2,
+            ParallelConfig(),
+            True,
+            [(1, ParallelConfig()), (4, ParallelConfig()), (4, ParallelConfig(tensor=2))],
+        ),
+        (
+            4,
+            ParallelConfig(tensor=2, sequence=True),
+            False,
+            [
+                (4, ParallelConfig(replicate=2)),
+                (2, ParallelConfig(tensor=2)),
+                (4, ParallelConfig(context=2, tensor=2)),
+            ],
+        ),
+    ],
+)
 def test_saved_on_one_mesh_resumed_on_another(tmp_path, world, parallel, background, targets):
-    folder, run = tiny.make(tmp_path / "model", "llama", tied=world == 2, dtype=torch.float64), tmp_path / "run"
-    state, num_updates, loss = ranks(world, save, folder, run, parallel.sequence, background, parallel=parallel)[0]
+    folder, run = (
+        tiny.make(tmp_path / "model", "llama", tied=world == 2, dtype=torch.float64),
+        tmp_path / "run",
+    )
+    state, num_updates, loss = ranks(
+        world, save, folder, run, parallel.sequence, background, parallel=parallel
+    )[0]
     for target_world, target in targets:
-        resumed, resumed_updates, resumed_loss = ranks(target_world, resume, folder, run, target.sequence, parallel=target)[0]
+        resumed, resumed_updates, resumed_loss = ranks(
+            target_world, resume, folder, run, target.sequence, parallel=target
+        )[0]
         assert differences(state, resumed) == [] and resumed_updates == num_updates == 2
         assert resumed_loss == pytest.approx(loss, rel=1e-12)
     exported = run / "exported"
@@ -110,7 +147,7 @@ def save_before_the_first_update(mesh, folder, run):
             saver.save(1, {})
             saver.wait()
         elif way == "resumed":
-            checkpoint.load(checkpoint.find(run), policy, mesh)
+            checkpoint.load_checkpoint(checkpoint.find(run), policy, mesh)
         for _ in range(2):
             update(policy, mesh)
         weights.append(whole(checkpoint._state(policy)))
@@ -120,22 +157,28 @@ def save_before_the_first_update(mesh, folder, run):
 def test_an_optimizer_that_has_not_stepped_takes_its_first_step_after_a_checkpoint(tmp_path):
     """As the policy's while a critic warms up."""
     folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
-    never_saved, saved, resumed = ranks(2, save_before_the_first_update, folder, tmp_path / "run")[0]
+    never_saved, saved, resumed = ranks(2, save_before_the_first_update, folder, tmp_path / "run")[
+        0
+    ]
     assert differences(never_saved, saved) == [] and differences(never_saved, resumed) == []
 
 
-# ---------------------------------------------------------------------------------------------------- which ones stay
+# ----------------------------------------------------------------------------------------------------
+# which ones stay
 
 
 def rotate(mesh, folder, run, cfg, scores, first=0):
-    """Save at steps 1, 2, ... of which `scores` has one each, as a loop does: a score comes after its step was saved."""
+    """Save at steps 1, 2, ... of which `scores` has one each, as a loop does: a score comes after
+    its step was saved."""
     saver = checkpoint.Saver(run, cfg, make(mesh, folder, False), mesh)
     there = []
     for step, score in enumerate(scores, start=first + 1):
         saver.save(step, {})
         if score is not None:
             saver.score(step, {cfg.best_metric or "accuracy": score})
-        saver.score(step - 1, {cfg.best_metric or "accuracy": 1e9})  # of other weights than the newest checkpoint's
+        saver.score(
+            step - 1, {cfg.best_metric or "accuracy": 1e9}
+        )  # of other weights than the newest checkpoint's
         saver.wait()
         there.append(list(checkpoint.finished(run)))
     return there, saver.best
@@ -147,19 +190,42 @@ def test_the_newest_and_the_best_stay(tmp_path, background):
     cfg = CheckpointConfig(keep=2, best_metric="accuracy", background=background)
     scores = [0.5, 0.7, 0.7, None, 0.1, float("nan"), 0.9]
     there, best = ranks(2, rotate, folder, tmp_path / "run", cfg, scores)[0]
-    assert there == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [2, 5, 6], [6, 7]]  # an equal score later is no better
-    assert best == checkpoint.find_best(tmp_path / "run") == {"step": 7, "metric": "accuracy", "value": 0.9}
+    assert there == [
+        [1],
+        [1, 2],
+        [2, 3],
+        [2, 3, 4],
+        [2, 4, 5],
+        [2, 5, 6],
+        [6, 7],
+    ]  # an equal score later is no better
+    assert (
+        best
+        == checkpoint.find_best(tmp_path / "run")
+        == {"step": 7, "metric": "accuracy", "value": 0.9}
+    )
     (tmp_path / "run" / "checkpoints" / "step-6.partial").mkdir()
-    there, best = ranks(1, rotate, folder, tmp_path / "run", cfg, [0.3, 0.2, 0.9], 7)[0]  # a resumed run
+    there, best = ranks(1, rotate, folder, tmp_path / "run", cfg, [0.3, 0.2, 0.9], 7)[
+        0
+    ]  # a resumed run
     assert there == [[7, 8], [7, 8, 9], [7, 9, 10]] and best["step"] == 7
     assert not (tmp_path / "run" / "checkpoints" / "step-6.partial").exists()
 
 
 def test_of_losses_the_lowest_is_best_and_without_a_metric_none_is(tmp_path):
     folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
-    there, best = ranks(1, rotate, folder, tmp_path / "loss", CheckpointConfig(keep=1, best_metric="loss"), [2.0, 1.0, 3.0])[0]
+    there, best = ranks(
+        1,
+        rotate,
+        folder,
+        tmp_path / "loss",
+        CheckpointConfig(keep=1, best_metric="loss"),
+        [2.0, 1.0, 3.0],
+    )[0]
     assert there == [[1], [2], [2, 3]] and best["step"] == 2
-    there, best = ranks(1, rotate, folder, tmp_path / "none", CheckpointConfig(keep=1), [2.0, 1.0, 3.0])[0]
+    there, best = ranks(
+        1, rotate, folder, tmp_path / "none", CheckpointConfig(keep=1), [2.0, 1.0, 3.0]
+    )[0]
     assert there == [[1], [2], [3]] and best is None
 
 
@@ -168,18 +234,24 @@ def test_what_is_not_whole_is_not_resumed(tmp_path):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert checkpoint.find(tmp_path) == tmp_path / "checkpoints" / "step-20"
     assert list(checkpoint.finished(tmp_path)) == [3, 20]
-    (tmp_path / "checkpoints" / "best.json").write_text('{"step": 100, "metric": "accuracy", "value": 1.0}')
+    (tmp_path / "checkpoints" / "best.json").write_text(
+        '{"step": 100, "metric": "accuracy", "value": 1.0}'
+    )
     assert checkpoint.find_best(tmp_path) is None
 
 
 def fail(mesh, folder, run, background, use):
     """Rank 1 cannot write."""
-    saver = checkpoint.Saver(run, CheckpointConfig(background=background), make(mesh, folder, False), mesh)
+    saver = checkpoint.Saver(
+        run, CheckpointConfig(background=background), make(mesh, folder, False), mesh
+    )
     saver.save(1, {})
     saver.wait()
     if mesh.rank == 1:
+
         def no_room(*args):
             raise OSError(28, "No space left on device")
+
         checkpoint.dcp.filesystem._write_item = no_room
     if use == "save":
         saver.save(2, {})
@@ -192,8 +264,15 @@ def fail(mesh, folder, run, background, use):
         raise ValueError("another failure")
 
 
-@pytest.mark.parametrize(("background", "use", "kind"), [(True, "save", "UserError"), (True, "exit", "UserError"), (False, "save", "UserError"),
-                                                         (True, "another", "ValueError")])
+@pytest.mark.parametrize(
+    ("background", "use", "kind"),
+    [
+        (True, "save", "UserError"),
+        (True, "exit", "UserError"),
+        (False, "save", "UserError"),
+        (True, "another", "ValueError"),
+    ],
+)
 def test_a_failed_write_is_told(tmp_path, background, use, kind):
     folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
     with pytest.raises(RankFailed) as failed:
@@ -201,7 +280,10 @@ def test_a_failed_write_is_told(tmp_path, background, use, kind):
     assert failed.value.kind == kind
     for text in ("step-2 could not be written", "rank 1", "No space left on device"):
         assert text in str(failed.value)
-    assert list(checkpoint.finished(tmp_path)) == [1] and (tmp_path / "checkpoints" / "step-2.partial").exists()
+    assert (
+        list(checkpoint.finished(tmp_path)) == [1]
+        and (tmp_path / "checkpoints" / "step-2.partial").exists()
+    )
 
 
 def crash(mesh, folder, run):
@@ -233,12 +315,15 @@ def test_killed_while_it_writes(tmp_path):
     folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
     with pytest.raises(TimeoutError, match=r"only ranks \[\] of 2 answered"):
         ranks(2, die, folder, tmp_path)
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-2.partial"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "step-1",
+        "step-2.partial",
+    ]
     assert checkpoint.find(tmp_path).name == "step-1"
 
 
 def load_into(mesh, folder, run):
-    checkpoint.load(checkpoint.find(run), make(mesh, folder, False), mesh)
+    checkpoint.load_checkpoint(checkpoint.find(run), make(mesh, folder, False), mesh)
 
 
 def test_another_shape_is_refused_with_both(tmp_path):
@@ -248,11 +333,18 @@ def test_another_shape_is_refused_with_both(tmp_path):
     with pytest.raises(RankFailed) as failed:
         ranks(1, load_into, wide, tmp_path / "run")
     assert failed.value.kind == "UserError"
-    for text in ("step-1 has model.layers.0.mlp.", "of shape [96, 128]", str(wide), "[160, 128]", "another output folder"):
+    for text in (
+        "step-1 has model.layers.0.mlp.",
+        "of shape [96, 128]",
+        str(wide),
+        "[160, 128]",
+        "another output folder",
+    ):
         assert text in failed.value.text
 
 
-# ---------------------------------------------------------------------------------------------------- the program
+# ----------------------------------------------------------------------------------------------------
+# the program
 
 
 def train_and_save(mesh, folder, run, tied):
@@ -281,13 +373,23 @@ def test_export_of_a_checkpoint(tmp_path):
     ended = alone("minirl.checkpoint", ["export", run], tmp_path / "log").end(120)
     assert ended.code == 0, ended.err
     assert ended.out.strip() == str(run / "model-step-4") and "warn" not in ended.err.lower()
-    ranks(2, export_checkpoint, ("run", str(run)), ("best", True), ("output", str(tmp_path / "best")))
-    for exported, live in ((tmp_path / "best", run / "live-2"), (run / "model-step-4", run / "live-4")):
+    ranks(
+        2, export_checkpoint, ("run", str(run)), ("best", True), ("output", str(tmp_path / "best"))
+    )
+    for exported, live in (
+        (tmp_path / "best", run / "live-2"),
+        (run / "model-step-4", run / "live-4"),
+    ):
         assert {p.name for p in exported.iterdir()} == {p.name for p in live.iterdir()}
         got, expected = (load_file(f / "model.safetensors") for f in (exported, live))
-        assert got.keys() == expected.keys() and all(torch.equal(got[n], expected[n]) and got[n].dtype == torch.bfloat16 for n in got)
+        assert got.keys() == expected.keys() and all(
+            torch.equal(got[n], expected[n]) and got[n].dtype == torch.bfloat16 for n in got
+        )
         model = AutoModelForCausalLM.from_pretrained(exported)
-        assert all(torch.equal(p, expected[n]) for n, p in model.named_parameters()) and AutoTokenizer.from_pretrained(exported).chat_template
+        assert (
+            all(torch.equal(p, expected[n]) for n, p in model.named_parameters())
+            and AutoTokenizer.from_pretrained(exported).chat_template
+        )
 
 
 def test_export_refuses_what_is_not_there(tmp_path):
@@ -299,14 +401,37 @@ def test_export_refuses_what_is_not_there(tmp_path):
         checkpoint.choose(tmp_path, None, False)
     for step in (4, 12):
         (tmp_path / "checkpoints" / f"step-{step}").mkdir()
-    assert checkpoint.choose(tmp_path, None, False).name == "step-12" and checkpoint.choose(tmp_path, 4, False).name == "step-4"
-    for step, best, message in ((9, False, r"--step 9: .* use one of \[4, 12\]"), (None, True, r"--best: no checkpoint .* one of \[4, 12\]"), (4, True, "name two")):
+    assert (
+        checkpoint.choose(tmp_path, None, False).name == "step-12"
+        and checkpoint.choose(tmp_path, 4, False).name == "step-4"
+    )
+    for step, best, message in (
+        (9, False, r"--step 9: .* use one of \[4, 12\]"),
+        (None, True, r"--best: no checkpoint .* one of \[4, 12\]"),
+        (4, True, "name two"),
+    ):
         with pytest.raises(UserError, match=message):
             checkpoint.choose(tmp_path, step, best)
-    (tmp_path / "checkpoints" / "best.json").write_text(json.dumps({"step": 4, "metric": "loss", "value": 1.0}))
+    (tmp_path / "checkpoints" / "best.json").write_text(
+        json.dumps({"step": 4, "metric": "loss", "value": 1.0})
+    )
     assert checkpoint.choose(tmp_path, None, True).name == "step-4"
-    ended = fork("minirl.checkpoint", ["export", tmp_path, "--output", tmp_path / "checkpoints"], tmp_path / "log")
-    assert ended.code == 2 and len(ended.errors()) == 1 and "policy.model = 'nowhere' is neither a folder" in ended.errors()[0], ended.err
+    ended = fork(
+        "minirl.checkpoint",
+        ["export", tmp_path, "--output", tmp_path / "checkpoints"],
+        tmp_path / "log",
+    )
+    assert (
+        ended.code == 2
+        and len(ended.errors()) == 1
+        and "policy.model = 'nowhere' is neither a folder" in ended.errors()[0]
+    ), ended.err
     (tmp_path / "config.yaml").write_text(f"policy: {{model: {tiny.make(tmp_path / 'model')}}}")
-    ended = fork("minirl.checkpoint", ["export", tmp_path, "--output", tmp_path / "checkpoints"], tmp_path / "log")
-    assert ended.code == 2 and f"--output {tmp_path}/checkpoints exists" in ended.errors()[0], ended.err
+    ended = fork(
+        "minirl.checkpoint",
+        ["export", tmp_path, "--output", tmp_path / "checkpoints"],
+        tmp_path / "log",
+    )
+    assert ended.code == 2 and f"--output {tmp_path}/checkpoints exists" in ended.errors()[0], (
+        ended.err
+    )

@@ -1,4 +1,5 @@
-"""File and flags make one config; what is wrong in either is told by its name; settings that cannot work are refused before anything runs."""
+"""File and flags make one config; what is wrong in either is told by its name; settings that cannot
+work are refused before anything runs."""
 
 import dataclasses
 import re
@@ -7,15 +8,21 @@ from pathlib import Path
 import pytest
 import yaml
 
-from minirl.checks import check_pairs, check_rl, check_rollout, check_sft
-from minirl.config import EvaluateConfig, ExportConfig, PolicyConfig
-from minirl.config_rl import RLConfig
-from minirl.config_supervised import DPOConfig, RMConfig, SFTConfig
-from minirl.flags import fill, load, parse, save
-from minirl.types import UserError
+from minirl.config.validate import check_pairs, check_rl, check_rollout, check_sft
+from minirl.config.shared import EvaluateConfig, ExportConfig, PolicyConfig
+from minirl.config.rl import RLConfig
+from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
+from minirl.config.parse import fill_config, load_config, parse_flags, save_config
+from minirl.errors import UserError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-PROGRAMS = {"rl": RLConfig, "evaluate": EvaluateConfig, "sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig}
+PROGRAMS = {
+    "rl": RLConfig,
+    "evaluate": EvaluateConfig,
+    "sft": SFTConfig,
+    "rm": RMConfig,
+    "dpo": DPOConfig,
+}
 
 
 def written(tmp_path, text):
@@ -24,72 +31,114 @@ def written(tmp_path, text):
     return str(path)
 
 
-# ---------------------------------------------------------------------------------------------------- file and flags
+# ----------------------------------------------------------------------------------------------------
+# file and flags
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
-    file = written(tmp_path, "num_steps: 7\nseed: 3\npolicy:\n  lr: 1e-4\n  betas: [0.8, 0.9]\ndata:\n  train: a.jsonl\n")
-    cfg = parse(RLConfig, ["--seed", "5", "--config", file, "--policy.lr", "3e-5", "--policy.scratch.phrases", "a b", "c"])
+    file = written(
+        tmp_path,
+        "num_steps: 7\nseed: 3\npolicy:\n  lr: 1e-4\n  betas: [0.8, 0.9]\ndata:\n  train: a.jsonl\n",
+    )
+    cfg = parse_flags(
+        RLConfig,
+        [
+            "--seed",
+            "5",
+            "--config",
+            file,
+            "--policy.lr",
+            "3e-5",
+            "--policy.scratch.phrases",
+            "a b",
+            "c",
+        ],
+    )
     assert (cfg.seed, cfg.policy.lr, cfg.policy.scratch.phrases) == (5, 3e-5, ["a b", "c"])
     assert (cfg.num_steps, cfg.policy.betas, cfg.data.train) == (7, (0.8, 0.9), "a.jsonl")
     assert (cfg.policy.weight_decay, cfg.rollout) == (0.0, RLConfig().rollout)
-    assert parse(RLConfig, [f"--config={file}"]).seed == 3
-    assert parse(RLConfig, []) == RLConfig()
+    assert parse_flags(RLConfig, [f"--config={file}"]).seed == 3
+    assert parse_flags(RLConfig, []) == RLConfig()
 
 
 def test_numbers_in_yaml_s_own_spellings(tmp_path):
     """YAML 1.1 reads 1e-4 as a text and 1 as an integer."""
     assert yaml.safe_load("1e-4") == "1e-4"
-    policy = load(RLConfig, written(tmp_path, "policy: {lr: 1e-4, weight_decay: 1, max_grad_norm: 1.0e-2}")).policy
+    policy = load_config(
+        RLConfig, written(tmp_path, "policy: {lr: 1e-4, weight_decay: 1, max_grad_norm: 1.0e-2}")
+    ).policy
     assert (policy.lr, policy.weight_decay, policy.max_grad_norm) == (1e-4, 1.0, 1e-2)
     assert {type(policy.lr), type(policy.weight_decay)} == {float}
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("num_step: 3", r"unknown setting num_step; did you mean num_steps\?"),
-    ("rollout: {max_token: 3}", r"unknown setting rollout.max_token; did you mean rollout.max_tokens\?"),
-    ("policy: {scratch: {layers: 2}}", r"unknown setting policy.scratch.layers; did you mean policy.scratch.num_layers\?"),
-    ("checkpoint: {zzz: 2}", r"unknown setting checkpoint.zzz; known here: every, keep"),
-    ("1: 2", r"unknown setting 1;"),
-    ("num_steps: many", r"num_steps = 'many' should be a valid integer"),
-    ("num_steps: 3.0", r"num_steps = 3.0 should be a valid integer"),
-    ("num_steps: true", r"num_steps = True should be a valid integer"),
-    ("policy: {lr: fast}", r"policy.lr = 'fast' should be a valid number"),
-    ("policy: {lr: true}", r"policy.lr = True should be a valid number"),
-    ("policy: {lr: [1]}", r"policy.lr = \[1\] should be a valid number"),
-    ("policy: {lr: }", r"policy.lr = None should be a valid number"),
-    ("policy: {model: 3}", r"policy.model = 3 should be a valid string"),
-    ("resume: 1", r"resume = 1 should be a valid boolean"),
-    ("policy: {betas: 0.9}", r"policy.betas = 0.9 should be a valid array"),
-    ("policy: {betas: [0.9]}", r"policy.betas = \[0.9\] has too few values"),
-    ("policy: {betas: [0.9, x]}", r"policy.betas = \[0.9, 'x'\] should be a valid number"),
-    ("policy: {scratch: {phrases: [1]}}", r"policy.scratch.phrases = \[1\] should be a valid string"),
-    ("policy: {dtype: float16}", r"policy.dtype = 'float16' should be 'float32', 'bfloat16' or 'float64'"),
-    ("engine: {sleep_level: true}", r"engine.sleep_level = True should be a valid integer"),
-    ("policy: 3", r"policy = 3 must be a mapping of settings"),
-    ("policy:", r"policy = None must be a mapping of settings"),
-    ("- policy", r"the file = \['policy'\] must be a mapping of settings"),
-    ("policy: {lr: 1", r"not valid YAML"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_step: 3", r"unknown setting num_step; did you mean num_steps\?"),
+        (
+            "rollout: {max_token: 3}",
+            r"unknown setting rollout.max_token; did you mean rollout.max_tokens\?",
+        ),
+        (
+            "policy: {scratch: {layers: 2}}",
+            r"unknown setting policy.scratch.layers; did you mean policy.scratch.num_layers\?",
+        ),
+        ("checkpoint: {zzz: 2}", r"unknown setting checkpoint.zzz; known here: every, keep"),
+        ("1: 2", r"unknown setting 1;"),
+        ("num_steps: many", r"num_steps = 'many' should be a valid integer"),
+        ("num_steps: 3.0", r"num_steps = 3.0 should be a valid integer"),
+        ("num_steps: true", r"num_steps = True should be a valid integer"),
+        ("policy: {lr: fast}", r"policy.lr = 'fast' should be a valid number"),
+        ("policy: {lr: true}", r"policy.lr = True should be a valid number"),
+        ("policy: {lr: [1]}", r"policy.lr = \[1\] should be a valid number"),
+        ("policy: {lr: }", r"policy.lr = None should be a valid number"),
+        ("policy: {model: 3}", r"policy.model = 3 should be a valid string"),
+        ("resume: 1", r"resume = 1 should be a valid boolean"),
+        ("policy: {betas: 0.9}", r"policy.betas = 0.9 should be a valid array"),
+        ("policy: {betas: [0.9]}", r"policy.betas = \[0.9\] has too few values"),
+        ("policy: {betas: [0.9, x]}", r"policy.betas = \[0.9, 'x'\] should be a valid number"),
+        (
+            "policy: {scratch: {phrases: [1]}}",
+            r"policy.scratch.phrases = \[1\] should be a valid string",
+        ),
+        (
+            "policy: {dtype: float16}",
+            r"policy.dtype = 'float16' should be 'float32', 'bfloat16' or 'float64'",
+        ),
+        ("engine: {sleep_level: true}", r"engine.sleep_level = True should be a valid integer"),
+        ("policy: 3", r"policy = 3 must be a mapping of settings"),
+        ("policy:", r"policy = None must be a mapping of settings"),
+        ("- policy", r"the file = \['policy'\] must be a mapping of settings"),
+        ("policy: {lr: 1", r"not valid YAML"),
+    ],
+)
 def test_a_bad_file_is_refused_with_file_and_setting(tmp_path, text, message):
     with pytest.raises(UserError, match=rf"c\.yaml: {message}"):
-        parse(RLConfig, ["--config", written(tmp_path, text)])
+        parse_flags(RLConfig, ["--config", written(tmp_path, text)])
 
 
 @pytest.mark.parametrize("argv", [["--config", "none.yaml"], ["--config=none.yaml"], ["--config"]])
 def test_a_missing_file_is_refused(argv):
     with pytest.raises(UserError, match=r"--config '(none\.yaml)?': no such file"):
-        parse(RLConfig, argv)
+        parse_flags(RLConfig, argv)
 
 
 def test_an_empty_file_is_the_defaults(tmp_path):
-    assert load(RLConfig, written(tmp_path, "# nothing\n")) == RLConfig()
+    assert load_config(RLConfig, written(tmp_path, "# nothing\n")) == RLConfig()
 
 
-@pytest.mark.parametrize("argv", [["--num-stepz", "3"], ["--num-steps", "many"], ["--policy.dtype", "float16"], ["--policy.betas", "0.9"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--num-stepz", "3"],
+        ["--num-steps", "many"],
+        ["--policy.dtype", "float16"],
+        ["--policy.betas", "0.9"],
+    ],
+)
 def test_a_bad_flag_exits_with_2_and_says_so(argv, capsys):
     with pytest.raises(SystemExit) as stop:
-        parse(RLConfig, argv)
+        parse_flags(RLConfig, argv)
     assert stop.value.code == 2
     told = "".join(capsys.readouterr())
     assert argv[0] in told
@@ -98,7 +147,7 @@ def test_a_bad_flag_exits_with_2_and_says_so(argv, capsys):
 def test_one_rank_alone_tells_of_a_bad_flag(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as stop:
-        parse(RLConfig, ["--num-stepz", "3"])
+        parse_flags(RLConfig, ["--num-stepz", "3"])
     assert stop.value.code == 2
     assert "".join(capsys.readouterr()) == ""
 
@@ -110,35 +159,52 @@ def test_a_saved_config_loads_back_equal(tmp_path, cls):
     if not issubclass(cls, SFTConfig):
         cfg.rollout.temperature, cfg.engine.dtype = 1e-7, "float32"
     if cls is not EvaluateConfig:
-        cfg.policy.betas, cfg.policy.scratch.phrases, cfg.policy.lr, cfg.policy.model = (0.5, 1e-3), ["", " x: ", "yes"], 1e22, "1e-4"
-    save(cfg, tmp_path / "config.yaml")
-    again = load(cls, str(tmp_path / "config.yaml"))
+        cfg.policy.betas, cfg.policy.scratch.phrases, cfg.policy.lr, cfg.policy.model = (
+            (0.5, 1e-3),
+            ["", " x: ", "yes"],
+            1e22,
+            "1e-4",
+        )
+    save_config(cfg, tmp_path / "config.yaml")
+    again = load_config(cls, str(tmp_path / "config.yaml"))
     assert again == cfg
-    assert parse(cls, ["--config", str(tmp_path / "config.yaml")]) == cfg
+    assert parse_flags(cls, ["--config", str(tmp_path / "config.yaml")]) == cfg
     if cls is not EvaluateConfig:
-        assert load(PolicyConfig, str(tmp_path / "config.yaml"), section="policy") == cfg.policy
+        assert (
+            load_config(PolicyConfig, str(tmp_path / "config.yaml"), section="policy") == cfg.policy
+        )
 
 
 def test_a_program_may_want_words_before_its_flags(capsys):
-    assert parse(ExportConfig, ["export", "runs/a", "--step", "3"]) == ExportConfig(command="export", run="runs/a", step=3)
+    assert parse_flags(ExportConfig, ["export", "runs/a", "--step", "3"]) == ExportConfig(
+        command="export", run="runs/a", step=3
+    )
     for argv in ([], ["export"], ["import", "runs/a"]):
         with pytest.raises(SystemExit) as stop:
-            parse(ExportConfig, argv)
+            parse_flags(ExportConfig, argv)
         assert stop.value.code == 2
     assert "python -m minirl.checkpoint" in "".join(capsys.readouterr())
 
 
 def test_a_section_of_a_file_is_checked_like_the_whole(tmp_path):
-    for text, message in (("policy: {modle: a}", "unknown setting policy.modle; did you mean policy.model"), ("- a", r"policy = \['a'\] must be a mapping"),
-                          ("policy: 3", "policy = 3 must be a mapping"), ("policy: {lr: -1}", "c.yaml: policy.lr = -1 should be greater than or equal to 0")):
+    for text, message in (
+        ("policy: {modle: a}", "unknown setting policy.modle; did you mean policy.model"),
+        ("- a", r"policy = \['a'\] must be a mapping"),
+        ("policy: 3", "policy = 3 must be a mapping"),
+        ("policy: {lr: -1}", "c.yaml: policy.lr = -1 should be greater than or equal to 0"),
+    ):
         with pytest.raises(UserError, match=message):
-            load(PolicyConfig, written(tmp_path, text), section="policy")
+            load_config(PolicyConfig, written(tmp_path, text), section="policy")
 
 
 def leaves(cfg, prefix=""):
     for f in dataclasses.fields(cfg):
         value = getattr(cfg, f.name)
-        yield from leaves(value, f"{prefix}{f.name}.") if dataclasses.is_dataclass(value) else [(prefix + f.name, value)]
+        yield from (
+            leaves(value, f"{prefix}{f.name}.")
+            if dataclasses.is_dataclass(value)
+            else [(prefix + f.name, value)]
+        )
 
 
 @pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig, SFTConfig, RMConfig, DPOConfig])
@@ -148,24 +214,35 @@ def test_a_file_with_any_one_setting_at_its_default_changes_nothing(tmp_path, cl
         nested = list(value) if isinstance(value, tuple) else value
         for part in reversed(name.split(".")):
             nested = {part: nested}
-        assert load(cls, written(tmp_path, yaml.safe_dump(nested))) == cls(), name
+        assert load_config(cls, written(tmp_path, yaml.safe_dump(nested))) == cls(), name
 
 
-# ---------------------------------------------------------------------------------------------------- the recipes
+# ----------------------------------------------------------------------------------------------------
+# the recipes
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
 def test_every_recipe_loads_and_can_work_on_two_ranks(path):
     """Its own head says with which program it runs."""
-    commands = re.findall(rf"-m minirl\.(\w+) --config configs/{re.escape(path.name)}\b", path.read_text())
+    commands = re.findall(
+        rf"-m minirl\.(\w+) --config configs/{re.escape(path.name)}\b", path.read_text()
+    )
     assert commands, "the recipe does not say how to run it"
-    cfg = load(PROGRAMS[commands[0]], str(path))
-    {RLConfig: lambda: check_rl(cfg, 2), SFTConfig: lambda: check_sft(cfg, 2), RMConfig: lambda: check_pairs(cfg, 2), DPOConfig: lambda: check_pairs(cfg, 2),
-     EvaluateConfig: lambda: check_rollout(cfg)}[type(cfg)]()
-    assert cfg.output != PROGRAMS[commands[0]]().output  # two recipes would otherwise write to one folder
+    cfg = load_config(PROGRAMS[commands[0]], str(path))
+    {
+        RLConfig: lambda: check_rl(cfg, 2),
+        SFTConfig: lambda: check_sft(cfg, 2),
+        RMConfig: lambda: check_pairs(cfg, 2),
+        DPOConfig: lambda: check_pairs(cfg, 2),
+        EvaluateConfig: lambda: check_rollout(cfg),
+    }[type(cfg)]()
+    assert (
+        cfg.output != PROGRAMS[commands[0]]().output
+    )  # two recipes would otherwise write to one folder
 
 
-# ---------------------------------------------------------------------------------------------------- impossible settings
+# ----------------------------------------------------------------------------------------------------
+# impossible settings
 
 
 def changed(cls, **settings):
@@ -198,7 +275,10 @@ IMPOSSIBLE = [
     ({"rollout__max_tokens": 0}, "rollout.max_tokens = 0 should be greater than 0"),
     ({"rollout__prompts_per_step": 0}, "rollout.prompts_per_step = 0 should be greater than 0"),
     ({"rollout__samples_per_prompt": 0}, "rollout.samples_per_prompt = 0 should be greater than 0"),
-    ({"rollout__samples_per_prompt": 1}, "rollout.samples_per_prompt = 1: algo.advantage = grpo compares the samples of one prompt, so it needs at least 2"),
+    (
+        {"rollout__samples_per_prompt": 1},
+        "rollout.samples_per_prompt = 1: algo.advantage = grpo compares the samples of one prompt, so it needs at least 2",
+    ),
     ({"rollout__temperature": 0.0}, "rollout.temperature = 0.0 should be greater than 0"),
     ({"rollout__temperature": float("nan")}, "rollout.temperature = nan should be a finite number"),
     ({"rollout__top_p": 0.9}, "rollout.top_p = 0.9"),
@@ -209,19 +289,48 @@ IMPOSSIBLE = [
     ({"eval__every": -1}, "eval.every = -1 should be greater than or equal to 0"),
     ({"reward__threads": 0}, "reward.threads = 0 should be greater than 0"),
     ({"engine__max_num_seqs": 0}, "engine.max_num_seqs = 0 should be greater than 0"),
-    ({"engine__tensor_parallel_size": 0}, "engine.tensor_parallel_size = 0 should be greater than 0"),
-    ({"engine__tensor_parallel_size": 3}, "engine.tensor_parallel_size = 3 does not divide the 2 ranks"),
+    (
+        {"engine__tensor_parallel_size": 0},
+        "engine.tensor_parallel_size = 0 should be greater than 0",
+    ),
+    (
+        {"engine__tensor_parallel_size": 3},
+        "engine.tensor_parallel_size = 3 does not divide the 2 ranks",
+    ),
     ({"parallel__context": 0}, "parallel.context = 0 should be greater than 0"),
-    ({"parallel__context": 4}, "parallel.replicate * parallel.context * parallel.tensor = 1 * 4 * 1 = 4 does not divide the 2 ranks"),
-    ({"parallel__tensor": 3, "parallel__replicate": 2}, "parallel.replicate * parallel.context * parallel.tensor = 2 * 1 * 3 = 6 does not divide the 2 ranks"),
-    ({"parallel__sequence": True}, "parallel.sequence divides tokens over parallel.tensor ranks, and that is 1"),
-    ({"parallel__context_engine": "ring"}, "parallel.context_engine = ring needs parallel.context above 1"),
-    ({"parallel__context": 2, "tokens_per_rank": 200}, "tokens_per_rank * parallel.context = 200 * 2 = 400 cannot hold one sequence of engine.max_model_len = 512"),
-    ({"engine__max_model_len": 300, "data__max_prompt_tokens": 256, "rollout__max_tokens": 64},
-     "engine.max_model_len = 300 is less than data.max_prompt_tokens + rollout.max_tokens = 256 + 64 = 320; raise it or set it to 0"),
-    ({"tokens_per_rank": 500}, "tokens_per_rank = 500 cannot hold one sequence of engine.max_model_len = 512 tokens"),
+    (
+        {"parallel__context": 4},
+        "parallel.replicate * parallel.context * parallel.tensor = 1 * 4 * 1 = 4 does not divide the 2 ranks",
+    ),
+    (
+        {"parallel__tensor": 3, "parallel__replicate": 2},
+        "parallel.replicate * parallel.context * parallel.tensor = 2 * 1 * 3 = 6 does not divide the 2 ranks",
+    ),
+    (
+        {"parallel__sequence": True},
+        "parallel.sequence divides tokens over parallel.tensor ranks, and that is 1",
+    ),
+    (
+        {"parallel__context_engine": "ring"},
+        "parallel.context_engine = ring needs parallel.context above 1",
+    ),
+    (
+        {"parallel__context": 2, "tokens_per_rank": 200},
+        "tokens_per_rank * parallel.context = 200 * 2 = 400 cannot hold one sequence of engine.max_model_len = 512",
+    ),
+    (
+        {"engine__max_model_len": 300, "data__max_prompt_tokens": 256, "rollout__max_tokens": 64},
+        "engine.max_model_len = 300 is less than data.max_prompt_tokens + rollout.max_tokens = 256 + 64 = 320; raise it or set it to 0",
+    ),
+    (
+        {"tokens_per_rank": 500},
+        "tokens_per_rank = 500 cannot hold one sequence of engine.max_model_len = 512 tokens",
+    ),
     ({"algo__updates_per_step": 0}, "algo.updates_per_step = 0 should be greater than 0"),
-    ({"algo__updates_per_step": 3}, "algo.updates_per_step = 3 does not divide rollout.prompts_per_step = 16"),
+    (
+        {"algo__updates_per_step": 3},
+        "algo.updates_per_step = 3 does not divide rollout.prompts_per_step = 16",
+    ),
     ({"algo__dual_clip": 1.0}, "algo.dual_clip = 1.0 must be 0 (off) or above 1"),
     ({"algo__dual_clip": -3.0}, "algo.dual_clip = -3.0 must be 0 (off) or above 1"),
     ({"algo__clip_low": 1.1}, "algo.clip_low = 1.1 should be less than or equal to 1"),
@@ -230,66 +339,167 @@ IMPOSSIBLE = [
     ({"algo__kl_target": -1.0}, "algo.kl_target = -1.0"),
     ({"algo__kl_target": 0.1}, "algo.kl_target = 0.1 has no effect while algo.kl_coef = 0.0"),
     ({"algo__kl_in": "reward"}, "algo.kl_in = reward has no effect while algo.kl_coef = 0.0"),
-    ({"ref__every": 5}, "ref.every = 5 has no effect while algo.kl_coef = 0.0, for then no KL is taken and no reference loaded"),
+    (
+        {"ref__every": 5},
+        "ref.every = 5 has no effect while algo.kl_coef = 0.0, for then no KL is taken and no reference loaded",
+    ),
     ({"ref__model": "teacher"}, "ref.model = teacher has no effect"),
-    ({"ref__model": "teacher", "ref__every": 5, "algo__kl_coef": 0.1}, "ref.every = 5 would replace ref.model = teacher by the policy"),
-    ({"algo__advantage": "on_policy_distill"}, "algo.advantage = on_policy_distill learns from a teacher; name it with ref.model"),
-    ({"algo__advantage": "on_policy_distill", "ref__model": "teacher", "algo__kl_coef": 0.1, "algo__kl_in": "reward"}, "on_policy_distill takes no rewards"),
-    ({"algo__kl_coef": 0.1, "algo__kl_in": "reward", "algo__kl_estimator": "unbiased"}, "algo.kl_estimator = unbiased is about the gradient"),
-    ({"algo__loss": "cispo", "algo__dual_clip": 3.0}, "algo.dual_clip = 3.0 bounds what algo.loss = cispo bounds already"),
+    (
+        {"ref__model": "teacher", "ref__every": 5, "algo__kl_coef": 0.1},
+        "ref.every = 5 would replace ref.model = teacher by the policy",
+    ),
+    (
+        {"algo__advantage": "on_policy_distill"},
+        "algo.advantage = on_policy_distill learns from a teacher; name it with ref.model",
+    ),
+    (
+        {
+            "algo__advantage": "on_policy_distill",
+            "ref__model": "teacher",
+            "algo__kl_coef": 0.1,
+            "algo__kl_in": "reward",
+        },
+        "on_policy_distill takes no rewards",
+    ),
+    (
+        {"algo__kl_coef": 0.1, "algo__kl_in": "reward", "algo__kl_estimator": "unbiased"},
+        "algo.kl_estimator = unbiased is about the gradient",
+    ),
+    (
+        {"algo__loss": "cispo", "algo__dual_clip": 3.0},
+        "algo.dual_clip = 3.0 bounds what algo.loss = cispo bounds already",
+    ),
     ({"algo__entropy_share": 1.2}, "algo.entropy_share = 1.2 should be less than or equal to 1"),
-    ({"critic__model": "judge"}, "critic.model = judge has no effect while algo.advantage = grpo; set algo.advantage gae"),
-    ({"algo__advantage": "gae", "critic__model": "scratch"}, "critic.model = scratch: leave it empty"),
+    (
+        {"critic__model": "judge"},
+        "critic.model = judge has no effect while algo.advantage = grpo; set algo.advantage gae",
+    ),
+    (
+        {"algo__advantage": "gae", "critic__model": "scratch"},
+        "critic.model = scratch: leave it empty",
+    ),
     ({"algo__gae_lambda": 1.1}, "algo.gae_lambda = 1.1 should be less than or equal to 1"),
-    ({"critic__warmup_steps": 100}, "critic.warmup_steps = 100 leaves the policy none of num_steps = 100"),
+    (
+        {"critic__warmup_steps": 100},
+        "critic.warmup_steps = 100 leaves the policy none of num_steps = 100",
+    ),
     ({"critic__value_clip": -1.0}, "critic.value_clip = -1.0 should be greater than or equal to 0"),
     ({"critic__ema_decay": 0.9}, "critic.ema_decay = 0.9: the critic is not exported"),
     ({"algo__gamma": 0.0}, "algo.gamma = 0.0 should be greater than 0"),
     ({"rollout__keep_inside": (0.5, 0.5)}, "rollout.keep_inside = (0.5, 0.5) is empty"),
-    ({"rollout__extra_prompts": -1}, "rollout.extra_prompts = -1 should be greater than or equal to 0"),
-    ({"reward__overlong_tokens": 300}, "reward.overlong_tokens = 300 must be 0 (off) to env.max_tokens = 256"),
-    ({"rollout__extra_prompts": 4, "rollout__samples_per_prompt": 1, "algo__advantage": "reinforce_pp"}, "rollout.extra_prompts = 4 replaces prompts"),
-    ({"rollout__curriculum_floor": 1.5}, "rollout.curriculum_floor = 1.5 should be less than or equal to 1"),
-    ({"rollout__curriculum_floor": 0.1, "rollout__extra_prompts": 4}, "rollout.curriculum_floor = 0.1 draws the prompts of a step and learns from all of them, which rollout.extra_prompts = 4"),
-    ({"rollout__curriculum_floor": 0.1, "rollout__ahead": 4}, "ahead = 4 and replay = '' do not allow; unset one or the other"),
-    ({"reward__model": "judge", "rollout__extra_prompts": 4}, "reward.model = judge scores after it; serve it"),
-    ({"reward__model": "judge", "reward__model_weight": float("inf")}, "reward.model_weight = inf should be a finite number"),
-    ({"reward__model": "judge", "tokens_per_rank": 512}, "tokens_per_rank = 512 cannot hold one sequence of engine.max_model_len + 1, for the end that reward.model reads"),
-    ({"ref__reset_optimizer": True}, "ref.reset_optimizer: the optimizer's state is forgotten when the reference is refreshed; set ref.every"),
-    ({"ref__reset_optimizer": True, "ref__every": 5, "algo__kl_coef": 0.1, "policy__ema_decay": 0.9}, "ref.reset_optimizer would forget the moving average"),
+    (
+        {"rollout__extra_prompts": -1},
+        "rollout.extra_prompts = -1 should be greater than or equal to 0",
+    ),
+    (
+        {"reward__overlong_tokens": 300},
+        "reward.overlong_tokens = 300 must be 0 (off) to env.max_tokens = 256",
+    ),
+    (
+        {
+            "rollout__extra_prompts": 4,
+            "rollout__samples_per_prompt": 1,
+            "algo__advantage": "reinforce_pp",
+        },
+        "rollout.extra_prompts = 4 replaces prompts",
+    ),
+    (
+        {"rollout__curriculum_floor": 1.5},
+        "rollout.curriculum_floor = 1.5 should be less than or equal to 1",
+    ),
+    (
+        {"rollout__curriculum_floor": 0.1, "rollout__extra_prompts": 4},
+        "rollout.curriculum_floor = 0.1 draws the prompts of a step and learns from all of them, which rollout.extra_prompts = 4",
+    ),
+    (
+        {"rollout__curriculum_floor": 0.1, "rollout__ahead": 4},
+        "ahead = 4 and replay = '' do not allow; unset one or the other",
+    ),
+    (
+        {"reward__model": "judge", "rollout__extra_prompts": 4},
+        "reward.model = judge scores after it; serve it",
+    ),
+    (
+        {"reward__model": "judge", "reward__model_weight": float("inf")},
+        "reward.model_weight = inf should be a finite number",
+    ),
+    (
+        {"reward__model": "judge", "tokens_per_rank": 512},
+        "tokens_per_rank = 512 cannot hold one sequence of engine.max_model_len + 1, for the end that reward.model reads",
+    ),
+    (
+        {"ref__reset_optimizer": True},
+        "ref.reset_optimizer: the optimizer's state is forgotten when the reference is refreshed; set ref.every",
+    ),
+    (
+        {
+            "ref__reset_optimizer": True,
+            "ref__every": 5,
+            "algo__kl_coef": 0.1,
+            "policy__ema_decay": 0.9,
+        },
+        "ref.reset_optimizer would forget the moving average",
+    ),
     ({"reward__clip": -1.0}, "reward.clip = -1.0 should be greater than or equal to 0"),
-    ({"rollout__samples_per_prompt": 1, "algo__advantage": "rloo"}, "algo.advantage = rloo compares the samples of one prompt"),
+    (
+        {"rollout__samples_per_prompt": 1, "algo__advantage": "rloo"},
+        "algo.advantage = rloo compares the samples of one prompt",
+    ),
     ({"algo__kl_coef": -0.1}, "algo.kl_coef = -0.1 should be greater than or equal to 0"),
     ({"policy__lr": -1e-6}, "policy.lr = -1e-06 should be greater than or equal to 0"),
     ({"policy__lr": float("nan")}, "policy.lr = nan should be greater than or equal to 0"),
-    ({"policy__max_grad_norm": -1.0}, "policy.max_grad_norm = -1.0 should be greater than or equal to 0"),
+    (
+        {"policy__max_grad_norm": -1.0},
+        "policy.max_grad_norm = -1.0 should be greater than or equal to 0",
+    ),
     ({"policy__scratch__num_layers": 0}, "policy.scratch.num_layers = 0 should be greater than 0"),
     ({"checkpoint__every": -1}, "checkpoint.every = -1 should be greater than or equal to 0"),
     ({"checkpoint__keep": 0}, "checkpoint.keep = 0 should be greater than 0"),
-    ({"checkpoint__best_metric": "loss"}, "checkpoint.best_metric = 'loss' is no held-out score; those are accuracy, reward, pass@1"),
-    ({"checkpoint__best_metric": "reward"}, "checkpoint.best_metric = reward needs an evaluation of every checkpoint, but checkpoint.every = 0"),
-    ({"checkpoint__best_metric": "reward", "checkpoint__every": 15}, "checkpoint.every = 15 is no multiple of eval.every = 10"),
+    (
+        {"checkpoint__best_metric": "loss"},
+        "checkpoint.best_metric = 'loss' is no held-out score; those are accuracy, reward, pass@1",
+    ),
+    (
+        {"checkpoint__best_metric": "reward"},
+        "checkpoint.best_metric = reward needs an evaluation of every checkpoint, but checkpoint.every = 0",
+    ),
+    (
+        {"checkpoint__best_metric": "reward", "checkpoint__every": 15},
+        "checkpoint.every = 15 is no multiple of eval.every = 10",
+    ),
     ({"sft__num_steps": -1}, "sft.num_steps = -1 should be greater than or equal to 0"),
     ({"sft__batch_size": 0}, "sft.batch_size = 0 should be greater than 0"),
     ({"sft__lr": -1.0}, "sft.lr = -1.0 should be greater than or equal to 0"),
-    # A share given as a percentage would spoil every answer; betas of 1 or a negative decay are refused by the optimizer, in a traceback.
+    # A share given as a percentage would spoil every answer; betas of 1 or a negative decay are
+    # refused by the optimizer, in a traceback.
     ({"sft__wrong_character": 60.0}, "sft.wrong_character = 60.0"),
     ({"policy__betas": (1.0, 0.9)}, "policy.betas = (1.0, 0.9)"),
     ({"policy__weight_decay": -0.1}, "policy.weight_decay = -0.1"),
     ({"policy__ema_decay": 1.0}, "policy.ema_decay = 1.0 should be less than 1"),
     ({"policy__ema_decay": -0.5}, "policy.ema_decay = -0.5 should be greater than or equal to 0"),
-    ({"policy__cpu_offload": True, "policy__optimizer_state": "offload"}, "policy.optimizer_state = offload moves to the host what policy.cpu_offload has there"),
+    (
+        {"policy__cpu_offload": True, "policy__optimizer_state": "offload"},
+        "policy.optimizer_state = offload moves to the host what policy.cpu_offload has there",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), IMPOSSIBLE, ids=lambda v: ", ".join(f"{k}={x}" for k, x in v.items()) if isinstance(v, dict) else "")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    IMPOSSIBLE,
+    ids=lambda v: ", ".join(f"{k}={x}" for k, x in v.items()) if isinstance(v, dict) else "",
+)
 def test_impossible_settings_are_refused_with_the_arithmetic(settings, message):
     with pytest.raises(UserError) as error:
-        check_rl(fill(RLConfig, dataclasses.asdict(changed(RLConfig, **settings))), world_size=2)
+        check_rl(
+            fill_config(RLConfig, dataclasses.asdict(changed(RLConfig, **settings))), world_size=2
+        )
     assert message in str(error.value)
 
 
 def test_sampling_may_be_truncated_where_nothing_is_trained():
-    check_rollout(changed(EvaluateConfig, rollout__top_p=0.9, rollout__top_k=20, eval__temperature=0.0))
+    check_rollout(
+        changed(EvaluateConfig, rollout__top_p=0.9, rollout__top_k=20, eval__temperature=0.0)
+    )
     with pytest.raises(UserError, match="rollout.max_tokens = 0 should be greater than 0"):
-        parse(EvaluateConfig, ["--rollout.max-tokens", "0"])
+        parse_flags(EvaluateConfig, ["--rollout.max-tokens", "0"])

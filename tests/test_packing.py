@@ -1,5 +1,5 @@
-"""Packing and exchange: nothing is lost, doubled or split, prompts are shared without changing what any token sees, and the plan
-depends on the trajectories alone."""
+"""Packing and exchange: nothing is lost, doubled or split, prompts are shared without changing what
+any token sees, and the plan depends on the trajectories alone."""
 
 import itertools
 
@@ -11,7 +11,10 @@ from harness import RankFailed, ranks
 from minirl.algo import normalize
 from minirl.data import blocks
 from minirl.data.packing import exchange, pack, partition, pieces
-from minirl.types import Context, Layout, Trajectory, UserError
+from minirl.parallel.mesh import Context
+from minirl.data.blocks import Layout
+from minirl.types import Trajectory
+from minirl.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -19,37 +22,54 @@ CPU = torch.device("cpu")
 def trajectory(tokens, num_prompt, seed=0, **fields):
     rng = np.random.default_rng([seed, len(tokens)])
     sampled = np.arange(len(tokens)) >= num_prompt
-    values = {"logprobs": (rng.normal(-2, 1, len(tokens)) * sampled).astype(np.float32),
-              "rewards": (rng.normal(size=len(tokens)) * sampled).astype(np.float32)} | fields
+    values = {
+        "logprobs": (rng.normal(-2, 1, len(tokens)) * sampled).astype(np.float32),
+        "rewards": (rng.normal(size=len(tokens)) * sampled).astype(np.float32),
+    } | fields
     return Trajectory(tokens=np.array(tokens, dtype=np.int32), sampled=sampled, **values)
 
 
 def groups(spec, seed=0):
-    """spec: (length of the prompt, lengths of the answers) of each group. Every token differs, but for the prompts of siblings."""
+    """spec: (length of the prompt, lengths of the answers) of each group. Every token differs, but
+    for the prompts of siblings."""
     rng, fresh, out = np.random.default_rng(seed), itertools.count(5), []
     for group, (num_prompt, answers) in enumerate(spec):
         prompt = list(itertools.islice(fresh, num_prompt))
         for episode, num_answer in enumerate(answers):
             tokens = prompt + list(itertools.islice(fresh, num_answer))
-            out.append(trajectory(tokens, num_prompt, seed, group=group, episode=episode, reward=float(rng.normal()), version=group % 3))
+            out.append(
+                trajectory(
+                    tokens,
+                    num_prompt,
+                    seed,
+                    group=group,
+                    episode=episode,
+                    reward=float(rng.normal()),
+                    version=group % 3,
+                )
+            )
     return out
 
 
 SPEC = [(6, [3, 9, 1, 4]), (2, [5, 2]), (1, [7, 3]), (30, [2, 40]), (9, [12]), (3, [1, 1, 1, 25])]
 
-# ---------------------------------------------------------------------------------------------------- pack
+# ----------------------------------------------------------------------------------------------------
+# pack
 
 
 def test_pack_gives_the_worked_example_of_types():
-    t = Trajectory(tokens=np.array([7, 8, 9, 2], np.int32), sampled=np.array([False, False, True, True]),
-                   logprobs=np.array([0, 0, -0.3, -0.1], np.float32))
+    t = Trajectory(
+        tokens=np.array([7, 8, 9, 2], np.int32),
+        sampled=np.array([False, False, True, True]),
+        logprobs=np.array([0, 0, -0.3, -0.1], np.float32),
+    )
     batch = pack([t], CPU)
     assert batch.inputs.tolist() == [7, 8, 9]
     assert batch.targets.tolist() == [8, 9, 2]
     assert batch.positions.tolist() == [0, 1, 2]
-    assert batch.mask.tolist() == [False, True, True]
+    assert batch.loss_mask.tolist() == [False, True, True]
     assert batch.engine_logprobs.tolist() == pytest.approx([0, -0.3, -0.1])
-    assert batch.rows.tolist() == [1, 2]
+    assert batch.loss_rows.tolist() == [1, 2]
     assert batch.lengths == (3,)
     assert batch.loss_tokens.tolist() == [2]
     (block,) = batch.blocks
@@ -59,27 +79,47 @@ def test_pack_gives_the_worked_example_of_types():
 
 
 def test_siblings_share_the_prompt_but_its_last_token(monkeypatch):
-    """The prompt 7 8 9 with the answers `1` and `2 3`: 7 8 once, then 9 at the head of each answer."""
-    (block,) = pack([trajectory([7, 8, 9, 1], 3), trajectory([7, 8, 9, 2, 3], 3)], CPU).blocks  # a short prompt goes with each answer's keys
+    """The prompt 7 8 9 with the answers `1` and `2 3`: 7 8 once, then 9 at the head of each
+    answer."""
+    (block,) = pack(
+        [trajectory([7, 8, 9, 1], 3), trajectory([7, 8, 9, 2, 3], 3)], CPU
+    ).blocks  # a short prompt goes with each answer's keys
     assert block.rows is None and block.key_rows.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4]
     assert block.cu_queries.tolist() == [0, 2, 3, 5] and block.cu_keys.tolist() == [0, 2, 5, 9]
     monkeypatch.setattr(blocks, "SHORT_PROMPT", 1)
-    batch = pack([trajectory([7, 8, 9, 1], 3), trajectory([7, 8, 9, 2, 3], 3)], CPU, temperature=0.7)
+    batch = pack(
+        [trajectory([7, 8, 9, 1], 3), trajectory([7, 8, 9, 2, 3], 3)], CPU, temperature=0.7
+    )
     assert batch.inputs.tolist() == [7, 8, 9, 9, 2]
     assert batch.targets.tolist() == [8, 9, 1, 2, 3]
     assert batch.positions.tolist() == [0, 1, 2, 2, 3]
-    assert batch.mask.tolist() == [False, False, True, True, True]
-    assert batch.rows.tolist() == [2, 3, 4]
+    assert batch.loss_mask.tolist() == [False, False, True, True, True]
+    assert batch.loss_rows.tolist() == [2, 3, 4]
     assert batch.lengths == (2, 1, 2)
     assert batch.loss_tokens.tolist() == [0, 1, 2]
     own, prompt = batch.blocks
     assert own.causal and own.cu_queries.tolist() == own.cu_keys.tolist() == [0, 2, 3, 5]
-    assert not prompt.causal and prompt.rows.tolist() == [2, 3, 4] and prompt.key_rows.tolist() == [0, 1]  # both answers as one pair
+    assert (
+        not prompt.causal
+        and prompt.rows.tolist() == [2, 3, 4]
+        and prompt.key_rows.tolist() == [0, 1]
+    )  # both answers as one pair
     assert prompt.cu_queries.tolist() == [0, 3] and prompt.cu_keys.tolist() == [0, 2]
-    assert batch.joined is None and pack([trajectory([7, 8], 1)], CPU, layout=Layout(windowed=True)).joined.causal
+    assert (
+        batch.windowed_block is None
+        and pack([trajectory([7, 8], 1)], CPU, layout=Layout(windowed=True)).windowed_block.causal
+    )
     assert batch.temperature == 0.7
-    dtypes = {"inputs": torch.int64, "targets": torch.int64, "positions": torch.int64, "mask": torch.bool, "rows": torch.int64, "loss_tokens": torch.int64,
-              "engine_logprobs": torch.float32, "turn_rewards": torch.float32}
+    dtypes = {
+        "inputs": torch.int64,
+        "targets": torch.int64,
+        "positions": torch.int64,
+        "mask": torch.bool,
+        "rows": torch.int64,
+        "loss_tokens": torch.int64,
+        "engine_logprobs": torch.float32,
+        "turn_rewards": torch.float32,
+    }
     assert {name: getattr(batch, name).dtype for name in dtypes} == dtypes
     assert {prompt.rows.dtype, prompt.key_rows.dtype} == {torch.int64}
     assert {getattr(prompt, name).dtype for name in ("cu_queries", "cu_keys")} == {torch.int32}
@@ -89,7 +129,11 @@ def pairs(block, num_rows):
     """(query rows, key rows) of each pair of a block."""
     rows = torch.arange(num_rows) if block.rows is None else block.rows
     key_rows = torch.arange(num_rows) if block.key_rows is None else block.key_rows
-    for queries, keys in zip(itertools.pairwise(block.cu_queries.tolist()), itertools.pairwise(block.cu_keys.tolist()), strict=True):
+    for queries, keys in zip(
+        itertools.pairwise(block.cu_queries.tolist()),
+        itertools.pairwise(block.cu_keys.tolist()),
+        strict=True,
+    ):
         yield rows[slice(*queries)].tolist(), key_rows[slice(*keys)].tolist()
 
 
@@ -105,16 +149,34 @@ def seen(batch, parts=None, positions=None):
 
 
 def in_the_loss(batch, parts=None, everywhere=None):
-    """(tokens seen, their positions, target, engine log-prob, reward) of every row in the loss. `everywhere`: tokens and positions of all ranks'
-    rows, if keys count in those."""
+    """(tokens seen, their positions, target, engine log-prob, reward) of every row in the loss.
+    `everywhere`: tokens and positions of all ranks' rows, if keys count in those."""
     tokens, positions = everywhere or (batch.inputs, batch.positions)
-    return sorted((tuple(tokens[keys].tolist()), tuple(positions[keys].tolist()), batch.targets[row].item(),
-                   batch.engine_logprobs[row].item(), batch.turn_rewards[row].item()) for row, keys in seen(batch, parts, positions) if batch.mask[row])
+    return sorted(
+        (
+            tuple(tokens[keys].tolist()),
+            tuple(positions[keys].tolist()),
+            batch.targets[row].item(),
+            batch.engine_logprobs[row].item(),
+            batch.turn_rewards[row].item(),
+        )
+        for row, keys in seen(batch, parts, positions)
+        if batch.loss_mask[row]
+    )
 
 
 def expected_in_the_loss(trajectories):
-    return sorted((tuple(t.tokens[:i].tolist()), tuple(range(i)), int(t.tokens[i]), float(t.logprobs[i]), float(t.rewards[i]))
-                  for t in trajectories for i in np.flatnonzero(t.sampled))
+    return sorted(
+        (
+            tuple(t.tokens[:i].tolist()),
+            tuple(range(i)),
+            int(t.tokens[i]),
+            float(t.logprobs[i]),
+            float(t.turn_rewards[i]),
+        )
+        for t in trajectories
+        for i in np.flatnonzero(t.sampled)
+    )
 
 
 @pytest.fixture(params=[128, 4], ids=["short prompts", "long prompts"])
@@ -130,11 +192,16 @@ def test_every_sampled_token_is_in_the_loss_once_and_sees_its_own_past(order):
     if order == "shuffled":
         whole = [whole[i] for i in np.random.default_rng(5).permutation(len(whole))]
     batch = pack(whole, CPU, layout=Layout(windowed=True))
-    assert in_the_loss(batch) == in_the_loss(batch, [batch.joined]) == expected_in_the_loss(whole)
+    assert (
+        in_the_loss(batch)
+        == in_the_loss(batch, [batch.windowed_block])
+        == expected_in_the_loss(whole)
+    )
     assert all(keys[-1] == row for row, keys in seen(batch))
-    # each prompt of n >= 2 tokens and several answers takes n - 1 rows once, and an answer of m tokens m rows
+    # each prompt of n >= 2 tokens and several answers takes n - 1 rows once, and an answer of m
+    # tokens m rows
     assert len(batch.inputs) == 5 + 17 + 1 + 7 + 10 + 29 + 42 + 20 + 2 + 28
-    assert batch.rows.tolist() == batch.mask.nonzero()[:, 0].tolist()
+    assert batch.loss_rows.tolist() == batch.loss_mask.nonzero()[:, 0].tolist()
 
 
 def test_an_observation_between_two_actions_stays_out_of_the_loss():
@@ -142,11 +209,12 @@ def test_an_observation_between_two_actions_stays_out_of_the_loss():
     whole[0].sampled[6:8] = False
     batch = pack(whole, CPU)
     assert in_the_loss(batch) == expected_in_the_loss(whole)
-    assert batch.mask.sum() == 4 + 6
+    assert batch.loss_mask.sum() == 4 + 6
 
 
 def test_one_token_prompt_is_not_taken_for_the_shared_part_of_a_longer_one():
-    """Prompts `7` and `7 8` begin alike, but the second shares a row and the first has none to share."""
+    """Prompts `7` and `7 8` begin alike, but the second shares a row and the first has none to
+    share."""
     whole = [trajectory([7, 8, 2], 2), trajectory([7, 9, 3], 1)]
     assert in_the_loss(pack(whole, CPU)) == expected_in_the_loss(whole)
     assert in_the_loss(pack(whole[::-1], CPU)) == expected_in_the_loss(whole)
@@ -154,38 +222,68 @@ def test_one_token_prompt_is_not_taken_for_the_shared_part_of_a_longer_one():
 
 def test_siblings_without_a_sampled_token_pack_to_rows_outside_the_loss():
     batch = pack([trajectory([5, 6, 7], 3), trajectory([5, 6, 7], 3)], CPU)
-    assert not batch.mask.any()
+    assert not batch.loss_mask.any()
 
 
 def test_nothing_packs_to_one_row_outside_the_loss():
     batch = pack([], CPU)
-    assert (batch.inputs.shape, batch.lengths, batch.mask.tolist(), batch.rows.tolist()) == ((1,), (1,), [False], [])
+    assert (
+        batch.inputs.shape,
+        batch.lengths,
+        batch.loss_mask.tolist(),
+        batch.loss_rows.tolist(),
+    ) == ((1,), (1,), [False], [])
 
 
 @pytest.mark.usefixtures("_prompts")
-@pytest.mark.parametrize("layout", [Layout(windowed=True), Layout(windowed=True, context=Context(None, 1, 2))], ids=["whole", "context"])
-@pytest.mark.parametrize("whole", [groups(SPEC), groups([(5, [n]) for n in range(1, 60, 3)]), groups([(2, [20]), (2, [19])]), []],
-                         ids=["shared", "alone", "shorter last", "nothing"])
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(windowed=True), Layout(windowed=True, context=Context(None, 1, 2))],
+    ids=["whole", "context"],
+)
+@pytest.mark.parametrize(
+    "whole",
+    [groups(SPEC), groups([(5, [n]) for n in range(1, 60, 3)]), groups([(2, [20]), (2, [19])]), []],
+    ids=["shared", "alone", "shorter last", "nothing"],
+)
 def test_rectangles_hold_the_pairs_of_their_block(whole, layout):
     batch = pack(whole, CPU, layout=layout)
-    for block in (*batch.blocks, batch.joined):
+    for block in (*batch.blocks, batch.windowed_block):
         expected = sorted(pairs(block, len(batch.inputs)))
         flat = torch.cat([r.queries.rows.flatten() for r in block.rectangles])
-        assert (flat if block.places is None else flat[block.places]).tolist() == (list(range(len(batch.inputs))) if block.rows is None else block.rows.tolist())
+        assert (flat if block.places is None else flat[block.places]).tolist() == (
+            list(range(len(batch.inputs))) if block.rows is None else block.rows.tolist()
+        )
         got = []
         for r in block.rectangles:
-            everything = torch.arange(r.queries.rows.shape[1])[None] if block.causal else torch.tensor([[r.keys.rows.shape[1] - 1]])
+            everything = (
+                torch.arange(r.queries.rows.shape[1])[None]
+                if block.causal
+                else torch.tensor([[r.keys.rows.shape[1] - 1]])
+            )
             last = everything.expand(len(r.queries.rows), -1) if r.last is None else r.last
-            filling = torch.zeros(r.queries.rows.shape, dtype=torch.bool) if r.filling is None else r.filling
+            filling = (
+                torch.zeros(r.queries.rows.shape, dtype=torch.bool)
+                if r.filling is None
+                else r.filling
+            )
             for run in (r.queries, r.keys):
                 flat = run.rows.flatten().tolist()
-                assert (run.first is not None) == (flat == list(range(flat[0], flat[0] + len(flat))))
+                assert (run.first is not None) == (
+                    flat == list(range(flat[0], flat[0] + len(flat)))
+                )
                 assert run.first in (None, flat[0])
-            for queries, keys, ends, fills in zip(r.queries.rows.tolist(), r.keys.rows.tolist(), last.tolist(), filling, strict=True):
+            for queries, keys, ends, fills in zip(
+                r.queries.rows.tolist(), r.keys.rows.tolist(), last.tolist(), filling, strict=True
+            ):
                 num = len(set(queries))
                 assert fills.tolist() == [False] * num + [True] * (len(queries) - num)
-                assert queries[num:] == [queries[num - 1]] * (len(queries) - num)  # ends repeat the last row
-                assert ends == list(range(ends[0], ends[0] + len(ends))) and len(ends) == (len(queries) if block.causal else 1)
+                assert queries[num:] == [queries[num - 1]] * (
+                    len(queries) - num
+                )  # ends repeat the last row
+                assert ends == list(range(ends[0], ends[0] + len(ends))) and len(ends) == (
+                    len(queries) if block.causal else 1
+                )
                 got.append((queries[:num], keys[: ends[num - 1 if block.causal else 0] + 1]))
                 assert len(queries) - num <= max(0.2 * num, 8)
         assert sorted(got) == expected
@@ -196,32 +294,64 @@ def test_rectangles_hold_the_pairs_of_their_block(whole, layout):
 @pytest.mark.parametrize("multiple", [1, 3, 4])
 def test_context_ranks_hold_every_row_once_and_see_what_one_rank_would(size, multiple):
     whole = groups(SPEC)
-    batches = [pack(whole, CPU, layout=Layout(multiple=multiple, windowed=True, context=Context(None, rank, size))) for rank in range(size)]
-    assert len({b.lengths for b in batches}) == 1 and all(len(b.inputs) % multiple == 0 for b in batches)
+    batches = [
+        pack(
+            whole,
+            CPU,
+            layout=Layout(multiple=multiple, windowed=True, context=Context(None, rank, size)),
+        )
+        for rank in range(size)
+    ]
+    assert len({b.lengths for b in batches}) == 1 and all(
+        len(b.inputs) % multiple == 0 for b in batches
+    )
     everywhere = torch.cat([b.inputs for b in batches]), torch.cat([b.positions for b in batches])
-    assert sorted(x for b in batches for x in in_the_loss(b, None, everywhere)) == expected_in_the_loss(whole)
-    assert sorted(x for b in batches for x in in_the_loss(b, [b.joined], everywhere)) == expected_in_the_loss(whole)
+    assert sorted(
+        x for b in batches for x in in_the_loss(b, None, everywhere)
+    ) == expected_in_the_loss(whole)
+    assert sorted(
+        x for b in batches for x in in_the_loss(b, [b.windowed_block], everywhere)
+    ) == expected_in_the_loss(whole)
     single = pack(whole, CPU)
-    filled = len(batches[0].loss_tokens) - len(single.loss_tokens)  # a sequence that fills rows up to the multiple
-    assert all(b.loss_tokens.tolist() == single.loss_tokens.tolist() + [0] * filled for b in batches)
+    filled = len(batches[0].loss_tokens) - len(
+        single.loss_tokens
+    )  # a sequence that fills rows up to the multiple
+    assert all(
+        b.loss_tokens.tolist() == single.loss_tokens.tolist() + [0] * filled for b in batches
+    )
     for aggregation in ("token", "sequence", "fixed"):
-        assert sum(normalize.count(b, aggregation) for b in batches).item() == pytest.approx(normalize.count(single, aggregation).item(), rel=1e-12)
-        assert sum(normalize.weights(b, aggregation, 16).sum() for b in batches).item() == pytest.approx(normalize.weights(single, aggregation, 16).sum().item(), rel=1e-12)
+        assert sum(normalize.count(b, aggregation) for b in batches).item() == pytest.approx(
+            normalize.count(single, aggregation).item(), rel=1e-12
+        )
+        assert sum(
+            normalize.weights(b, aggregation, 16).sum() for b in batches
+        ).item() == pytest.approx(
+            normalize.weights(single, aggregation, 16).sum().item(), rel=1e-12
+        )
 
 
 def test_work_is_even_over_context_ranks():
-    """One sequence of 64 rows: 64 * 65 / 2 = 2080 pairs of query and key, in zigzag 520 for each of 4 ranks but for the diagonal."""
-    batches = [pack(groups([(1, [64])]), CPU, layout=Layout(context=Context(None, rank, 4))) for rank in range(4)]
-    assert [sum(len(keys) for _, keys in seen(b, positions=torch.arange(64))) for b in batches] == [520] * 4
+    """One sequence of 64 rows: 64 * 65 / 2 = 2080 pairs of query and key, in zigzag 520 for each of
+    4 ranks but for the diagonal."""
+    batches = [
+        pack(groups([(1, [64])]), CPU, layout=Layout(context=Context(None, rank, 4)))
+        for rank in range(4)
+    ]
+    assert [sum(len(keys) for _, keys in seen(b, positions=torch.arange(64))) for b in batches] == [
+        520
+    ] * 4
 
 
-# ---------------------------------------------------------------------------------------------------- partition
+# ----------------------------------------------------------------------------------------------------
+# partition
 
 
 def optimum(lengths, num_bins):
     """Smallest possible load of the fullest bin, by trying every assignment."""
     best = sum(lengths)
-    for choice in itertools.product(range(num_bins), repeat=len(lengths) - 1):  # the first goes to bin 0, by symmetry
+    for choice in itertools.product(
+        range(num_bins), repeat=len(lengths) - 1
+    ):  # the first goes to bin 0, by symmetry
         best = min(best, np.bincount((0, *choice), weights=lengths).max())
     return best
 
@@ -244,7 +374,9 @@ def test_partition_places_each_once_within_budget_on_equally_many_micro_batches(
     loads = np.array([[sum(lengths[i] for i in members) for members in micro] for micro in plan])
     assert loads.max() <= budget
     least = -(-sum(lengths) // (num_ranks * budget))
-    assert least <= len(plan) <= 4 / 3 * least + 1  # no more micro-batches than the bound of the balancing costs
+    assert (
+        least <= len(plan) <= 4 / 3 * least + 1
+    )  # no more micro-batches than the bound of the balancing costs
     assert loads.max() - loads.min() <= max(lengths)
 
 
@@ -259,7 +391,8 @@ def test_partition_refuses_what_the_budget_cannot_hold():
         partition([3, 101], 2, 100)
 
 
-# ---------------------------------------------------------------------------------------------------- pieces
+# ----------------------------------------------------------------------------------------------------
+# pieces
 
 
 def table_of(rows):
@@ -273,17 +406,31 @@ def rows_when_packed(table, members):
 
 
 def test_a_group_that_fits_is_one_piece_with_the_prompt_counted_once():
-    group, others = [[11, 10, 15], [11, 10, 13], [11, 10, 16]], [[100 + i, 2, 16] for i in range(20)]
+    group, others = (
+        [[11, 10, 15], [11, 10, 13], [11, 10, 16]],
+        [[100 + i, 2, 16] for i in range(20)],
+    )
     members, sizes = pieces(table_of(group + others), 1, 1000)
     assert (members[0], sizes[0]) == ([0, 1, 2], 9 + 5 + 3 + 6)
-    assert pieces(table_of(group + others), 1, 18)[0][:2] == [[0, 1], [2]]  # the budget holds 17 rows, not 23
-    assert pieces(table_of(group + others), 4, 1000)[0][:2] == [[0, 1], [2]]  # nor does a sixteenth of the 341 rows in all
+    assert pieces(table_of(group + others), 1, 18)[0][:2] == [
+        [0, 1],
+        [2],
+    ]  # the budget holds 17 rows, not 23
+    assert pieces(table_of(group + others), 4, 1000)[0][:2] == [
+        [0, 1],
+        [2],
+    ]  # nor does a sixteenth of the 341 rows in all
 
 
 @pytest.mark.parametrize(("num_ranks", "budget"), [(1, 10_000), (2, 300), (4, 10_000), (8, 90)])
 def test_pieces_hold_each_sequence_once_never_mix_prompts_and_keep_the_limits(num_ranks, budget):
     rng = np.random.default_rng(8)
-    rows = [[1000 + g, p, p + int(n)] for g in range(12) for p in [int(rng.integers(1, 40))] for n in rng.integers(1, 50, rng.integers(1, 9))]
+    rows = [
+        [1000 + g, p, p + int(n)]
+        for g in range(12)
+        for p in [int(rng.integers(1, 40))]
+        for n in rng.integers(1, 50, rng.integers(1, 9))
+    ]
     table = table_of(rows)
     members, sizes = pieces(table, num_ranks, budget)
     assert [i for piece in members for i in piece] == list(range(len(table)))
@@ -305,7 +452,8 @@ def test_nothing_makes_no_pieces():
     assert pieces(table_of([]), 2, 100) == ([], [])
 
 
-# ---------------------------------------------------------------------------------------------------- exchange
+# ----------------------------------------------------------------------------------------------------
+# exchange
 
 
 def whole_batch():
@@ -321,43 +469,69 @@ def whole_batch():
 
 
 def fields(t):
-    arrays = (t.tokens, t.sampled, t.logprobs, t.rewards)
-    return (t.group, t.episode, t.version, np.float64(t.reward).tobytes(), *((a.dtype.str, a.tobytes()) for a in arrays))
+    arrays = (t.tokens, t.sampled, t.logprobs, t.turn_rewards)
+    return (
+        t.group,
+        t.episode,
+        t.version,
+        np.float64(t.reward).tobytes(),
+        *((a.dtype.str, a.tobytes()) for a in arrays),
+    )
 
 
-BY_RANK = {"in turn": lambda i, world: i % world, "by group": lambda i, world: i // 4 % world, "last rank has all": lambda i, world: world - 1,
-           "first rank has none": lambda i, world: min(1 + i % 3, world - 1)}
+BY_RANK = {
+    "in turn": lambda i, world: i % world,
+    "by group": lambda i, world: i // 4 % world,
+    "last rank has all": lambda i, world: world - 1,
+    "first rank has none": lambda i, world: min(1 + i % 3, world - 1),
+}
 
 
 def exchange_all(mesh, budget, num_minibatches):
-    """{scheme: [minibatch][micro-batch] -> fields}: the same trajectories, brought by different ranks in different order."""
+    """{scheme: [minibatch][micro-batch] -> fields}: the same trajectories, brought by different
+    ranks in different order."""
     out = {}
     for name, owner in BY_RANK.items():
         own = [t for i, t in enumerate(whole_batch()) if owner(i, mesh.world_size) == mesh.rank]
         plan = exchange(own[:: 1 if name == "in turn" else -1], mesh, budget, num_minibatches)
         out[name] = [[[fields(t) for t in micro] for micro in minibatch] for minibatch in plan]
-        assert all(len(pack(micro, CPU).inputs) <= budget for minibatch in plan for micro in minibatch)
+        assert all(
+            len(pack(micro, CPU).inputs) <= budget for minibatch in plan for micro in minibatch
+        )
     out["nothing"] = exchange([], mesh, budget, num_minibatches)
     return out
 
 
-@pytest.mark.parametrize(("world", "budget", "num_minibatches"), [(1, 200, 1), (2, 100, 1), (2, 5000, 3), (4, 60, 2)])
-def test_exchange_delivers_each_trajectory_once_and_whole_whoever_brought_it(world, budget, num_minibatches):
+@pytest.mark.parametrize(
+    ("world", "budget", "num_minibatches"), [(1, 200, 1), (2, 100, 1), (2, 5000, 3), (4, 60, 2)]
+)
+def test_exchange_delivers_each_trajectory_once_and_whole_whoever_brought_it(
+    world, budget, num_minibatches
+):
     results = ranks(world, exchange_all, budget, num_minibatches)
     expected = sorted(fields(t) for t in whole_batch())
     for result in results:
-        assert all(result[name] == result["in turn"] for name in BY_RANK)  # the plan is one of the trajectories alone
+        assert all(
+            result[name] == result["in turn"] for name in BY_RANK
+        )  # the plan is one of the trajectories alone
         assert result["nothing"] == [[[]]] * num_minibatches
     plans = [r["in turn"] for r in results]
-    assert sorted(t for plan in plans for minibatch in plan for micro in minibatch for t in micro) == expected
+    assert (
+        sorted(t for plan in plans for minibatch in plan for micro in minibatch for t in micro)
+        == expected
+    )
     groups_of = []
     for minibatch in zip(*plans, strict=True):
-        assert len({len(micros) for micros in minibatch}) == 1  # FSDP's collectives are in each forward
+        assert (
+            len({len(micros) for micros in minibatch}) == 1
+        )  # FSDP's collectives are in each forward
         groups_of.append({t[0] for micros in minibatch for micro in micros for t in micro})
         tokens = [sum(len(t[4][1]) // 4 for micro in micros for t in micro) for micros in minibatch]
         assert min(tokens) > 0.5 * max(tokens)
     assert len(groups_of) == num_minibatches
-    assert sum(map(len, groups_of)) == len(set().union(*groups_of)) == 10  # no group is in two minibatches
+    assert (
+        sum(map(len, groups_of)) == len(set().union(*groups_of)) == 10
+    )  # no group is in two minibatches
     assert max(map(len, groups_of)) - min(map(len, groups_of)) <= 1
 
 
@@ -367,7 +541,7 @@ def exchange_without_rewards(mesh):
         exchange(own, mesh, budget=1)
     except UserError as error:
         refused = str(error)
-    return refused, [t.rewards for (micro,) in exchange(own, mesh, budget=2) for t in micro]
+    return refused, [t.turn_rewards for (micro,) in exchange(own, mesh, budget=2) for t in micro]
 
 
 def test_all_ranks_refuse_a_sequence_above_the_budget_and_unset_rewards_stay_unset():

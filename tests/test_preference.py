@@ -1,4 +1,5 @@
-"""Reward models and DPO: losses are their formulas, every mesh is one process, exports score alike, programs resume and learn."""
+"""Reward models and DPO: losses are their formulas, every mesh is one process, exports score alike,
+programs resume and learn."""
 
 import contextlib
 import json
@@ -18,18 +19,26 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from minirl import checkpoint, dpo, rm
 from minirl.algo import preference
-from minirl.config import ExportConfig, ParallelConfig, PolicyConfig, RewardConfig
-from minirl.config_supervised import DPOConfig, DPOLossConfig, PairsConfig, RewardModelLossConfig, RMConfig
+from minirl.config.shared import ExportConfig, ParallelConfig, PolicyConfig, RewardConfig
+from minirl.config.supervised import (
+    DPOConfig,
+    DPOLossConfig,
+    PairsConfig,
+    RewardModelLossConfig,
+    RMConfig,
+)
 from minirl.data import chat
 from minirl.data.packing import exchange, pack, unpack
 from minirl.data.pairs import Pairs, load_pairs
-from minirl.flags import parse
+from minirl.config.parse import parse_flags
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
-from minirl.rollout.remote import RemoteReward
-from minirl.types import Trajectory, UserError
+from minirl.rewards.http import RemoteReward
+from minirl.types import Trajectory
+from minirl.errors import UserError
 
-# ---------------------------------------------------------------------------------------------------- formulas
+# ----------------------------------------------------------------------------------------------------
+# formulas
 
 
 def log_sigmoid(x):
@@ -47,8 +56,10 @@ def by_difference(function, *inputs, h=1e-5):
     """The same by the numpy formula; its gradient by central differences of fourth order."""
     grads = []
     for i, x in enumerate(inputs):
+
         def at(d, i=i, x=x):
             return function(*inputs[:i], x + d, *inputs[i + 1 :])
+
         grads.append((8 * (at(h) - at(-h)) - (at(2 * h) - at(-2 * h))) / (12 * h))
     return function(*inputs), grads
 
@@ -67,20 +78,42 @@ def test_reward_model_losses_are_their_formulas():
     chosen, rejected, margins = random(3, 40)
     for loss, center in (("sigmoid", 0.0), ("sigmoid", 0.1), ("logexp", 0.0), ("logexp", 0.3)):
         cfg = RewardModelLossConfig(loss=loss, center_coef=center)
+
         def formula(c, r, loss=loss, center=center):
-            first = -log_sigmoid(c - r - margins) if loss == "sigmoid" else np.log(1 + np.exp(r - c))
+            first = (
+                -log_sigmoid(c - r - margins) if loss == "sigmoid" else np.log(1 + np.exp(r - c))
+            )
             return first + center * (c + r) ** 2
-        same(value_and_gradient(lambda c, r, cfg=cfg: preference.reward_pair(c, r, torch.tensor(margins), cfg), chosen, rejected),
-             by_difference(formula, chosen, rejected))
-    far = preference.reward_pair(torch.tensor([-800.0, 800.0]), torch.tensor([800.0, -800.0]), torch.zeros(2), RewardModelLossConfig(loss="logexp"))
+
+        same(
+            value_and_gradient(
+                lambda c, r, cfg=cfg: preference.reward_pair(c, r, torch.tensor(margins), cfg),
+                chosen,
+                rejected,
+            ),
+            by_difference(formula, chosen, rejected),
+        )
+    far = preference.reward_pair(
+        torch.tensor([-800.0, 800.0]),
+        torch.tensor([800.0, -800.0]),
+        torch.zeros(2),
+        RewardModelLossConfig(loss="logexp"),
+    )
     assert far.tolist() == [1600.0, 0.0]  # stable
 
 
-@pytest.mark.parametrize(("loss", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0), ("hinge", 0.0)])
+@pytest.mark.parametrize(
+    ("loss", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0), ("hinge", 0.0)]
+)
 def test_dpo_losses_are_their_formulas(loss, smoothing):
     z, beta = random(40, scale=4.0), 0.3
-    formula = {"sigmoid": lambda z: -(1 - smoothing) * log_sigmoid(beta * z) - smoothing * log_sigmoid(-beta * z),
-               "ipo": lambda z: (z - 1 / (2 * beta)) ** 2, "hinge": lambda z: np.maximum(0, 1 - beta * z)}[loss]
+    formula = {
+        "sigmoid": lambda z: (
+            -(1 - smoothing) * log_sigmoid(beta * z) - smoothing * log_sigmoid(-beta * z)
+        ),
+        "ipo": lambda z: (z - 1 / (2 * beta)) ** 2,
+        "hinge": lambda z: np.maximum(0, 1 - beta * z),
+    }[loss]
     cfg = DPOLossConfig(loss=loss, beta=beta, label_smoothing=smoothing)
     same(value_and_gradient(lambda z: preference.dpo_pair(z, cfg), z), by_difference(formula, z))
 
@@ -91,9 +124,19 @@ def pairs_of(num: int, *, score: bool) -> list[Trajectory]:
     for group in range(num):
         prompt = rng.integers(5, 250, 1 + group * 3 % 20)
         for episode in range(2):
-            tokens = np.concatenate([prompt, rng.integers(5, 250, rng.integers(1, 15) + score)]).astype(np.int32)
-            out.append(Trajectory(tokens=tokens, sampled=np.arange(len(tokens)) >= len(prompt), logprobs=np.zeros(len(tokens), np.float32), group=group,
-                                  episode=episode, reward=0.0 if episode else group / 7))
+            tokens = np.concatenate(
+                [prompt, rng.integers(5, 250, rng.integers(1, 15) + score)]
+            ).astype(np.int32)
+            out.append(
+                Trajectory(
+                    tokens=tokens,
+                    sampled=np.arange(len(tokens)) >= len(prompt),
+                    logprobs=np.zeros(len(tokens), np.float32),
+                    group=group,
+                    episode=episode,
+                    reward=0.0 if episode else group / 7,
+                )
+            )
     return out
 
 
@@ -102,26 +145,47 @@ def test_dpo_of_a_packed_batch_is_the_formula_on_its_sequences(normalized):
     rows = pairs_of(5, score=False)
     batch = pack(rows, torch.device("cpu"), pairs=True)
     num = len(batch.inputs)
-    logprobs, ref = random(num, seed=1) * batch.mask.numpy(), random(num, seed=2) * batch.mask.numpy()
+    logprobs, ref = (
+        random(num, seed=1) * batch.loss_mask.numpy(),
+        random(num, seed=2) * batch.loss_mask.numpy(),
+    )
     batch.ref_logprobs = torch.tensor(ref)
     cfg = DPOLossConfig(beta=0.2, nll_coef=0.5, length_normalized=normalized)
     leaf = torch.tensor(logprobs, requires_grad=True)
     loss, metrics = preference.dpo(cfg).token_loss(batch, leaf, None)
-    policy, reference = ([v.sum() / (len(v) if normalized else 1) for v in (u[t.sampled] for u, t in zip(unpack(torch.tensor(x), rows, batch), rows, strict=True))]
-                         for x in (logprobs, ref))
-    mean = [v[t.sampled].mean() for v, t in zip(unpack(torch.tensor(logprobs), rows, batch), rows, strict=True)]
-    z = np.array([policy[i] - reference[i] - policy[i + 1] + reference[i + 1] for i in range(0, 10, 2)])
-    np.testing.assert_allclose(loss.detach().numpy(), -log_sigmoid(0.2 * z) - 0.5 * np.array(mean[::2]), atol=1e-12)
+    policy, reference = (
+        [
+            v.sum() / (len(v) if normalized else 1)
+            for v in (
+                u[t.sampled]
+                for u, t in zip(unpack(torch.tensor(x), rows, batch), rows, strict=True)
+            )
+        ]
+        for x in (logprobs, ref)
+    )
+    mean = [
+        v[t.sampled].mean()
+        for v, t in zip(unpack(torch.tensor(logprobs), rows, batch), rows, strict=True)
+    ]
+    z = np.array(
+        [policy[i] - reference[i] - policy[i + 1] + reference[i + 1] for i in range(0, 10, 2)]
+    )
+    np.testing.assert_allclose(
+        loss.detach().numpy(), -log_sigmoid(0.2 * z) - 0.5 * np.array(mean[::2]), atol=1e-12
+    )
     np.testing.assert_allclose(metrics["margin"].numpy(), 0.2 * z, atol=1e-12)
     loss.sum().backward()
     slope = -0.2 * (1 - 1 / (1 + np.exp(-0.2 * z)))  # d loss / d z of a pair
     for i, (t, got) in enumerate(zip(rows, unpack(leaf.grad, rows, batch), strict=True)):
         length = t.sampled.sum()
-        wanted = slope[i // 2] * (1 - 2 * (i % 2)) / (length if normalized else 1) - (0 if i % 2 else 0.5 / length)
+        wanted = slope[i // 2] * (1 - 2 * (i % 2)) / (length if normalized else 1) - (
+            0 if i % 2 else 0.5 / length
+        )
         np.testing.assert_allclose(got, wanted * t.sampled, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------------------------- every mesh
+# ----------------------------------------------------------------------------------------------------
+# every mesh
 
 
 def step(mesh, folder, budget, sequence, score):
@@ -133,15 +197,24 @@ def step(mesh, folder, budget, sequence, score):
             for p in (p for n, p in policy.shards().items() if n == "score.weight"):
                 assert not p.full_tensor().any()
                 whole = torch.linspace(-1, 1, p.numel(), dtype=p.dtype).reshape(p.shape)
-                p.copy_(torch.distributed.tensor.distribute_tensor(whole, p.device_mesh, p.placements))
+                p.copy_(
+                    torch.distributed.tensor.distribute_tensor(whole, p.device_mesh, p.placements)
+                )
         loss = preference.reward_model(RewardModelLossConfig(center_coef=0.1))
     else:
         ref = Policy(cfg, folder.parent / "ref", mesh, trainable=False, sequence_parallel=sequence)
         loss = preference.dpo(DPOLossConfig(nll_coef=0.3, length_normalized=True, beta=2.0))
     grads, take = {}, policy.optimizer.step
-    policy.optimizer.step = lambda: (grads.update({n: p.grad.full_tensor() for n, p in policy.shards().items()}), take())
+    policy.optimizer.step = lambda: (
+        grads.update({n: p.grad.full_tensor() for n, p in policy.shards().items()}),
+        take(),
+    )
     rows = pairs_of(9, score=score)
-    own = rows[: 3 + 15 * mesh.rank][3 * mesh.rank :] if mesh.world_size == 2 else rows[mesh.rank :: mesh.world_size]
+    own = (
+        rows[: 3 + 15 * mesh.rank][3 * mesh.rank :]
+        if mesh.world_size == 2
+        else rows[mesh.rank :: mesh.world_size]
+    )
     if budget:
         (micros,) = exchange(own, mesh, budget, whole_groups=True)
     else:
@@ -154,28 +227,43 @@ def step(mesh, folder, budget, sequence, score):
         ref.annotate([batches], "ref_logprobs")
     scores = []
     if score:
-        judge = rm.RewardModel(cfg, folder, mesh, [9], 1, budget or 1000, sequence_parallel=sequence)
+        judge = rm.RewardModel(
+            cfg, folder, mesh, [9], 1, budget or 1000, sequence_parallel=sequence
+        )
         judge.model = policy
         scores = [((t.group, t.episode), x) for t, x in zip(own, judge(own), strict=True)]
     measured = policy.measure(batches, loss)
-    metrics = policy.step(batches, loss, lr=1e-3)
+    metrics = policy.update(batches, loss, lr=1e-3)
     assert all(measured[name] == metrics[name] for name in measured)
-    return {"scores": dict(scores), "grads": grads, "metrics": metrics, "micros": [[(t.group, t.episode) for t in m] for m in micros]}
+    return {
+        "scores": dict(scores),
+        "grads": grads,
+        "metrics": metrics,
+        "micros": [[(t.group, t.episode) for t in m] for m in micros],
+    }
 
 
 def pack_apart(pair, device):
     from minirl.data import packing
+
     share = packing._sequences
-    packing._sequences = lambda rows, share: [packing._Sequence(t, 0, len(t.tokens) - 1) for t in rows]
+    packing._sequences = lambda rows, share: [
+        packing._Sequence(t, 0, len(t.tokens) - 1) for t in rows
+    ]
     try:
         return pack(pair, device, pairs=True)
     finally:
         packing._sequences = share
 
 
-MESHES = {"dp 2": (2, ParallelConfig(), False), "tp 2": (2, ParallelConfig(tensor=2), False), "tp 2, sequence": (2, ParallelConfig(tensor=2, sequence=True), True),
-          "cp 2": (2, ParallelConfig(context=2), False), "cp 2, ring": (2, ParallelConfig(context=2, context_engine="ring"), False),
-          "hsdp 2 x cp 2": (4, ParallelConfig(replicate=2, context=2), False)}
+MESHES = {
+    "dp 2": (2, ParallelConfig(), False),
+    "tp 2": (2, ParallelConfig(tensor=2), False),
+    "tp 2, sequence": (2, ParallelConfig(tensor=2, sequence=True), True),
+    "cp 2": (2, ParallelConfig(context=2), False),
+    "cp 2, ring": (2, ParallelConfig(context=2, context_engine="ring"), False),
+    "hsdp 2 x cp 2": (4, ParallelConfig(replicate=2, context=2), False),
+}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["reward model", "DPO"])
@@ -195,17 +283,31 @@ def test_every_mesh_is_one_process(one_process, mesh):
     for result in results:
         assert len(result["micros"]) >= 2 and wanted["metrics"]["grad_norm"] > 0
         for micro in result["micros"]:  # pairs are whole
-            assert len(micro) % 2 == 0 and sorted(micro) == sorted((g, e) for g in {g for g, _ in micro} for e in range(2))
+            assert len(micro) % 2 == 0 and sorted(micro) == sorted(
+                (g, e) for g in {g for g, _ in micro} for e in range(2)
+            )
         assert worst(result["grads"], wanted["grads"]) < 1e-12
         for name, value in wanted["metrics"].items():
             assert result["metrics"][name] == pytest.approx(value, rel=1e-11, abs=1e-13), name
     found = {key: x for result in results for key, x in result["scores"].items()}
-    assert found == {key: pytest.approx(x, rel=1e-11) for key, x in wanted["scores"].items()} and len(found) == 18 * score
+    assert (
+        found == {key: pytest.approx(x, rel=1e-11) for key, x in wanted["scores"].items()}
+        and len(found) == 18 * score
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- rows
+# ----------------------------------------------------------------------------------------------------
+# rows
 
-HI, YO, NO, BYE = ({"role": role, "content": content} for role, content in (("user", "hi there"), ("assistant", "yo!"), ("assistant", "go away"), ("user", "bye")))
+HI, YO, NO, BYE = (
+    {"role": role, "content": content}
+    for role, content in (
+        ("user", "hi there"),
+        ("assistant", "yo!"),
+        ("assistant", "go away"),
+        ("user", "bye"),
+    )
+)
 
 
 def written(path, rows):
@@ -215,48 +317,122 @@ def written(path, rows):
 
 def test_every_layout_gives_the_same_pair(tmp_path):
     wanted = {"prompt": [HI], "chosen": [YO], "rejected": [NO], "margin": 0.0}
-    for row in ({"prompt": "hi there", "chosen": "yo!", "rejected": "go away"}, {"prompt": [HI], "chosen": [YO], "rejected": [NO]},  # TRL
-                {"chosen": [HI, YO], "rejected": [HI, NO]}, {"prompt": "hi there", "chosen": [HI, YO], "rejected": [HI, NO]}):  # without a prompt; OpenRLHF
-        assert load_pairs(written(tmp_path / "a.jsonl", [row]), "data.train", PairsConfig())[0] == wanted
+    for row in (
+        {"prompt": "hi there", "chosen": "yo!", "rejected": "go away"},
+        {"prompt": [HI], "chosen": [YO], "rejected": [NO]},  # TRL
+        {"chosen": [HI, YO], "rejected": [HI, NO]},
+        {"prompt": "hi there", "chosen": [HI, YO], "rejected": [HI, NO]},
+    ):  # without a prompt; OpenRLHF
+        assert (
+            load_pairs(written(tmp_path / "a.jsonl", [row]), "data.train", PairsConfig())[0]
+            == wanted
+        )
     long = {"chosen": [HI, YO, BYE, YO, HI, YO], "rejected": [HI, YO, BYE, NO], "margin": 2}
     texts = {"chosen": "Human: hi Assistant: yo", "rejected": "Human: hi Assistant: no"}
-    rows = load_pairs(written(tmp_path / "b.jsonl", [long, texts]), "data.train", PairsConfig(system_prompt="be brief"))
-    assert rows[0] == {"prompt": [{"role": "system", "content": "be brief"}, HI, YO, BYE], "chosen": [YO, HI, YO], "rejected": [NO], "margin": 2.0}
+    rows = load_pairs(
+        written(tmp_path / "b.jsonl", [long, texts]),
+        "data.train",
+        PairsConfig(system_prompt="be brief"),
+    )
+    assert rows[0] == {
+        "prompt": [{"role": "system", "content": "be brief"}, HI, YO, BYE],
+        "chosen": [YO, HI, YO],
+        "rejected": [NO],
+        "margin": 2.0,
+    }
     assert rows[1] == {**texts, "margin": 0.0}
     named = PairsConfig(prompt_key="q", chosen_key="good", rejected_key="bad", margin_key="by")
-    assert load_pairs(written(tmp_path / "c.jsonl", [{"q": "hi there", "good": "yo!", "bad": "go away", "by": 0.5}]), "data.train", named)[0] == wanted | {"margin": 0.5}
+    assert load_pairs(
+        written(
+            tmp_path / "c.jsonl", [{"q": "hi there", "good": "yo!", "bad": "go away", "by": 0.5}]
+        ),
+        "data.train",
+        named,
+    )[0] == wanted | {"margin": 0.5}
     gym = load_pairs("reasoning_gym:spell_backward?size=5&seed=1", "data.train", PairsConfig())
-    assert len(gym) == 5 and all(row["chosen"] != row["rejected"] for row in gym) \
-        and {row["rejected"][0]["content"] for row in gym} <= {row["chosen"][0]["content"] for row in gym}
+    assert (
+        len(gym) == 5
+        and all(row["chosen"] != row["rejected"] for row in gym)
+        and {row["rejected"][0]["content"] for row in gym}
+        <= {row["chosen"][0]["content"] for row in gym}
+    )
 
 
-@pytest.mark.parametrize(("row", "message"), [
-    ({"prompt": "a", "chosen": "b"}, r"line 2: the rejected side 'rejected' of a pair must be a text or messages .* \(it is 'None'; the row's keys: prompt, chosen\)"),
-    ({"prompt": "a", "chosen": " ", "rejected": "b"}, "line 2: the chosen side 'chosen' of a pair must be a text"),
-    ({"prompt": "a", "chosen": "b", "rejected": []}, "line 2: the rejected side 'rejected'"),
-    ({"prompt": "a", "chosen": "b", "rejected": [NO]}, "line 2: one side of the pair is a text and the other a list of messages"),
-    ({"prompt": 7, "chosen": "b", "rejected": "c"}, "line 2: 'prompt' must be a text or messages"),
-    ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"}, "line 2: 'margin' must be a finite number, not 'much'"),
-    ({"chosen": [YO], "rejected": [NO]}, "line 2: the chosen side must answer the prompt that both share, and end by an assistant's turn"),
-    ({"chosen": [HI, YO], "rejected": [HI]}, "line 2: the rejected side must answer"),
-    ({"prompt": [HI], "chosen": [{"role": "assistant", "content": ""}], "rejected": [NO]}, "line 2: the chosen side must answer .* not empty"),
-    (["a"], "line 2: a row must be an object of named values, not a list"),
-])
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"prompt": "a", "chosen": "b"},
+            r"line 2: the rejected side 'rejected' of a pair must be a text or messages .* \(it is 'None'; the row's keys: prompt, chosen\)",
+        ),
+        (
+            {"prompt": "a", "chosen": " ", "rejected": "b"},
+            "line 2: the chosen side 'chosen' of a pair must be a text",
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": []}, "line 2: the rejected side 'rejected'"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": [NO]},
+            "line 2: one side of the pair is a text and the other a list of messages",
+        ),
+        (
+            {"prompt": 7, "chosen": "b", "rejected": "c"},
+            "line 2: 'prompt' must be a text or messages",
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"},
+            "line 2: 'margin' must be a finite number, not 'much'",
+        ),
+        (
+            {"chosen": [YO], "rejected": [NO]},
+            "line 2: the chosen side must answer the prompt that both share, and end by an assistant's turn",
+        ),
+        ({"chosen": [HI, YO], "rejected": [HI]}, "line 2: the rejected side must answer"),
+        (
+            {"prompt": [HI], "chosen": [{"role": "assistant", "content": ""}], "rejected": [NO]},
+            "line 2: the chosen side must answer .* not empty",
+        ),
+        (["a"], "line 2: a row must be an object of named values, not a list"),
+    ],
+)
 def test_a_row_that_is_no_pair_is_refused_with_its_line(tmp_path, row, message):
     with pytest.raises(UserError, match=rf"data.train = .*a.jsonl: {message}"):
-        load_pairs(written(tmp_path / "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}, row]), "data.train", PairsConfig())
+        load_pairs(
+            written(tmp_path / "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}, row]),
+            "data.train",
+            PairsConfig(),
+        )
 
 
 def encode(mesh, rows, max_tokens, score):
-    pairs = Pairs(rows, "data.train", make_tokenizer([]), [1], PairsConfig(max_tokens=max_tokens), mesh, score=score, seed=3)
-    return {"kept": pairs.kept, "lost": pairs.lost, "examples": [(t.group, t.episode, t.tokens.tolist(), t.sampled.tolist(), t.reward)
-                                                                 for t in pairs.examples(range(2 * len(pairs)))]}
+    pairs = Pairs(
+        rows,
+        "data.train",
+        make_tokenizer([]),
+        [1],
+        PairsConfig(max_tokens=max_tokens),
+        mesh,
+        score=score,
+        seed=3,
+    )
+    return {
+        "kept": pairs.kept,
+        "lost": pairs.lost,
+        "examples": [
+            (t.group, t.episode, t.tokens.tolist(), t.sampled.tolist(), t.reward)
+            for t in pairs.examples(range(2 * len(pairs)))
+        ],
+    }
 
 
 def test_equal_and_long_pairs_are_dropped_and_counted():
     pair = {"prompt": [HI], "chosen": [YO], "rejected": [NO], "margin": 1.5}
     text = {"chosen": "a yes", "rejected": "a no", "margin": 0.0}
-    rows = [pair, pair | {"rejected": [YO]}, text, pair | {"chosen": [{"role": "assistant", "content": "x" * 50}]}]
+    rows = [
+        pair,
+        pair | {"rejected": [YO]},
+        text,
+        pair | {"chosen": [{"role": "assistant", "content": "x" * 50}]},
+    ]
     for score in (False, True):
         results = ranks(2, encode, rows, 40, score)
         assert all(r["kept"] == [0, 2] and r["lost"] == (1, 1) for r in results)
@@ -265,15 +441,31 @@ def test_equal_and_long_pairs_are_dropped_and_counted():
         ids = {True: [], False: []}
         for _, episode, tokens, sampled, reward in examples:
             prompt, answer = tokens[: sampled.index(True)], tokens[sampled.index(True) :]
-            assert all(sampled[len(prompt) :]) and answer[-1] == 1 and (not score or answer[-2:] == [1, 1])
+            assert (
+                all(sampled[len(prompt) :])
+                and answer[-1] == 1
+                and (not score or answer[-2:] == [1, 1])
+            )
             ids[reward == 1.5] += [prompt]
         assert len(ids[True]) == 2
-    assert ids[True] == [make_tokenizer([]).apply_chat_template([HI], add_generation_prompt=True, return_dict=True)["input_ids"]] * 2
-    with pytest.raises(RankFailed, match="of 2 pairs none is left: 1 have a side of more than data.max_tokens = 40 tokens, 1 have a chosen side equal"):
+    assert (
+        ids[True]
+        == [
+            make_tokenizer([]).apply_chat_template(
+                [HI], add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+        ]
+        * 2
+    )
+    with pytest.raises(
+        RankFailed,
+        match="of 2 pairs none is left: 1 have a side of more than data.max_tokens = 40 tokens, 1 have a chosen side equal",
+    ):
         ranks(2, encode, rows[1::2], 40, True)
 
 
-# ---------------------------------------------------------------------------------------------------- export
+# ----------------------------------------------------------------------------------------------------
+# export
 
 
 def scored(mesh, folder, output, rows):
@@ -282,13 +474,19 @@ def scored(mesh, folder, output, rows):
     (micros,) = exchange(rows[mesh.rank :: mesh.world_size], mesh, 200, whole_groups=True)
     batches = [pack(m, mesh.device, layout=policy.layout, pairs=True) for m in micros]
     for _ in range(3):
-        policy.step(batches, preference.reward_model(RewardModelLossConfig()), 1e-3)
+        policy.update(batches, preference.reward_model(RewardModelLossConfig()), 1e-3)
     checkpoint.export(policy, output, mesh)
     out = []
-    for model in (policy, Policy(PolicyConfig(dtype="float32"), output, mesh, score=True, trainable=False)):
+    for model in (
+        policy,
+        Policy(PolicyConfig(dtype="float32"), output, mesh, score=True, trainable=False),
+    ):
         model.annotate([batches], "values")
-        found = {(t.group, t.episode): float(v[-1]) for b, m in zip(batches, micros, strict=True)
-                 for t, v in zip(m, unpack(b.values, m, b), strict=True)}
+        found = {
+            (t.group, t.episode): float(v[-1])
+            for b, m in zip(batches, micros, strict=True)
+            for t, v in zip(m, unpack(b.values, m, b), strict=True)
+        }
         out.append({k: v for part in mesh.gather(found) for k, v in part.items()})
     return out
 
@@ -298,11 +496,16 @@ def test_transformers_gives_the_same_scores(tmp_path, family):
     folder = tiny.make(tmp_path / "model", family)
     rows = [t for t in pairs_of(6, score=False)]
     for t in rows:  # the end, and one more, which nobody reads
-        t.tokens, t.sampled = np.append(t.tokens, [1, 9]).astype(np.int32), np.append(t.sampled, [True, True])
+        t.tokens, t.sampled = (
+            np.append(t.tokens, [1, 9]).astype(np.int32),
+            np.append(t.sampled, [True, True]),
+        )
         t.logprobs = np.zeros(len(t.tokens), np.float32)
     trained, loaded = ranks(2, scored, folder, tmp_path / "out", rows)[0]
     assert trained == loaded and len(trained) == 12
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, attn_implementation="eager"
+    )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert model.config.num_labels == 1 and model.config.pad_token_id == tokenizer.pad_token_id == 0
     lengths = [len(t.tokens) - 1 for t in rows]
@@ -319,39 +522,82 @@ def test_a_token_that_ends_answers_does_not_fill_up():
     tokenizer = make_tokenizer([])
     assert chat.filling_token_id(tokenizer, [1], "m") == 0
     tokenizer.pad_token = "<|end|>"
-    with pytest.raises(UserError, match="m: its tokenizer has no pad token other than what ends an answer"):
+    with pytest.raises(
+        UserError, match="m: its tokenizer has no pad token other than what ends an answer"
+    ):
         chat.filling_token_id(tokenizer, [1], "m")
     tokenizer.bos_token = "<|user|>"
     assert chat.filling_token_id(tokenizer, [1], "m") == 3
 
 
-# ---------------------------------------------------------------------------------------------------- programs
+# ----------------------------------------------------------------------------------------------------
+# programs
 
 
 def run(mesh, module, given):
     program, config = {"minirl.rm": (rm, RMConfig), "minirl.dpo": (dpo, DPOConfig)}[module]
-    program.Trainer.main(parse(config, [str(x) for x in given]), mesh)
+    program.Trainer.main(parse_flags(config, [str(x) for x in given]), mesh)
 
 
 def export(mesh, run, output):
-    checkpoint.export_checkpoint(ExportConfig(command="export", run=str(run), output=str(output)), mesh)
+    checkpoint.export_checkpoint(
+        ExportConfig(command="export", run=str(run), output=str(output)), mesh
+    )
 
 
 def flags(folder, output, *more):
-    return ["--output", output, "--policy.model", folder / "model", "--policy.dtype", "float32", "--policy.lr", 1e-3, "--data.train", folder / "pairs.jsonl",
-            "--data.held-out", 6, "--data.max-tokens", 48, "--tokens-per-rank", 128, "--batch-size", 8, "--num-steps", 6, "--eval.every", 2, *more]
+    return [
+        "--output",
+        output,
+        "--policy.model",
+        folder / "model",
+        "--policy.dtype",
+        "float32",
+        "--policy.lr",
+        1e-3,
+        "--data.train",
+        folder / "pairs.jsonl",
+        "--data.held-out",
+        6,
+        "--data.max-tokens",
+        48,
+        "--tokens-per-rank",
+        128,
+        "--batch-size",
+        8,
+        "--num-steps",
+        6,
+        "--eval.every",
+        2,
+        *more,
+    ]
 
 
 def rows_of(output, phase):
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_second"))} for row in rows if row["phase"] == phase]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_second"))}
+        for row in rows
+        if row["phase"] == phase
+    ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs")
     tiny.make(folder / "model")
-    written(folder / "pairs.jsonl", [{"prompt": f"say {n}", "chosen": str(n) * 3, "rejected": "no" * (n % 5 + 1), "margin": 0.1} for n in range(30)])
+    written(
+        folder / "pairs.jsonl",
+        [
+            {
+                "prompt": f"say {n}",
+                "chosen": str(n) * 3,
+                "rejected": "no" * (n % 5 + 1),
+                "margin": 0.1,
+            }
+            for n in range(30)
+        ],
+    )
     return folder
 
 
@@ -359,11 +605,23 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("module", ["minirl.rm", "minirl.dpo"])
 def test_resumed_run_is_the_uninterrupted_run(folder, tmp_path, module):
     output, again = tmp_path / "run", tmp_path / "again"
-    ranks(2, run, module, flags(folder, output, "--checkpoint.every", 2, "--checkpoint.best-metric", "accuracy"))
+    ranks(
+        2,
+        run,
+        module,
+        flags(folder, output, "--checkpoint.every", 2, "--checkpoint.best-metric", "accuracy"),
+    )
     train, evaluations = rows_of(output, "train"), rows_of(output, "eval")
-    assert [row["step"] for row in evaluations] == [0, 2, 4, 6] and evaluations[-1]["loss"] < evaluations[0]["loss"] == pytest.approx(np.log(2), abs=1e-6 if module == "minirl.dpo" else 0.1)
+    assert [row["step"] for row in evaluations] == [0, 2, 4, 6] and evaluations[-1][
+        "loss"
+    ] < evaluations[0]["loss"] == pytest.approx(
+        np.log(2), abs=1e-6 if module == "minirl.dpo" else 0.1
+    )
     assert {"accuracy", "margin", "loss", "grad_norm"} <= train[0].keys()
-    assert json.loads((output / "summary.json").read_text())["accuracy_after"] == evaluations[-1]["accuracy"]
+    assert (
+        json.loads((output / "summary.json").read_text())["accuracy_after"]
+        == evaluations[-1]["accuracy"]
+    )
     shutil.copytree(output, again)
     for name in ("model", "checkpoints/step-6"):
         shutil.rmtree(again / name)
@@ -372,7 +630,9 @@ def test_resumed_run_is_the_uninterrupted_run(folder, tmp_path, module):
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "exported" / name).read_bytes() == (output / "model" / name).read_bytes()
     assert rows_of(again, "train") == train and rows_of(again, "eval") == evaluations
-    assert (again / "model" / "model.safetensors").read_bytes() == (output / "model" / "model.safetensors").read_bytes()
+    assert (again / "model" / "model.safetensors").read_bytes() == (
+        output / "model" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_cached_reference_is_the_reference(folder, tmp_path):
@@ -380,27 +640,67 @@ def test_cached_reference_is_the_reference(folder, tmp_path):
     ranks(2, run, "minirl.dpo", flags(folder, tmp_path / "kept"))
     for name in ("written", "read"):
         ranks(2, run, "minirl.dpo", flags(folder, tmp_path / name, "--reference-cache", cache))
-    ranks(1, run, "minirl.dpo", flags(folder, tmp_path / "alone", "--reference-cache", cache))  # other ranks than wrote it
+    ranks(
+        1, run, "minirl.dpo", flags(folder, tmp_path / "alone", "--reference-cache", cache)
+    )  # other ranks than wrote it
     wanted = rows_of(tmp_path / "kept", "train")
-    assert wanted[-1]["margin"] > 0 and rows_of(tmp_path / "written", "train") == rows_of(tmp_path / "read", "train")
+    assert wanted[-1]["margin"] > 0 and rows_of(tmp_path / "written", "train") == rows_of(
+        tmp_path / "read", "train"
+    )
     unlike = {"phase", "accuracy"}  # before the first step z is 0, or almost
     for name in ("written", "alone"):
         for got, row in zip(rows_of(tmp_path / name, "train"), wanted, strict=True):
-            assert {k: pytest.approx(v, rel=1e-3, abs=1e-5) for k, v in row.items() if k in got.keys() - unlike} == {k: v for k, v in got.items() if k not in unlike}
+            assert {
+                k: pytest.approx(v, rel=1e-3, abs=1e-5)
+                for k, v in row.items()
+                if k in got.keys() - unlike
+            } == {k: v for k, v in got.items() if k not in unlike}
     other = tiny.make(tmp_path / "other", seed=5)
-    for more, says in ((["--data.max-tokens", 18], "its data differ"), (["--reference", other], "its reference differ"), (["--policy.dtype", "float64"], "its dtype differ")):
-        with pytest.raises(RankFailed, match=f"reference_cache = .*cache is of another run: .*{says}; name another file or remove it"):
-            ranks(1, run, "minirl.dpo", flags(folder, tmp_path / "stale", "--reference-cache", cache, *more))
+    for more, says in (
+        (["--data.max-tokens", 18], "its data differ"),
+        (["--reference", other], "its reference differ"),
+        (["--policy.dtype", "float64"], "its dtype differ"),
+    ):
+        with pytest.raises(
+            RankFailed,
+            match=f"reference_cache = .*cache is of another run: .*{says}; name another file or remove it",
+        ):
+            ranks(
+                1,
+                run,
+                "minirl.dpo",
+                flags(folder, tmp_path / "stale", "--reference-cache", cache, *more),
+            )
         assert not (tmp_path / "stale").exists()
 
 
 BAD = {
-    "one-sided": ("rm", ["--data.rejected-key", "no"], ["line 1: the rejected side 'no'", "set data.chosen_key and data.rejected_key"]),
-    "pair does not fit": ("dpo", ["--tokens-per-rank", 95], ["tokens_per_rank = 95", "2 * data.max_tokens = 96"]),
-    "smoothing of another loss": ("dpo", ["--algo.loss", "ipo", "--algo.label-smoothing", 0.1], ["algo.label_smoothing = 0.1 is of algo.loss sigmoid"]),
+    "one-sided": (
+        "rm",
+        ["--data.rejected-key", "no"],
+        ["line 1: the rejected side 'no'", "set data.chosen_key and data.rejected_key"],
+    ),
+    "pair does not fit": (
+        "dpo",
+        ["--tokens-per-rank", 95],
+        ["tokens_per_rank = 95", "2 * data.max_tokens = 96"],
+    ),
+    "smoothing of another loss": (
+        "dpo",
+        ["--algo.loss", "ipo", "--algo.label-smoothing", 0.1],
+        ["algo.label_smoothing = 0.1 is of algo.loss sigmoid"],
+    ),
     "no beta": ("dpo", ["--algo.beta", 0], ["algo.beta = 0.0 should be greater than 0"]),
-    "nobody loads it": ("rm", ["--policy.model", "{folder}/cohere"], ["no sequence classification model of family 'cohere'"]),
-    "another vocabulary": ("dpo", ["--reference", "{folder}/wide"], ["reference = ", "vocabulary of 300", "take a model with the same tokenizer"]),
+    "nobody loads it": (
+        "rm",
+        ["--policy.model", "{folder}/cohere"],
+        ["no sequence classification model of family 'cohere'"],
+    ),
+    "another vocabulary": (
+        "dpo",
+        ["--reference", "{folder}/wide"],
+        ["reference = ", "vocabulary of 300", "take a model with the same tokenizer"],
+    ),
 }
 
 
@@ -410,7 +710,11 @@ def test_one_message(folder, tmp_path, name):
     for family, config in (("cohere", {}), ("wide", {"vocab_size": 300})):
         if not (folder / family).exists():
             tiny.make(folder / family, family if family == "cohere" else "qwen3", **config)
-    given = flags(folder, tmp_path / "out", *(x.format(folder=folder) if isinstance(x, str) else x for x in more))
+    given = flags(
+        folder,
+        tmp_path / "out",
+        *(x.format(folder=folder) if isinstance(x, str) else x for x in more),
+    )
     ended = fork(f"minirl.{program}", given, tmp_path / "log")
     assert ended.code == 2 and len(ended.errors()) == 1, ended.err
     assert all(text in ended.errors()[0] for text in says), ended.errors()
@@ -418,15 +722,36 @@ def test_one_message(folder, tmp_path, name):
 
 @pytest.mark.parametrize("program", ["rm", "dpo"])
 def test_recipe_learns_the_rule_on_held_out_pairs(tmp_path, program):
-    """A third of its steps, on fewer words. Held-out accuracy: share of pairs with the chosen answer's score (DPO: rewarded margin) on the right side."""
+    """A third of its steps, on fewer words. Held-out accuracy: share of pairs with the chosen
+    answer's score (DPO: rewarded margin) on the right side."""
     words = "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=6000&seed=1"
-    ranks(2, run, f"minirl.{program}", ["--config", ROOT / "configs" / f"{program}_spell_backward.yaml", "--output", tmp_path / "out", "--num-steps", 70,
-                                        "--data.train", words, "--eval.every", 0])
+    ranks(
+        2,
+        run,
+        f"minirl.{program}",
+        [
+            "--config",
+            ROOT / "configs" / f"{program}_spell_backward.yaml",
+            "--output",
+            tmp_path / "out",
+            "--num-steps",
+            70,
+            "--data.train",
+            words,
+            "--eval.every",
+            0,
+        ],
+    )
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["accuracy_before"] == 0 and summary["accuracy_after"] >= 0.9 and summary["loss_after"] < 0.4 < summary["loss_before"]
+    assert (
+        summary["accuracy_before"] == 0
+        and summary["accuracy_after"] >= 0.9
+        and summary["loss_after"] < 0.4 < summary["loss_before"]
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- serving
+# ----------------------------------------------------------------------------------------------------
+# serving
 
 
 def export_scored(mesh, folder, out):
@@ -443,10 +768,27 @@ def test_a_served_model_gives_the_scores_of_transformers(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    server = alone("minirl.rm", ["serve", tmp_path / "scored", "--port", port, "--dtype", "float32", "--max-tokens", 64, "--tokens-per-batch", 100], tmp_path / "log")
+    server = alone(
+        "minirl.rm",
+        [
+            "serve",
+            tmp_path / "scored",
+            "--port",
+            port,
+            "--dtype",
+            "float32",
+            "--max-tokens",
+            64,
+            "--tokens-per-batch",
+            100,
+        ],
+        tmp_path / "log",
+    )
+
     def up():
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return True
+
     try:
         server.wait_for(up, 120)
         reward = RemoteReward(f"http://127.0.0.1:{port}/get_reward", RewardConfig())
@@ -456,11 +798,15 @@ def test_a_served_model_gives_the_scores_of_transformers(tmp_path):
     finally:
         server.process.kill()
         server.end(10)
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scored", dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "scored", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "scored")
     with torch.no_grad():
         for (prompt, answer), score in zip(answers, got, strict=True):
             ids = tokenizer(prompt + answer, add_special_tokens=False)["input_ids"][-63:]
             ids = ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
-            assert score == pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-4)  # scores are about 5; norms round inside
+            assert score == pytest.approx(
+                model(torch.tensor([ids])).logits.item(), abs=1e-4
+            )  # scores are about 5; norms round inside
     assert len({round(x, 4) for x in got}) == 4

@@ -1,4 +1,5 @@
-"""The whole program on two ranks, as a user runs it: what a run leaves, that it repeats bit by bit, that it can be killed and resumed."""
+"""The whole program on two ranks, as a user runs it: what a run leaves, that it repeats bit by bit,
+that it can be killed and resumed."""
 
 import itertools
 import json
@@ -20,13 +21,16 @@ from test_preference import export_scored
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl import checkpoint
-from minirl.checks import check_rl
-from minirl.config_rl import RLConfig
-from minirl.flags import load, parse
+from minirl.config.validate import check_rl
+from minirl.config.rl import RLConfig
+from minirl.config.parse import load_config, parse_flags
 from minirl.rl import Trainer
 
 NUM_STEPS, SAVED = 10, 5
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks with a CPU engine each; bitwise repeatable there only")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="two ranks with a CPU engine each; bitwise repeatable there only",
+)
 
 
 @dataclass
@@ -48,7 +52,14 @@ def read(path: Path) -> list[dict]:
 
 def repeatable(rows: list[dict]) -> list[dict]:
     """All but clocks."""
-    return [{name: value for name, value in row.items() if not name.startswith(("time/", "tokens_per_second/"))} for row in rows]
+    return [
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(("time/", "tokens_per_second/"))
+        }
+        for row in rows
+    ]
 
 
 EARNED_UNTRAINED = """
@@ -59,7 +70,8 @@ def vowels(prompt, completion, row):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """Say the last letter of a word: easy enough for 30 steps of SFT to be right now and then, which RL needs to learn at all."""
+    """Say the last letter of a word: easy enough for 30 steps of SFT to be right now and then,
+    which RL needs to learn at all."""
     folder = tmp_path_factory.mktemp("data")
     words = ["".join(letters) for letters in itertools.product("abcd", repeat=4)]
     rows = [json.dumps({"prompt": word, "answer": word[-1]}) + "\n" for word in words]
@@ -70,9 +82,29 @@ def data(tmp_path_factory) -> Path:
 
 
 def flags(data: Path, output: Path) -> list[str]:
-    given = ["--config", QUICKSTART, "--output", output, "--data.train", data / "train.jsonl", "--data.eval", data / "held_out.jsonl",
-             "--num-steps", NUM_STEPS, "--sft.num-steps", 30, "--eval.every", SAVED, "--eval.temperature", 0, "--checkpoint.every", SAVED,
-             "--checkpoint.best-metric", "accuracy", "--debug.check-refit"]
+    given = [
+        "--config",
+        QUICKSTART,
+        "--output",
+        output,
+        "--data.train",
+        data / "train.jsonl",
+        "--data.eval",
+        data / "held_out.jsonl",
+        "--num-steps",
+        NUM_STEPS,
+        "--sft.num-steps",
+        30,
+        "--eval.every",
+        SAVED,
+        "--eval.temperature",
+        0,
+        "--checkpoint.every",
+        SAVED,
+        "--checkpoint.best-metric",
+        "accuracy",
+        "--debug.check-refit",
+    ]
     return [str(flag) for flag in given]
 
 
@@ -84,30 +116,71 @@ def run(data, tmp_path_factory) -> Run:
     return Run(folder / "out", given, torchrun("minirl.rl", given, folder).end(300))
 
 
-# ---------------------------------------------------------------------------------------------------- what a run leaves
+# ----------------------------------------------------------------------------------------------------
+# what a run leaves
 
 
 def test_run_ends_well_and_prints_its_table(run):
     assert run.ended.code == 0, run.ended.err
     assert "Traceback" not in run.ended.err and not run.ended.errors()
-    for title in ("held-out accuracy before SFT", "held-out accuracy after SFT", "held-out accuracy after RL", "tokens/s, generated",
-                  "tokens/s, trained", "seconds, rollout", "seconds, refit", "peak memory of a rank, MiB"):
+    for title in (
+        "held-out accuracy before SFT",
+        "held-out accuracy after SFT",
+        "held-out accuracy after RL",
+        "tokens/s, generated",
+        "tokens/s, trained",
+        "seconds, rollout",
+        "seconds, refit",
+        "peak memory of a rank, MiB",
+    ):
         assert re.search(rf"^{title} +[\d.,]+$", run.ended.out, re.MULTILINE), run.ended.out
     assert run.ended.out.count("sampled answers") == 2 and run.ended.out.count(" -> ") >= 10
 
 
 def test_summary(run):
     summary = run.summary()
-    assert summary["accuracy_before_sft"] <= 0.1 < summary["accuracy_after_sft"] == summary["accuracy_before_rl"]
+    assert (
+        summary["accuracy_before_sft"]
+        <= 0.1
+        < summary["accuracy_after_sft"]
+        == summary["accuracy_before_rl"]
+    )
     evaluations = {row["step"]: row["accuracy"] for row in run.rows("eval")}
     assert list(evaluations) == [-1, 0, 5, 10]
-    assert [evaluations[step] for step in (-1, 0, 10)] == [summary[f"accuracy_{name}"] for name in ("before_sft", "after_sft", "after_rl")]
-    phases = {"start", "sft", "evaluate", "rollout", "idle", "refit", "prepare", "annotate", "forward", "backward", "optimizer", "checkpoint",
-              "export"}
-    assert phases <= summary["seconds"].keys() and all(value >= 0 for value in summary["seconds"].values())
-    assert 0.8 * summary["wall_seconds"] < sum(summary["seconds"].values()) < summary["wall_seconds"] + 0.1
-    assert summary["tokens_per_second"] > 0 and summary["tokens_per_second_by_phase"].keys() == {"generated", "trained"}
-    assert 100 < summary["peak_rss_mb"] == max(summary["peak_rss_mb_by_rank"]) and len(summary["peak_rss_mb_by_rank"]) == 2
+    assert [evaluations[step] for step in (-1, 0, 10)] == [
+        summary[f"accuracy_{name}"] for name in ("before_sft", "after_sft", "after_rl")
+    ]
+    phases = {
+        "start",
+        "sft",
+        "evaluate",
+        "rollout",
+        "idle",
+        "refit",
+        "prepare",
+        "annotate",
+        "forward",
+        "backward",
+        "optimizer",
+        "checkpoint",
+        "export",
+    }
+    assert phases <= summary["seconds"].keys() and all(
+        value >= 0 for value in summary["seconds"].values()
+    )
+    assert (
+        0.8 * summary["wall_seconds"]
+        < sum(summary["seconds"].values())
+        < summary["wall_seconds"] + 0.1
+    )
+    assert summary["tokens_per_second"] > 0 and summary["tokens_per_second_by_phase"].keys() == {
+        "generated",
+        "trained",
+    }
+    assert (
+        100 < summary["peak_rss_mb"] == max(summary["peak_rss_mb_by_rank"])
+        and len(summary["peak_rss_mb_by_rank"]) == 2
+    )
 
 
 def test_metrics_of_every_step(run):
@@ -115,16 +188,33 @@ def test_metrics_of_every_step(run):
     assert [row["step"] for row in rows] == list(range(NUM_STEPS))
     assert [row["step"] for row in run.rows("sft")] == list(range(30))
     for row in rows:
-        assert all(math.isfinite(value) for value in row.values() if not isinstance(value, str)), row
+        assert all(math.isfinite(value) for value in row.values() if not isinstance(value, str)), (
+            row
+        )
         assert 0 <= row["reward"] <= 1 and 1 <= row["answer_tokens"] <= 10 and row["entropy"] > 0
-        assert row["clip_fraction"] == 0 and row["policy_kl"] == 0  # one update: still the policy that sampled
+        assert (
+            row["clip_fraction"] == 0 and row["policy_kl"] == 0
+        )  # one update: still the policy that sampled
         assert 0 < row["mismatch"] < 1e-5 and row["mismatch"] <= row["mismatch_max"] < 1e-4
-        assert row["skipped_updates"] == 0 and 0 <= row["stopped"] <= 1 and 0 <= row["equal_groups"] <= 1
-        for name in ("refit_bytes", "time/refit", "time/rollout", "time/forward", "time/backward", "tokens_per_second/generated",
-                     "tokens_per_second/trained"):
+        assert (
+            row["skipped_updates"] == 0
+            and 0 <= row["stopped"] <= 1
+            and 0 <= row["equal_groups"] <= 1
+        )
+        for name in (
+            "refit_bytes",
+            "time/refit",
+            "time/rollout",
+            "time/forward",
+            "time/backward",
+            "tokens_per_second/generated",
+            "tokens_per_second/trained",
+        ):
             assert row[name] > 0
         assert all(0 <= row[f"time/idle_rank{rank}"] <= row["time/idle"] + 1e-9 for rank in (0, 1))
-    assert any(row["grad_norm"] > 0 for row in rows), "nothing was learnt from, so nothing below proves anything"
+    assert any(row["grad_norm"] > 0 for row in rows), (
+        "nothing was learnt from, so nothing below proves anything"
+    )
 
 
 def test_curves_tensorboard_and_answers(run):
@@ -133,8 +223,12 @@ def test_curves_tensorboard_and_answers(run):
     assert height > 300 and width > 600
     board = EventAccumulator(str(run.folder / "tensorboard")).Reload()
     assert [event.step for event in board.Scalars("rl/reward")] == list(range(NUM_STEPS))
-    assert [event.value for event in board.Scalars("rl/reward")] == pytest.approx([row["reward"] for row in run.rows("rl")])
-    assert {"eval/accuracy", "sft/loss", "rl/mismatch", "rl/time/refit"} <= set(board.Tags()["scalars"])
+    assert [event.value for event in board.Scalars("rl/reward")] == pytest.approx(
+        [row["reward"] for row in run.rows("rl")]
+    )
+    assert {"eval/accuracy", "sft/loss", "rl/mismatch", "rl/time/refit"} <= set(
+        board.Tags()["scalars"]
+    )
     answers = json.loads((run.folder / "answers.json").read_text())
     assert answers.keys() == {"before_sft", "before_rl", "after_rl"}
     for shown in answers.values():
@@ -143,22 +237,31 @@ def test_curves_tensorboard_and_answers(run):
 
 
 def test_config_can_be_run_again(run):
-    expected = parse(RLConfig, run.flags)
+    expected = parse_flags(RLConfig, run.flags)
     check_rl(expected, 2)
     assert expected.engine.max_model_len == 26  # what 0 came to
-    assert load(RLConfig, str(run.folder / "config.yaml")) == expected
+    assert load_config(RLConfig, str(run.folder / "config.yaml")) == expected
 
 
 def test_model_loads_in_transformers(run):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(run.folder / "model"), AutoTokenizer.from_pretrained(run.folder / "model")
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "abca"}], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(run.folder / "model"),
+        AutoTokenizer.from_pretrained(run.folder / "model"),
+    )
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "abca"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
     with torch.no_grad():
         logits = model(**ids).logits
     assert model.dtype == torch.float32 and logits.isfinite().all()
     assert "<|assistant|>" in tokenizer.decode(ids["input_ids"][0])
 
 
-# ---------------------------------------------------------------------------------------------------- repeated, killed, resumed
+# ----------------------------------------------------------------------------------------------------
+# repeated, killed, resumed
 
 
 @dataclass
@@ -171,7 +274,8 @@ class Killed:
 
 @pytest.fixture(scope="module")
 def repeated(data, tmp_path_factory) -> tuple[Killed, Run]:
-    """The same run in another folder. Rank 1 is killed after the checkpoint of step 5; then the run is resumed by its own config."""
+    """The same run in another folder. Rank 1 is killed after the checkpoint of step 5; then the run
+    is resumed by its own config."""
     folder = tmp_path_factory.mktemp("repeated")
     output = folder / "out"
     running = torchrun("minirl.rl", flags(data, output), folder / "killed")
@@ -180,7 +284,12 @@ def repeated(data, tmp_path_factory) -> tuple[Killed, Run]:
     processes[1].kill()
     began = time.monotonic()
     ended = running.end(120)
-    killed = Killed(ended, time.monotonic() - began, [p for p in processes if p.is_running()], read(output / "metrics.jsonl"))
+    killed = Killed(
+        ended,
+        time.monotonic() - began,
+        [p for p in processes if p.is_running()],
+        read(output / "metrics.jsonl"),
+    )
     given = ["--config", str(output / "config.yaml"), "--resume"]
     return killed, Run(output, given, fork("minirl.rl", given, folder / "resumed", 300, world=2))
 
@@ -195,97 +304,245 @@ def test_kill_of_one_rank_ends_all(repeated):
 def test_same_seed_same_run(run, repeated):
     """Two runs side by side, as far as the second one came before it was killed."""
     killed, _ = repeated
-    assert [row["step"] for row in killed.rows if row["phase"] == "rl"][: SAVED] == list(range(SAVED))
-    assert repeatable(killed.rows) == repeatable(read(run.folder / "metrics.jsonl"))[: len(killed.rows)]
-    assert (run.folder / "sft" / "model.safetensors").read_bytes() == (repeated[1].folder / "sft" / "model.safetensors").read_bytes()
+    assert [row["step"] for row in killed.rows if row["phase"] == "rl"][:SAVED] == list(
+        range(SAVED)
+    )
+    assert (
+        repeatable(killed.rows)
+        == repeatable(read(run.folder / "metrics.jsonl"))[: len(killed.rows)]
+    )
+    assert (run.folder / "sft" / "model.safetensors").read_bytes() == (
+        repeated[1].folder / "sft" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_resumed_run_is_the_uninterrupted_run(run, repeated):
     _, resumed = repeated
     assert resumed.ended.code == 0, resumed.ended.err
     assert f"resuming at step {SAVED}" in resumed.ended.err
-    assert repeatable(read(resumed.folder / "metrics.jsonl")) == repeatable(read(run.folder / "metrics.jsonl"))
-    assert (resumed.folder / "model" / "model.safetensors").read_bytes() == (run.folder / "model" / "model.safetensors").read_bytes()
+    assert repeatable(read(resumed.folder / "metrics.jsonl")) == repeatable(
+        read(run.folder / "metrics.jsonl")
+    )
+    assert (resumed.folder / "model" / "model.safetensors").read_bytes() == (
+        run.folder / "model" / "model.safetensors"
+    ).read_bytes()
     assert checkpoint.find_best(resumed.folder) == checkpoint.find_best(run.folder)
-    best = max((row for row in run.rows("eval") if row["step"] in (SAVED, NUM_STEPS)), key=lambda row: row["accuracy"])  # the first of equals
-    assert checkpoint.find_best(run.folder) == {"step": best["step"], "metric": "accuracy", "value": best["accuracy"]}
-    assert (resumed.folder / "answers.json").read_text() == (run.folder / "answers.json").read_text()
+    best = max(
+        (row for row in run.rows("eval") if row["step"] in (SAVED, NUM_STEPS)),
+        key=lambda row: row["accuracy"],
+    )  # the first of equals
+    assert checkpoint.find_best(run.folder) == {
+        "step": best["step"],
+        "metric": "accuracy",
+        "value": best["accuracy"],
+    }
+    assert (resumed.folder / "answers.json").read_text() == (
+        run.folder / "answers.json"
+    ).read_text()
     for name in ("accuracy_before_sft", "accuracy_after_sft", "accuracy_after_rl"):
         assert resumed.summary()[name] == run.summary()[name]
-    before, after = (load_file(run.folder / name / "model.safetensors") for name in ("sft", "model"))
-    assert any(not torch.equal(before[name], after[name]) for name in before), "RL changed nothing, so equal weights prove nothing"
+    before, after = (
+        load_file(run.folder / name / "model.safetensors") for name in ("sft", "model")
+    )
+    assert any(not torch.equal(before[name], after[name]) for name in before), (
+        "RL changed nothing, so equal weights prove nothing"
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- evaluate
+# ----------------------------------------------------------------------------------------------------
+# evaluate
 
 
 def test_evaluate_the_exported_model(run, data, tmp_path):
     ranks(1, export_scored, run.folder / "model", tmp_path / "judge")
-    given = ["--model", run.folder / "model", "--data.eval", data / "held_out.jsonl", "--reward.function", "exact", "--data.max-prompt-tokens", 16,
-             "--reward.model", tmp_path / "judge", "--reward.model-weight", 0, "--rollout.max-tokens", 10, "--engine.dtype", "float32", "--engine.kv-cache-gb", 0.1, "--eval.temperature", 0, "--eval.samples", 2]
-    running = alone("minirl.evaluate", [*given, "--output", tmp_path / "one.json"], tmp_path / "one")
+    given = [
+        "--model",
+        run.folder / "model",
+        "--data.eval",
+        data / "held_out.jsonl",
+        "--reward.function",
+        "exact",
+        "--data.max-prompt-tokens",
+        16,
+        "--reward.model",
+        tmp_path / "judge",
+        "--reward.model-weight",
+        0,
+        "--rollout.max-tokens",
+        10,
+        "--engine.dtype",
+        "float32",
+        "--engine.kv-cache-gb",
+        0.1,
+        "--eval.temperature",
+        0,
+        "--eval.samples",
+        2,
+    ]
+    running = alone(
+        "minirl.evaluate", [*given, "--output", tmp_path / "one.json"], tmp_path / "one"
+    )
     two, one = fork("minirl.evaluate", given, tmp_path / "two", 200, world=2), running.end(200)
     assert one.code == two.code == 0, one.err + two.err
     result, other = json.loads(one.out), json.loads(two.out)
-    assert abs(result["reward/model"]) > 1e-3 and other.pop("reward/model") == pytest.approx(result["reward/model"], rel=1e-4)
-    assert result == other | {"reward/model": result["reward/model"]} == json.loads((tmp_path / "one.json").read_text())
+    assert abs(result["reward/model"]) > 1e-3 and other.pop("reward/model") == pytest.approx(
+        result["reward/model"], rel=1e-4
+    )
+    assert (
+        result
+        == other | {"reward/model": result["reward/model"]}
+        == json.loads((tmp_path / "one.json").read_text())
+    )
     assert result["prompts"] == 37 and len(result["answers"]) == 5
     assert 0 < result["accuracy"] == result["pass@2"] <= 1  # greedy: both samples are the same
-    assert result["accuracy"] == run.summary()["accuracy_after_rl"]  # another program, other ranks, weights from files instead of a refit
+    assert (
+        result["accuracy"] == run.summary()["accuracy_after_rl"]
+    )  # another program, other ranks, weights from files instead of a refit
 
 
-# ---------------------------------------------------------------------------------------------------- the other switches
+# ----------------------------------------------------------------------------------------------------
+# the other switches
 
 
-ASIDE = ["--num-steps", 2, "--rollout.prompts-per-step", 8, "--rollout.samples-per-prompt", 8, "--algo.updates-per-step", 2, "--algo.kl-coef", 0.05,
-         "--algo.clip-high", 0.28, "--algo.dual-clip", 3, "--algo.aggregation", "sequence", "--rollout.tickets", "pull",
-         "--policy.activation-checkpointing", "--policy.lr-warmup-steps", 0, "--eval.every", 0, "--debug.check-refit", "--rollout.dump"]
+ASIDE = [
+    "--num-steps",
+    2,
+    "--rollout.prompts-per-step",
+    8,
+    "--rollout.samples-per-prompt",
+    8,
+    "--algo.updates-per-step",
+    2,
+    "--algo.kl-coef",
+    0.05,
+    "--algo.clip-high",
+    0.28,
+    "--algo.dual-clip",
+    3,
+    "--algo.aggregation",
+    "sequence",
+    "--rollout.tickets",
+    "pull",
+    "--policy.activation-checkpointing",
+    "--policy.lr-warmup-steps",
+    0,
+    "--eval.every",
+    0,
+    "--debug.check-refit",
+    "--rollout.dump",
+]
 
 
 def test_two_ranks_share_an_engine(data, tmp_path):
     output = tmp_path / "out"
-    given = ["--config", QUICKSTART, "--output", output, "--data.train", data / "train.jsonl", "--data.eval", data / "held_out.jsonl", *ASIDE,
-             "--reward.function", f"{data}/reward.py:vowels", "--sft.num-steps", 5, "--engine.tensor-parallel-size", 2,
-             "--refit.transport", "all_gather", "--parallel.tensor", 2, "--parallel.sequence"]
+    given = [
+        "--config",
+        QUICKSTART,
+        "--output",
+        output,
+        "--data.train",
+        data / "train.jsonl",
+        "--data.eval",
+        data / "held_out.jsonl",
+        *ASIDE,
+        "--reward.function",
+        f"{data}/reward.py:vowels",
+        "--sft.num-steps",
+        5,
+        "--engine.tensor-parallel-size",
+        2,
+        "--refit.transport",
+        "all_gather",
+        "--parallel.tensor",
+        2,
+        "--parallel.sequence",
+    ]
     ended = fork("minirl.rl", given, tmp_path, 300, world=2)
     assert ended.code == 0, ended.err
     rows = [row for row in read(output / "metrics.jsonl") if row["phase"] == "rl"]
     check_two_updates(rows)
     for step in (0, 1):
-        leader, follower = (read(output / "rollouts" / f"step-{step}-rank-{rank}.jsonl") for rank in (0, 1))
+        leader, follower = (
+            read(output / "rollouts" / f"step-{step}-rank-{rank}.jsonl") for rank in (0, 1)
+        )
         assert not follower
-        assert [(t["group"], t["episode"]) for t in leader] == [(g, e) for g in range(8 * step, 8 * step + 8) for e in range(8)]
+        assert [(t["group"], t["episode"]) for t in leader] == [
+            (g, e) for g in range(8 * step, 8 * step + 8) for e in range(8)
+        ]
         assert {t["version"] for t in leader} == {2 * step}
         assert sum(t["reward"] for t in leader) / 64 == pytest.approx(rows[step]["reward"])
-        assert sum(sum(t["sampled"]) for t in leader) / 64 == pytest.approx(rows[step]["answer_tokens"])
+        assert sum(sum(t["sampled"]) for t in leader) / 64 == pytest.approx(
+            rows[step]["answer_tokens"]
+        )
 
 
 def test_two_engines_pull_from_one_queue(data, tmp_path):
     """On the generated words of the quickstart, with every number of every update kept."""
     output = tmp_path / "out"
     words = "reasoning_gym:spell_backward?size=200&seed=3&min_word_len=3&max_word_len=6"
-    given = ["--config", QUICKSTART, "--output", output, *ASIDE, "--data.train", words, "--data.held-out", 16,
-             "--reward.function", f"{data}/reward.py:vowels", "--sft.num-steps", 0]
+    given = [
+        "--config",
+        QUICKSTART,
+        "--output",
+        output,
+        *ASIDE,
+        "--data.train",
+        words,
+        "--data.held-out",
+        16,
+        "--reward.function",
+        f"{data}/reward.py:vowels",
+        "--sft.num-steps",
+        0,
+    ]
     updates, groups = zip(*ranks(2, train_and_tell, [str(flag) for flag in given]), strict=True)
     assert updates[0] == updates[1]
     rows = [row for row in read(output / "metrics.jsonl") if row["phase"] == "rl"]
     check_two_updates(rows)
     (first, second), (third, fourth) = updates[0]
     assert abs(first["ref_kl"]) < 1e-5 < min(update["ref_kl"] for update in (second, third, fourth))
-    assert abs(first["policy_kl"]) < 1e-9 < second["policy_kl"] and abs(third["policy_kl"]) < 1e-9 < fourth["policy_kl"]
+    assert (
+        abs(first["policy_kl"]) < 1e-9 < second["policy_kl"]
+        and abs(third["policy_kl"]) < 1e-9 < fourth["policy_kl"]
+    )
     for step in (0, 1):
-        assert sorted(groups[0][step] + groups[1][step]) == list(range(8 * step, 8 * step + 8))  # each ticket went to one engine
+        assert sorted(groups[0][step] + groups[1][step]) == list(
+            range(8 * step, 8 * step + 8)
+        )  # each ticket went to one engine
 
 
 def test_killed_ranks_of_one_engine_leave_no_shared_memory(data, tmp_path):
-    """Their segments have no name any more when they work, or Python's resource tracker, which outlives them, takes it away."""
+    """Their segments have no name any more when they work, or Python's resource tracker, which
+    outlives them, takes it away."""
     output = tmp_path / "out"
-    given = ["--config", QUICKSTART, "--output", output, "--data.train", data / "train.jsonl", "--data.held-out", 8, "--num-steps", 1000,
-             "--sft.num-steps", 0, "--engine.tensor-parallel-size", 2]
+    given = [
+        "--config",
+        QUICKSTART,
+        "--output",
+        output,
+        "--data.train",
+        data / "train.jsonl",
+        "--data.held-out",
+        8,
+        "--num-steps",
+        1000,
+        "--sft.num-steps",
+        0,
+        "--engine.tensor-parallel-size",
+        2,
+    ]
     running = torchrun("minirl.rl", given, tmp_path)
     running.wait_for((output / "metrics.jsonl").exists, 200)
-    lines = [line for p in running.ranks() for line in Path(f"/proc/{p.pid}/maps").read_text().splitlines()]
-    segments = {line.split(maxsplit=5)[5].removesuffix(" (deleted)") for line in lines if "/dev/shm/" in line}
+    lines = [
+        line
+        for p in running.ranks()
+        for line in Path(f"/proc/{p.pid}/maps").read_text().splitlines()
+    ]
+    segments = {
+        line.split(maxsplit=5)[5].removesuffix(" (deleted)")
+        for line in lines
+        if "/dev/shm/" in line
+    }
     assert len(segments) >= 2 and any("minirl-" in path for path in segments)
     running.ranks()[0].kill()
     assert running.end(60).code == 1
@@ -298,9 +555,18 @@ def test_killed_ranks_of_one_engine_leave_no_shared_memory(data, tmp_path):
 def check_two_updates(rows: list[dict]) -> None:
     assert [row["step"] for row in rows] == [0, 1]
     for row in rows:
-        assert all(math.isfinite(value) for value in row.values() if not isinstance(value, str)), row
-        assert 0 < row["mismatch"] < 1e-5 and row["mismatch_max"] < 1e-4  # of the policy before the updates, also in the second one
-        assert row["policy_kl"] > 0 and 0 <= row["clip_fraction"] < 0.5 and row["grad_norm"] > 0 and row["time/annotate"] > 0
+        assert all(math.isfinite(value) for value in row.values() if not isinstance(value, str)), (
+            row
+        )
+        assert (
+            0 < row["mismatch"] < 1e-5 and row["mismatch_max"] < 1e-4
+        )  # of the policy before the updates, also in the second one
+        assert (
+            row["policy_kl"] > 0
+            and 0 <= row["clip_fraction"] < 0.5
+            and row["grad_norm"] > 0
+            and row["time/annotate"] > 0
+        )
     assert 0 < rows[0]["ref_kl"] < rows[1]["ref_kl"] < 1
 
 
@@ -312,11 +578,13 @@ def train_and_tell(mesh, given: list[str]) -> tuple[list[list[dict]], list[list[
             groups.append(sorted({t.group for t in trajectories}))
             super().report(step, trajectories, minibatches, means)
 
-    trainer = Told(parse(RLConfig, given), mesh)
+    trainer = Told(parse_flags(RLConfig, given), mesh)
     step = trainer.policy.step
+
     def tell(*args, **kwargs):
         updates.append(step(*args, **kwargs))
         return updates[-1]
+
     trainer.policy.step = tell
     trainer.train()
     return [updates[:2], updates[2:]], groups

@@ -1,5 +1,6 @@
-"""Every recipe as the whole program on one rank; what only a run shows: prompts replaced or drawn by their success, a reference refreshed, a
-reward model beside the policy, all of it resumed, and again on two ranks."""
+"""Every recipe as the whole program on one rank; what only a run shows: prompts replaced or drawn
+by their success, a reference refreshed, a reward model beside the policy, all of it resumed, and
+again on two ranks."""
 
 import itertools
 import json
@@ -17,28 +18,56 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from minirl import checkpoint, dpo, rl, rm, sft
-from minirl.config import RolloutConfig
-from minirl.config_rl import RLConfig
-from minirl.config_supervised import DPOConfig, RMConfig, SFTConfig
-from minirl.flags import parse
-from minirl.rm import RewardModel
+from minirl.config.shared import RolloutConfig
+from minirl.config.rl import RLConfig
+from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
+from minirl.config.parse import parse_flags
+from minirl.rewards.model import RewardModel
 from minirl.rollout import records, show
-from minirl.rollout.sampler import Group, Round, Sampler
-from minirl.run import find_teacher
-from minirl.types import Trajectory, UserError
+from minirl.rollout.sampler import Group, GroupScheduler, Sampler
+from minirl.inputs import find_teacher
+from minirl.types import Trajectory
+from minirl.errors import UserError
 
 WORDS = "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=100&seed=1"
-SCRATCH = ["--policy.model", "scratch", "--policy.dtype", "float32", "--policy.scratch.phrases", "Spell this word backward (example: sun -> nus): "]
-RECIPES = {"rloo": [], "dr_grpo": [], "gspo": [], "cispo": [], "dapo": [], "reinforce_pp": [], "reinforce_pp_baseline": [], "quickstart_rl": [],
-           "ppo": ["--critic.warmup-steps", 0], "on_policy_distill": ["--ref.model", "{folder}/teacher/model"], "smollm2_products": SCRATCH}
-ENVIRONMENTS = ("sft_guess", "search", "arithmetic", "math", "countdown", "guess", "python_tool", "images")  # run by test_envs.py and test_images.py
+SCRATCH = [
+    "--policy.model",
+    "scratch",
+    "--policy.dtype",
+    "float32",
+    "--policy.scratch.phrases",
+    "Spell this word backward (example: sun -> nus): ",
+]
+RECIPES = {
+    "rloo": [],
+    "dr_grpo": [],
+    "gspo": [],
+    "cispo": [],
+    "dapo": [],
+    "reinforce_pp": [],
+    "reinforce_pp_baseline": [],
+    "quickstart_rl": [],
+    "ppo": ["--critic.warmup-steps", 0],
+    "on_policy_distill": ["--ref.model", "{folder}/teacher/model"],
+    "smollm2_products": SCRATCH,
+}
+ENVIRONMENTS = (
+    "sft_guess",
+    "search",
+    "arithmetic",
+    "math",
+    "countdown",
+    "guess",
+    "python_tool",
+    "images",
+)  # run by test_envs.py and test_images.py
 SUPERVISED = {"sft": (sft, SFTConfig), "rm": (rm, RMConfig), "dpo": (dpo, DPOConfig)}
 EARNED = """
 def vowels(prompt, completion, row):
     return sum(letter in "aeiou" for letter in completion) / 10
 """
 TALKS = """
-from minirl.rollout.env import Env, Result
+from minirl.envs.base import Env, Result
 
 class Talk(Env):
     def reset(self, row):
@@ -49,29 +78,141 @@ class Talk(Env):
         return Result(observation="go on", reward=len(set(state.answer)) / 10, done=state.turn == (3 if self.long else 1), sampling={"max_tokens": 14 if self.long else 3},
                       info={"long": float(self.long)})
 """
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CPU engines: bitwise repeatable there only")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="CPU engines: bitwise repeatable there only"
+)
 
 
 def flags(folder: Path, name: str, *more: object, config: str = "rloo") -> list[str]:
-    given = ["--config", ROOT / "configs" / f"{config}.yaml", "--output", folder / name, "--num-steps", 2, "--eval.every", 0, "--data.held-out", 2,
-             "--data.train", WORDS, "--policy.scratch.num-layers", 1, "--policy.scratch.hidden-size", 32, "--policy.lr-warmup-steps", 0,
-             "--policy.lr-schedule", "constant", "--checkpoint.every", 0]
+    given = [
+        "--config",
+        ROOT / "configs" / f"{config}.yaml",
+        "--output",
+        folder / name,
+        "--num-steps",
+        2,
+        "--eval.every",
+        0,
+        "--data.held-out",
+        2,
+        "--data.train",
+        WORDS,
+        "--policy.scratch.num-layers",
+        1,
+        "--policy.scratch.hidden-size",
+        32,
+        "--policy.lr-warmup-steps",
+        0,
+        "--policy.lr-schedule",
+        "constant",
+        "--checkpoint.every",
+        0,
+    ]
     if not config.endswith("_spell_backward"):
-        given += ["--sft.num-steps", 0, "--reward.function", f"{folder}/reward.py:vowels", "--rollout.prompts-per-step", 8, "--engine.max-model-len", 128]
+        given += [
+            "--sft.num-steps",
+            0,
+            "--reward.function",
+            f"{folder}/reward.py:vowels",
+            "--rollout.prompts-per-step",
+            8,
+            "--engine.max-model-len",
+            128,
+        ]
     return [str(flag).replace("{folder}", str(folder)) for flag in (*given, *more)]
 
 
-STATES = ["--num-steps", 5, "--checkpoint.every", 2, "--rollout.extra-prompts", 3, "--rollout.keep-inside", 0.06, 1.0, "--reward.normalize", "--algo.kl-coef", 0.1,
-          "--algo.kl-target", 0.001, "--ref.every", 3, "--rollout.samples-per-prompt", 4, "--algo.entropy-share", 0.3, "--algo.entropy-coef", 0.01]
-JUDGED = ["--num-steps", 5, "--checkpoint.every", 2, "--reward.model", "{folder}/judge/model", "--reward.model-weight", 0.5, "--eval.threshold", 0.2,
-          "--rollout.curriculum-floor", 0.1, "--algo.kl-coef", 0.1, "--ref.every", 2, "--ref.reset-optimizer", "--rollout.samples-per-prompt", 4,
-          "--policy.lr", 3e-3, "--rollout.dump", "--eval.every", 4]
-TEACH = ["--num-steps", 16, "--algo.advantage", "on_policy_distill", "--policy.lr", 5e-3, "--algo.kl-estimator", "k1", "--rollout.samples-per-prompt", 1, "--rollout.prompts-per-step", 32,
-         "--ref.model", "{folder}/teacher/model"]
+STATES = [
+    "--num-steps",
+    5,
+    "--checkpoint.every",
+    2,
+    "--rollout.extra-prompts",
+    3,
+    "--rollout.keep-inside",
+    0.06,
+    1.0,
+    "--reward.normalize",
+    "--algo.kl-coef",
+    0.1,
+    "--algo.kl-target",
+    0.001,
+    "--ref.every",
+    3,
+    "--rollout.samples-per-prompt",
+    4,
+    "--algo.entropy-share",
+    0.3,
+    "--algo.entropy-coef",
+    0.01,
+]
+JUDGED = [
+    "--num-steps",
+    5,
+    "--checkpoint.every",
+    2,
+    "--reward.model",
+    "{folder}/judge/model",
+    "--reward.model-weight",
+    0.5,
+    "--eval.threshold",
+    0.2,
+    "--rollout.curriculum-floor",
+    0.1,
+    "--algo.kl-coef",
+    0.1,
+    "--ref.every",
+    2,
+    "--ref.reset-optimizer",
+    "--rollout.samples-per-prompt",
+    4,
+    "--policy.lr",
+    3e-3,
+    "--rollout.dump",
+    "--eval.every",
+    4,
+]
+TEACH = [
+    "--num-steps",
+    16,
+    "--algo.advantage",
+    "on_policy_distill",
+    "--policy.lr",
+    5e-3,
+    "--algo.kl-estimator",
+    "k1",
+    "--rollout.samples-per-prompt",
+    1,
+    "--rollout.prompts-per-step",
+    32,
+    "--ref.model",
+    "{folder}/teacher/model",
+]
 
 
-PARTIAL = ["--num-steps", 5, "--checkpoint.every", 2, "--env.name", "{folder}/talk.py:Talk", "--env.max-turns", 4, "--rollout.ahead", 3, "--rollout.max-tokens", 8,
-           "--engine.max-model-len", 160, "--rollout.prompts-per-step", 4, "--rollout.samples-per-prompt", 3, "--rollout.dump", "--policy.lr", 3e-3]
+PARTIAL = [
+    "--num-steps",
+    5,
+    "--checkpoint.every",
+    2,
+    "--env.name",
+    "{folder}/talk.py:Talk",
+    "--env.max-turns",
+    4,
+    "--rollout.ahead",
+    3,
+    "--rollout.max-tokens",
+    8,
+    "--engine.max-model-len",
+    160,
+    "--rollout.prompts-per-step",
+    4,
+    "--rollout.samples-per-prompt",
+    3,
+    "--rollout.dump",
+    "--policy.lr",
+    3e-3,
+]
 
 
 def train(mesh, cases: list[list[str]]) -> None:
@@ -89,7 +230,7 @@ def train(mesh, cases: list[list[str]]) -> None:
     for given in cases:
         name = Path(given[1]).stem.split("_")[0]  # of the recipe
         program, config = SUPERVISED.get(name, (rl, RLConfig))
-        program.Trainer.main(parse(config, given), mesh)
+        program.Trainer.main(parse_flags(config, given), mesh)
 
 
 @pytest.fixture(scope="module")
@@ -99,17 +240,60 @@ def runs(tmp_path_factory) -> Path:
     (folder / "reward.py").write_text(EARNED)
     (folder / "talk.py").write_text(TALKS)
     taught = ("on_policy_distill",)  # recipes that need the teacher
-    judged = [flags(folder, name, "--eval.every", 1, "--checkpoint.every", 1, config=f"{name}_spell_backward") for name in SUPERVISED]
+    judged = [
+        flags(
+            folder,
+            name,
+            "--eval.every",
+            1,
+            "--checkpoint.every",
+            1,
+            config=f"{name}_spell_backward",
+        )
+        for name in SUPERVISED
+    ]
     judged += [flags(folder, "judge", "--policy.lr", 0.03, config="rm_spell_backward")]
-    judged += [flags(folder, "judged", *JUDGED), flags(folder, "judged_parts", *JUDGED, "--num-steps", 4), flags(folder, "judged_parts", *JUDGED, "--resume"),
-               flags(folder, "only_judge", *JUDGED, "--reward.function", "", "--num-steps", 1)]
-    judged += [flags(folder, name, *more, config=name) for name, more in RECIPES.items() if name not in taught]
-    judged += [flags(folder, "ppo_annotated", *RECIPES["ppo"], "--algo.entropy-share", 1.0, config="ppo")]
-    cases = [flags(folder, "teacher", "--num-steps", 0, "--sft.num-steps", 25, "--sft.batch-size", 32), flags(folder, "student", *TEACH)]
+    judged += [
+        flags(folder, "judged", *JUDGED),
+        flags(folder, "judged_parts", *JUDGED, "--num-steps", 4),
+        flags(folder, "judged_parts", *JUDGED, "--resume"),
+        flags(folder, "only_judge", *JUDGED, "--reward.function", "", "--num-steps", 1),
+    ]
+    judged += [
+        flags(folder, name, *more, config=name)
+        for name, more in RECIPES.items()
+        if name not in taught
+    ]
+    judged += [
+        flags(folder, "ppo_annotated", *RECIPES["ppo"], "--algo.entropy-share", 1.0, config="ppo")
+    ]
+    cases = [
+        flags(folder, "teacher", "--num-steps", 0, "--sft.num-steps", 25, "--sft.batch-size", 32),
+        flags(folder, "student", *TEACH),
+    ]
     cases += [flags(folder, name, *RECIPES[name], config=name) for name in taught]
-    cases += [flags(folder, "whole", *STATES), flags(folder, "parts", *STATES, "--num-steps", 4), flags(folder, "parts", *STATES, "--resume")]
-    cases += [flags(folder, "partial", *PARTIAL), flags(folder, "partial_parts", *PARTIAL, "--num-steps", 4), flags(folder, "partial_parts", *PARTIAL, "--resume")]
-    cases += [flags(folder, "replayed", *PARTIAL[:4], "--rollout.replay", "{folder}/partial/rollouts", *PARTIAL[4:8], "--policy.lr", 3e-3)]
+    cases += [
+        flags(folder, "whole", *STATES),
+        flags(folder, "parts", *STATES, "--num-steps", 4),
+        flags(folder, "parts", *STATES, "--resume"),
+    ]
+    cases += [
+        flags(folder, "partial", *PARTIAL),
+        flags(folder, "partial_parts", *PARTIAL, "--num-steps", 4),
+        flags(folder, "partial_parts", *PARTIAL, "--resume"),
+    ]
+    cases += [
+        flags(
+            folder,
+            "replayed",
+            *PARTIAL[:4],
+            "--rollout.replay",
+            "{folder}/partial/rollouts",
+            *PARTIAL[4:8],
+            "--policy.lr",
+            3e-3,
+        )
+    ]
     with two_at_once({"judged": (1, train, judged), "others": (1, train, cases)}) as results:
         for future in results.values():
             future.result()
@@ -118,59 +302,111 @@ def runs(tmp_path_factory) -> Path:
 
 
 def rows(folder: Path, phase: str = "rl") -> list[dict]:
-    return [row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if row["phase"] == phase]
+    return [
+        row
+        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        if row["phase"] == phase
+    ]
 
 
 def repeatable(rows: list[dict]) -> list[dict]:
-    return [{name: value for name, value in row.items() if not name.startswith(("time/", "tokens_per_second/"))} for row in rows]
+    return [
+        {
+            name: value
+            for name, value in row.items()
+            if not name.startswith(("time/", "tokens_per_second/"))
+        }
+        for row in rows
+    ]
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_trains_two_steps(runs, name):
-    assert {p.stem for p in (ROOT / "configs").glob("*.yaml")} == RECIPES.keys() | {f"{name}_spell_backward" for name in SUPERVISED} | set(ENVIRONMENTS)
+    assert {p.stem for p in (ROOT / "configs").glob("*.yaml")} == RECIPES.keys() | {
+        f"{name}_spell_backward" for name in SUPERVISED
+    } | set(ENVIRONMENTS)
     found = rows(runs / name)
     assert [row["step"] for row in found] == [0, 1]
     for row in found:
         assert all(math.isfinite(v) for v in row.values() if not isinstance(v, str)), row
         assert row["grad_norm"] > 0 and row["skipped_updates"] == 0
     if name == "reinforce_pp":
-        assert found[0]["ref_kl"] == pytest.approx(0, abs=1e-4) and found[1]["ref_kl"] != found[0]["ref_kl"]
+        assert (
+            found[0]["ref_kl"] == pytest.approx(0, abs=1e-4)
+            and found[1]["ref_kl"] != found[0]["ref_kl"]
+        )
 
 
 @pytest.mark.parametrize("name", SUPERVISED)
 def test_supervised_recipe_trains_two_steps(runs, name):
     found = rows(runs / name, "train")
-    assert [row["step"] for row in found] == [0, 1] and all(row["grad_norm"] > 0 and math.isfinite(row["loss"]) for row in found)
+    assert [row["step"] for row in found] == [0, 1] and all(
+        row["grad_norm"] > 0 and math.isfinite(row["loss"]) for row in found
+    )
 
 
 def test_ppo_without_annotation_is_ppo_with_it(runs):
-    """With one update a step old log-probs are the update's own; a share of 1 of the tokens asks for them all the same."""
-    weights = [(runs / name / "model" / "model.safetensors").read_bytes() for name in ("ppo", "ppo_annotated")]
+    """With one update a step old log-probs are the update's own; a share of 1 of the tokens asks
+    for them all the same."""
+    weights = [
+        (runs / name / "model" / "model.safetensors").read_bytes()
+        for name in ("ppo", "ppo_annotated")
+    ]
     assert weights[0] == weights[1]
 
 
 def test_resumed_run_with_every_state_is_the_uninterrupted_one(runs):
-    """Extra tickets, the adapted KL weight, running reward statistics and the refreshed reference all come back."""
+    """Extra tickets, the adapted KL weight, running reward statistics and the refreshed reference
+    all come back."""
     whole, resumed = rows(runs / "whole"), rows(runs / "parts")
-    assert any(row["extra_prompts"] > 0 for row in whole) and all(row["extra_prompts"] <= 3 for row in whole)
-    assert whole[1]["kl_coef"] != whole[0]["kl_coef"] and any(row["shaped_reward"] != row["reward"] for row in whole)
-    assert [row["ref_kl"] > 1e-6 for row in whole] == [False, True, True, False, True]  # refreshed after 3 steps
+    assert any(row["extra_prompts"] > 0 for row in whole) and all(
+        row["extra_prompts"] <= 3 for row in whole
+    )
+    assert whole[1]["kl_coef"] != whole[0]["kl_coef"] and any(
+        row["shaped_reward"] != row["reward"] for row in whole
+    )
+    assert [row["ref_kl"] > 1e-6 for row in whole] == [
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]  # refreshed after 3 steps
     assert repeatable(resumed) == repeatable(whole) and len(whole) == 5
-    weights = [(runs / name / "model" / "model.safetensors").read_bytes() for name in ("parts", "whole")]
+    weights = [
+        (runs / name / "model" / "model.safetensors").read_bytes() for name in ("parts", "whole")
+    ]
     assert weights[0] == weights[1]
     assert [p.name for p in (runs / "whole" / "references").iterdir()] == ["step-3"]
 
 
-def test_resumed_run_with_a_curriculum_and_a_reset_optimizer_is_the_uninterrupted_one(runs, tmp_path):
+def test_resumed_run_with_a_curriculum_and_a_reset_optimizer_is_the_uninterrupted_one(
+    runs, tmp_path
+):
     """Resumed at a step that refreshes the reference and resets the optimizer first."""
     whole, resumed = rows(runs / "judged"), rows(runs / "judged_parts")
     assert repeatable(resumed) == repeatable(whole) and len(whole) == 5
     assert [row["ref_kl"] > 1e-6 for row in whole] == [False, True, False, True, False]
-    assert [p.name for p in sorted((runs / "judged" / "references").iterdir())] == ["step-2", "step-4"]
-    weights = [(runs / name / "model" / "model.safetensors").read_bytes() for name in ("judged", "judged_parts")]
+    assert [p.name for p in sorted((runs / "judged" / "references").iterdir())] == [
+        "step-2",
+        "step-4",
+    ]
+    weights = [
+        (runs / name / "model" / "model.safetensors").read_bytes()
+        for name in ("judged", "judged_parts")
+    ]
     assert weights[0] == weights[1]
-    outcomes = [json.loads((runs / name / "checkpoints" / "step-4" / "progress.json").read_text())["progress"]["outcomes"] for name in ("judged", "judged_parts")]
-    assert outcomes[0] == outcomes[1] and sum(tries for tries, _ in outcomes[0].values()) == 4 * 8 * 4 and 0 < sum(right for _, right in outcomes[0].values())
+    outcomes = [
+        json.loads((runs / name / "checkpoints" / "step-4" / "progress.json").read_text())[
+            "progress"
+        ]["outcomes"]
+        for name in ("judged", "judged_parts")
+    ]
+    assert (
+        outcomes[0] == outcomes[1]
+        and sum(tries for tries, _ in outcomes[0].values()) == 4 * 8 * 4
+        and 0 < sum(right for _, right in outcomes[0].values())
+    )
     dcp_to_torch_save(runs / "judged" / "checkpoints" / "step-4" / "state", tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt")["optimizer"]["state"]
     assert {int(s["step"]) for s in state.values()} == {2}  # of 4 updates, those after the reset
@@ -179,35 +415,66 @@ def test_resumed_run_with_a_curriculum_and_a_reset_optimizer_is_the_uninterrupte
 
 def test_two_ranks_train_as_one(runs):
     """A reference refreshed, an optimizer reset, a curriculum, a reward model; and a teacher."""
-    for name, keys in (("judged", ("reward", "reward/model", "ref_kl", "loss", "lr")), ("student", ("ref_kl", "loss"))):
+    for name, keys in (
+        ("judged", ("reward", "reward/model", "ref_kl", "loss", "lr")),
+        ("student", ("ref_kl", "loss")),
+    ):
         one, two = rows(runs / name), rows(runs / f"{name}_2")
         assert len(one) == len(two) >= 5
         for a, b in zip(one, two, strict=True):
-            assert {k: b[k] for k in keys} == {k: pytest.approx(a[k], rel=2e-3, abs=2e-5) for k in keys}
-    assert [x["reward/model"] for x in rows(runs / "judged", "eval")] == pytest.approx([x["reward/model"] for x in rows(runs / "judged_2", "eval")], rel=1e-2, abs=1e-4)
+            assert {k: b[k] for k in keys} == {
+                k: pytest.approx(a[k], rel=2e-3, abs=2e-5) for k in keys
+            }
+    assert [x["reward/model"] for x in rows(runs / "judged", "eval")] == pytest.approx(
+        [x["reward/model"] for x in rows(runs / "judged_2", "eval")], rel=1e-2, abs=1e-4
+    )
 
 
 def test_a_reward_model_scores_what_transformers_does(runs):
-    """Of every answer, with an end behind those that were cut; its weighted score is in the sum, in training and held out."""
-    model = AutoModelForSequenceClassification.from_pretrained(runs / "judge" / "model", dtype=torch.float32, attn_implementation="eager").eval()
-    sampled = [json.loads(line) for line in (runs / "judged" / "rollouts" / "step-0-rank-0.jsonl").read_text().splitlines()]
+    """Of every answer, with an end behind those that were cut; its weighted score is in the sum, in
+    training and held out."""
+    model = AutoModelForSequenceClassification.from_pretrained(
+        runs / "judge" / "model", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    sampled = [
+        json.loads(line)
+        for line in (runs / "judged" / "rollouts" / "step-0-rank-0.jsonl").read_text().splitlines()
+    ]
     assert len(sampled) == 32 and any(not t["info"]["stopped"] for t in sampled)
     with torch.no_grad():
         for t in sampled:
-            info, ids = t["info"], t["tokens"] + [model.config.eos_token_id] * (not t["info"]["stopped"])
-            assert info["rewards"]["model"] == pytest.approx(model(torch.tensor([ids])).logits.item(), abs=1e-5)
-            assert t["reward"] == pytest.approx(sum(letter in "aeiou" for letter in info["completion"]) / 10 + 0.5 * info["rewards"]["model"])
+            info, ids = (
+                t["info"],
+                t["tokens"] + [model.config.eos_token_id] * (not t["info"]["stopped"]),
+            )
+            assert info["rewards"]["model"] == pytest.approx(
+                model(torch.tensor([ids])).logits.item(), abs=1e-5
+            )
+            assert t["reward"] == pytest.approx(
+                sum(letter in "aeiou" for letter in info["completion"]) / 10
+                + 0.5 * info["rewards"]["model"]
+            )
     scores = [t["info"]["rewards"]["model"] for t in sampled]
-    assert np.std(scores) > 1e-3 and rows(runs / "judged")[0]["reward/model"] == pytest.approx(np.mean(scores), rel=1e-6)
+    assert np.std(scores) > 1e-3 and rows(runs / "judged")[0]["reward/model"] == pytest.approx(
+        np.mean(scores), rel=1e-6
+    )
     for row in rows(runs / "only_judge") + rows(runs / "only_judge", "eval"):
         assert row["reward"] == pytest.approx(0.5 * row["reward/model"]) and row["reward"] != 0
 
 
 def test_references_that_no_checkpoint_needs_are_dropped(tmp_path):
-    for name in ("checkpoints/step-20", "checkpoints/step-30", *(f"references/step-{n}" for n in (5, 15, 25, 35))):
+    for name in (
+        "checkpoints/step-20",
+        "checkpoints/step-30",
+        *(f"references/step-{n}" for n in (5, 15, 25, 35)),
+    ):
         (tmp_path / name).mkdir(parents=True)
     checkpoint.drop_references(tmp_path, 35)
-    assert sorted(p.name for p in (tmp_path / "references").iterdir()) == ["step-15", "step-25", "step-35"]
+    assert sorted(p.name for p in (tmp_path / "references").iterdir()) == [
+        "step-15",
+        "step-25",
+        "step-35",
+    ]
     for old in ("checkpoints/step-20", "checkpoints/step-30"):
         (tmp_path / old).rmdir()
     checkpoint.drop_references(tmp_path, 35)
@@ -215,25 +482,41 @@ def test_references_that_no_checkpoint_needs_are_dropped(tmp_path):
 
 
 def test_a_teacher_teaches(runs):
-    """An untrained student's KL to a teacher that has seen words falls by more than two thirds, though no reward is ever earned."""
+    """An untrained student's KL to a teacher that has seen words falls by more than two thirds,
+    though no reward is ever earned."""
     kl = [row["ref_kl"] for row in rows(runs / "student")]
     assert sum(kl[:3]) > 0.15 and sum(kl[-3:]) < 0.33 * sum(kl[:3]), kl
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
     tiny.make(tmp_path / "model")
-    with pytest.raises(UserError, match=r"ref.model = .*model has a vocabulary of \d+, and the policy's is of 99"):
-        find_teacher(str(tmp_path / "model"), AutoConfig.for_model("qwen3", vocab_size=99), 1, "ref.model")
+    with pytest.raises(
+        UserError, match=r"ref.model = .*model has a vocabulary of \d+, and the policy's is of 99"
+    ):
+        find_teacher(
+            str(tmp_path / "model"), AutoConfig.for_model("qwen3", vocab_size=99), 1, "ref.model"
+        )
     with pytest.raises(UserError, match="ref.model = .*nowhere"):
-        find_teacher(str(tmp_path / "nowhere"), AutoConfig.for_model("qwen3", vocab_size=99), 1, "ref.model")
+        find_teacher(
+            str(tmp_path / "nowhere"), AutoConfig.for_model("qwen3", vocab_size=99), 1, "ref.model"
+        )
 
 
 def test_what_is_no_reward_model_of_the_policy_is_refused(tmp_path):
     folder = tiny.make(tmp_path / "model")
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    for vocab_size, says in ((99, r"has a vocabulary of \d+, and the policy's is of 99"), (size, "is no reward model: its weights have no score.weight; train one with minirl.rm")):
+    for vocab_size, says in (
+        (99, r"has a vocabulary of \d+, and the policy's is of 99"),
+        (size, "is no reward model: its weights have no score.weight; train one with minirl.rm"),
+    ):
         with pytest.raises(UserError, match=f"reward.model = .*model {says}"):
-            find_teacher(str(folder), AutoConfig.for_model("qwen3", vocab_size=vocab_size), 1, "reward.model", scores=True)
+            find_teacher(
+                str(folder),
+                AutoConfig.for_model("qwen3", vocab_size=vocab_size),
+                1,
+                "reward.model",
+                scores=True,
+            )
 
 
 class Told(RewardModel):
@@ -241,28 +524,46 @@ class Told(RewardModel):
 
     def __init__(self, *scores):
         sleeper = SimpleNamespace(wake_parameters=lambda: None, sleep_parameters=lambda: None)
-        self.model, self.weight, self.scores = SimpleNamespace(sleeper=sleeper, folder="judge"), 0.5, scores
+        self.model, self.weight, self.scores = (
+            SimpleNamespace(sleeper=sleeper, folder="judge"),
+            0.5,
+            scores,
+        )
 
     def __call__(self, rows):
         return list(self.scores)
 
 
 def said(text, episode, segment=0):
-    return Trajectory(tokens=None, sampled=None, logprobs=None, reward=1.0, episode=episode, segment=segment, info={"prompt": "two and two", "completion": text})
+    return Trajectory(
+        tokens=None,
+        sampled=None,
+        logprobs=None,
+        reward=1.0,
+        episode=episode,
+        segment=segment,
+        info={"prompt": "two and two", "completion": text},
+    )
 
 
 def test_an_episode_earns_the_score_of_its_end():
     answers = [said("four", 0), said("fiv", 1, 0), said("five", 1, 1)]
     Told(4.0, 7.0, -2.0).grade(answers)
-    assert [t.reward for t in answers] == [3.0, 0.0, 0.0] and [t.info["rewards"] for t in answers] == [{"model": 4.0}, {"model": -2.0}, {"model": -2.0}]
+    assert [t.reward for t in answers] == [3.0, 0.0, 0.0] and [
+        t.info["rewards"] for t in answers
+    ] == [{"model": 4.0}, {"model": -2.0}, {"model": -2.0}]
 
 
 def test_a_score_that_is_no_number_ends_the_run():
-    with pytest.raises(UserError, match="reward.model = judge scored nan for prompt 'two and two', completion 'five'"):
+    with pytest.raises(
+        UserError,
+        match="reward.model = judge scored nan for prompt 'two and two', completion 'five'",
+    ):
         Told(0.5, math.nan).grade([said("four", 0), said("five", 1)])
 
 
-# ---------------------------------------------------------------------------------------------------- dynamic sampling
+# ----------------------------------------------------------------------------------------------------
+# dynamic sampling
 
 
 class Recorded(Sampler):
@@ -271,12 +572,20 @@ class Recorded(Sampler):
     def __init__(self, means: dict[int, float], rank: int, extra: int):
         self.means, self.rank, self.asked, self.mesh = means, rank, [], self
         self.cfg = RLConfig(rollout=RolloutConfig(prompts_per_step=4, extra_prompts=extra))
-        self.training, self.stage, self.prompts = Round(self), SimpleNamespace(failures=[]), None
+        self.training, self.stage, self.prompts = (
+            GroupScheduler(self),
+            SimpleNamespace(failures=[]),
+            None,
+        )
 
     def _play(self, round, prompts, tickets, num_samples, sampling, version, enough):
         self.asked.append(tickets)
         assert enough == len(tickets)
-        return [Answered(n, 0, [self.means[n] + (-1) ** e for e in range(2)]) for n in tickets if n % 2 == self.rank]
+        return [
+            Answered(n, 0, [self.means[n] + (-1) ** e for e in range(2)])
+            for n in tickets
+            if n % 2 == self.rank
+        ]
 
     def gather(self, own):
         if isinstance(own, int):
@@ -287,16 +596,41 @@ class Recorded(Sampler):
 
 class Answered(Group):
     def trajectories(self):
-        return [Trajectory(tokens=None, sampled=None, logprobs=None, reward=reward, group=self.ticket, episode=e) for e, reward in enumerate(self.episodes)]
+        return [
+            Trajectory(
+                tokens=None,
+                sampled=None,
+                logprobs=None,
+                reward=reward,
+                group=self.ticket,
+                episode=e,
+            )
+            for e, reward in enumerate(self.episodes)
+        ]
 
 
-@pytest.mark.parametrize(("means", "extra", "kept", "end", "rounds"), [
-    ([0.5] * 4, 8, [0, 1, 2, 3], 4, 1),
-    ([0.0, 0.5, 1.0, 0.5, 0.5, 0.5], 8, [1, 3, 4, 5], 6, 2),
-    ([0.0, 0.5, 1.0, 0.5, 1.0, 0.5, 0.0, 0.5], 8, [1, 3, 5, 7], 8, 4),  # one of two is missing again, twice
-    ([0.0, 0.5, 1.0, 0.5, 1.0, 0.5], 2, [0, 1, 3, 5], 6, 2),  # no more: the earliest of the others
-    ([0.0] * 4, 0, [0, 1, 2, 3], 4, 1),
-])
+@pytest.mark.parametrize(
+    ("means", "extra", "kept", "end", "rounds"),
+    [
+        ([0.5] * 4, 8, [0, 1, 2, 3], 4, 1),
+        ([0.0, 0.5, 1.0, 0.5, 0.5, 0.5], 8, [1, 3, 4, 5], 6, 2),
+        (
+            [0.0, 0.5, 1.0, 0.5, 1.0, 0.5, 0.0, 0.5],
+            8,
+            [1, 3, 5, 7],
+            8,
+            4,
+        ),  # one of two is missing again, twice
+        (
+            [0.0, 0.5, 1.0, 0.5, 1.0, 0.5],
+            2,
+            [0, 1, 3, 5],
+            6,
+            2,
+        ),  # no more: the earliest of the others
+        ([0.0] * 4, 0, [0, 1, 2, 3], 4, 1),
+    ],
+)
 def test_groups_outside_the_range_are_replaced(means, extra, kept, end, rounds):
     given = dict(enumerate(means, start=10))
     got = []
@@ -304,7 +638,9 @@ def test_groups_outside_the_range_are_replaced(means, extra, kept, end, rounds):
         sampler = Recorded(given, rank, extra)
         trajectories, stop = sampler.collect_step(10, None, version=0)
         assert stop == 10 + end and len(sampler.asked) == rounds
-        assert [n for tickets in sampler.asked for n in tickets] == list(range(10, stop))  # none twice, none left out
+        assert [n for tickets in sampler.asked for n in tickets] == list(
+            range(10, stop)
+        )  # none twice, none left out
         got += [(t.group - 10, t.episode) for t in trajectories]
     assert sorted(got) == [(n, e) for n in kept for e in (0, 1)]
 
@@ -318,38 +654,68 @@ class Store(dict):
 def test_engines_pull_from_one_queue_after_one_of_them_had_no_room_for_a_ticket():
     store, samplers = Store(), [Sampler.__new__(Sampler), Sampler.__new__(Sampler)]
     for sampler in samplers:
-        sampler.mesh, sampler.pulls, sampler.numbers = SimpleNamespace(gather=lambda value: [value], store=store), True, itertools.count()
-        sampler.engine = SimpleNamespace(tp_size=1, replica=0, is_leader=True, cfg=SimpleNamespace(max_num_seqs=8))
+        sampler.mesh, sampler.pulls, sampler.numbers = (
+            SimpleNamespace(gather=lambda value: [value], store=store),
+            True,
+            itertools.count(),
+        )
+        sampler.engine = SimpleNamespace(
+            tp_size=1, replica=0, is_leader=True, cfg=SimpleNamespace(max_num_seqs=8)
+        )
         sampler.driver = SimpleNamespace(run=lambda played: played)
     told = SimpleNamespace(groups={}, play=lambda begin, queue, room, enough: (queue, enough))
-    (_, idle), (queue, busy) = [sampler._play(told, None, range(4), 1, None, 0, 4) for sampler in samplers]
+    (_, idle), (queue, busy) = [
+        sampler._play(told, None, range(4), 1, None, 0, 4) for sampler in samplers
+    ]
     assert list(queue) == [0, 1, 2, 3] and busy(4) and idle(0)
-    (queue, first), (other, second) = [sampler._play(told, None, range(4, 8), 1, None, 0, 4) for sampler in samplers]
+    (queue, first), (other, second) = [
+        sampler._play(told, None, range(4, 8), 1, None, 0, 4) for sampler in samplers
+    ]
     assert [next(queue), next(other), *queue] == [4, 5, 6, 7] and not first(1) and second(3)
 
 
-# ---------------------------------------------------------------------------------------------------- partial rollouts, dump and replay
+# ----------------------------------------------------------------------------------------------------
+# partial rollouts, dump and replay
 
 
 def test_a_run_with_unfinished_episodes_resumes_bitwise(runs):
     whole, resumed = rows(runs / "partial"), rows(runs / "partial_parts")
     assert repeatable(resumed) == repeatable(whole) and len(whole) == 5
-    assert whole[0]["staleness"] == 0 and any(row["staleness"] > 0 for row in whole) and whole[0]["env/turns"] > 1 and {row["env/long"] for row in whole} != {0.0}
-    assert whole[0]["extra_prompts"] == 3 and not any(row["extra_prompts"] for row in whole[1:])  # begun ahead once, and so many ever since
-    weights = [(runs / name / "model" / "model.safetensors").read_bytes() for name in ("partial", "partial_parts", "replayed")]
+    assert (
+        whole[0]["staleness"] == 0
+        and any(row["staleness"] > 0 for row in whole)
+        and whole[0]["env/turns"] > 1
+        and {row["env/long"] for row in whole} != {0.0}
+    )
+    assert whole[0]["extra_prompts"] == 3 and not any(
+        row["extra_prompts"] for row in whole[1:]
+    )  # begun ahead once, and so many ever since
+    weights = [
+        (runs / name / "model" / "model.safetensors").read_bytes()
+        for name in ("partial", "partial_parts", "replayed")
+    ]
     assert weights[0] == weights[1] == weights[2]  # the last one never had an engine
 
 
 def test_dumped_episodes_are_shown(runs, capsys):
     file = runs / "partial" / "rollouts" / "step-1-rank-0.jsonl"
-    found = list(records.read(file))
+    found = list(records.read_file(file))
     assert len({(t.group, t.episode) for t in found}) == 12
-    everything = [t for path in sorted(file.parent.iterdir()) for t in records.read(path)]
-    assert len(everything) == 60 and any(len(set(t.versions.tolist())) > 2 for t in everything)  # -1, and two steps' weights
+    everything = [t for path in sorted(file.parent.iterdir()) for t in records.read_file(path)]
+    assert len(everything) == 60 and any(
+        len(set(t.versions.tolist())) > 2 for t in everything
+    )  # -1, and two steps' weights
     assert show.main([str(file)]) == 0
     text = capsys.readouterr().out
-    assert text.count("── group") == len(found) and "tokens sampled" in text and "<|user|>go on<|end|>" in text and "turns" in text
+    assert (
+        text.count("── group") == len(found)
+        and "tokens sampled" in text
+        and "<|user|>go on<|end|>" in text
+        and "turns" in text
+    )
     assert show.main([]) == show.main([str(file), "x"]) == show.main([str(runs / "reward.py")]) == 2
     assert "is not a trajectory" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"rollout.replay = .* has no step-7-rank-\*.jsonl; lower num_steps"):
-        records.load(file.parent, 7, SimpleNamespace(rank=0, world_size=1))
+    with pytest.raises(
+        UserError, match=r"rollout.replay = .* has no step-7-rank-\*.jsonl; lower num_steps"
+    ):
+        records.load_step(file.parent, 7, SimpleNamespace(rank=0, world_size=1))

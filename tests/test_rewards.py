@@ -1,4 +1,5 @@
-"""Rewards over HTTP, against real servers, and weighted sums: every answer gets its own number, and what fails says which endpoint and why."""
+"""Rewards over HTTP, against real servers, and weighted sums: every answer gets its own number, and
+what fails says which endpoint and why."""
 
 import contextlib
 import json
@@ -13,10 +14,11 @@ import httpx
 import pytest
 from programs import fork
 
-from minirl.config import RewardConfig
-from minirl.evaluate import breakdown
-from minirl.rollout import remote, rewards
-from minirl.types import Trajectory, UserError
+from minirl.config.shared import RewardConfig
+from minirl.evaluation import breakdown
+from minirl.rewards import http, functions
+from minirl.types import Trajectory
+from minirl.errors import UserError
 
 ROW = {"prompt": "q", "rendered_prompt": "<|user|>q<|end|>", "answer": "42"}
 
@@ -52,8 +54,11 @@ def endpoint(monkeypatch):
 
     def start(reply):
         servers.append(Scripted(reply))
-        threading.Thread(target=servers[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=servers[-1].serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
         return servers[-1]
+
     yield start
     for server in servers:
         server.shutdown()
@@ -61,35 +66,45 @@ def endpoint(monkeypatch):
 
 
 def lengths(body):
-    return 200, json.dumps({"rewards": [float(len(q)) for q in body["query"]], "extra_logs": {"x": [1]}})
+    return 200, json.dumps(
+        {"rewards": [float(len(q)) for q in body["query"]], "extra_logs": {"x": [1]}}
+    )
 
 
 def made(function, **cfg):
-    return rewards.make_rewards(RewardConfig(function=function, **{"backoff_seconds": 0.0, **cfg}))
+    return functions.make_rewards(
+        RewardConfig(function=function, **{"backoff_seconds": 0.0, **cfg})
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- the protocol
+# ----------------------------------------------------------------------------------------------------
+# the protocol
 
 
 def test_a_request_has_queries_prompts_and_labels(endpoint):
     server = endpoint(lengths)
     assert made(server.url)(ROW, "abc") == len("<|user|>q<|end|>abc")
     assert made(server.url)({"prompt": "q", "rendered_prompt": "r"}, "") == 1.0
-    assert server.bodies == [{"query": ["<|user|>q<|end|>abc"], "prompts": ["<|user|>q<|end|>"], "labels": ["42"]},
-                             {"query": ["r"], "prompts": ["r"], "labels": [None]}]
+    assert server.bodies == [
+        {"query": ["<|user|>q<|end|>abc"], "prompts": ["<|user|>q<|end|>"], "labels": ["42"]},
+        {"query": ["r"], "prompts": ["r"], "labels": [None]},
+    ]
 
 
 def test_threads_share_requests_and_each_gets_its_own_reward(endpoint):
     def slow(body):
         time.sleep(0.05)
         return lengths(body)
+
     server = endpoint(slow)
     graded = made(server.url)
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(lambda n: graded(ROW, "x" * n), range(64)))
     assert found == [len(ROW["rendered_prompt"]) + n for n in range(64)]
     sizes = [len(body["query"]) for body in server.bodies]
-    assert sum(sizes) == 64 and len(sizes) < 40 and 4 < max(sizes) <= 16  # alone they would be 64 requests
+    assert (
+        sum(sizes) == 64 and len(sizes) < 40 and 4 < max(sizes) <= 16
+    )  # alone they would be 64 requests
 
 
 def test_endpoints_take_turns(endpoint):
@@ -107,12 +122,17 @@ def test_serve_answers_this_protocol(monkeypatch):
     def score(texts):
         batches.append(texts)
         return [len(text) / 4 for text in texts]
+
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-        with pytest.raises(UserError, match=rf"host = 127.0.0.1, port = {port}: .*choose a free one"):
-            remote.serve(score, "127.0.0.1", port)
-    threading.Thread(target=remote.serve, args=(score, "127.0.0.1", port), daemon=True).start()
-    graded = made(f"http://127.0.0.1:{port}/get_reward", backoff_seconds=0.05, retries=8)  # it is not there yet
+        with pytest.raises(
+            UserError, match=rf"host = 127.0.0.1, port = {port}: .*choose a free one"
+        ):
+            http.serve(score, "127.0.0.1", port)
+    threading.Thread(target=http.serve, args=(score, "127.0.0.1", port), daemon=True).start()
+    graded = made(
+        f"http://127.0.0.1:{port}/get_reward", backoff_seconds=0.05, retries=8
+    )  # it is not there yet
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda n: graded(ROW, "x" * n), range(24)))
     assert found == [(len(ROW["rendered_prompt"]) + n) / 4 for n in range(24)]
@@ -121,17 +141,23 @@ def test_serve_answers_this_protocol(monkeypatch):
     assert httpx.post(f"http://127.0.0.1:{port}/", json={"query": "no list"}).status_code == 422
 
 
-# ---------------------------------------------------------------------------------------------------- what goes wrong
+# ----------------------------------------------------------------------------------------------------
+# what goes wrong
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 def test_a_failure_that_may_pass_is_tried_again_at_the_next_endpoint(endpoint, status, monkeypatch):
     pauses = []
-    monkeypatch.setattr(remote.time, "sleep", pauses.append)
+    monkeypatch.setattr(http.time, "sleep", pauses.append)
     bad, good = endpoint(lambda body: (status, "busy")), endpoint(lengths)
-    assert made(f"{bad.url},{good.url}", backoff_seconds=0.5)(ROW, "") == len(ROW["rendered_prompt"])
+    assert made(f"{bad.url},{good.url}", backoff_seconds=0.5)(ROW, "") == len(
+        ROW["rendered_prompt"]
+    )
     assert len(bad.bodies) == len(good.bodies) == 1 and pauses == [0.5]
-    with pytest.raises(UserError, match=rf"reward.function = {bad.url}: {bad.url} failed after 4 tries .*reward.retries = 3.* status {status}: busy"):
+    with pytest.raises(
+        UserError,
+        match=rf"reward.function = {bad.url}: {bad.url} failed after 4 tries .*reward.retries = 3.* status {status}: busy",
+    ):
         made(bad.url, retries=3, backoff_seconds=0.5)(ROW, "")
     assert pauses[1:] == [0.5, 1.0, 2.0]
 
@@ -151,23 +177,35 @@ def test_an_endpoint_that_is_down_or_slow_is_named(endpoint, monkeypatch):
         made(url, retries=1)(ROW, "")
     release = threading.Event()
     slow = endpoint(lambda body: (release.wait(5), lengths(body))[1])
-    with pytest.raises(UserError, match=rf"{slow.url} failed after 2 tries .*reward.timeout_seconds = 0.1.* ReadTimeout"):
+    with pytest.raises(
+        UserError,
+        match=rf"{slow.url} failed after 2 tries .*reward.timeout_seconds = 0.1.* ReadTimeout",
+    ):
         made(slow.url, retries=1, timeout_seconds=0.1)(ROW, "")
     release.set()
 
 
-@pytest.mark.parametrize("text", ["nonsense", "{}", "[1.0]", '{"rewards": 1.0}', '{"rewards": [1.0, 2.0]}', '{"rewards": []}'])
+@pytest.mark.parametrize(
+    "text",
+    ["nonsense", "{}", "[1.0]", '{"rewards": 1.0}', '{"rewards": [1.0, 2.0]}', '{"rewards": []}'],
+)
 def test_an_answer_that_is_not_the_protocol_is_shown(endpoint, text):
     server = endpoint(lambda body: (200, text))
     with pytest.raises(UserError) as error:
         made(server.url)(ROW, "")
-    assert f"{server.url} answered {text!r} to 1 queries; it must answer" in str(error.value) and len(server.bodies) == 1
+    assert (
+        f"{server.url} answered {text!r} to 1 queries; it must answer" in str(error.value)
+        and len(server.bodies) == 1
+    )
 
 
 @pytest.mark.parametrize("value", ["NaN", "null", "[0.5]", '"0.5"'])
 def test_a_reward_that_is_not_a_finite_number_is_refused(endpoint, value):
     server = endpoint(lambda body: (200, f'{{"rewards": [{value}]}}'))
-    with pytest.raises(UserError, match=r"returned .* for prompt 'q', completion 'a'; it must return one finite number"):
+    with pytest.raises(
+        UserError,
+        match=r"returned .* for prompt 'q', completion 'a'; it must return one finite number",
+    ):
         made(server.url)(ROW, "a")
 
 
@@ -175,12 +213,14 @@ def test_all_threads_of_a_failed_request_hear_of_it(endpoint):
     def broken(body):
         time.sleep(0.05)
         return 500, "out of memory"
+
     graded = made(endpoint(broken).url, retries=0)
 
     def told(n):
         with pytest.raises(UserError, match="status 500: out of memory"):
             graded(ROW, "x" * n)
         return True
+
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(told, range(16), timeout=20))
 
@@ -196,15 +236,20 @@ def test_a_label_that_is_no_json_ends_all_threads_too(endpoint):
 
 @pytest.mark.parametrize("url", ["http:///path", "http://a:1/x,ftp://b/y", "http://a,"])
 def test_a_url_without_a_host_is_refused(url):
-    with pytest.raises(UserError, match=r"reward.function = .*is not of the form http://host:port/path"):
+    with pytest.raises(
+        UserError, match=r"reward.function = .*is not of the form http://host:port/path"
+    ):
         made(url)
 
 
-# ---------------------------------------------------------------------------------------------------- sums
+# ----------------------------------------------------------------------------------------------------
+# sums
 
 
 def test_rewards_are_summed_by_weight_and_told_apart(endpoint, tmp_path):
-    (tmp_path / "own.py").write_text("def brevity(prompt, completion, row):\n    return -len(completion)\n")
+    (tmp_path / "own.py").write_text(
+        "def brevity(prompt, completion, row):\n    return -len(completion)\n"
+    )
     server, own = endpoint(lengths), f"{tmp_path}/own.py:brevity"
     graded, info = made(["exact", own, server.url], weights=[1.0, 0.25, -0.5]), {}
     total = len(ROW["rendered_prompt"]) + 2
@@ -215,58 +260,132 @@ def test_rewards_are_summed_by_weight_and_told_apart(endpoint, tmp_path):
     assert made("exact", weights=[0.5])(ROW, "42", alone) == 0.5 and alone == {}
 
 
-@pytest.mark.parametrize(("function", "weights"), [([], []), (["exact", "exact"], []), (["exact"], [1.0, 2.0]), ("exact", [float("nan")])])
+@pytest.mark.parametrize(
+    ("function", "weights"),
+    [([], []), (["exact", "exact"], []), (["exact"], [1.0, 2.0]), ("exact", [float("nan")])],
+)
 def test_weights_that_do_not_fit_are_refused(function, weights):
-    with pytest.raises(UserError, match=r"reward.function = .*reward.weights = .*: give different functions, and no or as many finite weights"):
+    with pytest.raises(
+        UserError,
+        match=r"reward.function = .*reward.weights = .*: give different functions, and no or as many finite weights",
+    ):
         made(function, weights=weights)
 
 
 def test_each_reward_of_a_sum_checks_its_rows():
     with pytest.raises(UserError, match="reward.function = exact compares with the answer"):
-        rewards.Rewards((1.0, None, "my.py:score"), (1.0, None, "exact")).check([{"prompt": "p"}])
+        functions.Rewards((1.0, None, "my.py:score"), (1.0, None, "exact")).check([{"prompt": "p"}])
 
 
 def test_means_by_source_and_by_reward():
     def answer(source, reward, **rewards):
         info = {"source": source, **({"rewards": rewards} if rewards else {})}
         return Trajectory(tokens=None, sampled=None, logprobs=None, reward=reward, info=info)
-    here, there = [answer("math", 1.0, exact=1.0, brief=0.0), answer("code", 0.5)], [answer("math", 0.0, exact=0.0, brief=-0.5), answer(None, 9.0)]
+
+    here, there = (
+        [answer("math", 1.0, exact=1.0, brief=0.0), answer("code", 0.5)],
+        [answer("math", 0.0, exact=0.0, brief=-0.5), answer(None, 9.0)],
+    )
     mesh = SimpleNamespace(gather=lambda own: [own, breakdown_of(there)])
 
     def breakdown_of(trajectories):
         found = []
         breakdown(trajectories, 1.0, SimpleNamespace(gather=lambda own: found.append(own) or [own]))
         return found[0]
-    assert breakdown(here, 1.0, mesh) == {"reward/brief": -0.25, "reward/exact": 0.5, "source/code/accuracy": 0.0, "source/code/reward": 0.5,
-                                          "source/math/accuracy": 0.5, "source/math/reward": 0.5}
+
+    assert breakdown(here, 1.0, mesh) == {
+        "reward/brief": -0.25,
+        "reward/exact": 0.5,
+        "source/code/accuracy": 0.0,
+        "source/code/reward": 0.5,
+        "source/math/accuracy": 0.5,
+        "source/math/reward": 0.5,
+    }
     assert breakdown([answer(None, 1.0)], 1.0, SimpleNamespace(gather=lambda own: [own])) == {}
 
 
-# ---------------------------------------------------------------------------------------------------- a run
+# ----------------------------------------------------------------------------------------------------
+# a run
 
 
 def test_a_run_on_two_sources_with_two_rewards(endpoint, tmp_path):
-    """Mixed by weight under a plain template, long prompts dropped, warm start, an endpoint beside a registered reward: all in its metrics."""
-    server = endpoint(lambda body: (200, json.dumps({"rewards": [0.125 * (label == "7") for label in body["labels"]]})))
-    for name, rows in (("short", [{"prompt": f"{i}+", "solution": "7"} for i in range(20)]),
-                       ("mixed", [{"input": "x" * i, "label": "y"} for i in range(1, 13)])):
+    """Mixed by weight under a plain template, long prompts dropped, warm start, an endpoint beside
+    a registered reward: all in its metrics."""
+    server = endpoint(
+        lambda body: (
+            200,
+            json.dumps({"rewards": [0.125 * (label == "7") for label in body["labels"]]}),
+        )
+    )
+    for name, rows in (
+        ("short", [{"prompt": f"{i}+", "solution": "7"} for i in range(20)]),
+        ("mixed", [{"input": "x" * i, "label": "y"} for i in range(1, 13)]),
+    ):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rl.yaml").write_text(f"data:\n  train:\n    - {tmp_path}/short.jsonl?weight=3\n    - {tmp_path}/mixed.jsonl?weight=1&name=other\n")
-    flags = ["--config", tmp_path / "rl.yaml", "--output", tmp_path / "run", "--policy.model", "scratch", "--policy.dtype", "float32", "--num-steps", "1",
-             "--data.held-out", "6", "--data.max-prompt-tokens", "14", "--data.too-long", "drop", "--data.input-template", "say {}: ", "--rollout.max-tokens", "4",
-             "--engine.max-num-seqs", "16", "--rollout.prompts-per-step", "4", "--rollout.samples-per-prompt", "2", "--sft.num-steps", "1", "--sft.batch-size", "4",
-             "--reward.function", "exact", server.url, "--reward.weights", "1", "2", "--rollout.dump"]
+    (tmp_path / "rl.yaml").write_text(
+        f"data:\n  train:\n    - {tmp_path}/short.jsonl?weight=3\n    - {tmp_path}/mixed.jsonl?weight=1&name=other\n"
+    )
+    flags = [
+        "--config",
+        tmp_path / "rl.yaml",
+        "--output",
+        tmp_path / "run",
+        "--policy.model",
+        "scratch",
+        "--policy.dtype",
+        "float32",
+        "--num-steps",
+        "1",
+        "--data.held-out",
+        "6",
+        "--data.max-prompt-tokens",
+        "14",
+        "--data.too-long",
+        "drop",
+        "--data.input-template",
+        "say {}: ",
+        "--rollout.max-tokens",
+        "4",
+        "--engine.max-num-seqs",
+        "16",
+        "--rollout.prompts-per-step",
+        "4",
+        "--rollout.samples-per-prompt",
+        "2",
+        "--sft.num-steps",
+        "1",
+        "--sft.batch-size",
+        "4",
+        "--reward.function",
+        "exact",
+        server.url,
+        "--reward.weights",
+        "1",
+        "2",
+        "--rollout.dump",
+    ]
     ended = fork("minirl.rl", flags, tmp_path / "log")
     assert ended.code == 0, ended.err
-    assert "(4 dropped as too long)" in ended.err  # beside `say ` and `: ` 14 tokens hold 8 characters
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    sources = {f"source/{name}/{what}" for name in ("short", "other") for what in ("accuracy", "reward")}
+    assert (
+        "(4 dropped as too long)" in ended.err
+    )  # beside `say ` and `: ` 14 tokens hold 8 characters
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    sources = {
+        f"source/{name}/{what}" for name in ("short", "other") for what in ("accuracy", "reward")
+    }
     for row in rows:
         if row["phase"] in ("eval", "rl"):
             assert {"reward/exact", f"reward/{server.url}"} < row.keys() and sources & row.keys()
-            assert row["reward"] == pytest.approx(row["reward/exact"] + 2 * row[f"reward/{server.url}"])
+            assert row["reward"] == pytest.approx(
+                row["reward/exact"] + 2 * row[f"reward/{server.url}"]
+            )
     assert all(row["source/short/reward"] >= 0.25 for row in rows if "source/short/reward" in row)
-    sampled = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step-0-rank-0.jsonl").read_text().splitlines()]
+    sampled = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "rollouts" / "step-0-rank-0.jsonl").read_text().splitlines()
+    ]
     assert len(sampled) == 8 and {t["info"]["source"] for t in sampled} <= {"short", "other"}
     queries = [query for body in server.bodies for query in body["query"]]
     assert all(query.startswith("say ") and ": " in query for query in queries)

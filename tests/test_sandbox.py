@@ -1,4 +1,5 @@
-"""Two hundred programs that mean harm, run beside each other: each gets a clear result within its limit, and nothing outside changes."""
+"""Two hundred programs that mean harm, run beside each other: each gets a clear result within its
+limit, and nothing outside changes."""
 
 import dataclasses
 import os
@@ -11,33 +12,74 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minirl.envs import sandbox
-from minirl.envs.sandbox import Limits, run
-from minirl.rollout import rewards
-from minirl.types import UserError
+from minirl import sandbox
+from minirl.sandbox import Limits, run
+from minirl.rewards import functions
+from minirl.errors import UserError
 
 OUTSIDE = "{outside}"
 DENIED = "PermissionError"
 
-# name: (program, statuses it may end with, what its output must say); {n} makes each copy another program.
+# name: (program, statuses it may end with, what its output must say); {n} makes each copy another
+# program.
 HARM = {
     "fork bomb": ("import os\nwhile True:\n    os.fork()  # {n}", {"error"}, DENIED),
-    "fork bomb by processes": ("import multiprocessing\nfor _ in range({n} + 10):\n    multiprocessing.get_context('fork').Process(target=print).start()", {"error"}, DENIED),
+    "fork bomb by processes": (
+        "import multiprocessing\nfor _ in range({n} + 10):\n    multiprocessing.get_context('fork').Process(target=print).start()",
+        {"error"},
+        DENIED,
+    ),
     "shell": ("import subprocess\nsubprocess.run('ls {n}', shell=True)", {"error"}, DENIED),
-    "another program": ("import os\nos.execv('/bin/sh', ['sh', '-c', 'echo {n}'])", {"error"}, DENIED),
-    "threads": ("import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(60 + {n},)).start()", {"timeout", "error", "killed"}, ""),
-    "memory": ("x = []\nwhile True:\n    x.append(bytearray(10**6 + {n}))", {"error", "timeout", "killed"}, ""),
+    "another program": (
+        "import os\nos.execv('/bin/sh', ['sh', '-c', 'echo {n}'])",
+        {"error"},
+        DENIED,
+    ),
+    "threads": (
+        "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(60 + {n},)).start()",
+        {"timeout", "error", "killed"},
+        "",
+    ),
+    "memory": (
+        "x = []\nwhile True:\n    x.append(bytearray(10**6 + {n}))",
+        {"error", "timeout", "killed"},
+        "",
+    ),
     "memory at once": ("x = bytearray(10**12 + {n})", {"error"}, "MemoryError"),
     "loop": ("while {n} >= 0:\n    pass", {"timeout"}, ""),
     "sleep": ("import time\ntime.sleep(1000 + {n})", {"timeout"}, ""),
-    "loop that catches": ("while True:\n    try:\n        while True:\n            pass\n    except BaseException:\n        x = {n}", {"timeout"}, ""),
-    "deaf to signals": ("import signal\nfor s in (signal.SIGTERM, signal.SIGINT, signal.SIGXCPU):\n    signal.signal(s, signal.SIG_IGN)\nwhile True:\n    x = {n}", {"timeout"}, ""),
-    "streams closed": ("import os, time\nfor fd in range(3):\n    os.close(fd)\ntime.sleep(1000 + {n})", {"timeout"}, ""),
+    "loop that catches": (
+        "while True:\n    try:\n        while True:\n            pass\n    except BaseException:\n        x = {n}",
+        {"timeout"},
+        "",
+    ),
+    "deaf to signals": (
+        "import signal\nfor s in (signal.SIGTERM, signal.SIGINT, signal.SIGXCPU):\n    signal.signal(s, signal.SIG_IGN)\nwhile True:\n    x = {n}",
+        {"timeout"},
+        "",
+    ),
+    "streams closed": (
+        "import os, time\nfor fd in range(3):\n    os.close(fd)\ntime.sleep(1000 + {n})",
+        {"timeout"},
+        "",
+    ),
     "flood": ("while True:\n    print('{n}' * 10000)", {"timeout"}, "(cut)"),
-    "big file": ("with open('big', 'wb') as f:\n    while True:\n        f.write(b'{n}' * 10**6)", {"error", "disk"}, ""),
-    "many files": ("i = 0\nwhile True:\n    open('f%d' % i, 'wb').write(b'{n}' * 10**6)\n    i += 1", {"disk", "error"}, ""),
+    "big file": (
+        "with open('big', 'wb') as f:\n    while True:\n        f.write(b'{n}' * 10**6)",
+        {"error", "disk"},
+        "",
+    ),
+    "many files": (
+        "i = 0\nwhile True:\n    open('f%d' % i, 'wb').write(b'{n}' * 10**6)\n    i += 1",
+        {"disk", "error"},
+        "",
+    ),
     "read a secret": ("print(open('{outside}/secret').read())  # {n}", {"error"}, DENIED),
-    "read by a link": ("import os\nos.symlink('{outside}/secret', 'link{n}')\nprint(open('link{n}').read())", {"error"}, DENIED),
+    "read by a link": (
+        "import os\nos.symlink('{outside}/secret', 'link{n}')\nprint(open('link{n}').read())",
+        {"error"},
+        DENIED,
+    ),
     "hard link": ("import os\nos.link('{outside}/secret', 'link{n}')", {"error"}, "Error"),
     "list": ("import os\nprint(os.listdir('{outside}'))  # {n}", {"error"}, DENIED),
     "write": ("open('{outside}/secret', 'w').write('{n}')", {"error"}, DENIED),
@@ -45,23 +87,71 @@ HARM = {
     "remove": ("import os\nos.remove('{outside}/secret')  # {n}", {"error"}, DENIED),
     "truncate": ("import os\nos.truncate('{outside}/secret', {n})", {"error"}, DENIED),
     "rename": ("import os\nos.rename('{outside}/secret', 'mine{n}')", {"error"}, "Error"),
-    "another's environment": ("print(open('/proc/%d/environ' % {parent}).read())  # {n}", {"error"}, DENIED),
+    "another's environment": (
+        "print(open('/proc/%d/environ' % {parent}).read())  # {n}",
+        {"error"},
+        DENIED,
+    ),
     "another's memory": ("open('/proc/%d/mem' % {parent}, 'r+b')  # {n}", {"error"}, DENIED),
-    "network": ("import socket\nsocket.create_connection(('127.0.0.1', 1000 + {n}))", {"error"}, DENIED),
-    "datagrams": ("import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'{n}', ('127.0.0.1', 53))", {"error"}, DENIED),
-    "web": ("import urllib.request\nprint(urllib.request.urlopen('http://127.0.0.1:{n}/').read())", {"error"}, "not permitted"),
+    "network": (
+        "import socket\nsocket.create_connection(('127.0.0.1', 1000 + {n}))",
+        {"error"},
+        DENIED,
+    ),
+    "datagrams": (
+        "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'{n}', ('127.0.0.1', 53))",
+        {"error"},
+        DENIED,
+    ),
+    "web": (
+        "import urllib.request\nprint(urllib.request.urlopen('http://127.0.0.1:{n}/').read())",
+        {"error"},
+        "not permitted",
+    ),
     "kill the parent": ("import os\nos.kill(os.getppid(), 9)  # {n}", {"error"}, DENIED),
     "kill all": ("import os\nos.kill(-1, 9 + 0 * {n})", {"error"}, DENIED),
-    "kill the group": ("import os\nos.killpg(os.getpgid(os.getppid()), 15)  # {n}", {"error"}, DENIED),
-    "signal a thread": ("import ctypes, os\nprint(ctypes.CDLL(None, use_errno=True).syscall(200, {parent}, 9), ctypes.get_errno() or 'none', {n})", {"ok", "error"}, "-1"),
-    "trace": ("import ctypes\nprint(ctypes.CDLL(None).ptrace(16, {parent}, 0, 0), {n})", {"ok"}, "-1"),
-    "raise limits": ("import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**40 + {n}, 2**40 + {n}))", {"error"}, "maximum limit"),
-    "limits of the parent": ("import resource\nresource.prlimit({parent}, resource.RLIMIT_CPU, (1, 1))  # {n}", {"error"}, DENIED),
+    "kill the group": (
+        "import os\nos.killpg(os.getpgid(os.getppid()), 15)  # {n}",
+        {"error"},
+        DENIED,
+    ),
+    "signal a thread": (
+        "import ctypes, os\nprint(ctypes.CDLL(None, use_errno=True).syscall(200, {parent}, 9), ctypes.get_errno() or 'none', {n})",
+        {"ok", "error"},
+        "-1",
+    ),
+    "trace": (
+        "import ctypes\nprint(ctypes.CDLL(None).ptrace(16, {parent}, 0, 0), {n})",
+        {"ok"},
+        "-1",
+    ),
+    "raise limits": (
+        "import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**40 + {n}, 2**40 + {n}))",
+        {"error"},
+        "maximum limit",
+    ),
+    "limits of the parent": (
+        "import resource\nresource.prlimit({parent}, resource.RLIMIT_CPU, (1, 1))  # {n}",
+        {"error"},
+        DENIED,
+    ),
     "crash": ("import ctypes\nctypes.string_at({n})", {"killed"}, ""),
     "abort": ("import os\nos.abort()  # {n}", {"killed"}, ""),
-    "locked folders": ("import os\nos.makedirs('a/b')\nopen('a/b/c', 'w')\nos.chmod('a/b', 0)\nos.chmod('a', 0)  # {n}", {"ok"}, ""),
-    "deep recursion": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(x):\n    return f(x + 1)\nf({n})", {"error", "killed", "timeout"}, ""),
-    "own frames": ("import sys\nprint('inside.py OSError')\nsys.exit({n} + 1)", {"error"}, "inside.py OSError"),
+    "locked folders": (
+        "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w')\nos.chmod('a/b', 0)\nos.chmod('a', 0)  # {n}",
+        {"ok"},
+        "",
+    ),
+    "deep recursion": (
+        "import sys\nsys.setrecursionlimit(10**9)\ndef f(x):\n    return f(x + 1)\nf({n})",
+        {"error", "killed", "timeout"},
+        "",
+    ),
+    "own frames": (
+        "import sys\nprint('inside.py OSError')\nsys.exit({n} + 1)",
+        {"error"},
+        "inside.py OSError",
+    ),
 }
 COPIES = 5
 
@@ -71,16 +161,32 @@ def harmed(tmp_path_factory):
     """Results of all copies by name, and what of the outside was there before and after."""
     outside = tmp_path_factory.mktemp("outside")
     (outside / "secret").write_text("kept")
-    limits = Limits(seconds=20.0, memory_mb=512, output=2000, disk_mb=16)  # but for those that would use it up
+    limits = Limits(
+        seconds=20.0, memory_mb=512, output=2000, disk_mb=16
+    )  # but for those that would use it up
     folders = set(os.listdir(Path(tempfile.gettempdir())))
+
     def one(name, n):
-        program = HARM[name][0].replace("{outside}", str(outside)).replace("{parent}", str(os.getpid())).replace("{n}", str(n))
-        return name, run(program, dataclasses.replace(limits, seconds=1.0) if "timeout" in HARM[name][1] else limits)
-    sandbox.check()
+        program = (
+            HARM[name][0]
+            .replace("{outside}", str(outside))
+            .replace("{parent}", str(os.getpid()))
+            .replace("{n}", str(n))
+        )
+        return name, run(
+            program,
+            dataclasses.replace(limits, seconds=1.0) if "timeout" in HARM[name][1] else limits,
+        )
+
+    sandbox.check_supported()
     threads = threading.active_count()
     with ThreadPoolExecutor(4) as pool:
-        results = [f.result() for f in [pool.submit(one, name, n) for n in range(COPIES) for name in HARM]]
-    left = {f for f in set(os.listdir(Path(tempfile.gettempdir()))) - folders if f.startswith("minirl-")}
+        results = [
+            f.result() for f in [pool.submit(one, name, n) for n in range(COPIES) for name in HARM]
+        ]
+    left = {
+        f for f in set(os.listdir(Path(tempfile.gettempdir()))) - folders if f.startswith("minirl-")
+    }
     return results, outside, left, threads
 
 
@@ -102,24 +208,47 @@ def test_each_has_a_clear_result_within_its_limit(harmed, name):
 
 def test_nothing_outside_has_changed(harmed):
     results, outside, left, threads = harmed
-    assert [p.name for p in outside.iterdir()] == ["secret"] and (outside / "secret").read_text() == "kept"
+    assert [p.name for p in outside.iterdir()] == ["secret"] and (
+        outside / "secret"
+    ).read_text() == "kept"
     assert not any("kept" in r.output for _, r in results)
     assert left == set()
     assert threading.active_count() == threads
     assert [p for p in psutil.Process().children() if "inside.py" in " ".join(p.cmdline())] == []
-    assert set(Counter(r.status for _, r in results)) <= {"ok", "error", "timeout", "disk", "killed"}
+    assert set(Counter(r.status for _, r in results)) <= {
+        "ok",
+        "error",
+        "timeout",
+        "disk",
+        "killed",
+    }
 
 
-@pytest.mark.parametrize(("program", "output"), [
-    ("print(6 * 7)", "42\n"),
-    ("import sys\nprint(len(sys.stdin.read()))", "0\n"),
-    ("open('notes.txt', 'w').write('own')\nprint(open('notes.txt').read())", "own\n"),
-    ("import numpy, sympy\nprint(numpy.arange(4).sum(), sympy.factorint(91))", "6 {7: 1, 13: 1}\n"),
-    ("import threading\nt = threading.Thread(target=print, args=('thread',))\nt.start()\nt.join()", "thread\n"),
-    ("import tempfile\nwith tempfile.TemporaryFile() as f:\n    f.write(b'x')\nprint('temporary')", "temporary\n"),
-    ("class A:\n    def f(self):\n        return sum(i for i in range(5))\nif __name__ == '__main__':\n    print(A().f())", "10\n"),
-    ("print('ü日本')", "ü日本\n"),
-])
+@pytest.mark.parametrize(
+    ("program", "output"),
+    [
+        ("print(6 * 7)", "42\n"),
+        ("import sys\nprint(len(sys.stdin.read()))", "0\n"),
+        ("open('notes.txt', 'w').write('own')\nprint(open('notes.txt').read())", "own\n"),
+        (
+            "import numpy, sympy\nprint(numpy.arange(4).sum(), sympy.factorint(91))",
+            "6 {7: 1, 13: 1}\n",
+        ),
+        (
+            "import threading\nt = threading.Thread(target=print, args=('thread',))\nt.start()\nt.join()",
+            "thread\n",
+        ),
+        (
+            "import tempfile\nwith tempfile.TemporaryFile() as f:\n    f.write(b'x')\nprint('temporary')",
+            "temporary\n",
+        ),
+        (
+            "class A:\n    def f(self):\n        return sum(i for i in range(5))\nif __name__ == '__main__':\n    print(A().f())",
+            "10\n",
+        ),
+        ("print('ü日本')", "ü日本\n"),
+    ],
+)
 def test_honest_programs_work(program, output):
     result = run(program, Limits(seconds=20))
     assert (result.status, result.output) == ("ok", output)
@@ -136,23 +265,31 @@ def test_an_error_shows_the_program_s_own_frames():
 TESTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
 
 
-@pytest.mark.parametrize(("completion", "reward"), [
-    ("Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.", 1.0),
-    ("def add(a, b):\n    return a + b", 1.0),
-    ("```python\ndef add(a, b):\n    return 3\n```\nNo:\n```py\ndef add(a, b):\n    return a + b\n```", 1.0),
-    ("```python\ndef add(a, b):\n    return 3\n```", 0.0),
-    ("I cannot.", 0.0),
-    ("import sys\nsys.exit(0)", 0.0),  # leaves before the tests
-    ("import os\nos._exit(0)", 0.0),
-    ("def add(a, b):\n    import os\n    os._exit(0)", 0.0),
-    ("while True: pass", 0.0),
-])
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.", 1.0),
+        ("def add(a, b):\n    return a + b", 1.0),
+        (
+            "```python\ndef add(a, b):\n    return 3\n```\nNo:\n```py\ndef add(a, b):\n    return a + b\n```",
+            1.0,
+        ),
+        ("```python\ndef add(a, b):\n    return 3\n```", 0.0),
+        ("I cannot.", 0.0),
+        ("import sys\nsys.exit(0)", 0.0),  # leaves before the tests
+        ("import os\nos._exit(0)", 0.0),
+        ("def add(a, b):\n    import os\n    os._exit(0)", 0.0),
+        ("while True: pass", 0.0),
+    ],
+)
 def test_a_program_earns_its_reward_by_passing_the_row_s_tests(monkeypatch, completion, reward):
-    monkeypatch.setattr(sandbox, "Limits", lambda seconds: Limits(seconds=1.0 if "while" in completion else 20.0))
-    assert rewards.REWARDS["python_tests"]("write add", completion, {"tests": TESTS}) == reward
+    monkeypatch.setattr(
+        sandbox, "Limits", lambda seconds: Limits(seconds=1.0 if "while" in completion else 20.0)
+    )
+    assert functions.REWARDS["python_tests"]("write add", completion, {"tests": TESTS}) == reward
 
 
 def test_rows_without_tests_are_refused():
-    rewards.Rewards((1.0, None, "python_tests")).check([{"prompt": "x", "tests": TESTS}])
+    functions.Rewards((1.0, None, "python_tests")).check([{"prompt": "x", "tests": TESTS}])
     with pytest.raises(UserError, match="python_tests runs the text in the column `tests`"):
-        rewards.Rewards((1.0, None, "python_tests")).check([{"prompt": "x", "answer": "y"}])
+        functions.Rewards((1.0, None, "python_tests")).check([{"prompt": "x", "answer": "y"}])

@@ -1,4 +1,5 @@
-"""The endpoint, by the clients that people use: what they are told, what is kept of it, and what is left of those who leave."""
+"""The endpoint, by the clients that people use: what they are told, what is kept of it, and what is
+left of those who leave."""
 
 import asyncio
 import json
@@ -17,16 +18,16 @@ import pytest
 import tiny
 from harness import ranks
 
-from minirl.config import EndpointConfig, EngineConfig, PolicyConfig
-from minirl.config_rl import RefitConfig
+from minirl.config.shared import EndpointConfig, EngineConfig, PolicyConfig
+from minirl.config.rl import RefitConfig
 from minirl.data import chat
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
-from minirl.rollout.driver import Driver
+from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
 from minirl.rollout.server import Endpoint
-from minirl.types import UserError
+from minirl.errors import UserError
 
 # As Qwen's and Hermes' templates write tools, on the roles that the tokenizer has.
 TEMPLATE = """{%- if tools %}{{ '<|system|>' + tools | tojson + '<|end|>' }}{% endif -%}
@@ -34,7 +35,14 @@ TEMPLATE = """{%- if tools %}{{ '<|system|>' + tools | tojson + '<|end|>' }}{% e
 {%- for c in m.tool_calls or () %}{{ '<tool_call>' + {'name': c.function.name, 'arguments': c.function.arguments} | tojson + '</tool_call>' }}{% endfor -%}
 {{ '<|end|>' }}{% endfor -%}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif -%}"""
-TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+    },
+}
 CALL = 'I add. <tool_call>\n{"name":   "add", "arguments": {"a": 1}}\n</tool_call>'
 HI = [{"role": "user", "content": "hi"}]
 
@@ -52,14 +60,16 @@ class Scripted:
         self.tokenizer.chat_template = TEMPLATE
         self.texts, self.requests, self.live = list(texts), [], 0
 
-    async def ask(self, request):
+    async def generate(self, request):
         self.requests.append(request)
         self.live += 1
         try:
             text = self.texts.pop(0) if self.texts else "x" * 3000
             if isinstance(text, Exception):
                 raise text
-            for token in (chat.encode(self.tokenizer, text) + [self.tokenizer.eos_token_id])[: request.sampling.max_tokens]:
+            for token in (chat.encode(self.tokenizer, text) + [self.tokenizer.eos_token_id])[
+                : request.sampling.max_tokens
+            ]:
                 await asyncio.sleep(0)
                 request.done.tokens.append(token)
                 request.done.logprobs.append(-token / 100)
@@ -74,63 +84,133 @@ class Scripted:
 
 def play(program, *texts, max_model_len=4000):
     """Run program(world): an endpoint whose engine says `texts`, a session, clients of it."""
+
     async def main():
         engine = Scripted(*texts)
         sampling = Sampling(max_tokens=3000, stop_token_ids=(engine.tokenizer.eos_token_id,))
-        endpoint = Endpoint(engine.ask, engine.tokenizer, EndpointConfig(), max_model_len=max_model_len)
+        endpoint = Endpoint(
+            engine.generate, engine.tokenizer, EndpointConfig(), max_model_len=max_model_len
+        )
         await endpoint.start()
         session = endpoint.open((5, 6), sampling)
         root = session.base_url.removesuffix("/v1")
-        async with (openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as gpt,
-                    anthropic.AsyncAnthropic(base_url=root, api_key=session.api_key, max_retries=0) as claude,
-                    httpx.AsyncClient(base_url=root, headers={"Authorization": f"Bearer {session.api_key}"}) as http):
-            world = SimpleNamespace(engine=engine, endpoint=endpoint, session=session, gpt=gpt, claude=claude, http=http,
-                                    ask=partial(gpt.chat.completions.create, model="any"), message=partial(claude.messages.create, model="any", max_tokens=100))
-            world.said = lambda: [(s.text, s.sampled.count(True)) for s in endpoint._sessions[session.api_key].conversation.segments]
+        async with (
+            openai.AsyncOpenAI(
+                base_url=session.base_url, api_key=session.api_key, max_retries=0
+            ) as gpt,
+            anthropic.AsyncAnthropic(
+                base_url=root, api_key=session.api_key, max_retries=0
+            ) as claude,
+            httpx.AsyncClient(
+                base_url=root, headers={"Authorization": f"Bearer {session.api_key}"}
+            ) as http,
+        ):
+            world = SimpleNamespace(
+                engine=engine,
+                endpoint=endpoint,
+                session=session,
+                gpt=gpt,
+                claude=claude,
+                http=http,
+                ask=partial(gpt.chat.completions.create, model="any"),
+                message=partial(claude.messages.create, model="any", max_tokens=100),
+            )
+            world.said = lambda: [
+                (s.text, s.sampled.count(True))
+                for s in endpoint._sessions[session.api_key].conversation.segments
+            ]
             try:
                 return await asyncio.wait_for(program(world), 20)
             finally:
                 await asyncio.wait_for(endpoint.stop(), 20)
                 assert engine.live == 0
+
     return asyncio.run(main())
 
 
 def test_chat_and_what_is_kept_of_it():
     async def program(w):
-        first = await w.ask(messages=[{"role": "developer", "content": "s"}, *HI], temperature=0.0, logprobs=True)
+        first = await w.ask(
+            messages=[{"role": "developer", "content": "s"}, *HI], temperature=0.0, logprobs=True
+        )
         choice = first.choices[0]
-        assert (choice.message.content, choice.message.role, choice.finish_reason, first.model) == ("héllo", "assistant", "stop", "policy")
-        assert first.usage.model_dump(include={"prompt_tokens", "completion_tokens", "total_tokens"}) == {"prompt_tokens": 8, "completion_tokens": 7, "total_tokens": 15}
-        assert [round(p.logprob, 6) for p in choice.logprobs.content] == [-t / 100 for t in w.engine.requests[0].done.tokens]
-        messages = [{"role": "system", "content": "s"}, *HI, choice.message.model_dump(exclude_none=True), {"role": "user", "content": [{"type": "text", "text": "go on"}]}]
+        assert (choice.message.content, choice.message.role, choice.finish_reason, first.model) == (
+            "héllo",
+            "assistant",
+            "stop",
+            "policy",
+        )
+        assert first.usage.model_dump(
+            include={"prompt_tokens", "completion_tokens", "total_tokens"}
+        ) == {"prompt_tokens": 8, "completion_tokens": 7, "total_tokens": 15}
+        assert [round(p.logprob, 6) for p in choice.logprobs.content] == [
+            -t / 100 for t in w.engine.requests[0].done.tokens
+        ]
+        messages = [
+            {"role": "system", "content": "s"},
+            *HI,
+            choice.message.model_dump(exclude_none=True),
+            {"role": "user", "content": [{"type": "text", "text": "go on"}]},
+        ]
         second = await w.ask(messages=messages, max_completion_tokens=4)
-        assert (second.choices[0].message.content, second.choices[0].finish_reason) == ("well", "length")
+        assert (second.choices[0].message.content, second.choices[0].finish_reason) == (
+            "well",
+            "length",
+        )
         conversation = w.endpoint.close(w.session.api_key)
         (segment,) = conversation.segments
-        assert segment.text == "<|system|>s<|end|><|user|>hi<|end|><|assistant|>héllo<|end|><|user|>go on<|end|><|assistant|>well"
+        assert (
+            segment.text
+            == "<|system|>s<|end|><|user|>hi<|end|><|assistant|>héllo<|end|><|user|>go on<|end|><|assistant|>well"
+        )
         a, b = w.engine.requests
-        assert segment.tokens == chat.encode(w.engine.tokenizer, segment.text) == b.tokens + b.done.tokens
+        assert (
+            segment.tokens
+            == chat.encode(w.engine.tokenizer, segment.text)
+            == b.tokens + b.done.tokens
+        )
         assert b.tokens[: len(a.tokens) + 7] == a.tokens + a.done.tokens
-        assert [p for p, s in zip(segment.logprobs, segment.sampled, strict=True) if s] == a.done.logprobs + b.done.logprobs
+        assert [
+            p for p, s in zip(segment.logprobs, segment.sampled, strict=True) if s
+        ] == a.done.logprobs + b.done.logprobs
         assert [v for v in segment.versions if v >= 0] == [3] * 11
         assert len({a.seed, b.seed}) == 2
         assert (a.sampling.temperature, b.sampling.max_tokens) == (1.0, 4)
         with pytest.raises(openai.AuthenticationError):
             await w.ask(messages=HI)
         return a.seed, b.seed
+
     assert play(program, "héllo", "well, well") == play(program, "héllo", "well, well")
 
 
 def test_what_was_sampled_goes_on_though_the_client_saw_less_of_it():
     async def program(w):
         first = await w.ask(messages=HI, stop=["Obs:", "never"])
-        assert (first.choices[0].message.content, first.choices[0].finish_reason, first.usage.completion_tokens) == ("look ", "stop", 9)
+        assert (
+            first.choices[0].message.content,
+            first.choices[0].finish_reason,
+            first.usage.completion_tokens,
+        ) == ("look ", "stop", 9)
         assert w.said() == [("<|user|>hi<|end|><|assistant|>look Obs:", 9)]
         await asyncio.sleep(0.01)
         assert w.engine.live == 0  # the engine is not asked for the rest
-        second = await w.ask(messages=[*HI, {"role": "assistant", "content": "look "}, {"role": "user", "content": "1"}], stop="<|", stream=True)
+        second = await w.ask(
+            messages=[
+                *HI,
+                {"role": "assistant", "content": "look "},
+                {"role": "user", "content": "1"},
+            ],
+            stop="<|",
+            stream=True,
+        )
         assert "".join([c.choices[0].delta.content async for c in second]) == "so it is "
-        assert w.said() == [("<|user|>hi<|end|><|assistant|>look Obs:<|end|><|user|>1<|end|><|assistant|>so it is <|", 9 + 11)]
+        assert w.said() == [
+            (
+                "<|user|>hi<|end|><|assistant|>look Obs:<|end|><|user|>1<|end|><|assistant|>so it is <|",
+                9 + 11,
+            )
+        ]
+
     play(program, "look Obs: never", "so it is <| and more")
 
 
@@ -138,14 +218,27 @@ def test_streaming_never_cuts_a_character():
     async def program(w):
         stream = await w.ask(messages=HI, stream=True, stream_options={"include_usage": True}, n=2)
         chunks = [chunk async for chunk in stream]
-        parts = [[c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].index == i] for i in range(2)]
+        parts = [
+            [c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].index == i]
+            for i in range(2)
+        ]
         assert ["".join(p) for p in parts] == ["a世界é", "b\ufffdc"]
         assert parts[0][:5] == ["a", "世", "界", "é", ""]
-        assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["stop", "stop"]
+        assert [
+            c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason
+        ] == ["stop", "stop"]
         assert [c.choices[0].delta.role for c in chunks if c.choices].count("assistant") == 2
-        assert (chunks[-1].choices, chunks[-1].usage.completion_tokens, chunks[-1].usage.prompt_tokens) == ([], 16, 5)
+        assert (
+            chunks[-1].choices,
+            chunks[-1].usage.completion_tokens,
+            chunks[-1].usage.prompt_tokens,
+        ) == ([], 16, 5)
         assert chunks[0].usage is None
-        assert [text for text, _ in w.said()] == ["<|user|>hi<|end|><|assistant|>a世界é<|end|>", "<|user|>hi<|end|><|assistant|>b\ufffdc<|end|>"]
+        assert [text for text, _ in w.said()] == [
+            "<|user|>hi<|end|><|assistant|>a世界é<|end|>",
+            "<|user|>hi<|end|><|assistant|>b\ufffdc<|end|>",
+        ]
+
     play(program, "a世界é", "b\ufffdc")
 
 
@@ -155,16 +248,35 @@ def test_a_tool_is_called_and_its_result_read():
             choice = await said(await w.ask(messages=HI, tools=[TOOL], stream=stream), stream)
             assert (choice["content"], choice["finish"]) == ("I add. ", "tool_calls")
             (call,) = choice["calls"]
-            assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})
+            assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+                "add",
+                {"a": 1},
+            )
             answer = {"role": "assistant", "content": choice["content"], "tool_calls": [call]}
-            second = await w.ask(messages=[*HI, answer, {"role": "tool", "tool_call_id": call["id"], "content": "2"}], tools=[TOOL])
-            assert second.choices[0].message.content == "It is <tool_call>{broken"  # in sight, because it is no call
+            second = await w.ask(
+                messages=[
+                    *HI,
+                    answer,
+                    {"role": "tool", "tool_call_id": call["id"], "content": "2"},
+                ],
+                tools=[TOOL],
+            )
+            assert (
+                second.choices[0].message.content == "It is <tool_call>{broken"
+            )  # in sight, because it is no call
             assert second.choices[0].message.tool_calls is None
-            assert w.said()[-1][0] == f"<|system|>{json.dumps([TOOL])}<|end|><|user|>hi<|end|><|assistant|>{CALL}<|end|><|user|>2<|end|><|assistant|>It is <tool_call>{{broken<|end|>"
+            assert (
+                w.said()[-1][0]
+                == f"<|system|>{json.dumps([TOOL])}<|end|><|user|>hi<|end|><|assistant|>{CALL}<|end|><|user|>2<|end|><|assistant|>It is <tool_call>{{broken<|end|>"
+            )
         assert len(w.said()) == 2
         plain = await w.ask(messages=HI, tools=[TOOL], tool_choice="none")
-        assert (plain.choices[0].message.content, plain.choices[0].message.tool_calls) == (CALL, None)
+        assert (plain.choices[0].message.content, plain.choices[0].message.tool_calls) == (
+            CALL,
+            None,
+        )
         assert "system" not in w.said()[-1][0]
+
     play(program, CALL, "It is <tool_call>{broken", CALL, "It is <tool_call>{broken", CALL)
 
 
@@ -172,18 +284,35 @@ async def said(reply, stream):
     """Content, tool calls and end of a chat's answer, whichever way it came."""
     if not stream:
         choice = reply.choices[0]
-        return {"content": choice.message.content, "calls": [c.model_dump() for c in choice.message.tool_calls], "finish": choice.finish_reason}
+        return {
+            "content": choice.message.content,
+            "calls": [c.model_dump() for c in choice.message.tool_calls],
+            "finish": choice.finish_reason,
+        }
     choices = [chunk.choices[0] async for chunk in reply]
-    return {"content": "".join(c.delta.content or "" for c in choices), "calls": [c.model_dump(exclude={"index"}) for c in choices[-1].delta.tool_calls],
-            "finish": choices[-1].finish_reason}
+    return {
+        "content": "".join(c.delta.content or "" for c in choices),
+        "calls": [c.model_dump(exclude={"index"}) for c in choices[-1].delta.tool_calls],
+        "finish": choices[-1].finish_reason,
+    }
 
 
 def test_completions_of_texts_and_tokens():
     async def program(w):
-        text = await w.gpt.completions.create(model="any", prompt=["ab", "cd"], n=2, max_tokens=2, logprobs=0)
-        assert [(c.index, c.text, c.finish_reason) for c in text.choices] == [(0, "on", "length"), (1, "tw", "length"), (2, "th", "length"), (3, "fo", "length")]
+        text = await w.gpt.completions.create(
+            model="any", prompt=["ab", "cd"], n=2, max_tokens=2, logprobs=0
+        )
+        assert [(c.index, c.text, c.finish_reason) for c in text.choices] == [
+            (0, "on", "length"),
+            (1, "tw", "length"),
+            (2, "th", "length"),
+            (3, "fo", "length"),
+        ]
         assert (text.usage.prompt_tokens, text.usage.completion_tokens) == (4, 8)
-        assert (text.choices[0].logprobs.tokens, len(text.choices[0].logprobs.token_logprobs)) == (["o", "n"], 2)
+        assert (text.choices[0].logprobs.tokens, len(text.choices[0].logprobs.token_logprobs)) == (
+            ["o", "n"],
+            2,
+        )
         tokens = chat.encode(w.engine.tokenizer, "abon")
         stream = await w.gpt.completions.create(model="any", prompt=[*tokens, 70], stream=True)
         assert "".join([c.choices[0].text async for c in stream]) == "five"
@@ -191,37 +320,102 @@ def test_completions_of_texts_and_tokens():
         assert [s.tokens[:5] for s in conversation.segments][:1] == [[*tokens, 70]]
         assert [s.sampled.count(True) for s in conversation.segments] == [2 + 5, 2, 2, 2]
         assert len({r.seed for r in w.engine.requests}) == 5
+
     play(program, "one", "two", "three", "four", "five")
 
 
 def test_anthropic():
     async def program(w):
-        first = await w.message(system=[{"type": "text", "text": "s"}], messages=HI, stop_sequences=["!"])
-        assert (first.content[0].text, first.stop_reason, first.stop_sequence, first.usage.output_tokens) == ("yes", "stop_sequence", "!", 4)
+        first = await w.message(
+            system=[{"type": "text", "text": "s"}], messages=HI, stop_sequences=["!"]
+        )
+        assert (
+            first.content[0].text,
+            first.stop_reason,
+            first.stop_sequence,
+            first.usage.output_tokens,
+        ) == ("yes", "stop_sequence", "!", 4)
         assert (await w.message(messages=HI, max_tokens=2)).stop_reason == "max_tokens"
         tools = [{"name": "add", "description": "", "input_schema": TOOL["function"]["parameters"]}]
         whole = await w.message(messages=HI, tools=tools)
-        async with w.claude.messages.stream(model="any", max_tokens=100, messages=HI, tools=tools) as stream:
+        async with w.claude.messages.stream(
+            model="any", max_tokens=100, messages=HI, tools=tools
+        ) as stream:
             texts = [text async for text in stream.text_stream]
             streamed = await stream.get_final_message()
         assert "".join(texts) == "I add. "
         for message in (whole, streamed):
-            assert ([b.type for b in message.content], message.stop_reason, message.usage.output_tokens) == (["text", "tool_use"], "tool_use", len(CALL) + 1)
+            assert (
+                [b.type for b in message.content],
+                message.stop_reason,
+                message.usage.output_tokens,
+            ) == (["text", "tool_use"], "tool_use", len(CALL) + 1)
             use = message.content[1]
             assert (message.content[0].text, use.name, use.input) == ("I add. ", "add", {"a": 1})
-            reply = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "2"}]}, {"type": "text", "text": "so"}]}
-            last = await w.message(messages=[*HI, {"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in message.content]}, reply], tools=tools)
+            reply = {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": use.id,
+                        "content": [{"type": "text", "text": "2"}],
+                    },
+                    {"type": "text", "text": "so"},
+                ],
+            }
+            last = await w.message(
+                messages=[
+                    *HI,
+                    {
+                        "role": "assistant",
+                        "content": [b.model_dump(exclude_none=True) for b in message.content],
+                    },
+                    reply,
+                ],
+                tools=tools,
+            )
             assert (last.content[0].text, last.stop_reason) == ("two", "end_turn")
-            assert any(text.endswith(f"<|assistant|>{CALL}<|end|><|user|>2<|end|><|user|>so<|end|><|assistant|>two<|end|>") for text, _ in w.said())
+            assert any(
+                text.endswith(
+                    f"<|assistant|>{CALL}<|end|><|user|>2<|end|><|user|>so<|end|><|assistant|>two<|end|>"
+                )
+                for text, _ in w.said()
+            )
         assert [num for _, num in w.said()] == [4, 2, len(CALL) + 5, len(CALL) + 5]
+
     play(program, "yes! no", "long", CALL, CALL, "two", "two")
 
 
-MALFORMED = [b"", b"{", b"[]", b"null", b'{"messages": "hi"}', b'{"messages": [1]}', b'{"messages": [{"content": "no role"}]}', b'{"prompt": 3}', b'{"prompt": []}',
-             b'{"prompt": [0, 99999]}', b'{"prompt": [-1]}', b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
-             *(json.dumps({"messages": HI, "prompt": "x", "max_tokens": 5} | bad).encode() for bad in (
-                 {"n": 0}, {"max_tokens": 0}, {"stop": 3}, {"tools": "x"}, {"n": "many"}, {"top_logprobs": 3}, {"top_logprobs": 0, "echo": True}, {"response_format": {"type": "json_object"}},
-                 {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "add"}}, {"tools": [TOOL], "tool_choice": "required"})), b'{"messages": [{"role": "user", "content": "\\ud800"}]}']
+MALFORMED = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'{"messages": "hi"}',
+    b'{"messages": [1]}',
+    b'{"messages": [{"content": "no role"}]}',
+    b'{"prompt": 3}',
+    b'{"prompt": []}',
+    b'{"prompt": [0, 99999]}',
+    b'{"prompt": [-1]}',
+    b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
+    *(
+        json.dumps({"messages": HI, "prompt": "x", "max_tokens": 5} | bad).encode()
+        for bad in (
+            {"n": 0},
+            {"max_tokens": 0},
+            {"stop": 3},
+            {"tools": "x"},
+            {"n": "many"},
+            {"top_logprobs": 3},
+            {"top_logprobs": 0, "echo": True},
+            {"response_format": {"type": "json_object"}},
+            {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "add"}},
+            {"tools": [TOOL], "tool_choice": "required"},
+        )
+    ),
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+]
 
 
 def test_what_is_malformed_is_refused_and_leaves_nothing():
@@ -232,7 +426,10 @@ def test_what_is_malformed_is_refused_and_leaves_nothing():
                     continue  # OpenAI's fields are not Anthropic's
                 answer = await w.http.post(f"/v1/{path}", content=body)
                 assert answer.status_code == 400, (path, body, answer.text)
-                assert answer.json()["error"]["type"] == "invalid_request_error" and answer.json()["error"]["message"]
+                assert (
+                    answer.json()["error"]["type"] == "invalid_request_error"
+                    and answer.json()["error"]["message"]
+                )
                 assert answer.json()["type"] == "error"  # as Anthropic's client wants it
         with pytest.raises(openai.BadRequestError) as long:
             await w.ask(messages=[{"role": "user", "content": "x" * 100}])
@@ -241,12 +438,22 @@ def test_what_is_malformed_is_refused_and_leaves_nothing():
             await w.message(messages=[{"role": "user", "content": "x" * 100}])
         assert w.said() == [] and w.engine.requests == []
         for wrong in ("no", "x" * 32):
-            assert (await w.http.get("/v1/models", headers={"Authorization": f"Bearer {wrong}"})).status_code == 401
-            answer = await w.http.post("/v1/messages", headers={"x-api-key": wrong, "Authorization": ""}, content=b"{}")
-            assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+            assert (
+                await w.http.get("/v1/models", headers={"Authorization": f"Bearer {wrong}"})
+            ).status_code == 401
+            answer = await w.http.post(
+                "/v1/messages", headers={"x-api-key": wrong, "Authorization": ""}, content=b"{}"
+            )
+            assert (answer.status_code, answer.json()["error"]["type"]) == (
+                401,
+                "authentication_error",
+            )
         assert [model.id async for model in w.gpt.models.list()] == ["policy"]
         assert (await w.ask(messages=HI)).choices[0].finish_reason == "length"
-        assert (await w.ask(messages=[*HI, {"role": "user", "content": "x" * 60}])).usage.total_tokens == 100
+        assert (
+            await w.ask(messages=[*HI, {"role": "user", "content": "x" * 60}])
+        ).usage.total_tokens == 100
+
     play(program, max_model_len=100)
 
 
@@ -285,6 +492,7 @@ def test_whoever_leaves_has_not_asked():
         with pytest.raises(openai.APIError, match="session was closed"):
             [chunk async for chunk in streaming]
         assert [s.sampled.count(True) for s in conversation.segments] == [8]
+
     play(program, "one")
 
 
@@ -295,21 +503,33 @@ async def until(condition):
 
 def test_the_program_keeps_its_signals_and_connections_outlast_a_pause():
     loop, engine = asyncio.new_event_loop(), Scripted("one", "two", "three")
-    endpoint = Endpoint(engine.ask, engine.tokenizer, EndpointConfig(), max_model_len=99)
+    endpoint = Endpoint(engine.generate, engine.tokenizer, EndpointConfig(), max_model_len=99)
     handler = signal.getsignal(signal.SIGINT)
     loop.run_until_complete(endpoint.start())
     assert signal.getsignal(signal.SIGINT) is handler
     with socket.socket() as taken, pytest.raises(UserError, match="endpoint.port = "):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        other = Endpoint(engine.ask, engine.tokenizer, EndpointConfig(port=taken.getsockname()[1]), max_model_len=99)
+        other = Endpoint(
+            engine.generate,
+            engine.tokenizer,
+            EndpointConfig(port=taken.getsockname()[1]),
+            max_model_len=99,
+        )
         loop.run_until_complete(other.start())
     session, answers = endpoint.open((1,), Sampling(max_tokens=2, stop_token_ids=())), []
 
     def agent():
-        with openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
+        with openai.OpenAI(
+            base_url=session.base_url, api_key=session.api_key, max_retries=0
+        ) as client:
             for _ in range(3):
-                answers.append(client.chat.completions.create(model="any", messages=HI).choices[0].message.content)
+                answers.append(
+                    client.chat.completions.create(model="any", messages=HI)
+                    .choices[0]
+                    .message.content
+                )
+
     thread = threading.Thread(target=agent)
     thread.start()
     while len(answers) < 3:
@@ -326,61 +546,121 @@ def engine_program(mesh, folder):
     os.environ["NO_PROXY"] = "127.0.0.1"
     tokenizer = chat.load_tokenizer(folder)
     policy = Policy(PolicyConfig(model=str(folder), dtype="float32"), folder, mesh)
-    engine = RolloutEngine(EngineConfig(max_model_len=128, max_num_seqs=64, kv_cache_gb=0.03), folder, mesh, dtype="float32")
-    driver, asked = Driver(engine, repeatable=False), []
+    engine = RolloutEngine(
+        EngineConfig(max_model_len=128, max_num_seqs=64, kv_cache_gb=0.03),
+        folder,
+        mesh,
+        dtype="float32",
+    )
+    driver, asked = EngineLoop(engine, repeatable=False), []
 
     def ask(request):
         asked.append(request)
-        return driver.ask(request)
+        return driver.generate(request)
+
     sampling = Sampling(max_tokens=12, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)))
     endpoint = Endpoint(ask, tokenizer, EndpointConfig(), max_model_len=128)
     out = {}
-    with engine.awake(Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh), policy.sleeper):
+    with engine.awake(
+        Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh), policy.sleeper
+    ):
         driver.run(endpoint.start())
         out["chat"] = driver.run(agent(endpoint, sampling))
         out["asked"] = [(r.tokens, r.done.tokens, r.done.logprobs) for r in asked]
         sessions = [endpoint.open((7, i), sampling) for i in range(20)]
-        out["outcomes"], out["kept"], out["left"] = driver.run(asyncio.to_thread(lambda: asyncio.run(crowd(sessions))))
-        driver.run(until(lambda: all(task.done() for s in sessions for task in endpoint._sessions[s.api_key].asked)))
-        out["heard"] = [[tuple(tokenizer.decode([t for t, said in zip(s.tokens, s.sampled, strict=True) if said is by], skip_special_tokens=True) for by in (False, True))
-                         for s in endpoint.close(session.api_key).segments] for session in sessions]
-        out["unfinished"] = engine.llm.llm_engine.has_unfinished_requests(), [str(e) for q in (driver._live.values(), driver._waiting, driver._held) for e in q]
+        out["outcomes"], out["kept"], out["left"] = driver.run(
+            asyncio.to_thread(lambda: asyncio.run(crowd(sessions)))
+        )
+        driver.run(
+            until(
+                lambda: all(
+                    task.done() for s in sessions for task in endpoint._sessions[s.api_key].asked
+                )
+            )
+        )
+        out["heard"] = [
+            [
+                tuple(
+                    tokenizer.decode(
+                        [t for t, said in zip(s.tokens, s.sampled, strict=True) if said is by],
+                        skip_special_tokens=True,
+                    )
+                    for by in (False, True)
+                )
+                for s in endpoint.close(session.api_key).segments
+            ]
+            for session in sessions
+        ]
+        out["unfinished"] = (
+            engine.llm.llm_engine.has_unfinished_requests(),
+            [
+                str(e)
+                for q in (driver._running.values(), driver._waiting, driver._paused)
+                for e in q
+            ],
+        )
         driver.run(endpoint.stop())
     driver.close()
     return out
 
 
 async def agent(endpoint, sampling):
-    """Three turns, the first of them streamed; the last in a thread, as agents that are not async are."""
+    """Three turns, the first of them streamed; the last in a thread, as agents that are not async
+    are."""
     session, messages = endpoint.open((1, 2, 3), sampling), list(HI)
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         for stream in (True, False):
-            reply = await client.chat.completions.create(model="any", messages=messages, stream=stream)
-            content = "".join([c.choices[0].delta.content async for c in reply]) if stream else reply.choices[0].message.content
-            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "go on"}]
+            reply = await client.chat.completions.create(
+                model="any", messages=messages, stream=stream
+            )
+            content = (
+                "".join([c.choices[0].delta.content async for c in reply])
+                if stream
+                else reply.choices[0].message.content
+            )
+            messages += [
+                {"role": "assistant", "content": content},
+                {"role": "user", "content": "go on"},
+            ]
 
     def last():
-        with anthropic.Anthropic(base_url=session.base_url.removesuffix("/v1"), api_key=session.api_key) as client:
-            return client.messages.create(model="any", max_tokens=5, messages=messages).usage.output_tokens
+        with anthropic.Anthropic(
+            base_url=session.base_url.removesuffix("/v1"), api_key=session.api_key
+        ) as client:
+            return client.messages.create(
+                model="any", max_tokens=5, messages=messages
+            ).usage.output_tokens
+
     used = await asyncio.to_thread(last)
-    return used, [(s.tokens, s.sampled, s.logprobs) for s in endpoint.close(session.api_key).segments]
+    return used, [
+        (s.tokens, s.sampled, s.logprobs) for s in endpoint.close(session.api_key).segments
+    ]
 
 
 async def crowd(sessions, num=1000):
     """1,000 requests at once: every 20th leaves midway, every 20th is malformed."""
     num_sessions = len(sessions)
-    clients = [openai.AsyncOpenAI(base_url=s.base_url, api_key=s.api_key, max_retries=0, timeout=100) for s in sessions]
+    clients = [
+        openai.AsyncOpenAI(base_url=s.base_url, api_key=s.api_key, max_retries=0, timeout=100)
+        for s in sessions
+    ]
     kept, left = [[] for _ in sessions], []
 
     async def one(i):
         client, prompt = clients[i % num_sessions], f"I am {i}."
         if i % 20 == i // 20 % 20:
             with pytest.raises(openai.BadRequestError):
-                await client.chat.completions.create(model="any", messages=[{"role": "user", "content": prompt}], n=0)
+                await client.chat.completions.create(
+                    model="any", messages=[{"role": "user", "content": prompt}], n=0
+                )
             return "refused"
         if i % 20 == (i // 20 + 10) % 20:
             left.append(prompt)
-            asking = asyncio.ensure_future(client.chat.completions.create(model="any", messages=[{"role": "user", "content": prompt}], stream=i % 3 == 0))
+            asking = asyncio.ensure_future(
+                client.chat.completions.create(
+                    model="any", messages=[{"role": "user", "content": prompt}], stream=i % 3 == 0
+                )
+            )
             if i % 3 == 0:
                 stream = await asking
                 await anext(aiter(stream))
@@ -388,9 +668,12 @@ async def crowd(sessions, num=1000):
             await asyncio.wait([asking], timeout=0.3)
             asking.cancel()
             return "left"
-        reply = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": prompt}])
+        reply = await client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": prompt}]
+        )
         kept[i % num_sessions].append((prompt, reply.choices[0].message.content))
         return "answered"
+
     outcomes = await asyncio.gather(*(one(i) for i in range(num)))
     for client in clients:
         await client.close()
@@ -404,10 +687,16 @@ def test_the_real_engine(tmp_path):
     (segment,) = segments
     tokens, sampled, logprobs = segment
     assert tokens == [*out["asked"][2][0], *out["asked"][2][1]]
-    assert [t for t, s in zip(tokens, sampled, strict=True) if s] == [t for _, said, _ in out["asked"] for t in said]
-    assert [p for p, s in zip(logprobs, sampled, strict=True) if s] == [p for _, _, ps in out["asked"] for p in ps]
+    assert [t for t, s in zip(tokens, sampled, strict=True) if s] == [
+        t for _, said, _ in out["asked"] for t in said
+    ]
+    assert [p for p, s in zip(logprobs, sampled, strict=True) if s] == [
+        p for _, _, ps in out["asked"] for p in ps
+    ]
     assert out["unfinished"] == (False, [])
     assert [out["outcomes"].count(o) for o in ("answered", "left", "refused")] == [900, 50, 50]
     for kept, heard in zip(out["kept"], out["heard"], strict=True):
         assert sorted(kept) == sorted(pair for pair in heard if pair[0] not in out["left"])
-    assert sum(prompt in out["left"] for heard in out["heard"] for prompt, _ in heard) < 25  # others were answered before it was known that they had left
+    assert (
+        sum(prompt in out["left"] for heard in out["heard"] for prompt, _ in heard) < 25
+    )  # others were answered before it was known that they had left

@@ -1,4 +1,5 @@
-"""Fine-tuning on chats: which tokens are in the loss, to the token; the loss is Hugging Face's; order, resume and refusals of the program."""
+"""Fine-tuning on chats: which tokens are in the loss, to the token; the loss is Hugging Face's;
+order, resume and refusals of the program."""
 
 import dataclasses
 import json
@@ -19,36 +20,72 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minirl import checkpoint, sft
 from minirl.algo import losses
-from minirl.checks import check_sft
-from minirl.config import ParallelConfig, PolicyConfig
-from minirl.config_supervised import ChatsConfig, SFTConfig
+from minirl.config.validate import check_sft
+from minirl.config.shared import ParallelConfig, PolicyConfig
+from minirl.config.supervised import ChatsConfig, SFTConfig
 from minirl.data import chat
 from minirl.data.datasets import Chats, Order, load_chats, split
 from minirl.data.packing import pack
-from minirl.flags import parse
+from minirl.config.parse import parse_flags
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
-from minirl.types import Trajectory, UserError
+from minirl.types import Trajectory
+from minirl.errors import UserError
 
-# ---------------------------------------------------------------------------------------------------- masks
+# ----------------------------------------------------------------------------------------------------
+# masks
 
-CHATML = ("{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor -%}"
-          "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}")
-LLAMA = ("{{- '<bos>' -}}{%- for m in messages -%}{{ '<|start|>' + m.role + '<|header|>\n\n' + (m.content | trim) + '<|eot|>' }}{%- endfor -%}"
-         "{%- if add_generation_prompt -%}{{ '<|start|>assistant<|header|>\n\n' }}{%- endif -%}")
-MISTRAL = ("{{- '<bos>' -}}{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '[INST] ' + m.content + ' [/INST]' }}"
-           "{%- elif m.role == 'assistant' -%}{{ ' ' + m.content + '</s>' }}{%- else -%}{{ raise_exception('only user and assistant') }}{%- endif -%}{%- endfor -%}")
-GEMMA = ("{{- '<bos>' -}}{%- if messages[0].role == 'system' -%}{{ raise_exception('System role not supported') }}{%- endif -%}"
-         "{%- for m in messages -%}{{ '<turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content + '<end_of_turn>\n' }}{%- endfor -%}"
-         "{%- if add_generation_prompt -%}{{ '<turn>model\n' }}{%- endif -%}")
-THINKING = ("{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}"  # like Qwen3's: what was thought in earlier turns is left out
-            "{%- if m.role == 'assistant' and loop.last -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}{{ m.content + '<|im_end|>\n' }}{%- endfor -%}"
-            "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}")
-DATED = CHATML + "{%- if not add_generation_prompt -%}{{ '<eos>' }}{%- endif -%}"  # like Phi's: a conversation that is over ends by a token of its own
-MARKS = ["<|im_start|>", "<|im_end|>", "<bos>", "<|start|>", "<|header|>", "<|eot|>", "[INST]", "[/INST]", "</s>", "<turn>", "<end_of_turn>", "<eos>"]
+CHATML = (
+    "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+LLAMA = (
+    "{{- '<bos>' -}}{%- for m in messages -%}{{ '<|start|>' + m.role + '<|header|>\n\n' + (m.content | trim) + '<|eot|>' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|start|>assistant<|header|>\n\n' }}{%- endif -%}"
+)
+MISTRAL = (
+    "{{- '<bos>' -}}{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{%- elif m.role == 'assistant' -%}{{ ' ' + m.content + '</s>' }}{%- else -%}{{ raise_exception('only user and assistant') }}{%- endif -%}{%- endfor -%}"
+)
+GEMMA = (
+    "{{- '<bos>' -}}{%- if messages[0].role == 'system' -%}{{ raise_exception('System role not supported') }}{%- endif -%}"
+    "{%- for m in messages -%}{{ '<turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content + '<end_of_turn>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<turn>model\n' }}{%- endif -%}"
+)
+THINKING = (
+    # like Qwen3's: what was thought in earlier turns is left out
+    "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.role == 'assistant' and loop.last -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}{{ m.content + '<|im_end|>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+DATED = (
+    CHATML + "{%- if not add_generation_prompt -%}{{ '<eos>' }}{%- endif -%}"
+)  # like Phi's: a conversation that is over ends by a token of its own
+MARKS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<bos>",
+    "<|start|>",
+    "<|header|>",
+    "<|eot|>",
+    "[INST]",
+    "[/INST]",
+    "</s>",
+    "<turn>",
+    "<end_of_turn>",
+    "<eos>",
+]
 
-SYSTEM, HI, YO, BYE, SO = ({"role": role, "content": content} for role, content in (
-    ("system", "be brief"), ("user", "hi there"), ("assistant", "yo, was gibt's?"), ("user", "2+2? 日本"), ("assistant", "4\nand so on")))
+SYSTEM, HI, YO, BYE, SO = (
+    {"role": role, "content": content}
+    for role, content in (
+        ("system", "be brief"),
+        ("user", "hi there"),
+        ("assistant", "yo, was gibt's?"),
+        ("user", "2+2? 日本"),
+        ("assistant", "4\nand so on"),
+    )
+)
 
 
 def tokenizer_for(template):
@@ -62,29 +99,80 @@ def by_hand(tokenizer, *segments):
     """Segments of text, those in the loss between [ and ] as a list of one -> (ids, mask)."""
     ids, mask = [], []
     for segment in segments:
-        new = tokenizer(segment[0] if isinstance(segment, list) else segment, add_special_tokens=False)["input_ids"]
+        new = tokenizer(
+            segment[0] if isinstance(segment, list) else segment, add_special_tokens=False
+        )["input_ids"]
         ids, mask = ids + new, mask + [isinstance(segment, list)] * len(new)
     return ids, mask
 
 
 CASES = {  # name -> template, stop token, messages, segments
-    "ChatML": (CHATML, "<|im_end|>", [SYSTEM, HI, YO, BYE, SO],
-               ["<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n", ["yo, was gibt's?<|im_end|>"],
-                "\n<|im_start|>user\n2+2? 日本<|im_end|>\n<|im_start|>assistant\n", ["4\nand so on<|im_end|>"]]),
-    "Llama 3": (LLAMA, "<|eot|>", [SYSTEM, HI, YO, BYE, SO],
-                ["<bos><|start|>system<|header|>\n\nbe brief<|eot|><|start|>user<|header|>\n\nhi there<|eot|><|start|>assistant<|header|>\n\n",
-                 ["yo, was gibt's?<|eot|>"], "<|start|>user<|header|>\n\n2+2? 日本<|eot|><|start|>assistant<|header|>\n\n", ["4\nand so on<|eot|>"]]),
-    "Mistral": (MISTRAL, "</s>", [HI, YO, BYE, SO],
-                ["<bos>[INST] hi there [/INST]", [" yo, was gibt's?</s>"], "[INST] 2+2? 日本 [/INST]", [" 4\nand so on</s>"]]),
-    "Gemma": (GEMMA, "<end_of_turn>", [HI, YO, BYE, SO],
-              ["<bos><turn>user\nhi there<end_of_turn>\n<turn>model\n", ["yo, was gibt's?<end_of_turn>"],
-               "\n<turn>user\n2+2? 日本<end_of_turn>\n<turn>model\n", ["4\nand so on<end_of_turn>"]]),
-    "ended": (DATED, "<|im_end|>", [HI, YO, BYE, SO],
-              ["<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n", ["yo, was gibt's?<|im_end|>"],
-               "\n<|im_start|>user\n2+2? 日本<|im_end|>\n<|im_start|>assistant\n", ["4\nand so on<|im_end|>"]]),
-    "two answers in a row": (CHATML, "<|im_end|>", [HI, YO, SO],
-                             ["<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n", ["yo, was gibt's?<|im_end|>"], "\n<|im_start|>assistant\n",
-                              ["4\nand so on<|im_end|>"]]),
+    "ChatML": (
+        CHATML,
+        "<|im_end|>",
+        [SYSTEM, HI, YO, BYE, SO],
+        [
+            "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n",
+            ["yo, was gibt's?<|im_end|>"],
+            "\n<|im_start|>user\n2+2? 日本<|im_end|>\n<|im_start|>assistant\n",
+            ["4\nand so on<|im_end|>"],
+        ],
+    ),
+    "Llama 3": (
+        LLAMA,
+        "<|eot|>",
+        [SYSTEM, HI, YO, BYE, SO],
+        [
+            "<bos><|start|>system<|header|>\n\nbe brief<|eot|><|start|>user<|header|>\n\nhi there<|eot|><|start|>assistant<|header|>\n\n",
+            ["yo, was gibt's?<|eot|>"],
+            "<|start|>user<|header|>\n\n2+2? 日本<|eot|><|start|>assistant<|header|>\n\n",
+            ["4\nand so on<|eot|>"],
+        ],
+    ),
+    "Mistral": (
+        MISTRAL,
+        "</s>",
+        [HI, YO, BYE, SO],
+        [
+            "<bos>[INST] hi there [/INST]",
+            [" yo, was gibt's?</s>"],
+            "[INST] 2+2? 日本 [/INST]",
+            [" 4\nand so on</s>"],
+        ],
+    ),
+    "Gemma": (
+        GEMMA,
+        "<end_of_turn>",
+        [HI, YO, BYE, SO],
+        [
+            "<bos><turn>user\nhi there<end_of_turn>\n<turn>model\n",
+            ["yo, was gibt's?<end_of_turn>"],
+            "\n<turn>user\n2+2? 日本<end_of_turn>\n<turn>model\n",
+            ["4\nand so on<end_of_turn>"],
+        ],
+    ),
+    "ended": (
+        DATED,
+        "<|im_end|>",
+        [HI, YO, BYE, SO],
+        [
+            "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n",
+            ["yo, was gibt's?<|im_end|>"],
+            "\n<|im_start|>user\n2+2? 日本<|im_end|>\n<|im_start|>assistant\n",
+            ["4\nand so on<|im_end|>"],
+        ],
+    ),
+    "two answers in a row": (
+        CHATML,
+        "<|im_end|>",
+        [HI, YO, SO],
+        [
+            "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n",
+            ["yo, was gibt's?<|im_end|>"],
+            "\n<|im_start|>assistant\n",
+            ["4\nand so on<|im_end|>"],
+        ],
+    ),
 }
 
 
@@ -110,53 +198,89 @@ def test_mask_of_a_chat_is_what_the_policy_would_sample(name, last_only):
 def test_a_template_that_rewrites_history_trains_the_last_turn_only():
     tokenizer = tokenizer_for(THINKING)
     stop = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    with pytest.raises(UserError, match=r"renders message 2 of a chat otherwise when others follow.*--data.train-on last_turn may help \(.*was gibt"):
+    with pytest.raises(
+        UserError,
+        match=r"renders message 2 of a chat otherwise when others follow.*--data.train-on last_turn may help \(.*was gibt",
+    ):
         chat.encode_chat(tokenizer, [HI, YO, BYE, SO], [1, 3], stop)
     assert chat.encode_chat(tokenizer, [HI, YO, BYE, SO], [3], stop) == by_hand(
-        tokenizer, "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\nyo, was gibt's?<|im_end|>\n<|im_start|>user\n2+2? 日本<|im_end|>\n"
-        "<|im_start|>assistant\n", ["<think>\n\n</think>\n\n4\nand so on<|im_end|>"])
+        tokenizer,
+        "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\nyo, was gibt's?<|im_end|>\n<|im_start|>user\n2+2? 日本<|im_end|>\n"
+        "<|im_start|>assistant\n",
+        ["<think>\n\n</think>\n\n4\nand so on<|im_end|>"],
+    )
 
 
 def test_what_a_template_refuses_is_told():
-    with pytest.raises(UserError, match=r"the chat template refuses a chat: System role not supported \(.*be brief"):
+    with pytest.raises(
+        UserError, match=r"the chat template refuses a chat: System role not supported \(.*be brief"
+    ):
         chat.encode_chat(tokenizer_for(GEMMA), [SYSTEM, HI, YO], [2], [1])
-    with pytest.raises(UserError, match=r"the chat template refuses a chat: can only concatenate str .*be brief"):
+    with pytest.raises(
+        UserError, match=r"the chat template refuses a chat: can only concatenate str .*be brief"
+    ):
         chat.encode_chat(tokenizer_for("{{ messages[0].content + 1 }}"), [SYSTEM, HI, YO], [2], [1])
     with pytest.raises(UserError, match="does not end an answer by one of the stop tokens"):
         chat.encode_chat(tokenizer_for(GEMMA), [HI, YO], [1], [1])
-    with pytest.raises(UserError, match="message 2 of a chat"):  # the stop token that is found is of another turn
-        half = tokenizer_for(CHATML.replace("'<|im_end|>\n'", "('<|im_end|>' if loop.last else '')"))
-        chat.encode_chat(half, [HI, YO, BYE, SO], [1, 3], [half.convert_tokens_to_ids("<|im_end|>")])
+    with pytest.raises(
+        UserError, match="message 2 of a chat"
+    ):  # the stop token that is found is of another turn
+        half = tokenizer_for(
+            CHATML.replace("'<|im_end|>\n'", "('<|im_end|>' if loop.last else '')")
+        )
+        chat.encode_chat(
+            half, [HI, YO, BYE, SO], [1, 3], [half.convert_tokens_to_ids("<|im_end|>")]
+        )
 
 
 @pytest.mark.parametrize("trim", [True, False])
 def test_a_token_across_the_border_is_not_in_the_loss(trim):
-    """Tokens that hold the end of the header and the begin of the answer: a policy that was given the header cannot sample them."""
+    """Tokens that hold the end of the header and the begin of the answer: a policy that was given
+    the header cannot sample them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*alphabet, "ĊĊ", "Ġy", "Ġyo"])}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ"), ("Ġ", "y"), ("Ġy", "o")]))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    inner.pre_tokenizer, inner.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        decoders.ByteLevel(),
+    )
     inner.post_processor = processors.ByteLevel(trim_offsets=trim)
     inner.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
     template = "{%- for m in messages -%}{{ m.role + HEAD + m.content + '</s>' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ 'assistant' + HEAD }}{%- endif -%}"
     stop = inner.token_to_id("</s>")
-    for head, answer, straddles, tokens in (("':\n'", "\nyo", True, ["ĊĊ", "y", "o", "</s>"]), ("': '", "yo", True, ["Ġyo", "</s>"]),
-                                            ("':\n'", "yo", False, ["y", "o", "</s>"]), ("':'", " yo", False, ["Ġyo", "</s>"]),
-                                            ("': '", "42", False, ["4", "2", "</s>"])):
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", chat_template=template.replace("HEAD", head))
-        ids, mask = chat.encode_chat(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}], [1], [stop])
+    for head, answer, straddles, tokens in (
+        ("':\n'", "\nyo", True, ["ĊĊ", "y", "o", "</s>"]),
+        ("': '", "yo", True, ["Ġyo", "</s>"]),
+        ("':\n'", "yo", False, ["y", "o", "</s>"]),
+        ("':'", " yo", False, ["Ġyo", "</s>"]),
+        ("': '", "42", False, ["4", "2", "</s>"]),
+    ):
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=inner, eos_token="</s>", chat_template=template.replace("HEAD", head)
+        )
+        ids, mask = chat.encode_chat(
+            tokenizer,
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}],
+            [1],
+            [stop],
+        )
         assert tokenizer.convert_ids_to_tokens(ids)[-len(tokens) :] == tokens
-        assert mask == [False] * (len(ids) - len(tokens) + straddles) + [True] * (len(tokens) - straddles), (head, answer)
+        assert mask == [False] * (len(ids) - len(tokens) + straddles) + [True] * (
+            len(tokens) - straddles
+        ), (head, answer)
 
 
 def test_every_token_of_a_text_but_its_first_is_in_the_loss():
     tokenizer = make_tokenizer([])
     ids, mask = chat.encode_text(tokenizer, "ab <|end|> c")
-    assert tokenizer.decode(ids) == "ab <|end|> c<|end|>" and mask == [False] + [True] * (len(ids) - 1)
+    assert tokenizer.decode(ids) == "ab <|end|> c<|end|>" and mask == [False] + [True] * (
+        len(ids) - 1
+    )
     assert chat.encode_text(tokenizer, "a<|end|>")[0].count(tokenizer.eos_token_id) == 1
 
 
-# ---------------------------------------------------------------------------------------------------- rows
+# ----------------------------------------------------------------------------------------------------
+# rows
 
 
 def written(path, rows):
@@ -165,97 +289,207 @@ def written(path, rows):
 
 
 def test_columns_say_what_a_row_is(tmp_path):
-    source = written(tmp_path / "a.jsonl", [
-        {"messages": [HI, YO, BYE, SO, BYE], "text": "ignored"}, {"prompt": "hi there", "completion": 7},
-        {"prompt": [HI, YO, BYE], "completion": [SO, HI, YO]}, {"text": "plain", "prompt": "not a pair"}])
+    source = written(
+        tmp_path / "a.jsonl",
+        [
+            {"messages": [HI, YO, BYE, SO, BYE], "text": "ignored"},
+            {"prompt": "hi there", "completion": 7},
+            {"prompt": [HI, YO, BYE], "completion": [SO, HI, YO]},
+            {"text": "plain", "prompt": "not a pair"},
+        ],
+    )
     user = {"role": "user", "content": "hi there"}
     rows = load_chats(source, "data.train", ChatsConfig())
-    assert list(rows) == [{"messages": [HI, YO, BYE, SO], "trained": [1, 3]}, {"messages": [user, {"role": "assistant", "content": "7"}], "trained": [1]},
-                    {"messages": [HI, YO, BYE, SO, HI, YO], "trained": [3, 5]}, {"text": "plain"}]
-    rows = load_chats(source, "data.train", ChatsConfig(train_on="last_turn", system_prompt="be brief"))
-    assert [row.get("trained") for row in rows] == [[4], [2], [6], None] and rows[0]["messages"][0] == SYSTEM
-    renamed = written(tmp_path / "b.jsonl", [{"chat": [HI, YO]}, {"q": "1+1", "a": "2"}, {"body": "x"}])
+    assert list(rows) == [
+        {"messages": [HI, YO, BYE, SO], "trained": [1, 3]},
+        {"messages": [user, {"role": "assistant", "content": "7"}], "trained": [1]},
+        {"messages": [HI, YO, BYE, SO, HI, YO], "trained": [3, 5]},
+        {"text": "plain"},
+    ]
+    rows = load_chats(
+        source, "data.train", ChatsConfig(train_on="last_turn", system_prompt="be brief")
+    )
+    assert [row.get("trained") for row in rows] == [[4], [2], [6], None] and rows[0]["messages"][
+        0
+    ] == SYSTEM
+    renamed = written(
+        tmp_path / "b.jsonl", [{"chat": [HI, YO]}, {"q": "1+1", "a": "2"}, {"body": "x"}]
+    )
     names = ChatsConfig(messages_key="chat", prompt_key="q", completion_key="a", text_key="body")
-    assert [list(row) for row in load_chats(renamed, "data.train", names)] == [["messages", "trained"], ["messages", "trained"], ["text"]]
-    gym = load_chats("reasoning_gym:spell_backward?size=3&seed=1", "data.train", ChatsConfig(completion_key="answer"))
+    assert [list(row) for row in load_chats(renamed, "data.train", names)] == [
+        ["messages", "trained"],
+        ["messages", "trained"],
+        ["text"],
+    ]
+    gym = load_chats(
+        "reasoning_gym:spell_backward?size=3&seed=1",
+        "data.train",
+        ChatsConfig(completion_key="answer"),
+    )
     assert len(gym) == 3 and all(row["trained"] == [1] for row in gym)
 
 
-@pytest.mark.parametrize(("row", "message"), [
-    ({"question": "a", "answer": "b"}, r"line 2 has neither 'messages' .* \(its keys: question, answer\); set data.messages_key, prompt_key"),
-    ({"prompt": "a"}, "line 2 has neither"),
-    ({"messages": "a"}, "line 2 has neither"),
-    ({"messages": []}, "line 2 has neither"),
-    (["a"], "line 2: a row must be an object of named values, not a list"),
-    ({"messages": [HI, BYE]}, "line 2: no assistant turn follows"),
-    ({"prompt": [HI, YO], "completion": [BYE]}, "line 2: no assistant turn follows"),
-    ({"messages": [SYSTEM, YO]}, "line 2: nothing is asked before the assistant's first turn"),
-    ({"messages": [HI, {"role": "assistant", "content": None}]}, "line 2: every message needs a role and a content that is a text"),
-    ({"prompt": "a", "completion": [{"role": "assistant"}]}, "line 2: every message needs"),
-])
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"question": "a", "answer": "b"},
+            r"line 2 has neither 'messages' .* \(its keys: question, answer\); set data.messages_key, prompt_key",
+        ),
+        ({"prompt": "a"}, "line 2 has neither"),
+        ({"messages": "a"}, "line 2 has neither"),
+        ({"messages": []}, "line 2 has neither"),
+        (["a"], "line 2: a row must be an object of named values, not a list"),
+        ({"messages": [HI, BYE]}, "line 2: no assistant turn follows"),
+        ({"prompt": [HI, YO], "completion": [BYE]}, "line 2: no assistant turn follows"),
+        ({"messages": [SYSTEM, YO]}, "line 2: nothing is asked before the assistant's first turn"),
+        (
+            {"messages": [HI, {"role": "assistant", "content": None}]},
+            "line 2: every message needs a role and a content that is a text",
+        ),
+        ({"prompt": "a", "completion": [{"role": "assistant"}]}, "line 2: every message needs"),
+    ],
+)
 def test_a_row_that_is_none_of_them_is_refused_with_its_line(tmp_path, row, message):
     with pytest.raises(UserError, match=rf"data.train = .*a.jsonl: {message}"):
-        load_chats(written(tmp_path / "a.jsonl", [{"text": "good"}, row]), "data.train", ChatsConfig())
+        load_chats(
+            written(tmp_path / "a.jsonl", [{"text": "good"}, row]), "data.train", ChatsConfig()
+        )
 
 
 def encode(mesh, rows, max_tokens):
     tokenizer = make_tokenizer([])
-    chats = Chats(rows, "data.train", tokenizer, [1], ChatsConfig(max_tokens=max_tokens), mesh, seed=3)
-    return {"own": {n: (t.tokens, t.sampled) for n, (t,) in chats.encoded.items()}, "kept": chats.kept, "lost": chats.lost,
-            "steps": [[(t.group, t.tokens.tolist(), t.sampled.tolist()) for t in chats.examples(range(4 * s, 4 * s + 4))] for s in range(5)]}
+    chats = Chats(
+        rows, "data.train", tokenizer, [1], ChatsConfig(max_tokens=max_tokens), mesh, seed=3
+    )
+    return {
+        "own": {n: (t.tokens, t.sampled) for n, (t,) in chats.encoded.items()},
+        "kept": chats.kept,
+        "lost": chats.lost,
+        "steps": [
+            [
+                (t.group, t.tokens.tolist(), t.sampled.tolist())
+                for t in chats.examples(range(4 * s, 4 * s + 4))
+            ]
+            for s in range(5)
+        ],
+    }
 
 
 def test_long_rows_are_cut_and_those_left_without_loss_are_dropped():
-    short = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}], "trained": [1]}
-    long_answer = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "x" * 30}], "trained": [1]}
-    long_prompt = {"messages": [{"role": "user", "content": "y" * 30}, {"role": "assistant", "content": "cd"}], "trained": [1]}
-    results = ranks(2, encode, [short, long_prompt, long_answer, {"text": "z" * 12}, long_prompt, {"text": ""}], 10)
+    short = {
+        "messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}],
+        "trained": [1],
+    }
+    long_answer = {
+        "messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "x" * 30}],
+        "trained": [1],
+    }
+    long_prompt = {
+        "messages": [{"role": "user", "content": "y" * 30}, {"role": "assistant", "content": "cd"}],
+        "trained": [1],
+    }
+    results = ranks(
+        2,
+        encode,
+        [short, long_prompt, long_answer, {"text": "z" * 12}, long_prompt, {"text": ""}],
+        10,
+    )
     encoded = results[0]["own"] | results[1]["own"]
     assert results[0]["kept"] == results[1]["kept"] == sorted(encoded) == [0, 2, 3]
     assert results[0]["lost"] == results[1]["lost"] == (4, 3)
     for n, mask in ((0, "FFFFFTTT"), (2, "FFFFFTTTTT"), (3, "FTTTTTTTTT")):
-        assert encoded[n][1].tolist() == [c == "T" for c in mask] and len(encoded[n][0]) == len(mask)
+        assert encoded[n][1].tolist() == [c == "T" for c in mask] and len(encoded[n][0]) == len(
+            mask
+        )
     assert encoded[2][0][-1] != 1  # what was cut does not end
     with pytest.raises(RankFailed) as failed:
         ranks(2, encode, [long_prompt, {"text": ""}], 10)
-    assert failed.value.kind == "UserError" and "none of the 2 rows has a token in the loss within data.max_tokens = 10; raise it" in failed.value.text
+    assert (
+        failed.value.kind == "UserError"
+        and "none of the 2 rows has a token in the loss within data.max_tokens = 10; raise it"
+        in failed.value.text
+    )
 
 
 def test_examples_of_a_step_depend_on_the_seed_alone():
     rows = [{"text": chr(97 + n) * (n + 1)} for n in range(7)]
-    steps = [[sorted(sum((r["steps"][s] for r in ranks(world, encode, rows, 10)), [])) for s in range(5)] for world in (1, 3)]
+    steps = [
+        [sorted(sum((r["steps"][s] for r in ranks(world, encode, rows, 10)), [])) for s in range(5)]
+        for world in (1, 3)
+    ]
     assert steps[0] == steps[1] and all(len(step) == 4 for step in steps[0])
     tokens = [t for step in steps[0] for _, t, _ in sorted(step)]
-    assert sorted(map(str, tokens[:7])) == sorted(map(str, tokens[7:14])) and tokens[:7] != tokens[7:14]  # an epoch, and the next in another order
+    assert (
+        sorted(map(str, tokens[:7])) == sorted(map(str, tokens[7:14]))
+        and tokens[:7] != tokens[7:14]
+    )  # an epoch, and the next in another order
     order = Order(7, seed=3, shuffle=True)
-    assert [order[n] for n in (13, 0, 13)] == [order[13], Order(7, seed=3, shuffle=True)[0], order[13]]
+    assert [order[n] for n in (13, 0, 13)] == [
+        order[13],
+        Order(7, seed=3, shuffle=True)[0],
+        order[13],
+    ]
     for seed in range(5):
         train, held_out = split([*rows, rows[0]], 3, seed=seed)
-        assert len(held_out) == 3 and not any(row in held_out for row in train) and len(train) == 5 - (rows[0] in held_out)
+        assert (
+            len(held_out) == 3
+            and not any(row in held_out for row in train)
+            and len(train) == 5 - (rows[0] in held_out)
+        )
 
 
-# ---------------------------------------------------------------------------------------------------- loss
+# ----------------------------------------------------------------------------------------------------
+# loss
 
 
 def conversations(num: int) -> list[dict]:
     """Chats of one to three turns, some of which begin alike; every fourth row is a text."""
+
     def turn(n: int, k: int) -> list[dict]:
-        return [{"role": "user", "content": f"say {n % 3 + k}"}, {"role": "assistant", "content": "abc"[: n % 3 + 1] * (1 + n % 5) + str(k)}]
-    return [{"text": "text " * (n % 7 + 1)} if n % 4 == 3 else {"messages": sum((turn(n, k) for k in range(n % 3 + 1)), [])} for n in range(num)]
+        return [
+            {"role": "user", "content": f"say {n % 3 + k}"},
+            {"role": "assistant", "content": "abc"[: n % 3 + 1] * (1 + n % 5) + str(k)},
+        ]
+
+    return [
+        {"text": "text " * (n % 7 + 1)}
+        if n % 4 == 3
+        else {"messages": sum((turn(n, k) for k in range(n % 3 + 1)), [])}
+        for n in range(num)
+    ]
 
 
 def one_step(mesh, folder, source):
     LlamaRMSNorm.forward = exact_norm
     policy = Policy(PolicyConfig(dtype="float64"), folder, mesh)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    chats = Chats(load_chats(source, "data.train", ChatsConfig()), "data.train", tokenizer, [1], ChatsConfig(max_tokens=40), mesh, seed=0)
+    chats = Chats(
+        load_chats(source, "data.train", ChatsConfig()),
+        "data.train",
+        tokenizer,
+        [1],
+        ChatsConfig(max_tokens=40),
+        mesh,
+        seed=0,
+    )
     batches = sft.batches_of(chats.examples(range(len(chats))), policy, mesh, 120)
-    return policy.step(batches, losses.sft(), 1e-3)["loss"], len(batches), [(t.tokens, t.sampled) for part in mesh.gather(list(chats.encoded.values())) for (t,) in part]
+    return (
+        policy.update(batches, losses.sft(), 1e-3)["loss"],
+        len(batches),
+        [
+            (t.tokens, t.sampled)
+            for part in mesh.gather(list(chats.encoded.values()))
+            for (t,) in part
+        ],
+    )
 
 
 def test_packed_loss_is_the_loss_of_hugging_face_with_masked_labels(tmp_path, monkeypatch):
     folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
-    loss, num_micro, encoded = ranks(2, one_step, folder, written(tmp_path / "a.jsonl", conversations(24)))[0]
+    loss, num_micro, encoded = ranks(
+        2, one_step, folder, written(tmp_path / "a.jsonl", conversations(24))
+    )[0]
     monkeypatch.setattr(LlamaRMSNorm, "forward", exact_norm)
     model, total, num = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), 0.0, 0
     for ids, mask in encoded:
@@ -272,110 +506,259 @@ def num_bytes(value) -> int:
     """Of all tensors in nested dataclasses and tuples."""
     if torch.is_tensor(value):
         return value.nbytes
-    inner = value if isinstance(value, tuple | list) else vars(value).values() if dataclasses.is_dataclass(value) else ()
+    inner = (
+        value
+        if isinstance(value, tuple | list)
+        else vars(value).values()
+        if dataclasses.is_dataclass(value)
+        else ()
+    )
     return sum(map(num_bytes, inner))
 
 
 def test_a_long_sequence_takes_memory_in_proportion():
-    t = Trajectory(tokens=torch.zeros(32769).int().numpy(), sampled=torch.arange(32769).gt(100).numpy(), logprobs=torch.zeros(32769).numpy())
+    t = Trajectory(
+        tokens=torch.zeros(32769).int().numpy(),
+        sampled=torch.arange(32769).gt(100).numpy(),
+        logprobs=torch.zeros(32769).numpy(),
+    )
     assert 30 * 32768 < num_bytes(pack([t], torch.device("cpu"))) < 100 * 32768
 
 
-# ---------------------------------------------------------------------------------------------------- the program
+# ----------------------------------------------------------------------------------------------------
+# the program
 
 
 def flags(folder: Path, source: str, output: Path, *more: object) -> list[str]:
-    return [str(x) for x in ["--output", output, "--policy.model", folder, "--policy.dtype", "float32", "--policy.lr", "3e-3", "--policy.lr-schedule", "cosine",
-                             "--data.train", source, "--data.held-out", 6, "--data.max-tokens", 48, "--batch-size", 8, "--tokens-per-rank", 100,
-                             "--eval.every", 2, "--num-epochs", 2, *more]]
+    return [
+        str(x)
+        for x in [
+            "--output",
+            output,
+            "--policy.model",
+            folder,
+            "--policy.dtype",
+            "float32",
+            "--policy.lr",
+            "3e-3",
+            "--policy.lr-schedule",
+            "cosine",
+            "--data.train",
+            source,
+            "--data.held-out",
+            6,
+            "--data.max-tokens",
+            48,
+            "--batch-size",
+            8,
+            "--tokens-per-rank",
+            100,
+            "--eval.every",
+            2,
+            "--num-epochs",
+            2,
+            *more,
+        ]
+    ]
 
 
 def rows_of(run: Path, phase: str) -> list[dict]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_second"))} for row in rows if row["phase"] == phase]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_second"))}
+        for row in rows
+        if row["phase"] == phase
+    ]
 
 
 def train(mesh, given):
     LlamaRMSNorm.forward = exact_norm
-    sft.Trainer.main(parse(SFTConfig, given), mesh)
+    sft.Trainer.main(parse_flags(SFTConfig, given), mesh)
 
 
-@pytest.mark.parametrize(("world", "parallel"), [(2, ParallelConfig()), (4, ParallelConfig(tensor=2, sequence=True)), (4, ParallelConfig(replicate=2)),
-                                                 (4, ParallelConfig(context=2)), (2, ParallelConfig(context=2, context_engine="ring"))])
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (2, ParallelConfig()),
+        (4, ParallelConfig(tensor=2, sequence=True)),
+        (4, ParallelConfig(replicate=2)),
+        (4, ParallelConfig(context=2)),
+        (2, ParallelConfig(context=2, context_engine="ring")),
+    ],
+)
 def test_every_mesh_trains_alike(tmp_path, world, parallel):
-    folder, source = tiny.make(tmp_path / "model", "llama", dtype=torch.float64), written(tmp_path / "a.jsonl", conversations(30))
+    folder, source = (
+        tiny.make(tmp_path / "model", "llama", dtype=torch.float64),
+        written(tmp_path / "a.jsonl", conversations(30)),
+    )
     given = flags(folder, source, tmp_path / "one", "--policy.dtype", "float64")
     ranks(1, train, given)
-    more = ["--parallel.tensor", parallel.tensor, "--parallel.replicate", parallel.replicate, "--parallel.context", parallel.context, *["--parallel.sequence"] * parallel.sequence]
-    ranks(world, train, flags(folder, source, tmp_path / "many", "--policy.dtype", "float64", *more), parallel=parallel)
+    more = [
+        "--parallel.tensor",
+        parallel.tensor,
+        "--parallel.replicate",
+        parallel.replicate,
+        "--parallel.context",
+        parallel.context,
+        *["--parallel.sequence"] * parallel.sequence,
+    ]
+    ranks(
+        world,
+        train,
+        flags(folder, source, tmp_path / "many", "--policy.dtype", "float64", *more),
+        parallel=parallel,
+    )
     for phase in ("train", "eval"):
         one, many = rows_of(tmp_path / "one", phase), rows_of(tmp_path / "many", phase)
-        assert [row["step"] for row in one] == [row["step"] for row in many] == ([*range(6)] if phase == "train" else [0, 2, 4, 6])
+        assert (
+            [row["step"] for row in one]
+            == [row["step"] for row in many]
+            == ([*range(6)] if phase == "train" else [0, 2, 4, 6])
+        )
         for a, b in zip(one, many, strict=True):
-            assert b["loss"] == pytest.approx(a["loss"], rel=1e-9) and a.get("tokens") == b.get("tokens")
-    assert rows_of(tmp_path / "one", "eval")[-1]["loss"] < rows_of(tmp_path / "one", "eval")[0]["loss"]
+            assert b["loss"] == pytest.approx(a["loss"], rel=1e-9) and a.get("tokens") == b.get(
+                "tokens"
+            )
+    assert (
+        rows_of(tmp_path / "one", "eval")[-1]["loss"] < rows_of(tmp_path / "one", "eval")[0]["loss"]
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="bitwise repeatable on CPU only")
 def test_resumed_run_is_the_uninterrupted_run(tmp_path):
-    """Two ranks, first under torchrun. The second run finds the first one's folder as it was when step 4 was saved, but for rows of metrics that follow."""
-    folder, source, output = tiny.make(tmp_path / "model", "qwen3"), written(tmp_path / "a.jsonl", conversations(30)), tmp_path / "run"
-    given = flags(folder, source, output, "--checkpoint.every", 2, "--checkpoint.best-metric", "loss", "--num-steps", 6)
+    """Two ranks, first under torchrun. The second run finds the first one's folder as it was when
+    step 4 was saved, but for rows of metrics that follow."""
+    folder, source, output = (
+        tiny.make(tmp_path / "model", "qwen3"),
+        written(tmp_path / "a.jsonl", conversations(30)),
+        tmp_path / "run",
+    )
+    given = flags(
+        folder,
+        source,
+        output,
+        "--checkpoint.every",
+        2,
+        "--checkpoint.best-metric",
+        "loss",
+        "--num-steps",
+        6,
+    )
     ended = torchrun("minirl.sft", given, tmp_path / "log").end(120)
     assert ended.code == 0, ended.err
-    for title in ("held-out loss before", "held-out perplexity after", "tokens/s, trained", "seconds, forward", "peak memory of a rank, MiB"):
+    for title in (
+        "held-out loss before",
+        "held-out perplexity after",
+        "tokens/s, trained",
+        "seconds, forward",
+        "peak memory of a rank, MiB",
+    ):
         assert re.search(rf"^{title} +[\d.,]+$", ended.out, re.MULTILINE), ended.out
-    assert re.search(r"\d+ rows, 6 held out \(5 cut to 48 tokens, 0 dropped", ended.err) and ended.err.count("perplexity") == 4
+    assert (
+        re.search(r"\d+ rows, 6 held out \(5 cut to 48 tokens, 0 dropped", ended.err)
+        and ended.err.count("perplexity") == 4
+    )
     summary = json.loads((output / "summary.json").read_text())
-    assert summary["loss_after"] < summary["loss_before"] == rows_of(output, "eval")[0]["loss"] and len(summary["peak_rss_mb_by_rank"]) == 2
+    assert (
+        summary["loss_after"] < summary["loss_before"] == rows_of(output, "eval")[0]["loss"]
+        and len(summary["peak_rss_mb_by_rank"]) == 2
+    )
     assert (output / "curves.png").exists() and list((output / "tensorboard").iterdir())
-    assert checkpoint.find_best(output)["value"] == min(row["loss"] for row in rows_of(output, "eval")[1:])
+    assert checkpoint.find_best(output)["value"] == min(
+        row["loss"] for row in rows_of(output, "eval")[1:]
+    )
 
     again = tmp_path / "again"
     shutil.copytree(output, again)
     for name in ("model", "checkpoints/step-6"):
         shutil.rmtree(again / name)
     (again / "checkpoints" / "step-6.partial").mkdir()
-    ended = fork("minirl.sft", ["--config", output / "config.yaml", "--output", again, "--resume"], tmp_path / "log", world=2)
+    ended = fork(
+        "minirl.sft",
+        ["--config", output / "config.yaml", "--output", again, "--resume"],
+        tmp_path / "log",
+        world=2,
+    )
     assert ended.code == 0 and "resuming at step 4" in ended.err, ended.err
-    assert rows_of(again, "train") == rows_of(output, "train") and rows_of(again, "eval") == rows_of(output, "eval")
+    assert rows_of(again, "train") == rows_of(output, "train") and rows_of(
+        again, "eval"
+    ) == rows_of(output, "eval")
     for name in ("model/model.safetensors", "checkpoints/best.json", "model/config.json"):
         assert (again / name).read_bytes() == (output / name).read_bytes()
-    assert (folder / "model.safetensors").read_bytes() != (output / "model" / "model.safetensors").read_bytes()
+    assert (folder / "model.safetensors").read_bytes() != (
+        output / "model" / "model.safetensors"
+    ).read_bytes()
 
 
 BAD = {  # name -> flags, what the message must say
     "no data": (["--data.train", ""], ["data.train is empty", "JSONL file"]),
-    "missing data": (["--data.train", "{folder}/none.jsonl"], ["data.train", "none.jsonl", "no such file"]),
-    "columns": (["--data.messages-key", "talk"], ["data.train", "line 1 has neither 'talk'", "its keys: messages", "data.messages_key"]),
-    "no assistant turn": (["--data.train", "{folder}/asked.jsonl"], ["asked.jsonl: line 1: no assistant turn follows"]),
+    "missing data": (
+        ["--data.train", "{folder}/none.jsonl"],
+        ["data.train", "none.jsonl", "no such file"],
+    ),
+    "columns": (
+        ["--data.messages-key", "talk"],
+        ["data.train", "line 1 has neither 'talk'", "its keys: messages", "data.messages_key"],
+    ),
+    "no assistant turn": (
+        ["--data.train", "{folder}/asked.jsonl"],
+        ["asked.jsonl: line 1: no assistant turn follows"],
+    ),
     "all masked": (["--data.max-tokens", 5], ["none of the", "data.max_tokens = 5", "raise it"]),
     "no template": (["--policy.model", "{folder}/bare"], ["bare", "no chat template"]),
-    "too long for the model": (["--data.max-tokens", 4096, "--tokens-per-rank", 4096], ["data.max_tokens = 4096", "512 positions", "lower it"]),
-    "sequence does not fit": (["--tokens-per-rank", 40], ["tokens_per_rank = 40", "data.max_tokens = 48", "raise tokens_per_rank"]),
+    "too long for the model": (
+        ["--data.max-tokens", 4096, "--tokens-per-rank", 4096],
+        ["data.max_tokens = 4096", "512 positions", "lower it"],
+    ),
+    "sequence does not fit": (
+        ["--tokens-per-rank", 40],
+        ["tokens_per_rank = 40", "data.max_tokens = 48", "raise tokens_per_rank"],
+    ),
     "nothing left": (["--data.held-out", 99], ["data.held_out = 99", "lower it"]),
-    "nothing but repeats": (["--data.train", "{folder}/same.jsonl"], ["data.held_out = 6", "1 distinct", "lower it"]),
+    "nothing but repeats": (
+        ["--data.train", "{folder}/same.jsonl"],
+        ["data.held_out = 6", "1 distinct", "lower it"],
+    ),
     "nothing held out": (["--data.held-out", 0], ["data.held_out = 0", "at least 1"]),
     "no steps": (["--num-epochs", 0], ["num_epochs = 0.0", "greater than 0"]),
     "empty batch": (["--batch-size", 0], ["batch_size = 0", "greater than 0"]),
-    "unknown metric": (["--checkpoint.best-metric", "accuracy"], ["checkpoint.best_metric = 'accuracy'", "loss, perplexity"]),
-    "unscored checkpoints": (["--checkpoint.best-metric", "loss", "--checkpoint.every", 3], ["checkpoint.every = 3", "eval.every = 2"]),
+    "unknown metric": (
+        ["--checkpoint.best-metric", "accuracy"],
+        ["checkpoint.best_metric = 'accuracy'", "loss, perplexity"],
+    ),
+    "unscored checkpoints": (
+        ["--checkpoint.best-metric", "loss", "--checkpoint.every", 3],
+        ["checkpoint.every = 3", "eval.every = 2"],
+    ),
     "mesh": (["--parallel.tensor", 2], ["parallel.tensor", "does not divide the 1 ranks"]),
 }
 
 
 def test_a_context_holds_what_its_ranks_hold_together():
-    cfg = SFTConfig(tokens_per_rank=512, data=ChatsConfig(train="a.jsonl", max_tokens=1024), parallel=ParallelConfig(context=2))
+    cfg = SFTConfig(
+        tokens_per_rank=512,
+        data=ChatsConfig(train="a.jsonl", max_tokens=1024),
+        parallel=ParallelConfig(context=2),
+    )
     check_sft(cfg, world_size=4)
     cfg.data.max_tokens = 1025
-    with pytest.raises(UserError, match=r"tokens_per_rank \* parallel.context = 512 \* 2 = 1024 cannot hold one sequence of data.max_tokens = 1025"):
+    with pytest.raises(
+        UserError,
+        match=r"tokens_per_rank \* parallel.context = 512 \* 2 = 1024 cannot hold one sequence of data.max_tokens = 1025",
+    ):
         check_sft(cfg, world_size=4)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bad")
-    written(folder / "chats.jsonl", [{"messages": [HI, YO, BYE, SO, {"role": "user", "content": str(n)}, YO]} for n in range(20)])
+    written(
+        folder / "chats.jsonl",
+        [
+            {"messages": [HI, YO, BYE, SO, {"role": "user", "content": str(n)}, YO]}
+            for n in range(20)
+        ],
+    )
     written(folder / "same.jsonl", [{"messages": [HI, YO]}] * 20)
     written(folder / "asked.jsonl", [{"messages": [HI]}])
     tiny.make(folder / "model")
@@ -387,7 +770,12 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", BAD)
 def test_one_message_and_nothing_left(folder, name):
     more, says = BAD[name]
-    given = flags(folder / "model", str(folder / "chats.jsonl"), folder / name, *(x.format(folder=folder) if isinstance(x, str) else x for x in more))
+    given = flags(
+        folder / "model",
+        str(folder / "chats.jsonl"),
+        folder / name,
+        *(x.format(folder=folder) if isinstance(x, str) else x for x in more),
+    )
     ended = fork("minirl.sft", given, folder / "log" / name)
     assert ended.code == 2 and len(ended.errors()) == 1 and "Traceback" not in ended.err, ended.err
     for text in says:

@@ -1,4 +1,5 @@
-"""Rows from every kind of place are the same rows; sources mixed by size or weight come in an order of the seed and the number alone."""
+"""Rows from every kind of place are the same rows; sources mixed by size or weight come in an order
+of the seed and the number alone."""
 
 import json
 import tracemalloc
@@ -9,19 +10,19 @@ import datasets
 import numpy as np
 import pytest
 
-from minirl.checks import check_rollout, check_sft
-from minirl.config import DataConfig, EvaluateConfig
-from minirl.config_rl import RLConfig
-from minirl.config_supervised import ChatsConfig, SFTConfig
+from minirl.config.validate import check_rollout, check_sft
+from minirl.config.shared import DataConfig, EvaluateConfig
+from minirl.config.rl import RLConfig
+from minirl.config.supervised import ChatsConfig, SFTConfig
 from minirl.data import chat
 from minirl.data.datasets import Chats, Mixture, Order, Prompts, load_chats, load_rows, split
-from minirl.flags import load, parse, save
+from minirl.config.parse import load_config, parse_flags, save_config
 from minirl.model.scratch import make_tokenizer
-from minirl.types import UserError
+from minirl.errors import UserError
 
 USER, ANSWER = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
 MESH = SimpleNamespace(rank=0, world_size=1, gather=lambda value: [value])
-ROWS = [{"prompt": f"row {i},\n\"{i}\"", "answer": f"00{i}", "level": str(i % 3)} for i in range(12)]
+ROWS = [{"prompt": f'row {i},\n"{i}"', "answer": f"00{i}", "level": str(i % 3)} for i in range(12)]
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +36,13 @@ def jsonl(path, rows):
 
 
 def rows_of(source, setting="data.train", **cfg):
-    return load_rows(source if isinstance(source, list) else str(source), setting, DataConfig(**cfg))
+    return load_rows(
+        source if isinstance(source, list) else str(source), setting, DataConfig(**cfg)
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- places
+# ----------------------------------------------------------------------------------------------------
+# places
 
 
 def written(folder, kind):
@@ -58,7 +62,9 @@ def written(folder, kind):
     return str(next(folder.glob("a.*"))) + ("?split=train" if kind == "splits" else "")
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json lines", "json list", "parquet", "csv", "saved", "splits"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "json lines", "json list", "parquet", "csv", "saved", "splits"]
+)
 def test_the_same_rows_from_every_format(tmp_path, kind):
     assert list(rows_of(written(tmp_path, kind))) == ROWS
 
@@ -70,37 +76,57 @@ def test_a_folder_of_files_and_a_hub_id_go_through_load_dataset(tmp_path, monkey
     with pytest.raises(UserError, match=r"its splits are train, test; name one by \?split=NAME"):
         rows_of(tmp_path)
     asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: asked.append((args, kwargs)) or datasets.Dataset.from_list(ROWS))
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda *args, **kwargs: asked.append((args, kwargs)) or datasets.Dataset.from_list(ROWS),
+    )
     assert list(rows_of("org/name?subset=main&split=train[:12]")) == ROWS
     assert asked == [(("org/name", "main"), {"split": "train[:12]"})]
 
 
 def test_csv_values_stay_the_texts_they_are(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,answer\nNA,007\nnull,1.0\n")
-    assert [(r["prompt"], r["answer"]) for r in rows_of(tmp_path / "a.csv")] == [("NA", "007"), ("null", "1.0")]
+    assert [(r["prompt"], r["answer"]) for r in rows_of(tmp_path / "a.csv")] == [
+        ("NA", "007"),
+        ("null", "1.0"),
+    ]
 
 
-@pytest.mark.parametrize(("name", "text", "message"), [
-    ("a.csv", "prompt,answer\na,b,c\n", "a row has not as many values as the first line has names"),
-    ("a.csv", "prompt,answer\na\n", "a row has not as many values"),
-    ("a.parquet", "nothing of the kind", r"not a good .parquet file"),
-    ("a.json", "[{]", r"not a good .json file"),
-    ("a.jsonl?split=train", "{}\n", "a file has no option split; it has weight and name"),
-    ("a.jsonl?weight=0", "{}\n", r"weight = 0.0 is not above 0 and finite"),
-    ("a.jsonl?weight=many", "{}\n", "could not convert string to float.*weight is a number"),
-    ("a.jsonl?weight", "{}\n", "options are written"),
-])
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.csv",
+            "prompt,answer\na,b,c\n",
+            "a row has not as many values as the first line has names",
+        ),
+        ("a.csv", "prompt,answer\na\n", "a row has not as many values"),
+        ("a.parquet", "nothing of the kind", r"not a good .parquet file"),
+        ("a.json", "[{]", r"not a good .json file"),
+        ("a.jsonl?split=train", "{}\n", "a file has no option split; it has weight and name"),
+        ("a.jsonl?weight=0", "{}\n", r"weight = 0.0 is not above 0 and finite"),
+        ("a.jsonl?weight=many", "{}\n", "could not convert string to float.*weight is a number"),
+        ("a.jsonl?weight", "{}\n", "options are written"),
+    ],
+)
 def test_a_source_that_cannot_be_read_is_refused(tmp_path, name, text, message):
     (tmp_path / name.partition("?")[0]).write_text(text)
     with pytest.raises(UserError, match=rf"data.train = .*{message}"):
         rows_of(tmp_path / name)
 
 
-@pytest.mark.parametrize(("source", "message"), [
-    ("saved?split=train", r"its splits are none; name one"), ("splits", "its splits are train, test"), ("splits?split=dev", "its splits are train, test"),
-    ("splits?split=train&subset=main", "a saved folder has no subset"), ("splits?spilt=train", "a data set has no option spilt"),
-    ("empty", "neither a file or folder here nor a data set that can be had"),
-])
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("saved?split=train", r"its splits are none; name one"),
+        ("splits", "its splits are train, test"),
+        ("splits?split=dev", "its splits are train, test"),
+        ("splits?split=train&subset=main", "a saved folder has no subset"),
+        ("splits?spilt=train", "a data set has no option spilt"),
+        ("empty", "neither a file or folder here nor a data set that can be had"),
+    ],
+)
 def test_a_folder_or_split_that_is_not_there_is_refused(tmp_path, source, message):
     for kind in ("saved", "splits"):
         (tmp_path / kind).mkdir()
@@ -115,12 +141,17 @@ def test_a_folder_or_split_that_is_not_there_is_refused(tmp_path, source, messag
 
 def test_a_hub_id_that_cannot_be_had_is_refused():
     """The tests run offline."""
-    with pytest.raises(UserError, match="data.train = no-such-org/no-such-set: neither a file or folder here nor a data set that can be had"):
+    with pytest.raises(
+        UserError,
+        match="data.train = no-such-org/no-such-set: neither a file or folder here nor a data set that can be had",
+    ):
         rows_of("no-such-org/no-such-set")
 
 
 def test_a_large_file_is_not_held_in_memory(tmp_path):
-    source = jsonl(tmp_path / "a.jsonl", [{"prompt": str(i), "text": "x" * 10_000} for i in range(2000)])
+    source = jsonl(
+        tmp_path / "a.jsonl", [{"prompt": str(i), "text": "x" * 10_000} for i in range(2000)]
+    )
     tracemalloc.start()
     train, held_out = split(rows_of(source), 20, seed=0)
     _, peak = tracemalloc.get_traced_memory()
@@ -130,33 +161,70 @@ def test_a_large_file_is_not_held_in_memory(tmp_path):
 
 
 def test_max_samples_takes_the_first_of_each_source(tmp_path):
-    sources = [jsonl(tmp_path / "a.jsonl", ROWS[:5]), jsonl(tmp_path / "b.jsonl", ROWS[5:]) + "?name=b"]
-    assert [row["answer"] for row in rows_of(sources, max_samples=2)] == ["000", "001", "005", "006"]
-    assert len(load_chats(sources, "data.train", ChatsConfig(max_samples=3, completion_key="answer"))) == 6
+    sources = [
+        jsonl(tmp_path / "a.jsonl", ROWS[:5]),
+        jsonl(tmp_path / "b.jsonl", ROWS[5:]) + "?name=b",
+    ]
+    assert [row["answer"] for row in rows_of(sources, max_samples=2)] == [
+        "000",
+        "001",
+        "005",
+        "006",
+    ]
+    assert (
+        len(load_chats(sources, "data.train", ChatsConfig(max_samples=3, completion_key="answer")))
+        == 6
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- layouts
+# ----------------------------------------------------------------------------------------------------
+# layouts
 
 
-@pytest.mark.parametrize(("row", "prompt", "answer"), [
-    ({"prompt": "q", "answer": "a"}, "q", "a"), ({"prompt": "q", "solution": "s"}, "q", "s"), ({"prompt": [USER], "solution": "s"}, [USER], "s"),
-    ({"prompt": "q", "answer": "a", "solution": "s"}, "q", "a"), ({"prompt": "q", "completion": "c"}, "q", None),
-    ({"messages": [USER, ANSWER]}, [USER], "2"), ({"messages": [USER, ANSWER], "solution": "s"}, [USER], "s"), ({"messages": [USER]}, [USER], None),
-    ({"input": "q", "label": "l"}, "q", "l"), ({"input": "q", "output": "o"}, "q", None), ({"instruction": "do", "output": "o"}, "do", None),
-    ({"instruction": "do", "input": "it", "output": "o"}, "do\n\nit", None), ({"instruction": "do", "input": ""}, "do", None),
-    ({"context_messages": [USER], "label": 0}, [USER], 0), ({"prompt": None, "input": "q"}, "q", None),
-])
+@pytest.mark.parametrize(
+    ("row", "prompt", "answer"),
+    [
+        ({"prompt": "q", "answer": "a"}, "q", "a"),
+        ({"prompt": "q", "solution": "s"}, "q", "s"),
+        ({"prompt": [USER], "solution": "s"}, [USER], "s"),
+        ({"prompt": "q", "answer": "a", "solution": "s"}, "q", "a"),
+        ({"prompt": "q", "completion": "c"}, "q", None),
+        ({"messages": [USER, ANSWER]}, [USER], "2"),
+        ({"messages": [USER, ANSWER], "solution": "s"}, [USER], "s"),
+        ({"messages": [USER]}, [USER], None),
+        ({"input": "q", "label": "l"}, "q", "l"),
+        ({"input": "q", "output": "o"}, "q", None),
+        ({"instruction": "do", "output": "o"}, "do", None),
+        ({"instruction": "do", "input": "it", "output": "o"}, "do\n\nit", None),
+        ({"instruction": "do", "input": ""}, "do", None),
+        ({"context_messages": [USER], "label": 0}, [USER], 0),
+        ({"prompt": None, "input": "q"}, "q", None),
+    ],
+)
 def test_prompts_in_the_layouts_of_others(tmp_path, row, prompt, answer):
     (found,) = rows_of(jsonl(tmp_path / "a.jsonl", [row]))
     assert (found["prompt"], found.get("answer")) == (prompt, answer)
-    assert {k: v for k, v in found.items() if k not in ("prompt", "answer")} == {k: v for k, v in row.items() if k not in ("prompt", "answer")}
+    assert {k: v for k, v in found.items() if k not in ("prompt", "answer")} == {
+        k: v for k, v in row.items() if k not in ("prompt", "answer")
+    }
 
 
-@pytest.mark.parametrize("row", [{"messages": [USER, ANSWER]}, {"prompt": "1+1", "completion": "2"}, {"prompt": [USER], "completion": [ANSWER]},
-                                 {"input": "1+1", "output": "2"}, {"instruction": "1+1", "output": "2"}, {"instruction": "1+1", "input": "", "output": "2"},
-                                 {"context_messages": [USER], "output": "2"}])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, ANSWER]},
+        {"prompt": "1+1", "completion": "2"},
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"input": "1+1", "output": "2"},
+        {"instruction": "1+1", "output": "2"},
+        {"instruction": "1+1", "input": "", "output": "2"},
+        {"context_messages": [USER], "output": "2"},
+    ],
+)
 def test_chats_in_the_layouts_of_others(tmp_path, row):
-    assert list(load_chats(jsonl(tmp_path / "a.jsonl", [row]), "data.train", ChatsConfig())) == [{"messages": [USER, ANSWER], "trained": [1]}]
+    assert list(load_chats(jsonl(tmp_path / "a.jsonl", [row]), "data.train", ChatsConfig())) == [
+        {"messages": [USER, ANSWER], "trained": [1]}
+    ]
 
 
 def test_a_name_that_was_asked_for_has_no_others(tmp_path):
@@ -170,17 +238,29 @@ def test_where_a_row_is_from(tmp_path):
     one = jsonl(tmp_path / "one.jsonl", [{"prompt": "a"}, {"prompt": "b", "datasource": "math"}])
     two = jsonl(tmp_path / "two.jsonl", [{"prompt": "c", "kind": 7}])
     assert [row.get("data_source") for row in rows_of(one)] == [None, "math"]
-    assert [row.get("data_source") for row in rows_of([one, f"{two}?name=other"])] == ["one", "math", "other"]
-    assert [row.get("data_source") for row in rows_of([one, two], source_key="kind")] == ["one", "one", "7"]
+    assert [row.get("data_source") for row in rows_of([one, f"{two}?name=other"])] == [
+        "one",
+        "math",
+        "other",
+    ]
+    assert [row.get("data_source") for row in rows_of([one, two], source_key="kind")] == [
+        "one",
+        "one",
+        "7",
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------- mixing
+# ----------------------------------------------------------------------------------------------------
+# mixing
 
 
 def sources(folder, sizes, weights):
     names = "abcdef"[: len(sizes)]
-    return [jsonl(folder / f"{name}.jsonl", [{"prompt": f"{name}{i}"} for i in range(size)]) + (f"?weight={w}" if w else "")
-            for name, size, w in zip(names, sizes, weights, strict=True)]
+    return [
+        jsonl(folder / f"{name}.jsonl", [{"prompt": f"{name}{i}"} for i in range(size)])
+        + (f"?weight={w}" if w else "")
+        for name, size, w in zip(names, sizes, weights, strict=True)
+    ]
 
 
 def prompts(rows, seed=0, **cfg):
@@ -190,7 +270,9 @@ def prompts(rows, seed=0, **cfg):
 def test_without_weights_sources_are_mixed_by_size(tmp_path):
     rows = rows_of(sources(tmp_path, [6, 3], [None, None]))
     assert type(prompts(rows).order) is Order
-    assert sorted(prompts(rows).row(t)["prompt"] for t in range(9)) == sorted(row["prompt"] for row in rows)
+    assert sorted(prompts(rows).row(t)["prompt"] for t in range(9)) == sorted(
+        row["prompt"] for row in rows
+    )
 
 
 def test_by_weight_an_epoch_has_the_shares_and_a_source_repeats_nothing_early(tmp_path):
@@ -199,26 +281,39 @@ def test_by_weight_an_epoch_has_the_shares_and_a_source_repeats_nothing_early(tm
     assert isinstance(mixed.order, Mixture)
     drawn = [mixed.row(t)["prompt"] for t in range(500)]
     for epoch in range(5):
-        assert Counter(p[0] for p in drawn[100 * epoch : 100 * epoch + 100]) == {"a": 29, "b": 57, "c": 14}  # 28.57, 57.14, 14.29
+        assert Counter(p[0] for p in drawn[100 * epoch : 100 * epoch + 100]) == {
+            "a": 29,
+            "b": 57,
+            "c": 14,
+        }  # 28.57, 57.14, 14.29
     for name, size in (("a", 70), ("b", 20), ("c", 10)):
         for epoch in range(5):
             times = Counter(p for p in drawn[: 100 * epoch + 100] if p[0] == name)
-            assert max(times.values()) - (min(times.values()) if len(times) == size else 0) <= 1  # no row once more before all others came
-    assert 0 < sum(p[0] == "a" for p in drawn[:50]) < 29  # spread over the epoch, not one source after the other
+            assert (
+                max(times.values()) - (min(times.values()) if len(times) == size else 0) <= 1
+            )  # no row once more before all others came
+    assert (
+        0 < sum(p[0] == "a" for p in drawn[:50]) < 29
+    )  # spread over the epoch, not one source after the other
 
 
 def test_a_mixture_is_a_function_of_seed_and_number(tmp_path):
-    """So 1, 2 or 4 engines that share the tickets of a step see the same prompts, and a run that goes on at ticket 130 goes on in the order."""
+    """So 1, 2 or 4 engines that share the tickets of a step see the same prompts, and a run that
+    goes on at ticket 130 goes on in the order."""
     rows = rows_of(sources(tmp_path, [30, 20], [1, 3]))
     drawn = [prompts(rows).row(t)["prompt"] for t in range(200)]
     once = prompts(rows)
-    drawn_at = {int(t): once.row(int(t))["prompt"] for t in np.random.default_rng(0).permutation(200)}
+    drawn_at = {
+        int(t): once.row(int(t))["prompt"] for t in np.random.default_rng(0).permutation(200)
+    }
     assert [drawn_at[t] for t in range(200)] == drawn
     for world in (1, 2, 4):
         ranks = [prompts(rows_of(sources(tmp_path, [30, 20], [1, 3]))) for _ in range(world)]
         for step in range(16, 20):
             tickets = range(8 * step, 8 * step + 8)
-            seen = sorted((t, p.row(t)["prompt"]) for r, p in enumerate(ranks) for t in tickets[r::world])
+            seen = sorted(
+                (t, p.row(t)["prompt"]) for r, p in enumerate(ranks) for t in tickets[r::world]
+            )
             assert [prompt for _, prompt in seen] == drawn[8 * step : 8 * step + 8]
     assert [prompts(rows, seed=1).row(t)["prompt"] for t in range(200)] != drawn
 
@@ -226,57 +321,93 @@ def test_a_mixture_is_a_function_of_seed_and_number(tmp_path):
 def test_held_out_rows_of_a_mixture_are_used_once_and_those_left_keep_their_weights(tmp_path):
     train, held_out = split(rows_of(sources(tmp_path, [30, 20], [1, 3])), 10, seed=0)
     shown = Prompts(held_out, make_tokenizer([]), DataConfig(), seed=0, shuffle=False)
-    assert sorted(shown.row(t)["prompt"] for t in range(10)) == sorted(row["prompt"] for row in held_out)
+    assert sorted(shown.row(t)["prompt"] for t in range(10)) == sorted(
+        row["prompt"] for row in held_out
+    )
     assert Counter(prompts(train).row(t)["prompt"][0] for t in range(40)) == {"a": 10, "b": 30}
-    assert not {row["prompt"] for row in held_out} & {prompts(train).row(t)["prompt"] for t in range(80)}
+    assert not {row["prompt"] for row in held_out} & {
+        prompts(train).row(t)["prompt"] for t in range(80)
+    }
 
 
 def test_chats_are_mixed_the_same_way(tmp_path):
-    texts = [jsonl(tmp_path / f"{c}.jsonl", [{"text": c * 3}] * size) + f"?weight={w}" for c, size, w in (("a", 8, 1), ("b", 2, 4))]
-    chats = Chats(load_chats(texts, "data.train", ChatsConfig()), "data.train", make_tokenizer([]), [1], ChatsConfig(), MESH, seed=0)
+    texts = [
+        jsonl(tmp_path / f"{c}.jsonl", [{"text": c * 3}] * size) + f"?weight={w}"
+        for c, size, w in (("a", 8, 1), ("b", 2, 4))
+    ]
+    chats = Chats(
+        load_chats(texts, "data.train", ChatsConfig()),
+        "data.train",
+        make_tokenizer([]),
+        [1],
+        ChatsConfig(),
+        MESH,
+        seed=0,
+    )
     first = [int(t.tokens[0]) for t in chats.examples(range(10))]
     assert sorted(Counter(first).values()) == [2, 8]
 
 
-@pytest.mark.parametrize(("weights", "setting", "message"), [
-    ([1, None], "data.train", r"a.jsonl\?weight=1: give a weight to every source of data.train or to none"),
-    ([1, 1], "data.eval", r"a.jsonl\?weight=1: .*held-out rows are all used once"),
-])
+@pytest.mark.parametrize(
+    ("weights", "setting", "message"),
+    [
+        (
+            [1, None],
+            "data.train",
+            r"a.jsonl\?weight=1: give a weight to every source of data.train or to none",
+        ),
+        ([1, 1], "data.eval", r"a.jsonl\?weight=1: .*held-out rows are all used once"),
+    ],
+)
 def test_weights_that_mean_nothing_are_refused(tmp_path, weights, setting, message):
     with pytest.raises(UserError, match=rf"{setting} = .*{message}"):
         rows_of(sources(tmp_path, [4, 4], weights), setting)
 
 
 def test_a_weight_too_small_for_one_example_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"b.jsonl\?weight=0.001: 0 of 8 examples by its weight, from 4 rows; raise its weight or leave it out"):
+    with pytest.raises(
+        UserError,
+        match=r"b.jsonl\?weight=0.001: 0 of 8 examples by its weight, from 4 rows; raise its weight or leave it out",
+    ):
         prompts(rows_of(sources(tmp_path, [4, 4], [1, 0.001])))
     with pytest.raises(UserError, match=r"b.jsonl: no rows"):
         rows_of(sources(tmp_path, [4, 0], [None, None]))
 
 
-# ---------------------------------------------------------------------------------------------------- long prompts
+# ----------------------------------------------------------------------------------------------------
+# long prompts
 
 
 def test_long_prompts_can_be_dropped_and_counted(tmp_path):
     rows = rows_of(jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * n} for n in range(1, 11)]))
     kept = {}
     for rank in range(2):
-        others = [n for n in range(1 - rank, 10, 2) if n + 1 + 3 > 9]  # a token a byte, and <|user|> <|end|> <|assistant|>
-        mesh = SimpleNamespace(rank=rank, world_size=2, gather=lambda value, others=others: [value, others])
+        others = [
+            n for n in range(1 - rank, 10, 2) if n + 1 + 3 > 9
+        ]  # a token a byte, and <|user|> <|end|> <|assistant|>
+        mesh = SimpleNamespace(
+            rank=rank, world_size=2, gather=lambda value, others=others: [value, others]
+        )
         p = prompts(rows, max_prompt_tokens=9, too_long="drop")
         assert p.check_lengths("data.train", mesh) == 4
         kept[rank] = [p.row(t)["prompt"] for t in range(12)]
     assert kept[0] == kept[1] and {len(text) for text in kept[0]} == set(range(1, 7))
-    with pytest.raises(UserError, match="data.train: all 10 prompts have more than data.max_prompt_tokens = 3 tokens; raise it"):
+    with pytest.raises(
+        UserError,
+        match="data.train: all 10 prompts have more than data.max_prompt_tokens = 3 tokens; raise it",
+    ):
         prompts(rows, max_prompt_tokens=3, too_long="drop").check_lengths("data.train", MESH)
 
 
-# ---------------------------------------------------------------------------------------------------- templates
+# ----------------------------------------------------------------------------------------------------
+# templates
 
 
 def test_a_chat_template_from_a_file(tmp_path):
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}"
-                                      "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}")
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+        "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}"
+    )
     tokenizer = chat.use_template(make_tokenizer([]), str(tmp_path / "t.jinja"), "")
     assert tokenizer.decode(chat.encode(tokenizer, chat.render(tokenizer, [USER]))) == "[1+1]"
     with pytest.raises(UserError, match="the chat template refuses a chat: no"):
@@ -294,40 +425,86 @@ def test_a_plain_template_has_the_prompt_and_then_the_answer():
     for tokenizer in (make_tokenizer([]), with_bos):
         tokenizer = chat.use_template(tokenizer, "", plain.replace("{{ {%", "{ {%"))
         text = "Q: \"{{ 1+1 }}\"\n{ {% 'é' %}\nA: "
-        ids = chat.encode(tokenizer, chat.render(tokenizer, [{"role": "user", "content": "{{ 1+1 }}"}]))
+        ids = chat.encode(
+            tokenizer, chat.render(tokenizer, [{"role": "user", "content": "{{ 1+1 }}"}])
+        )
         assert ids == tokenizer(text)["input_ids"]
-        whole, mask = chat.encode_chat(tokenizer, [{"role": "user", "content": "{{ 1+1 }}"}, ANSWER], [1], [tokenizer.eos_token_id])
-        assert whole == [*ids, *tokenizer("2", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        whole, mask = chat.encode_chat(
+            tokenizer,
+            [{"role": "user", "content": "{{ 1+1 }}"}, ANSWER],
+            [1],
+            [tokenizer.eos_token_id],
+        )
+        assert whole == [
+            *ids,
+            *tokenizer("2", add_special_tokens=False)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
         assert mask == [False] * len(ids) + [True, True]
         for messages in ([USER, ANSWER, USER], [{"role": "system", "content": "s"}, USER]):
-            with pytest.raises(UserError, match="data.input_template takes a prompt that is one text and an answer"):
+            with pytest.raises(
+                UserError, match="data.input_template takes a prompt that is one text and an answer"
+            ):
                 chat.encode(tokenizer, chat.render(tokenizer, messages))
 
 
-# ---------------------------------------------------------------------------------------------------- settings
+# ----------------------------------------------------------------------------------------------------
+# settings
 
 
 def test_several_sources_in_a_file_and_by_flags(tmp_path):
-    (tmp_path / "c.yaml").write_text("data:\n  train:\n  - a.jsonl?weight=1\n  - b.jsonl?weight=2\n  eval: c.jsonl\n"
-                                     "reward: {function: [exact, my.py:f], weights: [1, 0.5]}\n")
-    cfg = load(RLConfig, str(tmp_path / "c.yaml"))
-    assert (cfg.data.train, cfg.data.eval, cfg.reward.weights) == (["a.jsonl?weight=1", "b.jsonl?weight=2"], "c.jsonl", [1.0, 0.5])
-    save(cfg, tmp_path / "again.yaml")
-    assert load(RLConfig, str(tmp_path / "again.yaml")) == cfg
-    cfg = parse(RLConfig, ["--config", str(tmp_path / "c.yaml"), "--data.train", "d.jsonl", "--data.eval", "e.jsonl", "f.csv", "--reward.function", "exact"])
-    assert (cfg.data.train, cfg.data.eval, cfg.reward.function) == ("d.jsonl", ["e.jsonl", "f.csv"], "exact")
+    (tmp_path / "c.yaml").write_text(
+        "data:\n  train:\n  - a.jsonl?weight=1\n  - b.jsonl?weight=2\n  eval: c.jsonl\n"
+        "reward: {function: [exact, my.py:f], weights: [1, 0.5]}\n"
+    )
+    cfg = load_config(RLConfig, str(tmp_path / "c.yaml"))
+    assert (cfg.data.train, cfg.data.eval, cfg.reward.weights) == (
+        ["a.jsonl?weight=1", "b.jsonl?weight=2"],
+        "c.jsonl",
+        [1.0, 0.5],
+    )
+    save_config(cfg, tmp_path / "again.yaml")
+    assert load_config(RLConfig, str(tmp_path / "again.yaml")) == cfg
+    cfg = parse_flags(
+        RLConfig,
+        [
+            "--config",
+            str(tmp_path / "c.yaml"),
+            "--data.train",
+            "d.jsonl",
+            "--data.eval",
+            "e.jsonl",
+            "f.csv",
+            "--reward.function",
+            "exact",
+        ],
+    )
+    assert (cfg.data.train, cfg.data.eval, cfg.reward.function) == (
+        "d.jsonl",
+        ["e.jsonl", "f.csv"],
+        "exact",
+    )
     for text, value in (("3", "3"), ("[1]", r"\[1\]"), ("null", "None")):
         (tmp_path / "bad.yaml").write_text(f"data: {{train: {text}}}")
         with pytest.raises(UserError, match=f"data.train = {value} should be a valid string"):
-            load(RLConfig, str(tmp_path / "bad.yaml"))
+            load_config(RLConfig, str(tmp_path / "bad.yaml"))
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"input_template": "no place"}, "data.input_template = 'no place' must have {} once"),
-    ({"input_template": "{} {}"}, "must have {} once"),
-    ({"input_template": "{}", "system_prompt": "s"}, "data.system_prompt = 's' has no place in data.input_template"),
-    ({"input_template": "{}", "chat_template": "f"}, "data.chat_template = 'f' has no place in data.input_template"),
-])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"input_template": "no place"}, "data.input_template = 'no place' must have {} once"),
+        ({"input_template": "{} {}"}, "must have {} once"),
+        (
+            {"input_template": "{}", "system_prompt": "s"},
+            "data.system_prompt = 's' has no place in data.input_template",
+        ),
+        (
+            {"input_template": "{}", "chat_template": "f"},
+            "data.chat_template = 'f' has no place in data.input_template",
+        ),
+    ],
+)
 def test_data_settings_that_cannot_work_are_refused(values, message):
     with pytest.raises(UserError, match=message):
         check_rollout(EvaluateConfig(data=DataConfig(**values)))
@@ -336,6 +513,13 @@ def test_data_settings_that_cannot_work_are_refused(values, message):
 
 
 def test_settings_out_of_their_bounds_are_refused():
-    for name, value in (("reward.retries", -1), ("reward.backoff-seconds", -0.5), ("reward.timeout-seconds", 0.0), ("data.max-samples", -1)):
-        with pytest.raises(UserError, match=rf"{name.replace('-', '_')} = {value} should be greater than"):
-            parse(EvaluateConfig, [f"--{name}", str(value)])
+    for name, value in (
+        ("reward.retries", -1),
+        ("reward.backoff-seconds", -0.5),
+        ("reward.timeout-seconds", 0.0),
+        ("data.max-samples", -1),
+    ):
+        with pytest.raises(
+            UserError, match=rf"{name.replace('-', '_')} = {value} should be greater than"
+        ):
+            parse_flags(EvaluateConfig, [f"--{name}", str(value)])

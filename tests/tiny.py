@@ -11,42 +11,105 @@ from transformers.utils.logging import disable_progress_bar
 from minirl.data.images import to_url
 from minirl.model.scratch import make_tokenizer
 
-COMMON = {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "max_position_embeddings": 512, "initializer_range": 0.1, "bos_token_id": None}
+COMMON = {
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
 TOP_2 = {"num_experts_per_tok": 2, "head_dim": 32}
-DEEPSEEK = TOP_2 | {"n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 2, "n_group": 2, "topk_group": 1,
-                    "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+DEEPSEEK = TOP_2 | {
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+}
 # Config values beyond the common ones with which every peculiarity of a family shows.
 OWN = {
-    "mistral": {"sliding_window": 12, "head_dim": 32}, "smollm3": {"no_rope_layer_interval": 2}, "gemma": {"head_dim": 32, "tie_word_embeddings": True},
-    "gemma2": ALTERNATING | {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    "gemma3_text": ALTERNATING | {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 20},
-    "phi3": {"sliding_window": 12}, "olmo3": ALTERNATING, "exaone4": ALTERNATING,
-    "granite": {"embedding_multiplier": 2.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 3.0},
-    "cohere": {"tie_word_embeddings": True, "logit_scale": 0.25, "use_qk_norm": True}, "cohere2": ALTERNATING | {"tie_word_embeddings": True, "logit_scale": 0.25},
+    "mistral": {"sliding_window": 12, "head_dim": 32},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "gemma": {"head_dim": 32, "tie_word_embeddings": True},
+    "gemma2": ALTERNATING
+    | {
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": ALTERNATING
+    | {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 20},
+    "phi3": {"sliding_window": 12},
+    "olmo3": ALTERNATING,
+    "exaone4": ALTERNATING,
+    "granite": {
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 3.0,
+    },
+    "cohere": {"tie_word_embeddings": True, "logit_scale": 0.25, "use_qk_norm": True},
+    "cohere2": ALTERNATING | {"tie_word_embeddings": True, "logit_scale": 0.25},
     **dict.fromkeys(("qwen3", "glm", "glm4", "seed_oss", "ernie4_5"), {"head_dim": 32}),
     "mixtral": TOP_2 | {"num_local_experts": 4, "router_jitter_noise": 0.1},
-    "qwen2_moe": TOP_2 | {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
-    "qwen3_moe": TOP_2 | {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True}, "olmoe": TOP_2 | {"num_experts": 4},
-    "glm4_moe": DEEPSEEK | {"use_qk_norm": True}, "dots1": DEEPSEEK | ALTERNATING,
-    "minimax_m2": TOP_2 | {"num_local_experts": 4, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "qwen2_moe": TOP_2
+    | {
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [0],
+    },
+    "qwen3_moe": TOP_2 | {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "olmoe": TOP_2 | {"num_experts": 4},
+    "glm4_moe": DEEPSEEK | {"use_qk_norm": True},
+    "dots1": DEEPSEEK | ALTERNATING,
+    "minimax_m2": TOP_2
+    | {
+        "num_local_experts": 4,
+        "rotary_dim": 16,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
 }
 
 
-def make(folder: Path, family: str = "qwen3", *, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **config: object) -> Path:
-    """Write a random model with its character tokenizer; vocabulary 261 + 3, which no tensor parallel size pads evenly."""
+def make(
+    folder: Path,
+    family: str = "qwen3",
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **config: object,
+) -> Path:
+    """Write a random model with its character tokenizer; vocabulary 261 + 3, which no tensor
+    parallel size pads evenly."""
     if family in TOWERS:
         return make_vision(folder, family, tied=tied, seed=seed, dtype=dtype, **config)
     tokenizer = make_tokenizer([])
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "vocab_size": len(tokenizer) + 3}
+    ids = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "vocab_size": len(tokenizer) + 3,
+    }
     values = COMMON | ids | {"tie_word_embeddings": tied} | OWN.get(family, {}) | config
     disable_progress_bar()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values), dtype=dtype)
     with torch.no_grad():
         for p in model.state_dict().values():
-            if p.ndim == 1:  # norms are ones and biases zeros at birth, which would hide a missing one
+            if (
+                p.ndim == 1
+            ):  # norms are ones and biases zeros at birth, which would hide a missing one
                 p.add_(torch.randn_like(p) * 0.1)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -55,36 +118,113 @@ def make(folder: Path, family: str = "qwen3", *, tied: bool = False, seed: int =
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 # Family -> (size of a patch, what its tower wants)
-TOWERS = {"qwen2_vl": (14, {"embed_dim": 64, "hidden_size": 128, "mlp_ratio": 2}),
-          "qwen2_5_vl": (14, {"hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 128, "window_size": 56, "fullatt_block_indexes": [1]}),
-          "qwen3_vl": (16, {"hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 128, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]})}
+TOWERS = {
+    "qwen2_vl": (14, {"embed_dim": 64, "hidden_size": 128, "mlp_ratio": 2}),
+    "qwen2_5_vl": (
+        14,
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "out_hidden_size": 128,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+        },
+    ),
+    "qwen3_vl": (
+        16,
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "out_hidden_size": 128,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+    ),
+}
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-TEMPLATE = ("{%- for m in messages -%}{{ '<|' + m.role + '|>' }}{%- if m.content is string -%}{{ m.content }}{%- else -%}{%- for part in m.content -%}"
-            "{{ '" + IMAGE + "' if part.type == 'image' else part.text }}{%- endfor -%}{%- endif -%}{{ '<|end|>' }}{%- endfor -%}"
-            "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}")
+TEMPLATE = (
+    "{%- for m in messages -%}{{ '<|' + m.role + '|>' }}{%- if m.content is string -%}{{ m.content }}{%- else -%}{%- for part in m.content -%}"
+    "{{ '"
+    + IMAGE
+    + "' if part.type == 'image' else part.text }}{%- endfor -%}{%- endif -%}{{ '<|end|>' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
 
 
 def picture(width: int, height: int) -> str:
     """Noise of its own for each width."""
-    return to_url(Image.fromarray(np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)))
+    return to_url(
+        Image.fromarray(
+            np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        )
+    )
 
 
-def make_vision(folder: Path, family: str = "qwen2_vl", *, tied: bool = False, seed: int = 0, dtype: torch.dtype = torch.float32, **config: object) -> Path:
+def make_vision(
+    folder: Path,
+    family: str = "qwen2_vl",
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **config: object,
+) -> Path:
     """The same of a model that reads images: 2 x 2 patches of 14 or 16 pixels are a token."""
-    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor, Qwen2_5_VLProcessor
+    from transformers import (
+        Qwen2VLImageProcessor,
+        Qwen2VLProcessor,
+        Qwen2VLVideoProcessor,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+        Qwen2_5_VLProcessor,
+    )
 
     tokenizer = make_tokenizer([])
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]})
+    tokenizer.add_special_tokens(
+        {
+            "additional_special_tokens": [
+                "<|vision_start|>",
+                "<|vision_end|>",
+                "<|image_pad|>",
+                "<|video_pad|>",
+            ]
+        }
+    )
     tokenizer.chat_template = TEMPLATE
     patch, tower = TOWERS[family]
-    named = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in (
-        ("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"), ("vision_end", "vision_end"))}
-    text = COMMON | {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "vocab_size": len(tokenizer) + 3, "tie_word_embeddings": tied,
-                     "rope_parameters": ROPE | ({"mrope_interleaved": True} if family == "qwen3_vl" else {})} | ({"head_dim": 32} if family == "qwen3_vl" else {}) | config
-    values = {"text_config": text, "vision_config": {"depth": 2, "num_heads": 4, "patch_size": patch, "initializer_range": 0.1} | tower, "tie_word_embeddings": tied, **named}
+    named = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
+        for name, token in (
+            ("image", "image_pad"),
+            ("video", "video_pad"),
+            ("vision_start", "vision_start"),
+            ("vision_end", "vision_end"),
+        )
+    }
+    text = (
+        COMMON
+        | {
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "vocab_size": len(tokenizer) + 3,
+            "tie_word_embeddings": tied,
+            "rope_parameters": ROPE | ({"mrope_interleaved": True} if family == "qwen3_vl" else {}),
+        }
+        | ({"head_dim": 32} if family == "qwen3_vl" else {})
+        | config
+    )
+    values = {
+        "text_config": text,
+        "vision_config": {"depth": 2, "num_heads": 4, "patch_size": patch, "initializer_range": 0.1}
+        | tower,
+        "tie_word_embeddings": tied,
+        **named,
+    }
     disable_progress_bar()
     torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **values), dtype=dtype)
+    model = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(family, **values), dtype=dtype
+    )
     with torch.no_grad():
         for p in model.state_dict().values():
             if p.ndim == 1:
@@ -92,6 +232,18 @@ def make_vision(folder: Path, family: str = "qwen2_vl", *, tied: bool = False, s
     model.save_pretrained(folder)
     limits = {"min_pixels": (2 * patch) ** 2, "max_pixels": 64 * (2 * patch) ** 2}
     images = Qwen2VLImageProcessor(patch_size=patch, merge_size=2, **limits)
-    video, whole = (Qwen3VLVideoProcessor, Qwen3VLProcessor) if family == "qwen3_vl" else (Qwen2VLVideoProcessor, Qwen2VLProcessor if family == "qwen2_vl" else Qwen2_5_VLProcessor)
-    whole(image_processor=images, tokenizer=tokenizer, video_processor=video(patch_size=patch, merge_size=2), chat_template=TEMPLATE).save_pretrained(folder)
+    video, whole = (
+        (Qwen3VLVideoProcessor, Qwen3VLProcessor)
+        if family == "qwen3_vl"
+        else (
+            Qwen2VLVideoProcessor,
+            Qwen2VLProcessor if family == "qwen2_vl" else Qwen2_5_VLProcessor,
+        )
+    )
+    whole(
+        image_processor=images,
+        tokenizer=tokenizer,
+        video_processor=video(patch_size=patch, merge_size=2),
+        chat_template=TEMPLATE,
+    ).save_pretrained(folder)
     return folder

@@ -1,9 +1,10 @@
-"""Losses: pure functions of one packed micro-batch, returning a value per token; `normalize` turns them into means.
+"""Losses: pure functions of one packed micro-batch, returning a value per token; `normalize` turns
+them into means.
 
-A token loss gets the batch, the policy's log-probs and entropy (float32 [T], 0 where `batch.mask` is False) and returns
-the loss of each token [T] and a dict of metrics [T]; of aggregation `pair`, of each pair [P]. Metrics are averaged over the tokens in the loss; of names that end in
-`_max` the maximum is taken.
-"""
+A token loss gets the batch, the policy's log-probs and entropy (float32 [T], 0 where
+`batch.loss_mask` is False) and returns the loss of each token [T] and a dict of metrics [T]; of
+aggregation `pair`, of each pair [P]. Metrics are averaged over the tokens in the loss; of names
+that end in `_max` the maximum is taken."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from minirl.algo import correction
 from minirl.algo.normalize import sequence_sums, to_rows
-from minirl.config_rl import AlgoConfig
+from minirl.config.rl import AlgoConfig
 from minirl.types import Packed
 
 
@@ -24,15 +25,17 @@ class Loss:
     token_loss: Callable[[Packed, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
     aggregation: str = "token"
     fixed_length: int = 1  # Of aggregation `fixed`.
-    entropy_gradient: bool = False  # The loss has a term in the entropy; costs one more buffer in the head's backward.
+    entropy_gradient: bool = (
+        False  # The loss has a term in the entropy; costs one more buffer in the head's backward.
+    )
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(policy || reference) at sampled tokens, [T]. Schulman 2020, "Approximating KL divergence".
+    """Estimate KL(policy || reference) at sampled tokens, [T]. Schulman 2020, "Approximating KL
+    divergence".
 
-    With d = log(ref / policy): k1 = -d (unbiased, noisy), k2 = d^2 / 2 (its gradient is the unbiased one of the KL),
-    k3 = e^d - 1 - d (unbiased, never negative).
-    """
+    With d = log(ref / policy): k1 = -d (unbiased, noisy), k2 = d^2 / 2 (its gradient is the
+    unbiased one of the KL), k3 = e^d - 1 - d (unbiased, never negative)."""
     d = ref_logprobs - logprobs
     if estimator == "k1":
         return -d
@@ -42,28 +45,32 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
 
 
 def kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """The KL term of a loss, [T]: k1, k2 or k3, or `unbiased`: r k3 with r = policy / old, through which the gradient goes too.
+    """The KL term of a loss, [T]: k1, k2 or k3, or `unbiased`: r k3 with r = policy / old, through
+    which the gradient goes too.
 
-    The gradient of an estimate is not an estimate of the gradient: that of k1 is 0 on average, that of k3 is that of the reverse divergence.
-    With g = grad log policy, grad (r k3) = r (k3 + 1 - e^d) g = -r d g, whose mean over old's tokens is the gradient of the KL. Tang and Munos
-    2025 (arXiv 2506.09477); DeepSeek-V3.2 (arXiv 2512.02556), sec. 3.1.
-    """
+    The gradient of an estimate is not an estimate of the gradient: that of k1 is 0 on average, that
+    of k3 is that of the reverse divergence. With g = grad log policy, grad (r k3) = r (k3 + 1 -
+    e^d) g = -r d g, whose mean over old's tokens is the gradient of the KL. Tang and Munos 2025
+    (arXiv 2506.09477); DeepSeek-V3.2 (arXiv 2512.02556), sec. 3.1."""
     if estimator == "unbiased":
         return (logprobs - old_logprobs).exp() * kl(logprobs, ref_logprobs, "k3")
     return kl(logprobs, ref_logprobs, estimator)
 
 
 def adapt_kl_coef(coef: float, measured: float, target: float) -> float:
-    """coef (1 + 0.1 clip(measured / target - 1, -0.2, 0.2)): more where the KL is above its target. Ziegler et al. 2019 (arXiv 1909.08593), sec. 2.2."""
+    """coef (1 + 0.1 clip(measured / target - 1, -0.2, 0.2)): more where the KL is above its target.
+    Ziegler et al. 2019 (arXiv 1909.08593), sec. 2.2."""
     return coef * (1 + 0.1 * min(0.2, max(-0.2, measured / target - 1)))
 
 
-def ppo_clip(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0) -> Tensor:
+def ppo_clip(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> Tensor:
     """-min(r A, clip(r, 1 - low, 1 + high) A), [T]. Schulman et al. 2017 (arXiv 1707.06347), eq. 7.
 
-    Separate bounds: DAPO's clip-higher (arXiv 2503.14476, sec. 3.1). With dual_clip = c > 1 the loss at negative advantages is at
-    most -c A, so that one token with a huge ratio cannot rule the batch: Ye et al. 2020 (arXiv 1912.09729), eq. 5.
-    """
+    Separate bounds: DAPO's clip-higher (arXiv 2503.14476, sec. 3.1). With dual_clip = c > 1 the
+    loss at negative advantages is at most -c A, so that one token with a huge ratio cannot rule the
+    batch: Ye et al. 2020 (arXiv 1912.09729), eq. 5."""
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     if dual_clip:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
@@ -71,82 +78,117 @@ def ppo_clip(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: floa
 
 
 def sequence_ratio(log_ratio: Tensor, batch: Packed) -> Tensor:
-    """(prod_t r_t)^(1/L) of each sequence, at its rows [T]; differentiable. GSPO: Zheng et al. 2025 (arXiv 2507.18071), eq. 7."""
-    means = sequence_sums(torch.where(batch.mask, log_ratio, 0.0), batch) / batch.loss_tokens.clamp(min=1)
+    """(prod_t r_t)^(1/L) of each sequence, at its rows [T]; differentiable. GSPO: Zheng et al. 2025
+    (arXiv 2507.18071), eq. 7."""
+    means = sequence_sums(
+        torch.where(batch.loss_mask, log_ratio, 0.0), batch
+    ) / batch.loss_tokens.clamp(min=1)
     return to_rows(means.exp(), batch)
 
 
-def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """-sg(clip(r, 1 - low, 1 + high)) A log policy, [T]: a clipped token keeps a gradient, of bounded weight. MiniMax 2025 (arXiv 2506.13585), eq. 4."""
+def cispo(
+    ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """-sg(clip(r, 1 - low, 1 + high)) A log policy, [T]: a clipped token keeps a gradient, of
+    bounded weight. MiniMax 2025 (arXiv 2506.13585), eq. 4."""
     return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs
 
 
-def mark_forks(batches: list[Packed], share: float, gather: Callable[[object], list]) -> None:
-    """Set `forks` where the policy gradient counts: at that share of the optimizer step's tokens, on all ranks (rounded up), whose `old_entropy` is
-    highest. Wang et al. 2025 (arXiv 2506.01939), eq. 6."""
-    own = torch.cat([b.old_entropy[b.mask].double().cpu() for b in batches]).numpy()
+def mark_high_entropy(
+    batches: list[Packed], share: float, gather: Callable[[object], list]
+) -> None:
+    """Set `forks` where the policy gradient counts: at that share of the optimizer step's tokens,
+    on all ranks (rounded up), whose `old_entropy` is highest. Wang et al. 2025 (arXiv 2506.01939),
+    eq. 6."""
+    own = torch.cat([b.old_entropy[b.loss_mask].double().cpu() for b in batches]).numpy()
     ordered = np.sort(np.concatenate(gather(own)))
     for batch in batches:
-        batch.forks = batch.old_entropy >= ordered[-math.ceil(share * len(ordered))]
+        batch.high_entropy_mask = batch.old_entropy >= ordered[-math.ceil(share * len(ordered))]
 
 
 def policy(cfg: AlgoConfig, max_tokens: int, kl_coef: float | None = None) -> Loss:
-    """PPO-clip, or what `cfg.loss` names, with the extras that the config asks for. `kl_coef`: what a controller made of cfg.kl_coef.
+    """PPO-clip, or what `cfg.loss` names, with the extras that the config asks for. `kl_coef`: what
+    a controller made of cfg.kl_coef.
 
-    The old log-probs are the trainer's own before the first update (`batch.old_logprobs`); with one update per batch they equal
-    the current ones, so the batch need not carry them.
-    """
+    The old log-probs are the trainer's own before the first update (`batch.old_logprobs`); with one
+    update per batch they equal the current ones, so the batch need not carry them."""
     fix = correction.resolve(cfg.correction)
     kl_coef = cfg.kl_coef if kl_coef is None else kl_coef
 
-    def token_loss(batch: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def token_loss(
+        batch: Packed, logprobs: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        ratio = sequence_ratio(logprobs - old, batch) if cfg.loss == "gspo" else (logprobs - old).exp()
+        ratio = (
+            sequence_ratio(logprobs - old, batch) if cfg.loss == "gspo" else (logprobs - old).exp()
+        )
         if cfg.loss == "cispo":
             loss = cispo(ratio, logprobs, batch.advantages, cfg.clip_low, cfg.clip_high)
         else:
             loss = ppo_clip(ratio, batch.advantages, cfg.clip_low, cfg.clip_high, cfg.dual_clip)
         with torch.no_grad():
             mismatch = (old - batch.engine_logprobs).abs()
-            clipped = (ratio < 1 - cfg.clip_low) & (batch.advantages < 0) | (ratio > 1 + cfg.clip_high) & (batch.advantages > 0)
-            metrics = {"entropy": entropy.detach(), "clip_fraction": clipped.float(), "mismatch": mismatch, "mismatch_max": mismatch,
-                       "policy_kl": kl(logprobs.detach(), old, "k3")}
+            clipped = (ratio < 1 - cfg.clip_low) & (batch.advantages < 0) | (
+                ratio > 1 + cfg.clip_high
+            ) & (batch.advantages > 0)
+            metrics = {
+                "entropy": entropy.detach(),
+                "clip_fraction": clipped.float(),
+                "mismatch": mismatch,
+                "mismatch_max": mismatch,
+                "policy_kl": kl(logprobs.detach(), old, "k3"),
+            }
         if fix.level != "off":
             weight, outside = correction.weights(old, batch, fix)
             loss = loss * weight
             metrics |= {"correction_weight": weight, "correction_outside": outside.float()}
         if cfg.entropy_coef:
             loss = loss - cfg.entropy_coef * entropy
-        if batch.forks is not None:
-            loss = loss * batch.forks
+        if batch.high_entropy_mask is not None:
+            loss = loss * batch.high_entropy_mask
         if batch.ref_logprobs is not None:
             ref_kl = kl_loss(logprobs, old, batch.ref_logprobs, cfg.kl_estimator)
             loss = loss + kl_coef * ref_kl if kl_coef and cfg.kl_in == "loss" else loss
             metrics["ref_kl"] = ref_kl.detach()
         return loss, metrics
 
-    return Loss(token_loss=token_loss, aggregation=cfg.aggregation, fixed_length=max_tokens, entropy_gradient=bool(cfg.entropy_coef))
+    return Loss(
+        token_loss=token_loss,
+        aggregation=cfg.aggregation,
+        fixed_length=max_tokens,
+        entropy_gradient=bool(cfg.entropy_coef),
+    )
 
 
 def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """max((V - R)^2, (V' - R)^2) / 2 with V' = V_old + clamp(V - V_old, -clip, clip), [T]; clip 0: without the second.
+    """max((V - R)^2, (V' - R)^2) / 2 with V' = V_old + clamp(V - V_old, -clip, clip), [T]; clip 0:
+    without the second.
 
-    Schulman et al. 2017 (arXiv 1707.06347), eq. 9, L^VF; the clip is of its authors' code, "PPO2" of openai/baselines: a critic
-    moves at most so far from what advantages were made with.
-    """
+    Schulman et al. 2017 (arXiv 1707.06347), eq. 9, L^VF; the clip is of its authors' code, "PPO2"
+    of openai/baselines: a critic moves at most so far from what advantages were made with."""
     loss = (values - returns).square()
     if clip:
-        loss = torch.maximum(loss, (old_values + (values - old_values).clamp(-clip, clip) - returns).square())
+        loss = torch.maximum(
+            loss, (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+        )
     return loss / 2
 
 
 def value(clip: float) -> Loss:
-    """Of a critic, mean over all sampled tokens; `batch.values` are its own before the first update."""
+    """Of a critic, mean over all sampled tokens; `batch.values` are its own before the first
+    update."""
 
-    def token_loss(batch: Packed, values: Tensor, entropy: None) -> tuple[Tensor, dict[str, Tensor]]:
+    def token_loss(
+        batch: Packed, values: Tensor, entropy: None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
             moved = (values - batch.values).abs()
-            metrics = {"value": values, "return": batch.returns, "error": (values - batch.returns).abs(), "clip_fraction": (moved > clip).float() * (clip > 0)}
+            metrics = {
+                "value": values,
+                "return": batch.returns,
+                "error": (values - batch.returns).abs(),
+                "clip_fraction": (moved > clip).float() * (clip > 0),
+            }
         return value_clip(values, batch.values, batch.returns, clip), metrics
 
     return Loss(token_loss=token_loss)
@@ -154,4 +196,6 @@ def value(clip: float) -> Loss:
 
 def sft() -> Loss:
     """Negative log-likelihood of the target tokens, mean over all of them."""
-    return Loss(token_loss=lambda batch, logprobs, entropy: (-logprobs, {"entropy": entropy.detach()}))
+    return Loss(
+        token_loss=lambda batch, logprobs, entropy: (-logprobs, {"entropy": entropy.detach()})
+    )

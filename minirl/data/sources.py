@@ -1,15 +1,18 @@
-"""Where rows come from. A source is a text, `PLACE` or `PLACE?option=value&...`, and PLACE is one of
+"""Where rows come from. A source is a text, `PLACE` or `PLACE?option=value&...`, and PLACE is one
+of
 
-    rows.jsonl, rows.json (a list, or JSON lines), rows.parquet, rows.csv (all texts; the first line has the names)
-    a folder that `datasets` saved (save_to_disk) or can load, or a hub id; options `split` and `subset`
+    rows.jsonl, rows.json (a list, or JSON lines), rows.parquet, rows.csv (all texts; the first line
+    has the names) a folder that `datasets` saved (save_to_disk) or can load, or a hub id; options
+    `split` and `subset`
     reasoning_gym:NAME; options of that generator, `size` and `seed`
 
-Options of every source: `weight`, its share of the training examples among several sources; `name`, what metrics call it. In YAML several
-are a list, with one on each line (or each in quotes: a `?` has a meaning between brackets).
+Options of every source: `weight`, its share of the training examples among several sources; `name`,
+what metrics call it. In YAML several are a list, with one on each line (or each in quotes: a `?`
+has a meaning between brackets).
 
-Rows are read when they are asked for: JSON lines from their place in the file, Parquet and what `datasets` loads from memory-mapped Arrow
-files. So the ranks of a machine do not each hold a large file's rows.
-"""
+Rows are read when they are asked for: JSON lines from their place in the file, Parquet and what
+`datasets` loads from memory-mapped Arrow files. So the ranks of a machine do not each hold a large
+file's rows."""
 
 import csv
 import difflib
@@ -28,7 +31,7 @@ import numpy as np
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from minirl.types import UserError, require
+from minirl.errors import UserError, require
 
 GYM = "reasoning_gym:"
 datasets.disable_progress_bars()
@@ -43,11 +46,16 @@ class Source:
 
     def where(self, number: int) -> str:
         """The place of a row in error messages."""
-        return f"{self.shown}: line {self.rows.lines[number, 2]}" if isinstance(self.rows, JsonLines) else f"{self.shown}: row {number + 1}"
+        return (
+            f"{self.shown}: line {self.rows.lines[number, 2]}"
+            if isinstance(self.rows, JsonLines)
+            else f"{self.shown}: row {number + 1}"
+        )
 
 
 def open_source(text: str, setting: str) -> Source:
-    """Raises UserError for what is not there or has no such option; a line that is not JSON is told when it is read."""
+    """Raises UserError for what is not there or has no such option; a line that is not JSON is told
+    when it is read."""
     shown = f"{setting} = {text}"
     place, _, query = text.partition("?")
     path = Path(place)
@@ -57,18 +65,29 @@ def open_source(text: str, setting: str) -> Source:
         if weight is not None and not 0 < weight < float("inf"):
             raise ValueError(f"weight = {weight} is not above 0 and finite")
     except ValueError as error:
-        raise UserError(f"{shown}: {error}; options are written ?name=value&name=value, and weight is a number above 0") from error
+        raise UserError(
+            f"{shown}: {error}; options are written ?name=value&name=value, and weight is a number above 0"
+        ) from error
     name = options.pop("name", path.stem if path.is_file() else place.removeprefix(GYM))
     if place.startswith(GYM):
         rows = _generate(place.removeprefix(GYM), options, shown)
     elif path.is_file():
         if options:
-            raise UserError(f"{shown}: a file has no option {next(iter(options))}; it has weight and name")
+            raise UserError(
+                f"{shown}: a file has no option {next(iter(options))}; it has weight and name"
+            )
         rows = _read_file(path, shown)
-    elif place and path.is_dir() or re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", place) and path.suffix not in (".jsonl", ".json", ".parquet", ".csv"):
+    elif (
+        place
+        and path.is_dir()
+        or re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", place)
+        and path.suffix not in (".jsonl", ".json", ".parquet", ".csv")
+    ):
         rows = _load_dataset(path, options, shown)
     else:
-        raise UserError(f"{setting} = {text!r}: no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets or {GYM}NAME")
+        raise UserError(
+            f"{setting} = {text!r}: no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets or {GYM}NAME"
+        )
     return Source(shown=shown, name=name, weight=weight, rows=rows)
 
 
@@ -78,11 +97,15 @@ class JsonLines(Sequence):
     def __init__(self, path: Path, shown: str):
         self.file, self.shown = path.open("rb"), shown
         found, at = array("q"), 0
-        for number, line in enumerate(self.file, start=1):  # of bytes: cut at line feeds only, not at the separators that texts may hold
+        for number, line in enumerate(
+            self.file, start=1
+        ):  # of bytes: cut at line feeds only, not at the separators that texts may hold
             if line.strip():
                 found.extend((at, len(line), number))
             at += len(line)
-        self.lines = np.array(found, np.int64).reshape(-1, 3)  # int64 [N, 3]: first byte, bytes and number of each.
+        self.lines = np.array(found, np.int64).reshape(
+            -1, 3
+        )  # int64 [N, 3]: first byte, bytes and number of each.
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -104,9 +127,15 @@ def _read_file(path: Path, shown: str) -> Sequence:
             csv.field_size_limit(sys.maxsize)
             with path.open(newline="", encoding="utf-8-sig") as file:
                 rows = list(csv.DictReader(file, strict=True))
-            require(not any(None in row or None in row.values() for row in rows), f"{shown}: a row has not as many values as the first line has names")
+            require(
+                not any(None in row or None in row.values() for row in rows),
+                f"{shown}: a row has not as many values as the first line has names",
+            )
             return rows
-        if path.suffix == ".json" and (text := path.read_text(encoding="utf-8").lstrip())[:1] == "[":
+        if (
+            path.suffix == ".json"
+            and (text := path.read_text(encoding="utf-8").lstrip())[:1] == "["
+        ):
             return json.loads(text)
     except (datasets.exceptions.DatasetsError, csv.Error, ValueError) as error:
         raise UserError(f"{shown}: not a good {path.suffix} file: {error}") from error
@@ -115,23 +144,41 @@ def _read_file(path: Path, shown: str) -> Sequence:
 
 def _load_dataset(path: Path, options: dict[str, str], shown: str) -> datasets.Dataset:
     if unknown := options.keys() - {"split", "subset"}:
-        raise UserError(f"{shown}: a data set has no option {min(unknown)}; it has split, subset, weight and name")
+        raise UserError(
+            f"{shown}: a data set has no option {min(unknown)}; it has split, subset, weight and name"
+        )
     saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
     try:
-        found = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), options.get("subset"), split=options.get("split"))
+        found = (
+            datasets.load_from_disk(str(path))
+            if saved
+            else datasets.load_dataset(str(path), options.get("subset"), split=options.get("split"))
+        )
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        raise UserError(f"{shown}: neither a file or folder here nor a data set that can be had: {error}") from error
-    splits = found if isinstance(found, datasets.DatasetDict) else {"" if saved else options["split"]: found}
+        raise UserError(
+            f"{shown}: neither a file or folder here nor a data set that can be had: {error}"
+        ) from error
+    splits = (
+        found
+        if isinstance(found, datasets.DatasetDict)
+        else {"" if saved else options["split"]: found}
+    )
     split = options.get("split", next(iter(splits)) if len(splits) == 1 else None)
-    require(split in splits and not (saved and "subset" in options), f"{shown}: its splits are {', '.join(splits) or 'none'}; name one by ?split=NAME "
-            "(a saved folder has no subset, and one of a single data set no split)")
+    require(
+        split in splits and not (saved and "subset" in options),
+        f"{shown}: its splits are {', '.join(splits) or 'none'}; name one by ?split=NAME "
+        "(a saved folder has no subset, and one of a single data set no split)",
+    )
     return splits[split]
 
 
 def _generate(name: str, options: dict[str, str], shown: str) -> list[dict]:
     if name not in DATASETS:
         close = difflib.get_close_matches(name, DATASETS, n=1)
-        raise UserError(f"{shown}: reasoning-gym has no {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
+        raise UserError(
+            f"{shown}: reasoning-gym has no {name!r}"
+            + (f"; did you mean {close[0]}?" if close else "")
+        )
     try:
         given = {key: option(value) for key, value in options.items()}
         entries = list(reasoning_gym.create_dataset(name, **{"size": 1000, "seed": 1, **given}))
@@ -141,7 +188,8 @@ def _generate(name: str, options: dict[str, str], shown: str) -> list[dict]:
 
 
 def option(value: str) -> object:
-    """A number, a list, true or false; anything else is a text, and the generator says if it wants none."""
+    """A number, a list, true or false; anything else is a text, and the generator says if it wants
+    none."""
     try:
         return json.loads(value)
     except json.JSONDecodeError:

@@ -1,28 +1,36 @@
-"""Make a target of some numbers, each used once, by + - * /; a wrong answer is told what is wrong with it, and may be mended in the next turn.
+"""Make a target of some numbers, each used once, by + - * /; a wrong answer is told what is wrong
+with it, and may be mended in the next turn.
 
-    --env.name countdown --env.max-turns 2 --data.train reasoning_gym:countdown?min_numbers=3&max_numbers=3
+    --env.name countdown --env.max-turns 2 --data.train
+    reasoning_gym:countdown?min_numbers=3&max_numbers=3
 
 Rows and prompts are reasoning-gym's. Its grader is not: that hands the answer to `eval`.
 """
 
 import re
 
+from minirl.envs.base import Env, Result, State
 from minirl.envs.tools import evaluate
-from minirl.rollout.env import Env, Result, State
-from minirl.types import UserError
+from minirl.errors import UserError
 
 
 class Countdown(Env):
-    """1 for the target, `form` for another value of the right numbers. An episode earns what its best answer does, however many there are."""
+    """1 for the target, `form` for another value of the right numbers. An episode earns what its
+    best answer does, however many there are."""
 
     def __init__(self, *, form: float = 0.1):
         self.form, self.best = form, 0.0
 
     def reset(self, row: dict) -> str | list[dict]:
         try:
-            self.numbers, self.target = sorted(row["metadata"]["numbers"]), row["metadata"]["target"]
+            self.numbers, self.target = (
+                sorted(row["metadata"]["numbers"]),
+                row["metadata"]["target"],
+            )
         except KeyError as error:
-            raise UserError(f"env.name = countdown plays rows of reasoning_gym:countdown, with metadata.numbers and target; one has none: {str(row)[:120]}") from error
+            raise UserError(
+                f"env.name = countdown plays rows of reasoning_gym:countdown, with metadata.numbers and target; one has none: {str(row)[:120]}"
+            ) from error
         return row["prompt"]
 
     def step(self, state: State) -> Result:
@@ -40,5 +48,12 @@ class Countdown(Env):
         except ValueError as error:
             return 0.0, f"That cannot be calculated: {error}"
         if sorted(map(int, re.findall(r"\d+", expression))) != self.numbers:
-            return 0.0, f"Use each of {', '.join(map(str, self.numbers))} once, and no other number."
-        return (1.0, "") if value == self.target else (self.form, f"That is {value}, not {self.target}.")
+            return (
+                0.0,
+                f"Use each of {', '.join(map(str, self.numbers))} once, and no other number.",
+            )
+        return (
+            (1.0, "")
+            if value == self.target
+            else (self.form, f"That is {value}, not {self.target}.")
+        )

@@ -1,14 +1,15 @@
-"""A number is guessed, and each wrong guess is told on which side it lies: the smallest task in which later turns need what earlier ones brought.
+"""A number is guessed, and each wrong guess is told on which side it lies: the smallest task in
+which later turns need what earlier ones brought.
 
     --env.name guess?high=16 --env.max-turns 4 --data.train rows.jsonl
 
-Halving the range finds 15 of 16 numbers in 4 turns, chance 4. A row gives the number only, by an integer `answer`; its prompt is not shown.
-"""
+Halving the range finds 15 of 16 numbers in 4 turns, chance 4. A row gives the number only, by an
+integer `answer`; its prompt is not shown."""
 
 import re
 
-from minirl.rollout.env import Env, Result, State
-from minirl.types import UserError
+from minirl.envs.base import Env, Result, State
+from minirl.errors import UserError
 
 
 class Guess(Env):
@@ -23,7 +24,9 @@ class Guess(Env):
         try:
             self.number = 1 + int(row["answer"]) % self.high
         except (KeyError, ValueError) as error:
-            raise UserError(f"env.name = guess makes its number of an integer `answer`, and a row has none (data.answer_key): {str(row)[:120]}") from error
+            raise UserError(
+                f"env.name = guess makes its number of an integer `answer`, and a row has none (data.answer_key): {str(row)[:120]}"
+            ) from error
         return f"I think of a number from 1 to {self.high}. Which?"
 
     def step(self, state: State) -> Result:

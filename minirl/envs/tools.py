@@ -1,16 +1,19 @@
-"""Tools between a question and its answer. The policy calls one by a fenced block with its name, the last of its answer,
+"""Tools between a question and its answer. The policy calls one by a fenced block with its name,
+the last of its answer,
 
     ```python
     print(sum(n for n in range(1000) if n % 7 == 0))
     ```
 
-and reads what came of it as the next message. An answer without such a block is the final one, which the reward functions score.
+and reads what came of it as the next message. An answer without such a block is the final one,
+which the reward functions score.
 
-    --env.name tools:python --env.max-turns 4 --data.system-prompt "To run a program, write it in a ```python block and wait for what it prints."
+    --env.name tools:python --env.max-turns 4 --data.system-prompt "To run a program, write it in a
+    ```python block and wait for what it prints."
     --env.name 'tools:search,calculate?corpus=passages.jsonl' --env.max-turns 6
 
-Nothing tells the policy of its tools but the prompt: what it is told is yours. A program that is the answer goes in a block without a name.
-"""
+Nothing tells the policy of its tools but the prompt: what it is told is yours. A program that is
+the answer goes in a block without a name."""
 
 import ast
 import operator
@@ -23,28 +26,47 @@ from functools import cache, partial
 import bm25s
 import numpy as np
 
+from minirl import sandbox
 from minirl.data.sources import open_source
-from minirl.envs import sandbox
-from minirl.rollout.env import Result, SingleTurn, State
-from minirl.types import UserError
+from minirl.envs.base import Result, State
+from minirl.envs.single_turn import SingleTurn
+from minirl.errors import UserError
 
 
 class Tools(SingleTurn):
     """One question, any of the tools below, one final answer."""
 
-    def __init__(self, names: str, *, output: int = 2000, seconds: float = 5.0, memory_mb: int = 1024, corpus: str = "", passages: int = 3):
-        """`names`: of tools, with commas. `output`: characters of a reply. `seconds`, `memory_mb`: limits of a program.
-        `corpus`: a source of passages (data/sources.py), `passages` of which answer a search. Raises ValueError, UserError."""
+    def __init__(
+        self,
+        names: str,
+        *,
+        output: int = 2000,
+        seconds: float = 5.0,
+        memory_mb: int = 1024,
+        corpus: str = "",
+        passages: int = 3,
+    ):
+        """`names`: of tools, with commas. `output`: characters of a reply. `seconds`, `memory_mb`:
+        limits of a program. `corpus`: a source of passages (data/sources.py), `passages` of which
+        answer a search. Raises ValueError, UserError."""
         if min(output, seconds, memory_mb, passages) <= 0:
             raise ValueError("output, seconds, memory_mb and passages are above 0")
-        limits = sandbox.Limits(seconds=seconds, memory_mb=memory_mb, output=4 * output)  # bytes, of which a character has 4 at most
-        known = {"python": partial(python, limits=limits), "search": partial(search, corpus=corpus, passages=passages), "calculate": calculate}
+        limits = sandbox.Limits(
+            seconds=seconds, memory_mb=memory_mb, output=4 * output
+        )  # bytes, of which a character has 4 at most
+        known = {
+            "python": partial(python, limits=limits),
+            "search": partial(search, corpus=corpus, passages=passages),
+            "calculate": calculate,
+        }
         if unknown := set(names.split(",")) - known.keys():
-            raise ValueError(f"no tool {min(unknown)!r}; there are {', '.join(known)}, to be named with commas between them")
+            raise ValueError(
+                f"no tool {min(unknown)!r}; there are {', '.join(known)}, to be named with commas between them"
+            )
         self.tools, self.output = {name: known[name] for name in names.split(",")}, output
         self.call = re.compile(rf"```({'|'.join(self.tools)})\n(.*?)```", re.DOTALL)
         if "python" in self.tools:
-            sandbox.check()
+            sandbox.check_supported()
         if "search" in self.tools:
             open_corpus(corpus)
 
@@ -57,7 +79,9 @@ class Tools(SingleTurn):
             reply = self.tools[name](text)
         except ValueError as error:
             reply = f"Error: {error}"
-        return Result(observation=reply if len(reply) <= self.output else f"{reply[: self.output]}\n... (cut)")
+        return Result(
+            observation=reply if len(reply) <= self.output else f"{reply[: self.output]}\n... (cut)"
+        )
 
 
 def python(program: str, limits: sandbox.Limits) -> str:
@@ -67,12 +91,21 @@ def python(program: str, limits: sandbox.Limits) -> str:
     return "\n".join(filter(None, (ended, result.output.strip()))) or "(no output)"
 
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.UAdd: operator.pos, ast.USub: operator.neg}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value of a sum, difference, product or quotient of numbers. The syntax tree is walked, nothing is executed; there are no
-    powers, ten characters of which can take a year. Raises ValueError for anything else."""
+    """The exact value of a sum, difference, product or quotient of numbers. The syntax tree is
+    walked, nothing is executed; there are no powers, ten characters of which can take a year.
+    Raises ValueError for anything else."""
+
     def value(node: ast.expr) -> Fraction:
         match node:
             case ast.Constant(value=int() | float()):
@@ -98,7 +131,8 @@ def calculate(expression: str) -> str:
 
 
 def search(query: str, corpus: str, passages: int) -> str:
-    """The passages that score highest by BM25 (Robertson and Zaragoza 2009), best first; only those with a word of the query."""
+    """The passages that score highest by BM25 (Robertson and Zaragoza 2009), best first; only those
+    with a word of the query."""
     index, texts = open_corpus(corpus)
     (words,) = bm25s.tokenize([query], return_ids=False, show_progress=False)
     scores = index.get_scores(words) if words else np.zeros(len(texts))
@@ -108,11 +142,14 @@ def search(query: str, corpus: str, passages: int) -> str:
 
 @cache
 def open_corpus(corpus: str) -> tuple[bm25s.BM25, Sequence[str]]:
-    """Index and passages of rows with a `text`, and a `title` if they have one; made once in a process. Raises UserError."""
+    """Index and passages of rows with a `text`, and a `title` if they have one; made once in a
+    process. Raises UserError."""
     source = open_source(corpus, "env.name: corpus")
     for n, row in enumerate(source.rows):
         if not isinstance(row, dict) or not str(row.get("text") or "").strip():
-            raise UserError(f"{source.where(n)} has no `text`; a passage is a row with `text` and, if it has one, `title`")
+            raise UserError(
+                f"{source.where(n)} has no `text`; a passage is a row with `text` and, if it has one, `title`"
+            )
     texts = ["\n".join(filter(None, (row.get("title"), row["text"]))) for row in source.rows]
     index = bm25s.BM25()
     index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)

@@ -1,4 +1,5 @@
-"""Log-probs and entropy straight from hidden states: chunk by chunk, never a whole [T, vocabulary] tensor."""
+"""Log-probs and entropy straight from hidden states: chunk by chunk, never a whole [T, vocabulary]
+tensor."""
 
 import torch
 import torch.distributed as dist
@@ -7,25 +8,39 @@ from torch import Tensor
 CHUNK_ELEMENTS = 2**24  # Logits alive at once (64 MB in float32).
 
 
-def logprob_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, *, softcap: float | None = None,
-                    entropy_gradient: bool = False, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
-    """Log-prob of `targets` and entropy of the distribution softmax(hidden @ weight.T / temperature).
+def logprob_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    *,
+    softcap: float | None = None,
+    entropy_gradient: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of `targets` and entropy of the distribution softmax(hidden @ weight.T /
+    temperature).
 
-    With a softcap c (Gemma 2, arXiv 2408.00118, section 2) the logits are c * tanh(hidden @ weight.T / c) before the temperature.
+    With a softcap c (Gemma 2, arXiv 2408.00118, section 2) the logits are c * tanh(hidden @
+    weight.T / c) before the temperature.
 
-    hidden [N, H], weight [V, H], targets int64 [N] -> two tensors [N], float32 (float64 for float64 inputs). The entropy carries
-    a gradient only if asked. Backward computes the logits again instead of keeping them, but for the last chunk's, with which it begins: they are
-    alive then in any case.
+    hidden [N, H], weight [V, H], targets int64 [N] -> two tensors [N], float32 (float64 for float64
+    inputs). The entropy carries a gradient only if asked. Backward computes the logits again
+    instead of keeping them, but for the last chunk's, with which it begins: they are alive then in
+    any case.
 
-    With a `group`, `weight` is this rank's part of the vocabulary (V / ranks rows, in rank order) and `hidden` is equal on all ranks, as
-    is then its gradient; logits are never gathered.
-    """
-    return _LogprobEntropy.apply(hidden, weight, targets, temperature, softcap, entropy_gradient, group)
+    With a `group`, `weight` is this rank's part of the vocabulary (V / ranks rows, in rank order)
+    and `hidden` is equal on all ranks, as is then its gradient; logits are never gathered."""
+    return _LogprobEntropy.apply(
+        hidden, weight, targets, temperature, softcap, entropy_gradient, group
+    )
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None) -> Tensor:
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # rounding logits to bf16 costs 3 digits of log-prob
+        logits = torch.mm(
+            hidden, weight.t(), out_dtype=torch.float32
+        )  # rounding logits to bf16 costs 3 digits of log-prob
     else:
         logits = torch.mm(hidden, weight.t())
     logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -45,14 +60,23 @@ def _logsumexp(z: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class _LogprobEntropy(torch.autograd.Function):
-    """With z the logits over temperature, p = softmax(z): d logp_y / dz = onehot_y - p;  dH / dz = -p (z - sum(p z)).
+    """With z the logits over temperature, p = softmax(z): d logp_y / dz = onehot_y - p;  dH / dz =
+    -p (z - sum(p z)).
 
     A softcap c multiplies the gradient by 1 - tanh^2 = 1 - (z temperature / c)^2.
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, softcap: float | None, entropy_gradient: bool,
-                group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        softcap: float | None,
+        entropy_gradient: bool,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:
         if group is not None:
             targets = targets - dist.get_rank(group) * weight.shape[0]
         ctx.elsewhere = (targets < 0) | (targets >= weight.shape[0])  # all False without a group
@@ -74,7 +98,12 @@ class _LogprobEntropy(torch.autograd.Function):
                 dist.all_reduce(sums, group=group)
             logprobs[part], mean[part] = sums[0] - log_sum[part], sums[1]
         ctx.save_for_backward(hidden, weight, targets, log_sum, mean)
-        ctx.temperature, ctx.softcap, ctx.entropy_gradient, ctx.group = temperature, softcap, entropy_gradient, group
+        ctx.temperature, ctx.softcap, ctx.entropy_gradient, ctx.group = (
+            temperature,
+            softcap,
+            entropy_gradient,
+            group,
+        )
         entropy = log_sum - mean
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -84,7 +113,9 @@ class _LogprobEntropy(torch.autograd.Function):
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_sum, mean = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=log_sum.dtype)  # summed over chunks, so never in bf16
+        grad_weight = torch.zeros_like(
+            weight, dtype=log_sum.dtype
+        )  # summed over chunks, so never in bf16
         kept, ctx.kept = ctx.kept, None  # a second backward computes all
         for start in reversed(range(0, len(hidden), ctx.chunk)):
             part = slice(start, start + ctx.chunk)
@@ -93,7 +124,11 @@ class _LogprobEntropy(torch.autograd.Function):
                 kept = z, (z - log_sum[part, None]).exp_()
             (z, p), kept = kept, None
             grad = torch.mul(p, -grad_logprobs[part, None], out=None if ctx.entropy_gradient else p)
-            grad.scatter_add_(1, targets[part, None], grad_logprobs[part].masked_fill(ctx.elsewhere[part], 0)[:, None])
+            grad.scatter_add_(
+                1,
+                targets[part, None],
+                grad_logprobs[part].masked_fill(ctx.elsewhere[part], 0)[:, None],
+            )
             if ctx.entropy_gradient:
                 grad.addcmul_(p * (z - mean[part, None]), grad_entropy[part, None], value=-1)
             if ctx.softcap is not None:

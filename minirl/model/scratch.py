@@ -1,4 +1,5 @@
-"""A small model from nothing, saved as an ordinary Hugging Face folder: Qwen3 architecture, character tokenizer, chat template."""
+"""A small model from nothing, saved as an ordinary Hugging Face folder: Qwen3 architecture,
+character tokenizer, chat template."""
 
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from minirl.config import ScratchConfig
+from minirl.config.shared import ScratchConfig
 
 END = "<|end|>"
 TEMPLATE = (
@@ -17,28 +18,46 @@ TEMPLATE = (
 
 
 def make_tokenizer(phrases: list[str]) -> PreTrainedTokenizerFast:
-    """One token per byte of the text, so any text round-trips; special tokens for roles; each phrase is one token."""
+    """One token per byte of the text, so any text round-trips; special tokens for roles; each
+    phrase is one token."""
     special = ["<|pad|>", END, "<|system|>", "<|user|>", "<|assistant|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(special + alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(special + alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token=END, chat_template=TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token=END, chat_template=TEMPLATE
+    )
 
 
-def make_config(cfg: ScratchConfig, tokenizer: PreTrainedTokenizerFast, max_len: int) -> Qwen3Config:
+def make_config(
+    cfg: ScratchConfig, tokenizer: PreTrainedTokenizerFast, max_len: int
+) -> Qwen3Config:
     return Qwen3Config(
-        vocab_size=(len(tokenizer) + 63) // 64 * 64, hidden_size=cfg.hidden_size, intermediate_size=4 * cfg.hidden_size,
-        num_hidden_layers=cfg.num_layers, num_attention_heads=cfg.num_heads, num_key_value_heads=cfg.num_kv_heads,
-        head_dim=cfg.head_dim, max_position_embeddings=max_len, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        vocab_size=(len(tokenizer) + 63) // 64 * 64,
+        hidden_size=cfg.hidden_size,
+        intermediate_size=4 * cfg.hidden_size,
+        num_hidden_layers=cfg.num_layers,
+        num_attention_heads=cfg.num_heads,
+        num_key_value_heads=cfg.num_kv_heads,
+        head_dim=cfg.head_dim,
+        max_position_embeddings=max_len,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
 
 
 def make_model(cfg: ScratchConfig, folder: Path, *, max_len: int, seed: int) -> None:
-    """Write model, tokenizer and generation config to `folder`; the same seed gives the same weights."""
+    """Write model, tokenizer and generation config to `folder`; the same seed gives the same
+    weights."""
     tokenizer = make_tokenizer(cfg.phrases)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

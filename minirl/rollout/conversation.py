@@ -1,13 +1,15 @@
-"""The tokens of an episode: what was rendered, what was sampled, and when the one does not continue the other.
+"""The tokens of an episode: what was rendered, what was sampled, and when the one does not continue
+the other.
 
-A chat goes on token by token. After an answer the template renders the whole chat anew; if that text begins with all that the policy has
-read and said, the rest of it (the end of the turn, the reply, the header of the next answer) is tokenised and appended. If not, the
-environment or the template has rewritten history (some drop the thoughts of earlier turns, some trim answers, some end them by another token
-than the one sampled), and a new segment starts. So what is trained on is always what was sampled, after exactly what it was sampled after.
+A chat goes on token by token. After an answer the template renders the whole chat anew; if that
+text begins with all that the policy has read and said, the rest of it (the end of the turn, the
+reply, the header of the next answer) is tokenised and appended. If not, the environment or the
+template has rewritten history (some drop the thoughts of earlier turns, some trim answers, some end
+them by another token than the one sampled), and a new segment starts. So what is trained on is
+always what was sampled, after exactly what it was sampled after.
 
-Tokenizers that come from sentencepiece write a space before a text, and some special tokens swallow the spaces behind them: what goes on is
-encoded and decoded together with the token before it.
-"""
+Tokenizers that come from sentencepiece write a space before a text, and some special tokens swallow
+the spaces behind them: what goes on is encoded and decoded together with the token before it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +18,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.data import chat, images
-from minirl.data.images import Vision
-from minirl.types import ARRAYS, Placed, Trajectory, UserError
+from minirl.data.images import ImageSpan, Vision
+from minirl.errors import UserError
+from minirl.types import Trajectory
 
 
 @dataclass
@@ -25,9 +28,15 @@ class Completion:
     """What was sampled for one answer. The lists are parallel."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # of each token, under the distribution it was drawn from (temperature applied)
-    stopped: bool = False  # ended by a stop token, which is then the last token; otherwise the length ran out
-    versions: list[int] = field(default_factory=list)  # of each token: the optimizer steps that the weights had seen which drew it
+    logprobs: list[float] = field(
+        default_factory=list
+    )  # of each token, under the distribution it was drawn from (temperature applied)
+    stopped: bool = (
+        False  # ended by a stop token, which is then the last token; otherwise the length ran out
+    )
+    versions: list[int] = field(
+        default_factory=list
+    )  # of each token: the optimizer steps that the weights had seen which drew it
 
 
 @dataclass
@@ -39,11 +48,19 @@ class Segment:
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # -1 where nothing was sampled
-    rewards: list[float] = field(default_factory=list)  # given for the answer that ends with the token
+    turn_rewards: list[float] = field(
+        default_factory=list
+    )  # given for the answer that ends with the token
     answers: int = 0
-    images: list[Placed] = field(default_factory=list)
+    images: list[ImageSpan] = field(default_factory=list)
 
-    def read(self, tokens: list[int], text: str, shown: Sequence[Placed] = (), said: Completion | None = None) -> None:
+    def read(
+        self,
+        tokens: list[int],
+        text: str,
+        shown: Sequence[ImageSpan] = (),
+        said: Completion | None = None,
+    ) -> None:
         """What the policy is told, or, if it comes from it, what it `said`."""
         self.images += shown
         self.text += text
@@ -51,14 +68,16 @@ class Segment:
         self.sampled += [said is not None] * len(tokens)
         self.logprobs += said.logprobs if said else [0.0] * len(tokens)
         self.versions += said.versions if said else [-1] * len(tokens)
-        self.rewards += [0.0] * len(tokens)
+        self.turn_rewards += [0.0] * len(tokens)
 
     def say(self, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
         """What it answers; returned as a text with its special tokens but the one that ends it."""
         text, last = added(tokenizer, self.tokens, completion.tokens), completion.tokens[-1:]
         self.read(completion.tokens, text, said=completion)
         self.answers += 1
-        ended = completion.stopped and not tokenizer.decode(last, skip_special_tokens=True)  # no part of the content, as `</code>` would be
+        ended = completion.stopped and not tokenizer.decode(
+            last, skip_special_tokens=True
+        )  # no part of the content, as `</code>` would be
         return text.removesuffix(tokenizer.decode(last)) if ended else text
 
     def shows(self, urls: Sequence[str]) -> bool:
@@ -72,19 +91,23 @@ class Segment:
     def reward(self, value: float) -> None:
         """For the last answer."""
         if end := self.end():
-            self.rewards[end - 1] += value
+            self.turn_rewards[end - 1] += value
 
 
-def unexpanded(tokens: list[int], shown: Sequence[Placed]) -> list[int]:
+def unexpanded(tokens: list[int], shown: Sequence[ImageSpan]) -> list[int]:
     """With one token for each image, as the engine is told."""
     rest = {place for p in shown for place in range(p.place + 1, p.place + p.num)}
     return [token for i, token in enumerate(tokens) if i not in rest]
 
 
-def added(tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: list[int], **options: bool) -> str:
+def added(
+    tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: list[int], **options: bool
+) -> str:
     """What tokens add to the text of those before them. `options`: of decode."""
     border = len(before) - 1
-    while (known := tokenizer.decode(before[border:], **options)).startswith("\ufffd") and border > 0:
+    while (known := tokenizer.decode(before[border:], **options)).startswith(
+        "\ufffd"
+    ) and border > 0:
         border -= 1  # it is in the middle of a character
     after = tokenizer.decode(before[border:] + tokens, **options)
     return after[len(known) :] if after.startswith(known) else tokenizer.decode(tokens, **options)
@@ -98,48 +121,90 @@ class Conversation:
         self.segments: list[Segment] = []
 
     def ask(self, messages: list[dict], tools: list[dict] | None = None) -> Segment:
-        """The segment that ends with the header of the answer to `messages`, the whole chat so far: one that this goes on, or a new one.
-        Raises UserError if the template refuses."""
-        return self.go_on(*self.whole(chat.render(self.tokenizer, messages, tools=tools), images.of_chat(messages)))
+        """The segment that ends with the header of the answer to `messages`, the whole chat so far:
+        one that this goes on, or a new one. Raises UserError if the template refuses."""
+        return self.go_on(
+            *self.whole(
+                chat.render(self.tokenizer, messages, tools=tools), images.of_chat(messages)
+            )
+        )
 
-    def whole(self, prompt: str | list[int], urls: Sequence[str] = ()) -> tuple[list[int], str, list[Placed]]:
-        """A prompt (a text with all its special tokens, or tokens) as tokens, as a text, and the places of its images, going on from a segment; nothing is
-        noted."""
+    def whole(
+        self, prompt: str | list[int], urls: Sequence[str] = ()
+    ) -> tuple[list[int], str, list[ImageSpan]]:
+        """A prompt (a text with all its special tokens, or tokens) as tokens, as a text, and the
+        places of its images, going on from a segment; nothing is noted."""
         if isinstance(prompt, str):
-            begin = _longest(s for s in self.segments if prompt.startswith(s.text) and s.shows(urls)) or Segment()
-            tokens, shown = self._expand(self._encode(prompt[len(begin.text) :], begin.tokens), urls[len(begin.images) :], len(begin.tokens))
+            begin = (
+                _longest(s for s in self.segments if prompt.startswith(s.text) and s.shows(urls))
+                or Segment()
+            )
+            tokens, shown = self._expand(
+                self._encode(prompt[len(begin.text) :], begin.tokens),
+                urls[len(begin.images) :],
+                len(begin.tokens),
+            )
             return begin.tokens + tokens, prompt, begin.images + shown
-        begin = _longest(s for s in self.segments if prompt[: len(s.tokens)] == s.tokens) or Segment()
-        return prompt, begin.text + added(self.tokenizer, begin.tokens, prompt[len(begin.tokens) :]), begin.images
+        begin = (
+            _longest(s for s in self.segments if prompt[: len(s.tokens)] == s.tokens) or Segment()
+        )
+        return (
+            prompt,
+            begin.text + added(self.tokenizer, begin.tokens, prompt[len(begin.tokens) :]),
+            begin.images,
+        )
 
-    def go_on(self, tokens: list[int], text: str, shown: Sequence[Placed] = ()) -> Segment:
+    def go_on(self, tokens: list[int], text: str, shown: Sequence[ImageSpan] = ()) -> Segment:
         """The segment that ends with what `whole` gave: one that it goes on still, or a new one."""
         urls = [p.url for p in shown]
-        segment = _longest(s for s in self.segments if tokens[: len(s.tokens)] == s.tokens and text.startswith(s.text) and s.shows(urls)) or self._begin()
-        segment.read(tokens[len(segment.tokens) :], text[len(segment.text) :], shown[len(segment.images) :])
+        segment = (
+            _longest(
+                s
+                for s in self.segments
+                if tokens[: len(s.tokens)] == s.tokens and text.startswith(s.text) and s.shows(urls)
+            )
+            or self._begin()
+        )
+        segment.read(
+            tokens[len(segment.tokens) :], text[len(segment.text) :], shown[len(segment.images) :]
+        )
         return segment
 
-    def read(self, said: list[int] | str, segment: Segment | None = None, urls: Sequence[str] = ()) -> Segment:
-        """The segment, or a new one, with tokens or a raw text appended, in which one token stands for an image."""
+    def read(
+        self, said: list[int] | str, segment: Segment | None = None, urls: Sequence[str] = ()
+    ) -> Segment:
+        """The segment, or a new one, with tokens or a raw text appended, in which one token stands
+        for an image."""
         segment = segment or self._begin()
-        ids, text = (self._encode(said, segment.tokens), said) if isinstance(said, str) else (list(said), added(self.tokenizer, segment.tokens, said))
+        ids, text = (
+            (self._encode(said, segment.tokens), said)
+            if isinstance(said, str)
+            else (list(said), added(self.tokenizer, segment.tokens, said))
+        )
         tokens, shown = self._expand(ids, urls, len(segment.tokens))
         segment.read(tokens, text, shown)
         return segment
 
-    def _expand(self, ids: list[int], urls: Sequence[str], begin: int) -> tuple[list[int], list[Placed]]:
+    def _expand(
+        self, ids: list[int], urls: Sequence[str], begin: int
+    ) -> tuple[list[int], list[ImageSpan]]:
         if self.vision:
             return self.vision.expand(ids, urls, begin)
         if urls:
-            raise UserError("a chat has images, and policy.model reads none; take a model of a family that does")
+            raise UserError(
+                "a chat has images, and policy.model reads none; take a model of a family that does"
+            )
         return ids, []
 
     def _encode(self, text: str, before: list[int]) -> list[int]:
-        """Of a text that follows these tokens: as behind the last of them if that stays what it is, else as behind a token that ends a text."""
+        """Of a text that follows these tokens: as behind the last of them if that stays what it is,
+        else as behind a token that ends a text."""
         for last in (before[-1:], [self.tokenizer.eos_token_id] if before else []):
             begin = self.tokenizer.decode(last) if last != [None] else ""
             ids = chat.encode(self.tokenizer, begin + text)
-            if begin and "\ufffd" not in begin and ids[:1] == last:  # not a part of a character, which has no text
+            if (
+                begin and "\ufffd" not in begin and ids[:1] == last
+            ):  # not a part of a character, which has no text
                 return ids[1:]
         return chat.encode(self.tokenizer, text)
 
@@ -151,10 +216,28 @@ class Conversation:
         self.segments.append(Segment())
         return self.segments[-1]
 
-    def trajectories(self, *, group: int, episode: int, reward: float, info: dict) -> list[Trajectory]:
-        """One for each segment in which something was sampled, to its last sampled token; all carry the episode's `reward`."""
-        return [Trajectory(**{name: np.array(vars(s)[name][: s.end()], dtype) for name, dtype in ARRAYS.items()}, images=[p for p in s.images if p.place < s.end()], info=info,
-                           reward=reward, group=group, episode=episode, segment=i, version=min(v for v in s.versions if v >= 0)) for i, s in enumerate(s for s in self.segments if s.end())]
+    def trajectories(
+        self, *, group: int, episode: int, reward: float, info: dict
+    ) -> list[Trajectory]:
+        """One for each segment in which something was sampled, to its last sampled token; all carry
+        the episode's `reward`."""
+        return [
+            Trajectory(
+                tokens=np.array(s.tokens[: s.end()], np.int32),
+                sampled=np.array(s.sampled[: s.end()], np.bool_),
+                logprobs=np.array(s.logprobs[: s.end()], np.float32),
+                turn_rewards=np.array(s.turn_rewards[: s.end()], np.float32),
+                versions=np.array(s.versions[: s.end()], np.int32),
+                images=[p for p in s.images if p.place < s.end()],
+                info=info,
+                reward=reward,
+                group=group,
+                episode=episode,
+                segment=i,
+                version=min(v for v in s.versions if v >= 0),
+            )
+            for i, s in enumerate(s for s in self.segments if s.end())
+        ]
 
 
 def _longest(segments: Iterator[Segment]) -> Segment | None:

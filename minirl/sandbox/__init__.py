@@ -1,0 +1,5 @@
+"""Programs that nobody has read, run where they can do no harm."""
+
+from minirl.sandbox.runner import Limits, ProgramResult, check_supported, run
+
+__all__ = ["Limits", "ProgramResult", "check_supported", "run"]
