@@ -38,7 +38,7 @@ def trajectories(num: int = 14) -> list[Trajectory]:
                 group=i // 2,
                 episode=i % 2,
                 logprobs=(rng.normal(-3, 0.3, length) * sampled).astype(np.float32),
-                rewards=(rng.normal(size=length) * sampled).astype(np.float32),
+                turn_rewards=(rng.normal(size=length) * sampled).astype(np.float32),
             )
         )
     return out

@@ -24,7 +24,7 @@ def trajectory(tokens, num_prompt, seed=0, **fields):
     sampled = np.arange(len(tokens)) >= num_prompt
     values = {
         "logprobs": (rng.normal(-2, 1, len(tokens)) * sampled).astype(np.float32),
-        "rewards": (rng.normal(size=len(tokens)) * sampled).astype(np.float32),
+        "turn_rewards": (rng.normal(size=len(tokens)) * sampled).astype(np.float32),
     } | fields
     return Trajectory(tokens=np.array(tokens, dtype=np.int32), sampled=sampled, **values)
 
@@ -536,7 +536,7 @@ def test_exchange_delivers_each_trajectory_once_and_whole_whoever_brought_it(
 
 
 def exchange_without_rewards(mesh):
-    own = [trajectory([5, 6, 7], 2, rewards=None)] if mesh.rank == 0 else []
+    own = [trajectory([5, 6, 7], 2, turn_rewards=None)] if mesh.rank == 0 else []
     try:
         exchange(own, mesh, budget=1)
     except UserError as error:
