@@ -5,7 +5,8 @@ model and task, over seeds.
     python benchmarks/algorithms.py --methods gspo dapo --seeds 0 --ranks 1 --steps 120
 
 Each run is the program as a user starts it. Seconds are of the RL steps on this machine, warm start
-and evaluation aside."""
+and evaluation aside.
+"""
 
 import argparse
 import json

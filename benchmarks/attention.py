@@ -5,7 +5,8 @@ of one call.
     python benchmarks/attention.py --lengths 31 64 700 1500 90 1200 300 211
 
 float32 on the CPU, bfloat16 (and the flash kernel) on CUDA. CPU-milliseconds there, wall
-milliseconds on CUDA; medians."""
+milliseconds on CUDA; medians.
+"""
 
 import statistics
 import time

@@ -6,7 +6,8 @@ more ranks.
 Runs the program itself under torchrun with as many ranks as a row is cut into, on plain text made
 for it (a fixed phrase at random places among random letters, so that the loss must fall where
 attention reaches back). Prints for each the loss of the first and last step, trained tokens per
-second, and the peak memory of a rank, with what a process has before it makes a model."""
+second, and the peak memory of a rank, with what a process has before it makes a model.
+"""
 
 import json
 import os
@@ -34,7 +35,8 @@ class Load:
 
 def write_rows(path: Path, length: int, num_rows: int) -> None:
     """Texts of `length` characters, which are as many tokens for the character tokenizer of a
-    scratch model."""
+    scratch model.
+    """
     rng = np.random.default_rng(0)
     with path.open("w") as file:
         for _ in range(num_rows):

@@ -27,7 +27,6 @@ that send least, next to what these formulas say, for M micro-batches of T rows 
            home.
 """
 
-import dataclasses
 import json
 import os
 import resource

@@ -21,7 +21,8 @@ over those of `LLM.generate` on the same prompts with
               the same seeds in one batch. By CPU time too, which says more on a noisy machine.
 
 Runs to be compared take turns; figures are medians over --repeats. With --check a broken bound is
-exit code 1."""
+exit code 1.
+"""
 
 import argparse
 import asyncio
@@ -47,13 +48,13 @@ from minirl.config.shared import (
     ScratchConfig,
 )
 from minirl.data.datasets import Prompts
-from minirl.model import scratch
-from minirl.parallel.mesh import Mesh, join_world
-from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.envs.base import Env, Result, State
 from minirl.envs.single_turn import SingleTurn
-from minirl.rollout.episode import sample_seed
+from minirl.model import scratch
+from minirl.parallel.mesh import Mesh, join_world
 from minirl.rewards.functions import Rewards
+from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rollout.episode import sample_seed
 from minirl.rollout.sampler import Sampler
 from minirl.types import Trajectory
 
@@ -127,7 +128,8 @@ class Bench:
     ) -> tuple[list[Trajectory], dict[str, float]]:
         """Play a prompt for each of `lengths`, which are of the answers after a first one of
         `first` tokens. This rank's trajectories, and of all ranks: wall time, that for which the
-        first to be ready waited, CPU time of the slower one."""
+        first to be ready waited, CPU time of the slower one.
+        """
         rows = [
             {"prompt": f"Say something about the number {n:4d}.", "lengths": part}
             for n, part in enumerate(lengths)

@@ -7,7 +7,8 @@ nor backward.
 
 It is the program minirl.rl itself; any of its flags sets model and load. CPU-seconds of rank 0,
 median over the steps after the second; on a noisy machine they say more than wall time. A rank that
-waits for another in a collective may burn CPU there, which is counted where it waits."""
+waits for another in a collective may burn CPU there, which is counted where it waits.
+"""
 
 import json
 import shutil

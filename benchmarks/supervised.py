@@ -5,7 +5,8 @@ reward model, float32, one process.
 
 The model is a Qwen3 of 4.8M parameters. SFT: 8 rows of 512 tokens. Pairs: 32, prompts of 64 tokens
 and answers of 32 to 96. Tokens are those of all sequences, a pair's prompt counted in both, as a
-trainer that does not share it computes them. Median of the steps after the first."""
+trainer that does not share it computes them. Median of the steps after the first.
+"""
 
 import statistics
 import tempfile
@@ -21,8 +22,7 @@ from minirl.config.shared import PolicyConfig
 from minirl.config.supervised import DPOLossConfig, RewardModelLossConfig
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import join_world
-from minirl.policy import Policy
-from minirl.policy import make_minibatch
+from minirl.policy import Policy, make_minibatch
 from minirl.types import Trajectory
 
 STEPS, BUDGET = 4, 4096

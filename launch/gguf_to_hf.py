@@ -4,7 +4,8 @@ chat template.
     python launch/gguf_to_hf.py FILE.gguf FOLDER
 
 The weights are de-quantised, so they carry the rounding of the file's blocks (4 bits for most of
-SmolLM2's), and are then trained and served like any others. Needs the `gguf` extra."""
+SmolLM2's), and are then trained and served like any others. Needs the `gguf` extra.
+"""
 
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 def load_model(path, reader):
     """The file's model with dense bfloat16 weights. The head is the embedding unless the file has
-    one of its own."""
+    one of its own.
+    """
     model = AutoModelForCausalLM.from_pretrained(
         path.parent,
         gguf_file=path.name,
@@ -40,7 +42,8 @@ def load_model(path, reader):
 
 def load_tokenizer(path, reader, config):
     """The file's tokenizer, which splits text as for its merges, and whose EOS token is the one
-    that ends a turn."""
+    that ends a turn.
+    """
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     if reader.get_field("tokenizer.ggml.pre").contents() == "smollm":
         # transformers has no entry for this one and falls back on GPT-2's split, which cuts the

@@ -3,15 +3,16 @@ runs/guess_games.jsonl
 
 The player halves the range that is left, but guesses any number at all with a chance of WILD: what
 a policy learns from it is the game, played badly, and what RL then has to find out is which of its
-habits wins."""
+habits wins.
+"""
 
 import json
 import random
 import sys
 from pathlib import Path
 
-from minirl.envs.guess import Guess
 from minirl.envs.base import State
+from minirl.envs.guess import Guess
 
 HIGH, TURNS, WILD = 16, 4, 0.6
 

@@ -4,7 +4,8 @@ none, but the import declares implementations for two whose library cannot be lo
 
 launch/install.sh puts this in site-packages with a .pth file, so that the processes that vLLM
 starts have it, too. It does nothing until torchvision is imported, and nothing to a torchvision
-that was built for the CPU."""
+that was built for the CPU.
+"""
 
 import sys
 

@@ -1,5 +1,6 @@
 """How a program starts and how it ends: one message for what the user can mend, one exit code for
-each kind of end."""
+each kind of end.
+"""
 
 import contextlib
 import faulthandler
@@ -21,7 +22,8 @@ BAD_INPUT, CRASH = 2, 1
 
 def run(config: type, program: Callable[[Any, Mesh], None]) -> None:
     """Parse flags, join the other ranks, run, leave. Exit code 0: done; 2: something to mend, told
-    in one message; 1: a crash."""
+    in one message; 1: a crash.
+    """
     faulthandler.enable()
     mesh = None
     try:
@@ -61,14 +63,16 @@ def run(config: type, program: Callable[[Any, Mesh], None]) -> None:
 def _let_rank_0_tell() -> None:
     """Before the ranks have met: torchrun ends all ranks when the first one leaves, so another
     would cut rank 0 short. Returns on rank 0, and elsewhere if rank 0 did not find the mistake in
-    all that time."""
+    all that time.
+    """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(30)
 
 
 def _leave(code: int) -> NoReturn:
     """At once, without destructors: they would wait for ranks that still wait for this one.
-    torchrun then ends the others."""
+    torchrun then ends the others.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

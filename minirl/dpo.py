@@ -65,7 +65,8 @@ class Trainer(PairTrainer):
 
     def use_cache(self, file: Path, about: dict[str, str]) -> None:
         """Let the rows carry the reference's log-probs, from one pass of it over them, which writes
-        the file, or from the file. Raises UserError for a file of something else."""
+        the file, or from the file. Raises UserError for a file of something else.
+        """
         mesh, size, sets = (
             self.mesh,
             self.cfg.batch_size,

@@ -2,7 +2,8 @@
 own:
 
 torchrun --nproc-per-node 2 -m minirl.evaluate --model runs/quickstart/model --data.eval
-held_out.jsonl --reward.function exact"""
+held_out.jsonl --reward.function exact
+"""
 
 import json
 from pathlib import Path

@@ -21,7 +21,8 @@ def breakdown(
     """Means over all ranks: `source/NAME/accuracy` and `/reward` of each data source where rows
     have one, `reward/NAME` of each of several reward functions, `env/turns`, `/truncated`,
     `/failed` and what else an environment tells, and of `more` values by their names.
-    `trajectories`: one of each episode. The same however they are spread over ranks. Collective."""
+    `trajectories`: one of each episode. The same however they are spread over ranks. Collective.
+    """
     own = [*more]
     for t in trajectories:
         own += [
@@ -57,7 +58,8 @@ def evaluate(
     Returns `scores`: accuracy (= pass@1), pass@k for k = cfg.samples (Chen et al. 2021, arXiv
     2107.03374, eq. 1, which is 1 for a prompt with a correct one among k samples, else 0), reward,
     answer_tokens, stopped (share of answers that ended by themselves), and what `breakdown` adds;
-    and `answers`: prompt, answer and reward of the first sample of the first five prompts."""
+    and `answers`: prompt, answer and reward of the first sample of the first five prompts.
+    """
     trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
     if reward_model:
         reward_model.grade(trajectories)

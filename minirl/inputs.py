@@ -1,5 +1,6 @@
 """What a config names, found and checked before anything is trained or written: the output folder
-and the models."""
+and the models.
+"""
 
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def find_model(
     cfg: RLConfig | SFTConfig, max_len: int, *, engine_on: str | None = None, chats: bool = True
 ) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase, Vision | None]:
     """(folder, config, tokenizer, how it reads images) of policy.model, checked, also for an engine
-    on that type of device; the folder of a scratch model is still to be made. Raises UserError."""
+    on that type of device; the folder of a scratch model is still to be made. Raises UserError.
+    """
     templates = cfg.data.chat_template, cfg.data.input_template
     if cfg.policy.model == "scratch":
         folder, tokenizer = (
@@ -71,7 +73,8 @@ def find_teacher(
     scores: bool = False,
 ) -> Path:
     """The folder of a model that is to read the policy's tokens, checked. `scores`: by a head of
-    its own. Raises UserError."""
+    its own. Raises UserError.
+    """
     folder = build.find_folder(model, setting)
     config = build.read_config(folder)
     families.check_supported(config, f"{setting} = {model}")
@@ -91,7 +94,8 @@ def find_teacher(
 
 def check_head(folder: Path, setting: str) -> Path:
     """A language model's would be made of zeros, which a critic can learn from and nobody else.
-    Raises UserError."""
+    Raises UserError.
+    """
     if build.SCORE not in build.Weights(folder).slices:
         raise UserError(
             f"{setting} = {folder} is no reward model: its weights have no {build.SCORE}; train one with minirl.rm"
@@ -101,7 +105,8 @@ def check_head(folder: Path, setting: str) -> Path:
 
 def make_scratch(cfg: RLConfig | SFTConfig, max_len: int, mesh: Mesh) -> None:
     """Write the model that `policy.model = scratch` asks for. Collective; call it when nobody can
-    find a mistake any more."""
+    find a mistake any more.
+    """
     mesh.barrier()  # nobody looks at the output folder any more
     folder = Path(cfg.output) / "scratch"
     if cfg.policy.model == "scratch":

@@ -1,5 +1,6 @@
 """What a run says: console, metrics.jsonl, TensorBoard, and the seconds of each phase. Only rank 0
-writes."""
+writes.
+"""
 
 import contextlib
 import json
@@ -84,7 +85,8 @@ class Log:
         self, phase: str, step: int, values: dict[str, float], shown: Iterable[str] = ()
     ) -> None:
         """Write one row: {"phase": "rl", "step": 7, ...}. `shown`: it is a step, and the progress
-        bar goes on, with these of the values beside it."""
+        bar goes on, with these of the values beside it.
+        """
         if shown:
             self.bar.set_postfix(
                 {name: f"{values[name]:.3g}" for name in shown if name in values}, refresh=False
@@ -109,7 +111,8 @@ class Log:
 
 def truncate(path: Path, *, keep_before: int, keep_sft: bool) -> None:
     """Drop the rows that a resumed run will write again: RL and evaluation steps from `keep_before`
-    on."""
+    on.
+    """
     if path.exists():
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         kept = [

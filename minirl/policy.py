@@ -1,5 +1,6 @@
 """A sharded model and its optimizer: `annotate` adds log-probs to batches, `step` makes one
-optimizer step of any loss."""
+optimizer step of any loss.
+"""
 
 import contextlib
 import math
@@ -29,7 +30,8 @@ from minirl.types import Packed, Trajectory
 
 def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:
     """Of optimizer step `step` (from 0): linear warm-up from 0, then constant, or half a cosine
-    down to lr * lr_min_ratio."""
+    down to lr * lr_min_ratio.
+    """
     if step < cfg.lr_warmup_steps:
         return cfg.lr * (step + 1) / cfg.lr_warmup_steps
     if cfg.lr_schedule == "constant":
@@ -45,7 +47,8 @@ class Policy:
 
     trainable=False: a frozen copy (the KL reference), in the compute dtype, without optimizer.
     score=True: with a score head instead of the language model's (reward models, critics); where
-    others give log-probs, it gives scores."""
+    others give log-probs, it gives scores.
+    """
 
     def __init__(
         self,
@@ -113,7 +116,8 @@ class Policy:
 
     def start_phase(self, cfg: PolicyConfig) -> None:
         """Forget the optimizer's state and take the settings of another phase (after SFT: those of
-        RL)."""
+        RL).
+        """
         self.cfg, self.num_updates = cfg, 0
         self.forget_optimizer_state()
 
@@ -125,7 +129,8 @@ class Policy:
     @contextlib.contextmanager
     def state_awake(self) -> Iterator[None]:
         """Inside, the optimizer's state is on the device, whatever slept before: for checkpoints
-        and `averages`."""
+        and `averages`.
+        """
         self.sleeper.wake_optimizer()
         with self.optimizer.awake():
             yield
@@ -133,7 +138,8 @@ class Policy:
     @torch.no_grad()
     def annotate(self, minibatches: list[list[Packed]], field: str) -> None:
         """Set `field` (old_logprobs, ref_logprobs or values) of every batch to this model's
-        log-probs of the targets, or scores; with old_logprobs also old_entropy."""
+        log-probs of the targets, or scores; with old_logprobs also old_entropy.
+        """
         training = self.model.training
         self.model.eval()  # nothing to recompute, so no checkpointing
         for minibatch in minibatches:
@@ -239,7 +245,8 @@ class Policy:
 
     def shards(self) -> dict[str, Tensor]:
         """All that a checkpoint holds, by the model's names; a tied head appears once, under the
-        embedding's."""
+        embedding's.
+        """
         return build.tensors(self.model)
 
     def parts(self) -> dict[str, list[CheckpointSlice]]:
@@ -251,7 +258,8 @@ class Policy:
 
     def averages(self) -> dict[str, Tensor]:
         """The same of their moving averages; before the first update, the parameters themselves.
-        Only inside `state_awake`."""
+        Only inside `state_awake`.
+        """
         averages = self.optimizer.averages()
         return {name: averages[p] if p in averages else p for name, p in self.shards().items()}
 
@@ -265,7 +273,8 @@ def make_minibatch(
     pairs: bool = False,
 ) -> list[Packed]:
     """The micro-batches of one optimizer step on this rank, from whatever examples each rank
-    brings."""
+    brings.
+    """
     (minibatch,) = exchange(examples, mesh, tokens_per_rank, whole_groups=pairs)
     return [pack(micro, mesh.device, layout=policy.layout, pairs=pairs) for micro in minibatch]
 
@@ -274,7 +283,8 @@ def annotate_examples(
     model: Policy, examples: list[Trajectory], tokens_per_rank: int, field: str
 ) -> list[tuple[Trajectory, np.ndarray]]:
     """What `model.annotate` says of the examples of all ranks, as [L] of each (the model's float
-    dtype), on the ranks that computed it. Collective."""
+    dtype), on the ranks that computed it. Collective.
+    """
     out = []
     for micro in exchange(examples, model.mesh, tokens_per_rank)[0]:
         batch = pack(micro, model.mesh.device, layout=model.layout)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 def slowest(seconds: list[dict[str, float]], **tokens: int) -> dict[str, float]:
     """Phases of all ranks -> {"time/<phase>": that of the rank that took longest}, speeds of what
-    is in `tokens`, and what each rank waited for others."""
+    is in `tokens`, and what each rank waited for others.
+    """
     times = {
         name: max(s.get(name, 0.0) for s in seconds)
         for name in sorted({name for s in seconds for name in s})
@@ -31,7 +32,8 @@ def speeds(tokens: dict[str, int], seconds: dict[str, float]) -> dict[str, float
 
 def write_curves(folder: Path) -> Path:
     """Draw metrics.jsonl of a run folder to curves.png: a panel per quantity that people look at
-    first."""
+    first.
+    """
     from matplotlib.figure import (
         Figure,  # not pyplot, which keeps figures and may look for a screen
     )
@@ -85,7 +87,8 @@ def write(
 ) -> None:
     """summary.json, curves.png, and the closing table, which begins with held-out `scores`, by
     their titles. Seconds are rank 0's; `tokens_per_second` counts the tokens that were generated
-    over the whole of the RL steps, evaluation aside."""
+    over the whole of the RL steps, evaluation aside.
+    """
     steps = sum(
         v
         for name, v in seconds.items()

@@ -92,7 +92,8 @@ class Trainer(Program):
     def find_inputs(self) -> str:
         """What the config names, found and checked before anything is trained or written; returned
         is what the log says about it. Raises UserError at the first thing that is missing or cannot
-        work."""
+        work.
+        """
         cfg, mesh = self.cfg, self.mesh
         check_rl(cfg, mesh.world_size)
         check_output(Path(cfg.output), cfg.resume)
@@ -313,7 +314,8 @@ class Trainer(Program):
 
     def evaluate(self, step: int, name: str | None = None) -> None:
         """Score held-out prompts; the engine must be awake. `name`: keep the result for the
-        summary."""
+        summary.
+        """
         sampling = dataclasses.replace(self.sampling, temperature=self.cfg.eval.temperature)
         with self.timer.phase("evaluate"):
             result = evaluate(
@@ -336,7 +338,8 @@ class Trainer(Program):
 
     def load_reference(self, step: int) -> None:
         """The frozen copy for the KL: the teacher, or the policy as RL found it or as it was at the
-        last refresh by that step."""
+        last refresh by that step.
+        """
         if self.cfg.algo.kl_coef or self.others["ref.model"]:
             refreshed = [n for n in checkpoint.finished(self.run.output, "references") if n <= step]
             folder = (
@@ -348,7 +351,8 @@ class Trainer(Program):
 
     def load_other(self, cfg: PolicyConfig, folder: Path | None, **kind: bool) -> Policy:
         """A model beside the policy; None: the policy as RL found it. Asleep but while it works:
-        with the policy's shards on the device, and never with its optimizer's state."""
+        with the policy's shards on the device, and never with its optimizer's state.
+        """
         folder = folder or (self.run.output / "sft" if self.cfg.sft.num_steps else self.folder)
         model = Policy(
             cfg,

@@ -1,5 +1,6 @@
 """Training on what others wrote: the trainer that SFT, reward models and DPO share, and the short
-form before RL."""
+form before RL.
+"""
 
 import dataclasses
 import functools
@@ -26,7 +27,8 @@ from minirl.types import Packed, Trajectory
 
 class SupervisedTrainer(Program):
     """The parts of a run; `train` is the algorithm. What other programs put in its place comes
-    first."""
+    first.
+    """
 
     name, score, pairs = "sft", False, False
     check, load, make = staticmethod(check_sft), staticmethod(load_chats), Chats
@@ -35,7 +37,8 @@ class SupervisedTrainer(Program):
     def find_inputs(self) -> tuple[Path, Chats, Chats]:
         """(folder of the model, rows to train on, held-out rows). `check` looks at the settings,
         `load` finds the rows of a source, `make` makes token ids of them. Raises UserError at the
-        first thing that is missing or cannot work."""
+        first thing that is missing or cannot work.
+        """
         cfg, mesh = self.cfg, self.mesh
         self.check(cfg, mesh.world_size)
         check_output(Path(cfg.output), cfg.resume)
@@ -169,7 +172,8 @@ class PairTrainer(SupervisedTrainer):
 
     def scores(self, measured: dict[str, float]) -> dict[str, float]:
         """Of held-out pairs: loss, share in which the chosen answer is put higher, and by how much
-        on average."""
+        on average.
+        """
         return {name: measured[name] for name in ("loss", "accuracy", "margin")}
 
 
@@ -180,7 +184,8 @@ def warm_start(
     on.
 
     Example n of the run is a function of (seed, n) alone, so any number of ranks sees the same
-    examples in the same steps."""
+    examples in the same steps.
+    """
     sft, num_tokens = cfg.sft, 0
     policy.start_phase(
         dataclasses.replace(

@@ -1,5 +1,6 @@
 """What every training program does around its loop: find the model, open the run's folder or go on
-in it, save, close."""
+in it, save, close.
+"""
 
 import resource
 import time
@@ -48,7 +49,8 @@ class TrainingRun:
         self, cfg: RLConfig | SFTConfig, policy: Policy, mesh: Mesh, timer: Timer, about: str
     ):
         """Go on from the newest checkpoint if asked; `about` is told in the first line of the log.
-        Raises UserError."""
+        Raises UserError.
+        """
         self.cfg, self.policy, self.mesh, self.timer, self.output = (
             cfg,
             policy,
@@ -84,7 +86,8 @@ class TrainingRun:
 
     def attach(self, name: str, model: Policy) -> None:
         """Keep another trained model in the checkpoints; take its state from the one that is gone
-        on with. Raises UserError."""
+        on with. Raises UserError.
+        """
         if self.found:
             checkpoint.restore(self.found, model, name)
         self.saver.others[name] = model
@@ -93,7 +96,8 @@ class TrainingRun:
         self, phase: str, step: int, metrics: dict[str, float], shown: Iterable[str], **tokens: int
     ) -> None:
         """Log a step of training and the phases that it took; on the progress bar, those of its
-        metrics that are `shown`. `tokens`: of all ranks."""
+        metrics that are `shown`. `tokens`: of all ranks.
+        """
         seconds = self.timer.take()
         self.log.scalars(
             phase, step, metrics | report.slowest(self.mesh.gather(seconds), **tokens), shown
@@ -110,7 +114,8 @@ class TrainingRun:
     ) -> None:
         """Log held-out scores of the weights after `step` steps, on the console those that are
         `shown`; they may make the checkpoint of that step the best. `name`: keep what was `found`
-        for the summary."""
+        for the summary.
+        """
         self.log.scalars("eval", step, scores)
         self.saver.score(step, scores)
         self.log.say(
@@ -130,7 +135,8 @@ class TrainingRun:
 
     def finish(self, scores: dict[str, float | None]) -> None:
         """Export the model, close the log, write the summary, which begins with held-out
-        `scores`."""
+        `scores`.
+        """
         with self.timer.phase("checkpoint"):
             self.saver.wait()
         with self.timer.phase("export"):

@@ -74,7 +74,8 @@ class Packed:
 
     Answers to one prompt share its rows. The prompt but its last token is a sequence of its own,
     outside the loss; each answer's sequence begins with the last prompt token (whose target is the
-    answer's first) and sees the prompt's keys before its own."""
+    answer's first) and sees the prompt's keys before its own.
+    """
 
     inputs: Tensor  # int64 [T]
     targets: Tensor  # int64 [T]: the next token of the same sequence.

@@ -16,19 +16,19 @@ import tiny
 from harness import ranks
 from test_rollout import ENGINE, make_policy
 
-from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
 from minirl.config.rl import RefitConfig
+from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts
 from minirl.data.packing import pack
 from minirl.data.sources import open_source
-from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.envs.base import Raw, Session, State
 from minirl.envs.registry import make_env
-from minirl.rollout.refit import Refit
-from minirl.rewards.functions import make_rewards
-from minirl.rollout.sampler import Sampler
 from minirl.errors import UserError
+from minirl.rewards.functions import make_rewards
+from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rollout.refit import Refit
+from minirl.rollout.sampler import Sampler
 
 ROW = {"prompt": "q", "rendered_prompt": "<|user|>q<|end|>", "answer": "42", "label": "42"}
 CHAT = {**ROW, "prompt": [{"role": "user", "content": "q"}]}

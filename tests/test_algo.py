@@ -9,8 +9,8 @@ from harness import ranks
 from minirl.algo import advantages, losses, normalize
 from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.data.packing import pack, unpack
-from minirl.types import Trajectory
 from minirl.errors import UserError
+from minirl.types import Trajectory
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,11 @@ import torch
 from harness import RankFailed, ranks
 from programs import QUICKSTART, ROOT, Ended, fork, torchrun
 
-from minirl.config.rl import RLConfig
 from minirl.config.parse import parse_flags
-from minirl.rl import Trainer
-from minirl.rewards.functions import make_rewards
+from minirl.config.rl import RLConfig
 from minirl.errors import UserError
+from minirl.rewards.functions import make_rewards
+from minirl.rl import Trainer
 
 PACKAGE = f"{ROOT}/minirl/"
 """In a line of a traceback; torchrun prints one of its own."""

@@ -9,6 +9,7 @@ import time
 import pytest
 import tiny
 import torch
+import torch.distributed.checkpoint as dcp
 from harness import RankFailed, ranks
 from programs import alone, fork
 from safetensors.torch import load_file
@@ -19,12 +20,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minirl import checkpoint
 from minirl.algo import losses
-from minirl.config.shared import CheckpointConfig, ExportConfig, ParallelConfig, PolicyConfig
-from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.data.packing import exchange
+from minirl.checkpoint.state import state_dict_of
 from minirl.config.parse import save_config
-from minirl.policy import Policy
+from minirl.config.rl import AlgoConfig, RLConfig
+from minirl.config.shared import CheckpointConfig, ExportConfig, ParallelConfig, PolicyConfig
+from minirl.data.packing import exchange
 from minirl.errors import UserError
+from minirl.policy import Policy
 
 
 def whole(tree):
@@ -70,12 +72,12 @@ def save(mesh, folder, run, sequence, background):
     for _ in range(2):
         update(policy, mesh)
     saver = checkpoint.Saver(run, CheckpointConfig(background=background), policy, mesh)
-    begin, write = threading.Event(), checkpoint.dcp.FileSystemWriter.write_data
+    begin, write = threading.Event(), dcp.FileSystemWriter.write_data
     if background:
-        checkpoint.dcp.FileSystemWriter.write_data = lambda *args: begin.wait() and write(*args)
+        dcp.FileSystemWriter.write_data = lambda *args: begin.wait() and write(*args)
     saver.save(2, {"note": 7})
     assert (checkpoint.find(run) is None) == background
-    state, num_updates = whole(checkpoint._state(policy)), policy.num_updates
+    state, num_updates = whole(state_dict_of(policy)), policy.num_updates
     checkpoint.export(policy, run / "exported", mesh, max_file_gb=1e-4)
     loss = update(policy, mesh)  # overwrites what is being written
     if background:
@@ -90,7 +92,7 @@ def resume(mesh, folder, run, sequence):
     policy = make(mesh, folder, sequence)
     saved = checkpoint.load_checkpoint(checkpoint.find(run), policy, mesh)
     assert saved["progress"] == {"note": 7} and saved["step"] == 2
-    state = whole(checkpoint._state(policy))
+    state = whole(state_dict_of(policy))
     return state, policy.num_updates, update(policy, mesh)
 
 
@@ -150,7 +152,7 @@ def save_before_the_first_update(mesh, folder, run):
             checkpoint.load_checkpoint(checkpoint.find(run), policy, mesh)
         for _ in range(2):
             update(policy, mesh)
-        weights.append(whole(checkpoint._state(policy)))
+        weights.append(whole(state_dict_of(policy)))
     return weights
 
 
@@ -252,7 +254,7 @@ def fail(mesh, folder, run, background, use):
         def no_room(*args):
             raise OSError(28, "No space left on device")
 
-        checkpoint.dcp.filesystem._write_item = no_room
+        dcp.filesystem._write_item = no_room
     if use == "save":
         saver.save(2, {})
         saver.save(3, {})
@@ -306,7 +308,7 @@ def die(mesh, folder, run):
     saver = checkpoint.Saver(run, CheckpointConfig(), make(mesh, folder, False), mesh)
     saver.save(1, {})
     saver.wait()
-    checkpoint.dcp.FileSystemWriter.write_data = lambda *args: os._exit(9)
+    dcp.FileSystemWriter.write_data = lambda *args: os._exit(9)
     saver.save(2, {})
     saver.wait()
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from minirl.config.validate import check_pairs, check_rl, check_rollout, check_sft
-from minirl.config.shared import EvaluateConfig, ExportConfig, PolicyConfig
-from minirl.config.rl import RLConfig
-from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.config.parse import fill_config, load_config, parse_flags, save_config
+from minirl.config.rl import RLConfig
+from minirl.config.shared import EvaluateConfig, ExportConfig, PolicyConfig
+from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
+from minirl.config.validate import check_pairs, check_rl, check_rollout, check_sft
 from minirl.errors import UserError
 
 CONFIGS = Path(__file__).parent.parent / "configs"

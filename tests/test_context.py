@@ -13,11 +13,11 @@ from harness import ranks
 from test_packing import groups
 
 from minirl.config.shared import ParallelConfig
+from minirl.data.blocks import Layout
 from minirl.data.packing import pack
 from minirl.model import kernels, ring_package
 from minirl.model.attention import Attention
 from minirl.model.kernels import Options
-from minirl.data.blocks import Layout
 
 
 def _parts(q, k, cu_q, cu_k):

@@ -16,12 +16,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig
 from minirl.data import chat
+from minirl.envs.base import Env, Raw, Result
+from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout.conversation import Completion, Conversation, Segment
 from minirl.rollout.engine import Sampling
-from minirl.envs.base import Env, Raw, Result
 from minirl.rollout.episode import Episode, EpisodeRunner
-from minirl.errors import UserError
 
 # ----------------------------------------------------------------------------------------------------
 # templates

@@ -15,10 +15,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from minirl import checkpoint, rl
 from minirl.algo import advantages, losses
-from minirl.config.shared import PolicyConfig
-from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.data.packing import exchange, pack, unpack
 from minirl.config.parse import parse_flags
+from minirl.config.rl import AlgoConfig, RLConfig
+from minirl.config.shared import PolicyConfig
+from minirl.data.packing import exchange, pack, unpack
 from minirl.policy import Policy
 from minirl.types import Trajectory
 

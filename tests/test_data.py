@@ -12,9 +12,9 @@ import reasoning_gym
 from minirl.config.shared import DataConfig
 from minirl.data.curriculum import Curriculum
 from minirl.data.datasets import Prompts, load_rows, split
+from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards import functions
-from minirl.errors import UserError
 
 
 def jsonl(path, *rows):
@@ -482,14 +482,14 @@ def test_an_exception_of_the_function_is_told_with_its_input():
 
 @pytest.mark.parametrize("name", ["exact", "final_answer", "math_verify"])
 def test_rows_without_an_answer_are_refused_before_anything_runs(name):
-    functions.Rewards((1.0, None, name)).check(ROWS)
+    functions.Rewards((1.0, None, name)).check_rows(ROWS)
     with pytest.raises(
         UserError,
         match=rf"reward.function = {name} compares with the answer, and a row has none \(data.answer_key\): .*no answer here",
     ):
-        functions.Rewards((1.0, None, name)).check([*ROWS, {"prompt": "no answer here"}])
+        functions.Rewards((1.0, None, name)).check_rows([*ROWS, {"prompt": "no answer here"}])
     with pytest.raises(UserError, match=r"data.answer_key"):
-        functions.Rewards((1.0, None, name)).check(
+        functions.Rewards((1.0, None, name)).check_rows(
             [{"prompt": "p", "answer": None}]
         )  # or the answer `None` would be right
 
@@ -500,12 +500,12 @@ def test_rows_without_an_answer_are_refused_before_anything_runs(name):
     ids=["none", "empty", "null"],
 )
 def test_rows_without_a_generator_are_refused_by_reasoning_gym(row):
-    functions.Rewards((1.0, None, "reasoning_gym")).check(
+    functions.Rewards((1.0, None, "reasoning_gym")).check_rows(
         [{"prompt": "p", "metadata": {"source_dataset": "products"}}]
     )
     with pytest.raises(UserError, match=r"needs rows with metadata.source_dataset"):
-        functions.Rewards((1.0, None, "reasoning_gym")).check([row])
+        functions.Rewards((1.0, None, "reasoning_gym")).check_rows([row])
 
 
 def test_a_function_of_the_user_s_takes_any_row():
-    functions.Rewards((1.0, None, "my.py:score")).check([{"prompt": "p"}])
+    functions.Rewards((1.0, None, "my.py:score")).check_rows([{"prompt": "p"}])

@@ -23,8 +23,8 @@ from test_recipes import ENVIRONMENTS, rows, train
 from minirl.envs import tools
 from minirl.envs.base import Env, Result, State
 from minirl.envs.registry import make_env
-from minirl.rewards.functions import make_rewards
 from minirl.errors import UserError
+from minirl.rewards.functions import make_rewards
 
 
 def begin(env, row):

@@ -4,7 +4,6 @@ sampled is what the trainer would have sampled from."""
 import asyncio
 import collections
 import random
-import threading
 import time
 
 import anthropic
@@ -14,17 +13,17 @@ import tiny
 from harness import ranks, two_at_once
 from test_rollout import make_policy, overwrite
 
-from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
 from minirl.config.rl import RefitConfig, RLConfig
+from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
 from minirl.data import chat, images
 from minirl.data.datasets import Prompts
-from minirl.data.packing import exchange, pack
-from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.data.packing import pack
 from minirl.envs.base import Agent, Env, Raw, Result
-from minirl.rollout.refit import Refit
-from minirl.rewards.functions import Rewards
-from minirl.rollout.sampler import Sampler, spread
 from minirl.errors import UserError
+from minirl.rewards.functions import Rewards
+from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rollout.refit import Refit
+from minirl.rollout.sampler import Sampler, spread
 
 ROWS = [{"prompt": f"{i}{'x' * (3 * i)}", "answer": str(i)} for i in range(9)]
 

@@ -22,13 +22,13 @@ from transformers.utils.logging import disable_progress_bar
 from minirl import checkpoint
 from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.data import images
+from minirl.data.images import ImageSpan
 from minirl.data.packing import pack
+from minirl.errors import UserError
 from minirl.model import build, experts, families
 from minirl.model.families import FAMILIES
 from minirl.parallel import tensor
 from minirl.policy import Policy
-from minirl.data.images import ImageSpan
-from minirl.errors import UserError
 
 MESHES = {
     "one rank": (1, None),
@@ -86,7 +86,7 @@ def show(t, vision, place, url):
     """Put an image before the token at `place`."""
     num = vision.num_tokens(url)
     t.tokens = np.insert(t.tokens, place, [vision.token] * num).astype(np.int32)
-    for name in ("sampled", "logprobs", "rewards"):
+    for name in ("sampled", "logprobs", "turn_rewards"):
         if vars(t)[name] is not None:
             setattr(t, name, np.insert(vars(t)[name], place, [0] * num))
     t.images.append(ImageSpan(place, num, url))

@@ -6,12 +6,12 @@ import tiny
 import torch
 from test_families import mixture_inputs
 
+from minirl.data.blocks import Layout
 from minirl.data.packing import pack
 from minirl.model import experts, kernels
 from minirl.model.attention import Attention, attend, packed_attention
 from minirl.model.kernels import Options
 from minirl.parallel.mesh import Context
-from minirl.data.blocks import Layout
 from minirl.types import Trajectory
 
 pytestmark = [
@@ -129,6 +129,7 @@ def test_ring_emulated_on_one_device_equals_one_rank(size):
 def test_sleep_refit_and_logprobs(tmp_path):
     """Engine asleep at level 2 between two refits: weights gone and written anew, log-probs still
     the trainer's."""
+    from minirl.config.rl import RefitConfig
     from minirl.config.shared import (
         DataConfig,
         EngineConfig,
@@ -136,14 +137,13 @@ def test_sleep_refit_and_logprobs(tmp_path):
         EvaluateConfig,
         PolicyConfig,
     )
-    from minirl.config.rl import RefitConfig
     from minirl.data import chat
     from minirl.data.datasets import Prompts
+    from minirl.envs.registry import make_env
     from minirl.parallel.mesh import join_world
     from minirl.policy import Policy
-    from minirl.rollout.engine import RolloutEngine, Sampling
-    from minirl.envs.registry import make_env
     from minirl.rewards.functions import make_rewards
+    from minirl.rollout.engine import RolloutEngine, Sampling
     from minirl.rollout.refit import Refit
     from minirl.rollout.sampler import Sampler
 

@@ -12,8 +12,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from minirl.algo import advantages, losses
-from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, CorrectionConfig
+from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.data import blocks
 from minirl.data.packing import exchange, pack
 from minirl.policy import Policy

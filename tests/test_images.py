@@ -20,17 +20,17 @@ from test_gradients import batches_of, trajectories, worst
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from minirl.algo import losses
-from minirl.config.shared import DataConfig, ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
+from minirl.config.shared import DataConfig, ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
 from minirl.data.datasets import load_chats, load_rows, to_example
 from minirl.data.images import BadImage, Vision, attach, rgb, to_url
 from minirl.data.packing import exchange
 from minirl.data.pairs import load_pairs
+from minirl.errors import UserError
 from minirl.policy import Policy
 from minirl.rollout.conversation import Conversation, unexpanded
-from minirl.errors import UserError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (30, 50, 3), dtype=np.uint8)
 WAITS = {"type": "image"}

@@ -57,7 +57,11 @@ FORBIDDEN = [  # who, what, why
     ("rollout/*", "algo/*", "a rollout is the same for every algorithm"),
     ("rollout/*", "model/*", "the engine has its own models"),
     ("rollout/*", "policy.py", "refit gets shards by name, not a policy"),
-    ("rollout/*", "rewards/model.py", "a reward model scores after generation, on the trainer's mesh"),
+    (
+        "rollout/*",
+        "rewards/model.py",
+        "a reward model scores after generation, on the trainer's mesh",
+    ),
     ("rollout/*", "checkpoint/*", "rollouts keep no state of their own"),
     ("rollout/episode.py", "parallel/*", "an episode runs on one rank"),
     ("envs/*", "parallel/*", "so does an environment"),
@@ -65,8 +69,12 @@ FORBIDDEN = [  # who, what, why
     ("envs/*", "model/*", "nor a model"),
     ("algo/*", "log.py", "algorithms are pure functions"),
     ("types.py", "config/*", "types are the bottom of the house"),
-    *((f"{program}.py", f"{other}.py", "a program imports no other program")
-      for program in PROGRAMS for other in PROGRAMS if program != other),
+    *(
+        (f"{program}.py", f"{other}.py", "a program imports no other program")
+        for program in PROGRAMS
+        for other in PROGRAMS
+        if program != other
+    ),
 ]
 # Outside package -> the only files that may import it, and the only names if not all.
 DOORS = {

@@ -10,10 +10,10 @@ from harness import ranks
 from test_algo import clip_formula, clip_gradient, ragged_answers, rloo_formula
 
 from minirl.algo import advantages, correction, losses, normalize, shaping
-from minirl.config.shared import ParallelConfig, RewardConfig
 from minirl.config.rl import AlgoConfig, CorrectionConfig
-from minirl.data.packing import exchange, pack
+from minirl.config.shared import ParallelConfig, RewardConfig
 from minirl.data.blocks import Layout
+from minirl.data.packing import exchange, pack
 from minirl.errors import UserError
 
 CPU = torch.device("cpu")

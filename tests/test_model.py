@@ -21,12 +21,12 @@ from transformers import (
 
 from minirl.config.shared import PolicyConfig, ScratchConfig
 from minirl.data import blocks, chat
+from minirl.data.blocks import Layout
 from minirl.data.packing import pack
+from minirl.errors import UserError
 from minirl.model import attention, build, families, kernels, logprob, scratch
 from minirl.parallel import fsdp
 from minirl.policy import Policy
-from minirl.data.blocks import Layout
-from minirl.errors import UserError
 
 CPU = torch.device("cpu")
 

@@ -18,10 +18,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from minirl import checkpoint
 from minirl.algo import losses
-from minirl.config.shared import CheckpointConfig, ParallelConfig, PolicyConfig
-from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.data.packing import exchange
+from minirl.checkpoint.state import state_dict_of
 from minirl.config.parse import parse_flags
+from minirl.config.rl import AlgoConfig, RLConfig
+from minirl.config.shared import CheckpointConfig, ParallelConfig, PolicyConfig
+from minirl.data.packing import exchange
 from minirl.parallel.fsdp import local
 from minirl.parallel.muon import Muon, orthogonalize
 from minirl.parallel.optimizer import dequantize, dynamic_code, quantize
@@ -222,7 +223,7 @@ def resume(mesh, folder, run, settings):
 
 def state(policy):
     with policy.state_awake():
-        return whole(checkpoint._state(policy))
+        return whole(state_dict_of(policy))
 
 
 def test_muon_and_average_resume_on_another_mesh(folder, tmp_path):

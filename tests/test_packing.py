@@ -10,11 +10,11 @@ from harness import RankFailed, ranks
 
 from minirl.algo import normalize
 from minirl.data import blocks
-from minirl.data.packing import exchange, pack, partition, pieces
-from minirl.parallel.mesh import Context
 from minirl.data.blocks import Layout
-from minirl.types import Trajectory
+from minirl.data.packing import exchange, pack, partition, pieces
 from minirl.errors import UserError
+from minirl.parallel.mesh import Context
+from minirl.types import Trajectory
 
 CPU = torch.device("cpu")
 

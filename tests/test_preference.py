@@ -19,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from minirl import checkpoint, dpo, rm
 from minirl.algo import preference
+from minirl.config.parse import parse_flags
 from minirl.config.shared import ExportConfig, ParallelConfig, PolicyConfig, RewardConfig
 from minirl.config.supervised import (
     DPOConfig,
@@ -30,12 +31,11 @@ from minirl.config.supervised import (
 from minirl.data import chat
 from minirl.data.packing import exchange, pack, unpack
 from minirl.data.pairs import Pairs, load_pairs
-from minirl.config.parse import parse_flags
+from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
 from minirl.rewards.http import RemoteReward
 from minirl.types import Trajectory
-from minirl.errors import UserError
 
 # ----------------------------------------------------------------------------------------------------
 # formulas

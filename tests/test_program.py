@@ -21,9 +21,9 @@ from test_preference import export_scored
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minirl import checkpoint
-from minirl.config.validate import check_rl
-from minirl.config.rl import RLConfig
 from minirl.config.parse import load_config, parse_flags
+from minirl.config.rl import RLConfig
+from minirl.config.validate import check_rl
 from minirl.rl import Trainer
 
 NUM_STEPS, SAVED = 10, 5
@@ -579,12 +579,12 @@ def train_and_tell(mesh, given: list[str]) -> tuple[list[list[dict]], list[list[
             super().report(step, trajectories, minibatches, means)
 
     trainer = Told(parse_flags(RLConfig, given), mesh)
-    step = trainer.policy.step
+    update = trainer.policy.update
 
     def tell(*args, **kwargs):
-        updates.append(step(*args, **kwargs))
+        updates.append(update(*args, **kwargs))
         return updates[-1]
 
-    trainer.policy.step = tell
+    trainer.policy.update = tell
     trainer.train()
     return [updates[:2], updates[2:]], groups

@@ -18,16 +18,16 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from minirl import checkpoint, dpo, rl, rm, sft
-from minirl.config.shared import RolloutConfig
-from minirl.config.rl import RLConfig
-from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.config.parse import parse_flags
+from minirl.config.rl import RLConfig
+from minirl.config.shared import RolloutConfig
+from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
+from minirl.errors import UserError
+from minirl.inputs import find_teacher
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records, show
 from minirl.rollout.sampler import Group, GroupScheduler, Sampler
-from minirl.inputs import find_teacher
 from minirl.types import Trajectory
-from minirl.errors import UserError
 
 WORDS = "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=100&seed=1"
 SCRATCH = [

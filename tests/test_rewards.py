@@ -15,10 +15,10 @@ import pytest
 from programs import fork
 
 from minirl.config.shared import RewardConfig
-from minirl.evaluation import breakdown
-from minirl.rewards import http, functions
-from minirl.types import Trajectory
 from minirl.errors import UserError
+from minirl.evaluation import breakdown
+from minirl.rewards import functions, http
+from minirl.types import Trajectory
 
 ROW = {"prompt": "q", "rendered_prompt": "<|user|>q<|end|>", "answer": "42"}
 
@@ -274,7 +274,9 @@ def test_weights_that_do_not_fit_are_refused(function, weights):
 
 def test_each_reward_of_a_sum_checks_its_rows():
     with pytest.raises(UserError, match="reward.function = exact compares with the answer"):
-        functions.Rewards((1.0, None, "my.py:score"), (1.0, None, "exact")).check([{"prompt": "p"}])
+        functions.Rewards((1.0, None, "my.py:score"), (1.0, None, "exact")).check_rows(
+            [{"prompt": "p"}]
+        )
 
 
 def test_means_by_source_and_by_reward():

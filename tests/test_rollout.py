@@ -10,6 +10,7 @@ import tiny
 import torch
 from harness import RankFailed, ranks, two_at_once
 
+from minirl.config.rl import RefitConfig
 from minirl.config.shared import (
     DataConfig,
     EngineConfig,
@@ -19,17 +20,16 @@ from minirl.config.shared import (
     PolicyConfig,
     RolloutConfig,
 )
-from minirl.config.rl import RefitConfig
 from minirl.data import chat
 from minirl.data.datasets import Prompts
 from minirl.data.images import Vision, attach
 from minirl.data.packing import pack
+from minirl.envs.registry import make_env
 from minirl.model.build import Weights
 from minirl.model.families import FAMILIES as ALL_FAMILIES
 from minirl.policy import Policy
-from minirl.rollout.engine import RolloutEngine, Sampling
-from minirl.envs.registry import make_env
 from minirl.rewards.functions import make_rewards
+from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 

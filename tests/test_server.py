@@ -18,16 +18,16 @@ import pytest
 import tiny
 from harness import ranks
 
-from minirl.config.shared import EndpointConfig, EngineConfig, PolicyConfig
 from minirl.config.rl import RefitConfig
+from minirl.config.shared import EndpointConfig, EngineConfig, PolicyConfig
 from minirl.data import chat
+from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
-from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.refit import Refit
 from minirl.rollout.server import Endpoint
-from minirl.errors import UserError
 
 # As Qwen's and Hermes' templates write tools, on the roles that the tokenizer has.
 TEMPLATE = """{%- if tools %}{{ '<|system|>' + tools | tojson + '<|end|>' }}{% endif -%}

@@ -18,19 +18,20 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from minirl import checkpoint, sft
+from minirl import checkpoint
 from minirl.algo import losses
-from minirl.config.validate import check_sft
+from minirl.config.parse import parse_flags
 from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, SFTConfig
+from minirl.config.validate import check_sft
 from minirl.data import chat
 from minirl.data.datasets import Chats, Order, load_chats, split
 from minirl.data.packing import pack
-from minirl.config.parse import parse_flags
-from minirl.model.scratch import make_tokenizer
-from minirl.policy import Policy
-from minirl.types import Trajectory
 from minirl.errors import UserError
+from minirl.model.scratch import make_tokenizer
+from minirl.policy import Policy, make_minibatch
+from minirl.supervised import SupervisedTrainer
+from minirl.types import Trajectory
 
 # ----------------------------------------------------------------------------------------------------
 # masks
@@ -473,7 +474,7 @@ def one_step(mesh, folder, source):
         mesh,
         seed=0,
     )
-    batches = sft.batches_of(chats.examples(range(len(chats))), policy, mesh, 120)
+    batches = make_minibatch(chats.examples(range(len(chats))), policy, mesh, 120)
     return (
         policy.update(batches, losses.sft(), 1e-3)["loss"],
         len(batches),
@@ -573,7 +574,7 @@ def rows_of(run: Path, phase: str) -> list[dict]:
 
 def train(mesh, given):
     LlamaRMSNorm.forward = exact_norm
-    sft.Trainer.main(parse_flags(SFTConfig, given), mesh)
+    SupervisedTrainer.main(parse_flags(SFTConfig, given), mesh)
 
 
 @pytest.mark.parametrize(

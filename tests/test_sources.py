@@ -10,15 +10,15 @@ import datasets
 import numpy as np
 import pytest
 
-from minirl.config.validate import check_rollout, check_sft
-from minirl.config.shared import DataConfig, EvaluateConfig
+from minirl.config.parse import load_config, parse_flags, save_config
 from minirl.config.rl import RLConfig
+from minirl.config.shared import DataConfig, EvaluateConfig
 from minirl.config.supervised import ChatsConfig, SFTConfig
+from minirl.config.validate import check_rollout, check_sft
 from minirl.data import chat
 from minirl.data.datasets import Chats, Mixture, Order, Prompts, load_chats, load_rows, split
-from minirl.config.parse import load_config, parse_flags, save_config
-from minirl.model.scratch import make_tokenizer
 from minirl.errors import UserError
+from minirl.model.scratch import make_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
 MESH = SimpleNamespace(rank=0, world_size=1, gather=lambda value: [value])

@@ -171,12 +171,12 @@ def make_vision(
 ) -> Path:
     """The same of a model that reads images: 2 x 2 patches of 14 or 16 pixels are a token."""
     from transformers import (
+        Qwen2_5_VLProcessor,
         Qwen2VLImageProcessor,
         Qwen2VLProcessor,
         Qwen2VLVideoProcessor,
         Qwen3VLProcessor,
         Qwen3VLVideoProcessor,
-        Qwen2_5_VLProcessor,
     )
 
     tokenizer = make_tokenizer([])

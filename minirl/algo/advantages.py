@@ -9,7 +9,8 @@ and returns float64 [N]. A group of equal rewards gets exactly 0, whatever the r
 
 A token estimator gets a micro-batch with old and reference log-probs, the reward of each token
 (float64 [T], this rank's rows; `normalize.over_sequences` brings them in order) and the config, and
-returns the advantages [T]."""
+returns the advantages [T].
+"""
 
 from collections.abc import Callable
 
@@ -37,7 +38,8 @@ def center(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     """Rewards minus the mean of their group, and the size of the group; float64 [N] both.
 
     Equal rewards are set to 0 explicitly: their mean can be off by rounding, and a division by a
-    tiny deviation would blow that up to an advantage of order 1."""
+    tiny deviation would blow that up to an advantage of order 1.
+    """
 
     def over_group(how: str) -> Tensor:
         return torch.zeros_like(rewards).scatter_reduce_(
@@ -52,7 +54,8 @@ def center(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 
 def grpo(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-6), std unbiased. Shao et al. 2024, DeepSeekMath (arXiv
-    2402.03300), sec. 4.1."""
+    2402.03300), sec. 4.1.
+    """
     centered, size = center(rewards, groups)
     squares = torch.zeros_like(rewards).index_add_(0, groups, centered**2)[groups]
     return centered / ((squares / (size - 1).clamp(min=1)).sqrt() + 1e-6)
@@ -60,13 +63,15 @@ def grpo(rewards: Tensor, groups: Tensor) -> Tensor:
 
 def dr_grpo(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = r_i - mean(r). Liu et al. 2025, Understanding R1-Zero-like training (arXiv 2503.20783);
-    pair with aggregation fixed."""
+    pair with aggregation fixed.
+    """
     return center(rewards, groups)[0]
 
 
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = r_i - mean of the others = (r_i - mean(r)) n/(n-1). Ahmadian et al. 2024, Back to
-    basics (arXiv 2402.14740), eq. 6."""
+    basics (arXiv 2402.14740), eq. 6.
+    """
     centered, size = center(rewards, groups)
     return centered * size / (size - 1).clamp(min=1)
 
@@ -76,14 +81,16 @@ def reinforce_pp_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
     2501.03262), sec. 3.2.
 
     The paper also subtracts the batch mean, which is 0 after the group means are gone; leaving that
-    out keeps equal groups at exactly 0."""
+    out keeps equal groups at exactly 0.
+    """
     centered, _ = center(rewards, groups)
     return centered / (centered.square().mean().sqrt() + 1e-8)
 
 
 def discounted(sequence: Tensor, rewards: Tensor, factor: float) -> Tensor:
     """sum_l factor^l r_{t + l} over the later tokens of the same sequence, [N]; in log2(longest)
-    passes, each of which joins two runs of sums."""
+    passes, each of which joins two runs of sums.
+    """
     out, step = rewards.clone(), 1
     while step < len(out) and bool((same := sequence[step:] == sequence[:-step]).any()):
         out[:-step] += torch.where(same, factor**step * out[step:], 0.0)
@@ -93,7 +100,8 @@ def discounted(sequence: Tensor, rewards: Tensor, factor: float) -> Tensor:
 
 def reinforce_pp(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     """A_t = sum_{k >= t} gamma^(k - t) r_k, whitened over the global batch. Hu et al. 2025,
-    REINFORCE++ (arXiv 2501.03262), sec. 3.1; the KL is in r with algo.kl_in reward."""
+    REINFORCE++ (arXiv 2501.03262), sec. 3.1; the KL is in r with algo.kl_in reward.
+    """
     return over_sequences(lambda sequence, r: discounted(sequence, r, cfg.gamma), batch, rewards)
 
 
@@ -104,7 +112,8 @@ def gae(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
 
     V is of what stood before the token (`batch.values`), known at sampled tokens only, so the
     successor of one is the next sampled one, over what an environment said in between; after the
-    last one it is 0."""
+    last one it is 0.
+    """
 
     def estimate(sequence: Tensor, r: Tensor, v: Tensor) -> Tensor:
         last = torch.ones_like(sequence, dtype=torch.bool)
@@ -125,7 +134,8 @@ def gae(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
 def on_policy_distill(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     """A_t = log teacher - log policy: minus the reverse KL at the sampled token; rewards play no
     part. Agarwal et al. 2023 (arXiv 2306.13649); as an
-    advantage: Lu 2025, "On-policy distillation"."""
+    advantage: Lu 2025, "On-policy distillation".
+    """
     return batch.ref_logprobs - batch.old_logprobs
 
 
@@ -144,7 +154,8 @@ def find(name: str) -> Estimator | TokenEstimator:
 
 def need_old_logprobs(cfg: AlgoConfig) -> bool:
     """They are made of the policy's own log-probs, beside rewards, values and what a reference
-    says."""
+    says.
+    """
     return cfg.advantage == "on_policy_distill" or bool(cfg.kl_coef) and cfg.kl_in == "reward"
 
 
@@ -162,7 +173,8 @@ def assign(
     for: old and reference log-probs (`need_old_logprobs`), values. Collective.
 
     sums, maxima: of a CPU tensor over the ranks that hold different tokens, or all; gather: a value
-    of every rank."""
+    of every rank.
+    """
     in_reward = kl_coef if cfg.kl_in == "reward" else 0.0
     penalties = [
         torch.where(
@@ -194,7 +206,8 @@ def assign(
 def token_rewards(batch: Packed, penalty: Tensor) -> Tensor:
     """float64 [T]: minus the penalty of each token, what answers earned at their last tokens, and
     the rest of the sequence's reward at its last sampled one. Ouyang et al. 2022 (arXiv
-    2203.02155), eq. 2."""
+    2203.02155), eq. 2.
+    """
     last = over_sequences(
         lambda sequence: torch.cat(
             [
@@ -218,7 +231,8 @@ def token_rewards(batch: Packed, penalty: Tensor) -> Tensor:
 
 def whiten(values: list[Tensor], masks: list[Tensor], sums: Sums, maxima: Sums) -> list[Tensor]:
     """(A - mean) / (deviation + 1e-8) over all tokens in the loss, of all ranks; where all are
-    equal, exactly 0."""
+    equal, exactly 0.
+    """
     own = torch.cat([v[m].double() for v, m in zip(values, masks, strict=True)]).cpu()
     highest, lowest = maxima(
         torch.tensor([x.max() if len(x) else -torch.inf for x in (own, -own)], dtype=torch.float64)
@@ -239,7 +253,8 @@ def _by_group(
 ) -> list[Tensor]:
     """Siblings are anywhere by now, so every rank estimates the whole batch from a table of all
     rewards, less each answer's penalties. An episode counts once in its group, and all its segments
-    get what it earns."""
+    get what it earns.
+    """
     own: dict[tuple[int, int, int], tuple[float, float]] = {}
     for batch, penalty in zip(batches, penalties, strict=True):
         charged = zip(batch.rewards.tolist(), sequence_sums(penalty, batch).tolist(), strict=True)

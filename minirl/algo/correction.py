@@ -2,7 +2,8 @@
 
 Tokens come from the engine's kernels, gradients from the trainer's, and the two differ (most in
 bf16, and more if the engine's weights are older), which biases the policy gradient. The ratio r =
-pi_trainer / pi_engine corrects it, at a variance that must be bounded."""
+pi_trainer / pi_engine corrects it, at a variance that must be bounded.
+"""
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ PRESETS = {
 
 def resolve(cfg: CorrectionConfig) -> CorrectionConfig:
     """What the preset says, but for what is set beside it. Raises UserError for bounds that leave
-    nothing."""
+    nothing.
+    """
     out = CorrectionConfig(
         **PRESETS[cfg.preset]
         | {name: value for name, value in vars(cfg).items() if value is not None}
@@ -50,7 +52,8 @@ def divergence(old: Tensor, engine: Tensor, gate: str) -> Tensor:
     """Of the two coins "this token or another" that trainer and engine toss, p = e^old and q =
     e^engine, [T]; binary_kl: KL(q || p) = q log(q / p) + (1 - q) log((1 - q) / (1 - p)); tv: |p -
     q|. Lower bounds of the divergences of the whole distributions; Qi et al. 2026 (arXiv
-    2602.04879)."""
+    2602.04879).
+    """
     p, q = old.exp(), engine.exp()
     if gate == "tv":
         return (p - q).abs()
@@ -67,7 +70,8 @@ def weights(old: Tensor, batch: Packed, cfg: CorrectionConfig) -> tuple[Tensor, 
     of its tokens' ratios, the sum of their divergences; geometric: the geometric mean, the mean.
     Outside are ratios not in [low, high], or divergences above cfg.divergence. There the mode sets
     the weight: mask: 0; clip: the ratio brought into [low, high]; truncate: the ratio but at most
-    high. Inside it is the ratio; under mask a token's own, for there the level only selects."""
+    high. Inside it is the ratio; under mask a token's own, for there the level only selects.
+    """
     log_ratio = torch.where(batch.loss_mask, (old - batch.engine_logprobs).detach(), 0.0)
 
     def at_level(values: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ them into means.
 A token loss gets the batch, the policy's log-probs and entropy (float32 [T], 0 where
 `batch.loss_mask` is False) and returns the loss of each token [T] and a dict of metrics [T]; of
 aggregation `pair`, of each pair [P]. Metrics are averaged over the tokens in the loss; of names
-that end in `_max` the maximum is taken."""
+that end in `_max` the maximum is taken.
+"""
 
 import math
 from collections.abc import Callable
@@ -35,7 +36,8 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     divergence".
 
     With d = log(ref / policy): k1 = -d (unbiased, noisy), k2 = d^2 / 2 (its gradient is the
-    unbiased one of the KL), k3 = e^d - 1 - d (unbiased, never negative)."""
+    unbiased one of the KL), k3 = e^d - 1 - d (unbiased, never negative).
+    """
     d = ref_logprobs - logprobs
     if estimator == "k1":
         return -d
@@ -51,7 +53,8 @@ def kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estima
     The gradient of an estimate is not an estimate of the gradient: that of k1 is 0 on average, that
     of k3 is that of the reverse divergence. With g = grad log policy, grad (r k3) = r (k3 + 1 -
     e^d) g = -r d g, whose mean over old's tokens is the gradient of the KL. Tang and Munos 2025
-    (arXiv 2506.09477); DeepSeek-V3.2 (arXiv 2512.02556), sec. 3.1."""
+    (arXiv 2506.09477); DeepSeek-V3.2 (arXiv 2512.02556), sec. 3.1.
+    """
     if estimator == "unbiased":
         return (logprobs - old_logprobs).exp() * kl(logprobs, ref_logprobs, "k3")
     return kl(logprobs, ref_logprobs, estimator)
@@ -59,7 +62,8 @@ def kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estima
 
 def adapt_kl_coef(coef: float, measured: float, target: float) -> float:
     """coef (1 + 0.1 clip(measured / target - 1, -0.2, 0.2)): more where the KL is above its target.
-    Ziegler et al. 2019 (arXiv 1909.08593), sec. 2.2."""
+    Ziegler et al. 2019 (arXiv 1909.08593), sec. 2.2.
+    """
     return coef * (1 + 0.1 * min(0.2, max(-0.2, measured / target - 1)))
 
 
@@ -70,7 +74,8 @@ def ppo_clip(
 
     Separate bounds: DAPO's clip-higher (arXiv 2503.14476, sec. 3.1). With dual_clip = c > 1 the
     loss at negative advantages is at most -c A, so that one token with a huge ratio cannot rule the
-    batch: Ye et al. 2020 (arXiv 1912.09729), eq. 5."""
+    batch: Ye et al. 2020 (arXiv 1912.09729), eq. 5.
+    """
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     if dual_clip:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
@@ -79,7 +84,8 @@ def ppo_clip(
 
 def sequence_ratio(log_ratio: Tensor, batch: Packed) -> Tensor:
     """(prod_t r_t)^(1/L) of each sequence, at its rows [T]; differentiable. GSPO: Zheng et al. 2025
-    (arXiv 2507.18071), eq. 7."""
+    (arXiv 2507.18071), eq. 7.
+    """
     means = sequence_sums(
         torch.where(batch.loss_mask, log_ratio, 0.0), batch
     ) / batch.loss_tokens.clamp(min=1)
@@ -90,7 +96,8 @@ def cispo(
     ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
     """-sg(clip(r, 1 - low, 1 + high)) A log policy, [T]: a clipped token keeps a gradient, of
-    bounded weight. MiniMax 2025 (arXiv 2506.13585), eq. 4."""
+    bounded weight. MiniMax 2025 (arXiv 2506.13585), eq. 4.
+    """
     return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs
 
 
@@ -99,7 +106,8 @@ def mark_high_entropy(
 ) -> None:
     """Set `forks` where the policy gradient counts: at that share of the optimizer step's tokens,
     on all ranks (rounded up), whose `old_entropy` is highest. Wang et al. 2025 (arXiv 2506.01939),
-    eq. 6."""
+    eq. 6.
+    """
     own = torch.cat([b.old_entropy[b.loss_mask].double().cpu() for b in batches]).numpy()
     ordered = np.sort(np.concatenate(gather(own)))
     for batch in batches:
@@ -111,7 +119,8 @@ def policy(cfg: AlgoConfig, max_tokens: int, kl_coef: float | None = None) -> Lo
     a controller made of cfg.kl_coef.
 
     The old log-probs are the trainer's own before the first update (`batch.old_logprobs`); with one
-    update per batch they equal the current ones, so the batch need not carry them."""
+    update per batch they equal the current ones, so the batch need not carry them.
+    """
     fix = correction.resolve(cfg.correction)
     kl_coef = cfg.kl_coef if kl_coef is None else kl_coef
 
@@ -165,7 +174,8 @@ def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     without the second.
 
     Schulman et al. 2017 (arXiv 1707.06347), eq. 9, L^VF; the clip is of its authors' code, "PPO2"
-    of openai/baselines: a critic moves at most so far from what advantages were made with."""
+    of openai/baselines: a critic moves at most so far from what advantages were made with.
+    """
     loss = (values - returns).square()
     if clip:
         loss = torch.maximum(
@@ -176,7 +186,8 @@ def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 def value(clip: float) -> Loss:
     """Of a critic, mean over all sampled tokens; `batch.values` are its own before the first
-    update."""
+    update.
+    """
 
     def token_loss(
         batch: Packed, values: Tensor, entropy: None

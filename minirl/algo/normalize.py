@@ -3,7 +3,8 @@
 A loss is `sum(token_loss * weight) / denominator`. The weights are local to a sequence; the
 denominator counts the whole optimizer step over all ranks and micro-batches. So the gradient does
 not depend on how sequences are packed, split into micro-batches or spread over ranks, and no factor
-of any of these appears anywhere."""
+of any of these appears anywhere.
+"""
 
 from collections.abc import Callable
 
@@ -34,7 +35,8 @@ def over_sequences(function: Callable[..., Tensor], batch: Packed, *values: Tens
     """Apply what depends on the order of tokens, without gradient: function(sequence, *values) ->
     [N] gets the N tokens in the loss, sequence by sequence in their order, also where context ranks
     hold parts of them: int64 [N], the number of each one's sequence, and the `values` [T] of each.
-    What it returns comes back to this rank's rows [T]; 0 elsewhere."""
+    What it returns comes back to this rank's rows [T]; 0 elsewhere.
+    """
 
     def whole(x: Tensor) -> Tensor:
         return torch.cat(all_gather(x, group=batch.context.group)) if batch.context else x
@@ -56,7 +58,8 @@ def weights(batch: Packed, aggregation: str, fixed_length: int = 1) -> Tensor:
     2402.03300, eq. 3).
     fixed: 1 / fixed_length (Dr.GRPO, arXiv 2503.20783). prompt: 1 / tokens of all answers to its
     prompt, so that prompts count alike. pair, float64 [P]: a pair's loss counts once over the ranks
-    that share its sequences, all of which compute it from `sequence_sums`."""
+    that share its sequences, all of which compute it from `sequence_sums`.
+    """
     if aggregation == "pair":
         return torch.full(
             (len(batch.pairs),),
@@ -79,7 +82,8 @@ def weights(batch: Packed, aggregation: str, fixed_length: int = 1) -> Tensor:
 
 def count(batch: Packed, aggregation: str) -> Tensor:
     """This rank's share of the denominator: tokens in the loss, pairs, or sequences or prompts with
-    any token, by the share of their tokens that is here; float64 scalar."""
+    any token, by the share of their tokens that is here; float64 scalar.
+    """
     return weights(
         batch, aggregation if aggregation in ("token", "prompt", "pair") else "sequence"
     ).sum()

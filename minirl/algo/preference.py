@@ -2,7 +2,8 @@
 preference optimization.
 
 Each is a function of what the model says of whole sequences, which `sequence_sums` adds up; a value
-per pair [P], and the mean is over all pairs of the optimizer step."""
+per pair [P], and the mean is over all pairs of the optimizer step.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,8 @@ def reward_pair(
     sigmoid: -log sigmoid(r_c - r_r - m), m being how much better the chosen answer is. Touvron et
     al. 2023, Llama 2 (arXiv 2307.09288), eq. 2. logexp: log(1 + exp(r_r - r_c)), without margins;
     Stiennon et al. 2020 (arXiv 2009.01325). center_coef c adds c (r_c + r_r)^2, which holds scores
-    near 0. Eisenstein et al. 2023 (arXiv 2312.09244)."""
+    near 0. Eisenstein et al. 2023 (arXiv 2312.09244).
+    """
     difference = chosen - rejected - (margins if cfg.loss == "sigmoid" else 0.0)
     return (
         F.softplus(-difference) + cfg.center_coef * (chosen + rejected).square()
@@ -35,7 +37,8 @@ def dpo_pair(difference: Tensor, cfg: DPOLossConfig) -> Tensor:
     sigmoid: -log sigmoid(beta z). Rafailov et al. 2023 (arXiv 2305.18290), eq. 7. With
     label_smoothing e, the chance that a pair is the wrong way round: (1 - e) of it and e of -log
     sigmoid(-beta z). Mitchell 2023, cDPO. hinge: max(0, 1 - beta z). Zhao et al. 2023, SLiC (arXiv
-    2305.10425). ipo: (z - 1 / (2 beta))^2. Azar et al. 2023 (arXiv 2310.12036), eq. 17."""
+    2305.10425). ipo: (z - 1 / (2 beta))^2. Azar et al. 2023 (arXiv 2310.12036), eq. 17.
+    """
     scaled = cfg.beta * difference
     if cfg.loss == "hinge":
         return F.relu(1 - scaled)
@@ -69,7 +72,8 @@ def dpo(cfg: DPOLossConfig) -> Loss:
 
     length_normalized: log-probs of a sequence are means over its tokens, in the paper's equations
     (Lambert et al. 2024, Tulu 3, arXiv 2411.15124). nll_coef c adds c times -log pi of the chosen
-    answer per token. Pang et al. 2024 (arXiv 2404.19733)."""
+    answer per token. Pang et al. 2024 (arXiv 2404.19733).
+    """
 
     def loss(batch: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         lengths = batch.loss_tokens.clamp(min=1)

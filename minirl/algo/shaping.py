@@ -1,5 +1,6 @@
 """What is made of rewards before advantages: pure functions of the rewards of this rank's answers,
-float64 [N], in the order of `shape`."""
+float64 [N], in the order of `shape`.
+"""
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ def normalize(rewards: Tensor, stats: list[float], sums: Sums) -> tuple[Tensor, 
     [count, mean, squares about it].
 
     Chan et al. 1979, updating formulae for the variance; twice over the batch, so that large means
-    cost no digits."""
+    cost no digits.
+    """
     count, total = sums(torch.tensor([len(rewards), rewards.sum()], dtype=torch.float64)).tolist()
     if not count:
         return rewards, stats
@@ -39,7 +41,8 @@ def shape(
     Of answers that did not stop by themselves (`stopped`, bool [N]) rewards are multiplied by
     cfg.unstopped_value (scale) or replaced by it (set). L generated tokens cost penalty clip((L -
     (max_tokens - cache)) / cache, 0, 1), where cache is cfg.overlong_tokens; DAPO (arXiv
-    2503.14476), eq. 13, with penalty 1."""
+    2503.14476), eq. 13, with penalty 1.
+    """
     if cfg.unstopped != "keep":
         rewards = torch.where(
             stopped,

@@ -33,7 +33,8 @@ def export(
     max_file_gb: float = 4.0,
 ) -> None:
     """Write a Hugging Face folder that `transformers` and vLLM load, in the dtype of the forward.
-    `weights`: others than the policy's, by the same names."""
+    `weights`: others than the policy's, by the same names.
+    """
     shards = weights or policy.shards()
 
     def gather(names: list[str], mine: bool) -> dict[str, Tensor]:
@@ -65,7 +66,8 @@ def _write_folder(
 ) -> None:
     """read(names, mine) -> those of the model's tensors in host memory where `mine`. Collective:
     one weight is whole at a time, and one file on one rank only: files are owned by ranks in turn.
-    Config and tokenizer are those of `source`. Written beside and renamed."""
+    Config and tokenizer are those of `source`. Written beside and renamed.
+    """
     config = build.read_config(source)
     parts = {name: families.parts(config, name, shape) for name, shape in shapes.items()}
     sizes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
@@ -150,7 +152,8 @@ def choose(run: Path, step: int | None, best: bool) -> Path:
 
 def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
     """Each rank reads the weights of its own files and nothing else: no model is built, no
-    optimizer state is read."""
+    optimizer state is read.
+    """
     run = Path(cfg.run)
     checkpoint = choose(run, cfg.step, cfg.best)
     policy = load_config(PolicyConfig, str(run / "config.yaml"), section="policy")

@@ -1,7 +1,8 @@
 """Resumable state (torch.distributed.checkpoint) and Hugging Face export.
 
 A checkpoint is written beside its final name and renamed when all ranks are done, so what `find`
-returns is always whole."""
+returns is always whole.
+"""
 
 import contextlib
 import json
@@ -45,7 +46,8 @@ def find(run: Path) -> Path | None:
 
 def drop_references(run: Path, step: int) -> None:
     """Those before the one that the oldest checkpoint of the run would resume with; if none is
-    finished, before that of `step`."""
+    finished, before that of `step`.
+    """
     oldest, references = min(finished(run), default=step), finished(run, "references")
     for n, path in references.items():
         if n < max((m for m in references if m <= oldest), default=0):
@@ -54,7 +56,8 @@ def drop_references(run: Path, step: int) -> None:
 
 def find_best(run: Path) -> dict | None:
     """{"step", "metric", "value"} of the checkpoint that scored best, if one did and is still
-    there."""
+    there.
+    """
     path = run / "checkpoints" / "best.json"
     best = json.loads(path.read_text()) if path.exists() else None
     return best if best and best["step"] in finished(run) else None
@@ -67,7 +70,8 @@ class Saver(contextlib.AbstractContextManager):
     In the background: `save` returns when the state is copied to host memory, so training may
     overwrite it at once; a thread writes the copy and talks to the other ranks through a group of
     its own. A write that failed raises UserError, on every rank, at the next `wait`, which `save`,
-    `score` and a good end of the `with` block begin with."""
+    `score` and a good end of the `with` block begin with.
+    """
 
     def __init__(self, run: Path, cfg: CheckpointConfig, policy: Policy, mesh: Mesh):
         self.run, self.cfg, self.policy, self.mesh = run, cfg, policy, mesh
@@ -88,7 +92,8 @@ class Saver(contextlib.AbstractContextManager):
 
     def save(self, step: int, progress: dict) -> Path:
         """State after `step` finished steps. `progress` is what else the program needs to go on
-        (JSON)."""
+        (JSON).
+        """
         self.wait()
         final = self.run / "checkpoints" / f"step-{step}"
         partial = final.with_name(final.name + ".partial")
@@ -118,7 +123,7 @@ class Saver(contextlib.AbstractContextManager):
                 model.sleeper.wake_parameters()
                 stack.enter_context(model.state_awake())
                 stepped = model.optimizer.stepped
-                state |= _state(model, prefix)
+                state |= state_dict_of(model, prefix)
                 if not stepped:
                     model.forget_optimizer_state()
             if self.cfg.background:
@@ -157,7 +162,8 @@ class Saver(contextlib.AbstractContextManager):
 
     def score(self, step: int, scores: dict[str, float]) -> None:
         """Held-out scores of the weights after `step` steps. They are those of the checkpoint of
-        that very step, if there is one."""
+        that very step, if there is one.
+        """
         if not self.cfg.best_metric or step != self.step:
             return
         self.wait()
@@ -179,7 +185,8 @@ class Saver(contextlib.AbstractContextManager):
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """A run that fails still leaves the checkpoint under way: it gets a minute, for the ranks
-        that it needs may be gone."""
+        that it needs may be gone.
+        """
         if error is None:
             return self.wait()
         if (
@@ -192,7 +199,8 @@ class Saver(contextlib.AbstractContextManager):
 
 def load_checkpoint(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
     """Restore policy, optimizer and random state; returns what `save` was given as `progress`, and
-    `step`. Raises UserError for a checkpoint of another model or optimizer."""
+    `step`. Raises UserError for a checkpoint of another model or optimizer.
+    """
     saved = restore(checkpoint, policy)
     own = checkpoint / f"random-{mesh.rank}.pt"
     if (
@@ -215,7 +223,8 @@ def load_rollouts(checkpoint: Path) -> list[list[bytes]]:
 
 def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
     """A model and its optimizer: the policy, or what `Saver.others` had by that name. Returns what
-    the checkpoint says of itself. Raises UserError if there was none by that name, or another."""
+    the checkpoint says of itself. Raises UserError if there was none by that name, or another.
+    """
     saved = json.loads((checkpoint / "progress.json").read_text())
     prefix, about, now = (
         ("", saved, _about(policy))
@@ -236,7 +245,7 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
     )
     shapes = saved_shapes(checkpoint, prefix)
     with policy.state_awake():
-        state = _state(policy, prefix)
+        state = state_dict_of(policy, prefix)
         for key, p in state[f"{prefix}model"].items():
             shape = shapes.get(key)
             require(
@@ -257,10 +266,11 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
     return saved
 
 
-def _state(policy: Policy, prefix: str = "") -> dict:
+def state_dict_of(policy: Policy, prefix: str = "") -> dict:
     """Of an optimizer that has not stepped (a critic warms up first), torch makes a state here, as
     of a step with gradients of 0; such a state is in the checkpoint, so that all look alike, and to
-    be forgotten afterwards: AdamW's next step would be its second."""
+    be forgotten afterwards: AdamW's next step would be its second.
+    """
     return dict(
         zip(
             (f"{prefix}model", f"{prefix}optimizer"),
@@ -272,7 +282,8 @@ def _state(policy: Policy, prefix: str = "") -> dict:
 
 def _about(policy: Policy) -> dict:
     """`optimizer` is what decides which state there is. Where it rests does not: checkpoints hold
-    it in full precision."""
+    it in full precision.
+    """
     config, text = policy.model.config, policy.model.config.get_text_config()
     return {
         "num_updates": policy.num_updates,

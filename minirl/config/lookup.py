@@ -10,7 +10,8 @@ from minirl.errors import UserError, require
 
 def find_function(setting: str, value: str, registered: dict[str, Callable]) -> Callable:
     """What a setting names: a registered function, or `file.py:function` of the user's. Raises
-    UserError for what is not there."""
+    UserError for what is not there.
+    """
     if value in registered:
         return registered[value]
     file, _, name = value.rpartition(":")

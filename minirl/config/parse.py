@@ -1,5 +1,6 @@
 """From a YAML file and flags to a config, and back: known keys only, right types only, one message
-for what is wrong."""
+for what is wrong.
+"""
 
 import argparse
 import dataclasses
@@ -42,7 +43,8 @@ def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
     """Read `--config FILE` (if given) and then the flags of a config class.
 
     Raises UserError for a missing file and for what `fill_config` refuses; tyro itself answers
-    wrong flags and exits with code 2."""
+    wrong flags and exits with code 2.
+    """
     import tyro  # here, because only programs need it and it takes a while
 
     file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -82,7 +84,8 @@ def save_config(cfg: Any, path: Path) -> None:
 def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> Any:
     """A config class from nested mappings. Raises UserError for a key that does not exist (naming
     the closest) and for a value of the wrong type or out of its bounds, which begins with `where`
-    (and `section`, if the mappings are one of a file)."""
+    (and `section`, if the mappings are one of a file).
+    """
     model = pydantic.create_model(
         "Config", __config__=pydantic.ConfigDict(strict=True, extra="forbid"), cfg=(cls, ...)
     )

@@ -20,7 +20,8 @@ class RefitConfig:
 @dataclass(kw_only=True)
 class CorrectionConfig:
     """What is done about the engine's probabilities differing from the trainer's; see
-    algo/correction.py. None: what the preset says."""
+    algo/correction.py. None: what the preset says.
+    """
 
     preset: Literal["off", "tis", "icepop", "seq-mask-tis"] = "tis"
     level: Literal["off", "token", "sequence", "geometric"] | None = None
@@ -59,7 +60,8 @@ class AlgoConfig:
     Advantages: grpo, dr_grpo, rloo, reinforce_pp_baseline; by token: reinforce_pp, gae,
     on_policy_distill. Aggregation `sequence` is the mean over sequences of their token means,
     `prompt` over prompts of the means of all their tokens, and `fixed` sums over tokens, divided by
-    sequences times rollout.max_tokens (Dr.GRPO)."""
+    sequences times rollout.max_tokens (Dr.GRPO).
+    """
 
     advantage: str = "grpo"
     """A registered name or `file.py:function`, called as f(rewards, groups); see
@@ -105,7 +107,8 @@ class AlgoConfig:
 @dataclass(kw_only=True)
 class CriticConfig(PolicyConfig):
     """The critic of algo.advantage = gae (PPO): a model with a score head, of its own size and with
-    its own optimizer."""
+    its own optimizer.
+    """
 
     model: str = ""
     """Folder or hub id with the policy's vocabulary: a reward model, or a language model (its score

@@ -6,7 +6,8 @@ and then from flags. Those of RL alone are in `config_rl.py`, of SFT, reward mod
 
 What stands behind a knob, or beneath it where it is longer, is what `--help` says of it. A type
 says which values a knob may have on its own, in a file, a flag or a program; `checks.py` refuses
-what cannot work together, before anything is loaded or written."""
+what cannot work together, before anything is loaded or written.
+"""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -22,7 +23,8 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 @dataclass(kw_only=True)
 class ScratchConfig:
     """The model made when `policy.model` is `scratch`: Qwen3 architecture, random weights,
-    character tokenizer."""
+    character tokenizer.
+    """
 
     hidden_size: PositiveInt = 128
     num_layers: PositiveInt = 3
@@ -73,7 +75,8 @@ class PolicyConfig:
 @dataclass(kw_only=True)
 class ParallelConfig:
     """How the trainer's ranks divide the model and its data: replicate x shard x context x tensor,
-    whose product is the number of ranks (shard is what the others leave)."""
+    whose product is the number of ranks (shard is what the others leave).
+    """
 
     replicate: PositiveInt = 1
     """Groups that each hold a whole model in shards (HSDP): gradients cross groups once a step,
@@ -117,7 +120,8 @@ class RowsConfig:
     """Where rows come from, whatever is trained on them.
 
     A source is a JSONL, JSON, Parquet or CSV file, a folder or hub id of `datasets`
-    (`org/name?subset=main&split=train`), or `reasoning_gym:NAME?option=value&...`."""
+    (`org/name?subset=main&split=train`), or `reasoning_gym:NAME?option=value&...`.
+    """
 
     train: str | list[str] = (
         ""  # A source, or several (mixed by size, or by their `?weight=`): see data/sources.py.
@@ -167,7 +171,8 @@ class RolloutConfig:
     with the weights it was sampled with. With tickets `pull` an engine with room takes the next
     prompt and never waits for an environment: best balance, but results depend on timing. With
     `round_robin` prompts go by number, and an engine waits until the environments of its live
-    episodes have replied: bitwise repeatable."""
+    episodes have replied: bitwise repeatable.
+    """
 
     prompts_per_step: PositiveInt = 16
     samples_per_prompt: PositiveInt = 8
@@ -241,7 +246,8 @@ class RewardConfig:
     (several, separated by commas, take turns; the protocol is in rollout/remote.py). A reward model
     scores each prompt and answer, with the token that ends one behind a cut answer; it runs on the
     trainer's mesh, in the policy's dtype, after generation, and sleeps otherwise. Dumped rollouts
-    have its scores in their rewards."""
+    have its scores in their rewards.
+    """
 
     function: str | list[str] = (
         # What scores an answer; several are summed. Empty: none, where `model` alone is to judge.
@@ -296,7 +302,8 @@ class CheckpointConfig:
     The best metric is, of RL, accuracy, reward or pass@k; of SFT loss or perplexity (less is
     better); of pairs loss, accuracy or margin. The evaluation of step N, which is of the weights
     after N steps, belongs to checkpoint N, so `every` must be a multiple of eval.every; a later
-    equal score does not replace an earlier one."""
+    equal score does not replace an earlier one.
+    """
 
     every: NonNegativeInt = (
         0  # Steps between checkpoints; 0: none. Checkpoint N holds the weights after N steps.

@@ -1,5 +1,6 @@
 """The knobs of learning from what others wrote: SFT, reward models and DPO; `config.py` has what
-all programs share."""
+all programs share.
+"""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -15,7 +16,8 @@ MaxTokens = Annotated[int, Field(ge=2)]  # a token and the next one
 class ChatsConfig(RowsConfig):
     """Rows to imitate, with `messages`, with `prompt` and `completion`, or with `text`. Of
     reasoning_gym the prompt is the question, and answers are in the column `answer`. No prompt is
-    in the loss."""
+    in the loss.
+    """
 
     messages_key: str = (
         "messages"  # A chat: list of messages with role and content; any number of turns.
@@ -56,7 +58,8 @@ class SFTConfig(TrainingConfig):
 class PairsConfig(RowsConfig):
     """Answers of which one was preferred, with `prompt`, `chosen` and `rejected`, each a text or
     messages. Without a prompt the two are whole texts or whole chats that begin alike. Of
-    reasoning_gym a question's answer was preferred to another question's."""
+    reasoning_gym a question's answer was preferred to another question's.
+    """
 
     chosen_key: str = (
         "chosen"  # An answer, messages that follow the prompt, or the whole chat, prompt included.
@@ -105,7 +108,8 @@ class RMConfig(SFTConfig):
 @dataclass(kw_only=True)
 class ServeConfig:
     """`python -m minirl.rm serve FOLDER [--port N]`: a reward model answers the HTTP protocol of
-    `reward.function = http://...`."""
+    `reward.function = http://...`.
+    """
 
     command: Literal["serve"]
     model: str
@@ -124,7 +128,8 @@ class DPOConfig(SFTConfig):
     """`torchrun --nproc-per-node N -m minirl.dpo --config FILE [--flag value ...]`
 
     A reference cache is written once before training, or read if it is of this reference, these
-    rows and this dtype (float32 log-probs)."""
+    rows and this dtype (float32 log-probs).
+    """
 
     output: str = "runs/dpo"
     data: PairsConfig = field(default_factory=PairsConfig)

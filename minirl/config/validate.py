@@ -1,5 +1,6 @@
 """Settings that cannot work together, refused with the arithmetic before anything is loaded or
-written; `config.py` says which work alone."""
+written; `config.py` says which work alone.
+"""
 
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, ParallelConfig
@@ -9,7 +10,8 @@ from minirl.errors import require
 
 def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
     """Of every program that samples. Resolves engine.max_model_len = 0 and env.max_tokens = 0.
-    Raises UserError."""
+    Raises UserError.
+    """
     check_data(cfg.data)
     r, e = cfg.rollout, cfg.engine
     cfg.env.max_tokens = cfg.env.max_tokens or cfg.env.max_turns * r.max_tokens
@@ -69,7 +71,8 @@ def _check_training(
     cfg: RLConfig | SFTConfig, world_size: int, longest: int, what: str, scores: tuple[str, ...]
 ) -> None:
     """What every program that trains refuses. `longest`: tokens of a sequence, `what`: the setting
-    that says so; `scores`: names of held-out scores."""
+    that says so; `scores`: names of held-out scores.
+    """
     p, c = cfg.policy, cfg.checkpoint
     check_parallel(cfg.parallel, world_size)
     check_budget(cfg.tokens_per_rank, cfg.parallel.context, what, longest)
@@ -101,7 +104,8 @@ def check_sft(
     scores: tuple[str, ...] = ("loss", "perplexity"),
 ) -> None:
     """Refuse what cannot work, with the arithmetic. `longest`: rows of data.max_tokens that a
-    micro-batch must hold. Raises UserError."""
+    micro-batch must hold. Raises UserError.
+    """
     check_data(cfg.data)
     _check_training(
         cfg,
@@ -124,7 +128,8 @@ def check_pairs(cfg: RMConfig | DPOConfig, world_size: int) -> None:
 
 def check_rl(cfg: RLConfig, world_size: int) -> None:
     """Refuse what cannot work, with the arithmetic. Resolves engine.max_model_len = 0 and
-    env.max_tokens = 0. Raises UserError."""
+    env.max_tokens = 0. Raises UserError.
+    """
     check_rollout(cfg)
     _check_training(
         cfg,

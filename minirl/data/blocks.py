@@ -57,7 +57,8 @@ def build(
     sequences: list[tuple[int, int | None]], layout: Layout, device: torch.device
 ) -> tuple[tuple[Block, ...], Block | None]:
     """(blocks, joined) of `Packed`, for sequences end to end: how many rows each has on all ranks
-    together, and the number of the one whose rows come before them, if there is one."""
+    together, and the number of the one whose rows come before them, if there is one.
+    """
     chunks = _chunks(sequences, layout.context)
     joined = None
     if layout.windowed:
@@ -114,7 +115,8 @@ def _ring(
 ) -> tuple[Block, ...]:
     """A rank's own rows are in order, so plain causal; of an earlier rank all rows see the first
     halves, its second halves come later than all; of a later one only the second halves see
-    anything, and that is everything."""
+    anything, and that is everything.
+    """
     lengths = [cp.padded(num_rows, context) // context.size for num_rows, _ in sequences]
     rows = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
     first, second = [r[: len(r) // 2] for r in rows], [r[len(r) // 2 :] for r in rows]

@@ -14,7 +14,8 @@ def load_tokenizer(
     folder: Path, *, chats: bool = True, template: str = "", plain: str = ""
 ) -> PreTrainedTokenizerBase:
     """`template`, `plain`: as in `use_template`. Raises UserError if there are chats to encode and
-    no template for them."""
+    no template for them.
+    """
     tokenizer = use_template(
         AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False), template, plain
     )  # it would not give texts back
@@ -30,7 +31,8 @@ def use_template(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer with another chat template, unless both are empty: that of the Jinja file
     `path` (data.chat_template), or the text `plain` (data.input_template) with the prompt in place
-    of its `{}`, followed by an answer and the end-of-sequence token. Raises UserError."""
+    of its `{}`, followed by an answer and the end-of-sequence token. Raises UserError.
+    """
     if path:
         try:
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
@@ -53,7 +55,8 @@ def use_template(
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int]:
     """Every token that ends an answer: the tokenizer's and those of generation_config.json. Raises
-    UserError if there is none."""
+    UserError if there is none.
+    """
     ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     if (folder / "generation_config.json").exists():
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
@@ -68,7 +71,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int
 def filling_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], where: str) -> int:
     """A token that can fill up short rows of a reward model: transformers takes a row's score at
     its last other token, so it must not end an answer. Raises UserError if the tokenizer has
-    none."""
+    none.
+    """
     for token in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id):
         if token is not None and token not in stop_ids:
             return token
@@ -93,7 +97,8 @@ def render(
     tools: list[dict] | None = None,
 ) -> str:
     """The chat as text, with `header` up to where the assistant begins to speak. Raises UserError
-    if the template does."""
+    if the template does.
+    """
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=header, tools=tools
@@ -123,7 +128,8 @@ def encode_chat(
     break behind. A turn begins where the rendering of the messages before it, with the header of an
     answer, ends; a token on both sides of that border is not in the loss. The whole is rendered and
     tokenised once. Raises UserError if the template renders a turn otherwise when others follow, or
-    does not end one by a stop token."""
+    does not end one by a stop token.
+    """
     text = render(tokenizer, messages, header=False)
     encoded = tokenizer(
         text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
@@ -162,7 +168,8 @@ def encode_chat(
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[bool]]:
     """(token ids, mask) of a plain text with the tokens that begin and end one; all but the first
-    are in the loss."""
+    are in the loss.
+    """
     ids = tokenizer(text, verbose=False)["input_ids"]
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
         ids = [*ids, tokenizer.eos_token_id]

@@ -13,11 +13,13 @@ class Curriculum(Order):
     Rows are drawn without repetition, with weights max(4 p (1 - p), floor). p = (right + 1) /
     (tries + 2), Laplace's rule, is 1/2 for a prompt never tried, which makes it the most uncertain;
     the floor lets what was once hopeless or easy be tried again. Foster and Foerster 2025 (arXiv
-    2502.12272)."""
+    2502.12272).
+    """
 
     def __init__(self, prompts: Prompts, floor: float, outcomes: dict[str, list[int]]):
         """`outcomes`: row -> [tries, right], which `record` adds to, for checkpoints (keys as JSON
-        has them). Raises UserError."""
+        has them). Raises UserError.
+        """
         require(
             not isinstance(prompts.order, Mixture),
             f"rollout.curriculum_floor = {floor} draws prompts by their success, and the `weight` of "
@@ -32,7 +34,8 @@ class Curriculum(Order):
         rank. Until the next call, a ticket's row stays.
 
         The order of E_i / w_i, E_i exponential, draws without repetition by weight: Efraimidis and
-        Spirakis 2006."""
+        Spirakis 2006.
+        """
         tries, right = np.zeros((2, self.num_rows))
         seen = np.fromiter(map(int, self.outcomes), np.int64)
         tries[seen], right[seen] = np.array(list(self.outcomes.values())).reshape(-1, 2).T

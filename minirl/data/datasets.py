@@ -34,7 +34,8 @@ class Rows(Sequence[dict]):
         self, sources: list[Source], make: Callable[[dict, Source, str], dict], places: np.ndarray
     ):
         """`make(what the source holds, source, its place for an error)` is the row. `places`: int64
-        [N, 2], source and number in it."""
+        [N, 2], source and number in it.
+        """
         self.sources, self.make, self.places = sources, make, places
 
     def __len__(self) -> int:
@@ -67,7 +68,8 @@ def open_rows(
 ) -> Rows:
     """The rows of one or several sources end to end, of each only the first `max_samples` (0: all),
     and of those that `distinct` maps to the same the first. Each is looked at once, so that a bad
-    one ends the program now. Raises UserError."""
+    one ends the program now. Raises UserError.
+    """
     sources = [
         open_source(text, setting) for text in ([source] if isinstance(source, str) else source)
     ]
@@ -98,7 +100,8 @@ def load_rows(source: str | list[str], setting: str, cfg: DataConfig) -> Rows:
 
     Every row has "prompt" and, where the source has one, "answer", whatever the columns were
     called; "data_source" where a column says it or there are several sources; and all that it had.
-    Raises UserError."""
+    Raises UserError.
+    """
     return open_rows(
         source,
         setting,
@@ -117,7 +120,8 @@ def load_chats(source: str | list[str], setting: str, cfg: ChatsConfig) -> Rows:
     turns in the loss} or {"text": text}.
 
     A row is, by the first of its columns that there is, a chat, a prompt with its completion (each
-    a text or messages) or a text. Raises UserError."""
+    a text or messages) or a text. Raises UserError.
+    """
     return open_rows(
         source, setting, lambda raw, of, where: _to_chat(raw, where, cfg), cfg.max_samples
     )
@@ -125,7 +129,8 @@ def load_chats(source: str | list[str], setting: str, cfg: ChatsConfig) -> Rows:
 
 def column(row: dict, key: str) -> object:
     """What a row has under a name, or under what else others call it; None if nothing. Alpaca's
-    `input` goes with its `instruction`."""
+    `input` goes with its `instruction`.
+    """
     found = next(
         (name for name in (key, *OTHER_NAMES.get(key, ())) if row.get(name) is not None), key
     )
@@ -229,7 +234,8 @@ def is_prompt(value: object) -> bool:
 
 def split(rows: Sequence[dict], held_out: int, seed: int) -> tuple[Sequence[dict], Sequence[dict]]:
     """(train, held out): `held_out` rows chosen by a hash of seed and prompt (of the whole row if
-    it has none), so the choice does not depend on row order."""
+    it has none), so the choice does not depend on row order.
+    """
     names = [
         hashlib.sha256(f"{seed} {json.dumps(row.get('prompt', row))}".encode()).digest()
         for row in rows
@@ -247,7 +253,8 @@ def split(rows: Sequence[dict], held_out: int, seed: int) -> tuple[Sequence[dict
 
 class Order:
     """Which row an example is: 0, 1, 2, ... runs through a new permutation of the rows in every
-    epoch. A function of the seed alone."""
+    epoch. A function of the seed alone.
+    """
 
     def __init__(self, num_rows: int, *, seed: int | list[int], shuffle: bool):
         self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
@@ -270,7 +277,8 @@ class Mixture(Order):
     """The order where sources have weights. Of an epoch, which is as long as there are rows, each
     source has its share, spread at random; they are the next rows of permutations of its own that
     run on from epoch to epoch, so after each all its rows have come equally often (or once
-    more)."""
+    more).
+    """
 
     def __init__(self, rows: Rows, *, seed: int):
         super().__init__(len(rows), seed=seed, shuffle=True)
@@ -344,7 +352,8 @@ class Prompts:
     def check_lengths(self, setting: str, mesh: Mesh) -> int:
         """Encode every prompt once, the ranks in parts. Of those longer than data.max_prompt_tokens
         the first is a UserError, or all are dropped (data.too_long); returns how many.
-        Collective."""
+        Collective.
+        """
         lengths = {
             n: len(self.encode(self.rows[n]))
             for n in range(mesh.rank, len(self.rows), mesh.world_size)
@@ -380,7 +389,8 @@ class Examples:
         shuffle: bool,
     ):
         """`encoded`: this rank's, by their numbers in `rows`, but for those that are dropped.
-        Raises UserError(`why_none`) if that is everything."""
+        Raises UserError(`why_none`) if that is everything.
+        """
         self.encoded = encoded
         self.kept = sorted(
             n for part in mesh.gather(list(encoded)) for n in part
@@ -446,7 +456,8 @@ class Chats(Examples):
         vision: Vision | None = None,
     ):
         """Drops what has no token in the loss once it is cut. Raises UserError if that is
-        everything."""
+        everything.
+        """
         own = {
             n: to_example(tokenizer, vision, rows[n], stop_ids)
             for n in range(mesh.rank, len(rows), mesh.world_size)

@@ -2,7 +2,8 @@
 the tokens runs of one token, for the model patches of pixels.
 
 As in Qwen2-VL (arXiv 2409.12191, sec. 2.1): of h x w patches, merge_size squared of them are a
-token, and every token has three rotary positions, in time, height and width."""
+token, and every token has three rotary positions, in time, height and width.
+"""
 
 import base64
 import functools
@@ -46,7 +47,8 @@ class BadImage(UserError):
 
 def to_url(image: object) -> str:
     """Of a data URL, a path, the bytes of a file, a PIL image, or what `datasets` makes of one that
-    it did not decode. Raises BadImage."""
+    it did not decode. Raises BadImage.
+    """
     image = (image.get("bytes") or image.get("path")) if isinstance(image, dict) else image
     if isinstance(image, Image.Image):
         image.save(file := io.BytesIO(), "PNG")
@@ -83,7 +85,8 @@ def rgb(url: str) -> Image.Image:
 def attach(messages: list[dict], images: Iterable[object]) -> list[dict]:
     """The chat with these images where parts {"type": "image"} wait for one; if none does, before
     the text of the user's first message (or the last one, if none is the user's). OpenAI's
-    `image_url` becomes such a part. Raises BadImage if there are more or fewer images than wait."""
+    `image_url` becomes such a part. Raises BadImage if there are more or fewer images than wait.
+    """
     urls, parts = (
         [to_url(image) for image in images],
         [part for m in messages for part in _parts(m)],
@@ -172,7 +175,8 @@ class Vision:
     ) -> tuple[list[int], list[ImageSpan]]:
         """Tokens with one for each image -> with as many as the image has, and where they are,
         counted from `begin`. Raises BadImage if there are more or fewer images than tokens for
-        them."""
+        them.
+        """
         if ids.count(self.token) != len(urls):
             raise BadImage(
                 f"a text with {ids.count(self.token)} tokens for images came with {len(urls)} images; a text must not hold such tokens of its own"
@@ -189,7 +193,8 @@ class Vision:
     ) -> ImageBatch:
         """`sequences`: the images of a trajectory, and which of its tokens are rows here. Each
         image is there once. Without any there is a blank one that no row reads, because the tower's
-        shards are gathered by all ranks or by none."""
+        shards are gathered by all ranks or by none.
+        """
         used = [
             ([p for p in placed if p.place <= tokens.max()], tokens) for placed, tokens in sequences
         ]
@@ -229,5 +234,6 @@ class Vision:
 
 def sampling_stops(stop_ids: list[int], vision: Vision | None) -> tuple[int, ...]:
     """What ends an answer. A policy that says the token of an image has ended, too: the engine
-    would take it for the place of the next one."""
+    would take it for the place of the next one.
+    """
     return (*stop_ids, vision.token) if vision else tuple(stop_ids)

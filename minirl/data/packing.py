@@ -1,5 +1,6 @@
 """Trajectories to balanced micro-batches: plan by lengths, move arrays between ranks, lay sequences
-end to end."""
+end to end.
+"""
 
 import heapq
 import pickle
@@ -44,7 +45,8 @@ def pieces(
     each piece, and its rows.
 
     A piece is at most a quarter of a rank's share, so that ranks can be balanced, and within the
-    budget. With `groups`, int64 [N], it is a whole group, whatever its size."""
+    budget. With `groups`, int64 [N], it is a whole group, whatever its size.
+    """
     unshared = int((table[:, 2] - 1).sum())
     limit = max(min(budget, unshared // (4 * num_ranks)), int(table[:, 2].max(initial=1)) - 1)
     members: list[list[int]] = []
@@ -72,7 +74,8 @@ def partition(lengths: list[int], num_ranks: int, budget: int) -> list[list[list
 
     Longest first into the emptiest bin (Graham 1969: at most 4/3 of the optimum). Every rank gets
     the same number of micro-batches, because FSDP's collectives are in each forward; some may be
-    empty. Raises UserError if one exceeds the budget."""
+    empty. Raises UserError if one exceeds the budget.
+    """
     if lengths and max(lengths) > budget:
         raise UserError(
             f"tokens_per_rank (times parallel.context) = {budget} cannot hold a sequence of {max(lengths)} tokens; raise it"
@@ -105,7 +108,8 @@ def exchange(
     Every rank learns all headers, plans the same partition, and sends each sequence's tokens
     straight to their places by one all-to-all. The plan sorts by (group, episode), so who sampled
     what does not matter; minibatches split the groups evenly. `whole_groups`: siblings stay in one
-    micro-batch, for losses that compare them."""
+    micro-batch, for losses that compare them.
+    """
     own = [
         (
             mesh.rank,
@@ -156,7 +160,8 @@ def _send(
     trajectories: list[Trajectory], table: np.ndarray, home: np.ndarray, mesh: Mesh
 ) -> dict[int, Trajectory]:
     """Each to its home, without what is of use only where it was sampled. Returns those that arrive
-    here by their row of the table."""
+    here by their row of the table.
+    """
 
     def moving(source: int, to: int) -> np.ndarray:
         return np.flatnonzero((table["rank"] == source) & (home == to // mesh.num_copies))
@@ -203,7 +208,8 @@ def _filler(rows: int) -> Trajectory:
 @dataclass(frozen=True)
 class _Sequence:
     """Rows start .. stop of a trajectory (row t: token t in, token t + 1 out), after `prefix` rows
-    of another sequence."""
+    of another sequence.
+    """
 
     trajectory: Trajectory
     start: int
@@ -245,7 +251,8 @@ def pack(
     Nothing to pack gives one row outside the loss, so that a rank without work still takes part in
     every collective. A sequence outside the loss fills the rows up to `layout.multiple`. With a
     context, rows are this rank's part of each sequence. `pairs`: every group is a pair, episode 0
-    the chosen answer and 1 the rejected one."""
+    the chosen answer and 1 the rejected one.
+    """
     context = layout.context
     sequences = _sequences(
         trajectories or [_filler(1)], share=not (context and context.ring)
@@ -329,7 +336,8 @@ def pack(
 
 def unpack(values: torch.Tensor, trajectories: list[Trajectory], batch: Packed) -> list[np.ndarray]:
     """The way back: [T] of a batch packed of the trajectories -> [L] of each, a row's value at its
-    target; 0 where that is not in the loss. Collective over the context."""
+    target; 0 where that is not in the loss. Collective over the context.
+    """
     lengths = [len(t.tokens) for t in trajectories]
     begins = dict(
         zip(

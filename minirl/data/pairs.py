@@ -1,5 +1,6 @@
 """Pairs of answers to one prompt, of which the first was preferred: from TRL's and OpenRLHF's
-columns to token ids."""
+columns to token ids.
+"""
 
 import zlib
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ def load_pairs(source: str | list[str], setting: str, cfg: PairsConfig) -> Rows:
     "margin"}, or of plain texts without a prompt.
 
     Of a reasoning-gym generator, a question's answer was preferred to that of another. Raises
-    UserError for a row that is no pair, with its line."""
+    UserError for a row that is no pair, with its line.
+    """
     return open_rows(
         source,
         setting,
@@ -130,7 +132,8 @@ class Pairs(Examples):
     ):
         """`score`: a model with a score head reads the end: one more token follows, so that the
         last of the answer has a row, which is the one that predicts it. Drops pairs that are too
-        long and those whose sides are the same tokens. Raises UserError if that is everything."""
+        long and those whose sides are the same tokens. Raises UserError if that is everything.
+        """
         self.score = score
         own = {
             n: _encode(rows[n], tokenizer, vision, stop_ids)
@@ -166,7 +169,8 @@ class Pairs(Examples):
 
     def examples(self, numbers: range) -> list[Trajectory]:
         """Those of the pairs that this rank holds, as two trajectories each: episode 0 was chosen;
-        its reward is the margin."""
+        its reward is the margin.
+        """
         out = []
         for n, *sides, margin in self.own(numbers):
             for episode, t in enumerate(sides):

@@ -12,7 +12,8 @@ has a meaning between brackets).
 
 Rows are read when they are asked for: JSON lines from their place in the file, Parquet and what
 `datasets` loads from memory-mapped Arrow files. So the ranks of a machine do not each hold a large
-file's rows."""
+file's rows.
+"""
 
 import csv
 import difflib
@@ -55,7 +56,8 @@ class Source:
 
 def open_source(text: str, setting: str) -> Source:
     """Raises UserError for what is not there or has no such option; a line that is not JSON is told
-    when it is read."""
+    when it is read.
+    """
     shown = f"{setting} = {text}"
     place, _, query = text.partition("?")
     path = Path(place)
@@ -189,7 +191,8 @@ def _generate(name: str, options: dict[str, str], shown: str) -> list[dict]:
 
 def option(value: str) -> object:
     """A number, a list, true or false; anything else is a text, and the generator says if it wants
-    none."""
+    none.
+    """
     try:
         return json.loads(value)
     except json.JSONDecodeError:

@@ -18,7 +18,8 @@ is done. One object an episode.
     --env.name my_env.py:Guess --env.max-turns 8
 
 `reset`, `step` and `run` may be `async def`; others run in threads, so both overlap with
-generation."""
+generation.
+"""
 
 from dataclasses import dataclass, field
 
@@ -88,7 +89,8 @@ class Env:
 class Session:
     """An OpenAI-compatible (and Anthropic) endpoint over this rank's engine that keeps the exact
     tokens of all that is said with this key. `base_url` ends with /v1, as the OpenAI client wants
-    it; the Anthropic client wants it without."""
+    it; the Anthropic client wants it without.
+    """
 
     base_url: str
     api_key: str
@@ -97,9 +99,11 @@ class Session:
 
 class Agent(Env):
     """An episode that a program of its own leads, talking to the policy through an endpoint. All
-    its answers are trained on; nobody calls `reset` and `step`."""
+    its answers are trained on; nobody calls `reset` and `step`.
+    """
 
     def run(self, row: dict, session: Session) -> Result:
         """Play the episode; `reward`, `truncated` and `info` of the result count. With `graded` the
-        reward functions score the last answer, too, of the chat that it began last."""
+        reward functions score the last answer, too, of the chat that it began last.
+        """
         raise NotImplementedError

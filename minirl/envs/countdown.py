@@ -16,7 +16,8 @@ from minirl.errors import UserError
 
 class Countdown(Env):
     """1 for the target, `form` for another value of the right numbers. An episode earns what its
-    best answer does, however many there are."""
+    best answer does, however many there are.
+    """
 
     def __init__(self, *, form: float = 0.1):
         self.form, self.best = form, 0.0

@@ -4,7 +4,8 @@ which later turns need what earlier ones brought.
     --env.name guess?high=16 --env.max-turns 4 --data.train rows.jsonl
 
 Halving the range finds 15 of 16 numbers in 4 turns, chance 4. A row gives the number only, by an
-integer `answer`; its prompt is not shown."""
+integer `answer`; its prompt is not shown.
+"""
 
 import re
 

@@ -13,7 +13,8 @@ arguments for the environment's reset (`{"seed": 3}`).
 The server must take as many sessions as episodes run at once (`max_concurrent_envs`). Its package
 is not needed here: what is spoken is the protocol of its `/ws`: {"type": "reset" | "step", "data":
 ...} is answered by {"type": "observation", "data": {"observation", "reward", "done"}} or {"type":
-"error", "data": {"code", "message"}}."""
+"error", "data": {"code", "message"}}.
+"""
 
 import contextlib
 import json
@@ -58,7 +59,8 @@ check = cache(
 
 class OpenEnv(Env):
     """A session with a server. Raises RuntimeError in an episode if the server fails or has no
-    room."""
+    room.
+    """
 
     def __init__(self, url: str, action: str = "", observation: str = ""):
         check(url)

@@ -7,7 +7,8 @@
 openrlhf need not be installed: while a file is loaded, its import of the base classes in
 `openrlhf.utils.agent` finds empty ones. What an `AgentExecutor` adds is not used (minirl plays the
 episodes); a file whose agent is all in one has an `execute` that drives OpenRLHF's engine, and
-becomes an `Agent` of rollout/env.py by hand."""
+becomes an `Agent` of rollout/env.py by hand.
+"""
 
 import inspect
 import sys
@@ -55,7 +56,8 @@ def number(value: object) -> float:
 def reward(file: str) -> Callable[[str | list[dict], str, dict], float]:
     """The reward of `reward_func`, called for one answer at a time, with lists of one; it may
     return them, or a dict that has them as `rewards`. Its `scores` and `extra_logs` are not used:
-    metrics are of the reward. Raises UserError."""
+    metrics are of the reward. Raises UserError.
+    """
     function = load("reward.function", file, "reward_func")
 
     def score(prompt: str | list[dict], completion: str, row: dict) -> float:
@@ -73,7 +75,8 @@ agent_class = cache(load)  # an episode makes an agent, not a module
 class OpenRLHF(Env):
     """An `AgentInstance`. Its texts are raw: the first observation is the rendered prompt, and a
     feedback follows the answer's tokens, the one that ended it included, with whatever marks of a
-    chat it writes itself. `scores` and `extra_logs` go to the metrics."""
+    chat it writes itself. `scores` and `extra_logs` go to the metrics.
+    """
 
     def __init__(self, file: str):
         self.agent_class = agent_class("env.name", file, "AgentInstance")

@@ -26,7 +26,8 @@ ENVS = {
 def make_env(name: str) -> Callable[[], Env]:
     """What makes the environment of an episode. `name`: `NAME`, `NAME:argument` of a shipped one or
     `file.py:Class`, and what else its constructor takes as `?key=value&...`. One is made here, to
-    see that it can be. Raises UserError."""
+    see that it can be. Raises UserError.
+    """
     place, _, query = name.partition("?")
     shipped, _, argument = place.partition(":")
     if shipped in ENVS:

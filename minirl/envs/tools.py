@@ -13,7 +13,8 @@ which the reward functions score.
     --env.name 'tools:search,calculate?corpus=passages.jsonl' --env.max-turns 6
 
 Nothing tells the policy of its tools but the prompt: what it is told is yours. A program that is
-the answer goes in a block without a name."""
+the answer goes in a block without a name.
+"""
 
 import ast
 import operator
@@ -48,7 +49,8 @@ class Tools(SingleTurn):
     ):
         """`names`: of tools, with commas. `output`: characters of a reply. `seconds`, `memory_mb`:
         limits of a program. `corpus`: a source of passages (data/sources.py), `passages` of which
-        answer a search. Raises ValueError, UserError."""
+        answer a search. Raises ValueError, UserError.
+        """
         if min(output, seconds, memory_mb, passages) <= 0:
             raise ValueError("output, seconds, memory_mb and passages are above 0")
         limits = sandbox.Limits(
@@ -104,7 +106,8 @@ OPERATORS = {
 def evaluate(expression: str) -> Fraction:
     """The exact value of a sum, difference, product or quotient of numbers. The syntax tree is
     walked, nothing is executed; there are no powers, ten characters of which can take a year.
-    Raises ValueError for anything else."""
+    Raises ValueError for anything else.
+    """
 
     def value(node: ast.expr) -> Fraction:
         match node:
@@ -132,7 +135,8 @@ def calculate(expression: str) -> str:
 
 def search(query: str, corpus: str, passages: int) -> str:
     """The passages that score highest by BM25 (Robertson and Zaragoza 2009), best first; only those
-    with a word of the query."""
+    with a word of the query.
+    """
     index, texts = open_corpus(corpus)
     (words,) = bm25s.tokenize([query], return_ids=False, show_progress=False)
     scores = index.get_scores(words) if words else np.zeros(len(texts))
@@ -143,7 +147,8 @@ def search(query: str, corpus: str, passages: int) -> str:
 @cache
 def open_corpus(corpus: str) -> tuple[bm25s.BM25, Sequence[str]]:
     """Index and passages of rows with a `text`, and a `title` if they have one; made once in a
-    process. Raises UserError."""
+    process. Raises UserError.
+    """
     source = open_source(corpus, "env.name: corpus")
     for n, row in enumerate(source.rows):
         if not isinstance(row, dict) or not str(row.get("text") or "").strip():

@@ -8,7 +8,8 @@
 
 The environment leads the episode: it asks the policy through the endpoint, with its own limit of
 turns, and scores it by its own rubric. Rows from elsewhere do as well if they have what it wants of
-them. From 0.4 on the package has no such environments any more."""
+them. From 0.4 on the package has no such environments any more.
+"""
 
 import json
 import signal

@@ -7,7 +7,8 @@ never through a global (activation checkpointing would recompute with whichever 
 
 Everything here is one primitive: attention to blocks of keys, merged by the log-sum-exp of their
 scores. A sequence's own rows are a block, the prompt that siblings share is one, and with context
-parallelism so is what other ranks hold."""
+parallelism so is what other ranks hold.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -48,7 +49,8 @@ def packed_attention(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]. `sliding_window` counts the
-    keys that a query sees."""
+    keys that a query sees.
+    """
     refused = [k for k in UNSUPPORTED if kwargs.get(k) is not None] + ["is_causal=False"] * (
         kwargs.get("is_causal") is False
     )
@@ -88,7 +90,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and log-sum-exp of the scores [T, H] of blocks, each with keys and values,
     one after the other; the first has all rows as queries. What rows see in several is merged, in
-    float32 at least: Rabe and Staats 2021 (arXiv 2112.05682), sec. 2."""
+    float32 at least: Rabe and Staats 2021 (arXiv 2112.05682), sec. 2.
+    """
     out = lse = None
     for block, k, v in steps:
         part, part_lse = kernels.forward(q, k, v, block, options)
@@ -117,7 +120,8 @@ class Attention(torch.autograd.Function):
     a context, whose keys and values go around, one hop a step, while the ones at hand are used. Liu
     et al. 2023 (arXiv 2310.01889). In backward their gradients travel with them, and are home after
     R hops. A rank has the keys of R ranks one after the other only, never at once: for sequences
-    whose keys do not fit."""
+    whose keys do not fit.
+    """
 
     @staticmethod
     def forward(
@@ -154,7 +158,8 @@ def _steps(
     k: Tensor, v: Tensor, blocks: tuple[Block, ...], ring: Context | None
 ) -> Iterator[tuple[Block, Tensor, Tensor]]:
     """Blocks with the keys and values at hand; on a ring each hop's, while they are on their way to
-    the next rank."""
+    the next rank.
+    """
     if ring is None:
         yield from ((block, k, v) for block in blocks)
         return

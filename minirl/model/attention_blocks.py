@@ -1,5 +1,6 @@
 """The plan of a packed attention: which query rows see which key rows, in the form that kernels
-take."""
+take.
+"""
 
 from dataclasses import dataclass
 
@@ -30,7 +31,8 @@ class Rectangle:
 class Block:
     """Part of an attention: ragged pairs of some query rows and the key rows that they see. A query
     is in one pair at most; what it sees in several blocks is merged by the log-sum-exp of its
-    scores in each."""
+    scores in each.
+    """
 
     # The last query of a pair sees all its keys, and each one before it one key less. False: every
     # query sees every key.

@@ -1,5 +1,6 @@
 """From a Hugging Face folder to a sharded model: meta init -> FSDP2 -> each rank reads its own
-slices."""
+slices.
+"""
 
 import functools
 import json
@@ -41,7 +42,8 @@ SCORE = "score.weight"
 
 def find_folder(model: str, setting: str) -> Path:
     """The local folder of a model; a hub id is downloaded. Raises UserError, naming `setting`, if
-    there is neither."""
+    there is neither.
+    """
     folder = Path(model)
     if not folder.is_dir():
         try:
@@ -80,7 +82,8 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 class ScoreHead(nn.Linear):
     """One number for each hidden state, float32 at least: the head of
-    `AutoModelForSequenceClassification` with one label."""
+    `AutoModelForSequenceClassification` with one label.
+    """
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [...]"""
@@ -90,7 +93,8 @@ class ScoreHead(nn.Linear):
 
 class Weights:
     """Lazy reader of a checkpoint's safetensors files; reads only the bytes of the slices asked
-    for."""
+    for.
+    """
 
     def __init__(self, folder: Path):
         index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
@@ -115,8 +119,9 @@ class Weights:
 
     def fill(self, t: Tensor, parts: list[CheckpointSlice]) -> None:
         """Read this rank's block of a parameter, in place, from the file weights that it is made
-        of."""
-        box = fsdp.local_box(t)
+        of.
+        """
+        box = fsdp.local_region(t)
         for part in parts:
             if common := intersect(part.box, box):  # a small tensor may leave a rank with nothing
                 target = view_of(fsdp.local(t), common, box[0])
@@ -127,7 +132,8 @@ class Weights:
 
 def layers(model: nn.Module) -> list[nn.Module]:
     """What is gathered and recomputed one at a time: the layers of the language model and of a
-    tower for images."""
+    tower for images.
+    """
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -151,7 +157,8 @@ def load_weights(
 ) -> int:
     """Materialise a sharded meta model (on the host with `cpu_offload`, but for buffers) and fill
     this rank's shards. Returns the bytes read. A score head that the folder lacks, being a language
-    model's, starts at 0. Raises UserError on other names or shapes than the model's."""
+    model's, starts at 0. Raises UserError on other names or shapes than the model's.
+    """
     weights = Weights(folder)
     held = tensors(model)
     parts = {name: families.parts(model.config, name, t.shape) for name, t in held.items()}
@@ -197,7 +204,8 @@ def load_weights(
 
 def last_hidden(model: nn.Module, batch: Packed, tp: TensorParallel | None) -> Tensor:
     """[1, T, H], or this rank's part of the rows. What the tower makes of images stands in place of
-    the embeddings of their tokens; Qwen3-VL adds more of it behind the first layers."""
+    the embeddings of their tokens; Qwen3-VL adds more of it behind the first layers.
+    """
     if batch.images is None:
         return model.model(
             input_ids=batch.inputs[None],
@@ -248,7 +256,8 @@ def packed_forward(
     in the loss.
 
     Stands in for the model's own `forward`, so that the head's weight is used while FSDP has the
-    root gathered."""
+    root gathered.
+    """
     hidden = last_hidden(self, batch, tp)
     hidden = tp.gather_tokens(hidden)[0] if tp else hidden[0]
     scale, softcap = families.FAMILIES[self.config.model_type].head(self.config)
@@ -275,7 +284,8 @@ def score_forward(
     tp: TensorParallel | None = None,
 ) -> tuple[Tensor, None]:
     """The score of what has been read up to each row, [T]; 0 where the target is not in the loss.
-    Stands where `packed_forward` does."""
+    Stands where `packed_forward` does.
+    """
     hidden = last_hidden(self, batch, tp)
     scores = tp.gather_tokens(self.score(hidden)) if tp else self.score(hidden)
     return scores[0].masked_fill(~batch.loss_mask, 0), None
@@ -294,7 +304,8 @@ def build_model(
     score head in place of its own, and `score_forward`.
 
     Trainable parameters are float32 masters (float64 for dtype float64); frozen ones are kept in
-    `cfg.dtype`."""
+    `cfg.dtype`.
+    """
     compute = getattr(torch, cfg.dtype)
     master = compute if not trainable or compute == torch.float64 else torch.float32
     config = families.without_dropout(read_config(folder))

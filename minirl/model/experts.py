@@ -2,7 +2,8 @@
 tokens sorted by expert, none dropped.
 
 Registered as "minirl". The library's own differ between its versions in what an index of no expert
-does, and some know no float64."""
+does, and some know no float64.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,8 @@ def mixture(module: torch.nn.Module, hidden: Tensor, indices: Tensor, weights: T
     [T, H].
 
     An index of `module.num_experts` is no expert, and adds 0: under tensor parallelism another rank
-    has it."""
+    has it.
+    """
     multiply = _grouped if hidden.is_cuda and hidden.dtype == torch.bfloat16 else _one_by_one
     chosen = indices.flatten()
     order = chosen.argsort(stable=True)
@@ -34,7 +36,8 @@ def mixture(module: torch.nn.Module, hidden: Tensor, indices: Tensor, weights: T
 
 def _one_by_one(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """x [N, in] sorted by expert, weight [E, out, in], counts int64 [E] -> [N, out], 0 in rows of
-    no expert."""
+    no expert.
+    """
     sizes = counts.tolist()
     outs = [
         rows @ matrix.t()
@@ -45,7 +48,8 @@ def _one_by_one(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 def _grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """The same in one kernel, without waiting for the counts. It leaves rows of no expert
-    unwritten, forward and backward."""
+    unwritten, forward and backward.
+    """
     ends = counts.cumsum(0)
     nowhere = torch.arange(len(x), device=x.device)[:, None] >= ends[-1]
     return F.grouped_mm(

@@ -5,7 +5,8 @@ numbers. All that differs between families is data in these rows.
 
 To add one: a row here and a small instance in `tests/tiny.py`; `tests/test_families.py` runs it
 packed against unpacked, on two ranks, and through load and export; `tests/test_rollout.py` through
-the engine."""
+the engine.
+"""
 
 import math
 from collections.abc import Callable
@@ -149,7 +150,8 @@ def check_supported(
     """Refuse a model that would not work. Raises UserError.
 
     Of the engine: `tensor_parallel`; `max_model_len` where its log-probs are trained on; `device`,
-    its type."""
+    its type.
+    """
     why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
     require(
         config.model_type in FAMILIES,
@@ -206,7 +208,8 @@ def check_supported(
 
 def divided(config: PretrainedConfig) -> dict[str, int]:
     """What parallel.tensor splits: names of config values (or products of them) -> their
-    numbers."""
+    numbers.
+    """
     text = config.get_text_config()
     head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
     return {
@@ -246,13 +249,15 @@ def parts(config: PretrainedConfig, name: str, shape: torch.Size) -> list[Checkp
 
 def keeps_precision(name: str) -> bool:
     """Of a tensor that is float32 in files of any dtype: a router's correction, which in bfloat16
-    would choose other experts."""
+    would choose other experts.
+    """
     return name.endswith("e_score_correction_bias")
 
 
 def score_class(config: PretrainedConfig, where: str) -> str:
     """Of the library: what loads an export with a score head. Raises UserError for a family that
-    has none."""
+    has none.
+    """
     if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         raise UserError(
             f"{where}: transformers has no sequence classification model of family {config.model_type!r}, so nothing could load the reward model"
@@ -262,7 +267,8 @@ def score_class(config: PretrainedConfig, where: str) -> str:
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     """Dropout makes the trainer's log-probs differ from the engine's, and a resumed run from an
-    uninterrupted one. A router's noise, too."""
+    uninterrupted one. A router's noise, too.
+    """
     for part in (config, *(vars(config)[name] for name in config.sub_configs)):
         for name, value in vars(part).items():
             if ("drop" in name or "jitter" in name) and isinstance(value, float):

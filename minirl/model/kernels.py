@@ -7,7 +7,8 @@ come block by block, from wherever its keys are (`attention.py`).
     adds to gradients = (dq [T, H, D], dk, dv [M, Hkv, D])
 
 With p = exp(s - lse):  dv = p' do;  dp = do v';  ds = p (dp - sum(do out));  dq = ds k;  dk = ds'
-q."""
+q.
+"""
 
 from dataclasses import dataclass
 
@@ -120,7 +121,8 @@ def _add(into: Tensor, values: Tensor, rows: Tensor | None, first: int | None) -
 
 def _bias(r: Rectangle, block: Block, options: Options, like: Tensor) -> Tensor | None:
     """[B or 1, 1, Lq or 1, Lk]: 0 where a query sees a key, else -inf; None where plain causal, or
-    all, says it."""
+    all, says it.
+    """
     num_keys = r.keys.rows.shape[1]
     if r.last is None and (
         not block.causal or options.window is None or options.window >= num_keys
@@ -191,7 +193,8 @@ def eager_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, options: Options
 ) -> tuple[Tensor, Tensor]:
     """The formula, for what no kernel can: a softcap, float32 on CUDA, heads above 256. Scores are
-    whole, Lq x Lk."""
+    whole, Lq x Lk.
+    """
     scores, _ = _scores(q, k, bias, causal, options)
     lse = scores.logsumexp(-1)
     out = (scores - lse[..., None]).exp_() @ v[:, :, None].to(scores.dtype)
@@ -239,7 +242,8 @@ def _flash_can(q: Tensor, options: Options) -> bool:
 
 def _flash_inputs(q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options) -> tuple:
     """Queries, keys and values pair by pair, the lengths of the pairs, and what the kernels call
-    the options."""
+    the options.
+    """
     q = q if block.rows is None else q.index_select(0, block.rows)
     k, v = (x if block.key_rows is None else x.index_select(0, block.key_rows) for x in (k, v))
     named = {
@@ -261,7 +265,8 @@ def _flash_forward(
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention-2 over running lengths, the kernels inside torch (they need no package). With
     more keys than queries its causal mask lies at the bottom right, which is what `Block.causal`
-    says."""
+    says.
+    """
     q, k, v, lengths, named = _flash_inputs(q, k, v, block, options)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, *lengths, 0.0, block.causal, False, **named

@@ -1,5 +1,6 @@
 """Log-probs and entropy straight from hidden states: chunk by chunk, never a whole [T, vocabulary]
-tensor."""
+tensor.
+"""
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ def logprob_entropy(
     any case.
 
     With a `group`, `weight` is this rank's part of the vocabulary (V / ranks rows, in rank order)
-    and `hidden` is equal on all ranks, as is then its gradient; logits are never gathered."""
+    and `hidden` is equal on all ranks, as is then its gradient; logits are never gathered.
+    """
     return _LogprobEntropy.apply(
         hidden, weight, targets, temperature, softcap, entropy_gradient, group
     )

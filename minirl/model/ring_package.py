@@ -1,6 +1,7 @@
 """The door to ring-flash-attn, whose zigzag layout is this house's own: its kernels take the place
 of those of `attention.Attention` around a ring on CUDA if the package is installed (extra
-`ring`)."""
+`ring`).
+"""
 
 import functools
 import importlib.util
@@ -38,7 +39,8 @@ def available(q: Tensor) -> bool:
 
 def ring(q: Tensor, k: Tensor, v: Tensor, own: Block, scale: float, context: Context) -> Tensor:
     """`own`: the block of a rank's own rows, whose lengths are all that the package wants. bfloat16
-    only: its float32 backward is wrong."""
+    only: its float32 backward is wrong.
+    """
     return _function()(
         q.contiguous(),
         k.contiguous(),

@@ -1,5 +1,6 @@
 """A small model from nothing, saved as an ordinary Hugging Face folder: Qwen3 architecture,
-character tokenizer, chat template."""
+character tokenizer, chat template.
+"""
 
 from pathlib import Path
 
@@ -19,7 +20,8 @@ TEMPLATE = (
 
 def make_tokenizer(phrases: list[str]) -> PreTrainedTokenizerFast:
     """One token per byte of the text, so any text round-trips; special tokens for roles; each
-    phrase is one token."""
+    phrase is one token.
+    """
     special = ["<|pad|>", END, "<|system|>", "<|user|>", "<|assistant|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
@@ -57,7 +59,8 @@ def make_config(
 
 def make_model(cfg: ScratchConfig, folder: Path, *, max_len: int, seed: int) -> None:
     """Write model, tokenizer and generation config to `folder`; the same seed gives the same
-    weights."""
+    weights.
+    """
     tokenizer = make_tokenizer(cfg.phrases)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

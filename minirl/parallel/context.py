@@ -5,7 +5,8 @@ A sequence is cut into 2R chunks for R ranks, and rank r holds the chunks r and 
 zigzag; Llama 3, arXiv 2407.21783, sec. 3.3.2), so that causal attention costs every rank the same.
 Only attention looks beyond a rank's rows; everything else in a model works token by token. Losses
 are sums over a rank's own rows, and FSDP, whose shards run over the context ranks too, adds their
-gradients."""
+gradients.
+"""
 
 import numpy as np
 import torch
@@ -37,7 +38,8 @@ def gathered_positions(
     num_rows: int, start: int, rows_per_rank: int, context: Context | None
 ) -> np.ndarray:
     """Where the rows of a sequence are in the gathered rows of all ranks; on a rank it begins at
-    row `start` of `rows_per_rank`."""
+    row `start` of `rows_per_rank`.
+    """
     out = np.empty(padded(num_rows, context), np.int64)
     for rank in range(context.size if context else 1):
         rows = np.concatenate(chunks(num_rows, context, rank))
@@ -47,7 +49,8 @@ def gathered_positions(
 
 def gather_keys(k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, Tensor]:
     """[T, Hkv, D] -> [R T, Hkv, D]: those of all ranks by one collective, whose backward is a
-    reduce-scatter."""
+    reduce-scatter.
+    """
     return move(
         torch.stack([k, v], dim=1), context.group, Shard(0), Replicate(), grad=Partial()
     ).unbind(1)

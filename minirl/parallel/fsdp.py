@@ -1,5 +1,6 @@
 """FSDP2 as this house uses it: plain SUM of gradients, fp32 masters, storages that can leave the
-device and come back."""
+device and come back.
+"""
 
 import functools
 import math
@@ -39,7 +40,8 @@ def shard(
     averaging would put the number of ranks into the result. A world of one is sharded too: one code
     path.
     cpu_offload: shards and their gradients live on the host; a layer visits the device while it
-    computes."""
+    computes.
+    """
     # Inputs stay as they are: some families keep rotary embeddings in float32, and torch 2.11 would
     # cast them in forward, not in the recomputation.
     policy = MixedPrecisionPolicy(
@@ -52,7 +54,8 @@ def shard(
 
     def placement(p: nn.Parameter) -> Shard | None:
         """Fused experts [E, rows, columns] by rows where there are more ranks than experts, which
-        would leave ranks without any."""
+        would leave ranks without any.
+        """
         by_rows = p.ndim == 3 and local(p).shape[0] < ranks and p.shape[1] % ranks == 0
         return Shard(1) if by_rows else None
 
@@ -77,7 +80,8 @@ def shard(
 def local(t: Tensor | None, *, partial: bool = False) -> Tensor | None:
     """This rank's tensor. `partial`: this rank sees only part of the contributions to its gradient,
     which FSDP then sums once, after the last micro-batch (a hook on `.grad` would sum again at
-    each)."""
+    each).
+    """
     return (
         t.to_local(grad_placements=[Partial()] if partial else None)
         if isinstance(t, DTensor)
@@ -110,7 +114,8 @@ def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> float:
     `max_norm` if it is not 0.
 
     torch's own works only while all parameters live on one mesh, and reduces once per parameter
-    group."""
+    group.
+    """
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     copies = [num_copies(p) for p in parameters if p.grad is not None]
     wide = torch.float64 if grads[0].device.type == "cpu" else torch.float32
@@ -134,7 +139,8 @@ class Sleeper:
     and views stay valid.
 
     `active` is off without CUDA, where there is no other memory to move to; then all its verbs do
-    nothing."""
+    nothing.
+    """
 
     def __init__(self, model: nn.Module, optimizer_state: Callable[[], list[Tensor]]):
         self.model, self.optimizer_state, self.active = (

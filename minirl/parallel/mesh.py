@@ -24,7 +24,8 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 @dataclass(frozen=True)
 class Context:
     """The ranks that hold parts of the same sequences (context parallelism), and how their
-    attention meets the others' keys."""
+    attention meets the others' keys.
+    """
 
     group: ProcessGroup
     rank: int
@@ -38,7 +39,8 @@ class Context:
 class Mesh:
     """Who I am among the ranks, and how to talk to them. Axes from the outside in: dp_replicate,
     dp_shard, cp, tp; the last one counts fastest, so that the ranks that talk most are
-    neighbours."""
+    neighbours.
+    """
 
     rank: int
     world_size: int
@@ -78,7 +80,8 @@ class Mesh:
 
     def data_sums(self, values: torch.Tensor) -> torch.Tensor:
         """Add a CPU tensor of counts of this rank's tokens, each token once: tensor-parallel ranks
-        have the same."""
+        have the same.
+        """
         return self.sums(values) / self.tensor.size()
 
     def gather(self, value: object) -> list:
@@ -136,7 +139,8 @@ def make_mesh(
     device: torch.device, parallel: ParallelConfig | None = None, timeout: timedelta | None = None
 ) -> Mesh:
     """The mesh over an initialised default process group. Raises UserError if its axes do not
-    multiply to the world's size."""
+    multiply to the world's size.
+    """
     parallel = parallel or ParallelConfig()
     world, rank = dist.get_world_size(), dist.get_rank()
     check_parallel(parallel, world)

@@ -1,5 +1,6 @@
 """Muon over sharded matrices: the momentum stays in shards, each matrix is whole on one rank
-only."""
+only.
+"""
 
 import math
 
@@ -23,7 +24,8 @@ def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
 
     Its quintic polynomial is of Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural
     networks": steepest at 0 so that five steps are enough, at the price of not converging to 1
-    exactly."""
+    exactly.
+    """
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x  # the smaller Gram matrix
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
@@ -41,7 +43,8 @@ class Muon(torch.optim.Optimizer):
     (multiplications, but for a factor) and taken `world_size` at a time: in each round rank r is
     sent the shards of the r-th, orthogonalizes it once, and sends every rank its part; so ranks
     wait for each other little, and hold one matrix at most. bfloat16 on CUDA (but for float64
-    parameters), the parameters' dtype on CPU."""
+    parameters), the parameters' dtype on CPU.
+    """
 
     def __init__(
         self,
@@ -91,7 +94,8 @@ class Muon(torch.optim.Optimizer):
 
     def _collect(self, matrices: list[nn.Parameter], shards: list[Tensor]) -> Tensor | None:
         """The matrix of this rank, if there is one for it, out of its shards; of replicas the first
-        is sent."""
+        is sent.
+        """
         rank = self.mesh.rank
         sent = [
             shard if self._boxes[p].index(self._boxes[p][rank]) == rank else shard.new_empty(0)
@@ -120,7 +124,8 @@ class Muon(torch.optim.Optimizer):
 
     def _exchange(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
         """`sent[r]` to rank r; returns a tensor of `shapes[r]` from each rank r. Nothing to and
-        from those behind the last."""
+        from those behind the last.
+        """
         num_sent, sizes = (
             [*map(math.prod, of_all), *[0] * (self.mesh.world_size - len(of_all))]
             for of_all in ([t.shape for t in sent], shapes)

@@ -26,7 +26,8 @@ class Optimizer:
     mesh, and on another, whose blocks are others, to within a level. `average`: keep an exponential
     moving average of the parameters as one more entry of the state, `ema`, in their dtype and
     shards. It begins as the weights after the first update; set `ema_decay` before each further
-    one."""
+    one.
+    """
 
     def __init__(
         self,
@@ -67,7 +68,8 @@ class Optimizer:
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
         """Inside, all state is on the device in full precision: what a checkpoint reads and
-        writes."""
+        writes.
+        """
         for part in self.parts:
             self._wake(part, list(part.state))
         yield
@@ -91,7 +93,8 @@ class Optimizer:
     @torch.no_grad()
     def _sleep(self, part: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:
         """Free the storages of their state and nothing else, so that every tensor object stays what
-        others know it as."""
+        others know it as.
+        """
         for p, key in ((p, key) for p in params if p in part.state for key in part.state[p]):
             t = local(part.state[p][key])
             if self.rest == "offload" and t.ndim:
@@ -142,7 +145,8 @@ def dynamic_code(signed: bool, device: torch.device, dtype: torch.dtype) -> Tens
     one below, in its middle of equal parts. Dynamic quantization of Dettmers et al. 2022, "8-bit
     Optimizers via Block-wise Quantization", arXiv 2110.02861, scaled so that the extremes are
     exactly 1: a block's largest element then keeps its value, and quantizing twice is quantizing
-    once."""
+    once.
+    """
     decades = []
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1, dtype=torch.float64)
@@ -155,7 +159,8 @@ def dynamic_code(signed: bool, device: torch.device, dtype: torch.dtype) -> Tens
 
 def quantize(t: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """A float tensor of any shape -> (uint8 [blocks, 256] nearest levels, [blocks] largest absolute
-    values, in t's dtype)."""
+    values, in t's dtype).
+    """
     flat = t.flatten() if signed else t.flatten().sqrt()
     blocks = nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)

@@ -14,7 +14,8 @@ Region = tuple[
 @dataclass(frozen=True)
 class CheckpointSlice:
     """One weight of a checkpoint's files as a block of a parameter: all of it, or one expert's
-    matrix of a fused one."""
+    matrix of a fused one.
+    """
 
     name: str  # In the files.
     box: Region  # Of the parameter.
@@ -29,7 +30,8 @@ class CheckpointSlice:
 
     def inside(self, box: Region) -> Region:
         """A block of the parameter that lies in this part, in the coordinates of the file's
-        weight."""
+        weight.
+        """
         offset = tuple(o - start for o, start in zip(box[0], self.box[0], strict=True))
         return offset[self.fused :], box[1][self.fused :]
 
@@ -43,7 +45,8 @@ def intersect(a: Region, b: Region) -> Region | None:
 
 def view_of(t: Any, box: Region, corner: tuple[int, ...] | None = None) -> Tensor:
     """The view of `box` in a tensor whose first element is at `corner`, or a whole one; of a weight
-    in a file what is read of it."""
+    in a file what is read of it.
+    """
     return t[
         tuple(
             slice(start - origin, start - origin + n)
@@ -54,7 +57,8 @@ def view_of(t: Any, box: Region, corner: tuple[int, ...] | None = None) -> Tenso
 
 def split_by_size(items: Iterable, size: Callable[[object], int], limit: float) -> Iterator[list]:
     """Cut a row of things into split_by_size whose sizes add up to `limit` at most, but for a thing
-    that alone has more."""
+    that alone has more.
+    """
     run, total = [], 0
     for item in items:
         if run and total + size(item) > limit:

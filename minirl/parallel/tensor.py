@@ -8,7 +8,8 @@ blocks each rank keeps its part of the tokens, and an all-reduce becomes a reduc
 block and an all-gather in front of the next.
 
 The library's own tensor parallelism is not used: under gradient accumulation it reduces the
-gradients of query and key norms twice."""
+gradients of query and key norms twice.
+"""
 
 import re
 from collections.abc import Callable
@@ -85,7 +86,8 @@ def move(
 ) -> Tensor:
     """This rank's tensor at placement `source` over a group -> that at `target`. `grad`: what the
     gradient that comes back is; as `target` if not said. It leaves as `source`, but whole where
-    that is a partial sum. (DTensors could do the same, at thrice the time of the host.)"""
+    that is a partial sum. (DTensors could do the same, at thrice the time of the host.)
+    """
     return _Move.apply(x, group, source, target, grad or target)
 
 
@@ -141,7 +143,8 @@ def _parallel(
     module: nn.Module, tp: TensorParallel, placement: Shard | Replicate, *, partial: bool = False
 ) -> Callable:
     """Shard the module's parameters alike. Returns its own forward, which finds local tensors where
-    its DTensors are."""
+    its DTensors are.
+    """
     for name in module._parameters:
         _shard(module, name, tp, placement)
     plain = module.forward
@@ -159,7 +162,8 @@ def _parallel(
 
 def _column(module: nn.Linear, tp: TensorParallel) -> Callable:
     """Own rows of the weight, but all features out: for what cannot be split by heads, fused
-    projections and norms over all heads jointly."""
+    projections and norms over all heads jointly.
+    """
     plain = _parallel(module, tp, Shard(0))
     return lambda x: move(plain(x), tp.group, Shard(FEATURES), Replicate())
 
@@ -168,7 +172,8 @@ def _column_of_one_head(
     module: nn.Linear, tp: TensorParallel, num_heads: int, head_dim: int
 ) -> Callable:
     """Keys or values with fewer heads than ranks: weight on every rank, which uses the head of its
-    queries."""
+    queries.
+    """
     _parallel(module, tp, Replicate())
     head = tp.group.rank() * num_heads // tp.group.size()
     rows = slice(head * head_dim, (head + 1) * head_dim)
@@ -200,7 +205,8 @@ def _row(
 
 def _vocabulary(module: nn.Embedding, tp: TensorParallel) -> Callable:
     """Own rows of the embedding; other tokens give 0, and the sum over ranks is whole. What a
-    family does besides (scaling) is kept."""
+    family does besides (scaling) is kept.
+    """
     num = module.weight.shape[0] // tp.group.size()
     plain, first = _parallel(module, tp, Shard(0)), tp.group.rank() * num
     if module.padding_idx is not None:  # its row gets no gradient, whichever rank has it
@@ -235,7 +241,8 @@ def _experts(module: nn.Module, tp: TensorParallel) -> Callable:
 
 def _enter_once(module: nn.Module, tp: TensorParallel) -> None:
     """One collective at the input of an attention, MLP or mixture block, instead of one for each of
-    its column-parallel matrices."""
+    its column-parallel matrices.
+    """
 
     def hook(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:
@@ -251,7 +258,8 @@ def _enter_once(module: nn.Module, tp: TensorParallel) -> None:
 
 def check_divides(divided: dict[str, int], size: int) -> None:
     """`divided`: names and values of what the family splits over ranks. Raises UserError where
-    `size` does not divide one, with the arithmetic."""
+    `size` does not divide one, with the arithmetic.
+    """
     for name, value in divided.items():
         replicated = name == "num_key_value_heads"  # where they are fewer than ranks
         if value % size and not (replicated and size % value == 0):

@@ -10,7 +10,8 @@ A reward is any function `(prompt, completion, row) -> float`, in any file:
 
 or an HTTP endpoint (rewards/http.py), or one written for OpenRLHF or TRL (`openrlhf:file.py`,
 `trl:file.py:function`), or several of them. `row["rendered_prompt"]` is the prompt as the policy
-reads it."""
+reads it.
+"""
 
 import math
 import numbers
@@ -44,7 +45,8 @@ class Rewards:
 
     def check_rows(self, rows: Iterable[dict]) -> None:
         """Refuse rows that a registered reward cannot grade, or a machine that cannot, before
-        anything is generated. Raises UserError."""
+        anything is generated. Raises UserError.
+        """
         names = [name for *_, name in self.parts]
         if "python_tests" in names:
             sandbox.check_supported()
@@ -64,7 +66,8 @@ class Rewards:
 
     def __call__(self, row: dict, completion: str, info: dict | None = None) -> float:
         """What it is made of goes to `info["rewards"]`, name -> value, if it has several parts.
-        Raises UserError as `grade`."""
+        Raises UserError as `grade`.
+        """
         values = {name: grade(function, name, row, completion) for _, function, name in self.parts}
         if info is not None and len(values) > 1:
             info["rewards"] = values
@@ -73,7 +76,8 @@ class Rewards:
 
 def grade(function: RewardFunction, name: str, row: dict, completion: str) -> float:
     """Raises UserError if the function raises or returns anything but a finite number: an answer
-    cannot be left out of its group, and any number in place of its reward would be learned from."""
+    cannot be left out of its group, and any number in place of its reward would be learned from.
+    """
     shown = f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
     try:
         value = function(row["prompt"], completion, row)
@@ -95,7 +99,8 @@ def grade(function: RewardFunction, name: str, row: dict, completion: str) -> fl
 
 def make_rewards(cfg: RewardConfig | str) -> Rewards:
     """What `reward.function` names (a text alone stands for a config with it). Raises UserError for
-    what cannot be found."""
+    what cannot be found.
+    """
     cfg = RewardConfig(function=cfg) if isinstance(cfg, str) else cfg
     names = [
         name for name in ([cfg.function] if isinstance(cfg.function, str) else cfg.function) if name
@@ -132,7 +137,8 @@ def exact(prompt: str | list[dict], completion: str, row: dict) -> float:
 
 def final_answer(prompt: str | list[dict], completion: str, row: dict) -> float:
     """1 for the right number after `Answer:`, 0.3 if only the last number of the text is right: a
-    small model finds the right number before the form."""
+    small model finds the right number before the form.
+    """
     gold = str(row["answer"]).replace(",", "").strip()
     text = completion.replace(",", "")
     if gold in re.findall(r"[Aa]nswer:\s*\$?(-?\d+(?:\.\d+)?)", text)[-1:]:
@@ -142,7 +148,8 @@ def final_answer(prompt: str | list[dict], completion: str, row: dict) -> float:
 
 def verified(prompt: str | list[dict], completion: str, row: dict) -> float:
     """1 if math-verify finds the completion's final expression equal to the answer. Its own time
-    limits use signals, which do not work in threads."""
+    limits use signals, which do not work in threads.
+    """
     answer = str(row["answer"])
     if "$" not in answer and "\\boxed" not in answer:
         answer = (
@@ -159,7 +166,8 @@ def verified(prompt: str | list[dict], completion: str, row: dict) -> float:
 def gym_score(prompt: str | list[dict], completion: str, row: dict) -> float:
     """The score of reasoning-gym's own grader for the row's generator, 0 to 1; partly right answers
     earn part. Some graders evaluate what the policy wrote as code (that of `countdown` by sympy's
-    parser); the environment `countdown` does not."""
+    parser); the environment `countdown` does not.
+    """
     return reasoning_gym.get_score_answer_fn(row["metadata"]["source_dataset"])(
         completion.strip(), row
     )
@@ -169,7 +177,8 @@ def python_tests(prompt: str | list[dict], completion: str, row: dict) -> float:
     """1 if the program in the completion (its last fenced block, or all of it) passes the row's
     `tests`, Python statements that run behind it in the sandbox. The tests' process is the
     program's, so they must reach a last line of their own; one that reads that line in its own file
-    and prints it would be believed."""
+    and prints it would be believed.
+    """
     blocks = re.findall(r"```(?:python|py)?\n(.*?)```", completion, flags=re.DOTALL)
     passed = secrets.token_hex(8)
     result = sandbox.run(

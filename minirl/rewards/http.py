@@ -6,7 +6,8 @@ for remote reward models:
     are left alone
 
 Texts are as the policy reads and writes them: the prompt with its chat template, the answer without
-special tokens."""
+special tokens.
+"""
 
 import contextlib
 import itertools
@@ -26,7 +27,8 @@ from minirl.errors import UserError
 
 class RemoteReward:
     """A reward function that endpoints compute. Threads call it one answer each; while every
-    endpoint is busy their answers gather, and go together in the next request."""
+    endpoint is busy their answers gather, and go together in the next request.
+    """
 
     def __init__(self, name: str, cfg: RewardConfig):
         """`name`: URLs separated by commas. Raises UserError."""
@@ -51,7 +53,8 @@ class RemoteReward:
 
     def __call__(self, prompt: str | list[dict], completion: str, row: dict) -> float:
         """`row["rendered_prompt"]` is the prompt as the policy reads it. Raises UserError if no
-        endpoint answers rightly."""
+        endpoint answers rightly.
+        """
         with self.lock:
             if not self.gathered:
                 self.request = self.senders.submit(self._ask)
@@ -96,7 +99,8 @@ class RemoteReward:
 def serve(score: Callable[[list[str]], list[float]], host: str, port: int) -> None:
     """Answer the protocol at `/` and `/get_reward` until the process is told to stop. `score`:
     texts -> rewards, called for one request at a time. Raises UserError if the address cannot be
-    had."""
+    had.
+    """
     import uvicorn  # here, because only this program needs them and they take a while
     from fastapi import Body, FastAPI
 

@@ -15,7 +15,8 @@ from minirl.types import Trajectory
 
 class RewardModel:
     """A trained reward model, run in process: prompts with answers, as token ids -> the scores of
-    their ends. Asleep until it is woken or `grade` does."""
+    their ends. Asleep until it is woken or `grade` does.
+    """
 
     def __init__(
         self,
@@ -29,7 +30,8 @@ class RewardModel:
         **how: Any,
     ):
         """An answer that no token of `stop_ids` ends gets the tokenizer's, `eos`; rows have at most
-        tokens_per_rank - 1 tokens. `cfg` and `how`: as Policy has them."""
+        tokens_per_rank - 1 tokens. `cfg` and `how`: as Policy has them.
+        """
         self.model = Policy(cfg, folder, mesh, trainable=False, score=True, **how)
         self.stop_ids, self.tokens_per_rank, self.weight = stop_ids, tokens_per_rank, weight
         self.end = stop_ids[0] if eos is None else eos
@@ -51,7 +53,8 @@ class RewardModel:
     def grade(self, trajectories: list[Trajectory]) -> None:
         """Add the weighted scores to the rewards of this rank's trajectories, and each to
         `info["rewards"]`; of an episode in segments that of the last counts. Asleep afterwards.
-        Collective. Raises UserError for a score that is no number."""
+        Collective. Raises UserError for a score that is no number.
+        """
         self.model.sleeper.wake_parameters()
         scores = self(trajectories)
         self.model.sleeper.sleep_parameters()
@@ -72,7 +75,8 @@ class RewardModel:
 
     def _ended(self, number: int, t: Trajectory) -> Trajectory:
         """With the token that ends an answer, and one more, whose row is the end's. Siblings keep
-        sharing their prompt."""
+        sharing their prompt.
+        """
         end = [] if len(t.tokens) and t.tokens[-1] in self.stop_ids else [self.end]
         tokens, sampled = (
             np.append(t.tokens, [*end, self.end]).astype(np.int32),

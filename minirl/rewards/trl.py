@@ -7,7 +7,8 @@
 several threads. Where the prompt is a list of messages the completion is one too, else it is a
 text. None, "this does not apply", is 0 in the sum of rewards and in the metrics. `completion_ids`,
 `trainer_state`, `log_extra` and `log_metric` belong to TRL's trainer; a function that needs one of
-them ends the run and says so."""
+them ends the run and says so.
+"""
 
 import asyncio
 import inspect

@@ -1,5 +1,6 @@
 """Anthropic's messages, as the endpoint speaks them: a request translated to a chat of OpenAI's,
-and its answer told in blocks."""
+and its answer told in blocks.
+"""
 
 import json
 from collections.abc import AsyncIterator

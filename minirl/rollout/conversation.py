@@ -9,7 +9,8 @@ them by another token than the one sampled), and a new segment starts. So what i
 always what was sampled, after exactly what it was sampled after.
 
 Tokenizers that come from sentencepiece write a space before a text, and some special tokens swallow
-the spaces behind them: what goes on is encoded and decoded together with the token before it."""
+the spaces behind them: what goes on is encoded and decoded together with the token before it.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -122,7 +123,8 @@ class Conversation:
 
     def ask(self, messages: list[dict], tools: list[dict] | None = None) -> Segment:
         """The segment that ends with the header of the answer to `messages`, the whole chat so far:
-        one that this goes on, or a new one. Raises UserError if the template refuses."""
+        one that this goes on, or a new one. Raises UserError if the template refuses.
+        """
         return self.go_on(
             *self.whole(
                 chat.render(self.tokenizer, messages, tools=tools), images.of_chat(messages)
@@ -133,7 +135,8 @@ class Conversation:
         self, prompt: str | list[int], urls: Sequence[str] = ()
     ) -> tuple[list[int], str, list[ImageSpan]]:
         """A prompt (a text with all its special tokens, or tokens) as tokens, as a text, and the
-        places of its images, going on from a segment; nothing is noted."""
+        places of its images, going on from a segment; nothing is noted.
+        """
         if isinstance(prompt, str):
             begin = (
                 _longest(s for s in self.segments if prompt.startswith(s.text) and s.shows(urls))
@@ -174,7 +177,8 @@ class Conversation:
         self, said: list[int] | str, segment: Segment | None = None, urls: Sequence[str] = ()
     ) -> Segment:
         """The segment, or a new one, with tokens or a raw text appended, in which one token stands
-        for an image."""
+        for an image.
+        """
         segment = segment or self._begin()
         ids, text = (
             (self._encode(said, segment.tokens), said)
@@ -198,7 +202,8 @@ class Conversation:
 
     def _encode(self, text: str, before: list[int]) -> list[int]:
         """Of a text that follows these tokens: as behind the last of them if that stays what it is,
-        else as behind a token that ends a text."""
+        else as behind a token that ends a text.
+        """
         for last in (before[-1:], [self.tokenizer.eos_token_id] if before else []):
             begin = self.tokenizer.decode(last) if last != [None] else ""
             ids = chat.encode(self.tokenizer, begin + text)
@@ -220,7 +225,8 @@ class Conversation:
         self, *, group: int, episode: int, reward: float, info: dict
     ) -> list[Trajectory]:
         """One for each segment in which something was sampled, to its last sampled token; all carry
-        the episode's `reward`."""
+        the episode's `reward`.
+        """
         return [
             Trajectory(
                 tokens=np.array(s.tokens[: s.end()], np.int32),

@@ -1,7 +1,8 @@
 """The rollout engine: vLLM inside this process. The only file that imports vLLM.
 
 Versions 0.26 (torch 2.11) and 0.32 (torch 2.13) run through the calls used here; where they differ,
-the difference is here."""
+the difference is here.
+"""
 
 import contextlib
 import gc
@@ -54,7 +55,8 @@ class RolloutEngine:
     Its weights are random until the first refit (load_weights=False), so it reads no checkpoint
     unless it `reads_images`. Building one is collective over all ranks, because vLLM agrees on the
     size of the KV cache over the whole world. Raises UserError where vLLM refuses the model or the
-    memory."""
+    memory.
+    """
 
     def __init__(
         self,
@@ -153,7 +155,8 @@ class RolloutEngine:
 
     def load_weights(self, named: Iterator[tuple[str, Tensor]]) -> None:
         """vLLM's own loader for this model: checkpoint names and whole tensors in, fused and split
-        parameters out."""
+        parameters out.
+        """
         with (
             torch.no_grad(),
             self.vllm.config.set_current_vllm_config(self.llm.llm_engine.vllm_config),
@@ -165,7 +168,8 @@ class RolloutEngine:
 
     def padding(self) -> dict[str, int]:
         """Elements of vocabulary parameters that no checkpoint fills: rows added to make the
-        vocabulary divisible."""
+        vocabulary divisible.
+        """
         found = [
             (name, m, m.shard_indices)
             for name, m in self.model.named_modules()
@@ -183,7 +187,8 @@ class RolloutEngine:
         The order keeps the peak low on a device: the optimizer leaves before the engine's weights
         return, and the shards (needed by the refit) leave before the KV cache returns. Afterwards
         the shards are back; the optimizer's state returns when it steps. On CPU nothing moves:
-        there is no other memory to move to."""
+        there is no other memory to move to.
+        """
         with self.timer.phase("sleep_wake"):
             sleeper.sleep_optimizer()
             if self._asleep:
@@ -225,7 +230,8 @@ class RolloutEngine:
 
         The seed must differ between samples: unseeded ones draw from the process's generator, which
         the trainer moves and which would differ between ranks of one engine. `stream`: `step` tells
-        each token at once, which costs vLLM an object for it."""
+        each token at once, which costs vLLM an object for it.
+        """
         kinds = self.vllm.sampling_params.RequestOutputKind
         params = self.vllm.SamplingParams(
             **vars(sampling) | {"stop_token_ids": list(sampling.stop_token_ids)},
@@ -243,7 +249,8 @@ class RolloutEngine:
     def step(self) -> list[tuple[str, list[int], list[float], str | None]]:
         """One step of every running request. Of those that are streamed or have ended: id, tokens
         that are news, their log-probs under the distribution they were drawn from (temperature
-        applied), and at the end `stop` (by a stop token, which is the last one) or `length`."""
+        applied), and at the end `stop` (by a stop token, which is the last one) or `length`.
+        """
         outputs = (
             self.llm.llm_engine.step() if self.llm.llm_engine.has_unfinished_requests() else ()
         )
@@ -260,7 +267,8 @@ class RolloutEngine:
 
     def unfinished(self) -> list[tuple[str, list[int], list[float], None]]:
         """What there is of requests that have not ended and are not streamed, in the form of
-        `step`."""
+        `step`.
+        """
         states = self.llm.llm_engine.output_processor.request_states.values()
         found = [
             s
@@ -301,7 +309,8 @@ def _logprobs(tokens: list[int], entries: list[dict] | None) -> list[float]:
 @contextlib.contextmanager
 def _keep_random_state_and_threads() -> Iterator[None]:
     """vLLM seeds the global generators, and its CPU build sets one thread and disables
-    `torch.set_num_threads`."""
+    `torch.set_num_threads`.
+    """
     with contextlib.ExitStack() as after, torch.random.fork_rng(devices=()):
         after.callback(random.setstate, random.getstate())
         after.callback(np.random.set_state, np.random.get_state())
@@ -315,7 +324,8 @@ def _patch_cpu(mesh: Mesh) -> None:
 
     As shipped it repacks every matrix for its kernels after loading, so that a later write to the
     parameter changes nothing (silently, for tied embeddings). Plain `F.linear` costs about a third
-    more per decoded token on a 60M model."""
+    more per decoded token on a 60M model.
+    """
     import vllm.distributed.device_communicators.cpu_communicator as shm
     import vllm.model_executor.layers.utils as layers
     from vllm.platforms import current_platform
@@ -393,7 +403,8 @@ def _plain_experts(
     **_: object,
 ) -> None:
     """hidden_states [T, H], w1 [E, 2I, H], w2 [E, H, I], topk_* [T, k] -> output [T, H], by the
-    weights as they were loaded."""
+    weights as they were loaded.
+    """
     total = torch.zeros(hidden_states.shape, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
         rows, slot = (topk_ids == expert).nonzero(as_tuple=True)

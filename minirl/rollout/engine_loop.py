@@ -21,7 +21,8 @@ from minirl.rollout.engine import RolloutEngine, Sampling
 @dataclass(kw_only=True)
 class Request:
     """An answer in the making. What of it is there when a rollout is interrupted stays, and the
-    next rollout goes on from it."""
+    next rollout goes on from it.
+    """
 
     tokens: list[int]  # of the prompt
     sampling: Sampling
@@ -36,7 +37,8 @@ class Request:
 class EngineLoop:
     def __init__(self, engine: RolloutEngine, *, repeatable: bool):
         """`repeatable`: the engine waits until every player has asked for its next answer, so that
-        what it computes together does not depend on how long environments take."""
+        what it computes together does not depend on how long environments take.
+        """
         self.engine, self.repeatable = engine, repeatable
         self.loop = asyncio.new_event_loop()
         self.version = 0  # optimizer steps that the weights have seen
@@ -61,7 +63,8 @@ class EngineLoop:
 
     async def generate(self, request: Request) -> Completion:
         """Sample an answer; engine.max_model_len must have room for a token of it. Cancelling the
-        caller drops the request."""
+        caller drops the request.
+        """
         future = (
             asyncio.get_running_loop().create_future()
         )  # cancelled with the caller, which whoever holds the request looks at
@@ -87,7 +90,8 @@ class EngineLoop:
 
     def run(self, main: Coroutine | None) -> Any:
         """Step the engine until `main` is done; its result (None on ranks that follow, which pass
-        None). What is unfinished then is held."""
+        None). What is unfinished then is held.
+        """
         if not self.engine.is_leader:
             while self._tick():
                 pass
@@ -128,7 +132,8 @@ class EngineLoop:
 
     def _tick(self, more: bool = True) -> bool:
         """Drop and add requests and step the engine, on all its ranks alike. False at the end of a
-        run, when all are dropped."""
+        run, when all are dropped.
+        """
         orders = None
         if self.engine.is_leader:
             waiting = sorted(
@@ -180,7 +185,8 @@ class EngineLoop:
 
 def _remaining(request: Request) -> tuple[list[int], Sampling, int, tuple[str, ...]]:
     """What the engine is to add to what is there already; with another seed, for the first one's
-    numbers are used up."""
+    numbers are used up.
+    """
     num = len(request.done.tokens)
     sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - num)
     tokens, urls = unexpanded(request.tokens, request.images), tuple(p.url for p in request.images)
@@ -189,7 +195,8 @@ def _remaining(request: Request) -> tuple[list[int], Sampling, int, tuple[str, .
 
 async def in_thread(function: Callable, *arguments: object) -> Any:
     """Call it in a thread of its own, which nobody waits for at the end of the program if the
-    caller gives it up."""
+    caller gives it up.
+    """
     future = Future()
     future.set_running_or_notify_cancel()  # from now on nobody cancels it, whoever gives it up
 

@@ -1,5 +1,6 @@
 """An episode: what an environment and the policy say in turn, until one of them or a budget ends
-it."""
+it.
+"""
 
 import asyncio
 import contextlib
@@ -115,7 +116,8 @@ class EpisodeRunner:
 
     def finish(self, e: Episode) -> list[Trajectory]:
         """Its trajectories, with what the reward functions say. Called in a thread. Raises
-        UserError as they do."""
+        UserError as they do.
+        """
         info = {
             "prompt": plain(e.row["prompt"]),
             "completion": e.answer,
@@ -147,7 +149,8 @@ class EpisodeRunner:
 
     async def _turn(self, e: Episode) -> bool:
         """An answer, and what the environment says to it. False: it was the last, or there is no
-        room for one."""
+        room for one.
+        """
         if e.request is None:
             room = min(
                 e.sampling.max_tokens,

@@ -3,7 +3,8 @@ answer is told while it is made.
 
 A client's `model`, `temperature`, `top_p`, penalties and the like have no effect: the policy
 answers, and samples as the run says, for it is trained on the log-probs of that. What else cannot
-be had (forms of output, alternatives to the sampled tokens, a call that is forced) is refused."""
+be had (forms of output, alternatives to the sampled tokens, a call that is forced) is refused.
+"""
 
 import json
 import re
@@ -48,7 +49,8 @@ class CompletionRequest(BaseModel, extra="allow"):
         self, tokenizer: PreTrainedTokenizerBase, said: dict[str, str]
     ) -> list[tuple[str | list[int], list[str]]]:
         """With the images of each. `said`: the policy's own answers of this session as they were
-        sampled, by `recognise`. Raises UserError, KeyError, TypeError or ValueError."""
+        sampled, by `recognise`. Raises UserError, KeyError, TypeError or ValueError.
+        """
         if refused := [
             f
             for f in ("top_logprobs", "response_format", "echo", "suffix")
@@ -128,7 +130,8 @@ def recognise(content: str, calls: list[tuple[str, dict]]) -> str:
 
 class Choice:
     """One choice, from its tokens to the text, the tool calls and the end that the client is
-    told."""
+    told.
+    """
 
     def __init__(
         self,
@@ -138,7 +141,8 @@ class Choice:
         tokenizer: PreTrainedTokenizerBase,
     ):
         """`request.done` grows while the engine works; `prompt`: as `Conversation.whole` gave
-        it."""
+        it.
+        """
         self.request, self.prompt, self.asked, self.tokenizer = request, prompt, asked, tokenizer
         self.stops = [
             stop
@@ -160,7 +164,8 @@ class Choice:
 
     def hear(self, *, last: bool = False) -> None:
         """Read what the engine has sampled since. Bytes of a character that is not complete wait
-        for the others, unless they are the `last`."""
+        for the others, unless they are the `last`.
+        """
         tokens = [
             t for t in self.request.done.tokens if t not in self.request.sampling.stop_token_ids
         ]
@@ -250,7 +255,8 @@ class Choice:
 def _calls(text: str) -> list[tuple[str, dict]]:
     """The calls that a text makes as Qwen and Hermes models do: `<tool_call>{"name": ...,
     "arguments": {...}}</tool_call>`. None at all if one of them cannot be read, so that the text
-    stays in sight."""
+    stays in sight.
+    """
     try:
         return [
             (call["name"], dict(call.get("arguments", {})))

@@ -10,7 +10,8 @@ object a line:
                 error, score, rewards of each function, env, ...
 
 `rollout.dump` writes them, `rollout.replay` trains on them again, `python -m minirl.rollout.show
-FILE` prints them."""
+FILE` prints them.
+"""
 
 import json
 from collections.abc import Iterator
@@ -71,7 +72,8 @@ def read_file(path: Path) -> Iterator[Trajectory]:
 
 def load_step(folder: Path, step: int, mesh: Mesh) -> list[Trajectory]:
     """This rank's part of a step, whole groups, whatever ranks wrote it. Raises UserError if there
-    is none."""
+    is none.
+    """
     files = sorted(folder.glob(f"step-{step}-rank-*.jsonl"))
     if not files:
         raise UserError(

@@ -4,7 +4,8 @@ Record once: vLLM's own loader runs on meta tensors and only `copy_` is intercep
 says which box of which checkpoint weight lands in which piece of which engine parameter, so no
 table per architecture is needed. Plan once: intersect those boxes with the shards of all ranks;
 prefer one's own shard, then the nearest replica. Run each step: bucket by bucket, cast to the
-engine's dtype before the wire, one collective, scatter."""
+engine's dtype before the wire, one collective, scatter.
+"""
 
 import itertools
 import math
@@ -28,7 +29,8 @@ from minirl.rollout.engine import RolloutEngine
 @dataclass(frozen=True)
 class Copy:
     """The engine wants `box` of the trainer's weight `name`; dimension d of its target reads
-    dimension axes[d] of the weight."""
+    dimension axes[d] of the weight.
+    """
 
     name: str
     box: Region
@@ -70,7 +72,8 @@ def record(
     fills)].
 
     It is offered the files' weights, each a view of the trainer's: one expert's matrix is already a
-    box of the fused tensor."""
+    box of the fused tensor.
+    """
     whole = {n: torch.empty(s, device="meta") for n, s in shapes.items()}
     recorder = _Recorder({t.untyped_storage()._cdata: n for n, t in whole.items()})
     probes = [(part.name, part.of(whole[n])) for n, of_one in parts.items() for part in of_one]
@@ -121,7 +124,8 @@ class _Piece:
 
     def scatter(self, source: Tensor) -> None:
         """Write `source` (the values of the box, in the weight's axes) to where the engine wants
-        them."""
+        them.
+        """
         axes = self.copy.axes
         dropped = tuple(
             d for d in range(source.ndim) if d not in axes
@@ -134,7 +138,8 @@ class _Piece:
 
 class Refit:
     """Made once per policy and engine; each call moves the current weights. Building and calling
-    are collective."""
+    are collective.
+    """
 
     def __init__(
         self,
@@ -147,7 +152,8 @@ class Refit:
         check: bool = False,
     ):
         """`shards`: the trainer's weights by its names. `parts`: what each is in a checkpoint's
-        files, which is what the engine's loader knows."""
+        files, which is what the engine's loader knows.
+        """
         self.cfg, self.shards, self.parts, self.engine, self.mesh, self.check = (
             cfg,
             shards,
@@ -182,7 +188,8 @@ class Refit:
 
     def _check_coverage(self, recorded: list[tuple[Copy, Tensor]]) -> None:
         """Every element of every engine parameter must be written, or it would keep its random
-        start. Raises RuntimeError."""
+        start. Raises RuntimeError.
+        """
         covered: dict[int, int] = defaultdict(int)
         for _, target in recorded:
             covered[target.untyped_storage().data_ptr()] += target.numel()
@@ -238,7 +245,8 @@ class Refit:
 
     def _all_to_all(self, bucket: list[str]) -> tuple[int, int]:
         """Each rank gets just what its engine lacks. Returns bytes: received, and of the
-        buffers."""
+        buffers.
+        """
         sending, receiving = (
             [
                 [piece for name in bucket if peer != self.mesh.rank for piece in side[name, peer]]
@@ -262,7 +270,8 @@ class Refit:
 
     def _all_gather(self, bucket: list[str]) -> tuple[int, int]:
         """Every rank gets every shard, and takes what its engine wants from them. Returns the
-        same."""
+        same.
+        """
         sizes = [[math.prod(boxes[name][1]) for name in bucket] for boxes in self.boxes]
         longest = max(map(sum, sizes))
         out = torch.zeros(longest, dtype=self.dtypes[bucket[0]], device=self.mesh.device)
@@ -322,7 +331,8 @@ def full_gather(
     dtypes: dict[str, torch.dtype],
 ) -> None:
     """The obvious refit, kept as oracle: gather each weight whole on every rank and give it to the
-    engine's own loader."""
+    engine's own loader.
+    """
 
     def whole() -> Iterator[tuple[str, Tensor]]:
         for name, dtype in dtypes.items():

@@ -55,7 +55,8 @@ class Group:
 
 class GroupScheduler:
     """Groups that are played together; those that are unfinished when it is interrupted go on when
-    it is played again."""
+    it is played again.
+    """
 
     def __init__(self, sampler: "Sampler"):
         self.sampler = sampler
@@ -72,7 +73,8 @@ class GroupScheduler:
     ) -> list[Group]:
         """Begin the groups of the tickets in the queue as there is room for their episodes, until
         `enough(groups that are played)` or there is no more to do. Returns those played. Raises
-        what the first episode that ends the run does."""
+        what the first episode that ends the run does.
+        """
         driver, self.error = self.sampler.driver, None
         if self.groups:  # those of another round stay held
             driver.release()
@@ -190,7 +192,8 @@ class Sampler:
 
         Returns this rank's groups, in the order of their tickets; ranks that follow an engine's
         leader return none. Every rank must call it alike. Raises UserError from a reward function,
-        or an environment by env.on_error raise."""
+        or an environment by env.on_error raise.
+        """
         return [
             t
             for group in self._play(
@@ -206,7 +209,8 @@ class Sampler:
         steps began. Those whose mean reward is not strictly inside rollout.keep_inside are replaced
         by the groups of at most rollout.extra_prompts further tickets; if that is not enough, the
         earliest of them are in after all. Returns this rank's part of them, and the next ticket.
-        DAPO's dynamic sampling (arXiv 2503.14476, sec. 3.2)."""
+        DAPO's dynamic sampling (arXiv 2503.14476, sec. 3.2).
+        """
         r, mesh = self.cfg.rollout, self.mesh
         self.stage.failures.clear()
         for group in [
@@ -306,7 +310,8 @@ class Sampler:
 
     def _pull(self, number: int, tickets: range) -> Iterator[int]:
         """Take the next ticket that no engine has taken: one counter on torchrun's store, so long
-        answers balance themselves."""
+        answers balance themselves.
+        """
         while (taken := self.mesh.store.add(f"minirl/tickets/{number}", 1) - 1) < len(tickets):
             yield tickets[taken]
 
@@ -344,12 +349,14 @@ class Sampler:
 
     def state(self) -> list[bytes]:
         """What the next step would go on with, group by group, for a checkpoint. What cannot be
-        pickled begins anew there."""
+        pickled begins anew there.
+        """
         return [group.pickled() for group in self.training.groups.values()]
 
     def load(self, states: list[list[bytes]], sampling: Sampling) -> None:
         """Take this rank's part of what all ranks had: its own, or a share if there were more or
-        fewer of them."""
+        fewer of them.
+        """
         own = (
             states[self.mesh.rank]
             if len(states) == self.mesh.world_size

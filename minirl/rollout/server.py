@@ -4,7 +4,8 @@ of what is said is kept.
 A key is a session, and a session a conversation (rollout/conversation.py). A request appends its
 prompts and answers to segments that they go on, token by token, or begins new ones; it is answered
 as a whole, or has never been asked. The server runs in the driver's loop, so it stands still while
-the trainer trains, and clients wait: give them a time limit that outlasts a step."""
+the trainer trains, and clients wait: give them a time limit that outlasts a step.
+"""
 
 import asyncio
 import contextlib
@@ -136,7 +137,8 @@ class PendingResponse:
 
     async def choices(self) -> AsyncIterator[dict[str, Any]]:
         """The answers as OpenAI's `choices`, bit by bit if they are streamed. Raises BadRequest if
-        the session is closed."""
+        the session is closed.
+        """
         while (choice := await self.news.get()) is not None:
             yield choice
         if self.task.cancelled():
@@ -242,7 +244,8 @@ class Endpoint:
 
     def close(self, api_key: str) -> Conversation:
         """What was said with this key, which is then worth nothing; what is still being asked is
-        dropped."""
+        dropped.
+        """
         session = self._sessions.pop(api_key)
         for task in session.asked:
             task.cancel()

@@ -1,5 +1,6 @@
 """Trajectories for people: `python -m minirl.rollout.show runs/mine/rollouts/step-0-rank-0.jsonl |
-less`"""
+less`
+"""
 
 import sys
 from pathlib import Path

@@ -8,7 +8,8 @@ socket opened.
 * limits: CPU seconds, address space, file size, no core dump.
 
 Imports the standard library only, so that a run costs what Python's start costs. Neither needs a
-privilege."""
+privilege.
+"""
 
 import builtins
 import ctypes
@@ -71,7 +72,8 @@ def _call(number: int, *args: object) -> int:
 
 def landlock(readable: list[str], folder: str) -> None:
     """All file accesses that this kernel can refuse are, but reading below `readable` and anything
-    below `folder`."""
+    below `folder`.
+    """
     version = _call(444, None, ctypes.c_size_t(0), 1)
     rights = (1 << {1: 13, 2: 14}.get(version, 15)) - 1
     reading = 0b1101  # execute, read a file, list a folder
@@ -94,7 +96,8 @@ def landlock(readable: list[str], folder: str) -> None:
 
 def seccomp() -> None:
     """A program for the kernel's filter machine: look at each system call's number, and at the
-    first argument of some."""
+    first argument of some.
+    """
     column, architecture = MACHINES[platform.machine()]
     load, equal, any_bit, least, answer = 0x20, 0x15, 0x45, 0x35, 0x06
     allow, deny = 0x7FFF0000, 0x00050000

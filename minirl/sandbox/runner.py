@@ -1,5 +1,6 @@
 """Run a Python program that nobody has read: in a process of its own, with its own folder, and
-nothing else within its reach."""
+nothing else within its reach.
+"""
 
 import contextlib
 import functools
@@ -61,7 +62,8 @@ def run(program: str, limits: Limits = Limits()) -> ProgramResult:
 
     It cannot read or write a file outside its folder (but Python's own), open a socket, start or
     signal a process, or outlive its time. Raises UserError where the kernel cannot keep it in:
-    nothing is run unprotected."""
+    nothing is run unprotected.
+    """
     check_supported()
     return _run(program, limits)
 
@@ -121,7 +123,8 @@ def _watch(
     process: subprocess.Popen, folder: str, limits: Limits, end: float
 ) -> tuple[bytes, str | None]:
     """Drain it until it ends. Returns its output, and why it has to be ended if it does not end
-    itself. Output beyond `limits.output` is dropped, not left in the pipe: the program goes on."""
+    itself. Output beyond `limits.output` is dropped, not left in the pipe: the program goes on.
+    """
     output, next_look = b"", 0.0
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
