@@ -17,7 +17,6 @@ import test_optimizer
 import test_rollout
 import test_sft
 import tiny
-
 from minirl.config.shared import ParallelConfig
 
 README = Path(__file__).parent.parent / "README.md"

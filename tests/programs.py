@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
 from harness import PRELOAD
 
 ROOT = Path(__file__).parent.parent

@@ -12,10 +12,9 @@ import threading
 import time
 
 import pytest
+
 import tiny
 from harness import ranks
-from test_rollout import ENGINE, make_policy
-
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
 from minirl.data import chat
@@ -29,6 +28,7 @@ from minirl.rewards.functions import make_rewards
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
+from test_rollout import ENGINE, make_policy
 
 ROW = {"prompt": "q", "rendered_prompt": "<|user|>q<|end|>", "answer": "42", "label": "42"}
 CHAT = {**ROW, "prompt": [{"role": "user", "content": "q"}]}

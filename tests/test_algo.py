@@ -4,8 +4,8 @@ or ranks."""
 import numpy as np
 import pytest
 import torch
-from harness import ranks
 
+from harness import ranks
 from minirl.algo import advantages, losses, normalize
 from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.data.packing import pack, unpack

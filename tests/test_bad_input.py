@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from harness import RankFailed, ranks
-from programs import QUICKSTART, ROOT, Ended, fork, torchrun
 
+import tiny
+from harness import RankFailed, ranks
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.errors import UserError
 from minirl.rewards.functions import make_rewards
 from minirl.rl import Trainer
+from programs import QUICKSTART, ROOT, Ended, fork, torchrun
 
 PACKAGE = f"{ROOT}/minirl/"
 """In a line of a traceback; torchrun prints one of its own."""

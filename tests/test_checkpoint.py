@@ -7,17 +7,15 @@ import threading
 import time
 
 import pytest
-import tiny
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import RankFailed, ranks
-from programs import alone, fork
 from safetensors.torch import load_file
-from test_gradients import batches_of, exact_norm, trajectories
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import tiny
+from harness import RankFailed, ranks
 from minirl import checkpoint
 from minirl.algo import losses
 from minirl.checkpoint.state import state_dict_of
@@ -27,6 +25,8 @@ from minirl.config.shared import CheckpointConfig, ExportConfig, ParallelConfig,
 from minirl.data.packing import exchange
 from minirl.errors import UserError
 from minirl.policy import Policy
+from programs import alone, fork
+from test_gradients import batches_of, exact_norm, trajectories
 
 
 def whole(tree):

@@ -9,15 +9,15 @@ import types
 import numpy as np
 import pytest
 import torch
-from harness import ranks
-from test_packing import groups
 
+from harness import ranks
 from minirl.config.shared import ParallelConfig
 from minirl.data.blocks import Layout
 from minirl.data.packing import pack
 from minirl.model import kernels, ring_package
 from minirl.model.attention import Attention
 from minirl.model.kernels import Options
+from test_packing import groups
 
 
 def _parts(q, k, cu_q, cu_k):

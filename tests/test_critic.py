@@ -6,13 +6,11 @@ import shutil
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from harness import RankFailed, ranks
-from test_gradients import exact_norm, worst
-from test_preference import MESHES, by_difference, random, same, value_and_gradient
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+import tiny
+from harness import RankFailed, ranks
 from minirl import checkpoint, rl
 from minirl.algo import advantages, losses
 from minirl.config.parse import parse_flags
@@ -21,6 +19,8 @@ from minirl.config.shared import PolicyConfig
 from minirl.data.packing import exchange, pack, unpack
 from minirl.policy import Policy
 from minirl.types import Trajectory
+from test_gradients import exact_norm, worst
+from test_preference import MESHES, by_difference, random, same, value_and_gradient
 
 # ----------------------------------------------------------------------------------------------------
 # formulas

@@ -16,15 +16,15 @@ import pytest
 import reasoning_gym
 import torch
 import yaml
-from harness import two_at_once
-from programs import ROOT
-from test_recipes import ENVIRONMENTS, rows, train
 
+from harness import two_at_once
 from minirl.envs import tools
 from minirl.envs.base import Env, Result, State
 from minirl.envs.registry import make_env
 from minirl.errors import UserError
 from minirl.rewards.functions import make_rewards
+from programs import ROOT
+from test_recipes import ENVIRONMENTS, rows, train
 
 
 def begin(env, row):

@@ -9,10 +9,9 @@ import time
 import anthropic
 import openai
 import pytest
+
 import tiny
 from harness import ranks, two_at_once
-from test_rollout import make_policy, overwrite
-
 from minirl.config.rl import RefitConfig, RLConfig
 from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
 from minirl.data import chat, images
@@ -24,6 +23,7 @@ from minirl.rewards.functions import Rewards
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler, spread
+from test_rollout import make_policy, overwrite
 
 ROWS = [{"prompt": f"{i}{'x' * (3 * i)}", "answer": str(i)} for i in range(9)]
 

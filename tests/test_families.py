@@ -10,15 +10,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiny
 import torch
 import torch.nn.functional as F
-from harness import ranks
 from safetensors.torch import load_file, save_file
-from test_model import CPU, hugging_face, model_batch, weights_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils.logging import disable_progress_bar
 
+import tiny
+from harness import ranks
 from minirl import checkpoint
 from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.data import images
@@ -29,6 +28,7 @@ from minirl.model import build, experts, families
 from minirl.model.families import FAMILIES
 from minirl.parallel import tensor
 from minirl.policy import Policy
+from test_model import CPU, hugging_face, model_batch, weights_of
 
 MESHES = {
     "one rank": (1, None),

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from test_families import mixture_inputs
 
+import tiny
 from minirl.data.blocks import Layout
 from minirl.data.packing import pack
 from minirl.model import experts, kernels
@@ -13,6 +12,7 @@ from minirl.model.attention import Attention, attend, packed_attention
 from minirl.model.kernels import Options
 from minirl.parallel.mesh import Context
 from minirl.types import Trajectory
+from test_families import mixture_inputs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,14 +3,14 @@ everything."""
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from harness import ranks
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+import tiny
+from harness import ranks
 from minirl.algo import advantages, losses
 from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.config.shared import ParallelConfig, PolicyConfig

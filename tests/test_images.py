@@ -10,15 +10,12 @@ import sys
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from harness import ranks
 from PIL import Image
-from programs import ROOT, fork
-from test_families import show, stay_float64
-from test_gradients import batches_of, trajectories, worst
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+import tiny
+from harness import ranks
 from minirl.algo import losses
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import DataConfig, ParallelConfig, PolicyConfig
@@ -31,6 +28,9 @@ from minirl.data.pairs import load_pairs
 from minirl.errors import UserError
 from minirl.policy import Policy
 from minirl.rollout.conversation import Conversation, unexpanded
+from programs import ROOT, fork
+from test_families import show, stay_float64
+from test_gradients import batches_of, trajectories, worst
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (30, 50, 3), dtype=np.uint8)
 WAITS = {"type": "image"}

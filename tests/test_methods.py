@@ -6,15 +6,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from harness import ranks
-from test_algo import clip_formula, clip_gradient, ragged_answers, rloo_formula
 
+from harness import ranks
 from minirl.algo import advantages, correction, losses, normalize, shaping
 from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.config.shared import ParallelConfig, RewardConfig
 from minirl.data.blocks import Layout
 from minirl.data.packing import exchange, pack
 from minirl.errors import UserError
+from test_algo import clip_formula, clip_gradient, ragged_answers, rloo_formula
 
 CPU = torch.device("cpu")
 ALONE = {"sums": lambda v: v, "maxima": lambda v: v, "gather": lambda v: [v]}

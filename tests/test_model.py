@@ -6,11 +6,8 @@ import json
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from harness import ranks
 from safetensors.torch import load_file, save_file
-from test_packing import groups, seen
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,6 +16,8 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
+import tiny
+from harness import ranks
 from minirl.config.shared import PolicyConfig, ScratchConfig
 from minirl.data import blocks, chat
 from minirl.data.blocks import Layout
@@ -27,6 +26,7 @@ from minirl.errors import UserError
 from minirl.model import attention, build, families, kernels, logprob, scratch
 from minirl.parallel import fsdp
 from minirl.policy import Policy
+from test_packing import groups, seen
 
 CPU = torch.device("cpu")
 

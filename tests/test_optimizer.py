@@ -5,17 +5,14 @@ import json
 import math
 
 import pytest
-import tiny
 import torch
-from harness import RankFailed, ranks, two_at_once
-from programs import QUICKSTART
-from test_checkpoint import differences, whole
-from test_gradients import batches_of, exact_norm, trajectories
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import tiny
+from harness import RankFailed, ranks, two_at_once
 from minirl import checkpoint
 from minirl.algo import losses
 from minirl.checkpoint.state import state_dict_of
@@ -28,6 +25,9 @@ from minirl.parallel.muon import Muon, orthogonalize
 from minirl.parallel.optimizer import dequantize, dynamic_code, quantize
 from minirl.policy import Policy
 from minirl.rl import Trainer
+from programs import QUICKSTART
+from test_checkpoint import differences, whole
+from test_gradients import batches_of, exact_norm, trajectories
 
 LR, DECAY = 1e-2, 0.1
 MESHES = {

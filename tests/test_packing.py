@@ -6,8 +6,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from harness import RankFailed, ranks
 
+from harness import RankFailed, ranks
 from minirl.algo import normalize
 from minirl.data import blocks
 from minirl.data.blocks import Layout

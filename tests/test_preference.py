@@ -9,14 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from harness import RankFailed, ranks
-from programs import ROOT, alone, fork
-from test_gradients import exact_norm, worst
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+import tiny
+from harness import RankFailed, ranks
 from minirl import checkpoint, dpo, rm
 from minirl.algo import preference
 from minirl.config.parse import parse_flags
@@ -36,6 +34,8 @@ from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
 from minirl.rewards.http import RemoteReward
 from minirl.types import Trajectory
+from programs import ROOT, alone, fork
+from test_gradients import exact_norm, worst
 
 # ----------------------------------------------------------------------------------------------------
 # formulas

@@ -12,19 +12,19 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from harness import ranks
 from matplotlib import image
-from programs import QUICKSTART, Ended, alone, fork, torchrun
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_preference import export_scored
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from harness import ranks
 from minirl import checkpoint
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.validate import check_rl
 from minirl.rl import Trainer
+from programs import QUICKSTART, Ended, alone, fork, torchrun
+from test_preference import export_scored
 
 NUM_STEPS, SAVED = 10, 5
 pytestmark = pytest.mark.skipif(

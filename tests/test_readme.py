@@ -3,7 +3,6 @@
 import re
 
 import composition
-
 from minirl.envs.base import State
 from minirl.envs.registry import make_env
 

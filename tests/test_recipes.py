@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from harness import ranks, two_at_once
-from programs import ROOT
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+import tiny
+from harness import ranks, two_at_once
 from minirl import checkpoint, dpo, rl, rm, sft
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
@@ -28,6 +27,7 @@ from minirl.rewards.model import RewardModel
 from minirl.rollout import records, show
 from minirl.rollout.sampler import Group, GroupScheduler, Sampler
 from minirl.types import Trajectory
+from programs import ROOT
 
 WORDS = "reasoning_gym:spell_backward?min_word_len=3&max_word_len=6&size=100&seed=1"
 SCRATCH = [

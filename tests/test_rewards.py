@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from programs import fork
 
 from minirl.config.shared import RewardConfig
 from minirl.errors import UserError
 from minirl.evaluation import breakdown
 from minirl.rewards import functions, http
 from minirl.types import Trajectory
+from programs import fork
 
 ROW = {"prompt": "q", "rendered_prompt": "<|user|>q<|end|>", "answer": "42"}
 

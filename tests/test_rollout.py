@@ -6,10 +6,10 @@ from importlib.metadata import packages_distributions, version
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from harness import RankFailed, ranks, two_at_once
 
+import tiny
+from harness import RankFailed, ranks, two_at_once
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import (
     DataConfig,

@@ -15,9 +15,9 @@ import anthropic
 import httpx
 import openai
 import pytest
+
 import tiny
 from harness import ranks
-
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import EndpointConfig, EngineConfig, PolicyConfig
 from minirl.data import chat

@@ -8,16 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 import torch.nn.functional as F
-from harness import RankFailed, ranks
-from programs import fork, torchrun
-from test_gradients import exact_norm
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import tiny
+from harness import RankFailed, ranks
 from minirl import checkpoint
 from minirl.algo import losses
 from minirl.config.parse import parse_flags
@@ -32,6 +30,8 @@ from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy, make_minibatch
 from minirl.supervised import SupervisedTrainer
 from minirl.types import Trajectory
+from programs import fork, torchrun
+from test_gradients import exact_norm
 
 # ----------------------------------------------------------------------------------------------------
 # masks

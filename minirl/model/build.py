@@ -123,9 +123,11 @@ class Weights:
         """
         box = fsdp.local_region(t)
         for part in parts:
-            if common := intersect(part.box, box):  # a small tensor may leave a rank with nothing
+            if common := intersect(
+                part.region, box
+            ):  # a small tensor may leave a rank with nothing
                 target = view_of(fsdp.local(t), common, box[0])
-                read = view_of(self.slices[part.name], part.inside(common))
+                read = view_of(self.slices[part.name], part.to_file(common))
                 self.bytes_read += read.nbytes
                 target.copy_(read.view(target.shape))
 
@@ -164,7 +166,7 @@ def load_weights(
     parts = {name: families.parts(model.config, name, t.shape) for name, t in held.items()}
     new = {SCORE} - weights.slices.keys()
     expected = {
-        part.name: list(part.inside(part.box)[1])
+        part.name: list(part.to_file(part.region)[1])
         for of_one in parts.values()
         for part in of_one
         if part.name not in new

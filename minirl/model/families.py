@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from minirl.errors import UserError, require
-from minirl.parallel.regions import CheckpointSlice
+from minirl.parallel.regions import CheckpointSlice, Region
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
 FEATURES = (
@@ -231,7 +231,7 @@ def parts(config: PretrainedConfig, name: str, shape: torch.Size) -> list[Checkp
             CheckpointSlice(
                 family.files.get(begin, "")
                 + name.removeprefix(begin).replace(".mlp.", f".{block}."),
-                ((0,) * len(shape), tuple(shape)),
+                Region((0,) * len(shape), tuple(shape)),
             )
         ]
     names = matrices[:2] if which == "gate_up_proj" else matrices[2:]
@@ -239,7 +239,7 @@ def parts(config: PretrainedConfig, name: str, shape: torch.Size) -> list[Checkp
     return [
         CheckpointSlice(
             f"{layer}.{block}.experts.{number}.{matrix}.weight",
-            ((number, i * rows, 0), (1, rows, shape[2])),
+            Region((number, i * rows, 0), (1, rows, shape[2])),
             fused=True,
         )
         for number in range(shape[0])

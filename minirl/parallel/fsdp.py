@@ -92,9 +92,9 @@ def local(t: Tensor | None, *, partial: bool = False) -> Tensor | None:
 def local_region(t: Tensor) -> Region:
     """(offset, shape) of this rank's block in the coordinates of the whole tensor."""
     if not isinstance(t, DTensor):
-        return (0,) * t.ndim, tuple(t.shape)
+        return Region((0,) * t.ndim, tuple(t.shape))
     shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
-    return tuple(offset), tuple(shape)
+    return Region(tuple(offset), tuple(shape))
 
 
 def num_copies(t: Tensor) -> int:

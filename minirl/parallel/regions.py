@@ -1,69 +1,86 @@
-"""Boxes: blocks of a whole tensor, the common tongue of loading, export and refit."""
+"""Regions: blocks of a whole tensor, the common language of loading, export and refit."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-Region = tuple[
-    tuple[int, ...], tuple[int, ...]
-]  # (offset, size) in the coordinates of a whole tensor.
+Item = TypeVar("Item")
+
+
+class Region(NamedTuple):
+    """A block of a whole tensor, in the coordinates of the whole."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class CheckpointSlice:
-    """One weight of a checkpoint's files as a block of a parameter: all of it, or one expert's
-    matrix of a fused one.
+    """One weight of a checkpoint's files as a region of a parameter.
+
+    It is the whole parameter, or one expert's matrix of a fused one.
     """
 
     name: str  # In the files.
-    box: Region  # Of the parameter.
-    fused: bool = (
-        False  # The block is one of many along dimension 0, which the file's weight does not have.
-    )
+    region: Region  # Of the parameter.
+    fused: bool = False  # One of many along dimension 0, which the file's weight does not have.
 
     def of(self, whole: Tensor) -> Tensor:
-        """The view of it in a whole parameter, in the file's shape."""
-        part = view_of(whole, self.box)
-        return part[0] if self.fused else part
+        """Return the view of this slice in a whole parameter, in the file's shape."""
+        view = view_of(whole, self.region)
+        return view[0] if self.fused else view
 
-    def inside(self, box: Region) -> Region:
-        """A block of the parameter that lies in this part, in the coordinates of the file's
-        weight.
-        """
-        offset = tuple(o - start for o, start in zip(box[0], self.box[0], strict=True))
-        return offset[self.fused :], box[1][self.fused :]
+    def to_file(self, region: Region) -> Region:
+        """Return a region of the parameter inside this slice in the file weight's coordinates."""
+        offset = tuple(
+            o - start for o, start in zip(region.offset, self.region.offset, strict=True)
+        )
+        return Region(offset[self.fused :], region.size[self.fused :])
 
 
 def intersect(a: Region, b: Region) -> Region | None:
-    low = tuple(map(max, a[0], b[0]))
-    high = tuple(min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True))
-    size = tuple(h - l for l, h in zip(low, high, strict=True))
-    return (low, size) if all(n > 0 for n in size) else None
+    """Return what two regions of one tensor have in common, None if that is nothing."""
+    offset, size = [], []
+    for a_start, a_size, b_start, b_size in zip(*a, *b, strict=True):
+        start = max(a_start, b_start)
+        stop = min(a_start + a_size, b_start + b_size)
+        if stop <= start:
+            return None
+        offset.append(start)
+        size.append(stop - start)
+    return Region(tuple(offset), tuple(size))
 
 
-def view_of(t: Any, box: Region, corner: tuple[int, ...] | None = None) -> Tensor:
-    """The view of `box` in a tensor whose first element is at `corner`, or a whole one; of a weight
-    in a file what is read of it.
+def view_of(t: Any, region: Region, origin: tuple[int, ...] | None = None) -> Tensor:
+    """Return the view of a region in a tensor.
+
+    Args:
+        t: a tensor, or anything that slices like one (a lazy weight in a file).
+        region: the block, in the coordinates of the whole tensor.
+        origin: where the first element of `t` lies in the whole tensor; None: `t` is the whole.
     """
-    return t[
-        tuple(
-            slice(start - origin, start - origin + n)
-            for start, n, origin in zip(*box, corner or (0,) * len(box[0]), strict=True)
-        )
-    ]
+    origin = origin or (0,) * len(region.offset)
+    slices = []
+    for start, size, first in zip(*region, origin, strict=True):
+        slices.append(slice(start - first, start - first + size))
+    return t[tuple(slices)]
 
 
-def split_by_size(items: Iterable, size: Callable[[object], int], limit: float) -> Iterator[list]:
-    """Cut a row of things into split_by_size whose sizes add up to `limit` at most, but for a thing
-    that alone has more.
+def split_by_size(
+    items: Iterable[Item], size: Callable[[Item], float], limit: float
+) -> Iterator[list[Item]]:
+    """Split a sequence into consecutive parts whose sizes add up to at most `limit`.
+
+    An item that is larger than the limit is a part of its own.
     """
-    run, total = [], 0
+    part: list[Item] = []
+    total = 0.0
     for item in items:
-        if run and total + size(item) > limit:
-            yield run
-            run, total = [], 0
-        run.append(item)
+        if part and total + size(item) > limit:
+            yield part
+            part, total = [], 0.0
+        part.append(item)
         total += size(item)
-    yield run
+    yield part

@@ -108,12 +108,12 @@ def _to_copy(
         free.remove(axis)
         axes.append(axis)
         box[axis] = n
-    return Copy(name, (start, tuple(box)), tuple(axes))
+    return Copy(name, Region(start, tuple(box)), tuple(axes))
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """CheckpointSlice of a copy that one rank's shard holds."""
+    """Part of a copy that one rank's shard holds."""
 
     copy: Copy
     target: Tensor | None  # on the rank that wants it
