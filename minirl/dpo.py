@@ -90,7 +90,7 @@ class Trainer(PairTrainer):
                 f"{name}/{rows.row(t.group)}-{t.episode}": logprobs.astype(np.float32)
                 for name, rows, part in parts
                 for t, logprobs in annotate_examples(
-                    self.ref, rows.examples(part), self.cfg.tokens_per_rank, "ref_logprobs"
+                    self.ref, rows.examples(part), self.cfg.tokens_per_rank
                 )
                 if mesh.rank % mesh.num_copies == 0
             }

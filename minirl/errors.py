@@ -1,11 +1,11 @@
-"""The error that a user can mend, and the way to raise it."""
+"""The error that a user can correct, and the way to raise it."""
 
 
 class UserError(Exception):
-    """Something that the user can mend; printed as one message without a traceback, exit code 2."""
+    """A mistake that the user can correct: printed without traceback, exit code 2."""
 
 
-def require(ok: object, message: str) -> None:
-    """Raises UserError(message) where that does not hold."""
-    if not ok:
+def require(condition: object, message: str) -> None:
+    """Raise UserError with `message` unless the condition holds."""
+    if not condition:
         raise UserError(message)

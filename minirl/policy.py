@@ -1,12 +1,16 @@
-"""A sharded model and its optimizer: `annotate` adds log-probs to batches, `step` makes one
-optimizer step of any loss.
+"""A sharded model and its optimizer.
+
+`annotate` adds log-probs to batches, `update` makes one optimizer step of any loss.
 """
 
 import contextlib
+import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,27 +31,36 @@ from minirl.parallel.optimizer import Optimizer
 from minirl.parallel.regions import CheckpointSlice
 from minirl.types import Packed, Trajectory
 
+Field = Literal["old_logprobs", "ref_logprobs", "values"]  # Of Packed, which `annotate` fills in.
+
 
 def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:
-    """Of optimizer step `step` (from 0): linear warm-up from 0, then constant, or half a cosine
-    down to lr * lr_min_ratio.
+    """Return the learning rate of optimizer step `step` (from 0) of `num_steps`.
+
+    Linear warm-up from 0, then constant, or half a cosine down to lr * lr_min_ratio.
     """
     if step < cfg.lr_warmup_steps:
         return cfg.lr * (step + 1) / cfg.lr_warmup_steps
     if cfg.lr_schedule == "constant":
         return cfg.lr
     done = (step - cfg.lr_warmup_steps) / max(1, num_steps - cfg.lr_warmup_steps)
-    return cfg.lr * (
-        cfg.lr_min_ratio + (1 - cfg.lr_min_ratio) * (1 + math.cos(math.pi * min(1.0, done))) / 2
-    )
+    cosine = 1 + math.cos(math.pi * min(1.0, done))
+    return cfg.lr * (cfg.lr_min_ratio + (1 - cfg.lr_min_ratio) * cosine / 2)
 
 
 class Policy:
-    """A causal language model over all ranks.
+    """A causal language model over all ranks, with its optimizer.
 
-    trainable=False: a frozen copy (the KL reference), in the compute dtype, without optimizer.
-    score=True: with a score head instead of the language model's (reward models, critics); where
-    others give log-probs, it gives scores.
+    Args:
+        cfg: model, dtype, memory and optimizer.
+        folder: the Hugging Face folder that weights are read from.
+        mesh: the ranks.
+        trainable: False: a frozen copy (the KL reference) in the compute dtype; its optimizer has
+            no parameters.
+        score: with a score head instead of the language model's (reward models, critics). Where
+            others give log-probs, such a model gives scores.
+        sequence_parallel: between tensor-parallel blocks each rank keeps its part of the tokens.
+        timer: gets the seconds of forward, backward and optimizer.
     """
 
     def __init__(
@@ -61,12 +74,11 @@ class Policy:
         sequence_parallel: bool = False,
         timer: Timer | None = None,
     ):
-        self.cfg, self.folder, self.mesh, self.timer = (
-            cfg,
-            folder,
-            mesh,
-            timer or Timer(mesh.device),
-        )
+        self.cfg = cfg
+        self.folder = folder
+        self.mesh = mesh
+        self.timer = timer or Timer(mesh.device)
+        self.trainable = trainable
         self.model = build.build_model(
             cfg, folder, mesh, trainable=trainable, score=score, sequence_parallel=sequence_parallel
         )
@@ -76,192 +88,197 @@ class Policy:
             multiple=mesh.tensor.size() if sequence_parallel else 1,
             context=mesh.context,
             windowed=families.windowed(self.model.config),
-            images=self.vision and self.vision.batch,
+            images=self.vision.batch if self.vision else None,
         )
-        self.optimizer = self._make_optimizer() if trainable else None
+        self.optimizer = self._make_optimizer()
         self.num_updates = 0
-        self.sleeper = fsdp.Sleeper(
-            self.model, lambda: self.optimizer.tensors() if self.optimizer else []
-        )
+        self.sleeper = fsdp.Sleeper(self.model, lambda: self.optimizer.tensors())
 
     def _make_optimizer(self) -> Optimizer:
-        cfg, parameters = self.cfg, list(self.model.parameters())
-        hidden = (
-            {p for layer in build.layers(self.model) for p in layer.parameters() if p.ndim >= 2}
-            if cfg.optimizer == "muon"
-            else set()
-        )
-        groups = [
-            {
-                "params": [p for p in parameters if p.ndim >= 2 and p not in hidden],
-                "weight_decay": cfg.weight_decay,
-            },
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        parts = [
-            torch.optim.AdamW(
-                [g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, fused=True
-            )
-        ]
+        """Return Muon for the layers' matrices, if configured, and AdamW for everything else."""
+        cfg = self.cfg
+        parameters = list(self.model.parameters()) if self.trainable else []
+        in_layers: set[torch.nn.Parameter] = set()
+        if cfg.optimizer == "muon":
+            for layer in build.layers(self.model):
+                in_layers.update(layer.parameters())
+
+        matrices, vectors, hidden = [], [], []
+        for p in parameters:
+            if p.ndim < 2:
+                vectors.append(p)
+            elif p in in_layers:
+                hidden.append(p)
+            else:
+                matrices.append(p)
+
+        groups = []
+        if matrices:
+            groups.append({"params": matrices, "weight_decay": cfg.weight_decay})
+        if vectors:
+            groups.append({"params": vectors, "weight_decay": 0.0})
+        parts: list[torch.optim.Optimizer] = []
+        if groups:
+            parts.append(torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=True))
         if hidden:
-            parts.append(
-                Muon(
-                    [p for p in parameters if p in hidden],
-                    self.mesh,
-                    lr=cfg.lr,
-                    weight_decay=cfg.weight_decay,
-                )
-            )
+            parts.append(Muon(hidden, self.mesh, lr=cfg.lr, weight_decay=cfg.weight_decay))
         return Optimizer(parts, rest=cfg.optimizer_state, average=cfg.ema_decay > 0)
 
     def start_phase(self, cfg: PolicyConfig) -> None:
-        """Forget the optimizer's state and take the settings of another phase (after SFT: those of
-        RL).
-        """
-        self.cfg, self.num_updates = cfg, 0
+        """Forget the optimizer's state and take the settings of another phase (RL after SFT)."""
+        self.cfg = cfg
+        self.num_updates = 0
         self.forget_optimizer_state()
 
     def forget_optimizer_state(self) -> None:
-        """As if it had never stepped; weights and `num_updates` stay."""
-        self.sleeper.wake_optimizer()  # or it would bring back later what is gone now
+        """Make the optimizer as if it had never stepped; weights and `num_updates` stay."""
+        self.sleeper.wake_optimizer()  # or a later wake would bring back what is gone now
         self.optimizer = self._make_optimizer()
 
     @contextlib.contextmanager
     def state_awake(self) -> Iterator[None]:
-        """Inside, the optimizer's state is on the device, whatever slept before: for checkpoints
-        and `averages`.
+        """Keep the optimizer's state on the device inside the block, even if it slept before.
+
+        Checkpoints and `averages` need it.
         """
         self.sleeper.wake_optimizer()
         with self.optimizer.awake():
             yield
 
-    @torch.no_grad()
-    def annotate(self, minibatches: list[list[Packed]], field: str) -> None:
-        """Set `field` (old_logprobs, ref_logprobs or values) of every batch to this model's
-        log-probs of the targets, or scores; with old_logprobs also old_entropy.
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[None]:
+        """Compute without gradients inside the block, and so without activation checkpointing."""
+        was_training = self.model.training
+        self.model.eval()
+        with torch.no_grad():
+            yield
+        self.model.train(was_training)
+
+    def annotate(self, minibatches: list[list[Packed]], field: Field) -> None:
+        """Set a field of every micro-batch to this model's log-probs of the targets, or scores.
+
+        With old_logprobs, `old_entropy` is set too.
         """
-        training = self.model.training
-        self.model.eval()  # nothing to recompute, so no checkpointing
-        for minibatch in minibatches:
-            for batch in minibatch:
-                logprobs, entropy = self.model(batch)
-                setattr(batch, field, logprobs)
-                batch.old_entropy = entropy if field == "old_logprobs" else batch.old_entropy
-        self.model.train(training)
+        with self.inference():
+            for batch in itertools.chain.from_iterable(minibatches):
+                outputs, entropy = self.model(batch)
+                if field == "old_logprobs":
+                    batch.old_logprobs = outputs
+                    batch.old_entropy = entropy
+                elif field == "ref_logprobs":
+                    batch.ref_logprobs = outputs
+                else:
+                    batch.values = outputs
 
     def update(self, minibatch: list[Packed], loss: Loss, lr: float) -> dict[str, float]:
-        """One optimizer step over the micro-batches of all ranks. Returns means over the tokens (or
-        pairs) in the loss.
+        """Make one optimizer step over the micro-batches of all ranks. Collective.
 
-        Every rank must bring the same number of micro-batches.
+        A step whose gradient is not finite is skipped and counted in `skipped_updates`.
+
+        Args:
+            minibatch: this rank's micro-batches; every rank must bring the same number of them.
+            loss: what to minimise.
+            lr: the learning rate of this step.
+
+        Returns:
+            The loss, means of its metrics over the tokens (or pairs) in the loss, grad_norm, lr.
         """
-        out = self._accumulate(minibatch, loss)
+        metrics = self._accumulate(minibatch, loss)
         with self.timer.phase("sleep_wake"):
             self.sleeper.wake_optimizer()
         with self.timer.phase("optimizer"):
             grad_norm = fsdp.clip_grad_norm(list(self.model.parameters()), self.cfg.max_grad_norm)
-            for group in (group for part in self.optimizer.parts for group in part.param_groups):
-                group["lr"] = lr
-            self.optimizer.ema_decay = min(
-                self.cfg.ema_decay, (1 + self.num_updates) / (10 + self.num_updates)
-            )
-            if math.isfinite(grad_norm):
+            is_finite = math.isfinite(grad_norm)
+            for part in self.optimizer.parts:
+                for group in part.param_groups:
+                    group["lr"] = lr
+            warmed_up = (1 + self.num_updates) / (10 + self.num_updates)
+            self.optimizer.ema_decay = min(self.cfg.ema_decay, warmed_up)
+            if is_finite:
                 self.optimizer.step()
             self.model.zero_grad()
             self.num_updates += 1
-        return out | {
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "skipped_updates": float(not math.isfinite(grad_norm)),
-        }
+        return metrics | {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not is_finite)}
 
-    @torch.no_grad()
     def measure(self, minibatch: list[Packed], loss: Loss) -> dict[str, float]:
-        """The loss and metrics that `step` would return, without a step."""
-        self.model.eval()
-        out = self._accumulate(minibatch, loss, backward=False)
-        self.model.train()
-        return out
+        """Return the loss and metrics that `update` would return, without a step. Collective."""
+        with self.inference():
+            return self._accumulate(minibatch, loss, backward=False)
 
     def _accumulate(
         self, minibatch: list[Packed], loss: Loss, *, backward: bool = True
     ) -> dict[str, float]:
-        pairs = loss.aggregation == "pair"  # what metrics are means over; tokens, if not
-        counts = torch.stack(
-            [
-                torch.stack(
-                    [
-                        normalize.count(b, a)
-                        for a in (loss.aggregation, "pair" if pairs else "token")
-                    ]
-                )
-                for b in minibatch
-            ]
-        ).sum(0)
-        denominator, num = (
-            max(1.0, round(n)) for n in self.mesh.data_sums(counts.cpu()).tolist()
-        )  # sequences come in shares of context ranks
-        found: dict[str, list[Tensor]] = defaultdict(
-            list
-        )  # of each micro-batch, on the device, so that none waits for the host
+        """Sum gradients over the micro-batches. Return the loss and its metrics."""
+        unit = "pair" if loss.aggregation == "pair" else "token"  # what metrics are means over
+        denominator, num_units = self._count(minibatch, loss.aggregation, unit)
+
+        # Values of each micro-batch stay on the device, so that none waits for the host.
+        collected: dict[str, list[Tensor]] = defaultdict(list)
         for i, batch in enumerate(minibatch):
             self.model.set_requires_gradient_sync(i == len(minibatch) - 1)
             with self.timer.phase("forward"):
                 logprobs, entropy = self.model(batch, loss.entropy_gradient)
                 token_loss, metrics = loss.token_loss(batch, logprobs, entropy)
-                weights = normalize.weights(batch, loss.aggregation, loss.fixed_length).to(
-                    token_loss.dtype
-                )
-                value = (token_loss * weights).sum() / denominator
+                weights = normalize.weights(batch, loss.aggregation, loss.fixed_length)
+                value = (token_loss * weights.to(token_loss.dtype)).sum() / denominator
             if backward:
                 with self.timer.phase("backward"):
                     value.backward()
-            found["loss"].append(value.detach().double())
+            collected["loss"].append(value.detach().double())
             for name, values in metrics.items():
-                kept = (
-                    values * normalize.weights(batch, "pair")
-                    if pairs
-                    else values.index_select(0, batch.loss_rows)
-                ).double()
-                found[name].append(
-                    kept.amax() if name.endswith("_max") and len(kept) else kept.sum()
-                )
-        sums = self.mesh.data_sums(
-            torch.stack([sum(values) for values in found.values()]).cpu()
-        ).tolist()
-        means = {
-            name: total if name == "loss" else total / num
-            for name, total in zip(found, sums, strict=True)
-        }
-        if most := [name for name in found if name.endswith("_max")]:
-            means |= zip(
-                most,
-                self.mesh.maxima(
-                    torch.stack([torch.stack(found[name]).amax() for name in most]).cpu()
-                ).tolist(),
-                strict=True,
-            )
+                if unit == "pair":
+                    in_loss = (values * normalize.weights(batch, "pair")).double()
+                else:
+                    in_loss = values.index_select(0, batch.loss_rows).double()
+                is_max = name.endswith("_max") and len(in_loss)
+                collected[name].append(in_loss.amax() if is_max else in_loss.sum())
+        return self._reduce_metrics(collected, num_units)
+
+    def _count(self, minibatch: list[Packed], aggregation: str, unit: str) -> list[float]:
+        """Return the denominators of the loss and of its metrics, over all ranks."""
+        counts = []
+        for batch in minibatch:
+            per_batch = [normalize.count(batch, aggregation), normalize.count(batch, unit)]
+            counts.append(torch.stack(per_batch))
+        totals = self.mesh.data_sums(torch.stack(counts).sum(0).cpu()).tolist()
+        return [max(1.0, round(total)) for total in totals]  # context ranks count shares
+
+    def _reduce_metrics(
+        self, collected: dict[str, list[Tensor]], num_units: float
+    ) -> dict[str, float]:
+        """Return means over all ranks of what the micro-batches collected (`_max`: maxima)."""
+        local_sums = [functools.reduce(torch.add, values) for values in collected.values()]
+        totals = self.mesh.data_sums(torch.stack(local_sums).cpu()).tolist()
+        means = dict(zip(collected, totals, strict=True))
+        for name in means:
+            if name != "loss":  # divided by its denominator before
+                means[name] /= num_units
+        names = [name for name in collected if name.endswith("_max")]
+        if names:
+            local_maxima = torch.stack([torch.stack(collected[name]).amax() for name in names])
+            maxima = self.mesh.maxima(local_maxima.cpu()).tolist()
+            means |= zip(names, maxima, strict=True)
         return means
 
     def shards(self) -> dict[str, Tensor]:
-        """All that a checkpoint holds, by the model's names; a tied head appears once, under the
-        embedding's.
+        """Return this rank's part of all that a checkpoint holds, by the model's names.
+
+        A tied head appears once, under the embedding's name.
         """
         return build.tensors(self.model)
 
     def parts(self) -> dict[str, list[CheckpointSlice]]:
-        """The weights of a checkpoint's files that each of `shards` is made of."""
-        return {
-            name: families.parts(self.model.config, name, t.shape)
-            for name, t in self.shards().items()
-        }
+        """Return, by name of `shards`, the weights of a checkpoint's files that it is made of."""
+        config = self.model.config
+        return {name: families.parts(config, name, t.shape) for name, t in self.shards().items()}
 
     def averages(self) -> dict[str, Tensor]:
-        """The same of their moving averages; before the first update, the parameters themselves.
-        Only inside `state_awake`.
+        """Return the moving averages of `shards`, by name; only inside `state_awake`.
+
+        Before the first update they are the parameters themselves.
         """
         averages = self.optimizer.averages()
-        return {name: averages[p] if p in averages else p for name, p in self.shards().items()}
+        return {name: averages.get(p, p) for name, p in self.shards().items()}
 
 
 def make_minibatch(
@@ -272,22 +289,32 @@ def make_minibatch(
     *,
     pairs: bool = False,
 ) -> list[Packed]:
-    """The micro-batches of one optimizer step on this rank, from whatever examples each rank
-    brings.
+    """Return this rank's micro-batches of one optimizer step. Collective.
+
+    Args:
+        examples: of this rank, any number; they are spread over all ranks.
+        policy: the model that will read them.
+        mesh: the ranks.
+        tokens_per_rank: token budget of a micro-batch.
+        pairs: every group is a pair, whose two sides stay in one micro-batch.
     """
     (minibatch,) = exchange(examples, mesh, tokens_per_rank, whole_groups=pairs)
     return [pack(micro, mesh.device, layout=policy.layout, pairs=pairs) for micro in minibatch]
 
 
 def annotate_examples(
-    model: Policy, examples: list[Trajectory], tokens_per_rank: int, field: str
+    model: Policy, examples: list[Trajectory], tokens_per_rank: int
 ) -> list[tuple[Trajectory, np.ndarray]]:
-    """What `model.annotate` says of the examples of all ranks, as [L] of each (the model's float
-    dtype), on the ranks that computed it. Collective.
+    """Return the model's log-probs (or scores) of the examples of all ranks. Collective.
+
+    Returns:
+        (example, values [L] in the model's float dtype) on the ranks that computed them.
     """
-    out = []
-    for micro in exchange(examples, model.mesh, tokens_per_rank)[0]:
-        batch = pack(micro, model.mesh.device, layout=model.layout)
-        model.annotate([[batch]], field)
-        out += zip(micro, unpack(vars(batch)[field], micro, batch), strict=True)
-    return out
+    annotated: list[tuple[Trajectory, np.ndarray]] = []
+    (minibatch,) = exchange(examples, model.mesh, tokens_per_rank)
+    with model.inference():
+        for micro in minibatch:
+            batch = pack(micro, model.mesh.device, layout=model.layout)
+            values, _ = model.model(batch)
+            annotated += zip(micro, unpack(values, micro, batch), strict=True)
+    return annotated

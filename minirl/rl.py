@@ -223,8 +223,8 @@ class Trainer(Program):
                     self.estimator,
                     cfg.algo,
                     self.kl_coef,
-                    sums=mesh.data_sums,
-                    maxima=mesh.maxima,
+                    sum_over_ranks=mesh.data_sums,
+                    max_over_ranks=mesh.maxima,
                     gather=mesh.gather,
                 )
                 for minibatch in minibatches if cfg.algo.entropy_share else ():
@@ -362,7 +362,7 @@ class Trainer(Program):
             timer=self.timer,
             **kind,
         )
-        if model.optimizer:
+        if model.trainable:
             self.run.attach("critic", model)
         model.sleeper.sleep()
         self.layout = dataclasses.replace(

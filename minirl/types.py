@@ -1,133 +1,119 @@
 """The two structs that everything exchanges: `Trajectory` on the host, `Packed` on the device.
 
-A worked example. The prompt is `7 8`, the policy sampled `9 2` and 2 ends a sequence (no sibling
+A worked example. The prompt is `7 8`, the policy sampled `9 2`, and 2 ends a sequence (no sibling
 shares the prompt):
 
-    Trajectory.tokens    7    8    9    2
-    Trajectory.sampled   F    F    T    T
-    Trajectory.logprobs  0.  0.  -.3  -.1
+    Trajectory.tokens        7    8    9    2
+    Trajectory.sampled       F    F    T    T
+    Trajectory.logprobs      0.   0.  -.3  -.1
 
-`pack` shifts once, so that row t of every packed tensor speaks about `targets[t]`:
+`pack` shifts once, so that row t of every packed tensor describes `targets[t]`:
 
-    Packed.inputs        7    8    9
-    Packed.targets       8    9    2
-    Packed.positions     0    1    2
-    Packed.loss_mask     F    T    T
-    Packed.engine_logprobs 0. -.3  -.1
+    Packed.inputs            7    8    9
+    Packed.targets           8    9    2
+    Packed.positions         0    1    2
+    Packed.loss_mask         F    T    T
+    Packed.engine_logprobs   0.  -.3  -.1
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
-if TYPE_CHECKING:  # names for annotations only: at run time this file knows nothing of the house
+if TYPE_CHECKING:  # Only for annotations: at run time this file imports nothing of minirl.
     from minirl.data.images import ImageBatch, ImageSpan
     from minirl.model.attention_blocks import Block
     from minirl.parallel.mesh import Context
 
+UNSET: Any = None  # The value of a field that a later stage of the step fills in.
+
 
 @dataclass(kw_only=True)
 class Trajectory:
-    """One token-exact sequence: what the engine saw and sampled, id by id."""
+    """One token-exact sequence of L tokens: what the engine read and sampled, id by id."""
 
-    tokens: (
-        np.ndarray
-    )  # int32 [L]: prompt, sampled tokens, and what an environment said in between.
-    sampled: (
-        np.ndarray
-    )  # bool [L]: True where the policy chose the token. The first token is never sampled.
-    logprobs: (
-        np.ndarray
-    )  # float32 [L]: the engine's log-prob of sampled tokens at the sampling temperature, else 0.
+    # int32 [L]: the prompt, sampled tokens, and what an environment said in between.
+    tokens: np.ndarray
+    # bool [L]: True where the policy chose the token. The first token is never sampled.
+    sampled: np.ndarray
+    # float32 [L]: the engine's log-prob of sampled tokens at the sampling temperature, else 0.
+    logprobs: np.ndarray
     reward: float = 0.0
-    group: int = 0  # Ticket of the prompt; siblings share it (the group baseline).
+    group: int = 0  # Ticket of the prompt. Siblings share it (the baseline of a group).
     episode: int = 0  # Number of the sample within its group.
-    # Number within its episode: a new one begins where history was rewritten. Segments share reward
-    # and advantage.
+    # Number within the episode: a new segment begins where history was rewritten. Segments share
+    # reward and advantage.
     segment: int = 0
-    version: int = 0  # Optimizer steps that the weights had seen when the oldest token was sampled.
-    versions: np.ndarray | None = (
-        # int32 [L]: the same of each token, -1 where none was sampled; stays on the rank that
-        # sampled it.
-        None
-    )
-    # float32 [L]: the part of `reward` that was given for single answers, at their last tokens;
-    # None: there is none. The rest is the last token's.
+    # Number of optimizer steps that the weights had seen when the oldest token was sampled.
+    version: int = 0
+    # int32 [L]: the version of each token, -1 where none was sampled. Stays on the sampling rank.
+    versions: np.ndarray | None = None
+    # float32 [L]: the part of `reward` that was given for single answers, at their last tokens.
+    # The rest belongs to the last token. None: no reward was given for single answers.
     turn_rewards: np.ndarray | None = None
-    images: list[ImageSpan] = field(
-        default_factory=list
-    )  # Those that an environment showed, in their order.
-    # Sampled tokens of all trajectories of the group; `exchange` counts them, on whatever ranks
-    # they are.
+    images: list[ImageSpan] = field(default_factory=list)  # Images in the sequence, in order.
+    # Number of sampled tokens in all trajectories of the group, on all ranks. `exchange` sets it.
     group_tokens: int = 0
-    info: dict = field(default_factory=dict)  # For logs only; stays on the rank that sampled it.
+    info: dict[str, Any] = field(default_factory=dict)  # For logs. Stays on the sampling rank.
 
 
 @dataclass(kw_only=True)
 class Packed:
-    """One micro-batch on the device: sequences laid end to end on one token axis of T rows, no
-    padding.
+    """One micro-batch on the device: S sequences end to end on one axis of T rows, no padding.
 
-    Answers to one prompt share its rows. The prompt but its last token is a sequence of its own,
-    outside the loss; each answer's sequence begins with the last prompt token (whose target is the
-    answer's first) and sees the prompt's keys before its own.
+    Answers to one prompt share its rows. The prompt without its last token is a sequence of its
+    own, outside the loss. Each answer's sequence begins with the last prompt token (whose target
+    is the answer's first) and attends to the prompt's keys before its own.
+
+    With a context, rows are this rank's part of each sequence: chunk r and chunk 2R - 1 - r of 2R,
+    in zigzag so that causal work is even. Key rows of the blocks then count in the gathered rows
+    of all ranks, rank by rank (except on a ring).
     """
 
     inputs: Tensor  # int64 [T]
     targets: Tensor  # int64 [T]: the next token of the same sequence.
-    positions: Tensor  # int64 [T]: of the input token in its trajectory.
+    positions: Tensor  # int64 [T]: position of the input token in its trajectory.
     loss_mask: Tensor  # bool [T]: the target is in the loss.
-    # int64 [N]: where `loss_mask` is True; the language-model head runs on these rows only.
+    # int64 [N]: where `loss_mask` is True. The language-model head runs on these rows only.
     loss_rows: Tensor
-    lengths: tuple[
-        int, ...
-    ]  # Rows of each of the S sequences, on the host so that no layer waits for the device.
-    loss_tokens: (
-        Tensor  # int64 [S]: targets in the loss of each sequence, on all context ranks together.
-    )
-    # int64 [S]: targets in the loss of all sequences of its prompt, in whatever batches and on
-    # whatever ranks.
+    # Number of rows of each sequence, on the host so that no layer waits for the device.
+    lengths: tuple[int, ...]
+    # int64 [S]: number of targets in the loss of each sequence, on all context ranks together.
+    loss_tokens: Tensor
+    # int64 [S]: number of targets in the loss of all answers to the sequence's prompt, in any
+    # micro-batch and on any rank.
     group_tokens: Tensor
-    # float64 [S]: of the episode. This and `sequence_ids` mean something where a sequence has
-    # targets in the loss.
+    # float64 [S]: reward of the episode. It and `sequence_ids` have a meaning only for sequences
+    # with targets in the loss.
     rewards: Tensor
-    sequence_ids: tuple[
-        tuple[int, int, int], ...
-    ]  # (group, episode, segment) of each of the S sequences.
+    sequence_ids: tuple[tuple[int, int, int], ...]  # (group, episode, segment) of each sequence.
     # Attention without a window, in parts: each sequence's own rows, and what it sees before them.
-    # On a context ring: that of a rank's own rows, of
-    # all rows with the first halves of an earlier rank, of the second halves with all rows of a
-    # later one.
+    # On a context ring: own rows with own rows; all rows with the first halves of an earlier rank;
+    # second halves with all rows of a later rank.
     blocks: tuple[Block, ...]
-    windowed_block: Block | None = (
-        None  # The same as one causal block, for layers that see a sliding window only.
-    )
-    images: ImageBatch | None = None  # Of a model that reads them.
-    is_last_row: Tensor | None = None  # bool [T]: the row is the last of a trajectory.
-    pairs: Tensor | None = (
-        # int64 [P, 2], if asked for: numbers of the sequences of each pair's chosen and rejected
-        # answer.
-        None
-    )
-    # Rows are this rank's part of each sequence: chunk r and chunk 2R - 1 - r of 2R, in zigzag so
-    # that causal work is even. Key rows of the blocks
-    # count in the gathered rows of all ranks, rank by rank (but for those of a ring).
-    context: Context | None = None
+    windowed_block: Block | None = None  # All of it as one causal block, for sliding windows.
+    images: ImageBatch | None = None  # For a model that reads images.
+    is_last_row: Tensor  # bool [T]: the row is the last one of a trajectory.
+    pairs: Tensor = UNSET  # int64 [P, 2] of preference data: chosen and rejected sequence.
+    context: Context | None = None  # Ranks that hold the other parts of the same sequences.
     temperature: float = 1.0  # Log-probs are of logits divided by it.
-    engine_logprobs: Tensor | None = None  # float32 [T], as all below.
-    turn_rewards: Tensor | None = (
-        None  # Part of `rewards` that was given for the answers which end with the targets.
-    )
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    old_entropy: Tensor | None = None
-    advantages: Tensor | None = None
-    values: Tensor | None = None  # A critic's, of what stood before the target.
-    returns: Tensor | None = None  # What it should have said.
-    high_entropy_mask: Tensor | None = (
-        None  # bool [T]: tokens whose policy gradient counts; None: all do.
-    )
+    # float32 [T]: what the engine said of the targets when it sampled them.
+    engine_logprobs: Tensor
+    # float32 [T]: the part of `rewards` that was given for the answers that end at the targets.
+    turn_rewards: Tensor | None = None
+    # float [T] each, filled in by `Policy.annotate`: log-probs of the targets under the policy
+    # before the step and under the reference, the policy's entropy, and the critic's values of what
+    # stands before the targets.
+    old_logprobs: Tensor = UNSET
+    ref_logprobs: Tensor = UNSET
+    old_entropy: Tensor = UNSET
+    values: Tensor = UNSET
+    # float [T], filled in by `advantages.assign`: `returns` are what the values should have been.
+    advantages: Tensor = UNSET
+    returns: Tensor = UNSET
+    # bool [T]: tokens whose policy gradient counts. None: all of them.
+    high_entropy_mask: Tensor | None = None

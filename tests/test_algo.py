@@ -123,8 +123,8 @@ def assign_on_rank(mesh, owners):
             advantages.find(name),
             AlgoConfig(advantage=name),
             0.0,
-            sums=mesh.data_sums,
-            maxima=mesh.maxima,
+            sum_over_ranks=mesh.data_sums,
+            max_over_ranks=mesh.maxima,
             gather=mesh.gather,
         )
         out[name] = {
@@ -163,8 +163,8 @@ def test_an_estimator_is_found_by_name_or_in_a_file(tmp_path):
         advantages.find(name),
         AlgoConfig(advantage=name),
         0.0,
-        sums=alone,
-        maxima=alone,
+        sum_over_ranks=alone,
+        max_over_ranks=alone,
         gather=lambda value: [value],
     )
     assert [found.tolist() for found in unpack(batch.advantages, own, batch)] == [

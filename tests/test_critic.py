@@ -149,8 +149,8 @@ def step(mesh, folder, budget, sequence):
         advantages.find("gae"),
         algo,
         0.1,
-        sums=mesh.data_sums,
-        maxima=mesh.maxima,
+        sum_over_ranks=mesh.data_sums,
+        max_over_ranks=mesh.maxima,
         gather=mesh.gather,
     )
     for (

@@ -285,8 +285,8 @@ def grpo(mesh, folder, sequence):
             advantages.find("grpo"),
             algo,
             algo.kl_coef,
-            sums=mesh.data_sums,
-            maxima=mesh.maxima,
+            sum_over_ranks=mesh.data_sums,
+            max_over_ranks=mesh.maxima,
             gather=mesh.gather,
         )
         history += [
@@ -371,8 +371,8 @@ def method_gradients(mesh, folder, budget):
             advantages.find(algo.advantage),
             algo,
             algo.kl_coef,
-            sums=mesh.data_sums,
-            maxima=mesh.maxima,
+            sum_over_ranks=mesh.data_sums,
+            max_over_ranks=mesh.maxima,
             gather=mesh.gather,
         )
         if algo.entropy_share:

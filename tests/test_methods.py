@@ -17,7 +17,11 @@ from minirl.errors import UserError
 from test_algo import clip_formula, clip_gradient, ragged_answers, rloo_formula
 
 CPU = torch.device("cpu")
-ALONE = {"sums": lambda v: v, "maxima": lambda v: v, "gather": lambda v: [v]}
+ALONE = {  # The collectives of a world of one.
+    "sum_over_ranks": lambda v: v,
+    "max_over_ranks": lambda v: v,
+    "gather": lambda v: [v],
+}
 
 
 def answers():
@@ -475,8 +479,8 @@ def spread(mesh, budget):
             advantages.find(name),
             AlgoConfig(advantage=name, gamma=0.9, kl_coef=coef, kl_in="reward"),
             coef,
-            sums=mesh.data_sums,
-            maxima=mesh.maxima,
+            sum_over_ranks=mesh.data_sums,
+            max_over_ranks=mesh.maxima,
             gather=mesh.gather,
         )
         out[name] = by_token(batches, whole)

@@ -1,9 +1,11 @@
 """Correction for the engine sampling from slightly other probabilities than the trainer computes.
 
-Tokens come from the engine's kernels, gradients from the trainer's, and the two differ (most in
-bf16, and more if the engine's weights are older), which biases the policy gradient. The ratio r =
-pi_trainer / pi_engine corrects it, at a variance that must be bounded.
+Tokens come from the engine's kernels, gradients from the trainer's. The two differ (most in
+bfloat16, and more if the engine's weights are older), which biases the policy gradient. The ratio
+r = pi_trainer / pi_engine corrects it, at a variance that must be bounded.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,89 +15,114 @@ from minirl.config.rl import CorrectionConfig
 from minirl.errors import require
 from minirl.types import Packed
 
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """A resolved CorrectionConfig, whose docstring says what the fields mean."""
+
+    level: str
+    mode: str
+    gate: str = "ratio"
+    low: float
+    high: float
+    divergence: float = 0.05
+
+
 # tis, truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings
-# you off-policy RL training"; Ionides 2008 for
-# the truncation. icepop: Ling team 2025, "Every step evolves" (arXiv 2510.18855), sec. 3.
-# seq-mask-tis: sequences are dropped by the geometric mean
-# of their ratios, tokens of the others count with their own ratio; as OpenRLHF does.
+# you off-policy RL training"; Ionides 2008 for the truncation. icepop: Ling team 2025, "Every step
+# evolves" (arXiv 2510.18855), sec. 3. seq-mask-tis: sequences are dropped by the geometric mean of
+# their ratios, tokens of the others count with their own ratio; as OpenRLHF does.
 PRESETS = {
-    "off": {"level": "off", "mode": "truncate", "gate": "ratio", "low": 0.0, "high": 2.0},
-    "tis": {"level": "token", "mode": "truncate", "gate": "ratio", "low": 0.0, "high": 2.0},
-    "icepop": {"level": "token", "mode": "mask", "gate": "ratio", "low": 0.5, "high": 5.0},
-    "seq-mask-tis": {
-        "level": "geometric",
-        "mode": "mask",
-        "gate": "ratio",
-        "low": 0.5,
-        "high": 5.0,
-    },
+    "off": Correction(level="off", mode="truncate", low=0.0, high=2.0),
+    "tis": Correction(level="token", mode="truncate", low=0.0, high=2.0),
+    "icepop": Correction(level="token", mode="mask", low=0.5, high=5.0),
+    "seq-mask-tis": Correction(level="geometric", mode="mask", low=0.5, high=5.0),
 }
 
 
-def resolve(cfg: CorrectionConfig) -> CorrectionConfig:
-    """What the preset says, but for what is set beside it. Raises UserError for bounds that leave
-    nothing.
+def resolve(cfg: CorrectionConfig) -> Correction:
+    """Return the preset with what is set beside it.
+
+    Raises:
+        UserError: for bounds outside which every token would lie.
     """
-    out = CorrectionConfig(
-        **PRESETS[cfg.preset]
-        | {name: value for name, value in vars(cfg).items() if value is not None}
-    )
+    preset = PRESETS[cfg.preset]
+    low = preset.low if cfg.low is None else cfg.low
+    high = preset.high if cfg.high is None else cfg.high
     require(
-        0 <= out.low <= 1 <= out.high and out.divergence > 0,
-        f"algo.correction: low = {out.low}, high = {out.high}, divergence = {out.divergence}; "
-        "equal probabilities have ratio 1 and divergence 0, so low must be in [0, 1], high at least 1 and divergence above 0",
+        0 <= low <= 1 <= high and cfg.divergence > 0,
+        f"algo.correction: low = {low}, high = {high}, divergence = {cfg.divergence}; equal "
+        "probabilities have ratio 1 and divergence 0, so low must be in [0, 1], high at least 1 "
+        "and divergence above 0",
     )
-    return out
+    return Correction(
+        level=cfg.level or preset.level,
+        mode=cfg.mode or preset.mode,
+        gate=cfg.gate or preset.gate,
+        low=low,
+        high=high,
+        divergence=cfg.divergence,
+    )
 
 
 def divergence(old: Tensor, engine: Tensor, gate: str) -> Tensor:
-    """Of the two coins "this token or another" that trainer and engine toss, p = e^old and q =
-    e^engine, [T]; binary_kl: KL(q || p) = q log(q / p) + (1 - q) log((1 - q) / (1 - p)); tv: |p -
-    q|. Lower bounds of the divergences of the whole distributions; Qi et al. 2026 (arXiv
-    2602.04879).
+    """Return a lower bound of how far trainer and engine diverge at each token, [T].
+
+    Both are reduced to a coin, "this token or another", with p = e^old and q = e^engine. binary_kl:
+    KL(q || p) = q log(q / p) + (1 - q) log((1 - q) / (1 - p)). tv: |p - q|. These are lower bounds
+    of the divergences of the whole distributions; Qi et al. 2026 (arXiv 2602.04879).
+
+    Args:
+        old: log-probs under the trainer, float [T].
+        engine: log-probs under the engine, float [T].
+        gate: binary_kl or tv.
     """
-    p, q = old.exp(), engine.exp()
+    p = old.exp()
+    q = engine.exp()
     if gate == "tv":
         return (p - q).abs()
     tiny = torch.finfo(p.dtype).eps  # at probability 1 the other side of the coin has none
-    others_p, others_q = (-torch.expm1(old)).clamp(min=tiny), (-torch.expm1(engine)).clamp(min=tiny)
-    return q * (engine - old) + others_q * (others_q / others_p).log()
+    other_p = (-torch.expm1(old)).clamp(min=tiny)
+    other_q = (-torch.expm1(engine)).clamp(min=tiny)
+    return q * (engine - old) + other_q * (other_q / other_p).log()
 
 
-def weights(old: Tensor, batch: Packed, cfg: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """(weight of each token's loss [T], tokens outside the gate [T] bool) for the trainer's
-    log-probs `old` [T]; without gradient.
+def weights(old: Tensor, batch: Packed, cfg: Correction) -> tuple[Tensor, Tensor]:
+    """Return the weight of each token's loss, and which tokens are outside the gate.
 
-    `cfg` is resolved. The level says what a ratio or divergence is of: token; sequence: the product
-    of its tokens' ratios, the sum of their divergences; geometric: the geometric mean, the mean.
-    Outside are ratios not in [low, high], or divergences above cfg.divergence. There the mode sets
-    the weight: mask: 0; clip: the ratio brought into [low, high]; truncate: the ratio but at most
-    high. Inside it is the ratio; under mask a token's own, for there the level only selects.
+    The level says what a ratio or divergence belongs to. token: the token. sequence: the product of
+    its tokens' ratios, the sum of their divergences. geometric: the geometric mean, the mean.
+    Outside the gate are ratios not in [low, high], or divergences above cfg.divergence. There the
+    mode sets the weight. mask: 0. clip: the ratio brought into [low, high]. truncate: the ratio,
+    but at most high. Inside the gate the weight is the ratio; under mask it is the token's own
+    ratio, because there the level only selects.
+
+    Args:
+        old: log-probs under the trainer, float [T].
+        batch: with `engine_logprobs`.
+        cfg: the resolved correction.
+
+    Returns:
+        Weights float [T] without gradient, and a bool mask [T].
     """
     log_ratio = torch.where(batch.loss_mask, (old - batch.engine_logprobs).detach(), 0.0)
 
     def at_level(values: Tensor) -> Tensor:
         if cfg.level == "token":
             return values
-        sums = sequence_sums(values, batch)
-        return to_rows(
-            sums if cfg.level == "sequence" else sums / batch.loss_tokens.clamp(min=1), batch
-        )
+        per_sequence = sequence_sums(values, batch)
+        if cfg.level == "geometric":
+            per_sequence = per_sequence / batch.loss_tokens.clamp(min=1)
+        return to_rows(per_sequence, batch)
 
     ratio = at_level(log_ratio).exp()
     if cfg.gate == "ratio":
         outside = (ratio < cfg.low) | (ratio > cfg.high)
     else:
-        outside = (
-            at_level(
-                torch.where(
-                    batch.loss_mask, divergence(old.detach(), batch.engine_logprobs, cfg.gate), 0.0
-                )
-            )
-            > cfg.divergence
-        )
+        distance = divergence(old.detach(), batch.engine_logprobs, cfg.gate)
+        distance = torch.where(batch.loss_mask, distance, 0.0)
+        outside = at_level(distance) > cfg.divergence
     if cfg.mode == "mask":
         return log_ratio.exp().masked_fill(outside, 0.0), outside
-    return torch.where(
-        outside, ratio.clamp(cfg.low if cfg.mode == "clip" else None, cfg.high), ratio
-    ), outside
+    lowest = cfg.low if cfg.mode == "clip" else None
+    return torch.where(outside, ratio.clamp(lowest, cfg.high), ratio), outside

@@ -1,10 +1,9 @@
-"""Losses: pure functions of one packed micro-batch, returning a value per token; `normalize` turns
-them into means.
+"""Losses: pure functions of one packed micro-batch that return a value per token.
 
-A token loss gets the batch, the policy's log-probs and entropy (float32 [T], 0 where
-`batch.loss_mask` is False) and returns the loss of each token [T] and a dict of metrics [T]; of
-aggregation `pair`, of each pair [P]. Metrics are averaged over the tokens in the loss; of names
-that end in `_max` the maximum is taken.
+A token loss is called with the batch, the policy's log-probs and entropy (float32 [T], 0 where
+`batch.loss_mask` is False) and returns the loss of each token [T] and a dict of metrics [T]. With
+aggregation `pair` both are per pair [P]. `normalize` turns values into means. Metrics are averaged
+over the tokens in the loss; of names that end in `_max` the maximum is taken.
 """
 
 import math
@@ -20,23 +19,27 @@ from minirl.algo.normalize import sequence_sums, to_rows
 from minirl.config.rl import AlgoConfig
 from minirl.types import Packed
 
+Metrics = dict[str, Tensor]
+TokenLoss = Callable[[Packed, Tensor, Tensor], tuple[Tensor, Metrics]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    token_loss: Callable[[Packed, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-    aggregation: str = "token"
-    fixed_length: int = 1  # Of aggregation `fixed`.
-    entropy_gradient: bool = (
-        False  # The loss has a term in the entropy; costs one more buffer in the head's backward.
-    )
+    """A token loss and how its values become one number."""
+
+    token_loss: TokenLoss
+    aggregation: str = "token"  # See `normalize.weights`.
+    fixed_length: int = 1  # The constant length of aggregation `fixed`.
+    # Whether the loss has a term in the entropy; costs one more buffer in the head's backward.
+    entropy_gradient: bool = False
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(policy || reference) at sampled tokens, [T]. Schulman 2020, "Approximating KL
-    divergence".
+    """Estimate KL(policy || reference) at sampled tokens, [T].
 
     With d = log(ref / policy): k1 = -d (unbiased, noisy), k2 = d^2 / 2 (its gradient is the
-    unbiased one of the KL), k3 = e^d - 1 - d (unbiased, never negative).
+    unbiased one of the KL), k3 = e^d - 1 - d (unbiased, never negative). Schulman 2020,
+    "Approximating KL divergence".
     """
     d = ref_logprobs - logprobs
     if estimator == "k1":
@@ -47,13 +50,13 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
 
 
 def kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """The KL term of a loss, [T]: k1, k2 or k3, or `unbiased`: r k3 with r = policy / old, through
-    which the gradient goes too.
+    """Return the KL term of a loss, [T].
 
-    The gradient of an estimate is not an estimate of the gradient: that of k1 is 0 on average, that
-    of k3 is that of the reverse divergence. With g = grad log policy, grad (r k3) = r (k3 + 1 -
-    e^d) g = -r d g, whose mean over old's tokens is the gradient of the KL. Tang and Munos 2025
-    (arXiv 2506.09477); DeepSeek-V3.2 (arXiv 2512.02556), sec. 3.1.
+    It is k1, k2 or k3, or `unbiased`: r k3 with r = policy / old, through which the gradient goes
+    too. The gradient of an estimate is not an estimate of the gradient: that of k1 is 0 on average,
+    that of k3 belongs to the reverse divergence. With g = grad log policy, grad (r k3) =
+    r (k3 + 1 - e^d) g = -r d g, whose mean over tokens of `old` is the gradient of the KL. Tang and
+    Munos 2025 (arXiv 2506.09477); DeepSeek-V3.2 (arXiv 2512.02556), sec. 3.1.
     """
     if estimator == "unbiased":
         return (logprobs - old_logprobs).exp() * kl(logprobs, ref_logprobs, "k3")
@@ -61,42 +64,47 @@ def kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estima
 
 
 def adapt_kl_coef(coef: float, measured: float, target: float) -> float:
-    """coef (1 + 0.1 clip(measured / target - 1, -0.2, 0.2)): more where the KL is above its target.
+    """Return coef (1 + 0.1 clip(measured / target - 1, -0.2, 0.2)): more where the KL is too high.
+
     Ziegler et al. 2019 (arXiv 1909.08593), sec. 2.2.
     """
-    return coef * (1 + 0.1 * min(0.2, max(-0.2, measured / target - 1)))
+    error = min(0.2, max(-0.2, measured / target - 1))
+    return coef * (1 + 0.1 * error)
 
 
 def ppo_clip(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> Tensor:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), [T]. Schulman et al. 2017 (arXiv 1707.06347), eq. 7.
+    """Return -min(r A, clip(r, 1 - low, 1 + high) A), [T].
 
-    Separate bounds: DAPO's clip-higher (arXiv 2503.14476, sec. 3.1). With dual_clip = c > 1 the
-    loss at negative advantages is at most -c A, so that one token with a huge ratio cannot rule the
-    batch: Ye et al. 2020 (arXiv 1912.09729), eq. 5.
+    Schulman et al. 2017 (arXiv 1707.06347), eq. 7. Separate bounds are DAPO's clip-higher (arXiv
+    2503.14476, sec. 3.1). With dual_clip = c > 1 the loss at negative advantages is at most -c A,
+    so that one token with a huge ratio cannot dominate the batch: Ye et al. 2020 (arXiv
+    1912.09729), eq. 5.
     """
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    loss = -torch.minimum(ratio * advantages, clipped)
     if dual_clip:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
     return loss
 
 
 def sequence_ratio(log_ratio: Tensor, batch: Packed) -> Tensor:
-    """(prod_t r_t)^(1/L) of each sequence, at its rows [T]; differentiable. GSPO: Zheng et al. 2025
-    (arXiv 2507.18071), eq. 7.
+    """Return (prod_t r_t)^(1/L) of each sequence at its rows, [T]; differentiable.
+
+    GSPO: Zheng et al. 2025 (arXiv 2507.18071), eq. 7.
     """
-    means = sequence_sums(
-        torch.where(batch.loss_mask, log_ratio, 0.0), batch
-    ) / batch.loss_tokens.clamp(min=1)
+    sums = sequence_sums(torch.where(batch.loss_mask, log_ratio, 0.0), batch)
+    means = sums / batch.loss_tokens.clamp(min=1)
     return to_rows(means.exp(), batch)
 
 
 def cispo(
     ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """-sg(clip(r, 1 - low, 1 + high)) A log policy, [T]: a clipped token keeps a gradient, of
-    bounded weight. MiniMax 2025 (arXiv 2506.13585), eq. 4.
+    """Return -sg(clip(r, 1 - low, 1 + high)) A log policy, [T].
+
+    A clipped token keeps a gradient, of bounded weight. MiniMax 2025 (arXiv 2506.13585), eq. 4.
     """
     return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs
 
@@ -104,60 +112,66 @@ def cispo(
 def mark_high_entropy(
     batches: list[Packed], share: float, gather: Callable[[object], list]
 ) -> None:
-    """Set `forks` where the policy gradient counts: at that share of the optimizer step's tokens,
-    on all ranks (rounded up), whose `old_entropy` is highest. Wang et al. 2025 (arXiv 2506.01939),
-    eq. 6.
+    """Set `high_entropy_mask` at that share of the step's tokens whose `old_entropy` is highest.
+
+    Wang et al. 2025 (arXiv 2506.01939), eq. 6. Collective.
+
+    Args:
+        batches: this rank's micro-batches of an optimizer step.
+        share: of the tokens in the loss on all ranks, rounded up to whole tokens.
+        gather: returns a value of every rank.
     """
-    own = torch.cat([b.old_entropy[b.loss_mask].double().cpu() for b in batches]).numpy()
-    ordered = np.sort(np.concatenate(gather(own)))
+    entropies = torch.cat([b.old_entropy[b.loss_mask].double().cpu() for b in batches])
+    ordered = np.sort(np.concatenate(gather(entropies.numpy())))
+    lowest = ordered[-math.ceil(share * len(ordered))]
     for batch in batches:
-        batch.high_entropy_mask = batch.old_entropy >= ordered[-math.ceil(share * len(ordered))]
+        batch.high_entropy_mask = batch.old_entropy >= lowest
 
 
 def policy(cfg: AlgoConfig, max_tokens: int, kl_coef: float | None = None) -> Loss:
-    """PPO-clip, or what `cfg.loss` names, with the extras that the config asks for. `kl_coef`: what
-    a controller made of cfg.kl_coef.
+    """Return the policy loss that the config asks for.
 
-    The old log-probs are the trainer's own before the first update (`batch.old_logprobs`); with one
+    The old log-probs are the trainer's own before the first update (`batch.old_logprobs`). With one
     update per batch they equal the current ones, so the batch need not carry them.
+
+    Args:
+        cfg: the section `algo` of the config.
+        max_tokens: sampled tokens of an episode at most, for aggregation `fixed`.
+        kl_coef: what an adaptive controller made of cfg.kl_coef; None: cfg.kl_coef itself.
     """
-    fix = correction.resolve(cfg.correction)
+    corrected = correction.resolve(cfg.correction)
     kl_coef = cfg.kl_coef if kl_coef is None else kl_coef
 
-    def token_loss(
-        batch: Packed, logprobs: Tensor, entropy: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def token_loss(batch: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
+        # 1. The ratio to the old policy, and the surrogate.
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        ratio = (
-            sequence_ratio(logprobs - old, batch) if cfg.loss == "gspo" else (logprobs - old).exp()
-        )
+        if cfg.loss == "gspo":
+            ratio = sequence_ratio(logprobs - old, batch)
+        else:
+            ratio = (logprobs - old).exp()
         if cfg.loss == "cispo":
             loss = cispo(ratio, logprobs, batch.advantages, cfg.clip_low, cfg.clip_high)
         else:
             loss = ppo_clip(ratio, batch.advantages, cfg.clip_low, cfg.clip_high, cfg.dual_clip)
-        with torch.no_grad():
-            mismatch = (old - batch.engine_logprobs).abs()
-            clipped = (ratio < 1 - cfg.clip_low) & (batch.advantages < 0) | (
-                ratio > 1 + cfg.clip_high
-            ) & (batch.advantages > 0)
-            metrics = {
-                "entropy": entropy.detach(),
-                "clip_fraction": clipped.float(),
-                "mismatch": mismatch,
-                "mismatch_max": mismatch,
-                "policy_kl": kl(logprobs.detach(), old, "k3"),
-            }
-        if fix.level != "off":
-            weight, outside = correction.weights(old, batch, fix)
+        metrics = _policy_metrics(cfg, batch, logprobs, old, ratio, entropy)
+
+        # 2. Correct for the engine having sampled from slightly other probabilities.
+        if corrected.level != "off":
+            weight, outside = correction.weights(old, batch, corrected)
             loss = loss * weight
             metrics |= {"correction_weight": weight, "correction_outside": outside.float()}
+
+        # 3. Entropy bonus; both only at the tokens of highest entropy, if so configured.
         if cfg.entropy_coef:
             loss = loss - cfg.entropy_coef * entropy
         if batch.high_entropy_mask is not None:
             loss = loss * batch.high_entropy_mask
+
+        # 4. KL to the reference, at every token.
         if batch.ref_logprobs is not None:
             ref_kl = kl_loss(logprobs, old, batch.ref_logprobs, cfg.kl_estimator)
-            loss = loss + kl_coef * ref_kl if kl_coef and cfg.kl_in == "loss" else loss
+            if kl_coef and cfg.kl_in == "loss":
+                loss = loss + kl_coef * ref_kl
             metrics["ref_kl"] = ref_kl.detach()
         return loss, metrics
 
@@ -169,36 +183,51 @@ def policy(cfg: AlgoConfig, max_tokens: int, kl_coef: float | None = None) -> Lo
     )
 
 
-def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """max((V - R)^2, (V' - R)^2) / 2 with V' = V_old + clamp(V - V_old, -clip, clip), [T]; clip 0:
-    without the second.
+@torch.no_grad()
+def _policy_metrics(
+    cfg: AlgoConfig, batch: Packed, logprobs: Tensor, old: Tensor, ratio: Tensor, entropy: Tensor
+) -> Metrics:
+    """Return what is logged of the surrogate, each [T]."""
+    mismatch = (old - batch.engine_logprobs).abs()
+    too_low = (ratio < 1 - cfg.clip_low) & (batch.advantages < 0)
+    too_high = (ratio > 1 + cfg.clip_high) & (batch.advantages > 0)
+    return {
+        "entropy": entropy.detach(),
+        "clip_fraction": (too_low | too_high).float(),
+        "mismatch": mismatch,
+        "mismatch_max": mismatch,
+        "policy_kl": kl(logprobs.detach(), old, "k3"),
+    }
 
-    Schulman et al. 2017 (arXiv 1707.06347), eq. 9, L^VF; the clip is of its authors' code, "PPO2"
-    of openai/baselines: a critic moves at most so far from what advantages were made with.
+
+def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """Return max((V - R)^2, (V' - R)^2) / 2 with V' = V_old + clamp(V - V_old, -clip, clip), [T].
+
+    With clip = 0 the second term is left out. Schulman et al. 2017 (arXiv 1707.06347), eq. 9, L^VF.
+    The clip is that of its authors' code, "PPO2" of openai/baselines: a critic moves at most so far
+    from the values that advantages were made with.
     """
     loss = (values - returns).square()
     if clip:
-        loss = torch.maximum(
-            loss, (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
-        )
+        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        loss = torch.maximum(loss, (clipped - returns).square())
     return loss / 2
 
 
 def value(clip: float) -> Loss:
-    """Of a critic, mean over all sampled tokens; `batch.values` are its own before the first
-    update.
+    """Return a critic's loss, the mean over all sampled tokens.
+
+    `batch.values` are the critic's own values before the first update.
     """
 
-    def token_loss(
-        batch: Packed, values: Tensor, entropy: None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def token_loss(batch: Packed, values: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
         with torch.no_grad():
-            moved = (values - batch.values).abs()
+            clipped = (values - batch.values).abs() > clip
             metrics = {
                 "value": values,
                 "return": batch.returns,
                 "error": (values - batch.returns).abs(),
-                "clip_fraction": (moved > clip).float() * (clip > 0),
+                "clip_fraction": clipped.float() * (clip > 0),
             }
         return value_clip(values, batch.values, batch.returns, clip), metrics
 
@@ -206,7 +235,9 @@ def value(clip: float) -> Loss:
 
 
 def sft() -> Loss:
-    """Negative log-likelihood of the target tokens, mean over all of them."""
-    return Loss(
-        token_loss=lambda batch, logprobs, entropy: (-logprobs, {"entropy": entropy.detach()})
-    )
+    """Return the negative log-likelihood of the target tokens, the mean over all of them."""
+
+    def token_loss(batch: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
+        return -logprobs, {"entropy": entropy.detach()}
+
+    return Loss(token_loss=token_loss)

@@ -1,15 +1,15 @@
-"""Losses of pairs of answers to one prompt, of which the first was chosen: reward models and direct
-preference optimization.
+"""Losses of pairs of answers to one prompt: reward models and direct preference optimization.
 
-Each is a function of what the model says of whole sequences, which `sequence_sums` adds up; a value
-per pair [P], and the mean is over all pairs of the optimizer step.
+The first answer of a pair was chosen, the second rejected. Each loss is a function of what the
+model gives whole sequences, which `sequence_sums` adds up: a value per pair [P], and the mean is
+over all pairs of the optimizer step.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minirl.algo.losses import Loss
+from minirl.algo.losses import Loss, Metrics
 from minirl.algo.normalize import sequence_sums
 from minirl.config.supervised import DPOLossConfig, RewardModelLossConfig
 from minirl.types import Packed
@@ -18,42 +18,41 @@ from minirl.types import Packed
 def reward_pair(
     chosen: Tensor, rejected: Tensor, margins: Tensor, cfg: RewardModelLossConfig
 ) -> Tensor:
-    """Bradley-Terry loss of two scores, [P].
+    """Return the Bradley-Terry loss of two scores, [P].
 
-    sigmoid: -log sigmoid(r_c - r_r - m), m being how much better the chosen answer is. Touvron et
-    al. 2023, Llama 2 (arXiv 2307.09288), eq. 2. logexp: log(1 + exp(r_r - r_c)), without margins;
-    Stiennon et al. 2020 (arXiv 2009.01325). center_coef c adds c (r_c + r_r)^2, which holds scores
-    near 0. Eisenstein et al. 2023 (arXiv 2312.09244).
+    sigmoid: -log sigmoid(r_c - r_r - m), where the margin m is how much better the chosen answer
+    is. Touvron et al. 2023, Llama 2 (arXiv 2307.09288), eq. 2. logexp: log(1 + exp(r_r - r_c)),
+    without margins; Stiennon et al. 2020 (arXiv 2009.01325). center_coef c adds c (r_c + r_r)^2,
+    which holds scores near 0. Eisenstein et al. 2023 (arXiv 2312.09244).
     """
     difference = chosen - rejected - (margins if cfg.loss == "sigmoid" else 0.0)
-    return (
-        F.softplus(-difference) + cfg.center_coef * (chosen + rejected).square()
-    )  # stable: -log sigmoid(x) = softplus(-x)
+    center = cfg.center_coef * (chosen + rejected).square()
+    return F.softplus(-difference) + center  # stable: -log sigmoid(x) = softplus(-x)
 
 
 def dpo_pair(difference: Tensor, cfg: DPOLossConfig) -> Tensor:
-    """Loss of z = log(pi / ref) of the chosen answer minus that of the rejected, [P].
+    """Return the loss of z = log(pi / ref) of the chosen answer minus that of the rejected, [P].
 
     sigmoid: -log sigmoid(beta z). Rafailov et al. 2023 (arXiv 2305.18290), eq. 7. With
-    label_smoothing e, the chance that a pair is the wrong way round: (1 - e) of it and e of -log
-    sigmoid(-beta z). Mitchell 2023, cDPO. hinge: max(0, 1 - beta z). Zhao et al. 2023, SLiC (arXiv
-    2305.10425). ipo: (z - 1 / (2 beta))^2. Azar et al. 2023 (arXiv 2310.12036), eq. 17.
+    label_smoothing e, the chance that a pair is the wrong way round: (1 - e) of it and e of
+    -log sigmoid(-beta z). Mitchell 2023, cDPO. hinge: max(0, 1 - beta z). Zhao et al. 2023, SLiC
+    (arXiv 2305.10425). ipo: (z - 1 / (2 beta))^2. Azar et al. 2023 (arXiv 2310.12036), eq. 17.
     """
     scaled = cfg.beta * difference
     if cfg.loss == "hinge":
         return F.relu(1 - scaled)
     if cfg.loss == "ipo":
         return (difference - 1 / (2 * cfg.beta)).square()
-    return (1 - cfg.label_smoothing) * F.softplus(-scaled) + cfg.label_smoothing * F.softplus(
-        scaled
-    )
+    smoothing = cfg.label_smoothing
+    return (1 - smoothing) * F.softplus(-scaled) + smoothing * F.softplus(scaled)
 
 
 def reward_model(cfg: RewardModelLossConfig) -> Loss:
-    """Of a model with a score head; a sequence's score is that of its last row."""
+    """Return the loss of a model with a score head; a sequence's score is that of its last row."""
 
-    def loss(batch: Packed, scores: Tensor, entropy: None) -> tuple[Tensor, dict[str, Tensor]]:
-        chosen, rejected = sequence_sums(scores * batch.is_last_row, batch)[batch.pairs].unbind(1)
+    def loss(batch: Packed, scores: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
+        last_scores = sequence_sums(scores * batch.is_last_row, batch)
+        chosen, rejected = last_scores[batch.pairs].unbind(1)
         better, worse = batch.rewards.to(scores.dtype)[batch.pairs].unbind(1)
         with torch.no_grad():
             metrics = {
@@ -68,22 +67,19 @@ def reward_model(cfg: RewardModelLossConfig) -> Loss:
 
 
 def dpo(cfg: DPOLossConfig) -> Loss:
-    """Of a policy, with `batch.ref_logprobs`. Rewards are beta log(pi / ref).
+    """Return the DPO loss of a policy. Batches need `ref_logprobs`. Rewards are beta log(pi / ref).
 
     length_normalized: log-probs of a sequence are means over its tokens, in the paper's equations
     (Lambert et al. 2024, Tulu 3, arXiv 2411.15124). nll_coef c adds c times -log pi of the chosen
     answer per token. Pang et al. 2024 (arXiv 2404.19733).
     """
 
-    def loss(batch: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(batch: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
         lengths = batch.loss_tokens.clamp(min=1)
-        policy, ref = (
-            sequence_sums(logprobs, batch),
-            sequence_sums(batch.ref_logprobs.to(logprobs.dtype), batch),
-        )
-        chosen, rejected = ((policy - ref) / (lengths if cfg.length_normalized else 1))[
-            batch.pairs
-        ].unbind(1)
+        policy = sequence_sums(logprobs, batch)
+        ref = sequence_sums(batch.ref_logprobs.to(logprobs.dtype), batch)
+        log_ratio = (policy - ref) / (lengths if cfg.length_normalized else 1)
+        chosen, rejected = log_ratio[batch.pairs].unbind(1)
         likelihood = (policy / lengths)[batch.pairs[:, 0]]
         with torch.no_grad():
             metrics = {

@@ -1,29 +1,42 @@
-"""What is made of rewards before advantages: pure functions of the rewards of this rank's answers,
-float64 [N], in the order of `shape`.
-"""
+"""Reward shaping between rollout and advantages: pure functions of this rank's rewards."""
 
 import torch
 from torch import Tensor
 
-from minirl.algo.advantages import Sums
+from minirl.algo.advantages import Reduce
 from minirl.config.shared import RewardConfig
 
 
-def normalize(rewards: Tensor, stats: list[float], sums: Sums) -> tuple[Tensor, list[float]]:
-    """(r - mean) / (deviation + 1e-8) with those of all rewards so far, these included, and the new
-    [count, mean, squares about it].
+def normalize(
+    rewards: Tensor, stats: list[float], sum_over_ranks: Reduce
+) -> tuple[Tensor, list[float]]:
+    """Return (r - mean) / (deviation + 1e-8) over all rewards so far, these included.
 
-    Chan et al. 1979, updating formulae for the variance; twice over the batch, so that large means
-    cost no digits.
+    Statistics are updated as in Chan et al. 1979, "Updating formulae for computing sample
+    variances", with two passes over the batch so that large means cost no digits.
+
+    Args:
+        rewards: float64 [N], of this rank.
+        stats: [count, mean, sum of squares about the mean] before this step.
+        sum_over_ranks: adds a CPU tensor over all ranks.
+
+    Returns:
+        Normalised rewards float64 [N], and the new statistics.
     """
-    count, total = sums(torch.tensor([len(rewards), rewards.sum()], dtype=torch.float64)).tolist()
+    counted = torch.tensor([len(rewards), rewards.sum()], dtype=torch.float64)
+    count, total = sum_over_ranks(counted).tolist()
     if not count:
         return rewards, stats
-    (squares,) = sums(((rewards - total / count) ** 2).sum()[None]).tolist()
-    old, mean, old_squares = stats
-    new, delta = old + count, total / count - mean
-    stats = [new, mean + delta * count / new, old_squares + squares + delta**2 * old * count / new]
-    return (rewards - stats[1]) / ((stats[2] / new) ** 0.5 + 1e-8), stats
+    batch_mean = total / count
+    (batch_squares,) = sum_over_ranks(((rewards - batch_mean) ** 2).sum()[None]).tolist()
+
+    old_count, mean, squares = stats
+    new_count = old_count + count
+    delta = batch_mean - mean
+    mean += delta * count / new_count
+    squares = squares + batch_squares + delta**2 * old_count * count / new_count
+    deviation = (squares / new_count) ** 0.5
+    return (rewards - mean) / (deviation + 1e-8), [new_count, mean, squares]
 
 
 def shape(
@@ -33,26 +46,36 @@ def shape(
     cfg: RewardConfig,
     max_tokens: int,
     stats: list[float],
-    sums: Sums,
+    sum_over_ranks: Reduce,
 ) -> tuple[Tensor, list[float]]:
-    """All that the config asks for. Returns rewards and the running statistics. Collective if it
-    normalises.
+    """Apply the shaping that the config asks for. Collective if it normalises.
 
-    Of answers that did not stop by themselves (`stopped`, bool [N]) rewards are multiplied by
-    cfg.unstopped_value (scale) or replaced by it (set). L generated tokens cost penalty clip((L -
-    (max_tokens - cache)) / cache, 0, 1), where cache is cfg.overlong_tokens; DAPO (arXiv
-    2503.14476), eq. 13, with penalty 1.
+    In this order: answers that did not stop by themselves have their rewards multiplied by
+    `unstopped_value` (scale) or replaced by it (set); an answer of L tokens pays
+    penalty * clip((L - (max_tokens - cache)) / cache, 0, 1) with cache = `overlong_tokens` (DAPO,
+    arXiv 2503.14476, eq. 13, where the penalty is 1); normalisation; clipping.
+
+    Args:
+        rewards: float64 [N], one for each episode of this rank.
+        lengths: float64 [N], sampled tokens of each episode.
+        stopped: bool [N], whether it ended by itself.
+        cfg: the section `reward` of the config.
+        max_tokens: limit of sampled tokens of an episode (env.max_tokens).
+        stats: running statistics, see `normalize`.
+        sum_over_ranks: adds a CPU tensor over all ranks.
+
+    Returns:
+        Shaped rewards float64 [N], and the new running statistics.
     """
-    if cfg.unstopped != "keep":
-        rewards = torch.where(
-            stopped,
-            rewards,
-            rewards * cfg.unstopped_value if cfg.unstopped == "scale" else cfg.unstopped_value,
-        )
+    if cfg.unstopped == "scale":
+        rewards = torch.where(stopped, rewards, rewards * cfg.unstopped_value)
+    elif cfg.unstopped == "set":
+        rewards = torch.where(stopped, rewards, cfg.unstopped_value)
     if cfg.overlong_tokens:
-        rewards = rewards - cfg.overlong_penalty * (
-            (lengths - (max_tokens - cfg.overlong_tokens)) / cfg.overlong_tokens
-        ).clamp(0, 1)
+        excess = lengths - (max_tokens - cfg.overlong_tokens)
+        rewards = rewards - cfg.overlong_penalty * (excess / cfg.overlong_tokens).clamp(0, 1)
     if cfg.normalize:
-        rewards, stats = normalize(rewards, stats, sums)
-    return rewards.clamp(-cfg.clip, cfg.clip) if cfg.clip else rewards, stats
+        rewards, stats = normalize(rewards, stats, sum_over_ranks)
+    if cfg.clip:
+        rewards = rewards.clamp(-cfg.clip, cfg.clip)
+    return rewards, stats

@@ -45,7 +45,7 @@ class RewardModel:
         ]
         own = {
             (t.group, t.episode): float(values[-1])
-            for t, values in annotate_examples(self.model, ended, self.tokens_per_rank, "values")
+            for t, values in annotate_examples(self.model, ended, self.tokens_per_rank)
         }
         found = {name: score for part in mesh.gather(own) for name, score in part.items()}
         return [found[t.group, t.episode] for t in ended]
