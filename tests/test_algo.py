@@ -26,7 +26,7 @@ def estimate(name, rewards, groups):
     ).numpy()
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # advantages
 
 RAGGED = [
@@ -174,12 +174,13 @@ def test_an_estimator_is_found_by_name_or_in_a_file(tmp_path):
     assert advantages.find("rloo") is advantages.rloo
     with pytest.raises(
         UserError,
-        match=r"algo.advantage = 'grpoo' is neither registered \(grpo, dr_grpo, rloo, reinforce_pp_baseline, reinforce_pp, gae, on_policy_distill\)",
+        match=r"algo.advantage = 'grpoo' is neither registered \(grpo, dr_grpo, rloo, "
+        r"reinforce_pp_baseline, reinforce_pp, gae, on_policy_distill\)",
     ):
         advantages.find("grpoo")
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # ppo_clip
 
 # Every combination of a ratio below, in and above the clip range, far above it, and an advantage of
@@ -246,7 +247,7 @@ def test_k1_and_k3_average_to_the_true_kl():
         )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the policy loss
 
 
@@ -356,7 +357,7 @@ def test_without_correction_the_loss_is_left_alone():
     assert "correction_weight" not in metrics
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # normalisation
 
 

@@ -22,7 +22,7 @@ from minirl.types import Trajectory
 from test_gradients import exact_norm, worst
 from test_preference import MESHES, by_difference, random, same, value_and_gradient
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # formulas
 
 
@@ -107,7 +107,7 @@ def test_gae_is_its_recursion_over_sampled_tokens(gamma, lam):
             )  # the rewards to come
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # every mesh
 
 
@@ -193,7 +193,7 @@ def test_every_mesh_is_one_process(one_process, mesh):
             assert result["metrics"][name] == pytest.approx(value, rel=1e-11, abs=1e-13), name
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the program
 
 
