@@ -10,7 +10,7 @@ from pathlib import Path
 
 from minirl import cli
 from minirl.config.shared import EvaluateConfig, PolicyConfig
-from minirl.config.validate import check_rollout
+from minirl.config.validate import resolve_lengths, validate_sampling
 from minirl.data import chat
 from minirl.data.datasets import Prompts, load_rows
 from minirl.data.images import Vision, sampling_stops
@@ -27,7 +27,8 @@ from minirl.rollout.sampler import Sampler
 
 
 def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
-    check_rollout(cfg)
+    resolve_lengths(cfg)
+    validate_sampling(cfg)
     if not cfg.model:
         raise UserError("model is empty: give a folder or a hub id with --model")
     if not cfg.data.eval:

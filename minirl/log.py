@@ -1,5 +1,6 @@
-"""What a run says: console, metrics.jsonl, TensorBoard, and the seconds of each phase. Only rank 0
-writes.
+"""What a run logs: console, metrics.jsonl, TensorBoard, and the seconds of each phase.
+
+Only rank 0 writes.
 """
 
 import contextlib
@@ -19,57 +20,61 @@ class Timer:
 
     def __init__(self, device: torch.device | None = None):
         self.device = device or torch.device("cpu")
-        self.began = self._mark = time.perf_counter()
+        self.began = time.perf_counter()
         self.wall: dict[str, float] = defaultdict(float)
+        self._mark = self.began  # when the last interval was added to its phase
         self._stack: list[str] = []
 
-    def _book(self) -> None:
+    def _add_interval(self) -> None:
+        """Add the time since the last call to the innermost phase."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(
-                self.device
-            )  # kernels run behind the host; without it their time lands in a later phase
-        before, self._mark = self._mark, time.perf_counter()
+            # Kernels run behind the host; without this their time would count in a later phase.
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
         if self._stack:
-            self.wall[self._stack[-1]] += self._mark - before
+            self.wall[self._stack[-1]] += now - self._mark
+        self._mark = now
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        self._book()
+        """Count the time inside the block as that of a phase."""
+        self._add_interval()
         self._stack.append(name)
         try:
             yield
         finally:
-            self._book()
+            self._add_interval()
             self._stack.pop()
 
     def take(self) -> dict[str, float]:
-        """Wall seconds by phase since the last call."""
-        self._book()
-        taken, self.wall = self.wall, defaultdict(float)
-        return dict(taken)
+        """Return wall seconds by phase since the last call."""
+        self._add_interval()
+        taken = dict(self.wall)
+        self.wall.clear()
+        return taken
 
 
 class Log:
-    """Scalars of this run. Made on every rank; silent on all but rank 0.
+    """Console, progress bar, metrics.jsonl and TensorBoard of a run.
 
-    Files in the run folder: `metrics.jsonl` (one object a step), `tensorboard/`.
+    Made on every rank; silent on all but rank 0. Files in the run folder: `metrics.jsonl` (one
+    object a step) and `tensorboard/`.
     """
 
     def __init__(self, folder: Path, *, rank: int, first_step: int = 0):
-        self.folder, self.rank = folder, rank
+        self.folder = folder
+        self.rank = rank
         self.bar = tqdm(disable=True)
         if rank == 0:
-            from torch.utils.tensorboard import (
-                SummaryWriter,  # slow to import, and needed on one rank only
-            )
+            # Here, because it is slow to import and needed on one rank only.
+            from torch.utils.tensorboard import SummaryWriter
 
-            self.board = SummaryWriter(
-                folder / "tensorboard", purge_step=first_step or None
-            )  # hides what a resumed run repeats
+            # TensorBoard hides the steps that a resumed run repeats.
+            self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step or None)
             self.file = (folder / "metrics.jsonl").open("a")
 
     def progress(self, description: str, total: int, start: int = 0) -> None:
-        """Begin a progress bar in place of the last; `scalars` moves it."""
+        """Begin a new progress bar, which `scalars` advances."""
         self.bar.close()
         self.bar = tqdm(
             total=total,
@@ -84,13 +89,17 @@ class Log:
     def scalars(
         self, phase: str, step: int, values: dict[str, float], shown: Iterable[str] = ()
     ) -> None:
-        """Write one row: {"phase": "rl", "step": 7, ...}. `shown`: it is a step, and the progress
-        bar goes on, with these of the values beside it.
+        """Write one row: {"phase": "rl", "step": 7, ...}.
+
+        Args:
+            phase: what kind of row this is.
+            step: its step.
+            values: the metrics.
+            shown: metrics to show beside the progress bar, which then advances by a step.
         """
         if shown:
-            self.bar.set_postfix(
-                {name: f"{values[name]:.3g}" for name in shown if name in values}, refresh=False
-            )
+            postfix = {name: f"{values[name]:.3g}" for name in shown if name in values}
+            self.bar.set_postfix(postfix, refresh=False)
             self.bar.update(1)
         if self.rank == 0:
             self.file.write(json.dumps({"phase": phase, "step": step, **values}) + "\n")
@@ -99,10 +108,12 @@ class Log:
                 self.board.add_scalar(f"{phase}/{name}", value, step)
 
     def say(self, message: str) -> None:
+        """Print a message on the console of rank 0, above the progress bar."""
         if self.rank == 0:
             tqdm.write(f"minirl: {message}", file=sys.stderr)
 
     def close(self) -> None:
+        """Close the progress bar and the files."""
         self.bar.close()
         if self.rank == 0:
             self.board.close()
@@ -110,14 +121,19 @@ class Log:
 
 
 def truncate(path: Path, *, keep_before: int, keep_sft: bool) -> None:
-    """Drop the rows that a resumed run will write again: RL and evaluation steps from `keep_before`
-    on.
+    """Drop the rows of metrics.jsonl that a resumed run will write again.
+
+    Args:
+        path: the file.
+        keep_before: RL and evaluation steps from this one on are dropped.
+        keep_sft: whether to keep the rows of the warm start.
     """
-    if path.exists():
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        kept = [
-            row
-            for row in rows
-            if (keep_sft if row["phase"] == "sft" or row["step"] < 0 else row["step"] < keep_before)
-        ]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        is_warm_start = row["phase"] == "sft" or row["step"] < 0
+        if keep_sft if is_warm_start else row["step"] < keep_before:
+            kept.append(json.dumps(row) + "\n")
+    path.write_text("".join(kept))

@@ -1,63 +1,78 @@
-"""What a run leaves for people: the closing table, summary.json, the curves and sampled answers."""
+"""What a run leaves for people: the closing table, summary.json, curves and sampled answers."""
 
 import json
+import math
 from pathlib import Path
+
+# By kind of token: the phases that generate or train on it.
+PHASES_OF_TOKENS = {"generated": ("rollout",), "trained": ("forward", "backward")}
+# Phases that are not part of the RL steps.
+OUTSIDE_STEPS = ("start", "sft", "evaluate", "export", "checkpoint")
+# The panels of curves.png: title -> (phase, metric) of metrics.jsonl.
+PANELS = {
+    "held-out accuracy": ("eval", "accuracy"),
+    "reward": ("rl", "reward"),
+    "answer tokens": ("rl", "answer_tokens"),
+    "entropy": ("rl", "entropy"),
+    "engine-trainer |log-prob| difference": ("rl", "mismatch"),
+    "SFT loss": ("sft", "loss"),
+    "loss": ("train", "loss"),
+    "held-out loss": ("eval", "loss"),
+}
 
 
 def slowest(seconds: list[dict[str, float]], **tokens: int) -> dict[str, float]:
-    """Phases of all ranks -> {"time/<phase>": that of the rank that took longest}, speeds of what
-    is in `tokens`, and what each rank waited for others.
+    """Return the metrics of time of a step.
+
+    Args:
+        seconds: by phase, for each rank.
+        tokens: numbers of tokens on all ranks, by the keys of PHASES_OF_TOKENS.
+
+    Returns:
+        "time/PHASE" of the rank that took longest, "time/idle_rankN" that each rank waited for the
+        others, and "tokens_per_second/KIND".
     """
-    times = {
-        name: max(s.get(name, 0.0) for s in seconds)
-        for name in sorted({name for s in seconds for name in s})
-    }
-    idle = {f"time/idle_rank{rank}": s["idle"] for rank, s in enumerate(seconds) if "idle" in s}
-    return (
-        {f"time/{name}": value for name, value in times.items()}
-        | idle
-        | {f"tokens_per_second/{name}": speed for name, speed in speeds(tokens, times).items()}
-    )
+    times = {}
+    for name in sorted(set().union(*seconds)):
+        times[name] = max(of_rank.get(name, 0.0) for of_rank in seconds)
+
+    metrics = {f"time/{name}": value for name, value in times.items()}
+    for rank, of_rank in enumerate(seconds):
+        if "idle" in of_rank:
+            metrics[f"time/idle_rank{rank}"] = of_rank["idle"]
+    for kind, speed in speeds(tokens, times).items():
+        metrics[f"tokens_per_second/{kind}"] = speed
+    return metrics
 
 
 def speeds(tokens: dict[str, int], seconds: dict[str, float]) -> dict[str, float]:
-    """Tokens a second by the phases that generate or train on them."""
-    phases = {"generated": ("rollout",), "trained": ("forward", "backward")}
-    return {
-        name: tokens[name] / max(sum(seconds.get(phase, 0.0) for phase in phases[name]), 1e-9)
-        for name in phases
-        if name in tokens
-    }
+    """Return tokens per second by kind, over the phases that generate or train on them."""
+    per_second = {}
+    for kind, phases in PHASES_OF_TOKENS.items():
+        if kind in tokens:
+            total = sum(seconds.get(phase, 0.0) for phase in phases)
+            per_second[kind] = tokens[kind] / max(total, 1e-9)
+    return per_second
 
 
 def write_curves(folder: Path) -> Path:
-    """Draw metrics.jsonl of a run folder to curves.png: a panel per quantity that people look at
-    first.
-    """
-    from matplotlib.figure import (
-        Figure,  # not pyplot, which keeps figures and may look for a screen
-    )
+    """Draw metrics.jsonl of a run folder to curves.png: a panel per quantity."""
+    # Not pyplot, which keeps figures and may look for a screen.
+    from matplotlib.figure import Figure
 
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    panels = {
-        "held-out accuracy": ("eval", "accuracy"),
-        "reward": ("rl", "reward"),
-        "answer tokens": ("rl", "answer_tokens"),
-        "entropy": ("rl", "entropy"),
-        "engine-trainer |log-prob| difference": ("rl", "mismatch"),
-        "SFT loss": ("sft", "loss"),
-        "loss": ("train", "loss"),
-        "held-out loss": ("eval", "loss"),
-    }
-    points = {
-        title: [(row["step"], row[name]) for row in rows if row["phase"] == phase and name in row]
-        for title, (phase, name) in panels.items()
-    }
-    shown = {title: found for title, found in points.items() if found}
+    curves = {}
+    for title, (phase, name) in PANELS.items():
+        points = [(r["step"], r[name]) for r in rows if r["phase"] == phase and name in r]
+        if points:
+            curves[title] = points
+
     figure = Figure(figsize=(12, 6), layout="constrained")
-    for number, (title, found) in enumerate(shown.items(), start=1):
-        axis = figure.add_subplot(-(-len(shown) // 3), min(3, len(shown)), number)
-        axis.plot(*zip(*found, strict=True), marker="o" if len(found) < 30 else None)
+    num_columns = min(3, len(curves))
+    num_rows = math.ceil(len(curves) / 3)
+    for number, (title, points) in enumerate(curves.items(), start=1):
+        axis = figure.add_subplot(num_rows, num_columns, number)
+        axis.plot(*zip(*points, strict=True), marker="o" if len(points) < 30 else None)
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
     path = folder / "curves.png"
@@ -66,16 +81,18 @@ def write_curves(folder: Path) -> Path:
 
 
 def write_answers(folder: Path, evaluations: dict[str, dict]) -> None:
-    """answers.json, and those before and after RL on the console."""
+    """Write answers.json, and print the answers before and after RL."""
     answers = {name: evaluation["answers"] for name, evaluation in evaluations.items()}
     (folder / "answers.json").write_text(json.dumps(answers, indent=2) + "\n")
     for when in ("before", "after"):
         print(f"sampled answers {when} RL")
-        for a in answers.get(f"{when}_rl", []):
-            prompt = a["prompt"] if isinstance(a["prompt"], str) else a["prompt"][-1]["content"]
-            print(
-                f"  [{a['reward']:.2f}] {' '.join(prompt.split())[-70:]} -> {' '.join(a['answer'].split())[:90]}"
-            )
+        for entry in answers.get(f"{when}_rl", []):
+            prompt = entry["prompt"]
+            if not isinstance(prompt, str):
+                prompt = prompt[-1]["content"]
+            prompt = " ".join(prompt.split())[-70:]
+            answer = " ".join(entry["answer"].split())[:90]
+            print(f"  [{entry['reward']:.2f}] {prompt} -> {answer}")
 
 
 def write(
@@ -85,59 +102,57 @@ def write(
     seconds: dict[str, float],
     common: dict,
 ) -> None:
-    """summary.json, curves.png, and the closing table, which begins with held-out `scores`, by
-    their titles. Seconds are rank 0's; `tokens_per_second` counts the tokens that were generated
-    over the whole of the RL steps, evaluation aside.
+    """Write summary.json and curves.png, and print the closing table.
+
+    Args:
+        folder: of the run.
+        scores: held-out scores by title, with which the table begins.
+        tokens: numbers of tokens of the whole run, by the keys of PHASES_OF_TOKENS. In the summary
+            `tokens_per_second` counts the generated ones over the whole of the RL steps, without
+            evaluation.
+        seconds: of rank 0, by phase.
+        common: more entries of the summary.
     """
-    steps = sum(
-        v
-        for name, v in seconds.items()
-        if name not in ("start", "sft", "evaluate", "export", "checkpoint")
-    )
-    summary = {
-        **{title.lower().replace(" ", "_"): value for title, value in scores.items()},
-        **(
-            {"tokens_per_second": tokens["generated"] / max(steps, 1e-9)}
-            if "generated" in tokens
-            else {}
-        ),
-        "tokens_per_second_by_phase": speeds(tokens, seconds),
-        "seconds": seconds,
-        **common,
-    }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    summary: dict = {}
+    for title, value in scores.items():
+        summary[title.lower().replace(" ", "_")] = value
+    if "generated" in tokens:
+        in_steps = sum(value for name, value in seconds.items() if name not in OUTSIDE_STEPS)
+        summary["tokens_per_second"] = tokens["generated"] / max(in_steps, 1e-9)
+    summary["tokens_per_second_by_phase"] = speeds(tokens, seconds)
+    summary["seconds"] = seconds
+    summary |= common
+
+    path = folder / "summary.json"
+    path.write_text(json.dumps(summary, indent=2) + "\n")
     print(table(summary, scores))
-    print(
-        f"curves       {write_curves(folder)}\nTensorBoard  tensorboard --logdir {folder / 'tensorboard'}\nsummary      {folder / 'summary.json'}\n"
-        f"model        {summary['model']}",
-        flush=True,
-    )
+    print(f"curves       {write_curves(folder)}")
+    print(f"TensorBoard  tensorboard --logdir {folder / 'tensorboard'}")
+    print(f"summary      {path}")
+    print(f"model        {summary['model']}", flush=True)
 
 
 def table(summary: dict, scores: dict[str, float | None]) -> str:
-    """The closing table; None is shown as a dash."""
+    """Return the closing table; None is shown as a dash."""
     blocks = [
         {f"held-out {title}": value for title, value in scores.items()},
-        {f"tokens/s, {k}": v for k, v in summary["tokens_per_second_by_phase"].items()},
+        {f"tokens/s, {kind}": v for kind, v in summary["tokens_per_second_by_phase"].items()},
         {f"seconds, {name}": value for name, value in summary["seconds"].items()},
         {"peak memory of a rank, MiB": summary["peak_rss_mb"]},
     ]
-    width = max(len(name) for block in blocks for name in block)
-    line = "-" * (width + 12)
+    width = max(len(name) for name in set().union(*blocks))
+    rule = "-" * (width + 12)
 
-    def shown(value: float | None) -> str:
-        return "-" if value is None else f"{value:.3f}" if abs(value) < 10 else f"{value:,.0f}"
+    lines = [rule]
+    for block in blocks:
+        for name, value in block.items():
+            lines.append(f"{name:<{width}}  {_format(value):>10}")
+        lines.append(rule)
+    return "\n".join(lines)
 
-    return "\n".join(
-        [
-            line,
-            *(
-                row
-                for block in blocks
-                for row in (
-                    *(f"{name:<{width}}  {shown(value):>10}" for name, value in block.items()),
-                    line,
-                )
-            ),
-        ]
-    )
+
+def _format(value: float | None) -> str:
+    """Return three decimals of a small number, thousands of a large one."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.0f}"

@@ -17,7 +17,7 @@ from minirl import checkpoint, cli, report
 from minirl.algo import advantages, correction, losses, shaping
 from minirl.config.rl import RLConfig
 from minirl.config.shared import PolicyConfig
-from minirl.config.validate import check_rl
+from minirl.config.validate import resolve_lengths, validate_rl
 from minirl.data import chat
 from minirl.data.curriculum import Curriculum
 from minirl.data.datasets import Prompts, load_rows, split
@@ -95,7 +95,8 @@ class Trainer(Program):
         work.
         """
         cfg, mesh = self.cfg, self.mesh
-        check_rl(cfg, mesh.world_size)
+        resolve_lengths(cfg)
+        validate_rl(cfg, mesh.world_size)
         check_output(Path(cfg.output), cfg.resume)
         rows = load_rows(cfg.data.train, "data.train", cfg.data)
         rows, held_out = (

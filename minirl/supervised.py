@@ -12,7 +12,7 @@ import numpy as np
 from minirl.algo import losses
 from minirl.config.rl import RLConfig
 from minirl.config.supervised import SFTConfig
-from minirl.config.validate import check_pairs, check_sft
+from minirl.config.validate import validate_pairs, validate_supervised
 from minirl.data import chat
 from minirl.data.datasets import Chats, Prompts, load_chats, split, to_example
 from minirl.data.pairs import Pairs, load_pairs
@@ -31,7 +31,7 @@ class SupervisedTrainer(Program):
     """
 
     name, score, pairs = "sft", False, False
-    check, load, make = staticmethod(check_sft), staticmethod(load_chats), Chats
+    check, load, make = staticmethod(validate_supervised), staticmethod(load_chats), Chats
     lost = "{} cut to {max_tokens} tokens, {} dropped with no token in the loss"
 
     def find_inputs(self) -> tuple[Path, Chats, Chats]:
@@ -165,7 +165,7 @@ class PairTrainer(SupervisedTrainer):
     lost = "{} with more than {max_tokens} tokens and {} with two equal sides dropped"
     pairs, check, load, make = (
         True,
-        staticmethod(check_pairs),
+        staticmethod(validate_pairs),
         staticmethod(load_pairs),
         functools.partial(Pairs, score=False),
     )

@@ -407,7 +407,8 @@ def test_wrong_flag_is_told_though_rank_0_is_late(world):
 def test_reward_that_fails_on_one_rank_ends_all(world):
     """Rank 0 is waiting for rank 1 when that fails; its own loss of rank 1 is not worth a word."""
     (world / "one_rank.py").write_text(
-        "import os, time\n\ndef grade(prompt, completion, row):\n    if os.environ['RANK'] == '1':\n"
+        "import os, time\n\ndef grade(prompt, completion, row):\n    if os.environ['RANK'] == "
+        "'1':\n"
         "        time.sleep(1)\n        raise RuntimeError('no judge')\n    return 1.0\n"
     )
     flags = [
@@ -427,8 +428,8 @@ def test_reward_that_fails_on_one_rank_ends_all(world):
     assert ended.code == 1  # torchrun's own; the rank's is 2
     assert len(ended.errors()) == 1, ended.err
     assert (
-        f"reward.function = {world}/one_rank.py:grade raised RuntimeError: no judge for prompt 'word"
-        in ended.errors()[0]
+        f"reward.function = {world}/one_rank.py:grade raised RuntimeError: no judge for prompt "
+        f"'word" in ended.errors()[0]
     )
     assert (
         "exitcode  : 2" in ended.err and "crashed" not in ended.err and PACKAGE not in ended.err

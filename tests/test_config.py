@@ -10,10 +10,29 @@ import yaml
 
 from minirl.config.parse import fill_config, load_config, parse_flags, save_config
 from minirl.config.rl import RLConfig
-from minirl.config.shared import EvaluateConfig, ExportConfig, PolicyConfig
+from minirl.config.shared import EvaluateConfig, ExportConfig, PolicyConfig, SamplingConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
-from minirl.config.validate import check_pairs, check_rl, check_rollout, check_sft
+from minirl.config.validate import (
+    resolve_lengths,
+    validate_pairs,
+    validate_rl,
+    validate_sampling,
+    validate_supervised,
+)
 from minirl.errors import UserError
+
+
+def check_rl(cfg, world_size):
+    """What minirl.rl does with its config first."""
+    resolve_lengths(cfg)
+    validate_rl(cfg, world_size)
+
+
+def check_sampling(cfg):
+    """What minirl.evaluate does with its config first."""
+    resolve_lengths(cfg)
+    validate_sampling(cfg)
+
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 PROGRAMS = {
@@ -31,14 +50,15 @@ def written(tmp_path, text):
     return str(path)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # file and flags
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     file = written(
         tmp_path,
-        "num_steps: 7\nseed: 3\npolicy:\n  lr: 1e-4\n  betas: [0.8, 0.9]\ndata:\n  train: a.jsonl\n",
+        "num_steps: 7\nseed: 3\npolicy:\n  lr: 1e-4\n  betas: [0.8, 0.9]\n"
+        "data:\n  train: a.jsonl\n",
     )
     cfg = parse_flags(
         RLConfig,
@@ -156,7 +176,7 @@ def test_one_rank_alone_tells_of_a_bad_flag(monkeypatch, capsys):
 def test_a_saved_config_loads_back_equal(tmp_path, cls):
     cfg = cls(seed=4)
     cfg.data.train, cfg.data.system_prompt = "a: b.jsonl", "line\n  two: # é\u2028"
-    if not issubclass(cls, SFTConfig):
+    if issubclass(cls, SamplingConfig):
         cfg.rollout.temperature, cfg.engine.dtype = 1e-7, "float32"
     if cls is not EvaluateConfig:
         cfg.policy.betas, cfg.policy.scratch.phrases, cfg.policy.lr, cfg.policy.model = (
@@ -217,7 +237,7 @@ def test_a_file_with_any_one_setting_at_its_default_changes_nothing(tmp_path, cl
         assert load_config(cls, written(tmp_path, yaml.safe_dump(nested))) == cls(), name
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the recipes
 
 
@@ -231,17 +251,17 @@ def test_every_recipe_loads_and_can_work_on_two_ranks(path):
     cfg = load_config(PROGRAMS[commands[0]], str(path))
     {
         RLConfig: lambda: check_rl(cfg, 2),
-        SFTConfig: lambda: check_sft(cfg, 2),
-        RMConfig: lambda: check_pairs(cfg, 2),
-        DPOConfig: lambda: check_pairs(cfg, 2),
-        EvaluateConfig: lambda: check_rollout(cfg),
+        SFTConfig: lambda: validate_supervised(cfg, 2),
+        RMConfig: lambda: validate_pairs(cfg, 2),
+        DPOConfig: lambda: validate_pairs(cfg, 2),
+        EvaluateConfig: lambda: check_sampling(cfg),
     }[type(cfg)]()
     assert (
         cfg.output != PROGRAMS[commands[0]]().output
     )  # two recipes would otherwise write to one folder
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # impossible settings
 
 
@@ -277,7 +297,8 @@ IMPOSSIBLE = [
     ({"rollout__samples_per_prompt": 0}, "rollout.samples_per_prompt = 0 should be greater than 0"),
     (
         {"rollout__samples_per_prompt": 1},
-        "rollout.samples_per_prompt = 1: algo.advantage = grpo compares the samples of one prompt, so it needs at least 2",
+        "rollout.samples_per_prompt = 1: algo.advantage = grpo compares the samples of one "
+        "prompt, so it needs at least 2",
     ),
     ({"rollout__temperature": 0.0}, "rollout.temperature = 0.0 should be greater than 0"),
     ({"rollout__temperature": float("nan")}, "rollout.temperature = nan should be a finite number"),
@@ -300,11 +321,13 @@ IMPOSSIBLE = [
     ({"parallel__context": 0}, "parallel.context = 0 should be greater than 0"),
     (
         {"parallel__context": 4},
-        "parallel.replicate * parallel.context * parallel.tensor = 1 * 4 * 1 = 4 does not divide the 2 ranks",
+        "parallel.replicate * parallel.context * parallel.tensor = 1 * 4 * 1 = 4 does not divide "
+        "the 2 ranks",
     ),
     (
         {"parallel__tensor": 3, "parallel__replicate": 2},
-        "parallel.replicate * parallel.context * parallel.tensor = 2 * 1 * 3 = 6 does not divide the 2 ranks",
+        "parallel.replicate * parallel.context * parallel.tensor = 2 * 1 * 3 = 6 does not divide "
+        "the 2 ranks",
     ),
     (
         {"parallel__sequence": True},
@@ -316,11 +339,13 @@ IMPOSSIBLE = [
     ),
     (
         {"parallel__context": 2, "tokens_per_rank": 200},
-        "tokens_per_rank * parallel.context = 200 * 2 = 400 cannot hold one sequence of engine.max_model_len = 512",
+        "tokens_per_rank * parallel.context = 200 * 2 = 400 cannot hold one sequence of "
+        "engine.max_model_len = 512",
     ),
     (
         {"engine__max_model_len": 300, "data__max_prompt_tokens": 256, "rollout__max_tokens": 64},
-        "engine.max_model_len = 300 is less than data.max_prompt_tokens + rollout.max_tokens = 256 + 64 = 320; raise it or set it to 0",
+        "engine.max_model_len = 300 is less than data.max_prompt_tokens + rollout.max_tokens = "
+        "256 + 64 = 320; raise it or set it to 0",
     ),
     (
         {"tokens_per_rank": 500},
@@ -341,7 +366,8 @@ IMPOSSIBLE = [
     ({"algo__kl_in": "reward"}, "algo.kl_in = reward has no effect while algo.kl_coef = 0.0"),
     (
         {"ref__every": 5},
-        "ref.every = 5 has no effect while algo.kl_coef = 0.0, for then no KL is taken and no reference loaded",
+        "ref.every = 5 has no effect while algo.kl_coef = 0.0: no KL is computed and no "
+        "reference is loaded",
     ),
     ({"ref__model": "teacher"}, "ref.model = teacher has no effect"),
     (
@@ -393,7 +419,7 @@ IMPOSSIBLE = [
     ),
     (
         {"reward__overlong_tokens": 300},
-        "reward.overlong_tokens = 300 must be 0 (off) to env.max_tokens = 256",
+        "reward.overlong_tokens = 300 must be between 0 (off) and env.max_tokens = 256",
     ),
     (
         {
@@ -409,7 +435,8 @@ IMPOSSIBLE = [
     ),
     (
         {"rollout__curriculum_floor": 0.1, "rollout__extra_prompts": 4},
-        "rollout.curriculum_floor = 0.1 draws the prompts of a step and learns from all of them, which rollout.extra_prompts = 4",
+        "rollout.curriculum_floor = 0.1 draws the prompts of a step and learns from all of them, "
+        "which rollout.extra_prompts = 4",
     ),
     (
         {"rollout__curriculum_floor": 0.1, "rollout__ahead": 4},
@@ -425,11 +452,13 @@ IMPOSSIBLE = [
     ),
     (
         {"reward__model": "judge", "tokens_per_rank": 512},
-        "tokens_per_rank = 512 cannot hold one sequence of engine.max_model_len + 1, for the end that reward.model reads",
+        "tokens_per_rank = 512 cannot hold one sequence of engine.max_model_len + 1, for the end "
+        "that reward.model reads",
     ),
     (
         {"ref__reset_optimizer": True},
-        "ref.reset_optimizer: the optimizer's state is forgotten when the reference is refreshed; set ref.every",
+        "ref.reset_optimizer: the optimizer's state is forgotten when the reference is replaced; "
+        "set ref.every",
     ),
     (
         {
@@ -457,11 +486,12 @@ IMPOSSIBLE = [
     ({"checkpoint__keep": 0}, "checkpoint.keep = 0 should be greater than 0"),
     (
         {"checkpoint__best_metric": "loss"},
-        "checkpoint.best_metric = 'loss' is no held-out score; those are accuracy, reward, pass@1",
+        "checkpoint.best_metric = 'loss' is no held-out score; use one of accuracy, reward, pass@1",
     ),
     (
         {"checkpoint__best_metric": "reward"},
-        "checkpoint.best_metric = reward needs an evaluation of every checkpoint, but checkpoint.every = 0",
+        "checkpoint.best_metric = reward needs an evaluation of every checkpoint, but "
+        "checkpoint.every = 0",
     ),
     (
         {"checkpoint__best_metric": "reward", "checkpoint__every": 15},
@@ -479,7 +509,7 @@ IMPOSSIBLE = [
     ({"policy__ema_decay": -0.5}, "policy.ema_decay = -0.5 should be greater than or equal to 0"),
     (
         {"policy__cpu_offload": True, "policy__optimizer_state": "offload"},
-        "policy.optimizer_state = offload moves to the host what policy.cpu_offload has there",
+        "policy.optimizer_state = offload moves to the host what policy.cpu_offload keeps there",
     ),
 ]
 
@@ -498,7 +528,7 @@ def test_impossible_settings_are_refused_with_the_arithmetic(settings, message):
 
 
 def test_sampling_may_be_truncated_where_nothing_is_trained():
-    check_rollout(
+    check_sampling(
         changed(EvaluateConfig, rollout__top_p=0.9, rollout__top_k=20, eval__temperature=0.0)
     )
     with pytest.raises(UserError, match="rollout.max_tokens = 0 should be greater than 0"):

@@ -21,7 +21,7 @@ from harness import ranks
 from minirl import checkpoint
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
-from minirl.config.validate import check_rl
+from minirl.config.validate import resolve_lengths
 from minirl.rl import Trainer
 from programs import QUICKSTART, Ended, alone, fork, torchrun
 from test_preference import export_scored
@@ -116,7 +116,7 @@ def run(data, tmp_path_factory) -> Run:
     return Run(folder / "out", given, torchrun("minirl.rl", given, folder).end(300))
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # what a run leaves
 
 
@@ -238,7 +238,7 @@ def test_curves_tensorboard_and_answers(run):
 
 def test_config_can_be_run_again(run):
     expected = parse_flags(RLConfig, run.flags)
-    check_rl(expected, 2)
+    resolve_lengths(expected)
     assert expected.engine.max_model_len == 26  # what 0 came to
     assert load_config(RLConfig, str(run.folder / "config.yaml")) == expected
 
@@ -260,7 +260,7 @@ def test_model_loads_in_transformers(run):
     assert "<|assistant|>" in tokenizer.decode(ids["input_ids"][0])
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # repeated, killed, resumed
 
 
@@ -349,7 +349,7 @@ def test_resumed_run_is_the_uninterrupted_run(run, repeated):
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # evaluate
 
 
@@ -400,7 +400,7 @@ def test_evaluate_the_exported_model(run, data, tmp_path):
     )  # another program, other ranks, weights from files instead of a refit
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the other switches
 
 

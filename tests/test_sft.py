@@ -21,7 +21,7 @@ from minirl.algo import losses
 from minirl.config.parse import parse_flags
 from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, SFTConfig
-from minirl.config.validate import check_sft
+from minirl.config.validate import validate_supervised
 from minirl.data import chat
 from minirl.data.datasets import Chats, Order, load_chats, split
 from minirl.data.packing import pack
@@ -741,13 +741,13 @@ def test_a_context_holds_what_its_ranks_hold_together():
         data=ChatsConfig(train="a.jsonl", max_tokens=1024),
         parallel=ParallelConfig(context=2),
     )
-    check_sft(cfg, world_size=4)
+    validate_supervised(cfg, world_size=4)
     cfg.data.max_tokens = 1025
     with pytest.raises(
         UserError,
         match=r"tokens_per_rank \* parallel.context = 512 \* 2 = 1024 cannot hold one sequence of data.max_tokens = 1025",
     ):
-        check_sft(cfg, world_size=4)
+        validate_supervised(cfg, world_size=4)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import pytest
 from minirl.config.parse import load_config, parse_flags, save_config
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig
-from minirl.config.supervised import ChatsConfig, SFTConfig
-from minirl.config.validate import check_rollout, check_sft
+from minirl.config.supervised import ChatsConfig
+from minirl.config.validate import validate_templates
 from minirl.data import chat
 from minirl.data.datasets import Chats, Mixture, Order, Prompts, load_chats, load_rows, split
 from minirl.errors import UserError
@@ -507,9 +507,9 @@ def test_several_sources_in_a_file_and_by_flags(tmp_path):
 )
 def test_data_settings_that_cannot_work_are_refused(values, message):
     with pytest.raises(UserError, match=message):
-        check_rollout(EvaluateConfig(data=DataConfig(**values)))
+        validate_templates(DataConfig(**values))
     with pytest.raises(UserError, match=message):
-        check_sft(SFTConfig(data=ChatsConfig(train="a.jsonl", **values)), 1)
+        validate_templates(ChatsConfig(train="a.jsonl", **values))
 
 
 def test_settings_out_of_their_bounds_are_refused():

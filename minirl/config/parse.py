@@ -1,5 +1,6 @@
-"""From a YAML file and flags to a config, and back: known keys only, right types only, one message
-for what is wrong.
+"""From a YAML file and flags to a config, and back.
+
+Only known keys and right types are accepted, and one message says what is wrong.
 """
 
 import argparse
@@ -19,11 +20,11 @@ from minirl.errors import UserError, require
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-4 as a number, which YAML 1.1 takes for a text, ..."""
+    """Reads 1e-4 as a number, which YAML 1.1 takes for a text."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """... and so writes the text 1e-4 with quotes."""
+    """Writes the text 1e-4 with quotes, because the loader would read a number."""
 
 
 yaml.add_implicit_resolver(
@@ -33,46 +34,58 @@ yaml.add_implicit_resolver(
     Loader=_Loader,
     Dumper=_Dumper,
 )
-WRONG = {
+
+# By pydantic's kind of error: what to say instead of its message, which speaks of Python.
+MESSAGES = {
     "missing": "has too few values",
     "dataclass_type": "must be a mapping of settings",
-}  # what pydantic would say in other terms than a user's
+}
 
 
 def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
     """Read `--config FILE` (if given) and then the flags of a config class.
 
-    Raises UserError for a missing file and for what `fill_config` refuses; tyro itself answers
-    wrong flags and exits with code 2.
-    """
-    import tyro  # here, because only programs need it and it takes a while
+    tyro itself answers wrong flags, and exits with code 2.
 
-    file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    file.add_argument("--config", nargs="?", const="")
-    given, argv = file.parse_known_args(argv)
-    default = {} if given.config is None else {"default": load_config(cls, given.config)}
-    program = re.search(r"-m (minirl\.\w+)", cls.__doc__)[1]
+    Args:
+        cls: a config class, whose docstring says by `-m minirl.NAME` which program it belongs to.
+        argv: arguments; None: those of the process.
+
+    Raises:
+        UserError: for a missing file, an unknown setting and a wrong value.
+    """
+    import tyro  # here, because only programs need it and importing it is slow
+
+    config_flag = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config_flag.add_argument("--config", nargs="?", const="")
+    known, flags = config_flag.parse_known_args(argv)
+    default = {} if known.config is None else {"default": load_config(cls, known.config)}
+    description = cls.__doc__ or ""
     cfg = tyro.cli(
         cls,
-        prog=f"python -m {program}",
-        args=argv,
-        description=cls.__doc__,
+        prog="python " + re.findall(r"-m minirl\.\w+", description)[0],
+        args=flags,
+        description=description,
         config=(tyro.conf.PositionalRequiredArgs,),
-        console_outputs=os.environ.get("RANK", "0") == "0",
+        console_outputs=os.environ.get("RANK", "0") == "0",  # one rank is enough to say it
         **default,
-    )  # one rank tells what is wrong
+    )
     return fill_config(cls, dataclasses.asdict(cfg))
 
 
 def load_config(cls: type, path: str, section: str = "") -> Any:
-    """A config class from a file, or from one section of the file. Raises UserError."""
+    """Read a config class from a YAML file, or from one section of the file.
+
+    Raises:
+        UserError: for a missing file, YAML that is not valid, and what `fill_config` refuses.
+    """
     require(Path(path).is_file(), f"--config {path!r}: no such file")
     try:
         values = yaml.load(Path(path).read_text(), _Loader) or {}
     except yaml.YAMLError as error:
         raise UserError(f"--config {path}: not valid YAML: {error}") from error
-    if section:
-        values = values.get(section, {}) if isinstance(values, dict) else values
+    if section and isinstance(values, dict):
+        values = values.get(section, {})
     return fill_config(cls, values, f"{path}: ", section)
 
 
@@ -82,35 +95,45 @@ def save_config(cfg: Any, path: Path) -> None:
 
 
 def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> Any:
-    """A config class from nested mappings. Raises UserError for a key that does not exist (naming
-    the closest) and for a value of the wrong type or out of its bounds, which begins with `where`
-    (and `section`, if the mappings are one of a file).
+    """Make a config class from nested mappings.
+
+    Args:
+        cls: the config class.
+        values: nested mappings of settings.
+        where: begins every message, such as a file name.
+        section: the section that the mappings were in, if they are only a part of a file.
+
+    Raises:
+        UserError: for a key that does not exist (naming the closest that does), and for a value of
+            the wrong type or out of its bounds.
     """
-    model = pydantic.create_model(
-        "Config", __config__=pydantic.ConfigDict(strict=True, extra="forbid"), cfg=(cls, ...)
-    )
+    strict = pydantic.ConfigDict(strict=True, extra="forbid")
+    model: Any = pydantic.create_model("Config", __config__=strict, cfg=(cls, ...))
     try:
-        return model.model_validate_json(
-            json.dumps({"cfg": values}, default=str)
-        ).cfg  # JSON's types: lists become tuples
+        as_json = json.dumps({"cfg": values}, default=str)
+        return model.model_validate_json(as_json).cfg  # by JSON's types: lists become tuples
     except pydantic.ValidationError as error:
-        wrong = error.errors()[0]
+        first = error.errors()[0]
+
+    # Follow the place of the error down the classes to the setting that is wrong.
     names = [section] if section else []
-    for key in wrong["loc"][1:]:
+    for key in first["loc"][1:]:
         if not dataclasses.is_dataclass(cls):
-            break  # what follows is an item of a list, or a type that it may be of
-        hints, prefix = typing.get_type_hints(cls), "".join(f"{name}." for name in names)
+            break  # the rest of the place is an item of a list, or one of several types
+        hints = typing.get_type_hints(cls)
         if key not in hints:
-            close = difflib.get_close_matches(str(key), hints, n=1)
-            raise UserError(
-                f"{where}unknown setting {prefix}{key}; "
-                + (
-                    f"did you mean {prefix}{close[0]}?"
-                    if close
-                    else f"known here: {', '.join(hints)}"
-                )
-            )
-        names, cls, values = [*names, key], hints[key], values[key]
-    raise UserError(
-        f"{where}{'.'.join(names) or 'the file'} = {values!r} {WRONG.get(wrong['type'], wrong['msg'].removeprefix('Input '))}"
-    )
+            raise UserError(where + _unknown_setting(str(key), names, list(hints)))
+        names.append(str(key))
+        cls = hints[key]
+        values = values[key]
+    setting = ".".join(names) or "the file"
+    problem = MESSAGES.get(first["type"], first["msg"].removeprefix("Input "))
+    raise UserError(f"{where}{setting} = {values!r} {problem}")
+
+
+def _unknown_setting(key: str, sections: list[str], known: list[str]) -> str:
+    """Return the message for a key that does not exist, with the closest one that does."""
+    prefix = "".join(f"{name}." for name in sections)
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(known)}"
+    return f"unknown setting {prefix}{key}; {hint}"

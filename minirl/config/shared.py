@@ -1,12 +1,13 @@
-"""The knobs that programs share: keyword-only dataclasses, filled by `flags.parse` from a YAML file
-and then from flags. Those of RL alone are in `config_rl.py`, of SFT, reward models and DPO in
-`config_supervised.py`.
+"""The settings that programs share, as keyword-only dataclasses.
+
+`parse.parse_flags` fills them from a YAML file and then from flags:
 
     python -m minirl.rl --config configs/quickstart_rl.yaml --policy.lr 1e-4
 
-What stands behind a knob, or beneath it where it is longer, is what `--help` says of it. A type
-says which values a knob may have on its own, in a file, a flag or a program; `checks.py` refuses
-what cannot work together, before anything is loaded or written.
+Settings of RL alone are in `rl.py`, those of SFT, reward models and DPO in `supervised.py`. The
+comment behind a setting (or, starting with `#:`, above it) is what `--help` says about it. A type
+says which values a setting may have on its own; `validate.py` refuses what cannot work together,
+before anything is loaded or written.
 """
 
 from dataclasses import dataclass, field
@@ -22,8 +23,9 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass(kw_only=True)
 class ScratchConfig:
-    """The model made when `policy.model` is `scratch`: Qwen3 architecture, random weights,
-    character tokenizer.
+    """The model that is made for `policy.model` = scratch.
+
+    It has the Qwen3 architecture, random weights and a character tokenizer.
     """
 
     hidden_size: PositiveInt = 128
@@ -31,9 +33,9 @@ class ScratchConfig:
     num_heads: PositiveInt = 4
     num_kv_heads: PositiveInt = 2
     head_dim: PositiveInt = 32
+    #: Fixed texts that become single tokens, so that a small model need not read them letter by
+    #: letter.
     phrases: list[str] = field(default_factory=list)
-    """Fixed texts that become single tokens, so that a small model need not read them letter by
-    letter."""
 
 
 @dataclass(kw_only=True)
@@ -42,53 +44,54 @@ class PolicyConfig:
 
     model: str = "scratch"  # Folder or hub id of a Hugging Face model, or `scratch`.
     scratch: ScratchConfig = field(default_factory=ScratchConfig)
+    #: Dtype of forward and backward. Master weights, gradients and optimizer state are float32
+    #: (with float64, which is for proofs, everything is float64).
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
-    """Of forward and backward. Masters, gradients and optimizer state are float32 (float64, for
-    proofs: all of it)."""
+    #: Keep only the inputs of layers and recompute the rest in backward: less memory, about a third
+    #: more time.
     activation_checkpointing: bool = False
-    """Keep only layer inputs and recompute the rest in backward: less memory, about a third more
-    time."""
+    #: Free gathered parameters between forward and backward (ZeRO-3). False keeps them (ZeRO-2),
+    #: which is faster if they fit.
     reshard_after_forward: bool = True
-    """Free gathered parameters between forward and backward (ZeRO-3); False keeps them (ZeRO-2),
-    faster if they fit."""
+    #: Keep shards, gradients and optimizer state in host memory; a layer is on the device only
+    #: while it computes. For models that do not fit otherwise.
     cpu_offload: bool = False
-    """Shards, gradients and optimizer live in host memory, and a layer visits the device while it
-    computes: for models that do not fit."""
+    #: muon: for the matrices of layers, with AdamW for the rest. Its steps are scaled to the size
+    #: of AdamW's, so the same `lr` and `weight_decay` serve both.
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: for the layers' matrices, with AdamW for the rest; its steps are scaled to AdamW's
-    size, so the same `lr` and `weight_decay` serve both."""
+    #: Where the optimizer's state rests between steps. offload: in host memory. 8bit: in one byte
+    #: an element. Both are on the device in full precision for some parameters at a time.
     optimizer_state: Literal["device", "offload", "8bit"] = "device"
-    """Between steps. offload: in host memory; 8bit: in one byte an element; both are on the device
-    in full for some parameters at a time."""
+    #: Decay of an exponential moving average of the weights, written to <output>/model_ema at the
+    #: end. It rises to this value as (1 + n) / (10 + n) over n updates. 0: no average.
     ema_decay: Decay = 0.0
-    """Of a mean of the weights, written to <output>/model_ema at the end; rises to it as (1 + n) /
-    (10 + n) over n updates. 0: none."""
-    lr: NonNegativeFloat = 1e-6
+    lr: NonNegativeFloat = 1e-6  # Learning rate.
     lr_schedule: Literal["constant", "cosine"] = "constant"
     lr_warmup_steps: NonNegativeInt = 0  # Optimizer steps of linear warm-up from 0.
-    lr_min_ratio: NonNegativeFloat = 0.1  # Share of `lr` that the cosine ends at.
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    weight_decay: NonNegativeFloat = 0.0  # On matrices only.
-    max_grad_norm: NonNegativeFloat = 1.0  # Gradients are scaled down to this norm; 0 leaves them.
+    lr_min_ratio: NonNegativeFloat = 0.1  # Share of `lr` at the end of the cosine.
+    betas: tuple[Decay, Decay] = (0.9, 0.95)  # Of AdamW.
+    weight_decay: NonNegativeFloat = 0.0  # Applied to matrices only.
+    max_grad_norm: NonNegativeFloat = 1.0  # Gradients are scaled down to this norm; 0: never.
 
 
 @dataclass(kw_only=True)
 class ParallelConfig:
-    """How the trainer's ranks divide the model and its data: replicate x shard x context x tensor,
-    whose product is the number of ranks (shard is what the others leave).
+    """How the trainer's ranks divide the model and its data.
+
+    The number of ranks is replicate x shard x context x tensor; shard is what the others leave.
     """
 
+    #: Groups of ranks that each hold a whole model in shards (HSDP). Gradients cross groups once a
+    #: step, parameters never.
     replicate: PositiveInt = 1
-    """Groups that each hold a whole model in shards (HSDP): gradients cross groups once a step,
-    parameters never."""
-    context: PositiveInt = 1  # Ranks that split every sequence, for those too long for one.
+    context: PositiveInt = 1  # Ranks that split every sequence, for sequences too long for one.
+    #: How attention gets the keys of the other context ranks: all at once for a layer (fastest), or
+    #: one rank's after the other's.
     context_engine: Literal["all_gather", "ring"] = "all_gather"
-    """How attention gets the other ranks' keys: all at once for a layer (fastest), or one rank's
-    after the other's."""
-    tensor: PositiveInt = 1  # Consecutive ranks that split every matrix and work on the same data.
+    tensor: PositiveInt = 1  # Consecutive ranks that split every matrix, on the same data.
+    #: Sequence parallelism: between the blocks each tensor-parallel rank keeps its part of the
+    #: tokens. Less memory for the same traffic.
     sequence: bool = False
-    """Between the blocks each of them keeps its part of the tokens: less memory, for the same
-    traffic."""
 
 
 @dataclass(kw_only=True)
@@ -96,82 +99,79 @@ class EngineConfig:
     """The vLLM engine in every rank."""
 
     tensor_parallel_size: PositiveInt = 1  # Consecutive ranks that share one engine.
-    dtype: Literal["auto", "float32", "bfloat16"] = (
-        "auto"  # `auto`: the dtype of the policy's forward.
-    )
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: the dtype of policy.dtype.
+    #: Longest context in tokens, prompts and answers together. 0: data.max_prompt_tokens +
+    #: env.max_tokens.
     max_model_len: NonNegativeInt = 0
-    """Tokens of prompt and answer together; 0 takes data.max_prompt_tokens + rollout.max_tokens."""
-    max_num_seqs: PositiveInt = 256  # Sequences generated at once by an engine.
+    max_num_seqs: PositiveInt = 256  # Sequences that an engine generates at once.
+    #: Memory of the KV cache on each rank. 0: on CUDA what gpu_memory_utilization leaves, on CPU
+    #: one GB.
     kv_cache_gb: NonNegativeFloat = 0.0
-    """Memory of the KV cache per rank; 0: on CUDA what gpu_memory_utilization leaves, on CPU 1 GB.
-    """
-    gpu_memory_utilization: PositiveShare = 0.6
-    max_images: PositiveInt = (
-        4  # In a context, of a model that reads them; an episode that shows more is truncated.
-    )
+    gpu_memory_utilization: PositiveShare = 0.6  # CUDA: share of the device for the engine.
+    #: Images in a context, for a model that reads them. An episode that shows more is truncated.
+    max_images: PositiveInt = 4
     enforce_eager: bool = False  # CUDA: run without CUDA graphs. The CPU build always does.
+    #: CUDA, while training. 2: drop weights and KV cache. 1: keep the weights in host memory. 0:
+    #: keep everything on the device.
     sleep_level: Annotated[int, Field(ge=0, le=2)] = 2
-    """CUDA, while training: 2 drops weights and KV cache, 1 keeps the weights in host memory, 0
-    keeps all."""
 
 
 @dataclass(kw_only=True)
 class RowsConfig:
-    """Where rows come from, whatever is trained on them.
+    """Where rows come from, for every kind of training.
 
     A source is a JSONL, JSON, Parquet or CSV file, a folder or hub id of `datasets`
     (`org/name?subset=main&split=train`), or `reasoning_gym:NAME?option=value&...`.
     """
 
-    train: str | list[str] = (
-        ""  # A source, or several (mixed by size, or by their `?weight=`): see data/sources.py.
-    )
+    #: A source, or several (mixed by size, or by their `?weight=`); see data/sources.py.
+    train: str | list[str] = ""
+    #: Sources of held-out rows. Empty: `held_out` distinct rows of `train` (in RL: distinct
+    #: prompts), which are then never trained on.
     eval: str | list[str] = ""
-    """The same for held-out rows. Empty: `held_out` distinct rows (of RL: prompts) of `train`,
-    which training then never sees."""
-    held_out: int = 128
-    max_samples: NonNegativeInt = 0  # At most this many rows of each source, its first; 0: all.
+    held_out: int = 128  # Rows of `train` to hold out where `eval` is empty.
+    max_samples: NonNegativeInt = 0  # Take the first rows of each source, so many; 0: all.
+    #: Column of a prompt's images: paths, bytes or PIL images (or a single one in a column
+    #: `image`), for the parts {"type": "image"} of its messages, or before its text.
     images_key: str = "images"
-    """Of prompts: paths, bytes or PIL images (or a single one under `image`), for the parts
-    {"type": "image"} of its messages, or before its text."""
+    #: Column of the prompt: a text, or a list of chat messages. Where a row has no `prompt`:
+    #: instruction, input, context_messages or messages.
     prompt_key: str = "prompt"
-    """A text, or a list of chat messages. Where a row has no `prompt`: `instruction`, `input`,
-    `context_messages` or `messages`."""
-    system_prompt: str = ""  # Put before chats that have none.
+    system_prompt: str = ""  # Put before chats that have no system message.
     chat_template: str = ""  # File with a Jinja template to use instead of the tokenizer's.
+    #: Instead of a chat template: a text in which {} is replaced by the prompt.
     input_template: str = ""
-    """A text in which {} is the prompt, to use for prompts (and what follows them) instead of a
-    chat template."""
 
 
 @dataclass(kw_only=True)
 class DataConfig(RowsConfig):
     """Prompts for RL."""
 
-    answer_key: str = "answer"  # Where a row has no `answer`: `solution` or `label`.
+    answer_key: str = "answer"  # Column of the answer; else `solution` or `label`.
+    #: Scores are also logged by the value of this column (or `datasource`). Without the column they
+    #: are logged by source where there are several.
     source_key: str = "data_source"
-    """Scores are also logged by the value of this column (or `datasource`); without it, by source
-    where there are several."""
     max_prompt_tokens: PositiveInt = 256
-    too_long: Literal["error", "drop"] = (
-        "error"  # What a longer prompt is: an error that names it, or left out and counted.
-    )
+    #: What to do with longer prompts. error: end with a message that names one. drop: leave them
+    #: out and count them.
+    too_long: Literal["error", "drop"] = "error"
 
 
 @dataclass(kw_only=True)
 class RolloutConfig:
     """What a step generates.
 
-    Dynamic sampling fills up what is still missing after its extra prompts with those that it would
-    replace, so that a step always has prompts_per_step. The curriculum draws by p(1 - p) of a
-    prompt's past success rate p (a score of eval.threshold counts), those never tried as the most
-    uncertain, and its floor leaves none out for good; without it every epoch is a new permutation
-    (data/curriculum.py). Of partial rollouts a step ends when it has enough groups; the unfinished
-    answers go on in the next step, under its weights, and `algo.correction` compares each token
-    with the weights it was sampled with. With tickets `pull` an engine with room takes the next
-    prompt and never waits for an environment: best balance, but results depend on timing. With
-    `round_robin` prompts go by number, and an engine waits until the environments of its live
-    episodes have replied: bitwise repeatable.
+    Dynamic sampling: where the extra prompts do not suffice, the step is filled up with some of
+    those that it would replace, so that it always has prompts_per_step. Curriculum: prompts are
+    drawn by p(1 - p) of their past success rate p (a score of eval.threshold is a success); those
+    never tried count as the most uncertain, and the floor leaves none out for good. Without a
+    curriculum every epoch is a new permutation (data/curriculum.py). Partial rollouts: a step ends
+    when it has enough groups. The unfinished answers go on in the next step, under its weights, and
+    `algo.correction` compares each token with the weights it was sampled with. Tickets: with `pull`
+    an engine with room takes the next prompt and never waits for an environment, which balances
+    best, but results depend on timing. With `round_robin` prompts go to engines by number, and an
+    engine waits until the environments of its running episodes have replied, which is bitwise
+    repeatable.
     """
 
     prompts_per_step: PositiveInt = 16
@@ -181,59 +181,55 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    #: Dynamic sampling (DAPO): at most so many more prompts a step, in place of those whose mean
+    #: reward is not inside `keep_inside`. 0: off.
     extra_prompts: NonNegativeInt = 0
-    """Dynamic sampling (DAPO): at most so many more prompts a step, in place of those whose mean
-    reward is not inside `keep_inside`. 0: off."""
-    keep_inside: tuple[float, float] = (0.0, 1.0)
+    keep_inside: tuple[float, float] = (0.0, 1.0)  # Open interval of mean rewards to train on.
+    #: Curriculum: draw prompts by their past success. The floor is the least weight of a prompt, as
+    #: a share of an untried one's (0.1 is usual; with 1 all are alike). 0: off.
     curriculum_floor: Share = 0.0
-    """Draw prompts by what is known of their success; the least weight of one, as a share of an
-    untried one's (0.1 is usual; 1: all alike). 0: off."""
+    #: Partial rollouts: begin so many more prompts than a step needs. 0: a step waits for all its
+    #: answers.
     ahead: NonNegativeInt = 0
-    """Partial rollouts: so many more prompts than a step needs are begun. 0: a step waits for all
-    its answers."""
-    max_staleness: PositiveInt = 2  # Steps that a group may go on for; then it begins anew.
-    tickets: Literal["auto", "pull", "round_robin"] = (
-        "auto"  # Who generates which prompt; auto: round_robin on CPU, pull on CUDA.
-    )
+    max_staleness: PositiveInt = 2  # Steps that a group may go on for before it restarts.
+    #: Which engine generates which prompt. auto: round_robin on CPU, pull on CUDA.
+    tickets: Literal["auto", "pull", "round_robin"] = "auto"
+    #: Write every trajectory of a step to <output>/rollouts/ (rollout/records.py has the format;
+    #: print them by python -m minirl.rollout.show FILE).
     dump: bool = False
-    """Write every trajectory of a step to <output>/rollouts/ (rollout/records.py; `python -m
-    minirl.rollout.show FILE` prints them)."""
+    #: Folder of dumped rollouts to train on, step by step, without engine and evaluation.
     replay: str = ""
-    """Folder of dumped rollouts to train on, step by step, without an engine and without
-    evaluation."""
 
 
 @dataclass(kw_only=True)
 class EnvConfig:
-    """What the policy's answers meet (rollout/env.py)."""
+    """The environment that the policy's answers go to (envs/base.py)."""
 
+    #: A shipped environment or `file.py:Class`, with its arguments as ?key=value&... In single_turn
+    #: an episode is one answer to the prompt, scored by the reward functions.
     name: str = "single_turn"
-    """A shipped environment or `file.py:Class`, with its arguments as `?key=value&...`.
-    single_turn: an answer to the prompt, scored by `reward`."""
-    max_turns: PositiveInt = (
-        1  # Answers of an episode; it is truncated where the environment wants another.
-    )
+    #: Answers of an episode. It is truncated where the environment wants another.
+    max_turns: PositiveInt = 1
+    #: Sampled tokens of an episode. 0: max_turns * rollout.max_tokens. What the environment says
+    #: counts in the context (engine.max_model_len), too.
     max_tokens: NonNegativeInt = 0
-    """Sampled tokens of an episode; 0: max_turns * rollout.max_tokens. The context
-    (engine.max_model_len) also holds what the environment says."""
-    threads: PositiveInt = (
-        64  # So many calls of environments that are not `async` run at once on a rank.
-    )
+    #: Calls of environments that are not `async` and run at once on a rank.
+    threads: PositiveInt = 64
+    #: Time limit of a `reset` or `step` (of an agent: of the whole `run`). An episode fails if one
+    #: takes longer or raises.
     timeout_seconds: Positive = 60.0
-    """For a `reset` or `step` (of an agent: the whole `run`). Then, and if it raises, the episode
-    has failed."""
+    #: A failed episode ends with `error_reward` for its last answer (reward), is left out of its
+    #: group (drop), or ends the run (raise).
     on_error: Literal["reward", "drop", "raise"] = "reward"
-    """A failed episode ends with `error_reward` for its last answer, is left out of its group, or
-    ends the run."""
     error_reward: FiniteFloat = 0.0
 
 
 @dataclass(kw_only=True)
 class EndpointConfig:
-    """Where environments that are agents find the policy (rollout/server.py)."""
+    """The HTTP endpoint where agents find the policy (rollout/server.py)."""
 
     host: str = "127.0.0.1"
-    port: NonNegativeInt = 0  # 0: a free one. Every rank with an engine has an endpoint of its own.
+    port: NonNegativeInt = 0  # 0: a free one. Every rank with an engine has its own endpoint.
 
 
 @dataclass(kw_only=True)
@@ -243,53 +239,47 @@ class RewardConfig:
     A function is a registered name (exact, final_answer, math_verify, reasoning_gym, python_tests),
     `file.py:function`, called as f(prompt, completion, row) -> float, `openrlhf:file.py` or
     `trl:file.py:function`, called as theirs are, one answer at a time, or `http://host:port/path`
-    (several, separated by commas, take turns; the protocol is in rollout/remote.py). A reward model
-    scores each prompt and answer, with the token that ends one behind a cut answer; it runs on the
-    trainer's mesh, in the policy's dtype, after generation, and sleeps otherwise. Dumped rollouts
-    have its scores in their rewards.
+    (several, separated by commas, take turns; rewards/http.py has the protocol). A reward model
+    scores each prompt with its answer, followed by the token that ends one if the answer was cut.
+    It runs on the trainer's mesh, in the policy's dtype, after generation, and sleeps otherwise.
+    Dumped rollouts have its scores in their rewards.
     """
 
-    function: str | list[str] = (
-        # What scores an answer; several are summed. Empty: none, where `model` alone is to judge.
-        "exact"
-    )
-    weights: list[float] = field(
-        default_factory=list
-    )  # Of the functions in the sum; empty: 1 each.
+    #: What scores an answer. Several are summed. Empty: no function, if `model` alone is to score.
+    function: str | list[str] = "exact"
+    #: Weights of the functions in the sum. Empty: 1 each.
+    weights: list[float] = field(default_factory=list)
+    #: Folder or hub id of a trained reward model (such as minirl.rm leaves) with the policy's
+    #: vocabulary. Its score is added to the sum.
     model: str = ""
-    """Folder or hub id of a trained reward model (what minirl.rm leaves) with the policy's
-    vocabulary; its score is added to the sum."""
-    model_weight: FiniteFloat = (
-        1.0  # Of its score in the sum; `reward/model` in the metrics is the score alone.
-    )
+    #: Weight of the reward model's score in the sum. `reward/model` in the metrics is the score.
+    model_weight: FiniteFloat = 1.0
+    #: Threads that compute rewards beside generation; also the most answers in a request to an
+    #: endpoint.
     threads: PositiveInt = 4
-    """Rewards are computed beside generation in this many threads; so many answers at most are in a
-    request to an endpoint."""
-    timeout_seconds: Positive = 60.0  # How long an endpoint may take for a request.
+    timeout_seconds: Positive = 60.0  # Time limit of a request to an endpoint.
+    #: Further attempts, each at the next endpoint, when one cannot be reached, is too slow or fails
+    #: with status 408, 429 or 5xx.
     retries: NonNegativeInt = 4
-    """Further tries, each at the next endpoint, when one cannot be reached, is too slow or fails
-    (status 408, 429, 5xx)."""
-    backoff_seconds: NonNegativeFloat = 1.0  # Pause before the second try; it doubles with each.
+    backoff_seconds: NonNegativeFloat = 1.0  # Pause before the second attempt; doubles each time.
+    #: The reward of an answer that was cut at its limit is multiplied by `unstopped_value` (scale)
+    #: or replaced by it (set).
     unstopped: Literal["keep", "scale", "set"] = "keep"
-    """An answer cut at rollout.max_tokens has its reward multiplied by `unstopped_value`, or set to
-    it."""
     unstopped_value: FiniteFloat = 0.0
+    #: The last so many of the env.max_tokens sampled tokens of an episode cost `overlong_penalty`
+    #: in equal parts (DAPO). 0: off.
     overlong_tokens: NonNegativeInt = 0
-    """The last so many of rollout.max_tokens generated tokens cost `overlong_penalty`, in even
-    parts (DAPO); 0: off."""
     overlong_penalty: FiniteFloat = 1.0
+    #: Subtract the running mean of all rewards of the run and divide by their running deviation.
     normalize: bool = False
-    """Subtract the running mean of all rewards of the run and divide by their running deviation."""
-    clip: NonNegativeFloat = (
-        0.0  # Rewards are brought into [-clip, clip], after all of the above; 0: off.
-    )
+    clip: NonNegativeFloat = 0.0  # After all of the above, clip to [-clip, clip]; 0: off.
 
 
 @dataclass(kw_only=True)
 class EvalConfig:
-    every: NonNegativeInt = (
-        10  # RL steps between evaluations on held-out prompts; 0: only before and after.
-    )
+    """Evaluation on held-out prompts."""
+
+    every: NonNegativeInt = 10  # RL steps between evaluations; 0: only before and after.
     samples: PositiveInt = 1  # Answers per prompt; pass@k is reported for k = 1 and k = samples.
     temperature: NonNegativeFloat = 1.0
     threshold: float = 1.0  # A reward of at least this counts as correct.
@@ -297,43 +287,43 @@ class EvalConfig:
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    """What stays of a run while it runs.
+    """Which checkpoints are written and kept.
 
-    The best metric is, of RL, accuracy, reward or pass@k; of SFT loss or perplexity (less is
-    better); of pairs loss, accuracy or margin. The evaluation of step N, which is of the weights
-    after N steps, belongs to checkpoint N, so `every` must be a multiple of eval.every; a later
+    The best metric is one of: in RL accuracy, reward or pass@k; in SFT loss or perplexity (less is
+    better); for pairs loss, accuracy or margin. The evaluation of step N scores the weights after N
+    steps, so it belongs to checkpoint N, and `every` must be a multiple of eval.every. A later
     equal score does not replace an earlier one.
     """
 
-    every: NonNegativeInt = (
-        0  # Steps between checkpoints; 0: none. Checkpoint N holds the weights after N steps.
-    )
-    keep: PositiveInt = 2  # Newest ones that stay.
+    #: Steps between checkpoints. Checkpoint N holds the weights after N steps. 0: none.
+    every: NonNegativeInt = 0
+    keep: PositiveInt = 2  # Number of newest checkpoints to keep.
+    #: A held-out score: the checkpoint with the best one is kept too, and named in
+    #: checkpoints/best.json.
     best_metric: str = ""
-    """A held-out score: the checkpoint with the best one stays too, and is named in
-    checkpoints/best.json."""
-    background: bool = True  # Go on training while a copy of the state, in host memory, is written.
+    background: bool = True  # Train on while a copy of the state in host memory is written.
 
 
 @dataclass(kw_only=True)
 class ProgramConfig:
+    """The settings of every program."""
+
     output: str = ""
-    # as a text, which the programs' own defaults inherit
-    """Folder of a run: config, metrics, checkpoints, model. Of evaluate: file for the figures as
-    JSON; empty: only printed."""
+    """Folder of the run: config, metrics, checkpoints, model. In evaluate: a file for the JSON."""
     seed: NonNegativeInt = 0
+    #: A collective that waits longer ends the run. It must exceed the difference in rollout time
+    #: between ranks.
     timeout_minutes: Positive = 30.0
-    """A collective that waits longer ends the run; must exceed the difference in rollout time
-    between ranks."""
 
 
 @dataclass(kw_only=True)
 class TrainingConfig(ProgramConfig):
-    """Of every program that trains."""
+    """The settings of every program that trains."""
 
+    #: Go on from the newest checkpoint in `output`, or from the beginning if there is none.
     resume: bool = False
-    """Go on from the newest checkpoint in `output` (from the beginning, if none was finished)."""
     num_steps: NonNegativeInt = 0
+    """Steps of training."""
     tokens_per_rank: PositiveInt = 16384  # Token budget of a micro-batch on a rank.
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -342,7 +332,7 @@ class TrainingConfig(ProgramConfig):
 
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """Of every program that samples answers."""
+    """The settings of every program that samples answers."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -355,9 +345,9 @@ class SamplingConfig:
 
 @dataclass(kw_only=True)
 class EvaluateConfig(SamplingConfig, ProgramConfig):
-    """`torchrun --nproc-per-node N -m minirl.evaluate --model FOLDER --data.eval FILE`
+    """Score a model: `torchrun --nproc-per-node N -m minirl.evaluate --model M --data.eval FILE`.
 
-    `engine.dtype` auto is bfloat16 here.
+    Here `engine.dtype` = auto is bfloat16.
     """
 
     model: str = ""  # Folder or hub id.
@@ -365,8 +355,7 @@ class EvaluateConfig(SamplingConfig, ProgramConfig):
 
 @dataclass(kw_only=True)
 class ExportConfig:
-    """`python -m minirl.checkpoint export RUN [--step N | --best] [--output FOLDER]`: a checkpoint
-    as a Hugging Face folder.
+    """Write a checkpoint as a Hugging Face folder: `python -m minirl.checkpoint export RUN`.
 
     Under torchrun the ranks share the work.
     """
@@ -374,6 +363,6 @@ class ExportConfig:
     command: Literal["export"]
     run: str  # Folder of a run of minirl.rl or minirl.sft.
     step: int | None = None  # Which checkpoint; the newest if neither this nor `best` is given.
-    best: bool = False  # The one that checkpoint.best_metric found best.
-    output: str = ""  # Folder to write; empty: model-step-N in the run's.
+    best: bool = False  # The checkpoint that checkpoint.best_metric found best.
+    output: str = ""  # Folder to write; empty: model-step-N in the run's folder.
     timeout_minutes: Positive = 30.0

@@ -1,261 +1,398 @@
-"""Settings that cannot work together, refused with the arithmetic before anything is loaded or
-written; `config.py` says which work alone.
+"""Settings that cannot work together are refused before anything is loaded or written.
+
+What a setting may be on its own, its type says. Each rule here is a paragraph, and its message
+gives the setting, its value and what to do. `resolve_lengths` is the only function that changes a
+config.
 """
 
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, ParallelConfig
-from minirl.config.supervised import ChatsConfig, DPOConfig, PairsConfig, RMConfig, SFTConfig
+from minirl.config.supervised import (
+    ChatsConfig,
+    DPOConfig,
+    PairsConfig,
+    RMConfig,
+    SupervisedConfig,
+)
 from minirl.errors import require
 
+SFT_SCORES = ("loss", "perplexity")
+PAIR_SCORES = ("loss", "accuracy", "margin")
 
-def check_rollout(cfg: RLConfig | EvaluateConfig) -> None:
-    """Of every program that samples. Resolves engine.max_model_len = 0 and env.max_tokens = 0.
-    Raises UserError.
+# ------------------------------------------------------------------------------------- entry points
+
+
+def resolve_lengths(cfg: RLConfig | EvaluateConfig) -> None:
+    """Replace env.max_tokens = 0 and engine.max_model_len = 0 by what they stand for."""
+    if not cfg.env.max_tokens:
+        cfg.env.max_tokens = cfg.env.max_turns * cfg.rollout.max_tokens
+    if not cfg.engine.max_model_len:
+        cfg.engine.max_model_len = cfg.data.max_prompt_tokens + cfg.env.max_tokens
+
+
+def validate_rl(cfg: RLConfig, world_size: int) -> None:
+    """Refuse what cannot work in minirl.rl. Lengths must be resolved.
+
+    Raises:
+        UserError: for the first rule that is broken.
     """
-    check_data(cfg.data)
-    r, e = cfg.rollout, cfg.engine
-    cfg.env.max_tokens = cfg.env.max_tokens or cfg.env.max_turns * r.max_tokens
-    longest = cfg.data.max_prompt_tokens + r.max_tokens
-    e.max_model_len = e.max_model_len or cfg.data.max_prompt_tokens + cfg.env.max_tokens
-    require(
-        e.max_model_len >= longest,
-        f"engine.max_model_len = {e.max_model_len} is less than data.max_prompt_tokens + "
-        f"rollout.max_tokens = {cfg.data.max_prompt_tokens} + {r.max_tokens} = {longest}; raise it or set it to 0",
-    )
+    longest = cfg.engine.max_model_len
+    scores = ("accuracy", "reward", f"pass@{cfg.eval.samples}")
+    validate_sampling(cfg)
+    _training(cfg, world_size, "engine.max_model_len", longest, scores)
+    _engine(cfg, world_size)
+    _reward(cfg)
+    _rollout(cfg)
+    _algorithm(cfg)
+    _critic(cfg)
+    _reference(cfg)
 
 
-def check_data(d: DataConfig | ChatsConfig | PairsConfig) -> None:
-    require(
-        not d.input_template or d.input_template.count("{}") == 1,
-        f"data.input_template = {d.input_template!r} must have {{}} once, for the prompt",
-    )
-    for name in ("chat_template", "system_prompt"):
-        require(
-            not d.input_template or not vars(d)[name],
-            f"data.{name} = {vars(d)[name]!r} has no place in data.input_template; set one of them",
-        )
-
-
-def check_parallel(p: ParallelConfig, world_size: int) -> None:
-    product = p.replicate * p.context * p.tensor
-    require(
-        world_size % product == 0,
-        f"parallel.replicate * parallel.context * parallel.tensor = {p.replicate} * {p.context} * {p.tensor} = {product} does not "
-        f"divide the {world_size} ranks; the ranks that are left over must be whole copies, over which parameters are sharded",
-    )
-    require(
-        not p.sequence or p.tensor > 1,
-        "parallel.sequence divides tokens over parallel.tensor ranks, and that is 1; set parallel.tensor",
-    )
-    require(
-        p.context_engine == "all_gather" or p.context > 1,
-        f"parallel.context_engine = {p.context_engine} needs parallel.context above 1",
-    )
-
-
-def check_budget(tokens_per_rank: int, context: int, setting: str, longest: int) -> None:
-    """`setting` says that a sequence may have `longest` tokens."""
-    times, product = (
-        (f" * parallel.context = {tokens_per_rank} * {context}", tokens_per_rank * context)
-        if context > 1
-        else ("", tokens_per_rank)
-    )
-    require(
-        product >= longest,
-        f"tokens_per_rank{times} = {product} cannot hold one sequence of {setting} = {longest} tokens; "
-        "raise tokens_per_rank or parallel.context, or lower the lengths",
-    )
-
-
-def _check_training(
-    cfg: RLConfig | SFTConfig, world_size: int, longest: int, what: str, scores: tuple[str, ...]
-) -> None:
-    """What every program that trains refuses. `longest`: tokens of a sequence, `what`: the setting
-    that says so; `scores`: names of held-out scores.
-    """
-    p, c = cfg.policy, cfg.checkpoint
-    check_parallel(cfg.parallel, world_size)
-    check_budget(cfg.tokens_per_rank, cfg.parallel.context, what, longest)
-    require(
-        not p.cpu_offload or p.optimizer_state != "offload",
-        "policy.optimizer_state = offload moves to the host what policy.cpu_offload "
-        "has there already; set one of them",
-    )
-    require(bool(cfg.data.train), "data.train is empty: give a JSONL file or reasoning_gym:NAME")
-    require(
-        bool(cfg.data.eval) or cfg.data.held_out >= 1,
-        f"data.held_out = {cfg.data.held_out} must be at least 1 where data.eval names no file",
-    )
-    require(
-        c.best_metric in ("", *scores),
-        f"checkpoint.best_metric = {c.best_metric!r} is no held-out score; those are {', '.join(scores)}",
-    )
-    require(
-        not c.best_metric or c.every > 0 and cfg.eval.every > 0 and c.every % cfg.eval.every == 0,
-        f"checkpoint.best_metric = {c.best_metric} needs an evaluation of every checkpoint, but checkpoint.every = {c.every} is no multiple of "
-        f"eval.every = {cfg.eval.every}",
-    )
-
-
-def check_sft(
-    cfg: SFTConfig,
+def validate_supervised(
+    cfg: SupervisedConfig,
     world_size: int,
-    longest: int = 1,
-    scores: tuple[str, ...] = ("loss", "perplexity"),
+    rows_together: int = 1,
+    scores: tuple[str, ...] = SFT_SCORES,
 ) -> None:
-    """Refuse what cannot work, with the arithmetic. `longest`: rows of data.max_tokens that a
-    micro-batch must hold. Raises UserError.
+    """Refuse what cannot work in minirl.sft, and in what builds on it.
+
+    Args:
+        cfg: the settings.
+        world_size: number of ranks.
+        rows_together: rows of data.max_tokens that a micro-batch must hold.
+        scores: names of the held-out scores.
+
+    Raises:
+        UserError: for the first rule that is broken.
     """
-    check_data(cfg.data)
-    _check_training(
-        cfg,
-        world_size,
-        longest * cfg.data.max_tokens,
-        "data.max_tokens" if longest == 1 else f"{longest} * data.max_tokens",
-        scores,
-    )
+    validate_templates(cfg.data)
+    setting = "data.max_tokens" if rows_together == 1 else f"{rows_together} * data.max_tokens"
+    _training(cfg, world_size, setting, rows_together * cfg.data.max_tokens, scores)
 
 
-def check_pairs(cfg: RMConfig | DPOConfig, world_size: int) -> None:
-    """Refuse what cannot work, with the arithmetic. Raises UserError."""
-    check_sft(cfg, world_size, 2, ("loss", "accuracy", "margin"))
+def validate_pairs(cfg: RMConfig | DPOConfig, world_size: int) -> None:
+    """Refuse what cannot work in minirl.rm and minirl.dpo.
+
+    Raises:
+        UserError: for the first rule that is broken.
+    """
+    validate_supervised(cfg, world_size, 2, PAIR_SCORES)
+
     if isinstance(cfg, DPOConfig):
         require(
             cfg.algo.label_smoothing == 0 or cfg.algo.loss == "sigmoid",
-            f"algo.label_smoothing = {cfg.algo.label_smoothing} is of algo.loss sigmoid, not {cfg.algo.loss}; set it to 0",
+            f"algo.label_smoothing = {cfg.algo.label_smoothing} belongs to algo.loss = sigmoid, "
+            f"not {cfg.algo.loss}; set it to 0",
         )
 
 
-def check_rl(cfg: RLConfig, world_size: int) -> None:
-    """Refuse what cannot work, with the arithmetic. Resolves engine.max_model_len = 0 and
-    env.max_tokens = 0. Raises UserError.
+def validate_sampling(cfg: RLConfig | EvaluateConfig) -> None:
+    """Refuse what cannot work in any program that samples. Lengths must be resolved.
+
+    Raises:
+        UserError: for the first rule that is broken.
     """
-    check_rollout(cfg)
-    _check_training(
-        cfg,
-        world_size,
-        cfg.engine.max_model_len,
-        "engine.max_model_len",
-        ("accuracy", "reward", f"pass@{cfg.eval.samples}"),
+    validate_templates(cfg.data)
+
+    max_prompt = cfg.data.max_prompt_tokens
+    longest = max_prompt + cfg.rollout.max_tokens
+    require(
+        cfg.engine.max_model_len >= longest,
+        f"engine.max_model_len = {cfg.engine.max_model_len} is less than data.max_prompt_tokens + "
+        f"rollout.max_tokens = {max_prompt} + {cfg.rollout.max_tokens} = {longest}; raise it or "
+        "set it to 0",
     )
-    r, a, tp = cfg.rollout, cfg.algo, cfg.engine.tensor_parallel_size
+
+
+# ------------------------------------------------------------------------------------- shared rules
+
+
+def validate_templates(data: DataConfig | ChatsConfig | PairsConfig) -> None:
+    """Refuse an input template without a place for the prompt, or with a chat's settings."""
+    template = data.input_template
+    if not template:
+        return
+
+    require(
+        template.count("{}") == 1,
+        f"data.input_template = {template!r} must have {{}} once, for the prompt",
+    )
+
+    for name, value in (
+        ("chat_template", data.chat_template),
+        ("system_prompt", data.system_prompt),
+    ):
+        require(
+            not value,
+            f"data.{name} = {value!r} has no place in data.input_template; set one of them",
+        )
+
+
+def validate_parallel(parallel: ParallelConfig, world_size: int) -> None:
+    """Refuse a mesh that does not divide the ranks, and options without their axis."""
+    replicate = parallel.replicate
+    context = parallel.context
+    tensor = parallel.tensor
+
+    product = replicate * context * tensor
+    require(
+        world_size % product == 0,
+        f"parallel.replicate * parallel.context * parallel.tensor = {replicate} * {context} * "
+        f"{tensor} = {product} does not divide the {world_size} ranks; the ranks that are left "
+        "over must be whole copies, over which parameters are sharded",
+    )
+
+    require(
+        not parallel.sequence or tensor > 1,
+        "parallel.sequence divides tokens over parallel.tensor ranks, and that is 1; set "
+        "parallel.tensor",
+    )
+
+    require(
+        parallel.context_engine == "all_gather" or context > 1,
+        f"parallel.context_engine = {parallel.context_engine} needs parallel.context above 1",
+    )
+
+
+def _budget(tokens_per_rank: int, context: int, setting: str, longest: int) -> None:
+    """Refuse a micro-batch that cannot hold a sequence of the `longest` tokens of a setting."""
+    budget = f"tokens_per_rank = {tokens_per_rank}"
+    if context > 1:
+        budget = (
+            f"tokens_per_rank * parallel.context = {tokens_per_rank} * {context} = "
+            f"{tokens_per_rank * context}"
+        )
+    require(
+        tokens_per_rank * context >= longest,
+        f"{budget} cannot hold one sequence of {setting} = {longest} tokens; raise "
+        "tokens_per_rank or parallel.context, or lower the lengths",
+    )
+
+
+def _training(
+    cfg: RLConfig | SupervisedConfig,
+    world_size: int,
+    setting: str,
+    longest: int,
+    scores: tuple[str, ...],
+) -> None:
+    """Refuse what cannot work in any program that trains.
+
+    Args:
+        cfg: the settings.
+        world_size: number of ranks.
+        setting: what says how long a sequence may be.
+        longest: its value, in tokens.
+        scores: names of the held-out scores.
+    """
+    validate_parallel(cfg.parallel, world_size)
+    _budget(cfg.tokens_per_rank, cfg.parallel.context, setting, longest)
+
+    require(
+        not cfg.policy.cpu_offload or cfg.policy.optimizer_state != "offload",
+        "policy.optimizer_state = offload moves to the host what policy.cpu_offload keeps there "
+        "already; set one of them",
+    )
+
+    require(cfg.data.train, "data.train is empty: give a JSONL file or reasoning_gym:NAME")
+
+    require(
+        cfg.data.eval or cfg.data.held_out >= 1,
+        f"data.held_out = {cfg.data.held_out} must be at least 1 where data.eval names no file",
+    )
+
+    metric = cfg.checkpoint.best_metric
+    require(
+        metric in ("", *scores),
+        f"checkpoint.best_metric = {metric!r} is no held-out score; use one of {', '.join(scores)}",
+    )
+
+    every = cfg.checkpoint.every
+    eval_every = cfg.eval.every
+    require(
+        not metric or (every > 0 and eval_every > 0 and every % eval_every == 0),
+        f"checkpoint.best_metric = {metric} needs an evaluation of every checkpoint, but "
+        f"checkpoint.every = {every} is no multiple of eval.every = {eval_every}",
+    )
+
+
+# -------------------------------------------------------------------------------------- rules of RL
+
+
+def _engine(cfg: RLConfig, world_size: int) -> None:
+    num_ranks = cfg.engine.tensor_parallel_size
+    require(
+        world_size % num_ranks == 0,
+        f"engine.tensor_parallel_size = {num_ranks} does not divide the {world_size} ranks",
+    )
+
+
+def _reward(cfg: RLConfig) -> None:
     if cfg.reward.model:
-        check_budget(
+        _budget(
             cfg.tokens_per_rank,
             cfg.parallel.context,
             "engine.max_model_len + 1, for the end that reward.model reads,",
             cfg.engine.max_model_len + 1,
         )
+
+    overlong = cfg.reward.overlong_tokens
     require(
-        world_size % tp == 0,
-        f"engine.tensor_parallel_size = {tp} does not divide the {world_size} ranks",
+        overlong <= cfg.env.max_tokens,
+        f"reward.overlong_tokens = {overlong} must be between 0 (off) and env.max_tokens = "
+        f"{cfg.env.max_tokens}",
     )
-    compares = a.advantage not in ("reinforce_pp", "gae", "on_policy_distill")
+
+
+def _rollout(cfg: RLConfig) -> None:
+    rollout = cfg.rollout
+    advantage = cfg.algo.advantage
+
+    compares = advantage not in ("reinforce_pp", "gae", "on_policy_distill")
     require(
-        r.samples_per_prompt >= 1 + compares,
-        f"rollout.samples_per_prompt = {r.samples_per_prompt}: algo.advantage = {a.advantage} "
+        rollout.samples_per_prompt > 1 or not compares,
+        f"rollout.samples_per_prompt = {rollout.samples_per_prompt}: algo.advantage = {advantage} "
         "compares the samples of one prompt, so it needs at least 2",
     )
-    require(
-        r.prompts_per_step % a.updates_per_step == 0,
-        f"algo.updates_per_step = {a.updates_per_step} does not divide rollout.prompts_per_step = {r.prompts_per_step}",
-    )
-    require(
-        (r.top_p, r.top_k, r.min_p) == (1.0, -1, 0.0),
-        f"rollout.top_p = {r.top_p}, top_k = {r.top_k}, min_p = {r.min_p}: the trainer cannot reproduce log-probs of a "
-        "truncated distribution; train with top_p 1.0, top_k -1, min_p 0.0",
-    )
-    require(
-        a.dual_clip == 0 or a.dual_clip > 1,
-        f"algo.dual_clip = {a.dual_clip} must be 0 (off) or above 1",
-    )
-    _check_algo(cfg)
 
+    updates = cfg.algo.updates_per_step
+    require(
+        rollout.prompts_per_step % updates == 0,
+        f"algo.updates_per_step = {updates} does not divide rollout.prompts_per_step = "
+        f"{rollout.prompts_per_step}",
+    )
 
-def _check_algo(cfg: RLConfig) -> None:
-    a, c, ref, r = cfg.algo, cfg.critic, cfg.ref, cfg.rollout
     require(
-        a.advantage == "gae" or not c.model,
-        f"critic.model = {c.model} has no effect while algo.advantage = {a.advantage}; set algo.advantage gae",
+        (rollout.top_p, rollout.top_k, rollout.min_p) == (1.0, -1, 0.0),
+        f"rollout.top_p = {rollout.top_p}, top_k = {rollout.top_k}, min_p = {rollout.min_p}: the "
+        "trainer cannot reproduce log-probs of a truncated distribution; train with top_p 1.0, "
+        "top_k -1, min_p 0.0",
     )
+
+    low, high = rollout.keep_inside
     require(
-        c.model != "scratch",
-        "critic.model = scratch: leave it empty, and the critic begins as the policy does",
+        low < high,
+        f"rollout.keep_inside = {rollout.keep_inside} is empty: its first number must be below its "
+        "second",
     )
+
+    extra = rollout.extra_prompts
     require(
-        c.warmup_steps < max(1, cfg.num_steps),
-        f"critic.warmup_steps = {c.warmup_steps} leaves the policy none of num_steps = {cfg.num_steps}; lower it",
-    )
-    require(
-        c.ema_decay == 0,
-        f"critic.ema_decay = {c.ema_decay}: the critic is not exported, so nobody would see its average; set it to 0",
-    )
-    distill = a.advantage == "on_policy_distill"
-    require(
-        not distill or bool(ref.model),
-        "algo.advantage = on_policy_distill learns from a teacher; name it with ref.model",
-    )
-    require(
-        not (distill and a.kl_in == "reward" and a.kl_coef),
-        "algo.kl_in = reward: on_policy_distill takes no rewards; set algo.kl_in loss or algo.kl_coef 0",
-    )
-    for name, value in (
-        ("algo.kl_target", a.kl_target),
-        ("ref.every", ref.every),
-        ("ref.model", ref.model),
-        ("algo.kl_in = reward", a.kl_in == "reward"),
-    ):
-        require(
-            not value or a.kl_coef > 0 or distill and name == "ref.model",
-            f"{name}{'' if value is True else f' = {value}'} has no effect while "
-            f"algo.kl_coef = {a.kl_coef}, for then no KL is taken and no reference loaded; set algo.kl_coef above 0",
-        )
-    require(
-        not (ref.every and ref.model),
-        f"ref.every = {ref.every} would replace ref.model = {ref.model} by the policy; set one of them",
-    )
-    require(
-        not ref.reset_optimizer or ref.every > 0,
-        "ref.reset_optimizer: the optimizer's state is forgotten when the reference is refreshed; set ref.every",
-    )
-    require(
-        not (ref.reset_optimizer and cfg.policy.ema_decay),
-        f"ref.reset_optimizer would forget the moving average of policy.ema_decay = "
-        f"{cfg.policy.ema_decay} too; set one of them",
-    )
-    require(
-        a.kl_in == "loss" or a.kl_estimator != "unbiased",
-        "algo.kl_estimator = unbiased is about the gradient, and a reward has none; take k1, k2 or k3",
-    )
-    require(
-        a.loss != "cispo" or not a.dual_clip,
-        f"algo.dual_clip = {a.dual_clip} bounds what algo.loss = cispo bounds already; set it to 0",
-    )
-    require(
-        r.keep_inside[0] < r.keep_inside[1],
-        f"rollout.keep_inside = {r.keep_inside} is empty: its first number must be below its second",
-    )
-    require(
-        not r.extra_prompts or r.samples_per_prompt > 1,
-        f"rollout.extra_prompts = {r.extra_prompts} replaces prompts whose answers earn the same, and "
+        not extra or rollout.samples_per_prompt > 1,
+        f"rollout.extra_prompts = {extra} replaces prompts whose answers earn the same, and "
         "rollout.samples_per_prompt = 1 compares none; set it to 2 or more, or extra_prompts to 0",
     )
+
     require(
-        not r.extra_prompts or not cfg.reward.model,
-        f"rollout.extra_prompts = {r.extra_prompts} chooses prompts by their rewards during generation, and "
-        f"reward.model = {cfg.reward.model} scores after it; serve it (python -m minirl.rm serve) or set extra_prompts to 0",
+        not extra or not cfg.reward.model,
+        f"rollout.extra_prompts = {extra} chooses prompts by their rewards during generation, and "
+        f"reward.model = {cfg.reward.model} scores after it; serve it (python -m minirl.rm serve) "
+        "or set extra_prompts to 0",
     )
+
     require(
-        not r.curriculum_floor or not (r.extra_prompts or r.ahead or r.replay),
-        f"rollout.curriculum_floor = {r.curriculum_floor} draws the prompts of a step and "
-        f"learns from all of them, which rollout.extra_prompts = {r.extra_prompts}, ahead = {r.ahead} and replay = {r.replay!r} do not allow; unset one or the other",
+        not rollout.curriculum_floor or not (extra or rollout.ahead or rollout.replay),
+        f"rollout.curriculum_floor = {rollout.curriculum_floor} draws the prompts of a step and "
+        f"learns from all of them, which rollout.extra_prompts = {extra}, ahead = {rollout.ahead} "
+        f"and replay = {rollout.replay!r} do not allow; unset one or the other",
     )
+
+    needs_engine = cfg.sft.num_steps or rollout.ahead or rollout.dump or cfg.checkpoint.best_metric
     require(
-        cfg.reward.overlong_tokens <= cfg.env.max_tokens,
-        f"reward.overlong_tokens = {cfg.reward.overlong_tokens} must be 0 (off) to env.max_tokens = {cfg.env.max_tokens}",
+        not rollout.replay or not needs_engine,
+        f"rollout.replay = {rollout.replay} runs no engine, so sft.num_steps, rollout.ahead, "
+        "rollout.dump and checkpoint.best_metric have no effect; unset them",
     )
+
+
+def _algorithm(cfg: RLConfig) -> None:
+    algo = cfg.algo
     require(
-        not r.replay or not (cfg.sft.num_steps or r.ahead or r.dump or cfg.checkpoint.best_metric),
-        f"rollout.replay = {r.replay} runs no engine, so sft.num_steps, "
-        "rollout.ahead, rollout.dump and checkpoint.best_metric have no effect; unset them",
+        algo.dual_clip == 0 or algo.dual_clip > 1,
+        f"algo.dual_clip = {algo.dual_clip} must be 0 (off) or above 1",
+    )
+
+    require(
+        algo.loss != "cispo" or not algo.dual_clip,
+        f"algo.dual_clip = {algo.dual_clip} bounds what algo.loss = cispo bounds already; set it "
+        "to 0",
+    )
+
+    require(
+        algo.kl_in == "loss" or algo.kl_estimator != "unbiased",
+        "algo.kl_estimator = unbiased is about the gradient, and a reward has none; take k1, k2 or "
+        "k3",
+    )
+
+
+def _critic(cfg: RLConfig) -> None:
+    critic = cfg.critic
+    require(
+        cfg.algo.advantage == "gae" or not critic.model,
+        f"critic.model = {critic.model} has no effect while algo.advantage = "
+        f"{cfg.algo.advantage}; set algo.advantage gae",
+    )
+
+    require(
+        critic.model != "scratch",
+        "critic.model = scratch: leave it empty, and the critic starts as the policy does",
+    )
+
+    require(
+        critic.warmup_steps < max(1, cfg.num_steps),
+        f"critic.warmup_steps = {critic.warmup_steps} leaves the policy none of num_steps = "
+        f"{cfg.num_steps}; lower it",
+    )
+
+    require(
+        critic.ema_decay == 0,
+        f"critic.ema_decay = {critic.ema_decay}: the critic is not exported, so its average would "
+        "be lost; set it to 0",
+    )
+
+
+def _reference(cfg: RLConfig) -> None:
+    algo = cfg.algo
+    ref = cfg.ref
+    distills = algo.advantage == "on_policy_distill"
+
+    require(
+        not distills or ref.model,
+        "algo.advantage = on_policy_distill learns from a teacher; name it with ref.model",
+    )
+
+    require(
+        not distills or algo.kl_in == "loss" or not algo.kl_coef,
+        "algo.kl_in = reward: on_policy_distill takes no rewards; set algo.kl_in loss or "
+        "algo.kl_coef 0",
+    )
+
+    for is_set, setting in (
+        (algo.kl_target, f"algo.kl_target = {algo.kl_target}"),
+        (ref.every, f"ref.every = {ref.every}"),
+        (ref.model and not distills, f"ref.model = {ref.model}"),
+        (algo.kl_in == "reward", "algo.kl_in = reward"),
+    ):
+        require(
+            not is_set or algo.kl_coef > 0,
+            f"{setting} has no effect while algo.kl_coef = {algo.kl_coef}: no KL is computed and "
+            "no reference is loaded; set algo.kl_coef above 0",
+        )
+
+    require(
+        not (ref.every and ref.model),
+        f"ref.every = {ref.every} would replace ref.model = {ref.model} by the policy; set one of "
+        "them",
+    )
+
+    require(
+        not ref.reset_optimizer or ref.every,
+        "ref.reset_optimizer: the optimizer's state is forgotten when the reference is replaced; "
+        "set ref.every",
+    )
+
+    require(
+        not ref.reset_optimizer or not cfg.policy.ema_decay,
+        f"ref.reset_optimizer would forget the moving average of policy.ema_decay = "
+        f"{cfg.policy.ema_decay} too; set one of them",
     )

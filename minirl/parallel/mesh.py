@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minirl.config.shared import ParallelConfig
-from minirl.config.validate import check_parallel
+from minirl.config.validate import validate_parallel
 
 # Their names from torch 2.13 on; 2.11 has only the older ones.
 all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
@@ -143,7 +143,7 @@ def make_mesh(
     """
     parallel = parallel or ParallelConfig()
     world, rank = dist.get_world_size(), dist.get_rank()
-    check_parallel(parallel, world)
+    validate_parallel(parallel, world)
     replicate, context, tensor = parallel.replicate, parallel.context, parallel.tensor
     # FSDP over tensor parallelism gathers in an order that torch's redistribution finds worth a
     # warning per rank and shape.
