@@ -1,6 +1,8 @@
-"""Lets the common index's torchvision, which is built for CUDA, be imported beside a CPU build of
-torch. vLLM and the image processors of transformers need it; of its compiled operators they need
-none, but the import declares implementations for two whose library cannot be loaded.
+"""Let a torchvision that was built for CUDA be imported beside a CPU build of torch.
+
+Such a torchvision is the one of the common index. vLLM and the image processors of transformers
+need it; of its compiled operators they need none, but the import declares implementations for two
+whose library cannot be loaded.
 
 launch/install.sh puts this in site-packages with a .pth file, so that the processes that vLLM
 starts have it, too. It does nothing until torchvision is imported, and nothing to a torchvision

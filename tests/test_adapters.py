@@ -52,7 +52,7 @@ def state(answer, row=ROW, **other):
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # OpenRLHF: rewards
 
 
@@ -71,7 +71,8 @@ def test_openrlhf_reward_file(file, returned):
 
         def reward_func(queries, prompts, labels, **kwargs):
             assert len(queries) == len(prompts) == len(labels) == 1 and not kwargs
-            r = torch.tensor([float(q[len(p):] == str(y)) for q, p, y in zip(queries, prompts, labels)])
+            triples = zip(queries, prompts, labels)
+            r = torch.tensor([float(q[len(p):] == str(y)) for q, p, y in triples])
             return {returned}
     """)
     rewards = make_rewards(f"openrlhf:{path}")
@@ -89,7 +90,7 @@ def test_openrlhf_reward_file_that_fails_is_told(file):
         )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # OpenRLHF: agents
 
 AGENT = """
@@ -107,8 +108,10 @@ AGENT = """
             self.steps += 1
             done = self.steps == 2
             right = torch.tensor(float(states["action_text"] == states["label"]))
-            return {{"rewards": right, "scores": right, "environment_feedback": "" if done else "\\n[again]\\n", "done": done,
-                     "sampling_params": {sampling}, "extra_logs": {{"read": torch.tensor(len(states["observation_text"]))}}}}
+            feedback = "" if done else "\\n[again]\\n"
+            read = torch.tensor(len(states["observation_text"]))
+            return {{"rewards": right, "scores": right, "environment_feedback": feedback,
+                     "done": done, "sampling_params": {sampling}, "extra_logs": {{"read": read}}}}
 
     class AgentExecutor(MultiTurnAgentExecutor):
         def __init__(self):
@@ -161,7 +164,7 @@ def test_openrlhf_file_that_needs_the_package_is_told(file):
         make_env(f"openrlhf:{file('import openrlhf.models')}")
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # TRL
 
 
@@ -172,7 +175,8 @@ def test_trl_rewards_get_columns_as_lists(file):
 
         def chats(completions, label, **kwargs):
             assert "prompt" not in kwargs and "rendered_prompt" not in kwargs
-            return [float(c[0]["content"] == y and c[0]["role"] == "assistant") for c, y in zip(completions, label)]
+            pairs = zip(completions, label)
+            return [float(c[0]["content"] == y and c[0]["role"] == "assistant") for c, y in pairs]
 
         async def later(completions, **kwargs):
             return [0.5 for _ in completions]
@@ -212,7 +216,7 @@ def test_trl_rewards_of_the_package(file):
     ] == [1.0, 0.0]
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # reasoning-gym
 
 
@@ -253,7 +257,7 @@ def test_reasoning_gym_has_all_options_of_a_generator():
         open_source("reasoning_gym:chain_sum?min_term=5", "data.train")
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # servers in threads
 
 
@@ -281,7 +285,7 @@ def local(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # OpenEnv
 
 
@@ -374,7 +378,7 @@ def test_openenv_server_that_is_full_or_absent_is_told(echo, local):
         make_env("openenv:localhost")
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # in a rollout
 
 
@@ -419,7 +423,8 @@ def rollout_program(mesh, folder, names, reward):
 def test_episodes_of_adapters_in_a_rollout(file, tmp_path, request, local):
     agent = f"openrlhf:{file(AGENT.format(init='def __init__(self):', sampling='None'))}"
     single = "single_turn"
-    trl = f"trl:{file('def f(completions, answer, **columns): return [float(len(c)) for c in completions]', 'trl_reward.py')}:f"
+    lengths = "def f(completions, answer, **columns): return [float(len(c)) for c in completions]"
+    trl = f"trl:{file(lengths, 'trl_reward.py')}:f"
     try:
         served = f"openenv:{request.getfixturevalue('echo')}?action=message&observation=echoed"
         names = [single, agent, served]
@@ -444,7 +449,7 @@ def test_episodes_of_adapters_in_a_rollout(file, tmp_path, request, local):
         )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # verifiers
 
 
@@ -470,9 +475,13 @@ def spelling(file, tmp_path, monkeypatch):
             async def together(completions, **kwargs):
                 return [0.0 for _ in completions]
 
-            rows = Dataset.from_list([{"question": f"Spell {word} {i}", "answer": word.upper(), "info": {"i": i}} for i in range(size)])
+            rows = Dataset.from_list([
+                {"question": f"Spell {word} {i}", "answer": word.upper(), "info": {"i": i}}
+                for i in range(size)
+            ])
             rubric = vf.Rubric(funcs=[together if group else right], weights=[1.0])
-            return Twice(dataset=rows, eval_dataset=rows.select([0]), system_prompt="Spell.", rubric=rubric, max_turns=2)
+            return Twice(dataset=rows, eval_dataset=rows.select([0]), system_prompt="Spell.",
+                         rubric=rubric, max_turns=2)
     """,
         "spelling_env.py",
     )

@@ -41,7 +41,7 @@ def play(env: Env, row: dict, answers: list[str]) -> list[Result]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # guess
 
 
@@ -109,7 +109,7 @@ def test_demonstrated_games_are_chats_to_imitate():
     assert sum(won for _, won in games) / 500 == pytest.approx(0.38, abs=0.07)
 
 
-# --------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # countdown
 
 ROW = {"prompt": "Make 24 of 2, 3, 4.", "metadata": {"numbers": [4, 2, 3], "target": 24}}
@@ -157,7 +157,7 @@ def test_countdown_agrees_with_the_generator_of_its_rows():
         make_env("countdown")().reset({"prompt": "?", "metadata": {"numbers": [1]}})
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # tools
 
 
@@ -284,7 +284,8 @@ def test_search_finds_the_passages_with_the_words(tmp_path):
     ]
     assert (
         said[0]
-        == "Paris is the capital of France; the Seine is its river.\n\nBerlin is the capital of Germany."
+        == "Paris is the capital of France; the Seine is its river.\n\nBerlin is the capital of "
+        "Germany."
     )
     assert "Seine" in said[1] or "Nile" in said[1]
     assert (
@@ -332,7 +333,7 @@ def test_tools_refuse_what_they_cannot_be(tmp_path):
             make_env(name)
 
 
-# -----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # their configs
 
 

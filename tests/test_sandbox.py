@@ -25,7 +25,8 @@ DENIED = "PermissionError"
 HARM = {
     "fork bomb": ("import os\nwhile True:\n    os.fork()  # {n}", {"error"}, DENIED),
     "fork bomb by processes": (
-        "import multiprocessing\nfor _ in range({n} + 10):\n    multiprocessing.get_context('fork').Process(target=print).start()",
+        "import multiprocessing\nfor _ in range({n} + 10):\n    "
+        "multiprocessing.get_context('fork').Process(target=print).start()",
         {"error"},
         DENIED,
     ),
@@ -36,7 +37,8 @@ HARM = {
         DENIED,
     ),
     "threads": (
-        "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(60 + {n},)).start()",
+        "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(60 + "
+        "{n},)).start()",
         {"timeout", "error", "killed"},
         "",
     ),
@@ -49,12 +51,14 @@ HARM = {
     "loop": ("while {n} >= 0:\n    pass", {"timeout"}, ""),
     "sleep": ("import time\ntime.sleep(1000 + {n})", {"timeout"}, ""),
     "loop that catches": (
-        "while True:\n    try:\n        while True:\n            pass\n    except BaseException:\n        x = {n}",
+        "while True:\n    try:\n        while True:\n            pass\n    except "
+        "BaseException:\n        x = {n}",
         {"timeout"},
         "",
     ),
     "deaf to signals": (
-        "import signal\nfor s in (signal.SIGTERM, signal.SIGINT, signal.SIGXCPU):\n    signal.signal(s, signal.SIG_IGN)\nwhile True:\n    x = {n}",
+        "import signal\nfor s in (signal.SIGTERM, signal.SIGINT, signal.SIGXCPU):\n    "
+        "signal.signal(s, signal.SIG_IGN)\nwhile True:\n    x = {n}",
         {"timeout"},
         "",
     ),
@@ -99,7 +103,8 @@ HARM = {
         DENIED,
     ),
     "datagrams": (
-        "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'{n}', ('127.0.0.1', 53))",
+        "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'{n}', "
+        "('127.0.0.1', 53))",
         {"error"},
         DENIED,
     ),
@@ -116,7 +121,8 @@ HARM = {
         DENIED,
     ),
     "signal a thread": (
-        "import ctypes, os\nprint(ctypes.CDLL(None, use_errno=True).syscall(200, {parent}, 9), ctypes.get_errno() or 'none', {n})",
+        "import ctypes, os\nprint(ctypes.CDLL(None, use_errno=True).syscall(200, {parent}, 9), "
+        "ctypes.get_errno() or 'none', {n})",
         {"ok", "error"},
         "-1",
     ),
@@ -138,7 +144,8 @@ HARM = {
     "crash": ("import ctypes\nctypes.string_at({n})", {"killed"}, ""),
     "abort": ("import os\nos.abort()  # {n}", {"killed"}, ""),
     "locked folders": (
-        "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w')\nos.chmod('a/b', 0)\nos.chmod('a', 0)  # {n}",
+        "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w')\nos.chmod('a/b', 0)\nos.chmod('a', 0) "
+        " # {n}",
         {"ok"},
         "",
     ),
@@ -235,15 +242,18 @@ def test_nothing_outside_has_changed(harmed):
             "6 {7: 1, 13: 1}\n",
         ),
         (
-            "import threading\nt = threading.Thread(target=print, args=('thread',))\nt.start()\nt.join()",
+            "import threading\nt = threading.Thread(target=print, args=('thread',))\nt.start()\n"
+            "t.join()",
             "thread\n",
         ),
         (
-            "import tempfile\nwith tempfile.TemporaryFile() as f:\n    f.write(b'x')\nprint('temporary')",
+            "import tempfile\nwith tempfile.TemporaryFile() as f:\n    f.write(b'x')\n"
+            "print('temporary')",
             "temporary\n",
         ),
         (
-            "class A:\n    def f(self):\n        return sum(i for i in range(5))\nif __name__ == '__main__':\n    print(A().f())",
+            "class A:\n    def f(self):\n        return sum(i for i in range(5))\nif __name__ == "
+            "'__main__':\n    print(A().f())",
             "10\n",
         ),
         ("print('ü日本')", "ü日本\n"),
@@ -271,7 +281,8 @@ TESTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"
         ("Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.", 1.0),
         ("def add(a, b):\n    return a + b", 1.0),
         (
-            "```python\ndef add(a, b):\n    return 3\n```\nNo:\n```py\ndef add(a, b):\n    return a + b\n```",
+            "```python\ndef add(a, b):\n    return 3\n```\nNo:\n```py\ndef add(a, b):\n    "
+            "return a + b\n```",
             1.0,
         ),
         ("```python\ndef add(a, b):\n    return 3\n```", 0.0),

@@ -1,8 +1,10 @@
-"""What the policy acts in: an environment shows a row, hears an answer, replies, until the episode
-is done. One object an episode.
+"""What the policy acts in.
+
+An environment shows a row, reads an answer, replies, until the episode is done. There is one object
+for each episode.
 
     # my_env.py
-    from minirl.envs.base import Env, Result
+    from minirl.envs import Env, Result
 
     class Guess(Env):
         def reset(self, row):
@@ -17,10 +19,11 @@ is done. One object an episode.
 
     --env.name my_env.py:Guess --env.max-turns 8
 
-`reset`, `step` and `run` may be `async def`; others run in threads, so both overlap with
+`reset`, `step` and `run` may be `async def`. Others run in threads, so both overlap with
 generation.
 """
 
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 
@@ -28,68 +31,69 @@ class Raw(str):
     """A text that goes to the policy as it is, without the chat template."""
 
 
-Observation = (
-    str | list[dict] | list[int] | Raw
-)  # what a user says, chat messages, tokens, or a raw text
+# What a user says, chat messages, tokens, or a raw text.
+Observation = str | list[dict] | list[int] | Raw
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What an environment hears."""
+    """What an environment gets with an answer."""
 
-    row: dict  # with `rendered_prompt`, the first prompt as the policy read it
-    answer: str  # the policy's last one, without special tokens
-    stopped: bool  # it ended by itself; False: cut at a limit
-    turn: int  # 0 for the first answer
-    messages: list[dict]  # the chat so far, this answer last; empty if it is not one of messages
+    row: dict  # With `rendered_prompt`, the first prompt as the policy read it.
+    answer: str  # The policy's latest answer, without special tokens.
+    stopped: bool  # Whether the answer ended by itself; False: it was cut at a limit.
+    turn: int  # 0 for the first answer.
+    messages: list[dict]  # The chat so far, this answer last; empty if it has no messages.
 
 
 @dataclass(kw_only=True)
 class Result:
-    observation: Observation | None = None  # what follows the answer; needed unless done
-    # For this answer. The episode earns the sum of all, credited to the answers they were given
-    # for.
+    """What an environment returns for an answer."""
+
+    observation: Observation | None = None  # What follows the answer; needed unless done.
+    # For this answer. The episode earns the sum, credited to the answers it was given for.
     reward: float = 0.0
     done: bool = False
-    truncated: bool = False  # done, but not by the policy's doing: for metrics and reward.unstopped
-    messages: list[dict] | None = (
-        # the whole chat from here on, instead of an observation: for environments that rewrite
-        # history
-        None
-    )
-    # Go with the observation: paths, bytes, PIL images or data URLs, for its parts {"type":
+    # Done, but not because of the policy: for metrics and reward.unstopped.
+    truncated: bool = False
+    # The whole chat from here on, instead of an observation, to rewrite history.
+    messages: list[dict] | None = None
+    # Images of the observation: paths, bytes, PIL images or data URLs, for its parts {"type":
     # "image"}; a text without such parts follows them.
     images: list = field(default_factory=list)
-    # Of the next answer: `max_tokens`, `stop_token_ids`. What would change its probabilities is the
-    # policy's (rollout.temperature ...).
+    # For the next answer: `max_tokens`, `stop_token_ids`. What would change its probabilities
+    # belongs to the run (rollout.temperature ...).
     sampling: dict = field(default_factory=dict)
-    info: dict[str, float] = field(
-        default_factory=dict
-    )  # numbers for the log: means over episodes under `env/`
+    # Numbers for the log: means over episodes under `env/`.
+    info: dict[str, float] = field(default_factory=dict)
 
 
 class Env:
     """One episode."""
 
-    graded = False  # the reward functions score its last answer, beside what `step` gives
+    graded = False  # Whether the reward functions score the last answer, beside what `step` gives.
 
-    def reset(self, row: dict) -> Observation:
-        """The first prompt. `row["rendered_prompt"]`: the row's own as the policy would read it."""
+    def reset(self, row: dict) -> Observation | Awaitable[Observation]:
+        """Return the first prompt.
+
+        `row["rendered_prompt"]` is the row's own prompt as the policy would read it.
+        """
         raise NotImplementedError
 
-    def step(self, state: State) -> Result:
-        """The reply to an answer."""
+    def step(self, state: State) -> Result | Awaitable[Result]:
+        """Return the reply to an answer."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """The episode has ended, however; or it was made only to see that it can be."""
+        """Release what the episode holds, after its end or if it was made only as a check."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """An OpenAI-compatible (and Anthropic) endpoint over this rank's engine that keeps the exact
-    tokens of all that is said with this key. `base_url` ends with /v1, as the OpenAI client wants
-    it; the Anthropic client wants it without.
+    """An OpenAI-compatible (and Anthropic) endpoint over this rank's engine.
+
+    It keeps the exact tokens of every request and answer with this key. `base_url` ends with /v1,
+    as the OpenAI client wants it; the Anthropic client wants it without.
     """
 
     base_url: str
@@ -98,12 +102,15 @@ class Session:
 
 
 class Agent(Env):
-    """An episode that a program of its own leads, talking to the policy through an endpoint. All
-    its answers are trained on; nobody calls `reset` and `step`.
+    """An episode that a program leads, which talks to the policy through an endpoint.
+
+    All its answers are trained on. `reset` and `step` are not called.
     """
 
-    def run(self, row: dict, session: Session) -> Result:
-        """Play the episode; `reward`, `truncated` and `info` of the result count. With `graded` the
-        reward functions score the last answer, too, of the chat that it began last.
+    def run(self, row: dict, session: Session) -> Result | Awaitable[Result]:
+        """Run the episode and return its result, of which reward, truncated and info count.
+
+        With `graded` the reward functions also score the last answer, that of the chat which the
+        agent began last.
         """
         raise NotImplementedError

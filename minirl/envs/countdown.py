@@ -1,10 +1,11 @@
-"""Make a target of some numbers, each used once, by + - * /; a wrong answer is told what is wrong
-with it, and may be mended in the next turn.
+"""Make a target of some numbers, each used once, by + - * /.
 
-    --env.name countdown --env.max-turns 2 --data.train
-    reasoning_gym:countdown?min_numbers=3&max_numbers=3
+A wrong answer is told what is wrong with it, and can be corrected in the next turn.
 
-Rows and prompts are reasoning-gym's. Its grader is not: that hands the answer to `eval`.
+    --env.name countdown --env.max-turns 2
+    --data.train reasoning_gym:countdown?min_numbers=3&max_numbers=3
+
+Rows and prompts are reasoning-gym's. Its grader is not used: it hands the answer to `eval`.
 """
 
 import re
@@ -15,33 +16,42 @@ from minirl.errors import UserError
 
 
 class Countdown(Env):
-    """1 for the target, `form` for another value of the right numbers. An episode earns what its
-    best answer does, however many there are.
+    """Earn 1 for the target, `form` for another value of the right numbers.
+
+    An episode earns what its best answer does, however many there are.
     """
 
     def __init__(self, *, form: float = 0.1):
-        self.form, self.best = form, 0.0
+        self.form = form
+        self.best = 0.0
+        self.numbers: list[int] = []  # set by `reset`, like the target
+        self.target = 0
 
     def reset(self, row: dict) -> str | list[dict]:
+        """Return the row's prompt.
+
+        Raises:
+            UserError: for a row of something else.
+        """
         try:
-            self.numbers, self.target = (
-                sorted(row["metadata"]["numbers"]),
-                row["metadata"]["target"],
-            )
+            self.numbers = sorted(row["metadata"]["numbers"])
+            self.target = row["metadata"]["target"]
         except KeyError as error:
             raise UserError(
-                f"env.name = countdown plays rows of reasoning_gym:countdown, with metadata.numbers and target; one has none: {str(row)[:120]}"
+                "env.name = countdown needs rows of reasoning_gym:countdown, with metadata.numbers "
+                f"and target; one has none: {str(row)[:120]}"
             ) from error
         return row["prompt"]
 
     def step(self, state: State) -> Result:
-        score, reply = self.judge(state.answer.strip().rpartition("\n")[2])
+        """Grade the last line of an answer."""
+        score, reply = self.grade(state.answer.strip().rpartition("\n")[2])
         earned = max(0.0, score - self.best)
         self.best += earned
         return Result(observation=reply, reward=earned, done=score == 1.0)
 
-    def judge(self, expression: str) -> tuple[float, str]:
-        """(score, what is wrong)"""
+    def grade(self, expression: str) -> tuple[float, str]:
+        """Return the score of an expression, and what is wrong with it."""
         if not re.fullmatch(r"[\d\s()+*/-]+", expression):  # so no number hides in 1e2, 1_2 or 1.2
             return 0.0, "The last line is to be an arithmetic expression, and nothing else."
         try:
@@ -49,12 +59,8 @@ class Countdown(Env):
         except ValueError as error:
             return 0.0, f"That cannot be calculated: {error}"
         if sorted(map(int, re.findall(r"\d+", expression))) != self.numbers:
-            return (
-                0.0,
-                f"Use each of {', '.join(map(str, self.numbers))} once, and no other number.",
-            )
-        return (
-            (1.0, "")
-            if value == self.target
-            else (self.form, f"That is {value}, not {self.target}.")
-        )
+            needed = ", ".join(map(str, self.numbers))
+            return 0.0, f"Use each of {needed} once, and no other number."
+        if value != self.target:
+            return self.form, f"That is {value}, not {self.target}."
+        return 1.0, ""

@@ -1,19 +1,18 @@
-"""Environments of OpenEnv (github.com/meta-pytorch/OpenEnv) behind a server: one WebSocket session
-an episode.
+"""Environments of OpenEnv (github.com/meta-pytorch/OpenEnv) behind a server.
 
     --env.name openenv:http://127.0.0.1:8000?action=message&observation=echoed_message
     --env.max-turns 4
 
-`action` is the field of the environment's action that an answer fills; without it the answer (or
-its last fenced block) is the action, a JSON object. `observation` is the field of its observations
-that the policy reads; without it it reads all of them as JSON. A row's `prompt` says what the task
-is, the first observation stands below it, and a row's `reset`, if it has one, is a dict of
-arguments for the environment's reset (`{"seed": 3}`).
+An episode is a WebSocket session. `action` is the field of the environment's action that an answer
+fills; without it the answer (or its last fenced block) is the action, a JSON object. `observation`
+is the field of its observations that the policy reads; without it the policy reads all of them as
+JSON. A row's `prompt` says what the task is, and the first observation stands below it. A row's
+`reset`, if it has one, is a dict of arguments for the environment's reset (`{"seed": 3}`).
 
 The server must take as many sessions as episodes run at once (`max_concurrent_envs`). Its package
-is not needed here: what is spoken is the protocol of its `/ws`: {"type": "reset" | "step", "data":
-...} is answered by {"type": "observation", "data": {"observation", "reward", "done"}} or {"type":
-"error", "data": {"code", "message"}}.
+is not needed here. The protocol is that of its `/ws`: {"type": "reset" | "step", "data": ...} is
+answered by {"type": "observation", "data": {"observation", "reward", "done"}} or {"type": "error",
+"data": {"code", "message"}}.
 """
 
 import contextlib
@@ -30,100 +29,107 @@ from minirl.errors import UserError
 
 
 def begin_session(url: str) -> ClientConnection:
-    """Raises UserError."""
+    """Connect to a server.
+
+    Raises:
+        UserError: if there is no OpenEnv server at that address.
+    """
+    address = "ws" + url.removeprefix("http").rstrip("/") + "/ws"
     try:
-        return connect(
-            "ws" + url.removeprefix("http").rstrip("/") + "/ws", max_size=None, close_timeout=1.0
-        )
+        return connect(address, max_size=None, close_timeout=1.0)
     except (OSError, WebSocketException, ValueError) as error:
         raise UserError(
-            f"env.name = openenv:{url}: no session with an OpenEnv server there: {error}; start it, and give its address as http://host:port"
+            f"env.name = openenv:{url}: no session with an OpenEnv server there: {error}; start "
+            "it, and give its address as http://host:port"
         ) from error
 
 
 def end_session(session: ClientConnection) -> None:
-    with contextlib.suppress(
-        WebSocketException, TimeoutError
-    ):  # nothing is lost if the server is stuck, or a step that took too long still waits for it
-        session.send(
-            '{"type": "close"}'
-        )  # one that finds its client gone would take it for a failure
+    """Say goodbye and close.
+
+    A server that finds its client gone would take it for a failure. Nothing is lost if the server
+    is stuck, or if a step that took too long still waits for it.
+    """
+    with contextlib.suppress(WebSocketException, TimeoutError):
+        session.send('{"type": "close"}')
         session.recv(timeout=1.0)
     session.close()
 
 
-check = cache(
-    lambda url: end_session(begin_session(url))
-)  # one session before the first episode, to see that the server is there
+@cache
+def check_server(url: str) -> None:
+    """Hold one session before the first episode, to see that the server is there."""
+    end_session(begin_session(url))
 
 
 class OpenEnv(Env):
-    """A session with a server. Raises RuntimeError in an episode if the server fails or has no
-    room.
+    """A session with a server.
+
+    Raises RuntimeError in an episode if the server fails or has no room.
     """
 
     def __init__(self, url: str, action: str = "", observation: str = ""):
-        check(url)
-        self.url, self.action, self.observation, self.session = url, action, observation, None
+        check_server(url)
+        self.url = url
+        self.action = action
+        self.observation = observation
+        self.session: ClientConnection | None = None  # begun by `reset`
 
     def reset(self, row: dict) -> list[dict]:
+        """Begin a session. Return the row's prompt with the first observation below it."""
         self.session = begin_session(self.url)
+        reply = self._request(self.session, "reset", row.get("reset") or {})
         *before, last = to_messages(row["prompt"], "")
-        return [
-            *before,
-            {
-                **last,
-                "content": f"{last['content']}\n\n{self._read(self._ask('reset', row.get('reset') or {}))}",
-            },
-        ]
+        return [*before, {**last, "content": f"{last['content']}\n\n{self._text_of(reply)}"}]
 
     def step(self, state: State) -> Result:
-        blocks = re.findall(r"```(?:json)?\n(.*?)```", state.answer, flags=re.DOTALL)
+        """Pass an answer to the server and return what it replies."""
         try:
-            given = self._ask(
-                "step",
-                {self.action: state.answer}
-                if self.action
-                else json.loads(blocks[-1] if blocks else state.answer),
-            )
-        except ValueError as error:  # the policy's mistake, of which it is told
+            reply = self._request(self.session, "step", self._action_of(state.answer))
+        except ValueError as error:  # a mistake of the policy, which is told about it
             return Result(observation=f"That is not an action: {error}")
-        return Result(
-            observation=self._read(given),
-            reward=float(given["reward"] or 0.0),
-            done=bool(given["done"]),
-        )
+        reward = float(reply["reward"] or 0.0)
+        return Result(observation=self._text_of(reply), reward=reward, done=bool(reply["done"]))
 
-    def close(self) -> None:
+    def close(self) -> None:  # type: ignore[override]  # sync, so that it runs in a thread
+        """End the session."""
         if self.session is not None:
             end_session(self.session)
 
-    def _ask(self, kind: str, data: dict) -> dict:
-        with contextlib.suppress(
-            ConnectionClosed
-        ):  # a server without room says so and closes; what it said can still be read
-            self.session.send(json.dumps({"type": kind, "data": data}))
-        answer = json.loads(self.session.recv())
-        if answer["type"] != "error":
-            return answer["data"]
-        if answer["data"]["code"] == "VALIDATION_ERROR":
-            raise ValueError(
-                "; ".join(
-                    f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in answer["data"]["errors"]
-                )
-            )
+    def _action_of(self, answer: str) -> dict:
+        """Return the action that an answer stands for. Raises ValueError if it is no JSON."""
+        if self.action:
+            return {self.action: answer}
+        blocks = re.findall(r"```(?:json)?\n(.*?)```", answer, flags=re.DOTALL)
+        return json.loads(blocks[-1] if blocks else answer)
+
+    def _request(self, session: ClientConnection | None, kind: str, data: dict) -> dict:
+        """Send a request and return the data of the reply. Raises ValueError for a bad action."""
+        if session is None:
+            raise RuntimeError("the session has not begun; call reset first")
+        # A server without room says so and closes; what it said can still be read.
+        with contextlib.suppress(ConnectionClosed):
+            session.send(json.dumps({"type": kind, "data": data}))
+        reply = json.loads(session.recv())
+        data = reply["data"]
+        if reply["type"] != "error":
+            return data
+        if data["code"] == "VALIDATION_ERROR":
+            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in data["errors"]]
+            raise ValueError("; ".join(problems))
         raise RuntimeError(
-            f"the OpenEnv server at {self.url} answered {kind} with {answer['data']['code']}: {answer['data']['message']}"
+            f"the OpenEnv server at {self.url} answered {kind} with {data['code']}: "
+            f"{data['message']}"
         )
 
-    def _read(self, given: dict) -> str:
-        fields = {name: value for name, value in given["observation"].items() if name != "metadata"}
-        if self.observation and self.observation not in fields:
+    def _text_of(self, reply: dict) -> str:
+        """Return the part of a reply that the policy reads."""
+        fields = {name: value for name, value in reply["observation"].items() if name != "metadata"}
+        if not self.observation:
+            return json.dumps(fields, ensure_ascii=False)
+        if self.observation not in fields:
             raise UserError(
-                f"env.name = openenv:{self.url}: its observations have no {self.observation!r}; they have {', '.join(fields)}"
+                f"env.name = openenv:{self.url}: its observations have no {self.observation!r}; "
+                f"they have {', '.join(fields)}"
             )
-        return (
-            str(fields[self.observation])
-            if self.observation
-            else json.dumps(fields, ensure_ascii=False)
-        )
+        return str(fields[self.observation])

@@ -1,13 +1,14 @@
 """OpenRLHF's own files, as they are: rewards and multi-turn agents.
 
-    --reward.function openrlhf:reward_func.py      # def reward_func(queries, prompts, labels,
-    **kwargs)
-    --env.name openrlhf:agent_func.py              # class AgentInstance with async reset(states) and step(states)
+    # def reward_func(queries, prompts, labels, **kwargs)
+    --reward.function openrlhf:reward_func.py
+    # class AgentInstance with async reset(states) and step(states)
+    --env.name openrlhf:agent_func.py
 
 openrlhf need not be installed: while a file is loaded, its import of the base classes in
-`openrlhf.utils.agent` finds empty ones. What an `AgentExecutor` adds is not used (minirl plays the
-episodes); a file whose agent is all in one has an `execute` that drives OpenRLHF's engine, and
-becomes an `Agent` of rollout/env.py by hand.
+`openrlhf.utils.agent` finds empty ones. What an `AgentExecutor` adds is not used, because minirl
+runs the episodes. A file whose agent is all in one has an `execute` that drives OpenRLHF's engine;
+turn it into an `Agent` of envs/base.py by hand.
 """
 
 import inspect
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -29,92 +31,101 @@ BASES = (
     "MultiTurnAgentExecutor",
     "SingleTurnAgentExecutor",
 )
+MODULES = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")
 
 
-def load(setting: str, file: str, name: str) -> Callable:
-    """What an OpenRLHF file calls `name`. Raises UserError."""
+def load_from_file(setting: str, file: str, name: str) -> Callable:
+    """Return what an OpenRLHF file calls `name`.
+
+    Raises:
+        UserError: if the file does not import or has nothing of that name.
+    """
+    if find_spec("openrlhf") is not None:
+        return find_function(setting, f"{file}:{name}", {})
     stand_in = ModuleType("openrlhf.utils.agent")
     vars(stand_in).update({base: type(base, (), {}) for base in BASES})
-    places = (
-        ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")
-        if find_spec("openrlhf") is None
-        else ()
-    )
-    sys.modules.update(dict.fromkeys(places, stand_in))
+    sys.modules.update(dict.fromkeys(MODULES, stand_in))
     try:
         return find_function(setting, f"{file}:{name}", {})
     finally:
-        for place in places:
-            del sys.modules[place]
+        for module in MODULES:
+            del sys.modules[module]
 
 
-def number(value: object) -> float:
-    """Of a number, or of a list or tensor that holds one."""
+load_class = cache(load_from_file)  # an episode makes an agent, not a module
+
+
+def to_number(value: object) -> float:
+    """Return a number, or the number that a list or tensor holds."""
     return float(torch.as_tensor(value))
 
 
 def reward(file: str) -> Callable[[str | list[dict], str, dict], float]:
-    """The reward of `reward_func`, called for one answer at a time, with lists of one; it may
-    return them, or a dict that has them as `rewards`. Its `scores` and `extra_logs` are not used:
-    metrics are of the reward. Raises UserError.
+    """Return the reward function of a file with `reward_func`.
+
+    It is called for one answer at a time, with lists of one. It may return such a list, or a dict
+    that has it as `rewards`; its `scores` and `extra_logs` are not used, because metrics are of the
+    reward.
+
+    Raises:
+        UserError: if the file does not import or has no such function.
     """
-    function = load("reward.function", file, "reward_func")
+    function = load_from_file("reward.function", file, "reward_func")
 
     def score(prompt: str | list[dict], completion: str, row: dict) -> float:
-        given = function(
-            [row["rendered_prompt"] + completion], [row["rendered_prompt"]], [row.get("answer")]
-        )
-        return number(given["rewards"] if isinstance(given, dict) else given)
+        rendered = row["rendered_prompt"]
+        result = function([rendered + completion], [rendered], [row.get("answer")])
+        return to_number(result["rewards"] if isinstance(result, dict) else result)
 
     return score
 
 
-agent_class = cache(load)  # an episode makes an agent, not a module
-
-
 class OpenRLHF(Env):
-    """An `AgentInstance`. Its texts are raw: the first observation is the rendered prompt, and a
-    feedback follows the answer's tokens, the one that ended it included, with whatever marks of a
-    chat it writes itself. `scores` and `extra_logs` go to the metrics.
+    """An `AgentInstance`, whose texts are raw.
+
+    The first observation is the rendered prompt. A feedback follows the answer's tokens, the one
+    that ended it included, with any marks of a chat that it writes itself. `scores` and
+    `extra_logs` go to the metrics.
     """
 
     def __init__(self, file: str):
-        self.agent_class = agent_class("env.name", file, "AgentInstance")
+        self.agent_class: Any = load_class("env.name", file, "AgentInstance")
+        self.agent: Any = None  # made by `reset`
+        self.text = ""  # all that was shown and answered so far
 
     async def reset(self, row: dict) -> Raw:
+        """Make the agent and return its first observation."""
         self.agent = self.agent_class.__new__(self.agent_class)
-        if inspect.isawaitable(
-            begun := self.agent.__init__()
-        ):  # older files have `async def __init__`, as their agents were remote actors
-            await begun
-        self.text = (
-            await self.agent.reset(
-                {"observation": row["rendered_prompt"], "label": row.get("answer")}
-            )
-        )["observation"]
+        # Older files have `async def __init__`, because their agents were remote actors.
+        made = self.agent.__init__()
+        if inspect.isawaitable(made):
+            await made
+        states = {"observation": row["rendered_prompt"], "label": row.get("answer")}
+        self.text = (await self.agent.reset(states))["observation"]
         return Raw(self.text)
 
     async def step(self, state: State) -> Result:
-        given = await self.agent.step(
-            {
-                "observation_text": self.text,
-                "action_text": state.answer,
-                "label": state.row.get("answer"),
-                "sampling_params": None,
-            }
-        )
-        if given.get("sampling_params") is not None or given.get("environment_images"):
-            raise UserError(
-                "env.name = openrlhf: step returned sampling_params or images; sampling is the policy's (rollout.temperature ...)"
-            )
-        self.text += state.answer + given["environment_feedback"]
-        logs = {
-            **given.get("extra_logs", {}),
-            **({"scores": given["scores"]} if "scores" in given else {}),
+        """Pass an answer to the agent and return its feedback."""
+        states = {
+            "observation_text": self.text,
+            "action_text": state.answer,
+            "label": state.row.get("answer"),
+            "sampling_params": None,
         }
+        reply = await self.agent.step(states)
+        if reply.get("sampling_params") is not None or reply.get("environment_images"):
+            raise UserError(
+                "env.name = openrlhf: step returned sampling_params or images, which have no "
+                "effect here; sampling belongs to the run (rollout.temperature ...)"
+            )
+        feedback = reply["environment_feedback"]
+        self.text += state.answer + feedback
+        logs = dict(reply.get("extra_logs", {}))
+        if "scores" in reply:
+            logs["scores"] = reply["scores"]
         return Result(
-            observation=Raw(given["environment_feedback"]),
-            reward=number(given["rewards"]),
-            done=bool(given["done"]),
-            info={name: number(value) for name, value in logs.items()},
+            observation=Raw(feedback),
+            reward=to_number(reply["rewards"]),
+            done=bool(reply["done"]),
+            info={name: to_number(value) for name, value in logs.items()},
         )

@@ -11,7 +11,7 @@ from minirl.data.sources import option
 from minirl.envs.base import Env
 from minirl.errors import UserError
 
-# The shipped ones, imported when asked for
+# Shipped environments, imported when they are asked for.
 ENVS = {
     "single_turn": "minirl.envs.single_turn:SingleTurn",
     "guess": "minirl.envs.guess:Guess",
@@ -24,29 +24,39 @@ ENVS = {
 
 
 def make_env(name: str) -> Callable[[], Env]:
-    """What makes the environment of an episode. `name`: `NAME`, `NAME:argument` of a shipped one or
-    `file.py:Class`, and what else its constructor takes as `?key=value&...`. One is made here, to
-    see that it can be. Raises UserError.
+    """Return a function that makes the environment of an episode.
+
+    One environment is made here, to see that it can be.
+
+    Args:
+        name: `NAME` or `NAME:argument` of a shipped one, or `file.py:Class`, followed by further
+            arguments of its constructor as `?key=value&...`.
+
+    Raises:
+        UserError: if there is no such environment, or it cannot be made.
     """
     place, _, query = name.partition("?")
     shipped, _, argument = place.partition(":")
-    if shipped in ENVS:
-        found, arguments = resolve_name(ENVS[shipped]), [argument] if argument else []
-    else:
-        found, arguments = find_function("env.name", place, ENVS), []
     try:
-        make = partial(
-            found,
-            *arguments,
-            **{key: option(value) for key, value in parse_qsl(query, strict_parsing=bool(query))},
-        )
-        made = make()
+        options = {key: option(value) for key, value in _parse(query)}
+        if shipped in ENVS:
+            arguments = [argument] if argument else []
+            make = partial(resolve_name(ENVS[shipped]), *arguments, **options)
+        else:
+            make = partial(find_function("env.name", place, {}), **options)
+        env = make()
     except (TypeError, ValueError) as error:
         raise UserError(f"env.name = {name}: {error}") from error
-    if not isinstance(made, Env):
+    if not isinstance(env, Env):
         raise UserError(
-            f"env.name = {name} makes {type(made).__name__}, which is neither an Env nor an Agent (minirl.envs)"
+            f"env.name = {name} makes {type(env).__name__}, which is neither an Env nor an Agent "
+            "(minirl.envs)"
         )
-    if not inspect.iscoroutinefunction(made.close):
-        made.close()
+    close: Callable = env.close  # an environment may make it an ordinary function
+    if not inspect.iscoroutinefunction(close):
+        close()
     return make
+
+
+def _parse(query: str) -> list[tuple[str, str]]:
+    return parse_qsl(query, strict_parsing=bool(query))

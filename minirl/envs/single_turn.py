@@ -4,14 +4,14 @@ from minirl.envs.base import Env, Observation, Result, State
 
 
 class SingleTurn(Env):
-    """One answer, scored by the reward functions."""
+    """One answer to the row's prompt."""
 
     graded = True
 
-    async def reset(
-        self, row: dict
-    ) -> Observation:  # not in a thread, which would cost more than it does
+    async def reset(self, row: dict) -> Observation:
+        """Return the row's prompt. Not in a thread, which would cost more than it does."""
         return row["prompt"]
 
     async def step(self, state: State) -> Result:
+        """End the episode."""
         return Result(done=True)

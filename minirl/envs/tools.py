@@ -1,25 +1,26 @@
-"""Tools between a question and its answer. The policy calls one by a fenced block with its name,
-the last of its answer,
+"""Tools between a question and its answer.
+
+The policy calls one by a fenced block with its name, the last of its answer,
 
     ```python
     print(sum(n for n in range(1000) if n % 7 == 0))
     ```
 
-and reads what came of it as the next message. An answer without such a block is the final one,
-which the reward functions score.
+and reads the result as the next message. An answer without such a block is the final one, which the
+reward functions score.
 
-    --env.name tools:python --env.max-turns 4 --data.system-prompt "To run a program, write it in a
-    ```python block and wait for what it prints."
+    --env.name tools:python --env.max-turns 4 --data.system-prompt
+        "To run a program, write it in a ```python block and wait for what it prints."
     --env.name 'tools:search,calculate?corpus=passages.jsonl' --env.max-turns 6
 
-Nothing tells the policy of its tools but the prompt: what it is told is yours. A program that is
-the answer goes in a block without a name.
+Only the prompt tells the policy about its tools: write it as you like. A program that is the answer
+goes in a block without a name.
 """
 
 import ast
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache, partial
@@ -29,13 +30,27 @@ import numpy as np
 
 from minirl import sandbox
 from minirl.data.sources import open_source
-from minirl.envs.base import Result, State
-from minirl.envs.single_turn import SingleTurn
+from minirl.envs.base import Env, Observation, Result, State
 from minirl.errors import UserError
 
 
-class Tools(SingleTurn):
-    """One question, any of the tools below, one final answer."""
+class Tools(Env):
+    """One question, calls of the tools below, one final answer.
+
+    Args:
+        names: of tools, separated by commas.
+        output: longest reply in characters.
+        seconds: wall time that a program may take.
+        memory_mb: address space of a program in MiB.
+        corpus: a source of passages (data/sources.py).
+        passages: number of passages that answer a search.
+
+    Raises:
+        ValueError: for an unknown tool or a limit that is not above 0.
+        UserError: if the sandbox or the corpus is not there.
+    """
+
+    graded = True
 
     def __init__(
         self,
@@ -47,32 +62,36 @@ class Tools(SingleTurn):
         corpus: str = "",
         passages: int = 3,
     ):
-        """`names`: of tools, with commas. `output`: characters of a reply. `seconds`, `memory_mb`:
-        limits of a program. `corpus`: a source of passages (data/sources.py), `passages` of which
-        answer a search. Raises ValueError, UserError.
-        """
         if min(output, seconds, memory_mb, passages) <= 0:
-            raise ValueError("output, seconds, memory_mb and passages are above 0")
-        limits = sandbox.Limits(
-            seconds=seconds, memory_mb=memory_mb, output=4 * output
-        )  # bytes, of which a character has 4 at most
-        known = {
+            raise ValueError("output, seconds, memory_mb and passages must be above 0")
+        # The sandbox counts bytes, of which a character has at most 4.
+        limits = sandbox.Limits(seconds=seconds, memory_mb=memory_mb, output=4 * output)
+        tools: dict[str, Callable[[str], str]] = {
             "python": partial(python, limits=limits),
             "search": partial(search, corpus=corpus, passages=passages),
             "calculate": calculate,
         }
-        if unknown := set(names.split(",")) - known.keys():
+        chosen = names.split(",")
+        unknown = set(chosen) - tools.keys()
+        if unknown:
             raise ValueError(
-                f"no tool {min(unknown)!r}; there are {', '.join(known)}, to be named with commas between them"
+                f"no tool {min(unknown)!r}; there are {', '.join(tools)}, to be named with commas "
+                "between them"
             )
-        self.tools, self.output = {name: known[name] for name in names.split(",")}, output
-        self.call = re.compile(rf"```({'|'.join(self.tools)})\n(.*?)```", re.DOTALL)
-        if "python" in self.tools:
+        if "python" in chosen:
             sandbox.check_supported()
-        if "search" in self.tools:
+        if "search" in chosen:
             open_corpus(corpus)
+        self.tools = {name: tools[name] for name in chosen}
+        self.output = output
+        self.call = re.compile(rf"```({'|'.join(chosen)})\n(.*?)```", re.DOTALL)
+
+    async def reset(self, row: dict) -> Observation:
+        """Return the row's prompt."""
+        return row["prompt"]
 
     def step(self, state: State) -> Result:
+        """Carry out the last call of an answer; without one the episode is done."""
         calls = self.call.findall(state.answer)
         if not calls:
             return Result(done=True)
@@ -81,42 +100,50 @@ class Tools(SingleTurn):
             reply = self.tools[name](text)
         except ValueError as error:
             reply = f"Error: {error}"
-        return Result(
-            observation=reply if len(reply) <= self.output else f"{reply[: self.output]}\n... (cut)"
-        )
+        if len(reply) > self.output:
+            reply = f"{reply[: self.output]}\n... (cut)"
+        return Result(observation=reply)
 
 
 def python(program: str, limits: sandbox.Limits) -> str:
-    """What the program prints, and how it ended if not well."""
+    """Return what a program prints, and how it ended if not well."""
     result = sandbox.run(program, limits)
-    ended = "" if result.status == "ok" else f"({result.status})"
-    return "\n".join(filter(None, (ended, result.output.strip()))) or "(no output)"
+    output = result.output.strip()
+    if result.status == "ok":
+        return output or "(no output)"
+    return f"({result.status})\n{output}".strip()
 
 
-OPERATORS = {
+BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
+}
+UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value of a sum, difference, product or quotient of numbers. The syntax tree is
-    walked, nothing is executed; there are no powers, ten characters of which can take a year.
-    Raises ValueError for anything else.
+    """Return the exact value of an expression of numbers with + - * / and parentheses.
+
+    The syntax tree is walked, nothing is executed. There are no powers: ten characters of them can
+    take a year.
+
+    Raises:
+        ValueError: for anything else.
     """
 
     def value(node: ast.expr) -> Fraction:
         match node:
             case ast.Constant(value=int() | float()):
                 return Fraction(str(node.value))  # 0.1 is 1/10
-            case ast.UnaryOp() if type(node.op) in OPERATORS:
-                return OPERATORS[type(node.op)](value(node.operand))
-            case ast.BinOp() if type(node.op) in OPERATORS:
-                return OPERATORS[type(node.op)](value(node.left), value(node.right))
+            case ast.UnaryOp() if type(node.op) in UNARY:
+                return UNARY[type(node.op)](value(node.operand))
+            case ast.BinOp() if type(node.op) in BINARY:
+                return BINARY[type(node.op)](value(node.left), value(node.right))
         raise ValueError(f"{ast.unparse(node)} is neither a number nor one of + - * /")
 
     if len(expression) > 200:
@@ -128,34 +155,43 @@ def evaluate(expression: str) -> Fraction:
 
 
 def calculate(expression: str) -> str:
-    """Its value to 28 digits. Raises ValueError."""
+    """Return the value of an expression to 28 digits. Raises ValueError if it has none."""
     value = evaluate(expression)
     return str(Decimal(value.numerator) / value.denominator)
 
 
 def search(query: str, corpus: str, passages: int) -> str:
-    """The passages that score highest by BM25 (Robertson and Zaragoza 2009), best first; only those
-    with a word of the query.
+    """Return the passages that score highest by BM25, best first.
+
+    Only passages with a word of the query count. Robertson and Zaragoza 2009.
     """
     index, texts = open_corpus(corpus)
     (words,) = bm25s.tokenize([query], return_ids=False, show_progress=False)
     scores = index.get_scores(words) if words else np.zeros(len(texts))
-    best = [i for i in np.argsort(-scores, kind="stable")[:passages].tolist() if scores[i] > 0]
-    return "\n\n".join(texts[i] for i in best) or "Nothing found."
+    best = np.argsort(-scores, kind="stable")[:passages].tolist()
+    matching = [texts[i] for i in best if scores[i] > 0]
+    return "\n\n".join(matching) or "Nothing found."
 
 
 @cache
 def open_corpus(corpus: str) -> tuple[bm25s.BM25, Sequence[str]]:
-    """Index and passages of rows with a `text`, and a `title` if they have one; made once in a
-    process. Raises UserError.
+    """Index a corpus, once in a process.
+
+    Returns:
+        The index, and the passages: `text` of each row, below its `title` if it has one.
+
+    Raises:
+        UserError: for a corpus that is not there, or a row without `text`.
     """
     source = open_source(corpus, "env.name: corpus")
-    for n, row in enumerate(source.rows):
+    texts = []
+    for number, row in enumerate(source.rows):
         if not isinstance(row, dict) or not str(row.get("text") or "").strip():
             raise UserError(
-                f"{source.where(n)} has no `text`; a passage is a row with `text` and, if it has one, `title`"
+                f"{source.where(number)} has no `text`; a passage is a row with `text` and, if it "
+                "has one, `title`"
             )
-    texts = ["\n".join(filter(None, (row.get("title"), row["text"]))) for row in source.rows]
+        texts.append("\n".join(filter(None, (row.get("title"), row["text"]))))
     index = bm25s.BM25()
     index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
     return index, texts

@@ -1,5 +1,6 @@
-"""Environments of the package `verifiers` (github.com/PrimeIntellect-ai/verifiers) that have a
-`load_environment`, such as those of its hub:
+"""Environments of the package `verifiers` (github.com/PrimeIntellect-ai/verifiers).
+
+Those that have a `load_environment` run here, such as the ones of its hub:
 
     pip install "verifiers>=0.1.14,<0.4"       # and the environment's own package
     python -c "import verifiers;
@@ -7,8 +8,8 @@
     --env.name "verifiers:my-env?key=value" --data.train rows.jsonl
 
 The environment leads the episode: it asks the policy through the endpoint, with its own limit of
-turns, and scores it by its own rubric. Rows from elsewhere do as well if they have what it wants of
-them. From 0.4 on the package has no such environments any more.
+turns, and scores it by its own rubric. Rows from elsewhere work as well if they have the columns it
+needs. From 0.4 on the package has no such environments any more.
 """
 
 import json
@@ -21,28 +22,31 @@ from minirl.errors import UserError
 
 
 class Verifiers(Agent):
-    """Raises ValueError for an environment that scores the answers to a prompt only together."""
+    """An environment that scores every answer alone.
+
+    Raises ValueError for one that scores the answers to a prompt only together.
+    """
 
     def __init__(self, name: str, **arguments: object):
-        self.environment = load(name, json.dumps(arguments))
+        self.environment = load_environment(name, json.dumps(arguments))
         if self.environment.requires_group_rollouts:
             raise ValueError(
-                "its rubric compares the answers of a group, and here each episode has a reward of its own"
+                "its rubric compares the answers of a group, and here each episode has a reward of "
+                "its own"
             )
 
     async def run(self, row: dict, session: Session) -> Result:
+        """Let the environment run the episode."""
         import verifiers
         from openai import AsyncOpenAI
 
-        given = {
-            name: row[name]
-            for name in ("prompt", "example_id", "task", "answer", "info")
-            if row.get(name) is not None
-        }
-        async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
-            output = await self.environment.run_rollout(
-                given, verifiers.OpenAIChatCompletionsClient(client), session.model, {}
-            )
+        columns = {}
+        for name in ("prompt", "example_id", "task", "answer", "info"):
+            if row.get(name) is not None:
+                columns[name] = row[name]
+        async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as openai:
+            client = verifiers.OpenAIChatCompletionsClient(openai)
+            output = await self.environment.run_rollout(columns, client, session.model, {})
         if output["error"] is not None:
             raise RuntimeError(f"verifiers: {output['error']}")
         return Result(
@@ -51,28 +55,28 @@ class Verifiers(Agent):
 
 
 @cache
-def load(name: str, arguments: str) -> Any:
-    """`arguments`: JSON. Raises UserError."""
+def load_environment(name: str, arguments: str) -> Any:
+    """Load an environment once in a process.
+
+    Args:
+        name: as `verifiers.load_environment` knows it.
+        arguments: for it, as a JSON object.
+
+    Raises:
+        UserError: if it cannot be loaded.
+    """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        import verifiers  # here, because it takes a while
+        import verifiers  # here, because it is slow
 
         return verifiers.load_environment(name, **json.loads(arguments))
-    except (
-        ImportError,
-        AttributeError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:  # what it makes of whatever an environment raises
+    # What the package makes of anything that an environment raises.
+    except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(
-            f"env.name = verifiers:{name}: {error} (it takes the environment's own package, and pip install 'verifiers>=0.1.14,<0.4')"
+            f"env.name = verifiers:{name}: {error} (it needs the environment's own package, and "
+            "pip install 'verifiers>=0.1.14,<0.4')"
         ) from error
     finally:
-        for (
-            number,
-            handler,
-        ) in (
-            handlers.items()
-        ):  # an environment takes them for itself; how a rank ends is not its business
+        # An environment takes the handlers for itself, but how a rank ends is up to minirl.
+        for number, handler in handlers.items():
             signal.signal(number, handler)

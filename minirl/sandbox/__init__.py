@@ -1,4 +1,4 @@
-"""Programs that nobody has read, run where they can do no harm."""
+"""Untrusted programs, run where they can do no harm."""
 
 from minirl.sandbox.runner import Limits, ProgramResult, check_supported, run
 

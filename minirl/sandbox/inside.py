@@ -1,14 +1,15 @@
-"""What runs in the sandbox's process, before the program: python -I -B inside.py SETTINGS. It takes
-rights from itself that it cannot get back.
+"""The first code in the sandbox's process: python -I -B inside.py SETTINGS.
 
-* Landlock (Linux 5.13): no file but those of Python and the own folder can be opened, linked,
-removed or looked into.
+Before it runs the program it gives up rights that it cannot get back:
+
+* Landlock (Linux 5.13): no file except those of Python and the own folder can be opened, linked,
+  removed or looked into.
 * seccomp (Linux 3.17): no other process can be made, signalled or traced, no other program run, no
-socket opened.
+  socket opened.
 * limits: CPU seconds, address space, file size, no core dump.
 
-Imports the standard library only, so that a run costs what Python's start costs. Neither needs a
-privilege.
+It imports the standard library only, so that a run costs what Python's start costs. None of this
+needs a privilege.
 """
 
 import builtins
@@ -22,7 +23,8 @@ import sys
 import traceback
 from pathlib import Path
 
-EPERM, ENOSYS = 1, 38
+EPERM = 1
+ENOSYS = 38
 CLONE_THREAD = 0x10000
 
 # Numbers of system calls: (x86_64, aarch64); None where there is no such call.
@@ -51,116 +53,131 @@ DENIED = {
     "sched_setaffinity": (203, 122),
     "setpriority": (141, 140),
 }
-OF_ONESELF = {
+# Calls that are allowed with the own process only: abort() signals itself.
+SELF_ONLY = {
     "kill": (62, 129),
     "tkill": (200, 130),
     "tgkill": (234, 131),
-}  # abort() signals its own process
-CLONE, CLONE3, PRLIMIT = (56, 220), (435, 435), (302, 261)
+}
+CLONE = (56, 220)
+CLONE3 = (435, 435)
+PRLIMIT = (302, 261)
+PRCTL = (157, 167)
+SECCOMP = (317, 277)
+LANDLOCK_CREATE_RULESET = 444
+LANDLOCK_ADD_RULE = 445
+LANDLOCK_RESTRICT_SELF = 446
+# Column of the tables above, and what the kernel calls the architecture.
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+
+# Instructions of the kernel's filter machine: (operation, jump if true, jump if false, operand).
+Instruction = tuple[int, int, int, int]
+LOAD = 0x20
+EQUAL = 0x15
+ANY_BIT = 0x45
+AT_LEAST = 0x35
+RETURN = 0x06
+ALLOW: Instruction = (RETURN, 0, 0, 0x7FFF0000)
+KILL: Instruction = (RETURN, 0, 0, 0x80000000)
+DENY: Instruction = (RETURN, 0, 0, 0x00050000 | EPERM)
+NO_SUCH_CALL: Instruction = (RETURN, 0, 0, 0x00050000 | ENOSYS)
+LOAD_NUMBER: Instruction = (LOAD, 0, 0, 0)
+LOAD_ARCHITECTURE: Instruction = (LOAD, 0, 0, 4)
+LOAD_FIRST_ARGUMENT: Instruction = (LOAD, 0, 0, 16)
 
 
 def _call(number: int, *args: object) -> int:
-    """A system call by number. Raises OSError."""
+    """Make a system call by number. Raises OSError if it fails."""
     result = ctypes.CDLL(None, use_errno=True).syscall(number, *args)
     if result < 0:
-        raise OSError(
-            ctypes.get_errno(), f"system call {number}: {os.strerror(ctypes.get_errno())}"
-        )
+        code = ctypes.get_errno()
+        raise OSError(code, f"system call {number}: {os.strerror(code)}")
     return result
 
 
 def landlock(readable: list[str], folder: str) -> None:
-    """All file accesses that this kernel can refuse are, but reading below `readable` and anything
-    below `folder`.
+    """Refuse all file accesses that this kernel can refuse.
+
+    Allowed are reading below `readable`, everything below `folder`, and /dev/null.
     """
-    version = _call(444, None, ctypes.c_size_t(0), 1)
+    version = _call(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     rights = (1 << {1: 13, 2: 14}.get(version, 15)) - 1
     reading = 0b1101  # execute, read a file, list a folder
-    for_files = rights & 0b100000000000111  # of these, what a single file can have
+    for_files = rights & 0b100000000000111  # those that a single file can have
     handled = struct.pack("Q", rights)
-    ruleset = _call(444, handled, ctypes.c_size_t(len(handled)), 0)
-    for path, allowed in [
-        *((p, reading) for p in readable),
-        (folder, rights),
-        ("/dev/null", 0b110),
-    ]:
+    ruleset = _call(LANDLOCK_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
+
+    allowed_below = dict.fromkeys(readable, reading)
+    allowed_below |= {folder: rights, "/dev/null": 0b110}
+    for path, allowed in allowed_below.items():
         if os.path.exists(path):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             allowed &= rights if os.path.isdir(path) else for_files
-            _call(445, ruleset, 1, struct.pack("=Qi", allowed, descriptor), 0)
+            rule = struct.pack("=Qi", allowed, descriptor)
+            _call(LANDLOCK_ADD_RULE, ruleset, 1, rule, 0)
             os.close(descriptor)
-    _call(446, ruleset, 0)
+    _call(LANDLOCK_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
 
 
-def seccomp() -> None:
-    """A program for the kernel's filter machine: look at each system call's number, and at the
-    first argument of some.
-    """
-    column, architecture = MACHINES[platform.machine()]
-    load, equal, any_bit, least, answer = 0x20, 0x15, 0x45, 0x35, 0x06
-    allow, deny = 0x7FFF0000, 0x00050000
-    program = [
-        (load, 0, 0, 4),
-        (equal, 1, 0, architecture),
-        (answer, 0, 0, 0x80000000),
-        (load, 0, 0, 0),
-    ]
-    program += [(least, 0, 1, 0x40000000), (answer, 0, 0, deny | EPERM)]  # calls of the x32 kind
-    no = (answer, 0, 0, deny | EPERM)
+def _only_if(test: int, value: int) -> list[Instruction]:
+    """Allow a call if its first argument passes a test."""
+    return [LOAD_FIRST_ARGUMENT, (test, 1, 0, value), DENY, ALLOW]
 
-    def unless(test: int, value: int) -> tuple[tuple[int, int, int, int], ...]:
-        return (
-            (load, 0, 0, 16),
-            (test, 1, 0, value),
-            no,
-            (answer, 0, 0, allow),
-        )  # of the first argument
 
-    rules = [
-        *((numbers, [no]) for numbers in DENIED.values()),
-        (
-            CLONE3,
-            [(answer, 0, 0, deny | ENOSYS)],
-        ),  # its flags are out of reach; libraries then use clone
-        (CLONE, unless(any_bit, CLONE_THREAD)),
-        *((numbers, unless(equal, os.getpid())) for numbers in OF_ONESELF.values()),
-        (PRLIMIT, unless(equal, 0)),
-    ]
-    for numbers, then in rules:
-        if numbers[column] is not None:
-            program += [(equal, 0, len(then), numbers[column]), *then]
-    program.append((answer, 0, 0, allow))
-    code = ctypes.create_string_buffer(
-        b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
-    )
+def filter_program(column: int, architecture: int) -> list[Instruction]:
+    """Return the filter, which looks at a call's number and, for some, at its first argument."""
+    # Each rule: numbers of a call, and what to do when it is made.
+    rules: list[tuple[tuple[int, int | None], list[Instruction]]] = []
+    for denied in DENIED.values():
+        rules.append((denied, [DENY]))
+    rules.append((CLONE3, [NO_SUCH_CALL]))  # its flags are out of reach; libraries then use clone
+    rules.append((CLONE, _only_if(ANY_BIT, CLONE_THREAD)))
+    for numbers in SELF_ONLY.values():
+        rules.append((numbers, _only_if(EQUAL, os.getpid())))
+    rules.append((PRLIMIT, _only_if(EQUAL, 0)))
+
+    program = [LOAD_ARCHITECTURE, (EQUAL, 1, 0, architecture), KILL, LOAD_NUMBER]
+    program += [(AT_LEAST, 0, 1, 0x40000000), DENY]  # calls of the x32 kind
+    for by_machine, instructions in rules:
+        number = by_machine[column]
+        if number is not None:
+            program += [(EQUAL, 0, len(instructions), number), *instructions]
+    return [*program, ALLOW]
+
+
+def seccomp(column: int, architecture: int) -> None:
+    """Install the filter of system calls."""
+    program = filter_program(column, architecture)
+    packed = [struct.pack("=HBBI", *instruction) for instruction in program]
+    code = ctypes.create_string_buffer(b"".join(packed))
     filters = struct.pack("@HP", len(program), ctypes.addressof(code))
-    _call((317, 277)[column], 1, 0, filters)  # seccomp(SECCOMP_SET_MODE_FILTER)
+    _call(SECCOMP[column], 1, 0, filters)  # SECCOMP_SET_MODE_FILTER
 
 
 def main() -> None:
+    """Give up rights, then run main.py of the current folder."""
     settings = json.loads(sys.argv[1])
     for name, value in settings["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
     folder = os.getcwd()
     source = Path("main.py").read_text()
-    _call(
-        (157, 167)[MACHINES[platform.machine()][0]], 38, 1, 0, 0, 0
-    )  # prctl(PR_SET_NO_NEW_PRIVS), which both filters ask for
+
+    column, architecture = MACHINES[platform.machine()]
+    _call(PRCTL[column], 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, which both filters ask for
     landlock(settings["readable"], folder)
-    seccomp()
+    seccomp(column, architecture)
+
     sys.argv = ["main.py"]
     sys.path.insert(0, folder)
+    scope = {"__name__": "__main__", "__builtins__": builtins, "__file__": "main.py"}
     try:
-        exec(
-            compile(source, "main.py", "exec"),
-            {"__name__": "__main__", "__builtins__": builtins, "__file__": "main.py"},
-        )
+        exec(compile(source, "main.py", "exec"), scope)
     except SystemExit:
         raise
-    except BaseException as error:  # whatever it is, the program is told about its own frames only
-        traceback.print_exception(error.with_traceback(error.__traceback__.tb_next))
+    except BaseException as error:  # whatever it is, the traceback shows the program's frames only
+        own_frames = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(error.with_traceback(own_frames))
         sys.exit(1)
 
 

@@ -1,5 +1,6 @@
-"""Run a Python program that nobody has read: in a process of its own, with its own folder, and
-nothing else within its reach.
+"""Run an untrusted Python program.
+
+It runs in a process of its own, in a folder of its own, and can reach nothing else.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from minirl.errors import UserError
 
@@ -42,27 +44,35 @@ READABLE = sorted(
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    seconds: float = 5.0  # of wall time; of CPU time, the next whole second
-    memory_mb: int = 1024  # address space
-    output: int = 10_000  # bytes of standard output and error together that are kept
-    disk_mb: int = 64  # all files together
+    """What a program may use."""
+
+    seconds: float = 5.0  # Wall time; the limit of CPU time is the next whole second.
+    memory_mb: int = 1024  # Address space in MiB.
+    output: int = 10_000  # Bytes of standard output and error together that are kept.
+    disk_mb: int = 64  # All files together, in MiB.
 
 
 @dataclass(frozen=True)
 class ProgramResult:
-    # ok; error (an exception, or an exit code other than 0); timeout; disk; killed (by a signal)
+    """How a program ended, and what it printed."""
+
+    # ok; error (an exception, or an exit code other than 0); timeout; disk; killed (by a signal).
     status: str
-    output: str  # standard output and error, in the order they came, cut at the end
+    output: str  # Standard output and error in the order they came, cut at the end.
     seconds: float
 
 
-def run(program: str, limits: Limits = Limits()) -> ProgramResult:
-    """Run `program` under Python with the packages of this environment. Blocks; call it from a
-    thread.
+DEFAULT_LIMITS = Limits()
 
-    It cannot read or write a file outside its folder (but Python's own), open a socket, start or
-    signal a process, or outlive its time. Raises UserError where the kernel cannot keep it in:
-    nothing is run unprotected.
+
+def run(program: str, limits: Limits = DEFAULT_LIMITS) -> ProgramResult:
+    """Run `program` under Python with the packages of this environment.
+
+    Blocks; call it from a thread. The program cannot read or write a file outside its folder
+    (except Python's own), open a socket, start or signal a process, or outlive its time.
+
+    Raises:
+        UserError: where the kernel cannot enforce that: nothing runs unprotected.
     """
     check_supported()
     return _run(program, limits)
@@ -70,11 +80,12 @@ def run(program: str, limits: Limits = Limits()) -> ProgramResult:
 
 @functools.cache
 def check_supported() -> None:
-    """Raises UserError on a machine without Landlock or seccomp."""
+    """Raise UserError on a machine without Landlock or seccomp."""
     result = _run("print('kept in')", Limits(seconds=30))
-    if result != ProgramResult("ok", "kept in\n", result.seconds):
+    if (result.status, result.output) != ("ok", "kept in\n"):
         raise UserError(
-            f"programs need a sandbox of Landlock and seccomp (Linux 5.13 or later on x86_64 or aarch64), and it did not start: {result.output[-300:]}"
+            "programs need a sandbox of Landlock and seccomp (Linux 5.13 or later on x86_64 or "
+            f"aarch64), and it did not start: {result.output[-300:]}"
         )
 
 
@@ -82,6 +93,23 @@ def _run(program: str, limits: Limits) -> ProgramResult:
     start = time.monotonic()
     folder = tempfile.mkdtemp(prefix="minirl-")
     Path(folder, "main.py").write_text(program, encoding="utf-8", errors="surrogatepass")
+    process = _start(folder, limits)
+    try:
+        output, status = _watch(process, folder, limits, start + limits.seconds)
+    finally:
+        process.kill()  # it has no children
+        code = process.wait()
+        _remove(folder)
+
+    if status is None:
+        status = _status_of(code)
+    text = output[: limits.output].decode(errors="replace")
+    if len(output) > limits.output:
+        text += "\n... (cut)"
+    return ProgramResult(status, text, time.monotonic() - start)
+
+
+def _start(folder: str, limits: Limits) -> subprocess.Popen:
     settings = {
         "readable": READABLE,
         "limits": {
@@ -92,7 +120,7 @@ def _run(program: str, limits: Limits) -> ProgramResult:
             "RLIMIT_NOFILE": 256,
         },
     }
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-I", "-B", str(INSIDE), json.dumps(settings)],
         cwd=folder,
         stdin=subprocess.DEVNULL,
@@ -101,33 +129,35 @@ def _run(program: str, limits: Limits) -> ProgramResult:
         start_new_session=True,
         env={"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
     )
-    try:
-        output, ended = _watch(process, folder, limits, start + limits.seconds)
-    finally:
-        process.kill()  # it has no children
-        code = process.wait()
-        process.stdout.close()
-        _remove(folder)
-    text = output[: limits.output].decode(errors="replace") + (
-        "\n... (cut)" if len(output) > limits.output else ""
-    )
+
+
+def _status_of(code: int) -> str:
+    """Return the status of a process that ended with an exit code (or minus a signal)."""
+    if code == 0:
+        return "ok"
+    if code > 0:
+        return "error"
     by_signal = {-signal.SIGXCPU: "timeout", -signal.SIGXFSZ: "disk"}
-    return ProgramResult(
-        ended or by_signal.get(code) or ("ok" if code == 0 else "error" if code > 0 else "killed"),
-        text,
-        time.monotonic() - start,
-    )
+    return by_signal.get(code, "killed")
 
 
 def _watch(
     process: subprocess.Popen, folder: str, limits: Limits, end: float
 ) -> tuple[bytes, str | None]:
-    """Drain it until it ends. Returns its output, and why it has to be ended if it does not end
-    itself. Output beyond `limits.output` is dropped, not left in the pipe: the program goes on.
+    """Read the output of a process until it ends.
+
+    Output beyond `limits.output` is dropped, not left in the pipe, so that the program goes on.
+
+    Returns:
+        The output, and why the process has to be ended if it does not end by itself.
     """
-    output, next_look = b"", 0.0
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
+    pipe: IO[bytes] | None = process.stdout
+    if pipe is None:
+        raise ValueError("the process has no pipe to read from")
+    output = b""
+    next_look = 0.0
+    with pipe, selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
         while process.poll() is None or selector.select(0):
             now = time.monotonic()
             if now > end:
@@ -137,15 +167,16 @@ def _watch(
                 if _size(folder) > limits.disk_mb * 2**20:
                     return output, "disk"
             for key, _ in selector.select(min(0.05, end - now)):
-                if chunk := os.read(key.fd, 65536):
-                    output = output if len(output) > limits.output else output + chunk
-                else:
-                    selector.unregister(process.stdout)
+                chunk = os.read(key.fd, 65536)
+                if not chunk:
+                    selector.unregister(pipe)
+                elif len(output) <= limits.output:
+                    output += chunk
     return output, None
 
 
 def _size(folder: str) -> int:
-    """Bytes of all files, while the program may be changing them."""
+    """Return the bytes of all files, while the program may be changing them."""
     total = 0
     for root, _, files in os.walk(folder):
         for name in files:
@@ -155,7 +186,7 @@ def _size(folder: str) -> int:
 
 
 def _remove(folder: str) -> None:
-    """A program may have taken the right to look into its own folders."""
+    """Remove a folder whose program may have taken away the right to look into parts of it."""
     for root, folders, _ in os.walk(folder):
         for name in folders:
             if not Path(root, name).is_symlink():
