@@ -153,7 +153,7 @@ def test_openrlhf_agent_that_sets_sampling_is_refused(file):
         f"openrlhf:{file(AGENT.format(init='def __init__(self):', sampling='object()'))}"
     )()
     asyncio.run(env.reset(ROW))
-    with pytest.raises(UserError, match="sampling is the policy's"):
+    with pytest.raises(UserError, match="sampling belongs to the run"):
         asyncio.run(env.step(state("42")))
 
 
