@@ -80,7 +80,7 @@ def storages(policy: Policy) -> dict[str, int]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Muon
 
 
@@ -200,7 +200,7 @@ def test_orthogonalize_brings_singular_values_near_one():
     assert orthogonalize(torch.zeros(4, 4)).abs().max() == 0
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # checkpoints
 
 
@@ -280,14 +280,14 @@ def test_another_optimizer_than_the_checkpoint_s_is_refused(folder, tmp_path):
         ranks(1, resume, folder, tmp_path, {"optimizer": "muon"})
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # where the state rests
 
 
 def train(mesh, folder, settings, num_steps=3):
     policy = make(mesh, folder, settings)
     done = update(policy, mesh, num_steps)
-    resting = sum(t.nbytes for kept in policy.optimizer._resting.values() for t in kept)
+    resting = sum(t.nbytes for kept in policy.optimizer._stored.values() for t in kept)
     return {
         "metrics": done[-1],
         "weights": gathered(policy),
@@ -382,7 +382,7 @@ def test_quantize(signed):
     assert quantize(t[:0], signed=signed)[0].shape == (0, 256)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # moving average
 
 
@@ -425,7 +425,7 @@ def test_the_average_is_its_formula(folder, tmp_path, name, rest):
     assert all(torch.equal(exported[n], value) for n, value in averages.items())
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # offload and sleep
 
 
