@@ -89,7 +89,9 @@ def test_ring_emulated_on_one_device_equals_one_rank(size):
             for hop in range(size)
         ]
         out, lse = attend(
-            q, [(block, flash["k"][source], flash["v"][source]) for block, source in hops], options
+            q,
+            iter([(block, flash["k"][source], flash["v"][source]) for block, source in hops]),
+            options,
         )
         for block, source in hops:
             into = gradients[0][rank], gradients[1][source], gradients[2][source]

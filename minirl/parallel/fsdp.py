@@ -1,6 +1,7 @@
 """FSDP2 as minirl uses it: gradients are summed, masters are float32, storages can be offloaded."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -68,19 +69,10 @@ def shard(
         by_rows = p.ndim == 3 and local(p).shape[0] < ranks and p.shape[1] % ranks == 0
         return Shard(1) if by_rows else None
 
+    wrap = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for layer in layers:
-        fully_shard(
-            layer,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=placement,
-        )
-    # The root is not resharded after forward: it is used at both ends of it.
-    fully_shard(
-        model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False
-    )
+        wrap(layer, reshard_after_forward=reshard_after_forward, shard_placement_fn=placement)
+    wrap(model, reshard_after_forward=False)  # used at both ends of the forward
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -171,16 +171,13 @@ def make_mesh(
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # To parameters the context axis is more of dp_shard. One axis for both, because torch
     # deprecates slices with a flattened axis in them.
+    fsdp_axes = ("dp_replicate", "dp_shard_cp") if parallel.replicate > 1 else "dp_shard_cp"
     num_shards = world_size // (parallel.replicate * parallel.tensor)
     whole = init_device_mesh(
         device.type,
         (parallel.replicate, num_shards, parallel.tensor),
         mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"),
     )
-    if parallel.replicate > 1:
-        fsdp = whole["dp_replicate", "dp_shard_cp"]
-    else:
-        fsdp = whole["dp_shard_cp"]
     if device.type == "cuda":
         host_group = dist.new_group(backend="gloo", timeout=timeout)
     else:
@@ -189,7 +186,7 @@ def make_mesh(
         rank=dist.get_rank(),
         world_size=world_size,
         device=device,
-        fsdp=fsdp,
+        fsdp=whole[fsdp_axes],
         context=_make_context(parallel, timeout),
         tensor=whole["tp"],
         host_group=host_group,

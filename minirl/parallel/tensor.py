@@ -97,11 +97,15 @@ def _shard(module: nn.Module, name: str, tp: TensorParallel, placement: Shard | 
 
 
 def _shard_all(
-    module: nn.Module, tp: TensorParallel, placement: Shard | Replicate, *, partial: bool = False
+    module: nn.Module,
+    tp: TensorParallel,
+    placement: Shard | Replicate,
+    *,
+    partial_grad: bool = False,
 ) -> Forward:
     """Shard a module's parameters alike, and return its forward on this rank's local tensors.
 
-    partial: this rank sees only a part of the contributions to their gradients.
+    partial_grad: this rank sees only a part of the contributions to their gradients.
     """
     for name in module._parameters:
         _shard(module, name, tp, placement)
@@ -112,7 +116,7 @@ def _shard_all(
         dtensors = dict(parameters)
         for name, p in dtensors.items():
             if p is not None:
-                parameters[name] = local(p, partial=partial)
+                parameters[name] = local(p, partial=partial_grad)
         try:
             return plain(*args, **kwargs)
         finally:
@@ -227,9 +231,9 @@ def _experts(module: Any, tp: TensorParallel) -> Forward:
     return forward
 
 
-def _replicated(module: nn.Module, tp: TensorParallel, *, partial: bool) -> Forward:
+def _replicated(module: nn.Module, tp: TensorParallel, *, partial_grad: bool) -> Forward:
     """Keep small parameters whole on every rank."""
-    return _shard_all(module, tp, Replicate(), partial=partial)
+    return _shard_all(module, tp, Replicate(), partial_grad=partial_grad)
 
 
 # The strings of the library's plans.
@@ -367,12 +371,12 @@ def _find_style(
         return None
     if block not in blocks.all:
         # A norm between the blocks, which sees this rank's tokens or all.
-        return partial(_replicated, partial=tp.sequence)
+        return partial(_replicated, partial_grad=tp.sequence)
     if block not in blocks.mixtures and any(p.ndim == 2 for p in parameters):
         return _column  # a norm with a weight for each head, [heads, head_dim]: this rank's heads
     # Inside a block tokens are whole, but a query norm sees this rank's heads, a router this
     # rank's experts.
-    return partial(_replicated, partial=block in blocks.partial)
+    return partial(_replicated, partial_grad=block in blocks.partial)
 
 
 def _copy_once(module: nn.Module, tp: TensorParallel) -> None:
