@@ -231,13 +231,12 @@ def _experts(module: Any, tp: TensorParallel) -> Forward:
     return forward
 
 
-def _replicated(module: nn.Module, tp: TensorParallel, *, partial_grad: bool) -> Forward:
-    """Keep small parameters whole on every rank."""
-    return _shard_all(module, tp, Replicate(), partial_grad=partial_grad)
-
-
-# The strings of the library's plans.
+EMBEDDING = "embedding"
+HEAD = "head"
 STYLES: dict[str, Style] = {
+    EMBEDDING: _embedding,
+    HEAD: _column,  # whose logits are never gathered
+    # The strings of the library's plans.
     "colwise": _column,
     "colwise_gather_output": _gathered_column,
     "rowwise": _row,
@@ -261,17 +260,15 @@ def check_divides(divided: dict[str, int], size: int) -> None:
     Raises:
         UserError: with the arithmetic, and the smaller sizes that work.
     """
+    usable = list(range(1, size))
+    for name, value in divided.items():
+        usable = [n for n in usable if _splits(n, name, value)]
     for name, value in divided.items():
         if not _splits(size, name, value):
             also = ", nor is it a multiple of it" if name == REPLICABLE else ""
-            usable = [
-                str(n)
-                for n in range(1, size)
-                if all(_splits(n, other, number) for other, number in divided.items())
-            ]
             raise UserError(
                 f"parallel.tensor = {size} does not divide {name} = {value}{also}; "
-                f"smaller sizes that work: {', '.join(usable)}"
+                f"smaller sizes that work: {', '.join(map(str, usable))}"
             )
 
 
@@ -321,19 +318,16 @@ def apply(model: "PreTrainedModel", tp: TensorParallel, plan: dict[str, str]) ->
     head = model.get_output_embeddings()
     styles: dict[str, str] = {}
     for name, module in model.named_modules():
-        if module is not head:
-            styles[name] = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
+        styles[name] = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
+        if module is embedding:
+            styles[name] = EMBEDDING
+        elif module is head:
+            styles[name] = HEAD
     blocks = _Blocks(styles)
     num_kv_heads = model.config.get_text_config().num_key_value_heads
 
     for name, module in model.named_modules():
-        style: Style | None
-        if module is embedding:
-            style = _embedding
-        elif module is head:
-            style = _column  # whose logits are never gathered
-        else:
-            style = _find_style(name, module, styles[name], blocks, num_kv_heads, tp)
+        style = _find_style(name, module, styles[name], blocks, num_kv_heads, tp)
         if style:
             module.forward = style(module, tp)
         if name in blocks.all:
@@ -369,14 +363,13 @@ def _find_style(
     parameters = [p for p in module._parameters.values() if p is not None]
     if not parameters:
         return None
-    if block not in blocks.all:
-        # A norm between the blocks, which sees this rank's tokens or all.
-        return partial(_replicated, partial_grad=tp.sequence)
-    if block not in blocks.mixtures and any(p.ndim == 2 for p in parameters):
+    if block in blocks.all - blocks.mixtures and any(p.ndim == 2 for p in parameters):
         return _column  # a norm with a weight for each head, [heads, head_dim]: this rank's heads
-    # Inside a block tokens are whole, but a query norm sees this rank's heads, a router this
-    # rank's experts.
-    return partial(_replicated, partial_grad=block in blocks.partial)
+    # The others are small, and whole on every rank. Inside a block tokens are whole, but a query
+    # norm sees this rank's heads, a router this rank's experts. Outside, a norm sees this rank's
+    # tokens or all.
+    partial_grad = block in blocks.partial if block in blocks.all else tp.sequence
+    return partial(_shard_all, placement=Replicate(), partial_grad=partial_grad)
 
 
 def _copy_once(module: nn.Module, tp: TensorParallel) -> None:
