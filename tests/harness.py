@@ -52,17 +52,15 @@ def _rank(
         store = dist.FileStore(f"{folder}/store", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         value = function(make_mesh(torch.device("cpu"), parallel), *args)
-        buffer = (
-            io.BytesIO()
-        )  # bytes, because tensors in a queue share memory that dies with this process
+        # Bytes, because tensors in a queue share memory that dies with this process.
+        buffer = io.BytesIO()
         torch.save(value, buffer)
         results.put((rank, buffer.getvalue(), None))
         store.add("done", 1)
-        while (
-            store.add("done", 0) < world
-        ):  # not a collective: an engine that was freed took the process group with it
+        # Not a collective: an engine that was freed took the process group with it.
+        while store.add("done", 0) < world:
             time.sleep(0.01)
-    except BaseException as error:  # told to the test, whatever it is
+    except BaseException as error:  # the test gets it, whatever it is
         results.put((rank, None, (type(error).__name__, str(error), traceback.format_exc())))
     os._exit(0)
 
@@ -109,8 +107,9 @@ def ranks(
 
 @contextlib.contextmanager
 def two_at_once(calls: dict[str, tuple]) -> Iterator[dict[str, Future]]:
-    """`ranks(*call)` of each, two of them at a time and in this order, for programs of one rank
-    leave the other core idle. Their results by name."""
+    """Call `ranks(*call)` for each, in this order and two at a time; yield their results by name.
+
+    Programs of one rank leave the other core idle."""
     with ThreadPoolExecutor(2) as pool:
         try:
             yield {name: pool.submit(ranks, *call) for name, call in calls.items()}

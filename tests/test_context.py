@@ -3,6 +3,7 @@
 flash-attn runs on CUDA only; here the formula stands in for its two functions, so what is shown is
 the package's layout, hops and merging."""
 
+import itertools
 import sys
 import types
 
@@ -21,16 +22,16 @@ from test_packing import groups
 
 
 def _parts(q, k, cu_q, cu_k):
-    for (a, b), (c, d) in zip(
-        zip(cu_q.tolist(), cu_q.tolist()[1:]), zip(cu_k.tolist(), cu_k.tolist()[1:]), strict=True
-    ):
-        yield slice(a, b), slice(c, d)
+    pairs = zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True)
+    for (q_start, q_end), (k_start, k_end) in pairs:
+        yield slice(q_start, q_end), slice(k_start, k_end)
 
 
 def _heads(x, part):
     return x[part].transpose(0, 1)[None]
 
 
+# The signatures of these two are flash-attn 2.8's.
 def _flash_attn_varlen_forward(
     q,
     k,
@@ -41,7 +42,7 @@ def _flash_attn_varlen_forward(
     max_seqlen_k,
     dropout_p,
     softmax_scale,
-    causal,  # noqa: ANN001, ANN201 - flash-attn 2.8's
+    causal,
     window_size_left=-1,
     window_size_right=-1,
     softcap=0.0,
@@ -54,10 +55,11 @@ def _flash_attn_varlen_forward(
 ):
     out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
     for a, b in _parts(q, k, cu_seqlens_q, cu_seqlens_k):
-        o, l = kernels.eager_forward(
+        part, part_lse = kernels.eager_forward(
             _heads(q, a), _heads(k, b), _heads(v, b), None, causal, Options(softmax_scale)
         )
-        out[a], lse[:, a] = o[0].transpose(0, 1), l[0]
+        out[a] = part[0].transpose(0, 1)
+        lse[:, a] = part_lse[0]
     return out, lse, None, None
 
 
@@ -75,7 +77,7 @@ def _flash_attn_varlen_backward(
     cu_seqlens_k,
     max_seqlen_q,
     max_seqlen_k,
-    dropout_p,  # noqa: ANN001, ANN201
+    dropout_p,
     softmax_scale,
     causal,
     window_size_left=-1,
@@ -104,12 +106,11 @@ def _flash_attn_varlen_backward(
 
 def both_rings(mesh):
     interface = types.ModuleType("flash_attn.flash_attn_interface")
-    interface._flash_attn_varlen_forward, interface._flash_attn_varlen_backward = (
-        _flash_attn_varlen_forward,
-        _flash_attn_varlen_backward,
-    )
+    interface._flash_attn_varlen_forward = _flash_attn_varlen_forward
+    interface._flash_attn_varlen_backward = _flash_attn_varlen_backward
     package = types.ModuleType("flash_attn")
-    package.__spec__, package.flash_attn_interface = types.SimpleNamespace(), interface
+    package.__spec__ = types.SimpleNamespace()
+    package.flash_attn_interface = interface
     sys.modules |= {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
     batch = pack(
         groups([(n, [m]) for n, m in ((6, 3), (2, 30), (1, 7), (9, 12))]),
@@ -134,9 +135,8 @@ def both_rings(mesh):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_our_ring_equals_ring_flash_attn(size):
-    for own, package in ranks(
-        size, both_rings, parallel=ParallelConfig(context=size, context_engine="ring")
-    ):
-        for x, y in zip(own, package, strict=True):
+    parallel = ParallelConfig(context=size, context_engine="ring")
+    for ours, theirs in ranks(size, both_rings, parallel=parallel):
+        for x, y in zip(ours, theirs, strict=True):
             assert x.shape == y.shape
             assert (x.float() - y.float()).abs().max() <= 0.01 * y.float().abs().max()

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: `launch/test.sh -m gpu`. Left out elsewhere."""
+"""What only a CUDA device can show: `launch/test.sh -m gpu`. Skipped elsewhere."""
 
 import numpy as np
 import pytest
@@ -75,22 +75,18 @@ def test_ring_emulated_on_one_device_equals_one_rank(size):
     }  # rank by rank
     flash = {name: x.to(torch.bfloat16).split(rows) for name, x in whole.items()}
     options = Options(0.125)
-    outs, gradients = (
-        [],
-        [
-            [torch.zeros_like(x, dtype=torch.float32) for x in flash[name]]
-            for name in ("q", "k", "v")
-        ],
-    )
+    outs = []
+    gradients = []  # of q, k and v, rank by rank
+    for name in ("q", "k", "v"):
+        gradients.append([torch.zeros_like(x, dtype=torch.float32) for x in flash[name]])
     for rank, batch in enumerate(packs):
         q = flash["q"][rank]
-        hops = [
-            (batch.blocks[0 if hop == 0 else 1 if hop <= rank else 2], (rank - hop) % size)
-            for hop in range(size)
-        ]
-        out, lse = attend(
-            q, [(block, flash["k"][source], flash["v"][source]) for block, source in hops], options
-        )
+        own, earlier, later = batch.blocks
+        hops = [(own, rank)]
+        for hop in range(1, size):
+            hops.append((earlier if hop <= rank else later, (rank - hop) % size))
+        steps = ((block, flash["k"][source], flash["v"][source]) for block, source in hops)
+        out, lse = attend(q, steps, options)
         for block, source in hops:
             into = gradients[0][rank], gradients[1][source], gradients[2][source]
             kernels.backward(

@@ -1,6 +1,6 @@
-"""The packed model against Hugging Face's own forward of one sequence at a time, the head against a
-naive softmax, loading against the file, and the refusal of everything that the packed forward was
-not shown to be right for."""
+"""The packed model against Hugging Face's forward of one sequence at a time, the head against a
+naive softmax, loading against the file, and the refusal of everything for which the packed forward
+was not shown to be right."""
 
 import json
 
@@ -30,7 +30,7 @@ from test_packing import groups, seen
 
 CPU = torch.device("cpu")
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # log-probs and entropy
 
 
@@ -87,9 +87,8 @@ def test_entropy_has_a_gradient_only_on_request():
     hidden, weight, targets, (_, b) = head_inputs(20)
     assert not logprob.logprob_entropy(hidden, weight, targets)[1].requires_grad
     entropy = logprob.logprob_entropy(hidden, weight, targets, entropy_gradient=True)[1]
-    got = torch.autograd.grad(
-        (entropy * b).sum(), (hidden, weight)
-    )  # without the log-probs, whose gradient is then None
+    # Without the log-probs, whose gradient is then None.
+    got = torch.autograd.grad((entropy * b).sum(), (hidden, weight))
     expected = torch.autograd.grad(
         (naive(hidden, weight, targets, 1.0)[1] * b).sum(), (hidden, weight)
     )
@@ -122,7 +121,7 @@ def test_bf16_inputs_give_float32_logprobs_and_gradients_in_their_own_dtype():
     ] * 2
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # attention
 
 PROMPTS_SHARED = [(14, [3, 9, 22]), (2, [5, 2]), (1, [7, 3]), (20, [6, 1])]
@@ -226,7 +225,7 @@ def test_attention_arguments_that_would_be_ignored_are_refused(asked, named):
     )  # neither of these asks for anything
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # whole models
 
 LLAMA3_ROPE = {
@@ -253,10 +252,10 @@ MODELS = {
 
 
 def model_batch(shared):
-    out = groups(PROMPTS_SHARED if shared else PROMPTS_ALONE, seed=1)
-    for t in out:
+    trajectories = groups(PROMPTS_SHARED if shared else PROMPTS_ALONE, seed=1)
+    for t in trajectories:
         t.tokens = (t.tokens % 250 + 5).astype(np.int32)
-    return out
+    return trajectories
 
 
 def weights_of(t):
@@ -277,32 +276,24 @@ def hugging_face(model, trajectories, temperature, images=None):
     forward of one sequence at a time. `images`: what it is given more for a trajectory."""
     values, loss = {}, 0.0
     for t in trajectories:
-        logits = (
-            model(
-                torch.tensor(t.tokens[None, :-1], dtype=torch.int64),
-                **(images(t) if images else {}),
-            ).logits[0]
-            / temperature
-        )
-        logp = torch.log_softmax(logits, dim=1)
-        chosen, entropy = (
-            logp.gather(1, torch.tensor(t.tokens[1:, None], dtype=torch.int64))[:, 0],
-            -(logp.exp() * logp).sum(1),
-        )
-        kept, w = torch.tensor(t.sampled[1:]), weights_of(t)[:, 1:]
-        loss = loss + (chosen * w[0] + entropy * w[1])[kept].sum()
-        values |= {
-            (t.group, t.episode, i): (chosen[i].item(), entropy[i].item())
-            for i in kept.nonzero()[:, 0].tolist()
-        }
+        tokens = torch.tensor(t.tokens, dtype=torch.int64)
+        logits = model(tokens[None, :-1], **(images(t) if images else {})).logits[0]
+        logp = torch.log_softmax(logits / temperature, dim=1)
+        logprobs = logp.gather(1, tokens[1:, None])[:, 0]
+        entropy = -(logp.exp() * logp).sum(1)
+        sampled = torch.tensor(t.sampled[1:])
+        w = weights_of(t)[:, 1:]
+        loss = loss + (logprobs * w[0] + entropy * w[1])[sampled].sum()
+        for i in sampled.nonzero()[:, 0].tolist():
+            values[t.group, t.episode, i] = (logprobs[i].item(), entropy[i].item())
     model.zero_grad()
     loss.backward()
     return values, {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
 def packed(policy, trajectories, temperature):
-    """The same through one packed batch. Which row is which token is told by a mark in the place of
-    the engine's log-prob."""
+    """The same through one packed batch. A mark in the place of the engine's log-prob says which
+    row is which token."""
     marks = {}
     for t in trajectories:
         t.logprobs = np.zeros(len(t.tokens), np.float32)
@@ -312,10 +303,10 @@ def packed(policy, trajectories, temperature):
     batch = pack(trajectories, CPU, temperature, layout=policy.layout)
     logprobs, entropy = policy.model(batch, True)
     row_of = {int(mark): row for row, mark in enumerate(batch.engine_logprobs.tolist()) if mark}
-    loss = sum(
-        logprobs[row_of[m]] * weights_of(t)[0, i + 1] + entropy[row_of[m]] * weights_of(t)[1, i + 1]
-        for m, (t, i) in marks.items()
-    )
+    loss = 0.0
+    for mark, (t, i) in marks.items():
+        w = weights_of(t)[:, i + 1]
+        loss = loss + logprobs[row_of[mark]] * w[0] + entropy[row_of[mark]] * w[1]
     loss.backward()
     grads = {n: p.grad.full_tensor() for n, p in policy.shards().items()}
     policy.model.zero_grad()
@@ -334,9 +325,8 @@ def compare(mesh, folder):
     relative gradient, its parameter)}"""
     out = {}
     for dtype in ("float32", "float64"):
-        kernel = (
-            "eager" if dtype == "float32" else "sdpa"
-        )  # eager's softmax is float32 in a float64 model, too
+        # Eager's softmax is float32 in a float64 model, too.
+        kernel = "eager" if dtype == "float32" else "sdpa"
         oracle = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=kernel
         ).eval()
@@ -356,13 +346,12 @@ def compare(mesh, folder):
                 got, grads = packed(policy, model_batch(shared), 0.8)
                 assert got.keys() == expected.keys()
                 assert grads.keys() == wanted.keys()
-                differences = np.abs(
-                    np.array([got[key] for key in expected]) - np.array(list(expected.values()))
-                ).max(0)
-                relative = {
-                    n: ((grads[n] - wanted[n]).abs().max() / wanted[n].abs().max()).item()
-                    for n in wanted
-                }
+                got_values = np.array([got[key] for key in expected])
+                differences = np.abs(got_values - np.array(list(expected.values()))).max(0)
+                relative = {}
+                for n, gradient in wanted.items():
+                    difference = (grads[n] - gradient).abs().max()
+                    relative[n] = (difference / gradient.abs().max()).item()
                 worst = max(relative, key=relative.get)
                 out[dtype, shared, checkpointing] = (*differences.tolist(), relative[worst], worst)
     return out
@@ -407,7 +396,7 @@ def test_dropout_of_the_config_is_zeroed(tmp_path):
     assert ranks(1, dropout_of, folder) == [(True, 0.0, {0.0})]
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # refusals
 
 
@@ -457,9 +446,9 @@ def test_tensor_parallel_sizes_that_split_a_head_are_refused_with_those_that_wor
         families.check_supported(config, "policy.model = x", tensor_parallel)
     message = str(error.value)
     assert (
-        f"engine.tensor_parallel_size = {tensor_parallel} does not divide num_attention_heads = {heads} and num_key_value_heads = {kv_heads}"
-        in message
-    )
+        f"engine.tensor_parallel_size = {tensor_parallel} does not divide "
+        f"num_attention_heads = {heads} and num_key_value_heads = {kv_heads}"
+    ) in message
     assert message.endswith(f"use one of {usable}")
 
 
@@ -504,7 +493,7 @@ def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(tmp_path):
         build.find_folder(str(tmp_path / "nowhere"), "policy.model")
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # loading
 
 
@@ -599,7 +588,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path):
         build.load_weights(meta_model(folder), folder, CPU)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the scratch model
 
 PHRASE = "Spell this word backward (example: sun -> nus): "
@@ -682,11 +671,13 @@ def test_scratch_template_ends_where_the_assistant_begins():
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # chat
 
 CHATML = (
-    "{%- for m in messages -%}{{ '<|' + m.role + '|>' + '\n' + m.content + '<|end|>' + '\n' }}{%- endfor -%}"
+    "{%- for m in messages -%}"
+    "{{ '<|' + m.role + '|>' + '\n' + m.content + '<|end|>' + '\n' }}"
+    "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' + '\n' }}{%- endif -%}"
 )
 

@@ -80,7 +80,7 @@ def storages(policy: Policy) -> dict[str, int]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Muon
 
 
@@ -121,16 +121,14 @@ def test_muon_on_every_mesh_is_muon_on_whole_matrices(folder, name):
     hidden = {
         n: torch.zeros_like(w) for n, w in expected.items() if ".layers." in n and w.ndim == 2
     }
-    assert (
-        len(hidden) == 14 and len(expected) == 2 + 1 + 18
-    )  # embedding and head; last norm; two layers of seven matrices and two norms
+    assert len(hidden) == 14
+    # Embedding and head; last norm; two layers of seven matrices and two norms.
+    assert len(expected) == 2 + 1 + 18
     others = [nn.Parameter(w) for n, w in expected.items() if n not in hidden]
     groups = [{"params": [w], "weight_decay": DECAY * (w.ndim > 1)} for w in others]
     adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), foreach=False)
     for grad, after in zip(grads, weights[1:], strict=True):
-        for (n, _), w in zip(
-            [(n, w) for n, w in expected.items() if n not in hidden], others, strict=True
-        ):
+        for n, w in zip([n for n in expected if n not in hidden], others, strict=True):
             w.grad = grad[n]
         adam.step()
         for n, buffer in hidden.items():
@@ -195,12 +193,13 @@ def test_orthogonalize_brings_singular_values_near_one():
     torch.manual_seed(0)
     for shape in ((40, 90), (90, 40), (3, 20, 50)):
         values = torch.linalg.svdvals(orthogonalize(torch.randn(shape, dtype=torch.float64)))
-        assert 0.3 < values.min() and values.max() < 1.3
+        assert values.min() > 0.3
+        assert values.max() < 1.3
         assert values.median() > 0.65
     assert orthogonalize(torch.zeros(4, 4)).abs().max() == 0
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # checkpoints
 
 
@@ -208,9 +207,8 @@ def save(mesh, folder, run, settings):
     policy = make(mesh, folder, settings)
     update(policy, mesh, 2)
     saved = state(policy)
-    with checkpoint.Saver(
-        run, CheckpointConfig(), policy, mesh
-    ) as saver:  # written while the two updates overwrite what it copied
+    # Written while the two updates overwrite what it copied.
+    with checkpoint.Saver(run, CheckpointConfig(), policy, mesh) as saver:
         saver.save(2, {})
         return saved, update(policy, mesh, 2)[-1]["loss"], gathered(policy)
 
@@ -256,19 +254,18 @@ def test_8bit_state_resumes_bitwise_on_the_same_mesh_and_nearly_on_others(folder
         assert differences(saved["model"], other["model"]) == []
         for n, entry in saved["optimizer"]["state"].items():
             for key in ("exp_avg", "exp_avg_sq"):
-                assert (
-                    entry[key] - other["optimizer"]["state"][n][key]
-                ).abs().max() <= 0.05 * entry[key].abs().max(), (n, key)
-        assert (
-            max((weights[n] - moved[n]).abs().max() for n in weights) < LR
-        )  # two steps of at most LR each
+                difference = entry[key] - other["optimizer"]["state"][n][key]
+                assert difference.abs().max() <= 0.05 * entry[key].abs().max(), (n, key)
+        # Two steps of at most LR each.
+        assert max((weights[n] - moved[n]).abs().max() for n in weights) < LR
 
 
 def test_another_optimizer_than_the_checkpoint_s_is_refused(folder, tmp_path):
     ranks(1, save, folder, tmp_path, {"ema_decay": 0.9})
     with pytest.raises(
         RankFailed,
-        match="adamw with a moving average, and policy.optimizer and policy.ema_decay now ask for muon;",
+        match="adamw with a moving average, and "
+        "policy.optimizer and policy.ema_decay now ask for muon;",
     ) as failed:
         ranks(1, resume, folder, tmp_path, {"optimizer": "muon"})
     assert failed.value.kind == "UserError"
@@ -280,14 +277,14 @@ def test_another_optimizer_than_the_checkpoint_s_is_refused(folder, tmp_path):
         ranks(1, resume, folder, tmp_path, {"optimizer": "muon"})
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # where the state rests
 
 
 def train(mesh, folder, settings, num_steps=3):
     policy = make(mesh, folder, settings)
     done = update(policy, mesh, num_steps)
-    resting = sum(t.nbytes for kept in policy.optimizer._resting.values() for t in kept)
+    resting = sum(t.nbytes for kept in policy.optimizer._stored.values() for t in kept)
     return {
         "metrics": done[-1],
         "weights": gathered(policy),
@@ -328,9 +325,10 @@ def test_8bit_state_takes_a_byte_an_element_and_trains_like_the_full_one(folder,
     small = ranks(2, train, folder, {**settings, "optimizer_state": "8bit"}, 5)[0]
     at_rest = {n: size for n, size in small["storages"].items() if not n.endswith(".ema")}
     assert set(at_rest.values()) == {0}
+    # An average of that precision would not move.
     assert all(
         size == full["storages"][n] for n, size in small["storages"].items() if n.endswith(".ema")
-    )  # an average of that precision would not move
+    )
     num_elements = sum(full["storages"][n] for n in at_rest) / 8
     assert num_elements < small["resting"] < 1.06 * num_elements  # a float64 scale per 256
     assert (
@@ -364,9 +362,9 @@ def test_quantize(signed):
     assert codes.dtype == torch.uint8 and codes.shape == (10, 256) and scales.shape == (10,)
     back = dequantize(codes, scales, t, signed=signed)
     again = quantize(back, signed=signed)
-    assert torch.equal(codes, again[0]) and torch.equal(
-        scales, again[1]
-    )  # or every visit of a checkpoint would wear the state down
+    # Or every checkpoint would wear the state down.
+    assert torch.equal(codes, again[0])
+    assert torch.equal(scales, again[1])
     root, root_back = (x if signed else x.sqrt() for x in (t, back))
     blocks, blocks_back = (
         nn.functional.pad(x.flatten(), (0, -x.numel() % 256)).view(-1, 256)
@@ -382,7 +380,7 @@ def test_quantize(signed):
     assert quantize(t[:0], signed=signed)[0].shape == (0, 256)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # moving average
 
 
@@ -411,7 +409,8 @@ def test_the_average_is_its_formula(folder, tmp_path, name, rest):
         world, average, folder, settings, 6, tmp_path / "ema", parallel=parallel
     )[0]
     decays = [min(0.3, (1 + n) / (10 + n)) for n in range(6)]
-    assert decays[2] < 0.3 == decays[4]
+    assert decays[2] < 0.3
+    assert decays[4] == 0.3
     shares = [
         (1 - d) * math.prod(decays[i + 1 :]) if i else math.prod(decays[1:])
         for i, d in enumerate(decays)
@@ -425,7 +424,7 @@ def test_the_average_is_its_formula(folder, tmp_path, name, rest):
     assert all(torch.equal(exported[n], value) for n, value in averages.items())
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # offload and sleep
 
 
@@ -472,14 +471,12 @@ def sleep(mesh, folder, settings):
         tensors = [*sleepy.optimizer.tensors(), *(local(p) for p in sleepy.model.parameters())]
         assert {t.untyped_storage().nbytes() for t in tensors} == {0}
         sleepy.sleeper.wake_parameters()
-        if num:
-            assert (
-                differences(before, state(sleepy)) == []
-            )  # else the next step wakes the optimizer
-    assert (
-        awake.sleeper.sleep_parameters() == awake.sleeper.sleep_optimizer() == 0
-    )  # on CPU there is nowhere to go
-    update(awake, mesh), update(sleepy, mesh)
+        if num:  # else the next step wakes the optimizer
+            assert differences(before, state(sleepy)) == []
+    # On CPU there is nowhere to go.
+    assert awake.sleeper.sleep_parameters() == awake.sleeper.sleep_optimizer() == 0
+    update(awake, mesh)
+    update(sleepy, mesh)
     assert differences(state(awake), state(sleepy)) == []
 
 
@@ -514,14 +511,14 @@ def program(mesh, given: list[str], sleepy: bool) -> list[list[dict]]:
 
         def make_engine(self):
             super().make_engine()
-            play = self.sampler.collect_step
+            collect_step = self.sampler.collect_step
 
             def watched(*args, **more):
                 assert asleep(self.policy) == asleep(self.ref) == sleepy
                 assert not sleepy or not any(
                     t.untyped_storage().nbytes() for t in self.policy.optimizer.tensors()
                 )
-                return play(*args, **more)
+                return collect_step(*args, **more)
 
             self.sampler.collect_step = watched
 
@@ -539,7 +536,8 @@ def test_the_program_is_bitwise_the_same_with_sleep_between_its_phases(tmp_path)
         "".join(json.dumps({"prompt": f"word {i}", "answer": str(i)}) + "\n" for i in range(40))
     )
     (tmp_path / "reward.py").write_text(
-        "def vowels(prompt, completion, row):\n    return sum(letter in 'aeiou' for letter in completion) / 10\n"
+        "def vowels(prompt, completion, row):\n"
+        "    return sum(letter in 'aeiou' for letter in completion) / 10\n"
     )
     common = [
         "--config",
@@ -587,9 +585,5 @@ def test_the_program_is_bitwise_the_same_with_sleep_between_its_phases(tmp_path)
             for sleepy in (False, True)
         )
         assert differences(here, there) == []
-    assert (
-        differences(
-            here, AutoModelForCausalLM.from_pretrained(tmp_path / "True" / "model").state_dict()
-        )
-        != []
-    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "True" / "model").state_dict()
+    assert differences(here, model) != []

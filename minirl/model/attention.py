@@ -1,5 +1,4 @@
-"""The one attention function that all Hugging Face models here call: causal attention within each
-packed sequence.
+"""The one attention function of all Hugging Face models here: causal within each packed sequence.
 
 Registered as "minirl". Transformers builds no mask for a name that its mask registry does not know,
 so nothing T x T exists, and the packed batch comes through the model's keyword arguments as `pack`,
@@ -10,7 +9,7 @@ scores. A sequence's own rows are a block, the prompt that siblings share is one
 parallelism so is what other ranks hold.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -24,14 +23,11 @@ from minirl.parallel.mesh import Context
 from minirl.types import Packed
 
 NAME = "minirl"
-NAMES = {
-    "": NAME,
-    "text_config": NAME,
-    "vision_config": "sdpa",
-}  # of a model and its parts; patches of an image see each other
+# Of a model and its parts; the patches of an image see each other.
+NAMES = {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
 # Arguments that change the result and that no kernel here honours. Ignoring them would train on
 # wrong numbers.
-UNSUPPORTED = ("s_aux", "sinks", "head_mask", "position_bias")
+UNSUPPORTED = ("s_aux", "sinks", "head_mask", "position_bias", "attention_mask", "dropout")
 
 
 def packed_attention(
@@ -48,79 +44,106 @@ def packed_attention(
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]. `sliding_window` counts the
-    keys that a query sees.
+    """Attend within each sequence of a packed batch.
+
+    Args:
+        module: the layer, for error messages.
+        query: [1, H, T, D].
+        key: [1, Hkv, T, D].
+        value: [1, Hkv, T, D].
+        attention_mask: must be None, as `pack` says who sees whom.
+        pack: the batch.
+        scaling: factor of the scores; None: 1 / sqrt(D).
+        dropout: must be 0.
+        sliding_window: number of keys that a query sees, itself included; None or 0: all.
+        softcap: c of scores c tanh(s / c).
+        **kwargs: other arguments of the interface.
+
+    Returns:
+        The output [1, T, H, D], and None for the attention weights.
+
+    Raises:
+        NotImplementedError: the layer asks for something that no kernel here honours.
     """
-    refused = [k for k in UNSUPPORTED if kwargs.get(k) is not None] + ["is_causal=False"] * (
-        kwargs.get("is_causal") is False
-    )
-    if refused or dropout or attention_mask is not None:
+    asked = {**kwargs, "attention_mask": attention_mask, "dropout": dropout or None}
+    refused = [name for name in UNSUPPORTED if asked.get(name) is not None]
+    if asked.get("is_causal") is False:
+        refused.append("is_causal=False")
+    if refused:
         raise NotImplementedError(
-            f"{type(module).__name__} asks packed attention for {refused or 'dropout or a mask'}"
+            f"{type(module).__name__} asks packed attention for {', '.join(refused)}, which it "
+            "does not support"
         )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    context, options = pack.context, Options(scale, sliding_window, softcap)
-    if (
-        not sliding_window
-        or context is None
-        and pack.windowed_block is not None
-        and sliding_window >= pack.windowed_block.longest[1]
-    ):
-        blocks, options = pack.blocks, Options(scale, None, softcap)
-        if context and context.ring:
-            alike = softcap is None and ring_package.available(q)
-            return (
-                ring_package.ring(q, k, v, blocks[0], scale, context)
-                if alike
-                else Attention.apply(q, k, v, blocks, options, context)
-            )[None], None
-    elif pack.windowed_block is None:
-        raise NotImplementedError(
-            f"{type(module).__name__} has a sliding window; pack with Layout(windowed=True)"
-        )
+    blocks, window = _visible(pack, sliding_window)
+    options = Options(scale, window, softcap)
+    context = pack.context
+    ring = context if context and context.ring and not window else None
+    if context and not ring:
+        k, v = gather_keys(k, v, context)
+    if ring and softcap is None and ring_package.available(q):
+        out = ring_package.ring(q, k, v, blocks[0], scale, ring)
     else:
-        blocks = (pack.windowed_block,)
-    keys = gather_keys(k, v, context) if context else (k, v)
-    return Attention.apply(q, *keys, blocks, options, None)[None], None
+        out = Attention.apply(q, k, v, blocks, options, ring)
+    return out[None], None
+
+
+def _visible(pack: Packed, window: int | None) -> tuple[tuple[Block, ...], int | None]:
+    """Return the blocks of a layer, and its window, None if that hides no key."""
+    windowed = pack.windowed_block
+    if not window:
+        return pack.blocks, None
+    if windowed is None:
+        raise NotImplementedError(
+            f"a layer has a sliding window of {window}; pack with Layout(windowed=True)"
+        )
+    if pack.context is None and window >= windowed.longest[1]:
+        return pack.blocks, None
+    return (windowed,), window
 
 
 def attend(
-    q: Tensor, steps: Iterable[tuple[Block, Tensor, Tensor]], options: Options
+    q: Tensor, steps: Iterator[tuple[Block, Tensor, Tensor]], options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, H, D] and log-sum-exp of the scores [T, H] of blocks, each with keys and values,
-    one after the other; the first has all rows as queries. What rows see in several is merged, in
-    float32 at least: Rabe and Staats 2021 (arXiv 2112.05682), sec. 2.
+    """Attend to blocks one after the other, and merge what rows see in several.
+
+    Merged in float32 at least: Rabe and Staats 2021 (arXiv 2112.05682), sec. 2.
+
+    Args:
+        q: queries [T, H, D].
+        steps: blocks, each with keys and values [M, Hkv, D]. The first has all T rows as queries.
+        options: of the layer.
+
+    Returns:
+        The output [T, H, D], and the log-sum-exp [T, H] of the scores.
     """
-    out = lse = None
+    block, k, v = next(steps)
+    out, lse = kernels.forward(q, k, v, block, options)
     for block, k, v in steps:
+        rows = block.rows
+        assert rows is not None  # only the first block has all rows
         part, part_lse = kernels.forward(q, k, v, block, options)
-        if out is None:
-            out, lse = part, part_lse
-            continue
-        out, before = (
-            out.to(torch.promote_types(out.dtype, torch.float32)),
-            lse.index_select(0, block.rows),
-        )
+        out = out.to(torch.promote_types(out.dtype, torch.float32))
+        before = lse.index_select(0, rows)
         total = torch.logaddexp(before, part_lse)
-        kept = out.index_select(0, block.rows) * (before - total).exp_()[..., None]
-        out.index_copy_(
-            0,
-            block.rows,
-            kept.addcmul_(part.to(kept.dtype), (part_lse - total).exp_()[..., None].to(kept.dtype)),
-        )
-        lse.index_copy_(0, block.rows, total)
+        kept_share = (before - total).exp_()[..., None]
+        part_share = (part_lse - total).exp_()[..., None]
+        kept = out.index_select(0, rows) * kept_share
+        merged = kept.addcmul_(part.to(kept.dtype), part_share.to(kept.dtype))
+        out.index_copy_(0, rows, merged)
+        lse.index_copy_(0, rows, total)
     return out.to(q.dtype), lse
 
 
 class Attention(torch.autograd.Function):
-    """q [T, H, D] to keys and values [M, Hkv, D]. The first block has all rows as queries.
+    """Attention of queries [T, H, D] to keys and values [M, Hkv, D], block by block.
 
-    With `ring`, whose blocks are a rank's own, of an earlier one, of a later one: over the ranks of
-    a context, whose keys and values go around, one hop a step, while the ones at hand are used. Liu
-    et al. 2023 (arXiv 2310.01889). In backward their gradients travel with them, and are home after
-    R hops. A rank has the keys of R ranks one after the other only, never at once: for sequences
-    whose keys do not fit.
+    The first block has all rows as queries. With `ring`, the blocks are those of a rank's own keys,
+    of an earlier rank's and of a later one's. Keys and values go around the ranks of the context,
+    one hop a step, while the ones at hand are used: Liu et al. 2023 (arXiv 2310.01889). In backward
+    their gradients travel with them, and are home after R hops. A rank never has the keys of all R
+    ranks at once: for sequences whose keys do not fit.
     """
 
     @staticmethod
@@ -133,42 +156,54 @@ class Attention(torch.autograd.Function):
         options: Options,
         ring: Context | None,
     ) -> Tensor:
+        """Return the output [T, H, D]."""
         out, lse = attend(q, _steps(k, v, blocks, ring), options)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.blocks, ctx.options, ctx.ring = blocks, options, ring
+        ctx.blocks = blocks
+        ctx.options = options
+        ctx.ring = ring
         return out
 
     @staticmethod
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of queries, keys and values."""
         q, k, v, out, lse = ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32) if ctx.ring else q.dtype
-        dq, *traveling = (
-            torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format)
-            for x in (q, k, v)
-        )
-        for block, *at_hand in _steps(k, v, ctx.blocks, ctx.ring):
-            kernels.backward((dq, *traveling), dout, q, *at_hand, out, lse, block, ctx.options)
-            traveling = (
-                RingTransfer(traveling, ctx.ring).wait() if ctx.ring else traveling
-            )  # behind their keys
-        return dq.to(q.dtype), *(g.to(k.dtype) for g in traveling), None, None, None
+        gradients = []
+        for x in (q, k, v):
+            zeros = torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format)
+            gradients.append(zeros)
+        for block, k_here, v_here in _steps(k, v, ctx.blocks, ctx.ring):
+            kernels.backward(gradients, dout, q, k_here, v_here, out, lse, block, ctx.options)
+            if ctx.ring:  # the gradients of keys and values follow them
+                gradients[1:] = RingTransfer(gradients[1:], ctx.ring).wait()
+        dq, dk, dv = gradients
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(k.dtype), None, None, None
 
 
 def _steps(
     k: Tensor, v: Tensor, blocks: tuple[Block, ...], ring: Context | None
 ) -> Iterator[tuple[Block, Tensor, Tensor]]:
-    """Blocks with the keys and values at hand; on a ring each hop's, while they are on their way to
-    the next rank.
+    """Yield blocks with the keys and values at hand.
+
+    On a ring they are another rank's at each hop, and are sent on while they are used.
     """
     if ring is None:
-        yield from ((block, k, v) for block in blocks)
+        for block in blocks:
+            yield block, k, v
         return
+    own, earlier, later = blocks
     for hop in range(ring.size):
-        visit = RingTransfer([k, v], ring) if hop + 1 < ring.size else None
-        # After `hop` hops the keys at hand are of rank `ring.rank - hop`: one's own, an earlier
-        # one's, or (from behind zero) a later one's.
-        yield blocks[0 if hop == 0 else 1 if hop <= ring.rank else 2], k, v
-        k, v = visit.wait() if visit else (k, v)
+        transfer = RingTransfer([k, v], ring) if hop + 1 < ring.size else None
+        # The keys at hand are those of rank `ring.rank - hop`, modulo the size.
+        if hop == 0:
+            yield own, k, v
+        elif hop <= ring.rank:
+            yield earlier, k, v
+        else:
+            yield later, k, v
+        if transfer:
+            k, v = transfer.wait()
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)

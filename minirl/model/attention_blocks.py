@@ -1,6 +1,4 @@
-"""The plan of a packed attention: which query rows see which key rows, in the form that kernels
-take.
-"""
+"""The plan of a packed attention: which query rows see which key rows, in the kernels' form."""
 
 from dataclasses import dataclass
 
@@ -9,15 +7,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowIndex:
-    """Row numbers in a rectangle; its ends repeat the last row."""
+    """Row numbers in a rectangle; at the end of a shorter line its last row repeats."""
 
     rows: Tensor  # int64 [B, L]
-    first: int | None  # If they count up by one, the first of them: a view does instead of a copy.
+    # The first row number if they count up by one from there, so that a view does instead of a
+    # copy; else None.
+    first: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rectangle:
-    """B pairs of like size."""
+    """B pairs of about the same size, padded to the same."""
 
     queries: RowIndex
     keys: RowIndex
@@ -29,27 +29,24 @@ class Rectangle:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Part of an attention: ragged pairs of some query rows and the key rows that they see. A query
-    is in one pair at most; what it sees in several blocks is merged by the log-sum-exp of its
-    scores in each.
+    """Part of an attention: ragged pairs of some query rows and the key rows that they see.
+
+    A query is in one pair at most. What it sees in several blocks is merged by the log-sum-exp of
+    its scores in each.
     """
 
     # The last query of a pair sees all its keys, and each one before it one key less. False: every
     # query sees every key.
     causal: bool
-    rows: Tensor | None  # int64 [N]: the query rows, pair by pair; None: all rows in order.
-    key_rows: (
-        Tensor | None
-        # int64 [M]: the same of the keys, which may repeat between pairs; None: the keys are the
-        # query
-        # rows, all in order.
-    )
+    # int64 [N]: the query rows, pair by pair; None: all rows in order.
+    rows: Tensor | None
+    # int64 [M]: the key rows, pair by pair, which may repeat between pairs; None: the keys are the
+    # query rows, all in order.
+    key_rows: Tensor | None
     cu_queries: Tensor  # int32 [pairs + 1]: running sum of the pairs' queries.
-    cu_keys: Tensor
-    longest: tuple[
-        int, int
-    ]  # Most queries and most keys of a pair, on the host so that no layer waits for the device.
+    cu_keys: Tensor  # int32 [pairs + 1]: the same of their keys.
+    # Most queries and most keys of a pair, on the host so that no layer waits for the device.
+    longest: tuple[int, int]
     rectangles: tuple[Rectangle, ...]  # The same pairs for kernels that want equal lengths.
-    places: (
-        Tensor | None
-    )  # int64 [N]: where each query is in the rectangles laid end to end; None if in order.
+    # int64 [N]: where each query is in the rectangles laid end to end; None if in order.
+    places: Tensor | None

@@ -1,9 +1,11 @@
-"""The one experts function that all Hugging Face mixtures here call, on fused weights: any dtype,
-tokens sorted by expert, none dropped.
+"""The one experts function of all Hugging Face mixtures here, on fused weights.
 
-Registered as "minirl". The library's own differ between its versions in what an index of no expert
-does, and some know no float64.
+It takes any dtype, sorts tokens by expert, and drops none. Registered as "minirl". The library's
+own functions differ between its versions in what an index of no expert does, and some know no
+float64.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,48 +15,63 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 NAME = "minirl"
 
 
-def mixture(module: torch.nn.Module, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    """hidden [T, H], indices int64 [T, k], weights [T, k] -> sum over k of weight * expert(hidden),
-    [T, H].
+def mixture(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum over k of weight * expert(hidden), [T, H].
 
-    An index of `module.num_experts` is no expert, and adds 0: under tensor parallelism another rank
-    has it.
+    On CUDA `bincount` waits for the device, once a layer: it reads the largest index.
+
+    Args:
+        module: the library's experts: `num_experts`, `gate_up_proj` [E, 2 I, H], `down_proj`
+            [E, H, I] and `_apply_gate`.
+        hidden: [T, H].
+        indices: int64 [T, k]: the experts of each token. `module.num_experts` is no expert, and
+            adds 0: under tensor parallelism another rank has it.
+        weights: [T, k].
     """
-    multiply = _grouped if hidden.is_cuda and hidden.dtype == torch.bfloat16 else _one_by_one
-    chosen = indices.flatten()
-    order = chosen.argsort(stable=True)
-    counts = chosen.bincount(minlength=module.num_experts + 1)[: module.num_experts]
+    multiply = _one_by_one
+    if hidden.is_cuda and hidden.dtype == torch.bfloat16:
+        multiply = _grouped
+    experts = indices.flatten()
+    order = experts.argsort(stable=True)
+    counts = experts.bincount(minlength=module.num_experts + 1)[: module.num_experts]
     x = hidden.index_select(0, order // indices.shape[1])
-    y = multiply(
-        module._apply_gate(multiply(x, module.gate_up_proj, counts)), module.down_proj, counts
-    )
-    y = y.index_select(0, order.argsort()).view(
-        *indices.shape, -1
-    )  # not index_add, whose order of summation varies on CUDA
+    x = module._apply_gate(multiply(x, module.gate_up_proj, counts))
+    y = multiply(x, module.down_proj, counts)
+    # Not index_add, whose order of summation varies on CUDA.
+    y = y.index_select(0, order.argsort()).view(*indices.shape, -1)
     return (y * weights[..., None]).sum(1).to(hidden.dtype)
 
 
 def _one_by_one(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """x [N, in] sorted by expert, weight [E, out, in], counts int64 [E] -> [N, out], 0 in rows of
-    no expert.
+    """Multiply the rows of each expert by its matrix.
+
+    Args:
+        x: [N, in], sorted by expert.
+        weight: [E, out, in].
+        counts: int64 [E]: rows of each expert. Rows behind the last one's have no expert.
+
+    Returns:
+        [N, out], 0 in rows of no expert.
     """
     sizes = counts.tolist()
-    outs = [
-        rows @ matrix.t()
-        for rows, matrix in zip(x[: sum(sizes)].split(sizes), weight.unbind(0), strict=True)
-    ]
-    return torch.cat([*outs, x.new_zeros(len(x) - sum(sizes), weight.shape[1])])
+    num_rows = sum(sizes)
+    outs = []
+    for rows, matrix in zip(x[:num_rows].split(sizes), weight.unbind(0), strict=True):
+        outs.append(rows @ matrix.t())
+    outs.append(x.new_zeros(len(x) - num_rows, weight.shape[1]))
+    return torch.cat(outs)
 
 
 def _grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """The same in one kernel, without waiting for the counts. It leaves rows of no expert
-    unwritten, forward and backward.
+    """Do as `_one_by_one` in one kernel, which reads the counts on the device.
+
+    The kernel leaves rows of no expert unwritten, forward and backward; here they are 0.
     """
     ends = counts.cumsum(0)
-    nowhere = torch.arange(len(x), device=x.device)[:, None] >= ends[-1]
-    return F.grouped_mm(
-        x.masked_fill(nowhere, 0), weight.transpose(1, 2), offs=ends.to(torch.int32)
-    ).masked_fill(nowhere, 0)
+    no_expert = torch.arange(len(x), device=x.device)[:, None] >= ends[-1]
+    x = x.masked_fill(no_expert, 0)
+    y = F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
+    return y.masked_fill(no_expert, 0)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, mixture)

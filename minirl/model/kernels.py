@@ -1,15 +1,15 @@
-"""Attention of one `Block`, forward and backward. Any kernel gives the log-sum-exp of the scores
-beside its output, and in backward takes both of the *whole* attention: so what a query sees may
-come block by block, from wherever its keys are (`attention.py`).
+"""Attention of one `Block`, forward and backward, by the best kernel for device and dtype.
 
-    forward(q, k, v, block, options) -> out [N, H, D], lse [N, H]     q [T, H, D], k and v [M, Hkv,
-    D]; N queries of the block backward(gradients, dout, q, k, v, out, lse, block, options)
-    adds to gradients = (dq [T, H, D], dk, dv [M, Hkv, D])
+Every kernel returns the log-sum-exp of the scores beside its output, and in backward takes both of
+the *whole* attention. So what a query sees may come block by block, from wherever its keys are
+(`attention.py`).
 
-With p = exp(s - lse):  dv = p' do;  dp = do v';  ds = p (dp - sum(do out));  dq = ds k;  dk = ds'
-q.
+With p = exp(s - lse):
+
+    dv = p' do;  dp = do v';  ds = p (dp - sum(do out));  dq = ds k;  dk = ds' q.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,43 +20,44 @@ from minirl.model.attention_blocks import Block, Rectangle, RowIndex
 
 @dataclass(frozen=True)
 class Options:
-    scale: float
-    window: int | None = (
-        None  # Keys that a query sees, itself included; of a causal block with all of them.
-    )
+    """What a layer asks of its attention."""
+
+    scale: float  # Scores are q k' scale.
+    # Keys that a query sees, itself included; only for a causal block that has all of them.
+    window: int | None = None
     softcap: float | None = None  # Scores s become cap tanh(s / cap); Gemma 2, arXiv 2408.00118.
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options
 ) -> tuple[Tensor, Tensor]:
+    """Attend from the queries of a block to its keys.
+
+    Args:
+        q: queries [T, H, D].
+        k: keys [M, Hkv, D].
+        v: values [M, Hkv, D].
+        block: which of the T rows see which of the M.
+        options: of the layer.
+
+    Returns:
+        The output [N, H, D] of the block's N queries, and the log-sum-exp [N, H] of their scores.
+    """
     if _flash_can(q, options):
         return _flash_forward(q, k, v, block, options)
-    function = _cpu_forward if _cpu_can(q, options) else eager_forward
-    parts = [
-        function(
-            _cut(q, r.queries),
-            _cut(k, r.keys),
-            _cut(v, r.keys),
-            _bias(r, block, options, q),
-            block.causal,
-            options,
-        )
-        for r in block.rectangles
-    ]
-    rows = (
-        [x.transpose(1, 2).flatten(0, 1) for x in of_all] for of_all in zip(*parts, strict=True)
-    )
-    out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in rows)
-    return (
-        (out, lse)
-        if block.places is None
-        else (out.index_select(0, block.places), lse.index_select(0, block.places))
-    )
+    kernel = _cpu_forward if _cpu_can(q, options) else eager_forward
+    outs = []
+    lses = []
+    for r in block.rectangles:
+        inputs = _heads(q, r.queries), _heads(k, r.keys), _heads(v, r.keys)
+        out, lse = kernel(*inputs, _bias(r, block, options, q), block.causal, options)
+        outs.append(_rows(out))
+        lses.append(_rows(lse))
+    return _in_order(outs, block), _in_order(lses, block)
 
 
 def backward(
-    gradients: tuple[Tensor, Tensor, Tensor],
+    gradients: Sequence[Tensor],
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -66,74 +67,85 @@ def backward(
     block: Block,
     options: Options,
 ) -> None:
+    """Add the gradients of one block.
+
+    Args:
+        gradients: dq [T, H, D], dk and dv [M, Hkv, D], which are added to in place.
+        dout: gradient of the whole attention's output [T, H, D].
+        q: as in `forward`, like k, v, block and options.
+        k: keys.
+        v: values.
+        out: output [T, H, D] of the whole attention.
+        lse: log-sum-exp [T, H] of the whole attention's scores.
+        block: which rows see which.
+        options: of the layer.
+    """
     if _flash_can(q, options):
-        return _flash_backward(gradients, dout, q, k, v, out, lse, block, options)  # None
-    function = _cpu_backward if _cpu_can(q, options) else eager_backward
+        _flash_backward(gradients, dout, q, k, v, out, lse, block, options)
+        return
+    kernel = _cpu_backward if _cpu_can(q, options) else eager_backward
+    dq, dk, dv = gradients
     for r in block.rectangles:
-        do = _cut(dout, r.queries)
+        do = _heads(dout, r.queries)
         if r.filling is not None:  # these repeat a row, whose gradient then would count twice
             do = do.masked_fill(r.filling[:, None, :, None], 0)
-        inputs = (
-            _cut(q, r.queries),
-            _cut(k, r.keys),
-            _cut(v, r.keys),
-            _cut(out, r.queries),
-            _cut(lse, r.queries),
-            _bias(r, block, options, q),
-        )
-        for into, run, grad in zip(
-            gradients,
-            (r.queries, r.keys, r.keys),
-            function(do, *inputs, block.causal, options),
-            strict=True,
-        ):
-            _add(
-                into,
-                grad.transpose(1, 2).flatten(0, 1),
-                run.rows.flatten() if run.first is None else None,
-                run.first,
-            )
+        inputs = _heads(q, r.queries), _heads(k, r.keys), _heads(v, r.keys)
+        outputs = _heads(out, r.queries), _heads(lse, r.queries)
+        bias = _bias(r, block, options, q)
+        block_dq, block_dk, block_dv = kernel(do, *inputs, *outputs, bias, block.causal, options)
+        _add_heads(dq, block_dq, r.queries)
+        _add_heads(dk, block_dk, r.keys)
+        _add_heads(dv, block_dv, r.keys)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # rectangles: CPU, and any device
 
 
-def _cut(x: Tensor, run: RowIndex) -> Tensor:
-    """[T, H, ...] -> [B, H, L, ...]"""
-    if run.first is None:
-        flat = x.index_select(0, run.rows.flatten())
+def _heads(x: Tensor, index: RowIndex) -> Tensor:
+    """Return the rows of a rectangle, [T, H, ...] -> [B, H, L, ...]."""
+    if index.first is None:
+        rows = x.index_select(0, index.rows.flatten())
     else:
-        flat = x.narrow(0, run.first, run.rows.numel())
-        flat = (
-            flat if flat.stride(-1) == 1 else flat.contiguous()
-        )  # the CPU kernel takes it for granted
-    return flat.unflatten(0, run.rows.shape).transpose(1, 2)
+        rows = x.narrow(0, index.first, index.rows.numel())
+        if rows.stride(-1) != 1:
+            rows = rows.contiguous()  # the CPU kernel takes it for granted
+    return rows.unflatten(0, index.rows.shape).transpose(1, 2)
 
 
-def _add(into: Tensor, values: Tensor, rows: Tensor | None, first: int | None) -> None:
-    """To the rows of these numbers, or if there are none to those from `first` on."""
-    if rows is None:
-        into.narrow(0, first, len(values)).add_(values)
+def _rows(x: Tensor) -> Tensor:
+    """[B, H, L, ...] -> [B L, H, ...]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _add_heads(total: Tensor, x: Tensor, index: RowIndex) -> None:
+    """Add a rectangle's rows [B, H, L, ...] to those of all, [T, H, ...]."""
+    if index.first is None:
+        total.index_add_(0, index.rows.flatten(), _rows(x).to(total.dtype))
     else:
-        into.index_add_(0, rows, values.to(into.dtype))
+        total.narrow(0, index.first, index.rows.numel()).add_(_rows(x))
+
+
+def _in_order(parts: list[Tensor], block: Block) -> Tensor:
+    """Return the rows of all rectangles in the order of the block's queries."""
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return rows if block.places is None else rows.index_select(0, block.places)
 
 
 def _bias(r: Rectangle, block: Block, options: Options, like: Tensor) -> Tensor | None:
-    """[B or 1, 1, Lq or 1, Lk]: 0 where a query sees a key, else -inf; None where plain causal, or
-    all, says it.
+    """Return 0 where a query sees a key, else -inf, [B or 1, 1, Lq or 1, Lk].
+
+    None: `Block.causal` says all.
     """
     num_keys = r.keys.rows.shape[1]
-    if r.last is None and (
-        not block.causal or options.window is None or options.window >= num_keys
-    ):
+    window = options.window or num_keys
+    if r.last is None and (not block.causal or window >= num_keys):
         return None
-    last = torch.arange(num_keys, device=like.device)[None] if r.last is None else r.last
-    ahead = last[:, :, None] - torch.arange(num_keys, device=like.device)
-    hidden = ((ahead < 0) | (ahead >= (options.window or num_keys)))[:, None]
-    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
-        hidden, -torch.inf
-    )
+    keys = torch.arange(num_keys, device=like.device)
+    last = keys[None] if r.last is None else r.last
+    ahead = last[:, :, None] - keys
+    hidden = (ahead < 0) | (ahead >= window)
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
 
 
 def _cpu_can(q: Tensor, options: Options) -> bool:
@@ -143,7 +155,7 @@ def _cpu_can(q: Tensor, options: Options) -> bool:
 def _cpu_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """torch's flash attention for CPU: grouped heads, any float dtype."""
+    """Call torch's flash attention for CPU: grouped heads, any float dtype."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal and bias is None, attn_mask=bias, scale=options.scale
     )
@@ -168,32 +180,47 @@ def _cpu_backward(
 def _scores(
     q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, options: Options
 ) -> tuple[Tensor, Tensor | float]:
-    """[B, Hkv, H / Hkv, Lq, Lk] in float32 (float64), and the derivative of the softcap."""
+    """Return scores [B, Hkv, H / Hkv, Lq, Lk], and the derivative of the softcap.
+
+    In float32, or float64 for float64 queries.
+    """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     scores = _grouped(q, k).to(wide) @ k[:, :, None].to(wide).mT * options.scale
-    slope = 1.0
+    slope: Tensor | float = 1.0
     if options.softcap is not None:
-        slope = (scores / options.softcap).tanh()
-        scores, slope = options.softcap * slope, 1 - slope**2
+        tanh = (scores / options.softcap).tanh()
+        scores = options.softcap * tanh
+        slope = 1 - tanh**2
     if bias is not None:
         scores = scores + bias[:, :, None].to(wide)
     elif causal:
-        scores = scores.masked_fill(
-            torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -torch.inf
-        )
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
     return scores, slope
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """Heads [B, H, ...] by the key-value head that they share, [B, Hkv, H / Hkv, ...]."""
+    """Group heads by the key-value head that they share, [B, H, ...] -> [B, Hkv, H / Hkv, ...]."""
     return x.unflatten(1, (k.shape[1], -1))
 
 
 def eager_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """The formula, for what no kernel can: a softcap, float32 on CUDA, heads above 256. Scores are
-    whole, Lq x Lk.
+    """Compute the formula, where no kernel can: a softcap, float32 on CUDA, heads above 256.
+
+    All Lq x Lk scores are in memory at once.
+
+    Args:
+        q: queries [B, H, Lq, D].
+        k: keys [B, Hkv, Lk, D].
+        v: values [B, Hkv, Lk, D].
+        bias: [B or 1, 1, Lq or 1, Lk], added to the scores; None: `causal` says all.
+        causal: a query sees the keys up to its own place; only without a bias.
+        options: of the layer.
+
+    Returns:
+        The output [B, H, Lq, D], and the log-sum-exp [B, H, Lq] of the scores.
     """
     scores, _ = _scores(q, k, bias, causal, options)
     lse = scores.logsumexp(-1)
@@ -212,22 +239,23 @@ def eager_backward(
     causal: bool,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv, the gradients of `eager_forward`.
+
+    dout, out and lse are of the whole attention, of which this may be a part.
+    """
     scores, slope = _scores(q, k, bias, causal, options)
     p = (scores - _grouped(lse, k)[..., None]).exp_()
-    do, wide_q = _grouped(dout, k).to(p.dtype), _grouped(q, k).to(p.dtype)
+    do = _grouped(dout, k).to(p.dtype)
     dp = do @ v[:, :, None].to(p.dtype).mT
-    ds = (
-        p * (dp - (do * _grouped(out, k).to(p.dtype)).sum(-1, keepdim=True)) * slope * options.scale
-    )
-    dq, dk, dv = (
-        (ds @ k[:, :, None].to(p.dtype)).flatten(1, 2),
-        (ds.mT @ wide_q).sum(2),
-        (p.mT @ do).sum(2),
-    )
+    do_out = (do * _grouped(out, k).to(p.dtype)).sum(-1, keepdim=True)
+    ds = p * (dp - do_out) * slope * options.scale
+    dq = (ds @ k[:, :, None].to(p.dtype)).flatten(1, 2)
+    dk = (ds.mT @ _grouped(q, k).to(p.dtype)).sum(2)
+    dv = (p.mT @ do).sum(2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # running lengths: CUDA
 
 
@@ -240,42 +268,44 @@ def _flash_can(q: Tensor, options: Options) -> bool:
     )
 
 
-def _flash_inputs(q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options) -> tuple:
-    """Queries, keys and values pair by pair, the lengths of the pairs, and what the kernels call
-    the options.
-    """
-    q = q if block.rows is None else q.index_select(0, block.rows)
-    k, v = (x if block.key_rows is None else x.index_select(0, block.key_rows) for x in (k, v))
-    named = {
+def _pairs(x: Tensor, rows: Tensor | None, dim: int = 0) -> Tensor:
+    """Lay the rows of a block end to end, pair by pair."""
+    return (x if rows is None else x.index_select(dim, rows)).contiguous()
+
+
+def _flash_options(block: Block, options: Options) -> dict[str, float]:
+    return {
         "scale": options.scale,
         "window_size_left": (options.window or 0) - 1,
         "window_size_right": 0 if block.causal else -1,
     }
-    return (
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        (block.cu_queries, block.cu_keys, *block.longest),
-        named,
-    )
 
 
 def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """FlashAttention-2 over running lengths, the kernels inside torch (they need no package). With
-    more keys than queries its causal mask lies at the bottom right, which is what `Block.causal`
-    says.
+    """Call FlashAttention-2 over running lengths, the kernels inside torch (no package needed).
+
+    With more keys than queries its causal mask lies at the bottom right, which is what
+    `Block.causal` says.
     """
-    q, k, v, lengths, named = _flash_inputs(q, k, v, block, options)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *lengths, 0.0, block.causal, False, **named
+        _pairs(q, block.rows),
+        _pairs(k, block.key_rows),
+        _pairs(v, block.key_rows),
+        block.cu_queries,
+        block.cu_keys,
+        *block.longest,
+        0.0,
+        block.causal,
+        False,
+        **_flash_options(block, options),
     )
     return out, lse.t()
 
 
 def _flash_backward(
-    gradients: tuple[Tensor, Tensor, Tensor],
+    gradients: Sequence[Tensor],
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -285,28 +315,26 @@ def _flash_backward(
     block: Block,
     options: Options,
 ) -> None:
-    dout, out, lse = (
-        x if block.rows is None else x.index_select(0, block.rows) for x in (dout, out, lse)
-    )
-    q, k, v, lengths, named = _flash_inputs(q, k, v, block, options)
-    no_dropout = (
-        torch.zeros(2, dtype=torch.uint64, device=q.device),
-        torch.empty(0, device=q.device),
-    )
-    grads = torch.ops.aten._flash_attention_backward(
-        dout.contiguous(),
-        q,
-        k,
-        v,
-        out.contiguous(),
-        lse.t().contiguous(),
-        *lengths,
+    block_gradients = torch.ops.aten._flash_attention_backward(
+        _pairs(dout, block.rows),
+        _pairs(q, block.rows),
+        _pairs(k, block.key_rows),
+        _pairs(v, block.key_rows),
+        _pairs(out, block.rows),
+        _pairs(lse.t(), block.rows, 1),
+        block.cu_queries,
+        block.cu_keys,
+        *block.longest,
         0.0,
         block.causal,
-        *no_dropout,
-        **named,
+        # The random state of a dropout that there is not.
+        torch.zeros(2, dtype=torch.uint64, device=q.device),
+        torch.empty(0, device=q.device),
+        **_flash_options(block, options),
     )
-    for into, rows, grad in zip(
-        gradients, (block.rows, block.key_rows, block.key_rows), grads, strict=True
-    ):
-        _add(into, grad, rows, 0)
+    rows_of = (block.rows, block.key_rows, block.key_rows)
+    for total, rows, gradient in zip(gradients, rows_of, block_gradients, strict=True):
+        if rows is None:
+            total.add_(gradient)
+        else:
+            total.index_add_(0, rows, gradient.to(total.dtype))

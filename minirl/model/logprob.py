@@ -1,5 +1,6 @@
-"""Log-probs and entropy straight from hidden states: chunk by chunk, never a whole [T, vocabulary]
-tensor.
+"""Log-probs and entropy straight from hidden states, chunk by chunk.
+
+There is never a whole [T, vocabulary] tensor.
 """
 
 import torch
@@ -19,19 +20,24 @@ def logprob_entropy(
     entropy_gradient: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of `targets` and entropy of the distribution softmax(hidden @ weight.T /
-    temperature).
+    """Return log-probs of `targets` and entropies of softmax(hidden @ weight.T / temperature).
 
-    With a softcap c (Gemma 2, arXiv 2408.00118, section 2) the logits are c * tanh(hidden @
-    weight.T / c) before the temperature.
+    Backward computes the logits again instead of keeping them, except those of the last chunk, with
+    which it begins: they are alive then in any case.
 
-    hidden [N, H], weight [V, H], targets int64 [N] -> two tensors [N], float32 (float64 for float64
-    inputs). The entropy carries a gradient only if asked. Backward computes the logits again
-    instead of keeping them, but for the last chunk's, with which it begins: they are alive then in
-    any case.
+    Args:
+        hidden: [N, H]; equal on all ranks of a `group`, as its gradient then is.
+        weight: [V, H]; with a `group` this rank's part of the vocabulary, V / ranks rows in rank
+            order. Logits are never gathered.
+        targets: int64 [N].
+        temperature: what logits are divided by.
+        softcap: c of logits c * tanh(hidden @ weight.T / c), before the temperature (Gemma 2, arXiv
+            2408.00118, section 2).
+        entropy_gradient: whether the entropies carry a gradient.
+        group: the ranks that hold parts of the vocabulary.
 
-    With a `group`, `weight` is this rank's part of the vocabulary (V / ranks rows, in rank order)
-    and `hidden` is equal on all ranks, as is then its gradient; logits are never gathered.
+    Returns:
+        Log-probs [N] and entropies [N], float32 (float64 for float64 inputs).
     """
     return _LogprobEntropy.apply(
         hidden, weight, targets, temperature, softcap, entropy_gradient, group
@@ -40,30 +46,33 @@ def logprob_entropy(
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None) -> Tensor:
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
-        logits = torch.mm(
-            hidden, weight.t(), out_dtype=torch.float32
-        )  # rounding logits to bf16 costs 3 digits of log-prob
+        # Rounding logits to bfloat16 would cost 3 digits of log-prob.
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
         logits = torch.mm(hidden, weight.t())
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if logits.dtype != torch.float64:
+        logits = logits.float()
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
 def _logsumexp(z: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Over all columns on all ranks, [N]."""
-    own = torch.logsumexp(z, dim=1)
+    """Return the log-sum-exp over all columns on all ranks, [N]."""
+    local = torch.logsumexp(z, dim=1)
     if group is None:
-        return own
-    of_ranks = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(of_ranks, own, group=group)
-    return torch.stack(of_ranks).logsumexp(0)
+        return local
+    gathered = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(gathered, local, group=group)
+    return torch.stack(gathered).logsumexp(0)
 
 
 class _LogprobEntropy(torch.autograd.Function):
-    """With z the logits over temperature, p = softmax(z): d logp_y / dz = onehot_y - p;  dH / dz =
-    -p (z - sum(p z)).
+    """Log-probs and entropies with their gradients.
+
+    With z the logits over temperature and p = softmax(z):
+
+        d logp_y / dz = onehot_y - p;  dH / dz = -p (z - sum(p z)).
 
     A softcap c multiplies the gradient by 1 - tanh^2 = 1 - (z temperature / c)^2.
     """
@@ -85,27 +94,28 @@ class _LogprobEntropy(torch.autograd.Function):
         targets = targets.masked_fill(ctx.elsewhere, 0)
         ctx.chunk = max(16, CHUNK_ELEMENTS // weight.shape[0])
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        ctx.kept = None
-        logprobs, log_sum, mean = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))
+        logprobs = hidden.new_empty(len(hidden), dtype=wide)
+        log_sum = torch.empty_like(logprobs)
+        mean = torch.empty_like(logprobs)  # sum(p z)
+        ctx.last_chunk = None
         for start in range(0, len(hidden), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            z = p = ctx.kept = None  # their memory first
-            z = _logits(hidden[part], weight, temperature, softcap)
-            log_sum[part] = _logsumexp(z, group)
-            picked = z.gather(1, targets[part, None])[:, 0].masked_fill(ctx.elsewhere[part], 0)
-            p = (z - log_sum[part, None]).exp_()
-            ctx.kept = z, p
-            sums = torch.stack([picked, torch.linalg.vecdot(p, z)])
+            rows = slice(start, start + ctx.chunk)
+            z = p = ctx.last_chunk = None  # frees one chunk before the next is computed
+            z = _logits(hidden[rows], weight, temperature, softcap)
+            log_sum[rows] = _logsumexp(z, group)
+            target_z = z.gather(1, targets[rows, None])[:, 0].masked_fill(ctx.elsewhere[rows], 0)
+            p = (z - log_sum[rows, None]).exp_()
+            ctx.last_chunk = z, p
+            sums = torch.stack([target_z, torch.linalg.vecdot(p, z)])
             if group is not None:
                 dist.all_reduce(sums, group=group)
-            logprobs[part], mean[part] = sums[0] - log_sum[part], sums[1]
+            logprobs[rows] = sums[0] - log_sum[rows]
+            mean[rows] = sums[1]
         ctx.save_for_backward(hidden, weight, targets, log_sum, mean)
-        ctx.temperature, ctx.softcap, ctx.entropy_gradient, ctx.group = (
-            temperature,
-            softcap,
-            entropy_gradient,
-            group,
-        )
+        ctx.temperature = temperature
+        ctx.softcap = softcap
+        ctx.entropy_gradient = entropy_gradient
+        ctx.group = group
         entropy = log_sum - mean
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -115,29 +125,28 @@ class _LogprobEntropy(torch.autograd.Function):
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_sum, mean = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(
-            weight, dtype=log_sum.dtype
-        )  # summed over chunks, so never in bf16
-        kept, ctx.kept = ctx.kept, None  # a second backward computes all
+        # Summed over chunks, so never in bfloat16.
+        grad_weight = torch.zeros_like(weight, dtype=log_sum.dtype)
+        chunk = ctx.last_chunk
+        ctx.last_chunk = None  # a second backward computes all
         for start in reversed(range(0, len(hidden), ctx.chunk)):
-            part = slice(start, start + ctx.chunk)
-            if kept is None:
-                z = _logits(hidden[part], weight, ctx.temperature, ctx.softcap)
-                kept = z, (z - log_sum[part, None]).exp_()
-            (z, p), kept = kept, None
-            grad = torch.mul(p, -grad_logprobs[part, None], out=None if ctx.entropy_gradient else p)
-            grad.scatter_add_(
-                1,
-                targets[part, None],
-                grad_logprobs[part].masked_fill(ctx.elsewhere[part], 0)[:, None],
-            )
+            rows = slice(start, start + ctx.chunk)
+            if chunk is None:
+                z = _logits(hidden[rows], weight, ctx.temperature, ctx.softcap)
+                p = (z - log_sum[rows, None]).exp_()
+            else:
+                z, p = chunk
+                chunk = None
+            grad = torch.mul(p, -grad_logprobs[rows, None], out=None if ctx.entropy_gradient else p)
+            grad_targets = grad_logprobs[rows].masked_fill(ctx.elsewhere[rows], 0)
+            grad.scatter_add_(1, targets[rows, None], grad_targets[:, None])
             if ctx.entropy_gradient:
-                grad.addcmul_(p * (z - mean[part, None]), grad_entropy[part, None], value=-1)
+                grad.addcmul_(p * (z - mean[rows, None]), grad_entropy[rows, None], value=-1)
             if ctx.softcap is not None:
                 grad.mul_(1 - (z * (ctx.temperature / ctx.softcap)).square_())
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
-            torch.mm(grad, weight, out=grad_hidden[part])
-            grad_weight += torch.mm(grad.t(), hidden[part])
+            torch.mm(grad, weight, out=grad_hidden[rows])
+            grad_weight += torch.mm(grad.t(), hidden[rows])
         if ctx.group is not None:
             dist.all_reduce(grad_hidden, group=ctx.group)
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None

@@ -1,6 +1,7 @@
-"""The door to ring-flash-attn, whose zigzag layout is this house's own: its kernels take the place
-of those of `attention.Attention` around a ring on CUDA if the package is installed (extra
-`ring`).
+"""The door to ring-flash-attn, whose zigzag layout is the one of `parallel/context.py`.
+
+If the package is installed (extra `ring`), its kernels take the place of those of
+`attention.Attention` around a ring on CUDA.
 """
 
 import functools
@@ -18,35 +19,51 @@ from minirl.parallel.mesh import Context
 
 @functools.cache
 def _function() -> Callable | None:
-    """Its `zigzag_ring_flash_attn_varlen_func`, or None without the package or flash-attn."""
-    found = importlib.util.find_spec("ring_flash_attn")
-    if found is None or importlib.util.find_spec("flash_attn") is None:
+    """Return its `zigzag_ring_flash_attn_varlen_func`, None without the package or flash-attn."""
+    spec = importlib.util.find_spec("ring_flash_attn")
+    if spec is None or importlib.util.find_spec("flash_attn") is None:
         return None
-    if (
-        "ring_flash_attn" not in sys.modules
-    ):  # its __init__ patches names of transformers that are gone, and only the adapter needs them
+    # Its __init__ patches names of transformers that are gone, and only its adapter needs them. So
+    # an empty package stands in for it.
+    if "ring_flash_attn" not in sys.modules:
         package = types.ModuleType("ring_flash_attn")
-        package.__path__ = found.submodule_search_locations
+        package.__path__ = spec.submodule_search_locations or []
         sys.modules["ring_flash_attn"] = package
-    return importlib.import_module(
-        "ring_flash_attn.zigzag_ring_flash_attn_varlen"
-    ).zigzag_ring_flash_attn_varlen_func
+    module = importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn_varlen")
+    return module.zigzag_ring_flash_attn_varlen_func
 
 
 def available(q: Tensor) -> bool:
+    """Return whether `ring` works for such queries."""
     return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and _function() is not None
 
 
-def ring(q: Tensor, k: Tensor, v: Tensor, own: Block, scale: float, context: Context) -> Tensor:
-    """`own`: the block of a rank's own rows, whose lengths are all that the package wants. bfloat16
-    only: its float32 backward is wrong.
+def ring(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, context: Context) -> Tensor:
+    """Attend around a ring of ranks; not in float32, where its backward is wrong.
+
+    Args:
+        q: queries [T, H, D].
+        k: keys [T, Hkv, D].
+        v: values [T, Hkv, D].
+        block: of this rank's own rows, whose lengths are all that the package wants.
+        scale: factor of the scores.
+        context: the ring.
+
+    Returns:
+        The output [T, H, D].
+
+    Raises:
+        ModuleNotFoundError: the package is not installed.
     """
-    return _function()(
+    function = _function()
+    if function is None:
+        raise ModuleNotFoundError("ring-flash-attn is not installed: pip install minirl[ring]")
+    return function(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
-        own.cu_queries,
-        own.longest[0],
+        block.cu_queries,
+        block.longest[0],
         softmax_scale=scale,
         causal=True,
         group=context.group,

@@ -1,10 +1,9 @@
-"""Context parallelism: which rows of a sequence each rank holds, and how keys and values get from
-one to another.
+"""Context parallelism: which rows of a sequence each rank holds, and how keys and values travel.
 
-A sequence is cut into 2R chunks for R ranks, and rank r holds the chunks r and 2R - 1 - r (in
+A sequence is cut into 2R chunks for R ranks, and rank r holds the chunks r and 2R - 1 - r (a
 zigzag; Llama 3, arXiv 2407.21783, sec. 3.3.2), so that causal attention costs every rank the same.
 Only attention looks beyond a rank's rows; everything else in a model works token by token. Losses
-are sums over a rank's own rows, and FSDP, whose shards run over the context ranks too, adds their
+are sums over a rank's rows, and FSDP, whose shards run over the context ranks too, adds their
 gradients.
 """
 
@@ -15,30 +14,46 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from minirl.parallel.mesh import Context
-from minirl.parallel.tensor import move
+from minirl.parallel.redistribute import move
 
 
 def padded(num_rows: int, context: Context | None) -> int:
-    """Rows of a sequence after padding to whole chunks."""
-    return num_rows if context is None else -(-num_rows // (2 * context.size)) * 2 * context.size
+    """Return the number of rows of a sequence after padding to whole chunks."""
+    if context is None:
+        return num_rows
+    num_chunks = 2 * context.size
+    return -(-num_rows // num_chunks) * num_chunks
 
 
 def chunks(num_rows: int, context: Context | None, rank: int | None = None) -> list[np.ndarray]:
-    """The rows of a sequence that this rank (or another) holds, as one piece or two."""
+    """Return the rows of a sequence that a rank holds, as one array or two.
+
+    Args:
+        num_rows: rows of the sequence, before padding.
+        context: the ranks that share it; None: all rows are on this rank.
+        rank: whose rows; None: this rank's.
+    """
     if context is None:
         return [np.arange(num_rows)]
-    rank, rows = (
-        context.rank if rank is None else rank,
-        np.split(np.arange(padded(num_rows, context)), 2 * context.size),
-    )
+    if rank is None:
+        rank = context.rank
+    rows = np.split(np.arange(padded(num_rows, context)), 2 * context.size)
     return [rows[rank], rows[-1 - rank]]
 
 
 def gathered_positions(
     num_rows: int, start: int, rows_per_rank: int, context: Context | None
 ) -> np.ndarray:
-    """Where the rows of a sequence are in the gathered rows of all ranks; on a rank it begins at
-    row `start` of `rows_per_rank`.
+    """Return where each row of a sequence is in the gathered rows of all ranks.
+
+    Args:
+        num_rows: rows of the sequence, before padding.
+        start: the row of a rank at which the sequence begins, the same on every rank.
+        rows_per_rank: rows of all sequences on a rank.
+        context: the ranks that share the sequence.
+
+    Returns:
+        int64 [rows after padding].
     """
     out = np.empty(padded(num_rows, context), np.int64)
     for rank in range(context.size if context else 1):
@@ -48,37 +63,37 @@ def gathered_positions(
 
 
 def gather_keys(k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-    """[T, Hkv, D] -> [R T, Hkv, D]: those of all ranks by one collective, whose backward is a
-    reduce-scatter.
+    """Return keys and values of all ranks, [T, Hkv, D] -> [R T, Hkv, D], by one collective.
+
+    Its backward is a reduce-scatter.
     """
-    return move(
-        torch.stack([k, v], dim=1), context.group, Shard(0), Replicate(), grad=Partial()
-    ).unbind(1)
+    both = torch.stack([k, v], dim=1)
+    keys, values = move(both, context.group, Shard(0), Replicate(), grad=Partial()).unbind(1)
+    return keys, values
 
 
 class RingTransfer:
-    """Send tensors to the next rank of the ring and get the previous one's; `wait` returns them."""
+    """Tensors on their way to the next rank of the ring, while the previous rank's arrive."""
 
     def __init__(self, tensors: list[Tensor], context: Context):
-        self._sent = [t.contiguous() for t in tensors]  # kept until they are there
+        """Begin to send `tensors`, and to receive as many of the same shapes."""
+        previous = (context.rank - 1) % context.size
+        following = (context.rank + 1) % context.size
+        self._sent = [t.contiguous() for t in tensors]  # kept until they have arrived
         self._received = [torch.empty_like(t) for t in self._sent]
-
-        def only(rank: int, rows: int) -> list[int]:
-            return [rows if r == rank % context.size else 0 for r in range(context.size)]
-
-        self._works = [
-            dist.all_to_all_single(
-                into,
-                out,
-                only(context.rank - 1, len(out)),
-                only(context.rank + 1, len(out)),
-                group=context.group,
-                async_op=True,
+        self._works = []
+        for sent, received in zip(self._sent, self._received, strict=True):
+            num_received = [0] * context.size
+            num_received[previous] = len(sent)
+            num_sent = [0] * context.size
+            num_sent[following] = len(sent)
+            work = dist.all_to_all_single(
+                received, sent, num_received, num_sent, context.group, async_op=True
             )
-            for out, into in zip(self._sent, self._received, strict=True)
-        ]
+            self._works.append(work)
 
     def wait(self) -> list[Tensor]:
+        """Wait for the previous rank's tensors, and return them."""
         for work in self._works:
             work.wait()
         return self._received

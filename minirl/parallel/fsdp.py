@@ -1,10 +1,7 @@
-"""FSDP2 as this house uses it: plain SUM of gradients, fp32 masters, storages that can leave the
-device and come back.
-"""
+"""FSDP2 as minirl uses it: gradients are summed, masters are float32, storages can be offloaded."""
 
-import functools
-import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,6 +19,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from minirl.parallel.regions import Region
 
+# Storages that are on the host at present, each with its bytes there.
+HostCopies = list[tuple[torch.UntypedStorage, Tensor]]
+
 
 def shard(
     model: nn.Module,
@@ -33,64 +33,67 @@ def shard(
     reshard_after_forward: bool,
     cpu_offload: bool = False,
 ) -> None:
-    """Shard each layer, then the root with what remains (embedding, last norm and head: tied
-    weights are in one group).
+    """Shard each layer, then the root with what remains.
 
+    What remains are the embedding, the last norm and the head: tied weights are in one group.
     Gradients are summed, not averaged: losses are divided by global counts (algo/normalize.py), so
-    averaging would put the number of ranks into the result. A world of one is sharded too: one code
-    path.
-    cpu_offload: shards and their gradients live on the host; a layer visits the device while it
-    computes.
+    averaging would put the number of ranks into the result. A world of one is sharded too, so that
+    there is one code path.
+
+    Args:
+        model: the whole model.
+        layers: its modules that are gathered one at a time.
+        mesh: 1-D or 2-D; shards over the last axis, replicates over the first of two.
+        compute_dtype: dtype of the gathered parameters and of activations.
+        reduce_dtype: dtype in which gradients are reduced over ranks.
+        reshard_after_forward: free a layer's gathered parameters until its backward.
+        cpu_offload: shards and their gradients live on the host, and a layer is on the device only
+            while it computes.
     """
     # Inputs stay as they are: some families keep rotary embeddings in float32, and torch 2.11 would
     # cast them in forward, not in the recomputation.
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    offload = (
-        CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    )
+    if cpu_offload:
+        offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    else:
+        offload = OffloadPolicy()
     ranks = mesh.size(-1)
 
     def placement(p: nn.Parameter) -> Shard | None:
-        """Fused experts [E, rows, columns] by rows where there are more ranks than experts, which
-        would leave ranks without any.
+        """Shard fused experts [E, rows, columns] by rows if there are more ranks than experts.
+
+        Sharding them by experts, the default, would leave ranks without any.
         """
         by_rows = p.ndim == 3 and local(p).shape[0] < ranks and p.shape[1] % ranks == 0
         return Shard(1) if by_rows else None
 
+    wrap = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for layer in layers:
-        fully_shard(
-            layer,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=placement,
-        )
-    fully_shard(
-        model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False
-    )  # used at both ends of the forward
+        wrap(layer, reshard_after_forward=reshard_after_forward, shard_placement_fn=placement)
+    wrap(model, reshard_after_forward=False)  # used at both ends of the forward
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
-def local(t: Tensor | None, *, partial: bool = False) -> Tensor | None:
-    """This rank's tensor. `partial`: this rank sees only part of the contributions to its gradient,
-    which FSDP then sums once, after the last micro-batch (a hook on `.grad` would sum again at
-    each).
+def local(t: Tensor, *, partial: bool = False) -> Tensor:
+    """Return this rank's tensor, which is `t` itself if that is no DTensor.
+
+    Args:
+        t: a parameter, gradient or state.
+        partial: this rank sees only a part of the contributions to the gradient of `t`. FSDP then
+            sums them once, after the last micro-batch (a hook on `.grad` would sum again at each).
     """
-    return (
-        t.to_local(grad_placements=[Partial()] if partial else None)
-        if isinstance(t, DTensor)
-        else t
-    )
+    if not isinstance(t, DTensor):
+        return t
+    return t.to_local(grad_placements=[Partial()] if partial else None)
 
 
 def local_region(t: Tensor) -> Region:
-    """(offset, shape) of this rank's block in the coordinates of the whole tensor."""
+    """Return the region of this rank's block in the whole tensor."""
     if not isinstance(t, DTensor):
         return Region((0,) * t.ndim, tuple(t.shape))
     shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
@@ -98,35 +101,42 @@ def local_region(t: Tensor) -> Region:
 
 
 def num_copies(t: Tensor) -> int:
-    """Ranks that hold the same block of a tensor."""
+    """Return the number of ranks that hold the same block of a tensor."""
     if not isinstance(t, DTensor):
         return 1
-    return math.prod(
-        t.device_mesh.size(axis)
-        for axis, placement in enumerate(t.placements)
-        if placement.is_replicate()
-    )
+    copies = 1
+    for axis, placement in enumerate(t.placements):
+        if placement.is_replicate():
+            copies *= t.device_mesh.size(axis)
+    return copies
 
 
 @torch.no_grad()
 def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> float:
-    """Global 2-norm of the sharded gradients by one scalar all-reduce; scales them down to
-    `max_norm` if it is not 0.
+    """Return the global 2-norm of the sharded gradients, which it scales down to `max_norm`.
 
-    torch's own works only while all parameters live on one mesh, and reduces once per parameter
-    group.
+    It takes one all-reduce of a scalar. torch's own works only while all parameters live on one
+    mesh, and reduces once per parameter group.
+
+    Args:
+        parameters: on any meshes; those without a gradient are left out.
+        max_norm: 0: scale nothing.
+
+    Returns:
+        The norm before scaling.
     """
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     copies = [num_copies(p) for p in parameters if p.grad is not None]
-    wide = torch.float64 if grads[0].device.type == "cpu" else torch.float32
-    norms = [
-        n.to(wide).square() / c
-        for n, c, g in zip(torch._foreach_norm(grads), copies, grads, strict=True)
-        if g.numel()
-    ]
-    total = (
-        torch.stack(norms).sum() if norms else torch.zeros((), dtype=wide, device=grads[0].device)
-    )
+    device = grads[0].device
+    wide = torch.float64 if device.type == "cpu" else torch.float32
+    squares = []
+    for grad, local_norm, num in zip(grads, torch._foreach_norm(grads), copies, strict=True):
+        if grad.numel():
+            squares.append(local_norm.to(wide).square() / num)
+    if squares:
+        total = torch.stack(squares).sum()
+    else:
+        total = torch.zeros((), dtype=wide, device=device)
     dist.all_reduce(total)
     norm = total.sqrt().item()
     if max_norm and norm > max_norm:
@@ -135,77 +145,84 @@ def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> float:
 
 
 class Sleeper:
-    """Moves storages to host memory and back without changing any tensor object, so FSDP, optimizer
-    and views stay valid.
+    """Offloads storages to host memory and reloads them.
 
-    `active` is off without CUDA, where there is no other memory to move to; then all its verbs do
-    nothing.
+    No tensor object changes, so FSDP, optimizer and views stay valid.
     """
 
     def __init__(self, model: nn.Module, optimizer_state: Callable[[], list[Tensor]]):
-        self.model, self.optimizer_state, self.active = (
-            model,
-            optimizer_state,
-            torch.cuda.is_available(),
-        )
-        self._away: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {
-            "optimizer": [],
-            "parameters": [],
-        }
+        """Remember what to offload.
 
-    @torch.no_grad()
-    def _offload(self, kind: str, tensors: list[Tensor]) -> int:
-        # With CPU offload shards are on the host already.
-        on_device = [
-            t.untyped_storage()
-            for t in tensors
-            if self.active and (t.is_cuda or not torch.cuda.is_available())
-        ]
-        storages = {
-            storage.data_ptr(): storage for storage in on_device if storage.nbytes()
-        }.values()
-        leaving = [
-            (storage, torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda))
-            for storage in storages
-        ]
-        for storage, host in leaving:
-            host.copy_(_bytes(storage), non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        for storage, _ in leaving:
-            storage.resize_(0)
-        torch.cuda.empty_cache()  # which does nothing without CUDA
-        self._away[kind] += leaving
-        return sum(host.numel() for _, host in leaving)
+        Args:
+            model: the sharded model.
+            optimizer_state: returns the local tensors of the optimizer's state.
+        """
+        self.model = model
+        self.optimizer_state = optimizer_state
+        # Without CUDA there is no other memory to move to, and nothing is offloaded.
+        self.active = torch.cuda.is_available()
+        self._state_on_host: HostCopies = []
+        self._parameters_on_host: HostCopies = []
 
     def sleep_optimizer(self) -> int:
-        """Returns the bytes moved, like the next one."""
-        return self._offload("optimizer", self.optimizer_state())
+        """Offload the optimizer's state, and return the bytes moved."""
+        return self._offload(self.optimizer_state(), self._state_on_host)
 
     def sleep_parameters(self) -> int:
+        """Offload the parameters, and return the bytes moved."""
         for module in self.model.modules():
             if self.active and isinstance(module, FSDPModule):
                 module.reshard()  # the root stays gathered after a forward
-        return self._offload("parameters", [local(p) for p in self.model.parameters()])
+        shards = [local(p) for p in self.model.parameters()]
+        return self._offload(shards, self._parameters_on_host)
 
     def sleep(self) -> None:
+        """Offload the optimizer's state and the parameters."""
         self.sleep_optimizer()
         self.sleep_parameters()
 
+    def wake_optimizer(self) -> None:
+        """Reload the optimizer's state, if it is offloaded."""
+        self._reload(self._state_on_host)
+
+    def wake_parameters(self) -> None:
+        """Reload the parameters, if they are offloaded."""
+        self._reload(self._parameters_on_host)
+
     @torch.no_grad()
-    def _reload(self, kind: str) -> None:
-        for storage, host in self._away[kind]:
+    def _offload(self, tensors: list[Tensor], on_host: HostCopies) -> int:
+        if not self.active:
+            return 0
+        on_cuda = torch.cuda.is_available()
+        storages: dict[int, torch.UntypedStorage] = {}  # by address, as views share theirs
+        for t in tensors:
+            storage = t.untyped_storage()
+            # With CPU offload the shards are on the host already.
+            if storage.nbytes() and (t.is_cuda or not on_cuda):
+                storages[storage.data_ptr()] = storage
+        num_bytes = 0
+        for storage in storages.values():
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
+            host.copy_(_bytes(storage), non_blocking=True)
+            on_host.append((storage, host))
+            num_bytes += host.numel()
+        if on_cuda:
+            torch.cuda.synchronize()
+        for storage in storages.values():
+            storage.resize_(0)
+        torch.cuda.empty_cache()  # which does nothing without CUDA
+        return num_bytes
+
+    @torch.no_grad()
+    def _reload(self, on_host: HostCopies) -> None:
+        for storage, host in on_host:
             storage.resize_(host.numel())
             _bytes(storage).copy_(host, non_blocking=True)
-        if self._away[kind] and torch.cuda.is_available():
+        if on_host and torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._away[kind].clear()
-
-    wake_optimizer, wake_parameters = (
-        functools.partialmethod(_reload, "optimizer"),
-        functools.partialmethod(_reload, "parameters"),
-    )
+        on_host.clear()
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    """Return all bytes of a storage as a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,7 +1,6 @@
-"""The process group, the one DeviceMesh, and the small host-side collectives."""
+"""The process group, the one DeviceMesh, and the small collectives between hosts."""
 
 import ctypes
-import functools
 import logging
 import os
 from dataclasses import dataclass
@@ -15,93 +14,102 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from minirl.config.shared import ParallelConfig
 from minirl.config.validate import validate_parallel
 
-# Their names from torch 2.13 on; 2.11 has only the older ones.
-all_gather_single = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+try:
+    all_gather_single = dist.all_gather_single
+    reduce_scatter_single = dist.reduce_scatter_single
+except AttributeError:  # torch 2.11 has only their older names
+    all_gather_single = dist.all_gather_into_tensor
+    reduce_scatter_single = dist.reduce_scatter_tensor
+
+# Options of mallopt, from glibc's malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
 
 
 @dataclass(frozen=True)
 class Context:
-    """The ranks that hold parts of the same sequences (context parallelism), and how their
-    attention meets the others' keys.
-    """
+    """The ranks that hold parts of the same sequences, for context parallelism."""
 
     group: ProcessGroup
     rank: int
     size: int
-    ring: bool = (
-        False  # Keys travel from rank to rank; False: every rank gathers them all, layer by layer.
-    )
+    # Keys travel from rank to rank; False: every rank gathers them all, layer by layer.
+    ring: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Who I am among the ranks, and how to talk to them. Axes from the outside in: dp_replicate,
-    dp_shard, cp, tp; the last one counts fastest, so that the ranks that talk most are
-    neighbours.
+    """This rank's place among all ranks, and how it talks to them.
+
+    The axes, from the outermost in: dp_replicate, dp_shard, cp, tp. The last one counts fastest, so
+    the ranks that talk most are neighbours.
     """
 
     rank: int
     world_size: int
     device: torch.device
-    # 1-D (dp_shard x cp) or 2-D (dp_replicate, dp_shard x cp): FSDP shards over the last axis and
+    # 1-D (dp_shard x cp) or 2-D (dp_replicate, dp_shard x cp). FSDP shards over the last axis and
     # replicates over the first.
     fsdp: DeviceMesh
-    context: (
-        Context | None
-    )  # The ranks that hold parts of the same sequences; None if each sequence is on one.
+    # The ranks that hold parts of the same sequences; None if each sequence is on one rank.
+    context: Context | None
     # 1-D (tp): consecutive ranks that hold parts of each matrix and work on the same data.
     tensor: DeviceMesh
-    # gloo twin of the world for numpy arrays and counters, so that they never pass the accelerator.
-    host_group: dist.ProcessGroup
+    # A gloo twin of the world for numpy arrays and counters, which then never pass the accelerator.
+    host_group: ProcessGroup
     store: dist.Store
 
     @property
     def context_size(self) -> int:
+        """Return the number of ranks that share a sequence."""
         return self.context.size if self.context else 1
 
     @property
     def num_copies(self) -> int:
-        """Ranks that work on the same sequences; consecutive."""
+        """Return the number of ranks, all consecutive, that work on the same sequences."""
         return self.context_size * self.tensor.size()
 
     @property
     def data_size(self) -> int:
-        """Parts into which sequences are divided."""
+        """Return the number of parts that a batch's sequences are divided into."""
         return self.world_size // self.num_copies
 
-    def sums(self, values: torch.Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Add a CPU tensor over all ranks."""
-        dist.all_reduce(values, op=op, group=self.host_group)
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Add a CPU tensor over all ranks, in place, and return it."""
+        dist.all_reduce(values, group=self.host_group)
         return values
 
-    maxima = functools.partialmethod(sums, op=dist.ReduceOp.MAX)
+    def maxima(self, values: torch.Tensor) -> torch.Tensor:
+        """Take the elementwise maximum of a CPU tensor over all ranks, in place, and return it."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, self.host_group)
+        return values
 
     def data_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Add a CPU tensor of counts of this rank's tokens, each token once: tensor-parallel ranks
-        have the same.
+        """Add a CPU tensor of counts of this rank's tokens over all ranks, each token once.
+
+        Tensor-parallel ranks count the same tokens; context-parallel ones do not.
         """
         return self.sums(values) / self.tensor.size()
 
     def gather(self, value: object) -> list:
-        """A small picklable value of every rank, in rank order."""
-        out = [None] * self.world_size
+        """Return a small picklable value of every rank, in rank order."""
+        out: list = [None] * self.world_size
         dist.all_gather_object(out, value, group=self.host_group)
         return out
 
-    def all_to_all(self, boxes: list[bytes]) -> list[bytes]:
-        """One for each rank -> one of each rank."""
-        sizes = self.gather([len(box) for box in boxes])
-        arriving = [of_one[self.rank] for of_one in sizes]
-        out, into = (
-            torch.frombuffer(bytearray(b"".join(boxes)), dtype=torch.uint8),
-            torch.empty(sum(arriving), dtype=torch.uint8),
+    def all_to_all(self, messages: list[bytes]) -> list[bytes]:
+        """Send a message to each rank, and return the one from each rank, both in rank order."""
+        sizes = self.gather([len(message) for message in messages])  # [sender][receiver]
+        num_received = [row[self.rank] for row in sizes]
+        sent = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.uint8)
+        received = torch.empty(sum(num_received), dtype=torch.uint8)
+        dist.all_to_all_single(
+            received, sent, num_received, sizes[self.rank], group=self.host_group
         )
-        dist.all_to_all_single(into, out, arriving, sizes[self.rank], group=self.host_group)
-        return [part.numpy().tobytes() for part in into.split(arriving)]
+        return [part.numpy().tobytes() for part in received.split(num_received)]
 
     def barrier(self) -> None:
+        """Wait until all ranks are here."""
         dist.barrier(group=self.host_group)
 
 
@@ -109,6 +117,10 @@ def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = 
     """Join the ranks that torchrun started; without torchrun, be a world of one.
 
     CUDA ranks get NCCL for device tensors and gloo for host ones. vLLM reuses this default group.
+
+    Args:
+        timeout_minutes: how long a collective may wait for the other ranks.
+        parallel: sizes of the mesh's axes; None: all ranks are data-parallel.
     """
     if "RANK" not in os.environ:
         os.environ.update(
@@ -117,68 +129,78 @@ def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = 
             LOCAL_RANK="0",
             LOCAL_WORLD_SIZE="1",
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT="0",
-        )  # a free one
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        # Keep freed memory: by default glibc returns buffers of this size to the system, and page
-        # faults cost a tenth of a step.
-        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)):
-            ctypes.CDLL(None).mallopt(option, value)
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+            MASTER_PORT="0",  # any free one
+        )
     timeout = timedelta(minutes=timeout_minutes)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device = torch.device("cpu")
+        _tune_cpu()
+        backend = "gloo"
+    dist.init_process_group(backend, timeout=timeout)
     return make_mesh(device, parallel, timeout)
+
+
+def _tune_cpu() -> None:
+    """Keep freed memory in the process, and share the cores among the ranks of this machine."""
+    # By default glibc returns buffers of this size to the system, and page faults cost a tenth of a
+    # step.
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
 
 def make_mesh(
     device: torch.device, parallel: ParallelConfig | None = None, timeout: timedelta | None = None
 ) -> Mesh:
-    """The mesh over an initialised default process group. Raises UserError if its axes do not
-    multiply to the world's size.
+    """Make the mesh over an initialised default process group.
+
+    Raises:
+        UserError: the axes do not multiply to the size of the world.
     """
     parallel = parallel or ParallelConfig()
-    world, rank = dist.get_world_size(), dist.get_rank()
-    validate_parallel(parallel, world)
-    replicate, context, tensor = parallel.replicate, parallel.context, parallel.tensor
+    world_size = dist.get_world_size()
+    validate_parallel(parallel, world_size)
     # FSDP over tensor parallelism gathers in an order that torch's redistribution finds worth a
     # warning per rank and shape.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # To parameters the context axis is more of dp_shard. One axis for both, because torch
     # deprecates slices with a flattened axis in them.
+    fsdp_axes = ("dp_replicate", "dp_shard_cp") if parallel.replicate > 1 else "dp_shard_cp"
+    num_shards = world_size // (parallel.replicate * parallel.tensor)
     whole = init_device_mesh(
         device.type,
-        (replicate, world // (replicate * tensor), tensor),
+        (parallel.replicate, num_shards, parallel.tensor),
         mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"),
     )
-    fsdp = whole["dp_replicate", "dp_shard_cp"] if replicate > 1 else whole["dp_shard_cp"]
-    host_group = (
-        dist.new_group(backend="gloo", timeout=timeout)
-        if device.type == "cuda"
-        else dist.group.WORLD
-    )
-    cp = None
-    if context > 1:
-        parts = [
-            [first + i * tensor for i in range(context)]
-            for start in range(0, world, context * tensor)
-            for first in range(start, start + tensor)
-        ]
-        members, _ = dist.new_subgroups_by_enumeration(parts, timeout=timeout)
-        cp = Context(
-            members, dist.get_rank(members), context, ring=parallel.context_engine == "ring"
-        )
+    if device.type == "cuda":
+        host_group = dist.new_group(backend="gloo", timeout=timeout)
+    else:
+        host_group = dist.distributed_c10d._get_default_group()
     return Mesh(
-        rank=rank,
-        world_size=world,
+        rank=dist.get_rank(),
+        world_size=world_size,
         device=device,
-        fsdp=fsdp,
-        context=cp,
+        fsdp=whole[fsdp_axes],
+        context=_make_context(parallel, timeout),
         tensor=whole["tp"],
         host_group=host_group,
         store=dist.distributed_c10d._get_default_store(),
+    )
+
+
+def _make_context(parallel: ParallelConfig, timeout: timedelta | None) -> Context | None:
+    if parallel.context == 1:
+        return None
+    # Ranks are numbered [others, context, tensor]: those of a context are `tensor` apart.
+    ranks = torch.arange(dist.get_world_size()).view(-1, parallel.context, parallel.tensor)
+    groups = ranks.mT.flatten(0, 1).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
+    return Context(
+        group, dist.get_rank(group), parallel.context, ring=parallel.context_engine == "ring"
     )

@@ -1,6 +1,4 @@
-"""Muon over sharded matrices: the momentum stays in shards, each matrix is whole on one rank
-only.
-"""
+"""Muon over sharded matrices: momentum stays in shards, each matrix is whole on one rank only."""
 
 import math
 
@@ -19,12 +17,11 @@ MATCH_ADAM = 0.2
 
 
 def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
-    """Replace the singular values of matrices [..., m, n] by values near 1 (about 0.7 to 1.2) with
-    a Newton-Schulz iteration.
+    """Replace the singular values of matrices [..., m, n] by values near 1 (about 0.7 to 1.2).
 
-    Its quintic polynomial is of Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural
-    networks": steepest at 0 so that five steps are enough, at the price of not converging to 1
-    exactly.
+    A Newton-Schulz iteration with the quintic polynomial of Jordan et al. 2024, "Muon: An optimizer
+    for hidden layers in neural networks". It is steepest at 0 so that five steps are enough, at the
+    price of not converging to 1 exactly.
     """
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x  # the smaller Gram matrix
@@ -36,14 +33,15 @@ def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, Nesterov, orthogonalized (Jordan et al. 2024), with decoupled weight decay.
+    """Nesterov momentum, orthogonalized (Jordan et al. 2024), with decoupled weight decay.
 
     Takes matrices [m, n] and stacks of them [E, m, n], as tensors or DTensors of any placement
     without partial sums. All ranks must step together. Matrices are sorted by work
-    (multiplications, but for a factor) and taken `world_size` at a time: in each round rank r is
-    sent the shards of the r-th, orthogonalizes it once, and sends every rank its part; so ranks
-    wait for each other little, and hold one matrix at most. bfloat16 on CUDA (but for float64
-    parameters), the parameters' dtype on CPU.
+    (multiplications, up to a factor) and taken `world_size` at a time: in each round rank r
+    receives the shards of the r-th matrix, orthogonalizes it once, and sends every rank its part.
+    So ranks wait little for each other, and hold one whole matrix at most. Matrices travel and are
+    orthogonalized in bfloat16 on CUDA (but float64 ones in float64), and in the parameters' dtype
+    on CPU.
     """
 
     def __init__(
@@ -57,79 +55,96 @@ class Muon(torch.optim.Optimizer):
     ):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.mesh = mesh
-        boxes_of_ranks = mesh.gather([local_region(p) for p in params])
-        self._boxes = {p: [boxes[i] for boxes in boxes_of_ranks] for i, p in enumerate(params)}
+        # Of each parameter the region of each rank. Ranks with equal ones hold copies.
+        regions = zip(*mesh.gather([local_region(p) for p in params]), strict=True)
+        self._regions = dict(zip(params, regions, strict=True))
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
+        """Update all parameters that have a gradient. Collective."""
         for group in self.param_groups:
-            matrices = sorted(
-                (p for p in group["params"] if p.grad is not None),
-                key=lambda p: p.numel() * min(p.shape[-2:]),
-                reverse=True,
-            )
+            matrices = [p for p in group["params"] if p.grad is not None]
+            matrices.sort(key=lambda p: p.numel() * min(p.shape[-2:]), reverse=True)
             for first in range(0, len(matrices), self.mesh.world_size):
                 self._round(matrices[first : first + self.mesh.world_size], group)
 
     def _round(self, matrices: list[nn.Parameter], group: dict) -> None:
-        device, shards = self.mesh.device, []
-        dtype = (
-            torch.bfloat16
-            if device.type == "cuda" and matrices[0].dtype == torch.float32
-            else matrices[0].dtype
-        )
+        """Update at most one matrix for each rank."""
+        dtype = matrices[0].dtype
+        if self.mesh.device.type == "cuda" and dtype == torch.float32:
+            dtype = torch.bfloat16
+        shards = []
         for p in matrices:
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            grad, buffer = local(p.grad), local(self.state[p]["momentum_buffer"])
-            buffer.lerp_(grad, 1 - group["momentum"])
-            shards.append(grad.lerp(buffer, group["momentum"]).to(device, dtype))
+            shards.append(self._momentum(p, group["momentum"]).to(self.mesh.device, dtype))
         whole = self._collect(matrices, shards)
-        shards = self._distribute(matrices, shards, None if whole is None else orthogonalize(whole))
-        for p, shard in zip(matrices, shards, strict=True):
+        if whole is not None:
+            whole = orthogonalize(whole)
+        updates = self._distribute(matrices, shards, whole)
+        for p, update in zip(matrices, updates, strict=True):
             rate = group["lr"] * MATCH_ADAM * math.sqrt(max(p.shape[-2:]))
-            local(p).mul_(1 - group["lr"] * group["weight_decay"]).add_(
-                shard.to(local(p)), alpha=-rate
-            )
+            shard = local(p)
+            shard.mul_(1 - group["lr"] * group["weight_decay"])
+            shard.add_(update.to(shard), alpha=-rate)
+
+    def _momentum(self, p: nn.Parameter, momentum: float) -> Tensor:
+        """Add this rank's gradient to its momentum, and return the Nesterov direction."""
+        assert p.grad is not None  # `step` takes no others
+        if not self.state[p]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        grad = local(p.grad)
+        buffer = local(self.state[p]["momentum_buffer"])
+        buffer.lerp_(grad, 1 - momentum)
+        return grad.lerp(buffer, momentum)
 
     def _collect(self, matrices: list[nn.Parameter], shards: list[Tensor]) -> Tensor | None:
-        """The matrix of this rank, if there is one for it, out of its shards; of replicas the first
-        is sent.
+        """Return this rank's whole matrix out of all ranks' shards, None if there is none for it.
+
+        Of the ranks that hold copies of a shard the first one sends it.
         """
         rank = self.mesh.rank
-        sent = [
-            shard if self._boxes[p].index(self._boxes[p][rank]) == rank else shard.new_empty(0)
-            for p, shard in zip(matrices, shards, strict=True)
-        ]
-        boxes = self._boxes[matrices[rank]] if rank < len(matrices) else []
-        parts = self._exchange(
-            sent,
-            [box[1] if boxes.index(box) == source else (0,) for source, box in enumerate(boxes)],
-        )
-        whole = shards[0].new_empty(matrices[rank].shape) if boxes else None
-        for part, box in zip(parts, boxes, strict=True):
+        sent = []
+        for p, shard in zip(matrices, shards, strict=True):
+            regions = self._regions[p]
+            is_first = regions.index(regions[rank]) == rank
+            sent.append(shard if is_first else shard.new_empty(0))
+        if rank >= len(matrices):
+            self._exchange(sent, [])
+            return None
+        regions = self._regions[matrices[rank]]
+        shapes = []
+        for source, region in enumerate(regions):
+            is_first = regions.index(region) == source
+            shapes.append(region.size if is_first else (0,))
+        whole = shards[0].new_empty(matrices[rank].shape)
+        for part, region in zip(self._exchange(sent, shapes), regions, strict=True):
             if part.numel():
-                view_of(whole, box).copy_(part)
+                view_of(whole, region).copy_(part)
         return whole
 
     def _distribute(
         self, matrices: list[nn.Parameter], shards: list[Tensor], whole: Tensor | None
     ) -> list[Tensor]:
-        sent = (
-            [shards[0].new_empty(0)]
-            if whole is None
-            else [view_of(whole, box) for box in self._boxes[matrices[self.mesh.rank]]]
-        )
+        """Send every rank its part of this rank's whole matrix, and return this rank's of all."""
+        if whole is None:
+            sent = [shards[0].new_empty(0)]
+        else:
+            sent = [view_of(whole, region) for region in self._regions[matrices[self.mesh.rank]]]
         return self._exchange(sent, [shard.shape for shard in shards])
 
     def _exchange(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
-        """`sent[r]` to rank r; returns a tensor of `shapes[r]` from each rank r. Nothing to and
-        from those behind the last.
+        """Send `sent[r]` to rank r, and return a tensor of `shapes[r]` from each rank r.
+
+        Ranks behind the end of a list get nothing, or send nothing.
         """
-        num_sent, sizes = (
-            [*map(math.prod, of_all), *[0] * (self.mesh.world_size - len(of_all))]
-            for of_all in ([t.shape for t in sent], shapes)
-        )
-        into = sent[0].new_empty(sum(sizes))
-        dist.all_to_all_single(into, torch.cat([t.flatten() for t in sent]), sizes, num_sent)
-        return [part.view(shape) for part, shape in zip(into.split(sizes), shapes, strict=False)]
+        num_sent = self._sizes([t.shape for t in sent])
+        num_received = self._sizes(shapes)
+        received = sent[0].new_empty(sum(num_received))
+        flat = torch.cat([t.flatten() for t in sent])
+        dist.all_to_all_single(received, flat, num_received, num_sent)
+        parts = received.split(num_received)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
+
+    def _sizes(self, shapes: list[tuple[int, ...]]) -> list[int]:
+        """Return the number of elements for each rank."""
+        sizes = [math.prod(shape) for shape in shapes]
+        return sizes + [0] * (self.mesh.world_size - len(sizes))

@@ -1,5 +1,4 @@
-"""Tensor parallelism from the model's own plan strings ("colwise", "rowwise", ...), with or without
-sequence parallelism.
+"""Tensor parallelism from the model's plan strings ("colwise", "rowwise", ...).
 
 Parameters become DTensors on the tensor axis, which is what FSDP, optimizer, refit and checkpoints
 see; the forward runs on local tensors with explicit collectives, Shoeybi et al. 2019 (arXiv
@@ -14,8 +13,9 @@ gradients of query and key norms twice.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,324 +31,357 @@ from torch.distributed.tensor import (
 
 from minirl.errors import UserError
 from minirl.parallel.fsdp import local
-from minirl.parallel.mesh import all_gather_single, reduce_scatter_single
+from minirl.parallel.redistribute import move
 
-TOKENS, FEATURES = 1, 2  # dimensions of [1, T, H]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-
-class _Move(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        group: dist.ProcessGroup,
-        source: Placement,
-        target: Placement,
-        grad: Placement,
-    ) -> Tensor:
-        ctx.group, ctx.grad, ctx.source = (
-            group,
-            grad,
-            Replicate() if source.is_partial() else source,
-        )
-        return _redistribute(x, group, source, target)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _redistribute(grad, ctx.group, ctx.grad, ctx.source), None, None, None, None
-
-
-def _redistribute(
-    x: Tensor, group: dist.ProcessGroup, source: Placement, target: Placement
-) -> Tensor:
-    if source == target:
-        return x.view_as(x)
-    if source.is_replicate():
-        return x.chunk(group.size(), target.dim)[group.rank()].contiguous()
-    if target.is_replicate() and source.is_partial():
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=group)
-        return x
-    gather, dim = target.is_replicate(), source.dim if target.is_replicate() else target.dim
-    x = x.movedim(dim, 0).contiguous()
-    out = x.new_empty(len(x) * group.size() if gather else len(x) // group.size(), *x.shape[1:])
-    (all_gather_single if gather else reduce_scatter_single)(out, x, group=group)
-    return out.movedim(0, dim)
-
-
-def move(
-    x: Tensor,
-    group: dist.ProcessGroup,
-    source: Placement,
-    target: Placement,
-    *,
-    grad: Placement | None = None,
-) -> Tensor:
-    """This rank's tensor at placement `source` over a group -> that at `target`. `grad`: what the
-    gradient that comes back is; as `target` if not said. It leaves as `source`, but whole where
-    that is a partial sum. (DTensors could do the same, at thrice the time of the host.)
-    """
-    return _Move.apply(x, group, source, target, grad or target)
+REPLICABLE = "num_key_value_heads"  # Where they are fewer than ranks, each is on several.
+# Dimensions of hidden states [1, T, H].
+TOKENS = 1
+FEATURES = 2
 
 
 @dataclass(frozen=True)
 class TensorParallel:
+    """The tensor axis, and how hidden states go in and out of the parallel blocks."""
+
     mesh: DeviceMesh
     sequence: bool  # Sequence parallelism.
 
     @property
     def group(self) -> dist.ProcessGroup:
+        """Return the ranks that hold parts of each matrix."""
         return self.mesh.get_group()
 
     @property
     def tokens(self) -> Placement:
-        """Between the parallel blocks."""
+        """Return the placement of hidden states between the parallel blocks."""
         return Shard(TOKENS) if self.sequence else Replicate()
 
     def copy_to_region(self, x: Tensor) -> Tensor:
-        """Tokens go into a column-parallel block whole; Megatron's f."""
+        """Give a column-parallel block all tokens; Megatron's f."""
         return move(x, self.group, self.tokens, Replicate(), grad=Partial())
 
     def reduce_from_region(self, x: Tensor) -> Tensor:
-        """Partial sums come out of a row-parallel block; Megatron's g."""
+        """Add the partial sums that a row-parallel block returns; Megatron's g."""
         return move(x, self.group, Partial(), self.tokens)
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """In front of what computes the same on every rank and whose gradient is whole."""
+        """Gather all tokens for a computation that every rank repeats, with the whole gradient."""
         return move(x, self.group, self.tokens, Replicate())
 
 
-# ----------------------------------------------------------------------------------------------------
+# A style shards the parameters of a module, and returns the module's forward.
+Forward = Callable[..., Any]
+Style = Callable[[Any, TensorParallel], Forward]
+
+# --------------------------------------------------------------------------------------------------
 # parameters
 
 
 def _shard(module: nn.Module, name: str, tp: TensorParallel, placement: Shard | Replicate) -> None:
+    """Make a parameter a DTensor, unless it is one or there is none."""
     parameter = module._parameters.get(name)
-    if parameter is not None and not isinstance(parameter, DTensor):
-        if isinstance(placement, Shard) and parameter.shape[placement.dim] % tp.group.size():
-            raise UserError(
-                f"parallel.tensor = {tp.group.size()} does not divide dimension {placement.dim} of {type(module).__name__}.{name}, {tuple(parameter.shape)}"
-            )
-        sharded = distribute_tensor(
-            parameter.data, tp.mesh, [placement], src_data_rank=None
-        )  # no broadcast: all have the same, or meta
-        module._parameters[name] = nn.Parameter(sharded, parameter.requires_grad)
+    if parameter is None or isinstance(parameter, DTensor):
+        return
+    size = tp.group.size()
+    if isinstance(placement, Shard) and parameter.shape[placement.dim] % size:
+        raise UserError(
+            f"parallel.tensor = {size} does not divide dimension {placement.dim} of "
+            f"{type(module).__name__}.{name}, {tuple(parameter.shape)}"
+        )
+    # No broadcast from a source rank: all have the same values, or meta tensors.
+    sharded = distribute_tensor(parameter.data, tp.mesh, [placement], src_data_rank=None)
+    module._parameters[name] = nn.Parameter(sharded, parameter.requires_grad)
 
 
-# ----------------------------------------------------------------------------------------------------
-# styles
+def _shard_all(
+    module: nn.Module,
+    tp: TensorParallel,
+    placement: Shard | Replicate,
+    *,
+    partial_grad: bool = False,
+) -> Forward:
+    """Shard a module's parameters alike, and return its forward on this rank's local tensors.
 
-
-def _parallel(
-    module: nn.Module, tp: TensorParallel, placement: Shard | Replicate, *, partial: bool = False
-) -> Callable:
-    """Shard the module's parameters alike. Returns its own forward, which finds local tensors where
-    its DTensors are.
+    partial_grad: this rank sees only a part of the contributions to their gradients.
     """
     for name in module._parameters:
         _shard(module, name, tp, placement)
     plain = module.forward
 
-    def forward(*args: object, **kwargs: object) -> object:
-        kept = dict(module._parameters)
-        module._parameters.update({n: local(p, partial=partial) for n, p in kept.items()})
+    def forward(*args: object, **kwargs: object) -> Any:
+        parameters: dict[str, Any] = module._parameters
+        dtensors = dict(parameters)
+        for name, p in dtensors.items():
+            if p is not None:
+                parameters[name] = local(p, partial=partial_grad)
         try:
             return plain(*args, **kwargs)
         finally:
-            module._parameters.update(kept)
+            parameters.update(dtensors)
 
     return forward
 
 
-def _column(module: nn.Linear, tp: TensorParallel) -> Callable:
-    """Own rows of the weight, but all features out: for what cannot be split by heads, fused
-    projections and norms over all heads jointly.
-    """
-    plain = _parallel(module, tp, Shard(0))
-    return lambda x: move(plain(x), tp.group, Shard(FEATURES), Replicate())
+# --------------------------------------------------------------------------------------------------
+# styles
 
 
-def _column_of_one_head(
-    module: nn.Linear, tp: TensorParallel, num_heads: int, head_dim: int
-) -> Callable:
-    """Keys or values with fewer heads than ranks: weight on every rank, which uses the head of its
-    queries.
+def _column(module: nn.Module, tp: TensorParallel) -> Forward:
+    """Keep a part of the weight's rows: whole tokens in, this rank's features out.
+
+    The block around the module calls `copy_to_region` once for all of its column-parallel modules.
     """
-    _parallel(module, tp, Replicate())
+    return _shard_all(module, tp, Shard(0))
+
+
+def _gathered_column(module: nn.Linear, tp: TensorParallel) -> Forward:
+    """Keep a part of the weight's rows, but return all features.
+
+    For what cannot be split by heads: fused projections, and norms over all heads jointly.
+    """
+    column = _column(module, tp)
+    return lambda x: move(column(x), tp.group, Shard(FEATURES), Replicate())
+
+
+def _one_head_column(module: nn.Linear, tp: TensorParallel, num_heads: int) -> Forward:
+    """Project to the one key or value head that this rank's queries share.
+
+    For fewer key-value heads than ranks: each rank has the whole weight, and uses a head's rows.
+    """
+    head_dim = module.weight.shape[0] // num_heads
     head = tp.group.rank() * num_heads // tp.group.size()
     rows = slice(head * head_dim, (head + 1) * head_dim)
-    return lambda x: F.linear(
-        x, *(p if p is None else local(p, partial=True)[rows] for p in (module.weight, module.bias))
-    )
-
-
-def _row(
-    module: nn.Linear, tp: TensorParallel, *, split: bool = False, inner: bool = False
-) -> Callable:
-    """Own columns of the weight; own features in, sums over ranks out. The bias is added once,
-    behind the sum.
-
-    `split`: all features come in. `inner`: the block around it sums its whole output over ranks.
-    """
-    _shard(module, "weight", tp, Shard(1))
-    _shard(module, "bias", tp, Replicate())
+    _shard_all(module, tp, Replicate())
 
     def forward(x: Tensor) -> Tensor:
-        y = F.linear(
-            move(x, tp.group, Replicate(), Shard(FEATURES)) if split else x, local(module.weight)
-        )
-        y = y if inner else tp.reduce_from_region(y)
-        return y if inner or module.bias is None else y + local(module.bias, partial=tp.sequence)
+        weight = local(module.weight, partial=True)[rows]
+        bias = None if module.bias is None else local(module.bias, partial=True)[rows]
+        return F.linear(x, weight, bias)
 
     return forward
 
 
-def _vocabulary(module: nn.Embedding, tp: TensorParallel) -> Callable:
-    """Own rows of the embedding; other tokens give 0, and the sum over ranks is whole. What a
-    family does besides (scaling) is kept.
+def _row_sums(module: nn.Linear, tp: TensorParallel) -> Forward:
+    """Keep a part of the weight's columns: this rank's features in, partial sums out."""
+    _shard(module, "weight", tp, Shard(1))
+    _shard(module, "bias", tp, Replicate())
+    return lambda x: F.linear(x, local(module.weight))
+
+
+def _row(module: nn.Linear, tp: TensorParallel) -> Forward:
+    """Keep a part of the weight's columns, and add the partial sums over ranks.
+
+    The bias is added once, behind the sum.
     """
-    num = module.weight.shape[0] // tp.group.size()
-    plain, first = _parallel(module, tp, Shard(0)), tp.group.rank() * num
+    row_sums = _row_sums(module, tp)
+
+    def forward(x: Tensor) -> Tensor:
+        y = tp.reduce_from_region(row_sums(x))
+        return y if module.bias is None else y + local(module.bias, partial=tp.sequence)
+
+    return forward
+
+
+def _split_row(module: nn.Linear, tp: TensorParallel) -> Forward:
+    """Do as `_row`, but take all features, and use this rank's."""
+    row = _row(module, tp)
+    return lambda x: row(move(x, tp.group, Replicate(), Shard(FEATURES)))
+
+
+def _embedding(module: nn.Embedding, tp: TensorParallel) -> Forward:
+    """Keep a part of the embedding's rows; other tokens give 0, and the sum over ranks is whole.
+
+    What a family does besides (scaling) is kept.
+    """
+    num_rows = module.weight.shape[0] // tp.group.size()
+    first = tp.group.rank() * num_rows
+    embed = _shard_all(module, tp, Shard(0))
     if module.padding_idx is not None:  # its row gets no gradient, whichever rank has it
         row = module.padding_idx - first
-        module.padding_idx = row if 0 <= row < num else None
+        module.padding_idx = row if 0 <= row < num_rows else None
 
     def forward(ids: Tensor) -> Tensor:
-        own = ids - first
-        elsewhere = (own < 0) | (own >= num)
-        return tp.reduce_from_region(
-            plain(own.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
-        )
+        rows = ids - first
+        elsewhere = (rows < 0) | (rows >= num_rows)
+        hidden = embed(rows.masked_fill(elsewhere, 0))
+        return tp.reduce_from_region(hidden.masked_fill(elsewhere[..., None], 0))
 
     return forward
 
 
-def _experts(module: nn.Module, tp: TensorParallel) -> Callable:
-    """Own experts out of fused tensors [experts, ...]: tokens of others' experts give 0 here, and
-    the block sums over ranks.
+def _experts(module: Any, tp: TensorParallel) -> Forward:
+    """Keep some of the experts of fused tensors [experts, ...].
 
-    To the experts function an index of `num_experts` means none of them.
+    Tokens of other ranks' experts give 0 here, and the block sums over ranks. To the experts
+    function (model/experts.py) an index of `num_experts` means no expert.
     """
-    num = module.num_experts = module.num_experts // tp.group.size()
-    plain, first = _parallel(module, tp, Shard(0)), tp.group.rank() * num
+    num_experts = module.num_experts // tp.group.size()
+    first = tp.group.rank() * num_experts
+    module.num_experts = num_experts
+    mixture = _shard_all(module, tp, Shard(0))
 
     def forward(hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        own = indices - first
-        return plain(hidden, own.masked_fill((own < 0) | (own >= num), num), weights)
+        here = indices - first
+        elsewhere = (here < 0) | (here >= num_experts)
+        return mixture(hidden, here.masked_fill(elsewhere, num_experts), weights)
 
     return forward
 
 
-def _enter_once(module: nn.Module, tp: TensorParallel) -> None:
-    """One collective at the input of an attention, MLP or mixture block, instead of one for each of
-    its column-parallel matrices.
-    """
+EMBEDDING = "embedding"
+HEAD = "head"
+STYLES: dict[str, Style] = {
+    EMBEDDING: _embedding,
+    HEAD: _column,  # whose logits are never gathered
+    # The strings of the library's plans.
+    "colwise": _column,
+    "colwise_gather_output": _gathered_column,
+    "rowwise": _row,
+    "rowwise_split_input": _split_row,
+    "moe_tp_experts": _experts,
+}
+UNSHARDED = ("", "replicated_with_grad_allreduce")
 
-    def hook(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if args:
-            return (tp.copy_to_region(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": tp.copy_to_region(kwargs["hidden_states"])}
 
-    module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # plan
 
 
 def check_divides(divided: dict[str, int], size: int) -> None:
-    """`divided`: names and values of what the family splits over ranks. Raises UserError where
-    `size` does not divide one, with the arithmetic.
+    """Refuse a tensor-parallel size that does not divide a value of the config.
+
+    Args:
+        divided: names and values of what the family splits over ranks.
+        size: parallel.tensor.
+
+    Raises:
+        UserError: with the arithmetic, and the smaller sizes that work.
     """
+    usable = list(range(1, size))
     for name, value in divided.items():
-        replicated = name == "num_key_value_heads"  # where they are fewer than ranks
-        if value % size and not (replicated and size % value == 0):
+        usable = [n for n in usable if _splits(n, name, value)]
+    for name, value in divided.items():
+        if not _splits(size, name, value):
+            also = ", nor is it a multiple of it" if name == REPLICABLE else ""
             raise UserError(
-                f"parallel.tensor = {size} does not divide {name} = {value}"
-                + ", nor is it a multiple of it" * replicated
+                f"parallel.tensor = {size} does not divide {name} = {value}{also}; "
+                f"smaller sizes that work: {', '.join(map(str, usable))}"
             )
 
 
-def apply(model: nn.Module, tp: TensorParallel, plan: dict[str, str]) -> None:
-    """Make every parameter of a Hugging Face causal language model a DTensor over the tensor axis.
-    On meta tensors or real ones.
+def _splits(size: int, name: str, value: int) -> bool:
+    return value % size == 0 or (name == REPLICABLE and size % value == 0)
 
-    `plan`: names with * for layer numbers -> the library's style strings.
+
+class _Blocks:
+    """The blocks (attention, MLP, mixture) into which tokens go whole, by name."""
+
+    def __init__(self, styles: dict[str, str]):
+        """Find them from the styles of the modules inside."""
+        experts = [name for name, style in styles.items() if style == "moe_tp_experts"]
+        # Blocks in which everything is a partial sum: a rank has some experts, and some features of
+        # the shared expert.
+        self.mixtures = {_parent(name) for name in experts}
+        self.all = set(self.mixtures)
+        # Blocks inside which a rank sees some heads, tokens or experts only.
+        self.partial = set(self.mixtures)
+        for name, style in styles.items():
+            if style in ("colwise", "colwise_gather_output"):
+                self.all.add(self.around(name))
+            if style == "colwise":
+                self.partial.add(self.around(name))
+
+    def around(self, name: str) -> str:
+        """Return the block that a module is in: its parent, or the mixture around both."""
+        for mixture in self.mixtures:
+            if name.startswith(f"{mixture}."):
+                return mixture
+        return _parent(name)
+
+
+def apply(model: "PreTrainedModel", tp: TensorParallel, plan: dict[str, str]) -> None:
+    """Make every parameter of a causal language model a DTensor over the tensor axis.
+
+    Args:
+        model: of Hugging Face; on meta tensors or real ones.
+        tp: the tensor axis.
+        plan: names of modules, with * for layer numbers -> the library's style strings.
+
+    Raises:
+        NotImplementedError: the plan has a style that is not in STYLES.
+        UserError: the axis does not divide a parameter.
     """
-    modules, num_kv_heads = (
-        dict(model.named_modules()),
-        model.config.get_text_config().num_key_value_heads,
-    )
-    styles = {
-        name: plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        for name in modules
-        if modules[name] is not model.get_output_embeddings()
-    }
-    mixtures = {_parent(name) for name, style in styles.items() if style == "moe_tp_experts"}
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    styles: dict[str, str] = {}
+    for name, module in model.named_modules():
+        styles[name] = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
+        if module is embedding:
+            styles[name] = EMBEDDING
+        elif module is head:
+            styles[name] = HEAD
+    blocks = _Blocks(styles)
+    num_kv_heads = model.config.get_text_config().num_key_value_heads
 
-    def block_of(name: str) -> str:
-        return next((m for m in mixtures if name.startswith(f"{m}.")), _parent(name))
-
-    columns = {
-        name: style
-        for name, style in styles.items()
-        if style in ("colwise", "colwise_gather_output")
-    }
-    blocks = mixtures | {block_of(name) for name in columns}
-    partial_blocks = mixtures | {
-        block_of(name) for name, style in columns.items() if style == "colwise"
-    }
-    for name, module in modules.items():
-        style = styles.get(name)
-        if module is model.get_input_embeddings():
-            module.forward = _vocabulary(module, tp)
-        elif (
-            style == "colwise"
-            and name.endswith(("k_proj", "v_proj"))
-            and num_kv_heads < tp.group.size()
-        ):
-            module.forward = _column_of_one_head(
-                module, tp, num_kv_heads, modules[_parent(name)].head_dim
-            )
-        elif (
-            style == "colwise" or module is model.get_output_embeddings()
-        ):  # whose logits are never gathered
-            module.forward = _parallel(
-                module, tp, Shard(0)
-            )  # whole tokens in, own features out; the block around it enters once for all
-        elif style == "colwise_gather_output":
-            module.forward = _column(module, tp)
-        elif style in ("rowwise", "rowwise_split_input"):
-            module.forward = _row(
-                module, tp, split=style == "rowwise_split_input", inner=block_of(name) in mixtures
-            )
-        elif style == "moe_tp_experts":
-            module.forward = _experts(module, tp)
-        elif style not in (None, "replicated_with_grad_allreduce"):
-            raise NotImplementedError(
-                f"{type(model).__name__}: tensor-parallel style {style!r} of {name}"
-            )
-        elif block_of(name) in blocks - mixtures and any(
-            p.ndim == 2 for p in module._parameters.values()
-        ):
-            module.forward = _parallel(
-                module, tp, Shard(0)
-            )  # a norm with weights of its own for each head, [heads, head_dim]: own heads
-        elif any(p is not None for p in module._parameters.values()):
-            # Small ones, whole on every rank, with partial gradients where this rank sees only its
-            # own heads, tokens or experts. Inside a block
-            # tokens are whole, but a query norm sees own heads, a router own experts. Outside,
-            # norms see own tokens or all.
-            partial = block_of(name) in partial_blocks if block_of(name) in blocks else tp.sequence
-            module.forward = _parallel(module, tp, Replicate(), partial=partial)
-        if name in blocks:
-            _enter_once(module, tp)
-        if (
-            name in mixtures
-        ):  # in which everything is a partial sum: own experts, own features of the shared one
+    for name, module in model.named_modules():
+        style = _find_style(name, module, styles[name], blocks, num_kv_heads, tp)
+        if style:
+            module.forward = style(module, tp)
+        if name in blocks.all:
+            _copy_once(module, tp)
+        if name in blocks.mixtures:
             module.register_forward_hook(lambda _, args, y: tp.reduce_from_region(y))
-    if model.config.tie_word_embeddings and model.get_output_embeddings() is not None:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    if model.config.tie_word_embeddings and head is not None:
+        head.weight = embedding.weight
+
+
+def _find_style(
+    name: str,
+    module: nn.Module,
+    style: str,
+    blocks: _Blocks,
+    num_kv_heads: int,
+    tp: TensorParallel,
+) -> Style | None:
+    """Return how to shard a module, None if it has no parameters of its own.
+
+    style: its string in the plan, or "".
+    """
+    block = blocks.around(name)
+    is_key_or_value = style == "colwise" and name.endswith(("k_proj", "v_proj"))
+    if is_key_or_value and num_kv_heads < tp.group.size():
+        return partial(_one_head_column, num_heads=num_kv_heads)
+    if style == "rowwise" and block in blocks.mixtures:
+        return _row_sums  # the mixture around it sums its whole output over ranks
+    if style in STYLES:
+        return STYLES[style]
+    if style not in UNSHARDED:
+        raise NotImplementedError(f"tensor-parallel style {style!r} of {name} is not known")
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if not parameters:
+        return None
+    if block in blocks.all - blocks.mixtures and any(p.ndim == 2 for p in parameters):
+        return _column  # a norm with a weight for each head, [heads, head_dim]: this rank's heads
+    # The others are small, and whole on every rank. Inside a block tokens are whole, but a query
+    # norm sees this rank's heads, a router this rank's experts. Outside, a norm sees this rank's
+    # tokens or all.
+    partial_grad = block in blocks.partial if block in blocks.all else tp.sequence
+    return partial(_shard_all, placement=Replicate(), partial_grad=partial_grad)
+
+
+def _copy_once(module: nn.Module, tp: TensorParallel) -> None:
+    """Call `copy_to_region` at the input of a block, instead of at each of its matrices."""
+
+    def hook(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (tp.copy_to_region(args[0]), *args[1:]), kwargs
+        hidden = tp.copy_to_region(kwargs["hidden_states"])
+        return args, {**kwargs, "hidden_states": hidden}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _parent(name: str) -> str:

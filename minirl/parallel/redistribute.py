@@ -1,0 +1,77 @@
+"""Differentiable moves of a tensor between placements over a group of ranks.
+
+A placement is what a rank's tensor is of the whole: equal on all ranks (`Replicate()`), a part
+along a dimension (`Shard(dim)`), or one of the terms of a sum (`Partial()`).
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from minirl.parallel.mesh import all_gather_single, reduce_scatter_single
+
+
+def move(
+    x: Tensor,
+    group: dist.ProcessGroup,
+    source: Placement,
+    target: Placement,
+    *,
+    grad: Placement | None = None,
+) -> Tensor:
+    """Move this rank's tensor from placement `source` to `target`, with a gradient.
+
+    DTensors could do the same, at three times the cost on the host.
+
+    Args:
+        x: this rank's tensor.
+        group: the ranks that hold the others.
+        source: what `x` is of the whole. The gradient of `x` is returned in this placement, but
+            `Replicate()` where it is `Partial()`.
+        target: what the result is to be of the whole.
+        grad: the placement of the gradient that backward receives; None: `target`.
+    """
+    return _Move.apply(x, group, source, target, grad or target)
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        group: dist.ProcessGroup,
+        source: Placement,
+        target: Placement,
+        grad: Placement,
+    ) -> Tensor:
+        ctx.group = group
+        ctx.grad = grad
+        ctx.source = Replicate() if source.is_partial() else source
+        return _redistribute(x, group, source, target)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _redistribute(grad, ctx.group, ctx.grad, ctx.source), None, None, None, None
+
+
+def _redistribute(
+    x: Tensor, group: dist.ProcessGroup, source: Placement, target: Placement
+) -> Tensor:
+    if source == target:
+        return x.view_as(x)
+    if isinstance(target, Shard):
+        if source.is_replicate():
+            return x.chunk(group.size(), target.dim)[group.rank()].contiguous()
+        x = x.movedim(target.dim, 0).contiguous()
+        out = x.new_empty(len(x) // group.size(), *x.shape[1:])
+        reduce_scatter_single(out, x, group=group)
+        return out.movedim(0, target.dim)
+    if isinstance(source, Shard):
+        x = x.movedim(source.dim, 0).contiguous()
+        out = x.new_empty(len(x) * group.size(), *x.shape[1:])
+        all_gather_single(out, x, group=group)
+        return out.movedim(0, source.dim)
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
