@@ -546,7 +546,7 @@ def test_the_text_of_an_answer_is_what_it_adds_to_the_text_of_all_tokens(style):
         before, answer = before[: rng.randint(25, len(before))], answer[: rng.randint(0, 9)]
         read, whole = tokenizer.decode(before), tokenizer.decode(before + answer)
         segment = Segment(tokens=list(before))
-        text = segment.say(
+        text = segment.append_completion(
             Completion(answer, [0.0] * len(answer), False, [0] * len(answer)),
             SimpleNamespace(decode=decode),
         )
@@ -576,7 +576,7 @@ def test_what_follows_an_answer_that_is_cut_anywhere(style):
         for rest in (STYLES[style][2] + " x", "\nx", "x"):
             segment = Segment(text="?", tokens=[*encode(tokenizer, "x"), *tokens])
             num = len(segment.tokens)
-            Conversation(tokenizer).read(rest, segment)
+            Conversation(tokenizer).append_raw(rest, segment)
             if style != "Phi 3" or rest[0] == "<":  # where every text gets a space
                 assert (
                     tokenizer.decode([tokenizer.eos_token_id, *segment.tokens[num:]])
@@ -586,7 +586,9 @@ def test_what_follows_an_answer_that_is_cut_anywhere(style):
 
 def say(segment, tokenizer, text):
     tokens = [*encode(tokenizer, text), tokenizer.eos_token_id]
-    return segment.say(Completion(tokens, [-1.0] * len(tokens), True, [4] * len(tokens)), tokenizer)
+    return segment.append_completion(
+        Completion(tokens, [-1.0] * len(tokens), True, [4] * len(tokens)), tokenizer
+    )
 
 
 def chat_of(*texts):
@@ -596,26 +598,26 @@ def chat_of(*texts):
 def test_a_chat_goes_on_from_the_longest_segment_that_it_begins_with():
     tokenizer = make_tokenizer([])
     c = Conversation(tokenizer)
-    first = c.ask(chat_of("q"))
-    assert c.ask(chat_of("q")) is first and first.tokens == chat.encode(
+    first = c.continue_with_messages(chat_of("q"))
+    assert c.continue_with_messages(chat_of("q")) is first and first.tokens == chat.encode(
         tokenizer, chat.render(tokenizer, chat_of("q"))
     )  # nothing was sampled in between
     assert say(first, tokenizer, "a") == "a"
-    assert c.ask(chat_of("q", "a", "r")) is first
+    assert c.continue_with_messages(chat_of("q", "a", "r")) is first
     say(first, tokenizer, "b")
-    second = c.ask(chat_of("q", "other", "r"))
+    second = c.continue_with_messages(chat_of("q", "other", "r"))
     say(second, tokenizer, "c")
     assert (
-        c.ask(chat_of("q", "a", "r", "b", "s"))
+        c.continue_with_messages(chat_of("q", "a", "r", "b", "s"))
         is first
-        is c.read("raw ", first)
-        is c.read([60, 61], first)
+        is c.append_raw("raw ", first)
+        is c.append_raw([60, 61], first)
     )  # back to an older one
-    third = c.ask(chat_of("q", "a", "s"))
+    third = c.continue_with_messages(chat_of("q", "a", "s"))
     assert c.segments == [first, second, third] and sum(sum(s.sampled) for s in c.segments) == 6
-    third.reward(9.0)  # there is no answer that it could be for
-    second.reward(0.5)
-    first.reward(1.0)
+    third.add_reward(9.0)  # there is no answer that it could be for
+    second.add_reward(0.5)
+    first.add_reward(1.0)
     trajectories = c.trajectories(group=1, episode=2, reward=1.5, info={})
     assert [(t.segment, t.version, t.turn_rewards.sum(), t.reward) for t in trajectories] == [
         (0, 4, 1.0, 1.5),
@@ -641,7 +643,7 @@ def test_tools_are_part_of_the_chat():
             strict=True,
         ):
             messages = messages + more
-            segment = c.ask(messages, given)
+            segment = c.continue_with_messages(messages, given)
             assert c.segments.index(segment) == n
             whole = tokenizer.apply_chat_template(
                 messages, tools=given, tokenize=False, add_generation_prompt=True
@@ -650,7 +652,7 @@ def test_tools_are_part_of_the_chat():
             text = STYLES[style][3] + "4" + STYLES[style][2]
             tokens = encode(tokenizer, whole + text)[len(segment.tokens) :]
             assert (
-                segment.say(
+                segment.append_completion(
                     Completion(tokens, [0.0] * len(tokens), True, [0] * len(tokens)), tokenizer
                 )
                 == STYLES[style][3] + "4"
@@ -662,7 +664,9 @@ def test_a_message_that_a_template_cannot_write_is_told():
         with pytest.raises(
             UserError, match="the chat template refuses a chat: can only concatenate str.*'content'"
         ):
-            Conversation(tokenizer_of("Qwen 2.5")).ask([{"role": "user", "content": content}])
+            Conversation(tokenizer_of("Qwen 2.5")).continue_with_messages(
+                [{"role": "user", "content": content}]
+            )
 
 
 def test_a_tokenizer_gives_back_what_was_said(tmp_path):

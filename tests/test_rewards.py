@@ -261,14 +261,16 @@ def test_rewards_are_summed_by_weight_and_told_apart(endpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("function", "weights"),
-    [([], []), (["exact", "exact"], []), (["exact"], [1.0, 2.0]), ("exact", [float("nan")])],
+    ("function", "weights", "why"),
+    [
+        ([], [], "nothing scores; name a function, or set reward.model"),
+        (["exact", "exact"], [], "a function is named twice; name it once"),
+        (["exact"], [1.0, 2.0], "there are 2 weights for 1 functions; give one for each, or none"),
+        ("exact", [float("nan")], "a weight is not finite; give finite numbers"),
+    ],
 )
-def test_weights_that_do_not_fit_are_refused(function, weights):
-    with pytest.raises(
-        UserError,
-        match=r"reward.function = .*reward.weights = .*: give different functions, and no or as many finite weights",
-    ):
+def test_weights_that_do_not_fit_are_refused(function, weights, why):
+    with pytest.raises(UserError, match=rf"reward.function = .*reward.weights = .*: {why}"):
         made(function, weights=weights)
 
 

@@ -574,7 +574,7 @@ def engine_program(mesh, folder):
         driver.run(
             until(
                 lambda: all(
-                    task.done() for s in sessions for task in endpoint._sessions[s.api_key].asked
+                    task.done() for s in sessions for task in endpoint._sessions[s.api_key].tasks
                 )
             )
         )
