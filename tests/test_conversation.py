@@ -23,7 +23,7 @@ from minirl.rollout.conversation import Completion, Conversation, Segment
 from minirl.rollout.engine import Sampling
 from minirl.rollout.episode import Episode, EpisodeRunner
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # templates
 # Each has the habits of the family it is named after: its marks, what it trims, leaves out, moves,
 # refuses.
@@ -32,9 +32,8 @@ TOOLS = "{%- for t in tools or [] -%}{{ '\n<tool>' + t.function.name }}{%- endfo
 REPLY = "{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
 HEADER = "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 CHATML = (
-    "{{- '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else 'You are helpful.') -}}"
-    + TOOLS
-    + "{{- '<|im_end|>\n' -}}"
+    "{{- '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else "
+    "'You are helpful.') -}}" + TOOLS + "{{- '<|im_end|>\n' -}}"
     "{%- for m in messages -%}{%- if m.role == 'tool' -%}"
     + REPLY
     + "{%- elif m.role != 'system' -%}"
@@ -44,50 +43,70 @@ CHATML = (
 # Qwen 3: thoughts are left out before the last question (replies of tools are no question), and
 # written in one form behind it.
 THINKING = (
-    "{%- set ns = namespace(asked=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.asked = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{%- set ns = namespace(asked=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}"
+    "{%- set ns.asked = loop.index0 -%}{%- endif -%}{%- endfor -%}"
     "{%- for m in messages -%}{%- if m.role == 'tool' -%}"
     + REPLY
-    + "{%- elif m.role != 'assistant' -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-    "{%- else -%}{%- set said = m.content.split('</think>') -%}{%- set thought = said[0].split('<think>')[-1].strip('\n') if said|length > 1 else '' -%}"
+    + "{%- elif m.role != 'assistant' -%}{{ '<|im_start|>' + m.role + '\n' + m.content + "
+    "'<|im_end|>\n' }}"
+    "{%- else -%}{%- set said = m.content.split('</think>') -%}{%- set thought = "
+    "said[0].split('<think>')[-1].strip('\n') if said|length > 1 else '' -%}"
     "{{ '<|im_start|>assistant\n' }}{%- if loop.index0 > ns.asked and (loop.last or thought) -%}"
-    "{{ '<think>\n' + thought + '\n</think>\n\n' + said[-1].lstrip('\n') }}{%- else -%}{{ said[-1].lstrip('\n') if said|length > 1 else m.content }}{%- endif -%}"
+    "{{ '<think>\n' + thought + '\n</think>\n\n' + said[-1].lstrip('\n') }}{%- else -%}{{ "
+    "said[-1].lstrip('\n') if said|length > 1 else m.content }}{%- endif -%}"
     "{{ '<|im_end|>\n' }}{%- endif -%}{%- endfor -%}" + HEADER
 )
 LLAMA = (
-    "{{- bos_token -}}{%- for m in messages -%}{{ '<|start|>' + ('ipython' if m.role == 'tool' else m.role) + '<|header|>\n\n' + (m.content | trim) + '<|eot|>' }}"
-    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|start|>assistant<|header|>\n\n' }}{%- endif -%}"
+    "{{- bos_token -}}{%- for m in messages -%}{{ '<|start|>' + ('ipython' if m.role == 'tool' "
+    "else m.role) + '<|header|>\n\n' + (m.content | trim) + '<|eot|>' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|start|>assistant<|header|>\n\n' }}{%- "
+    "endif -%}"
 )
 # Mistral v0.3: the system prompt and the tools stand before the last question.
 MISTRAL = (
-    "{%- set ns = namespace(system='', last=-1) -%}{%- for m in messages -%}{%- if m.role == 'system' -%}{%- set ns.system = m.content + '\n\n' -%}"
-    "{%- elif m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}{{- bos_token -}}{%- for m in messages -%}"
-    "{%- if m.role == 'user' -%}{%- if loop.index0 == ns.last and tools -%}{{ '[TOOLS]' }}{%- endif -%}"
+    "{%- set ns = namespace(system='', last=-1) -%}{%- for m in messages -%}{%- if m.role == "
+    "'system' -%}{%- set ns.system = m.content + '\n\n' -%}"
+    "{%- elif m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{{- bos_token -}}{%- for m in messages -%}"
+    "{%- if m.role == 'user' -%}{%- if loop.index0 == ns.last and tools -%}{{ '[TOOLS]' }}{%- "
+    "endif -%}"
     "{{ '[INST] ' + (ns.system if loop.index0 == ns.last else '') + m.content + '[/INST]' }}"
-    "{%- elif m.role == 'tool' -%}{{ '[RESULT] ' + m.content + '[/RESULT]' }}{%- elif m.role == 'assistant' -%}{{ ' ' + (m.content | trim) + eos_token }}"
+    "{%- elif m.role == 'tool' -%}{{ '[RESULT] ' + m.content + '[/RESULT]' }}{%- elif m.role == "
+    "'assistant' -%}{{ ' ' + (m.content | trim) + eos_token }}"
     "{%- endif -%}{%- endfor -%}"
 )
 GEMMA = (
-    "{{- bos_token -}}{%- for m in messages -%}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('Roles must alternate') }}{%- endif -%}"
-    "{{ '<turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (m.content | trim) + '<end_of_turn>\n' }}{%- endfor -%}"
+    "{{- bos_token -}}{%- for m in messages -%}{%- if (m.role == 'user') != (loop.index0 % 2 == "
+    "0) -%}{{ raise_exception('Roles must alternate') }}{%- endif -%}"
+    "{{ '<turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (m.content | trim) + "
+    "'<end_of_turn>\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<turn>model\n' }}{%- endif -%}"
 )
 # Zephyr: the names of roles are ordinary text.
-ZEPHYR = "{%- for m in messages -%}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- endif -%}"
+ZEPHYR = (
+    "{%- for m in messages -%}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{%- "
+    "endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- endif -%}"
+)
 # Phi 3: its marks swallow the line break behind them; a chat that is over ends by a token of its
 # own.
 PHI = (
     "{%- for m in messages -%}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- else -%}{{ eos_token }}{%- endif -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- else -%}{{ eos_token }}{%- "
+    "endif -%}"
 )
 # DeepSeek R1: the header of an answer begins its thoughts, which are left out of every chat; behind
 # the reply of a tool there is no header.
 DEEPSEEK = (
-    "{{- bos_token -}}{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<user>' + m.content }}{%- elif m.role == 'tool' -%}{{ '<result>' + m.content + '</result>' }}"
-    "{%- elif m.role == 'system' -%}{{ m.content }}{%- else -%}{{ (m.content if messages[loop.index0 - 1].role == 'tool' else '<assistant>' + m.content.split('</think>')[-1]) + eos_token }}"
-    "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt and messages[-1].role != 'tool' -%}{{ '<assistant><think>\n' }}{%- endif -%}"
+    "{{- bos_token -}}{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<user>' + "
+    "m.content }}{%- elif m.role == 'tool' -%}{{ '<result>' + m.content + '</result>' }}"
+    "{%- elif m.role == 'system' -%}{{ m.content }}{%- else -%}{{ (m.content if "
+    "messages[loop.index0 - 1].role == 'tool' else '<assistant>' + "
+    "m.content.split('</think>')[-1]) + eos_token }}"
+    "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt and messages[-1].role != 'tool' -%}"
+    "{{ '<assistant><think>\n' }}{%- endif -%}"
 )
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # tokenizers
 
 WORDS = [
@@ -254,7 +273,7 @@ def encode(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # an episode
 
 
@@ -505,7 +524,7 @@ def test_a_segment_is_the_rendered_chat_token_by_token_and_a_new_one_begins_wher
             )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # segments
 
 TEXTS = [

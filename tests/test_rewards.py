@@ -77,7 +77,7 @@ def made(function, **cfg):
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the protocol
 
 
@@ -141,7 +141,7 @@ def test_serve_answers_this_protocol(monkeypatch):
     assert httpx.post(f"http://127.0.0.1:{port}/", json={"query": "no list"}).status_code == 422
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # what goes wrong
 
 
@@ -156,7 +156,10 @@ def test_a_failure_that_may_pass_is_tried_again_at_the_next_endpoint(endpoint, s
     assert len(bad.bodies) == len(good.bodies) == 1 and pauses == [0.5]
     with pytest.raises(
         UserError,
-        match=rf"reward.function = {bad.url}: {bad.url} failed after 4 tries .*reward.retries = 3.* status {status}: busy",
+        match=(
+            rf"reward.function = {bad.url}: {bad.url} failed after 4 tries .*reward.retries = 3.* "
+            rf"status {status}: busy"
+        ),
     ):
         made(bad.url, retries=3, backoff_seconds=0.5)(ROW, "")
     assert pauses[1:] == [0.5, 1.0, 2.0]
@@ -242,7 +245,7 @@ def test_a_url_without_a_host_is_refused(url):
         made(url)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # sums
 
 
@@ -308,7 +311,7 @@ def test_means_by_source_and_by_reward():
     assert breakdown([answer(None, 1.0)], 1.0, SimpleNamespace(gather=lambda own: [own])) == {}
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # a run
 
 
@@ -327,7 +330,8 @@ def test_a_run_on_two_sources_with_two_rewards(endpoint, tmp_path):
     ):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rl.yaml").write_text(
-        f"data:\n  train:\n    - {tmp_path}/short.jsonl?weight=3\n    - {tmp_path}/mixed.jsonl?weight=1&name=other\n"
+        f"data:\n  train:\n    - {tmp_path}/short.jsonl?weight=3\n    - "
+        f"{tmp_path}/mixed.jsonl?weight=1&name=other\n"
     )
     flags = [
         "--config",

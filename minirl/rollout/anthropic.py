@@ -2,21 +2,20 @@
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
 
-from minirl.rollout.protocol import event
+from minirl.rollout.protocol import JSONObject, event
 from minirl.rollout.response import PendingResponse
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def to_chat(body: dict[str, Any]) -> dict[str, Any]:
+def to_chat(body: JSONObject) -> JSONObject:
     """Return the body of OpenAI's chat request that asks for the same.
 
     Raises:
         KeyError, TypeError, AttributeError: `body` is malformed.
     """
-    messages: list[dict[str, Any]] = []
+    messages: list[JSONObject] = []
     if body.get("system"):
         messages.append({"role": "system", "content": body["system"]})
     for message in body["messages"]:
@@ -40,17 +39,22 @@ def to_chat(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _to_chat_messages(message: dict[str, Any]) -> list[dict[str, Any]]:
+def _to_chat_messages(message: JSONObject) -> list[JSONObject]:
     """Return the results of tools as messages of their own, then what else the message has."""
-    messages, parts, tool_calls = [], [], []
-    content = message["content"]
-    for block in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+    messages: list[JSONObject] = []
+    parts: list[JSONObject] = []
+    tool_calls: list[JSONObject] = []
+    blocks = message["content"]
+    if isinstance(blocks, str):
+        blocks = [{"type": "text", "text": blocks}]
+    for block in blocks:
         if block["type"] == "tool_use":
             function = {"name": block["name"], "arguments": json.dumps(block["input"])}
             tool_calls.append({"id": block["id"], "function": function})
         elif block["type"] == "tool_result":
-            result = {"tool_call_id": block["tool_use_id"], "content": block.get("content")}
-            messages.append({"role": "tool"} | result)
+            call_id = block["tool_use_id"]
+            content = block.get("content")
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
         elif block["type"] == "image":
             source = block["source"]
             url = f"data:{source['media_type']};base64,{source['data']}"
@@ -62,11 +66,11 @@ def _to_chat_messages(message: dict[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _message(response: PendingResponse) -> dict[str, Any]:
+def _message(response: PendingResponse) -> JSONObject:
     """Return Anthropic's message of the response so far, which has one choice."""
     (choice,) = response.choices
     name = response.head["id"]
-    content: list[dict[str, Any]] = []
+    content: list[JSONObject] = []
     if choice.visible_text:
         content.append({"type": "text", "text": choice.visible_text})
     for number, (function, arguments) in enumerate(choice.tool_calls):
@@ -91,7 +95,7 @@ def _message(response: PendingResponse) -> dict[str, Any]:
     }
 
 
-async def body(response: PendingResponse) -> dict[str, Any]:
+async def body(response: PendingResponse) -> JSONObject:
     """Return the whole response. Raises what its `chunks` does."""
     async for _ in response.chunks():
         pass
@@ -100,8 +104,8 @@ async def body(response: PendingResponse) -> dict[str, Any]:
 
 async def events(response: PendingResponse) -> AsyncIterator[str]:
     """Yield the response as server-sent events. Raises what its `chunks` does."""
-    empty = {"content": [], "stop_reason": None, "stop_sequence": None}
-    yield event(type="message_start", message=_message(response) | empty)
+    begin = _message(response) | {"content": [], "stop_reason": None, "stop_sequence": None}
+    yield event(type="message_start", message=begin)
     text_began = False
     async for chunk in response.chunks():
         text = chunk["delta"]["content"]
@@ -116,8 +120,8 @@ async def events(response: PendingResponse) -> AsyncIterator[str]:
     message = _message(response)
     for index, block in enumerate(message["content"]):
         if block["type"] == "tool_use":
-            begin = block | {"input": {}}
-            yield event(type="content_block_start", index=index, content_block=begin)
+            call = block | {"input": {}}
+            yield event(type="content_block_start", index=index, content_block=call)
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
             yield event(type="content_block_delta", index=index, delta=delta)
         yield event(type="content_block_stop", index=index)

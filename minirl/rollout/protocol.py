@@ -22,6 +22,7 @@ TOOL_CALL = "<tool_call>"
 _TOOL_CALLS = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 _UNSUPPORTED = ("top_logprobs", "response_format", "echo", "suffix")
 
+JSONObject = dict[str, Any]  # an object
 ToolCall = tuple[str, dict]  # name and arguments
 
 
@@ -34,6 +35,12 @@ class BadRequest(UserError):
         self.status = status
         self.code = code
 
+    def body(self) -> JSONObject:
+        """Return the body of the response, in OpenAI's form and Anthropic's at once."""
+        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        error = {"message": str(self), "type": kind, "param": None, "code": self.code}
+        return {"type": "error", "error": error}
+
 
 def _as_list(prompt: Any) -> Any:
     """Return a list of prompts also where a request has a single one: a text or token ids."""
@@ -45,7 +52,7 @@ def _as_list(prompt: Any) -> Any:
 class CompletionRequest(BaseModel, extra="allow"):
     """The body of a request, in OpenAI's form."""
 
-    messages: list[dict[str, Any]] | None = None
+    messages: list[JSONObject] | None = None
     # In place of messages. Texts are read as they are: special tokens in them count, none is added.
     prompt: Annotated[list[str] | list[list[int]] | None, BeforeValidator(_as_list)] = None
     n: int = Field(1, ge=1, le=128)
@@ -56,12 +63,25 @@ class CompletionRequest(BaseModel, extra="allow"):
     # A completion is sampled until its text has one of these in it, and is sent up to before it.
     stop: str | list[str] | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: JSONObject | None = None
     # Of every sampled token, those included that end the completion or do not show in its text. In
     # a stream they come with the last chunk.
     logprobs: bool | int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JSONObject] | None = None
     tool_choice: Literal["auto", "none"] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        return [stop for stop in stops or () if stop]
+
+    @property
+    def markers(self) -> list[str]:
+        """What the client does not see, nor a text that may become it: what follows is hidden."""
+        if self.tools and self.tool_choice != "none":
+            return [*self.stops, TOOL_CALL]
+        return self.stops
 
     def render_prompts(
         self, tokenizer: PreTrainedTokenizerBase, sampled_texts: dict[str, str]
@@ -85,9 +105,8 @@ class CompletionRequest(BaseModel, extra="allow"):
             if not self.prompt or not all(self.prompt):
                 raise UserError("prompt is empty; give a text or token ids")
             for prompt in self.prompt:
-                if isinstance(prompt, list) and not 0 <= min(prompt) <= max(prompt) < len(
-                    tokenizer
-                ):
+                ids = prompt if isinstance(prompt, list) else [0]
+                if min(ids) < 0 or max(ids) >= len(tokenizer):
                     raise UserError(f"prompt has a token outside 0 ... {len(tokenizer) - 1}")
             return [(prompt, []) for prompt in self.prompt]
         messages = [_to_template_message(message, sampled_texts) for message in self.messages]
@@ -96,7 +115,7 @@ class CompletionRequest(BaseModel, extra="allow"):
         return [(text, images.of_chat(messages))]
 
 
-def _to_template_message(message: dict[str, Any], sampled_texts: dict[str, str]) -> dict[str, Any]:
+def _to_template_message(message: JSONObject, sampled_texts: dict[str, str]) -> JSONObject:
     """Return a message as chat templates want it; the policy's own as it was sampled."""
     role = message["role"]
     content = _to_template_content(message.get("content") or "")
@@ -141,7 +160,7 @@ def completion_key(content: str | list[dict], tool_calls: list[ToolCall]) -> str
     return json.dumps([content, tool_calls], sort_keys=True)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Choice:
     """One choice of a response: it turns sampled tokens into text, tool calls, finish reason."""
 
@@ -157,14 +176,6 @@ class Choice:
     stop_string: str | None = None  # The one that was found.
     finish_reason: str = ""  # At the end: `stop`, `length` or `tool_calls`.
     tool_calls: list[ToolCall] = field(default_factory=list)  # At the end.
-
-    def __post_init__(self) -> None:
-        stops = self.request.stop
-        self.stops = [stop for stop in ([stops] if isinstance(stops, str) else stops or ()) if stop]
-        # The client sees none of these, nor a text that may become one of them.
-        self.markers = list(self.stops)
-        if self.request.tools and self.request.tool_choice != "none":
-            self.markers.append(TOOL_CALL)
 
     def read_new_tokens(self, *, last: bool = False) -> None:
         """Read what the engine has sampled since the last call.
@@ -185,14 +196,14 @@ class Choice:
             return
         self.num_read = len(tokens)
         self.text += text
-        if found := _find(self.stops, self.text):
+        if found := _find(self.request.stops, self.text):
             end, self.stop_string = min(found)
             self.text = self.text[:end]
 
     def finish(self) -> None:
         """Read the last tokens, and set the tool calls and the finish reason."""
         self.read_new_tokens(last=True)
-        if TOOL_CALL in self.markers:
+        if TOOL_CALL in self.request.markers:
             self.tool_calls = _parse_tool_calls(self.text)
         if self.tool_calls:
             self.finish_reason = "tool_calls"
@@ -206,9 +217,9 @@ class Choice:
         """The text that no later token changes; at the end, what stands before the tool calls."""
         if self.finish_reason and not self.tool_calls:
             return self.text
-        if found := _find(self.markers, self.text):
+        if found := _find(self.request.markers, self.text):
             return self.text[: min(found)[0]]
-        longest = max(map(len, self.markers), default=1)
+        longest = max(map(len, self.request.markers), default=1)
         return self.text[: max(0, len(self.text) + 1 - longest)]
 
     def completion(self) -> Completion:
@@ -219,7 +230,7 @@ class Choice:
         end = self.num_read
         return Completion(done.tokens[:end], done.logprobs[:end], False, done.versions[:end])
 
-    def next_chunk(self) -> dict[str, Any] | None:
+    def next_chunk(self) -> JSONObject | None:
         """Return what was not sent yet as an entry of OpenAI's `choices`; None if nothing is new.
 
         Without streaming the only chunk is the whole choice.
@@ -230,7 +241,7 @@ class Choice:
         is_first = self.num_sent == 0
         text = visible_text[self.num_sent :]
         self.num_sent = len(visible_text)
-        chunk: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason or None}
+        chunk: JSONObject = {"index": self.index, "finish_reason": self.finish_reason or None}
         logprobs = self.request.logprobs  # 0 asks for them, too
         if self.finish_reason and logprobs is not None and logprobs is not False:
             chunk["logprobs"] = self._logprobs()
@@ -240,9 +251,9 @@ class Choice:
             chunk["delta" if self.request.stream else "message"] = self._message(text, is_first)
         return chunk
 
-    def _message(self, text: str, is_first: bool) -> dict[str, Any]:
+    def _message(self, text: str, is_first: bool) -> JSONObject:
         """Return a message of a chat, or the delta of one."""
-        message: dict[str, Any] = {"role": "assistant"} if is_first else {}
+        message: JSONObject = {"role": "assistant"} if is_first else {}
         message["content"] = text
         if not self.tool_calls:
             return message
@@ -265,7 +276,7 @@ class Choice:
         tokens = [decode(self.tokenizer, [token]) for token in completion.tokens]
         if self.request.messages is None:
             return {"tokens": tokens, "token_logprobs": completion.logprobs}
-        content = [
+        content: list[JSONObject] = [
             {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
             for token, logprob in zip(tokens, completion.logprobs, strict=True)
         ]
@@ -288,20 +299,6 @@ def _parse_tool_calls(text: str) -> list[ToolCall]:
         return [(call["name"], dict(call.get("arguments", {}))) for call in calls]
     except (ValueError, KeyError, TypeError, AttributeError):
         return []
-
-
-def error_body(error: UserError) -> dict[str, Any]:
-    """Return the body of an error, in OpenAI's form and Anthropic's at once."""
-    status = error.status if isinstance(error, BadRequest) else 400
-    return {
-        "type": "error",
-        "error": {
-            "message": str(error),
-            "type": "authentication_error" if status == 401 else "invalid_request_error",
-            "param": None,
-            "code": error.code if isinstance(error, BadRequest) else None,
-        },
-    }
 
 
 def event(**data: Any) -> str:

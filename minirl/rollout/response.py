@@ -13,7 +13,14 @@ from minirl.rollout.conversation import Completion, Conversation, Prompt
 from minirl.rollout.engine import Sampling
 from minirl.rollout.engine_loop import Request
 from minirl.rollout.episode import sample_seed
-from minirl.rollout.protocol import BadRequest, Choice, CompletionRequest, completion_key, event
+from minirl.rollout.protocol import (
+    BadRequest,
+    Choice,
+    CompletionRequest,
+    JSONObject,
+    completion_key,
+    event,
+)
 
 MODEL = "policy"
 Generate = Callable[[Request], Coroutine[Any, Any, Completion]]
@@ -41,7 +48,7 @@ class PendingResponse:
     """
 
     def __init__(self, session: SessionState, request: CompletionRequest, receive: Receive):
-        """Start to sample.
+        """Start sampling.
 
         Args:
             session: Whose conversation the request continues.
@@ -69,14 +76,7 @@ class PendingResponse:
                     seed=sample_seed(*name, index),
                     name=name,
                 )
-                choice = Choice(
-                    index=index,
-                    request=request,
-                    prompt=prompt,
-                    engine_request=engine_request,
-                    tokenizer=tokenizer,
-                )
-                self.choices.append(choice)
+                self.choices.append(Choice(index, request, prompt, engine_request, tokenizer))
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         self.head = {
             "id": f"chatcmpl-{'-'.join(map(str, name))}",
@@ -84,7 +84,7 @@ class PendingResponse:
             "created": int(time.time()),
             "model": MODEL,
         }
-        self._chunks: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # None: the end.
+        self._chunks: asyncio.Queue[JSONObject | None] = asyncio.Queue()  # None: the end.
         self.task = asyncio.ensure_future(self._generate())
         self.task.add_done_callback(lambda _: self._chunks.put_nowait(None))
         session.tasks.append(self.task)
@@ -113,7 +113,7 @@ class PendingResponse:
         async with asyncio.TaskGroup() as group:
             for choice in self.choices:
                 task = group.create_task(self.session.generate(choice.engine_request))
-                if self.request.stream or choice.stops:  # else the text can wait for the end
+                if self.request.stream or self.request.stops:  # else the text can wait for the end
                     choice.engine_request.on_tokens = partial(self._on_tokens, choice, task)
         conversation = self.session.conversation
         for choice in self.choices:
@@ -137,7 +137,7 @@ class PendingResponse:
             pass
         self.task.cancel()
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self) -> AsyncIterator[JSONObject]:
         """Yield entries of OpenAI's `choices`: parts of them if the request asks for a stream.
 
         Raises:
@@ -159,7 +159,7 @@ class PendingResponse:
             "total_tokens": prompt_tokens + completion_tokens,
         }
 
-    async def body(self) -> dict[str, Any]:
+    async def body(self) -> JSONObject:
         """Return the whole response in OpenAI's form. Raises what `chunks` does."""
         choices = [choice async for choice in self.chunks()]
         return self.head | {"choices": choices, "usage": self.usage()}

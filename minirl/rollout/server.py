@@ -29,7 +29,7 @@ from minirl.rewards.http import bind
 from minirl.rollout import anthropic
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.engine import Sampling
-from minirl.rollout.protocol import BadRequest, CompletionRequest, error_body, event
+from minirl.rollout.protocol import BadRequest, CompletionRequest, event
 from minirl.rollout.response import MODEL, Generate, PendingResponse, SessionState
 
 CHAT = "/v1/chat/completions"
@@ -77,15 +77,11 @@ class Endpoint:
         self._sessions: dict[str, SessionState] = {}
         self._socket = bind(cfg.host, cfg.port, "endpoint.")
         self.base_url = f"http://{cfg.host}:{self._socket.getsockname()[1]}/v1"
+        paths = (CHAT, COMPLETIONS, MESSAGES)
+        posts = [Route(path, self._post, methods=["POST"]) for path in paths]
         app = FastAPI(
             openapi_url=None,
-            routes=[
-                *(
-                    Route(path, self._post, methods=["POST"])
-                    for path in (CHAT, COMPLETIONS, MESSAGES)
-                ),
-                Route("/v1/models", self._models),
-            ],
+            routes=[*posts, Route("/v1/models", self._models)],
             exception_handlers={UserError: _send_error, ClientDisconnect: _send_nothing},
         )
         # The loop stands still for minutes, and a connection that was silent in this time must not
@@ -109,7 +105,7 @@ class Endpoint:
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
 
     async def stop(self) -> None:
-        """Close the open sessions and stop to serve."""
+        """Close the open sessions and stop serving."""
         for key in list(self._sessions):
             self.close(key)
         self._server.should_exit = True
@@ -175,7 +171,9 @@ class Endpoint:
 
 
 async def _send_error(_: HTTPRequest, error: UserError) -> JSONResponse:
-    return JSONResponse(error_body(error), error.status if isinstance(error, BadRequest) else 400)
+    if not isinstance(error, BadRequest):
+        error = BadRequest(str(error))
+    return JSONResponse(error.body(), error.status)
 
 
 async def _send_nothing(*_: object) -> JSONResponse:
@@ -189,4 +187,4 @@ async def _with_error(events: AsyncIterator[str]) -> AsyncIterator[str]:
         async for each in events:
             yield each
     except BadRequest as error:
-        yield event(**error_body(error))
+        yield event(**error.body())
