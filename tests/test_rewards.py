@@ -40,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
-        with contextlib.suppress(BrokenPipeError):  # whoever asked may be gone
+        with contextlib.suppress(BrokenPipeError):  # the client may have left
             self.wfile.write(text.encode())
 
     def log_message(self, *_):
@@ -212,7 +212,7 @@ def test_a_reward_that_is_not_a_finite_number_is_refused(endpoint, value):
         made(server.url)(ROW, "a")
 
 
-def test_all_threads_of_a_failed_request_hear_of_it(endpoint):
+def test_all_threads_of_a_failed_request_get_its_error(endpoint):
     def broken(body):
         time.sleep(0.05)
         return 500, "out of memory"

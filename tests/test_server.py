@@ -1,5 +1,5 @@
-"""The endpoint, by the clients that people use: what they are told, what is kept of it, and what is
-left of those who leave."""
+"""The endpoint, through the clients that people use: what they get, what the conversation keeps, and
+what it keeps of clients that disconnect."""
 
 import asyncio
 import json
@@ -461,7 +461,7 @@ def test_what_is_malformed_is_refused_and_leaves_nothing():
     play(program, max_model_len=100)
 
 
-def test_whoever_leaves_has_not_asked():
+def test_a_client_that_disconnects_leaves_nothing():
     async def program(w):
         await w.ask(messages=HI)
         before = w.said()
