@@ -1,5 +1,5 @@
-"""The endpoint, through the clients that people use: what they get, what the conversation keeps, and
-what it keeps of clients that disconnect."""
+"""The endpoint, through the clients that people use: what they get, what the conversation keeps,
+and what it keeps of clients that disconnect."""
 
 import asyncio
 import json
