@@ -23,7 +23,7 @@ from minirl.rollout.conversation import Completion, Conversation, Segment
 from minirl.rollout.engine import Sampling
 from minirl.rollout.episode import Episode, EpisodeRunner
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # templates
 # Each has the habits of the family it is named after: its marks, what it trims, leaves out, moves,
 # refuses.
@@ -32,9 +32,8 @@ TOOLS = "{%- for t in tools or [] -%}{{ '\n<tool>' + t.function.name }}{%- endfo
 REPLY = "{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
 HEADER = "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 CHATML = (
-    "{{- '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else 'You are helpful.') -}}"
-    + TOOLS
-    + "{{- '<|im_end|>\n' -}}"
+    "{{- '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else "
+    "'You are helpful.') -}}" + TOOLS + "{{- '<|im_end|>\n' -}}"
     "{%- for m in messages -%}{%- if m.role == 'tool' -%}"
     + REPLY
     + "{%- elif m.role != 'system' -%}"
@@ -44,50 +43,70 @@ CHATML = (
 # Qwen 3: thoughts are left out before the last question (replies of tools are no question), and
 # written in one form behind it.
 THINKING = (
-    "{%- set ns = namespace(asked=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.asked = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{%- set ns = namespace(asked=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}"
+    "{%- set ns.asked = loop.index0 -%}{%- endif -%}{%- endfor -%}"
     "{%- for m in messages -%}{%- if m.role == 'tool' -%}"
     + REPLY
-    + "{%- elif m.role != 'assistant' -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-    "{%- else -%}{%- set said = m.content.split('</think>') -%}{%- set thought = said[0].split('<think>')[-1].strip('\n') if said|length > 1 else '' -%}"
+    + "{%- elif m.role != 'assistant' -%}{{ '<|im_start|>' + m.role + '\n' + m.content + "
+    "'<|im_end|>\n' }}"
+    "{%- else -%}{%- set said = m.content.split('</think>') -%}{%- set thought = "
+    "said[0].split('<think>')[-1].strip('\n') if said|length > 1 else '' -%}"
     "{{ '<|im_start|>assistant\n' }}{%- if loop.index0 > ns.asked and (loop.last or thought) -%}"
-    "{{ '<think>\n' + thought + '\n</think>\n\n' + said[-1].lstrip('\n') }}{%- else -%}{{ said[-1].lstrip('\n') if said|length > 1 else m.content }}{%- endif -%}"
+    "{{ '<think>\n' + thought + '\n</think>\n\n' + said[-1].lstrip('\n') }}{%- else -%}{{ "
+    "said[-1].lstrip('\n') if said|length > 1 else m.content }}{%- endif -%}"
     "{{ '<|im_end|>\n' }}{%- endif -%}{%- endfor -%}" + HEADER
 )
 LLAMA = (
-    "{{- bos_token -}}{%- for m in messages -%}{{ '<|start|>' + ('ipython' if m.role == 'tool' else m.role) + '<|header|>\n\n' + (m.content | trim) + '<|eot|>' }}"
-    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|start|>assistant<|header|>\n\n' }}{%- endif -%}"
+    "{{- bos_token -}}{%- for m in messages -%}{{ '<|start|>' + ('ipython' if m.role == 'tool' "
+    "else m.role) + '<|header|>\n\n' + (m.content | trim) + '<|eot|>' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|start|>assistant<|header|>\n\n' }}{%- "
+    "endif -%}"
 )
 # Mistral v0.3: the system prompt and the tools stand before the last question.
 MISTRAL = (
-    "{%- set ns = namespace(system='', last=-1) -%}{%- for m in messages -%}{%- if m.role == 'system' -%}{%- set ns.system = m.content + '\n\n' -%}"
-    "{%- elif m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}{{- bos_token -}}{%- for m in messages -%}"
-    "{%- if m.role == 'user' -%}{%- if loop.index0 == ns.last and tools -%}{{ '[TOOLS]' }}{%- endif -%}"
+    "{%- set ns = namespace(system='', last=-1) -%}{%- for m in messages -%}{%- if m.role == "
+    "'system' -%}{%- set ns.system = m.content + '\n\n' -%}"
+    "{%- elif m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{{- bos_token -}}{%- for m in messages -%}"
+    "{%- if m.role == 'user' -%}{%- if loop.index0 == ns.last and tools -%}{{ '[TOOLS]' }}{%- "
+    "endif -%}"
     "{{ '[INST] ' + (ns.system if loop.index0 == ns.last else '') + m.content + '[/INST]' }}"
-    "{%- elif m.role == 'tool' -%}{{ '[RESULT] ' + m.content + '[/RESULT]' }}{%- elif m.role == 'assistant' -%}{{ ' ' + (m.content | trim) + eos_token }}"
+    "{%- elif m.role == 'tool' -%}{{ '[RESULT] ' + m.content + '[/RESULT]' }}{%- elif m.role == "
+    "'assistant' -%}{{ ' ' + (m.content | trim) + eos_token }}"
     "{%- endif -%}{%- endfor -%}"
 )
 GEMMA = (
-    "{{- bos_token -}}{%- for m in messages -%}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('Roles must alternate') }}{%- endif -%}"
-    "{{ '<turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (m.content | trim) + '<end_of_turn>\n' }}{%- endfor -%}"
+    "{{- bos_token -}}{%- for m in messages -%}{%- if (m.role == 'user') != (loop.index0 % 2 == "
+    "0) -%}{{ raise_exception('Roles must alternate') }}{%- endif -%}"
+    "{{ '<turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (m.content | trim) + "
+    "'<end_of_turn>\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<turn>model\n' }}{%- endif -%}"
 )
 # Zephyr: the names of roles are ordinary text.
-ZEPHYR = "{%- for m in messages -%}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- endif -%}"
+ZEPHYR = (
+    "{%- for m in messages -%}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{%- "
+    "endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- endif -%}"
+)
 # Phi 3: its marks swallow the line break behind them; a chat that is over ends by a token of its
 # own.
 PHI = (
     "{%- for m in messages -%}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- else -%}{{ eos_token }}{%- endif -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>\n' }}{%- else -%}{{ eos_token }}{%- "
+    "endif -%}"
 )
 # DeepSeek R1: the header of an answer begins its thoughts, which are left out of every chat; behind
 # the reply of a tool there is no header.
 DEEPSEEK = (
-    "{{- bos_token -}}{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<user>' + m.content }}{%- elif m.role == 'tool' -%}{{ '<result>' + m.content + '</result>' }}"
-    "{%- elif m.role == 'system' -%}{{ m.content }}{%- else -%}{{ (m.content if messages[loop.index0 - 1].role == 'tool' else '<assistant>' + m.content.split('</think>')[-1]) + eos_token }}"
-    "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt and messages[-1].role != 'tool' -%}{{ '<assistant><think>\n' }}{%- endif -%}"
+    "{{- bos_token -}}{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<user>' + "
+    "m.content }}{%- elif m.role == 'tool' -%}{{ '<result>' + m.content + '</result>' }}"
+    "{%- elif m.role == 'system' -%}{{ m.content }}{%- else -%}{{ (m.content if "
+    "messages[loop.index0 - 1].role == 'tool' else '<assistant>' + "
+    "m.content.split('</think>')[-1]) + eos_token }}"
+    "{%- endif -%}{%- endfor -%}{%- if add_generation_prompt and messages[-1].role != 'tool' -%}"
+    "{{ '<assistant><think>\n' }}{%- endif -%}"
 )
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # tokenizers
 
 WORDS = [
@@ -254,7 +273,7 @@ def encode(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # an episode
 
 
@@ -505,7 +524,7 @@ def test_a_segment_is_the_rendered_chat_token_by_token_and_a_new_one_begins_wher
             )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # segments
 
 TEXTS = [
@@ -546,7 +565,7 @@ def test_the_text_of_an_answer_is_what_it_adds_to_the_text_of_all_tokens(style):
         before, answer = before[: rng.randint(25, len(before))], answer[: rng.randint(0, 9)]
         read, whole = tokenizer.decode(before), tokenizer.decode(before + answer)
         segment = Segment(tokens=list(before))
-        text = segment.say(
+        text = segment.append_completion(
             Completion(answer, [0.0] * len(answer), False, [0] * len(answer)),
             SimpleNamespace(decode=decode),
         )
@@ -576,7 +595,7 @@ def test_what_follows_an_answer_that_is_cut_anywhere(style):
         for rest in (STYLES[style][2] + " x", "\nx", "x"):
             segment = Segment(text="?", tokens=[*encode(tokenizer, "x"), *tokens])
             num = len(segment.tokens)
-            Conversation(tokenizer).read(rest, segment)
+            Conversation(tokenizer).append_raw(rest, segment)
             if style != "Phi 3" or rest[0] == "<":  # where every text gets a space
                 assert (
                     tokenizer.decode([tokenizer.eos_token_id, *segment.tokens[num:]])
@@ -586,7 +605,9 @@ def test_what_follows_an_answer_that_is_cut_anywhere(style):
 
 def say(segment, tokenizer, text):
     tokens = [*encode(tokenizer, text), tokenizer.eos_token_id]
-    return segment.say(Completion(tokens, [-1.0] * len(tokens), True, [4] * len(tokens)), tokenizer)
+    return segment.append_completion(
+        Completion(tokens, [-1.0] * len(tokens), True, [4] * len(tokens)), tokenizer
+    )
 
 
 def chat_of(*texts):
@@ -596,26 +617,26 @@ def chat_of(*texts):
 def test_a_chat_goes_on_from_the_longest_segment_that_it_begins_with():
     tokenizer = make_tokenizer([])
     c = Conversation(tokenizer)
-    first = c.ask(chat_of("q"))
-    assert c.ask(chat_of("q")) is first and first.tokens == chat.encode(
+    first = c.continue_with_messages(chat_of("q"))
+    assert c.continue_with_messages(chat_of("q")) is first and first.tokens == chat.encode(
         tokenizer, chat.render(tokenizer, chat_of("q"))
     )  # nothing was sampled in between
     assert say(first, tokenizer, "a") == "a"
-    assert c.ask(chat_of("q", "a", "r")) is first
+    assert c.continue_with_messages(chat_of("q", "a", "r")) is first
     say(first, tokenizer, "b")
-    second = c.ask(chat_of("q", "other", "r"))
+    second = c.continue_with_messages(chat_of("q", "other", "r"))
     say(second, tokenizer, "c")
     assert (
-        c.ask(chat_of("q", "a", "r", "b", "s"))
+        c.continue_with_messages(chat_of("q", "a", "r", "b", "s"))
         is first
-        is c.read("raw ", first)
-        is c.read([60, 61], first)
+        is c.append_raw("raw ", first)
+        is c.append_raw([60, 61], first)
     )  # back to an older one
-    third = c.ask(chat_of("q", "a", "s"))
+    third = c.continue_with_messages(chat_of("q", "a", "s"))
     assert c.segments == [first, second, third] and sum(sum(s.sampled) for s in c.segments) == 6
-    third.reward(9.0)  # there is no answer that it could be for
-    second.reward(0.5)
-    first.reward(1.0)
+    third.add_reward(9.0)  # there is no answer that it could be for
+    second.add_reward(0.5)
+    first.add_reward(1.0)
     trajectories = c.trajectories(group=1, episode=2, reward=1.5, info={})
     assert [(t.segment, t.version, t.turn_rewards.sum(), t.reward) for t in trajectories] == [
         (0, 4, 1.0, 1.5),
@@ -641,7 +662,7 @@ def test_tools_are_part_of_the_chat():
             strict=True,
         ):
             messages = messages + more
-            segment = c.ask(messages, given)
+            segment = c.continue_with_messages(messages, given)
             assert c.segments.index(segment) == n
             whole = tokenizer.apply_chat_template(
                 messages, tools=given, tokenize=False, add_generation_prompt=True
@@ -650,7 +671,7 @@ def test_tools_are_part_of_the_chat():
             text = STYLES[style][3] + "4" + STYLES[style][2]
             tokens = encode(tokenizer, whole + text)[len(segment.tokens) :]
             assert (
-                segment.say(
+                segment.append_completion(
                     Completion(tokens, [0.0] * len(tokens), True, [0] * len(tokens)), tokenizer
                 )
                 == STYLES[style][3] + "4"
@@ -662,7 +683,9 @@ def test_a_message_that_a_template_cannot_write_is_told():
         with pytest.raises(
             UserError, match="the chat template refuses a chat: can only concatenate str.*'content'"
         ):
-            Conversation(tokenizer_of("Qwen 2.5")).ask([{"role": "user", "content": content}])
+            Conversation(tokenizer_of("Qwen 2.5")).continue_with_messages(
+                [{"role": "user", "content": content}]
+            )
 
 
 def test_a_tokenizer_gives_back_what_was_said(tmp_path):

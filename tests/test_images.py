@@ -134,14 +134,14 @@ def test_tokens_of_a_chat_are_the_processors(folder):
         urls,
     )
     conversation = Conversation(tokenizer, vision)
-    first = conversation.ask(messages[:1])
-    segment = conversation.ask(messages[:1])
+    first = conversation.continue_with_messages(messages[:1])
+    segment = conversation.continue_with_messages(messages[:1])
     assert segment is first and [p.url for p in segment.images] == urls[:2]
-    whole = Conversation(tokenizer, vision).ask(messages)
+    whole = Conversation(tokenizer, vision).continue_with_messages(messages)
     text = chat.render(tokenizer, messages)
     assert whole.tokens == processor(text=[text], images=[rgb(url) for url in urls])["input_ids"][0]
     assert unexpanded(whole.tokens, whole.images) == chat.encode(tokenizer, text)
-    other = conversation.ask(
+    other = conversation.continue_with_messages(
         attach(
             [{"role": "user", "content": [WAITS, {"type": "text", "text": "a"}, WAITS]}],
             [urls[0], tiny.picture(101, 60)],
@@ -153,9 +153,11 @@ def test_tokens_of_a_chat_are_the_processors(folder):
     with pytest.raises(BadImage, match="1 x 300 pixels cannot be read"):
         vision.expand([vision.token], [to_url(Image.new("RGB", (1, 300)))])
     with pytest.raises(BadImage, match="tokens for images came with"):
-        conversation.ask([{"role": "user", "content": f"a text with {tiny.IMAGE}"}])
+        conversation.continue_with_messages(
+            [{"role": "user", "content": f"a text with {tiny.IMAGE}"}]
+        )
     with pytest.raises(UserError, match="reads none"):
-        Conversation(tokenizer).ask(messages)
+        Conversation(tokenizer).continue_with_messages(messages)
 
 
 def test_rows_with_images(tmp_path, folder):

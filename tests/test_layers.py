@@ -114,7 +114,7 @@ DOORS = {
     "verifiers": {"envs/verifiers.py": None},
     "openai": {"envs/verifiers.py": None},
     "fastapi": {"rewards/http.py": None, "rollout/server.py": None},
-    "starlette": {"rollout/server.py": None},
+    "starlette": {"rollout/server.py": None, "rollout/response.py": {"Receive"}},
     "uvicorn": {"rewards/http.py": None, "rollout/server.py": None},
     "pydantic": {
         "rollout/protocol.py": None,

@@ -40,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
-        with contextlib.suppress(BrokenPipeError):  # whoever asked may be gone
+        with contextlib.suppress(BrokenPipeError):  # the client may have left
             self.wfile.write(text.encode())
 
     def log_message(self, *_):
@@ -77,7 +77,7 @@ def made(function, **cfg):
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the protocol
 
 
@@ -141,7 +141,7 @@ def test_serve_answers_this_protocol(monkeypatch):
     assert httpx.post(f"http://127.0.0.1:{port}/", json={"query": "no list"}).status_code == 422
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # what goes wrong
 
 
@@ -156,7 +156,10 @@ def test_a_failure_that_may_pass_is_tried_again_at_the_next_endpoint(endpoint, s
     assert len(bad.bodies) == len(good.bodies) == 1 and pauses == [0.5]
     with pytest.raises(
         UserError,
-        match=rf"reward.function = {bad.url}: {bad.url} failed after 4 tries .*reward.retries = 3.* status {status}: busy",
+        match=(
+            rf"reward.function = {bad.url}: {bad.url} failed after 4 tries .*reward.retries = 3.* "
+            rf"status {status}: busy"
+        ),
     ):
         made(bad.url, retries=3, backoff_seconds=0.5)(ROW, "")
     assert pauses[1:] == [0.5, 1.0, 2.0]
@@ -209,7 +212,7 @@ def test_a_reward_that_is_not_a_finite_number_is_refused(endpoint, value):
         made(server.url)(ROW, "a")
 
 
-def test_all_threads_of_a_failed_request_hear_of_it(endpoint):
+def test_all_threads_of_a_failed_request_get_its_error(endpoint):
     def broken(body):
         time.sleep(0.05)
         return 500, "out of memory"
@@ -242,7 +245,7 @@ def test_a_url_without_a_host_is_refused(url):
         made(url)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # sums
 
 
@@ -261,14 +264,16 @@ def test_rewards_are_summed_by_weight_and_told_apart(endpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("function", "weights"),
-    [([], []), (["exact", "exact"], []), (["exact"], [1.0, 2.0]), ("exact", [float("nan")])],
+    ("function", "weights", "why"),
+    [
+        ([], [], "nothing scores; name a function, or set reward.model"),
+        (["exact", "exact"], [], "a function is named twice; name it once"),
+        (["exact"], [1.0, 2.0], "there are 2 weights for 1 functions; give one for each, or none"),
+        ("exact", [float("nan")], "a weight is not finite; give finite numbers"),
+    ],
 )
-def test_weights_that_do_not_fit_are_refused(function, weights):
-    with pytest.raises(
-        UserError,
-        match=r"reward.function = .*reward.weights = .*: give different functions, and no or as many finite weights",
-    ):
+def test_weights_that_do_not_fit_are_refused(function, weights, why):
+    with pytest.raises(UserError, match=rf"reward.function = .*reward.weights = .*: {why}"):
         made(function, weights=weights)
 
 
@@ -306,7 +311,7 @@ def test_means_by_source_and_by_reward():
     assert breakdown([answer(None, 1.0)], 1.0, SimpleNamespace(gather=lambda own: [own])) == {}
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # a run
 
 
@@ -325,7 +330,8 @@ def test_a_run_on_two_sources_with_two_rewards(endpoint, tmp_path):
     ):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "rl.yaml").write_text(
-        f"data:\n  train:\n    - {tmp_path}/short.jsonl?weight=3\n    - {tmp_path}/mixed.jsonl?weight=1&name=other\n"
+        f"data:\n  train:\n    - {tmp_path}/short.jsonl?weight=3\n    - "
+        f"{tmp_path}/mixed.jsonl?weight=1&name=other\n"
     )
     flags = [
         "--config",

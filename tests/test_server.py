@@ -1,5 +1,5 @@
-"""The endpoint, by the clients that people use: what they are told, what is kept of it, and what is
-left of those who leave."""
+"""The endpoint, through the clients that people use: what they get, what the conversation keeps,
+and what it keeps of clients that disconnect."""
 
 import asyncio
 import json
@@ -32,7 +32,9 @@ from minirl.rollout.server import Endpoint
 # As Qwen's and Hermes' templates write tools, on the roles that the tokenizer has.
 TEMPLATE = """{%- if tools %}{{ '<|system|>' + tools | tojson + '<|end|>' }}{% endif -%}
 {%- for m in messages %}{{ '<|' + ('user' if m.role == 'tool' else m.role) + '|>' + m.content }}
-{%- for c in m.tool_calls or () %}{{ '<tool_call>' + {'name': c.function.name, 'arguments': c.function.arguments} | tojson + '</tool_call>' }}{% endfor -%}
+{%- for c in m.tool_calls or () %}{{ '<tool_call>'
+    + {'name': c.function.name, 'arguments': c.function.arguments} | tojson
+    + '</tool_call>' }}{% endfor -%}
 {{ '<|end|>' }}{% endfor -%}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif -%}"""
 TOOL = {
@@ -159,9 +161,9 @@ def test_chat_and_what_is_kept_of_it():
         )
         conversation = w.endpoint.close(w.session.api_key)
         (segment,) = conversation.segments
-        assert (
-            segment.text
-            == "<|system|>s<|end|><|user|>hi<|end|><|assistant|>héllo<|end|><|user|>go on<|end|><|assistant|>well"
+        assert segment.text == (
+            "<|system|>s<|end|><|user|>hi<|end|><|assistant|>héllo<|end|><|user|>"
+            "go on<|end|><|assistant|>well"
         )
         a, b = w.engine.requests
         assert (
@@ -206,7 +208,8 @@ def test_what_was_sampled_goes_on_though_the_client_saw_less_of_it():
         assert "".join([c.choices[0].delta.content async for c in second]) == "so it is "
         assert w.said() == [
             (
-                "<|user|>hi<|end|><|assistant|>look Obs:<|end|><|user|>1<|end|><|assistant|>so it is <|",
+                "<|user|>hi<|end|><|assistant|>look Obs:<|end|><|user|>1<|end|><|assistant|>so "
+                "it is <|",
                 9 + 11,
             )
         ]
@@ -265,9 +268,9 @@ def test_a_tool_is_called_and_its_result_read():
                 second.choices[0].message.content == "It is <tool_call>{broken"
             )  # in sight, because it is no call
             assert second.choices[0].message.tool_calls is None
-            assert (
-                w.said()[-1][0]
-                == f"<|system|>{json.dumps([TOOL])}<|end|><|user|>hi<|end|><|assistant|>{CALL}<|end|><|user|>2<|end|><|assistant|>It is <tool_call>{{broken<|end|>"
+            assert w.said()[-1][0] == (
+                f"<|system|>{json.dumps([TOOL])}<|end|><|user|>hi<|end|><|assistant|>{CALL}"
+                f"<|end|><|user|>2<|end|><|assistant|>It is <tool_call>{{broken<|end|>"
             )
         assert len(w.said()) == 2
         plain = await w.ask(messages=HI, tools=[TOOL], tool_choice="none")
@@ -377,7 +380,8 @@ def test_anthropic():
             assert (last.content[0].text, last.stop_reason) == ("two", "end_turn")
             assert any(
                 text.endswith(
-                    f"<|assistant|>{CALL}<|end|><|user|>2<|end|><|user|>so<|end|><|assistant|>two<|end|>"
+                    f"<|assistant|>{CALL}<|end|><|user|>2<|end|><|user|>so<|end|>"
+                    f"<|assistant|>two<|end|>"
                 )
                 for text, _ in w.said()
             )
@@ -457,7 +461,7 @@ def test_what_is_malformed_is_refused_and_leaves_nothing():
     play(program, max_model_len=100)
 
 
-def test_whoever_leaves_has_not_asked():
+def test_a_client_that_disconnects_leaves_nothing():
     async def program(w):
         await w.ask(messages=HI)
         before = w.said()
@@ -574,7 +578,7 @@ def engine_program(mesh, folder):
         driver.run(
             until(
                 lambda: all(
-                    task.done() for s in sessions for task in endpoint._sessions[s.api_key].asked
+                    task.done() for s in sessions for task in endpoint._sessions[s.api_key].tasks
                 )
             )
         )

@@ -1,0 +1,1 @@
+"""Ways to score an answer: functions, endpoints over HTTP, TRL's functions, a reward model."""

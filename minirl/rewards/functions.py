@@ -1,6 +1,6 @@
-"""What an answer earns: a weighted sum of reward functions, and the graders known by name.
+"""What an answer earns: a weighted sum of reward functions, and the registered functions.
 
-A reward is any function `(prompt, completion, row) -> float`, in any file:
+A reward function is any `(prompt, completion, row) -> float`, in any file:
 
     # my_reward.py
     def brevity(prompt, completion, row):
@@ -8,9 +8,9 @@ A reward is any function `(prompt, completion, row) -> float`, in any file:
 
     --reward.function my_reward.py:brevity
 
-or an HTTP endpoint (rewards/http.py), or one written for OpenRLHF or TRL (`openrlhf:file.py`,
-`trl:file.py:function`), or several of them. `row["rendered_prompt"]` is the prompt as the policy
-reads it.
+or an HTTP endpoint (rewards/http.py), or a function written for OpenRLHF or TRL
+(`openrlhf:file.py`, `trl:file.py:function`), or several of them. `row["rendered_prompt"]` is the
+prompt as the policy reads it.
 """
 
 import math
@@ -27,117 +27,139 @@ import reasoning_gym
 from minirl import sandbox
 from minirl.config.lookup import find_function
 from minirl.config.shared import RewardConfig
-from minirl.errors import UserError
+from minirl.errors import UserError, require
 from minirl.rewards.http import RemoteReward
 
-RewardFunction = Callable[[str | list[dict], str, dict], float]
-# By what stands before the first colon: what makes a reward function of the rest; imported when
-# asked for
+RowPrompt = str | list[dict]
+RewardFunction = Callable[[RowPrompt, str, dict], float]
+# What makes a reward function of the text behind `openrlhf:` or `trl:`; imported when it is needed.
 ADAPTERS = {"openrlhf": "minirl.envs.openrlhf:reward", "trl": "minirl.rewards.trl:reward"}
 
 
 class Rewards:
     """A weighted sum of reward functions."""
 
-    def __init__(self, *parts: tuple[float, RewardFunction, str]):
-        """Weight, function and name of each."""
-        self.parts = parts
+    def __init__(self, *weighted: tuple[float, RewardFunction, str]):
+        """`weighted`: weight, function and name of each."""
+        self.weighted = weighted
 
     def check_rows(self, rows: Iterable[dict]) -> None:
-        """Refuse rows that a registered reward cannot grade, or a machine that cannot, before
-        anything is generated. Raises UserError.
+        """Refuse, before anything is generated, what a registered function cannot grade.
+
+        Raises:
+            UserError: A row has not what a function reads, or the machine has no sandbox.
         """
-        names = [name for *_, name in self.parts]
+        names = [name for _, _, name in self.weighted]
         if "python_tests" in names:
             sandbox.check_supported()
-        for row, name in ((row, name) for row in rows for name in names):
-            if name in ("exact", "final_answer", "math_verify") and row.get("answer") is None:
-                raise UserError(
-                    f"reward.function = {name} compares with the answer, and a row has none (data.answer_key): {str(row)[:120]}"
-                )
-            if name == "python_tests" and not isinstance(row.get("tests"), str):
-                raise UserError(
-                    f"reward.function = python_tests runs the text in the column `tests`, and a row has none: {str(row)[:120]}"
-                )
-            if name == "reasoning_gym" and "source_dataset" not in (row.get("metadata") or {}):
-                raise UserError(
-                    f"reward.function = reasoning_gym needs rows with metadata.source_dataset, and a row has none: {str(row)[:120]}"
-                )
+        for row in rows:
+            for name in names:
+                _check_row(name, row)
 
     def __call__(self, row: dict, completion: str, info: dict | None = None) -> float:
-        """What it is made of goes to `info["rewards"]`, name -> value, if it has several parts.
-        Raises UserError as `grade`.
+        """Return the weighted sum.
+
+        Args:
+            row: Of the data, with `prompt` and, for some functions, `rendered_prompt`.
+            completion: Without special tokens.
+            info: If there are several functions, `info["rewards"]` is set to name -> value.
+
+        Raises:
+            UserError: As `grade` does.
         """
-        values = {name: grade(function, name, row, completion) for _, function, name in self.parts}
+        values = {
+            name: grade(function, name, row, completion) for _, function, name in self.weighted
+        }
         if info is not None and len(values) > 1:
             info["rewards"] = values
-        return sum(weight * values[name] for weight, _, name in self.parts)
+        return sum(weight * values[name] for weight, _, name in self.weighted)
+
+
+def _check_row(name: str, row: dict) -> None:
+    """Raise UserError if the registered function `name` cannot grade answers to `row`."""
+    if name in ("exact", "final_answer", "math_verify") and row.get("answer") is None:
+        problem = "compares with the answer, and a row has none (data.answer_key)"
+    elif name == "python_tests" and not isinstance(row.get("tests"), str):
+        problem = "runs the text in the column `tests`, and a row has none"
+    elif name == "reasoning_gym" and "source_dataset" not in (row.get("metadata") or {}):
+        problem = "needs rows with metadata.source_dataset, and a row has none"
+    else:
+        return
+    raise UserError(f"reward.function = {name} {problem}: {str(row)[:120]}")
 
 
 def grade(function: RewardFunction, name: str, row: dict, completion: str) -> float:
-    """Raises UserError if the function raises or returns anything but a finite number: an answer
-    cannot be left out of its group, and any number in place of its reward would be learned from.
+    """Return what one function gives for one completion.
+
+    Raises:
+        UserError: The function raises, or returns anything but one finite number. The answer cannot
+            be left out of its group, and any number in place of its reward would be learned.
     """
-    shown = f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
+    inputs = f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
     try:
         value = function(row["prompt"], completion, row)
         valid = isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
     except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # the user's code may raise anything; it is told with the input that did it
+    except Exception as error:  # the user's code may raise anything
         raise UserError(
-            f"reward.function = {name} raised {type(error).__name__}: {error} for {shown}"
+            f"reward.function = {name} raised {type(error).__name__}: {error} for {inputs}"
         ) from error
     if not valid:
         raise UserError(
-            f"reward.function = {name} returned {value!r} for {shown}; it must return one finite number"
+            f"reward.function = {name} returned {value!r} for {inputs}; "
+            "it must return one finite number"
         )
     return float(value)
 
 
 def make_rewards(cfg: RewardConfig | str) -> Rewards:
-    """What `reward.function` names (a text alone stands for a config with it). Raises UserError for
-    what cannot be found.
+    """Return the sum that `reward.function` and `reward.weights` describe.
+
+    Args:
+        cfg: A text stands for a config with this `function`.
+
+    Raises:
+        UserError: A function is not found, or functions and weights do not fit.
     """
     cfg = RewardConfig(function=cfg) if isinstance(cfg, str) else cfg
-    names = [
-        name for name in ([cfg.function] if isinstance(cfg.function, str) else cfg.function) if name
-    ]
-    if (
-        not (names or cfg.model)
-        or len(set(names)) < len(names)
-        or cfg.weights
-        and len(cfg.weights) != len(names)
-        or not all(map(math.isfinite, cfg.weights))
-    ):
-        raise UserError(
-            f"reward.function = {cfg.function}, reward.weights = {cfg.weights}: give different functions, and no or as many finite weights"
-        )
-    found = [_find(name, cfg) for name in names]
-    return Rewards(*zip(cfg.weights or [1.0] * len(names), found, names, strict=True))
+    functions = [cfg.function] if isinstance(cfg.function, str) else cfg.function
+    names = [name for name in functions if name]
+    settings = f"reward.function = {cfg.function}, reward.weights = {cfg.weights}"
+    require(names or cfg.model, f"{settings}: nothing scores; name a function, or set reward.model")
+    require(len(set(names)) == len(names), f"{settings}: a function is named twice; name it once")
+    require(
+        len(cfg.weights) in (0, len(names)),
+        f"{settings}: there are {len(cfg.weights)} weights for {len(names)} functions; "
+        "give one for each, or none",
+    )
+    require(
+        all(map(math.isfinite, cfg.weights)),
+        f"{settings}: a weight is not finite; give finite numbers",
+    )
+    weights = cfg.weights or [1.0] * len(names)
+    found = [_find_function(name, cfg) for name in names]
+    return Rewards(*zip(weights, found, names, strict=True))
 
 
-def _find(name: str, cfg: RewardConfig) -> RewardFunction:
-    kind, _, rest = name.partition(":")
+def _find_function(name: str, cfg: RewardConfig) -> RewardFunction:
+    kind, _, argument = name.partition(":")
     if kind in ("http", "https"):
         return RemoteReward(name, cfg)
-    return (
-        resolve_name(ADAPTERS[kind])(rest)
-        if kind in ADAPTERS
-        else find_function("reward.function", name, REWARDS)
-    )
+    if kind in ADAPTERS:
+        return resolve_name(ADAPTERS[kind])(argument)
+    return find_function("reward.function", name, REWARDS)
 
 
-def exact(prompt: str | list[dict], completion: str, row: dict) -> float:
-    """1 if the completion is the answer, spaces at the ends aside."""
+def exact(prompt: RowPrompt, completion: str, row: dict) -> float:
+    """Return 1 if the completion is the answer, apart from spaces at the ends."""
     return float(completion.strip() == str(row["answer"]).strip())
 
 
-def final_answer(prompt: str | list[dict], completion: str, row: dict) -> float:
-    """1 for the right number after `Answer:`, 0.3 if only the last number of the text is right: a
-    small model finds the right number before the form.
+def final_answer(prompt: RowPrompt, completion: str, row: dict) -> float:
+    """Return 1 for the right number after `Answer:`, 0.3 if the last number in the text is right.
+
+    A small model finds the right number before it finds the form.
     """
     gold = str(row["answer"]).replace(",", "").strip()
     text = completion.replace(",", "")
@@ -146,52 +168,50 @@ def final_answer(prompt: str | list[dict], completion: str, row: dict) -> float:
     return 0.3 if gold in re.findall(r"-?\d+(?:\.\d+)?", text)[-1:] else 0.0
 
 
-def verified(prompt: str | list[dict], completion: str, row: dict) -> float:
-    """1 if math-verify finds the completion's final expression equal to the answer. Its own time
-    limits use signals, which do not work in threads.
+def verify_math(prompt: RowPrompt, completion: str, row: dict) -> float:
+    """Return 1 if math-verify finds the completion's last expression equal to the answer.
+
+    Its own timeouts are off: they use signals, which do not work in threads.
     """
     answer = str(row["answer"])
     if "$" not in answer and "\\boxed" not in answer:
-        answer = (
-            f"${answer}$"  # bare LaTeX, as in MATH, would be read as a text with some number in it
-        )
+        # Bare LaTeX, as in MATH, would be read as a text with some number in it.
+        answer = f"${answer}$"
     gold = math_verify.parse(answer, parsing_timeout=None)
-    return float(
-        math_verify.verify(
-            gold, math_verify.parse(completion, parsing_timeout=None), timeout_seconds=None
-        )
-    )
+    given = math_verify.parse(completion, parsing_timeout=None)
+    return float(math_verify.verify(gold, given, timeout_seconds=None))
 
 
-def gym_score(prompt: str | list[dict], completion: str, row: dict) -> float:
-    """The score of reasoning-gym's own grader for the row's generator, 0 to 1; partly right answers
-    earn part. Some graders evaluate what the policy wrote as code (that of `countdown` by sympy's
-    parser); the environment `countdown` does not.
+def score_reasoning_gym(prompt: RowPrompt, completion: str, row: dict) -> float:
+    """Return the score of reasoning-gym's own grader of the row's data set, 0 to 1.
+
+    Partly right answers earn a part. Some graders evaluate what the policy wrote as code (that of
+    `countdown` by sympy's parser); the environment `countdown` does not.
     """
-    return reasoning_gym.get_score_answer_fn(row["metadata"]["source_dataset"])(
-        completion.strip(), row
-    )
+    score = reasoning_gym.get_score_answer_fn(row["metadata"]["source_dataset"])
+    return score(completion.strip(), row)
 
 
-def python_tests(prompt: str | list[dict], completion: str, row: dict) -> float:
-    """1 if the program in the completion (its last fenced block, or all of it) passes the row's
-    `tests`, Python statements that run behind it in the sandbox. The tests' process is the
-    program's, so they must reach a last line of their own; one that reads that line in its own file
-    and prints it would be believed.
+def python_tests(prompt: RowPrompt, completion: str, row: dict) -> float:
+    """Return 1 if the program in the completion passes the row's `tests`.
+
+    The program is the completion's last fenced block, or all of it. The tests are Python statements
+    that run behind it, in the sandbox. Both run in one process, so the tests must reach a last
+    line, which prints a secret. A program that reads this line in its own file and prints the
+    secret would pass.
     """
     blocks = re.findall(r"```(?:python|py)?\n(.*?)```", completion, flags=re.DOTALL)
-    passed = secrets.token_hex(8)
-    result = sandbox.run(
-        f"{blocks[-1] if blocks else completion}\n\n{row['tests']}\nprint({passed!r})\n",
-        sandbox.Limits(seconds=10.0),
-    )
-    return float(result.status == "ok" and result.output.rstrip().endswith(passed))
+    program = blocks[-1] if blocks else completion
+    secret = secrets.token_hex(8)
+    code = f"{program}\n\n{row['tests']}\nprint({secret!r})\n"
+    result = sandbox.run(code, sandbox.Limits(seconds=10.0))
+    return float(result.status == "ok" and result.output.rstrip().endswith(secret))
 
 
 REWARDS: dict[str, RewardFunction] = {
     "exact": exact,
     "final_answer": final_answer,
-    "math_verify": verified,
-    "reasoning_gym": gym_score,
+    "math_verify": verify_math,
+    "reasoning_gym": score_reasoning_gym,
     "python_tests": python_tests,
 }

@@ -1,11 +1,13 @@
-"""Rewards over HTTP, both ends: `RemoteReward` asks, `serve` answers. The protocol is OpenRLHF's
-for remote reward models:
+"""Rewards over HTTP, both ends: `RemoteReward` sends requests, `serve` answers them.
 
-    POST  {"query": [prompt and answer, ...], "prompts": [prompt, ...], "labels": [answer column of
-    the row or null, ...]} 200   {"rewards": [number, ...]}         one for each query; other keys
-    are left alone
+The protocol is OpenRLHF's for remote reward models:
 
-Texts are as the policy reads and writes them: the prompt with its chat template, the answer without
+    POST  {"query": [prompt and completion, ...],
+           "prompts": [prompt, ...],
+           "labels": [the row's answer column or null, ...]}
+    200   {"rewards": [number, ...]}    one for each query; other keys are ignored
+
+Texts are as the policy reads and writes them: prompts with their chat template, completions without
 special tokens.
 """
 
@@ -15,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -26,50 +28,53 @@ from minirl.errors import UserError
 
 
 class RemoteReward:
-    """A reward function that endpoints compute. Threads call it one answer each; while every
-    endpoint is busy their answers gather, and go together in the next request.
+    """A reward function that endpoints compute.
+
+    Threads call it, each for one completion. While every endpoint is busy their completions wait,
+    and go together in the next request.
     """
 
     def __init__(self, name: str, cfg: RewardConfig):
-        """`name`: URLs separated by commas. Raises UserError."""
-        self.name, self.cfg, urls = name, cfg, [url.strip() for url in name.split(",")]
-        if bad := [
-            url
-            for url in urls
-            if not urlsplit(url).scheme.startswith("http") or not urlsplit(url).hostname
-        ]:
-            raise UserError(
-                f"reward.function = {name}: {bad[0]!r} is not of the form http://host:port/path"
-            )
+        """`name`: URLs separated by commas. Raises UserError if one has no host."""
+        urls = [url.strip() for url in name.split(",")]
+        for url in urls:
+            parts = urlsplit(url)
+            if not parts.scheme.startswith("http") or not parts.hostname:
+                raise UserError(
+                    f"reward.function = {name}: {url!r} is not of the form http://host:port/path"
+                )
+        self.name = name
+        self.cfg = cfg
         self.client = httpx.Client(timeout=cfg.timeout_seconds)
-        self.urls, self.senders, self.lock = (
-            itertools.cycle(urls),
-            ThreadPoolExecutor(len(urls), thread_name_prefix="endpoint"),
-            threading.Lock(),
-        )
-        self.gathered: list[
-            tuple[str, str, object]
-        ] = []  # what the next request asks; `self.request` is its promise
+        self.urls = itertools.cycle(urls)
+        self.pool = ThreadPoolExecutor(len(urls), thread_name_prefix="endpoint")
+        self.lock = threading.Lock()
+        # Query, prompt and label of what the next request sends, and the rewards it will return.
+        self.waiting: list[tuple[str, str, object]] = []
+        self.rewards: Future[list[float]] = Future()
 
     def __call__(self, prompt: str | list[dict], completion: str, row: dict) -> float:
-        """`row["rendered_prompt"]` is the prompt as the policy reads it. Raises UserError if no
-        endpoint answers rightly.
-        """
-        with self.lock:
-            if not self.gathered:
-                self.request = self.senders.submit(self._ask)
-            self.gathered.append(
-                (row["rendered_prompt"] + completion, row["rendered_prompt"], row.get("answer"))
-            )
-            number, request = len(self.gathered) - 1, self.request
-        return request.result()[number]
+        """Return the endpoint's reward of `row["rendered_prompt"]` with this completion.
 
-    def _ask(self) -> list[float]:
+        Raises:
+            UserError: No endpoint answers as the protocol says.
+        """
+        text = row["rendered_prompt"]
         with self.lock:
-            asked, self.gathered = self.gathered, []
-        body = dict(
-            zip(("query", "prompts", "labels"), map(list, zip(*asked, strict=True)), strict=True)
-        )
+            if not self.waiting:
+                self.rewards = self.pool.submit(self._send)
+            number = len(self.waiting)
+            self.waiting.append((text + completion, text, row.get("answer")))
+            rewards = self.rewards
+        return rewards.result()[number]
+
+    def _send(self) -> list[float]:
+        """Send all that waits, until an endpoint returns its rewards. Raises UserError."""
+        with self.lock:
+            sent = self.waiting
+            self.waiting = []
+        columns = zip(*sent, strict=True)
+        body = dict(zip(("query", "prompts", "labels"), map(list, columns), strict=True))
         for attempt in range(self.cfg.retries + 1):
             if attempt:
                 time.sleep(self.cfg.backoff_seconds * 2 ** (attempt - 1))
@@ -80,26 +85,38 @@ class RemoteReward:
                 problem = f"{type(error).__name__}: {error}"
                 continue
             if response.is_success:
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    if len(rewards := response.json()["rewards"]) == len(asked):
-                        return list(rewards)
-                raise UserError(
-                    f"reward.function = {self.name}: {url} answered {response.text[:200]!r} to {len(asked)} queries; "
-                    'it must answer {"rewards": [one number for each]}'
-                )
+                return self._read_rewards(response, url, len(sent))
             problem = f"status {response.status_code}: {response.text[:200]}"
             if response.status_code < 500 and response.status_code not in (408, 429):
-                break  # asking again would not help
+                break  # another try would not help
         raise UserError(
-            f"reward.function = {self.name}: {url} failed after {attempt + 1} tries (reward.retries = {self.cfg.retries}, "
-            f"reward.timeout_seconds = {self.cfg.timeout_seconds}), the last with {problem}; see that it runs and can be reached from every node"
+            f"reward.function = {self.name}: {url} failed after {attempt + 1} tries "
+            f"(reward.retries = {self.cfg.retries}, "
+            f"reward.timeout_seconds = {self.cfg.timeout_seconds}), the last with {problem}; "
+            "see that it runs and can be reached from every node"
+        )
+
+    def _read_rewards(self, response: httpx.Response, url: str, num: int) -> list[float]:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            rewards = response.json()["rewards"]
+            if len(rewards) == num:
+                return list(rewards)
+        raise UserError(
+            f"reward.function = {self.name}: {url} answered {response.text[:200]!r} "
+            f'to {num} queries; it must answer {{"rewards": [one number for each]}}'
         )
 
 
 def serve(score: Callable[[list[str]], list[float]], host: str, port: int) -> None:
-    """Answer the protocol at `/` and `/get_reward` until the process is told to stop. `score`:
-    texts -> rewards, called for one request at a time. Raises UserError if the address cannot be
-    had.
+    """Answer the protocol at `/` and `/get_reward` until the process gets a signal to stop.
+
+    Args:
+        score: Texts -> rewards; called for one request at a time.
+        host: Address to bind.
+        port: Port to bind.
+
+    Raises:
+        UserError: The address is not free.
     """
     import uvicorn  # here, because only this program needs them and they take a while
     from fastapi import Body, FastAPI
@@ -111,12 +128,21 @@ def serve(score: Callable[[list[str]], list[float]], host: str, port: int) -> No
     async def get_reward(query: Annotated[list[str], Body(embed=True)]) -> dict[str, list[float]]:
         return {"rewards": list(score(query))}  # in the loop itself, so one at a time
 
-    with listen(host, port) as listening:
-        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listening])
+    with bind(host, port) as bound_socket:
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[bound_socket])
 
 
-def listen(host: str, port: int, section: str = "") -> socket.socket:
-    """`section`: of the config, for the message. Raises UserError if the address cannot be had."""
+def bind(host: str, port: int, section: str = "") -> socket.socket:
+    """Return a socket that listens at the address.
+
+    Args:
+        host: Name or number of the interface.
+        port: 0 takes a free one.
+        section: Of the config that has `host` and `port`, for the message: `endpoint.`.
+
+    Raises:
+        UserError: The address is not free.
+    """
     try:
         return socket.create_server((host, port), backlog=4096)
     except (OSError, OverflowError) as error:

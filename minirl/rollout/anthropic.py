@@ -1,88 +1,93 @@
-"""Anthropic's messages, as the endpoint speaks them: a request translated to a chat of OpenAI's,
-and its answer told in blocks.
-"""
+"""Anthropic's messages: a request translated to OpenAI's chat, and its response in blocks."""
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any
 
-from minirl.rollout.protocol import event
+from minirl.rollout.protocol import JSONObject, event
+from minirl.rollout.response import PendingResponse
 
-REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def to_chat(body: dict[str, Any]) -> dict[str, Any]:
-    """Raises KeyError, TypeError or AttributeError."""
-    messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
+def to_chat(body: JSONObject) -> JSONObject:
+    """Return the body of OpenAI's chat request that asks for the same.
+
+    Raises:
+        KeyError, TypeError, AttributeError: `body` is malformed.
+    """
+    messages: list[JSONObject] = []
+    if body.get("system"):
+        messages.append({"role": "system", "content": body["system"]})
     for message in body["messages"]:
-        blocks = (
-            [{"type": "text", "text": message["content"]}]
-            if isinstance(message["content"], str)
-            else message["content"]
-        )
-        calls = [
-            {"id": b["id"], "function": {"name": b["name"], "arguments": json.dumps(b["input"])}}
-            for b in blocks
-            if b["type"] == "tool_use"
-        ]
-        messages += [
-            {"role": "tool", "tool_call_id": b["tool_use_id"], "content": b.get("content")}
-            for b in blocks
-            if b["type"] == "tool_result"
-        ]
-        rest = [
-            b
-            if b["type"] != "image"
-            else {
-                "type": "image_url",
-                "image_url": {
-                    "url": f"data:{b['source']['media_type']};base64,{b['source']['data']}"
-                },
-            }
-            for b in blocks
-            if b["type"] not in ("tool_use", "tool_result")
-        ]
-        messages += (
-            [{"role": message["role"], "content": rest, "tool_calls": calls}]
-            if rest or calls
-            else []
-        )
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": t["name"],
-                "description": t.get("description", ""),
-                "parameters": t["input_schema"],
-            },
+        messages += _to_chat_messages(message)
+    tools = []
+    for tool in body.get("tools") or ():
+        function = {
+            "name": tool["name"],
+            "description": tool.get("description", ""),
+            "parameters": tool["input_schema"],
         }
-        for t in body.get("tools") or ()
-    ]
+        tools.append({"type": "function", "function": function})
+    tool_choice = body.get("tool_choice")
     return {
         "messages": messages,
         "max_tokens": body["max_tokens"],
         "stop": body.get("stop_sequences"),
         "stream": body.get("stream"),
         "tools": tools,
-        "tool_choice": body["tool_choice"]["type"] if body.get("tool_choice") else None,
+        "tool_choice": tool_choice["type"] if tool_choice else None,
     }
 
 
-def message(exchange: Any) -> dict[str, Any]:
-    """The answer so far. `exchange`: of server.py."""
-    (answer,), name, usage = exchange.answers, exchange.head["id"], exchange.usage()
-    uses = [
-        {"type": "tool_use", "id": f"toolu_{name}_{k}", "name": f, "input": arguments}
-        for k, (f, arguments) in enumerate(answer.calls)
-    ]
+def _to_chat_messages(message: JSONObject) -> list[JSONObject]:
+    """Return the results of tools as messages of their own, then what else the message has."""
+    messages: list[JSONObject] = []
+    parts: list[JSONObject] = []
+    tool_calls: list[JSONObject] = []
+    blocks = message["content"]
+    if isinstance(blocks, str):
+        blocks = [{"type": "text", "text": blocks}]
+    for block in blocks:
+        if block["type"] == "tool_use":
+            function = {"name": block["name"], "arguments": json.dumps(block["input"])}
+            tool_calls.append({"id": block["id"], "function": function})
+        elif block["type"] == "tool_result":
+            call_id = block["tool_use_id"]
+            content = block.get("content")
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        elif block["type"] == "image":
+            source = block["source"]
+            url = f"data:{source['media_type']};base64,{source['data']}"
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        else:
+            parts.append(block)
+    if parts or tool_calls:
+        messages.append({"role": message["role"], "content": parts, "tool_calls": tool_calls})
+    return messages
+
+
+def _message(response: PendingResponse) -> JSONObject:
+    """Return Anthropic's message of the response so far, which has one choice."""
+    (choice,) = response.choices
+    name = response.head["id"]
+    content: list[JSONObject] = []
+    if choice.visible_text:
+        content.append({"type": "text", "text": choice.visible_text})
+    for number, (function, arguments) in enumerate(choice.tool_calls):
+        call_id = f"toolu_{name}_{number}"
+        content.append({"type": "tool_use", "id": call_id, "name": function, "input": arguments})
+    stop_reason = STOP_REASONS.get(choice.finish_reason)
+    if choice.stop_string and not choice.tool_calls:
+        stop_reason = "stop_sequence"
+    usage = response.usage()
     return {
         "id": name,
         "type": "message",
         "role": "assistant",
-        "model": exchange.head["model"],
-        "content": ([{"type": "text", "text": answer.shown}] if answer.shown else []) + uses,
-        "stop_reason": "stop_sequence" if answer.stop and not uses else REASONS.get(answer.finish),
-        "stop_sequence": answer.stop,
+        "model": response.head["model"],
+        "content": content,
+        "stop_reason": stop_reason,
+        "stop_sequence": choice.stop_string,
         "usage": {
             "input_tokens": usage["prompt_tokens"],
             "output_tokens": usage["completion_tokens"],
@@ -90,43 +95,36 @@ def message(exchange: Any) -> dict[str, Any]:
     }
 
 
-async def whole(exchange: Any) -> dict[str, Any]:
-    """Raises what the exchange's `choices` does, as `events`."""
-    return [message(exchange) async for _ in exchange.choices()][-1]
+async def body(response: PendingResponse) -> JSONObject:
+    """Return the whole response. Raises what its `chunks` does."""
+    async for _ in response.chunks():
+        pass
+    return _message(response)
 
 
-async def events(exchange: Any) -> AsyncIterator[str]:
-    begun = False
-    yield event(
-        type="message_start",
-        message=message(exchange) | {"content": [], "stop_reason": None, "stop_sequence": None},
-    )
-    async for choice in exchange.choices():
-        if text := choice["delta"]["content"]:
-            yield (
-                ""
-                if begun
-                else event(
-                    type="content_block_start", index=0, content_block={"type": "text", "text": ""}
-                )
-            )
-            begun = True
-            yield event(
-                type="content_block_delta", index=0, delta={"type": "text_delta", "text": text}
-            )
-    end = message(exchange)
-    for at, block in enumerate(end["content"]):
+async def events(response: PendingResponse) -> AsyncIterator[str]:
+    """Yield the response as server-sent events. Raises what its `chunks` does."""
+    begin = _message(response) | {"content": [], "stop_reason": None, "stop_sequence": None}
+    yield event(type="message_start", message=begin)
+    text_began = False
+    async for chunk in response.chunks():
+        text = chunk["delta"]["content"]
+        if not text:
+            continue
+        if not text_began:
+            block = {"type": "text", "text": ""}
+            yield event(type="content_block_start", index=0, content_block=block)
+            text_began = True
+        delta = {"type": "text_delta", "text": text}
+        yield event(type="content_block_delta", index=0, delta=delta)
+    message = _message(response)
+    for index, block in enumerate(message["content"]):
         if block["type"] == "tool_use":
-            yield event(type="content_block_start", index=at, content_block=block | {"input": {}})
-            yield event(
-                type="content_block_delta",
-                index=at,
-                delta={"type": "input_json_delta", "partial_json": json.dumps(block["input"])},
-            )
-        yield event(type="content_block_stop", index=at)
-    yield event(
-        type="message_delta",
-        delta={"stop_reason": end["stop_reason"], "stop_sequence": end["stop_sequence"]},
-        usage=end["usage"],
-    )
+            call = block | {"input": {}}
+            yield event(type="content_block_start", index=index, content_block=call)
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            yield event(type="content_block_delta", index=index, delta=delta)
+        yield event(type="content_block_stop", index=index)
+    end = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
+    yield event(type="message_delta", delta=end, usage=message["usage"])
     yield event(type="message_stop")

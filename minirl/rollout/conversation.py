@@ -1,19 +1,20 @@
-"""The tokens of an episode: what was rendered, what was sampled, and when the one does not continue
-the other.
+"""The tokens of an episode: what was prompted, what was sampled, and where history was rewritten.
 
-A chat goes on token by token. After an answer the template renders the whole chat anew; if that
-text begins with all that the policy has read and said, the rest of it (the end of the turn, the
-reply, the header of the next answer) is tokenised and appended. If not, the environment or the
-template has rewritten history (some drop the thoughts of earlier turns, some trim answers, some end
-them by another token than the one sampled), and a new segment starts. So what is trained on is
-always what was sampled, after exactly what it was sampled after.
+A chat continues token by token. After a completion the template renders the whole chat anew. If
+that text begins with the text of all tokens so far, the remainder (the end of the turn, the reply,
+the header of the next completion) is tokenized and appended. If not, the environment or the
+template has rewritten history, and a new segment starts: some templates drop the thoughts of
+earlier turns, some trim completions, some end them by another token than the sampled one. So what
+is trained on is always what was sampled, after exactly the tokens that it was sampled after.
 
 Tokenizers that come from sentencepiece write a space before a text, and some special tokens swallow
-the spaces behind them: what goes on is encoded and decoded together with the token before it.
+the spaces behind them. What is appended is therefore encoded and decoded together with the token
+before it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -26,225 +27,255 @@ from minirl.types import Trajectory
 
 @dataclass
 class Completion:
-    """What was sampled for one answer. The lists are parallel."""
+    """What the engine sampled for one request. The lists are parallel."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(
-        default_factory=list
-    )  # of each token, under the distribution it was drawn from (temperature applied)
-    stopped: bool = (
-        False  # ended by a stop token, which is then the last token; otherwise the length ran out
-    )
-    versions: list[int] = field(
-        default_factory=list
-    )  # of each token: the optimizer steps that the weights had seen which drew it
+    # Of each token, under the distribution that it was drawn from (temperature applied).
+    logprobs: list[float] = field(default_factory=list)
+    # True: a stop token ended it, which is the last token. False: the length ran out.
+    stopped: bool = False
+    # Of each token: the optimizer steps that the weights had seen which drew it.
+    versions: list[int] = field(default_factory=list)
+
+
+class Prompt(NamedTuple):
+    """A prompt as the engine reads it."""
+
+    tokens: list[int]
+    text: str  # Of all tokens, with the special ones.
+    images: list[ImageSpan]
 
 
 @dataclass
 class Segment:
-    """One token-exact sequence. The lists are parallel."""
+    """One token-exact sequence of prompts and completions. The lists are parallel."""
 
-    text: str = ""  # of all tokens, with the special ones
+    text: str = ""  # Of all tokens, with the special ones.
     tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # -1 where nothing was sampled
-    turn_rewards: list[float] = field(
-        default_factory=list
-    )  # given for the answer that ends with the token
-    answers: int = 0
+    logprobs: list[float] = field(default_factory=list)  # 0 where nothing was sampled.
+    versions: list[int] = field(default_factory=list)  # -1 where nothing was sampled.
+    # Given for the completion that ends with the token.
+    turn_rewards: list[float] = field(default_factory=list)
+    num_completions: int = 0
     images: list[ImageSpan] = field(default_factory=list)
 
-    def read(
-        self,
-        tokens: list[int],
-        text: str,
-        shown: Sequence[ImageSpan] = (),
-        said: Completion | None = None,
-    ) -> None:
-        """What the policy is told, or, if it comes from it, what it `said`."""
-        self.images += shown
+    def append_prompt(self, tokens: list[int], text: str, images: Sequence[ImageSpan] = ()) -> None:
+        """Append tokens that the policy reads, with their text and their images."""
+        self.images += images
+        unsampled = Completion(tokens, [0.0] * len(tokens), versions=[-1] * len(tokens))
+        self._append(unsampled, text, sampled=False)
+
+    def append_completion(self, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Append what the policy sampled.
+
+        Returns:
+            Its text with its special tokens, but without the one that ends it. An end token that
+            has a text of its own, as `</code>`, is part of the content and stays.
+        """
+        text = decode_after(tokenizer, self.tokens, completion.tokens)
+        self._append(completion, text, sampled=True)
+        self.num_completions += 1
+        last = completion.tokens[-1:]
+        if completion.stopped and not decode(tokenizer, last, skip_special_tokens=True):
+            return text.removesuffix(decode(tokenizer, last))
+        return text
+
+    def _append(self, completion: Completion, text: str, sampled: bool) -> None:
         self.text += text
-        self.tokens += tokens
-        self.sampled += [said is not None] * len(tokens)
-        self.logprobs += said.logprobs if said else [0.0] * len(tokens)
-        self.versions += said.versions if said else [-1] * len(tokens)
-        self.turn_rewards += [0.0] * len(tokens)
+        self.tokens += completion.tokens
+        self.sampled += [sampled] * len(completion.tokens)
+        self.logprobs += completion.logprobs
+        self.versions += completion.versions
+        self.turn_rewards += [0.0] * len(completion.tokens)
 
-    def say(self, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
-        """What it answers; returned as a text with its special tokens but the one that ends it."""
-        text, last = added(tokenizer, self.tokens, completion.tokens), completion.tokens[-1:]
-        self.read(completion.tokens, text, said=completion)
-        self.answers += 1
-        ended = completion.stopped and not tokenizer.decode(
-            last, skip_special_tokens=True
-        )  # no part of the content, as `</code>` would be
-        return text.removesuffix(tokenizer.decode(last)) if ended else text
-
-    def shows(self, urls: Sequence[str]) -> bool:
-        """Its images are the first of these."""
-        return [p.url for p in self.images] == list(urls[: len(self.images)])
+    def images_begin(self, urls: Sequence[str]) -> bool:
+        """Return whether the segment's images are the first ones of `urls`."""
+        return [image.url for image in self.images] == list(urls[: len(self.images)])
 
     def end(self) -> int:
-        """Behind the last sampled token; 0 if there is none."""
+        """Return the number of tokens up to the last sampled one, that included; 0 if none was."""
         return max((i for i, sampled in enumerate(self.sampled, 1) if sampled), default=0)
 
-    def reward(self, value: float) -> None:
-        """For the last answer."""
+    def add_reward(self, reward: float) -> None:
+        """Credit `reward` to the last completion; without one it is not credited to a token."""
         if end := self.end():
-            self.turn_rewards[end - 1] += value
+            self.turn_rewards[end - 1] += reward
 
 
-def unexpanded(tokens: list[int], shown: Sequence[ImageSpan]) -> list[int]:
-    """With one token for each image, as the engine is told."""
-    rest = {place for p in shown for place in range(p.place + 1, p.place + p.num)}
-    return [token for i, token in enumerate(tokens) if i not in rest]
+def unexpanded(tokens: list[int], images: Iterable[ImageSpan]) -> list[int]:
+    """Return the tokens with one token for each image, as the engine takes them."""
+    repeated: set[int] = set()
+    for image in images:
+        repeated.update(range(image.place + 1, image.place + image.num))
+    return [token for i, token in enumerate(tokens) if i not in repeated]
 
 
-def added(
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int], **options: bool) -> str:
+    """Return the text of one sequence of tokens. `options`: of the tokenizer's `decode`."""
+    # A str already; the library's annotation has the result of a batch in it, too.
+    return str(tokenizer.decode(tokens, **options))
+
+
+def decode_after(
     tokenizer: PreTrainedTokenizerBase, before: list[int], tokens: list[int], **options: bool
 ) -> str:
-    """What tokens add to the text of those before them. `options`: of decode."""
+    """Return what `tokens` add to the text of the tokens before them.
+
+    Only the last of those are decoded again, from the nearest one at which a character begins.
+    """
     border = len(before) - 1
-    while (known := tokenizer.decode(before[border:], **options)).startswith(
-        "\ufffd"
-    ) and border > 0:
-        border -= 1  # it is in the middle of a character
-    after = tokenizer.decode(before[border:] + tokens, **options)
-    return after[len(known) :] if after.startswith(known) else tokenizer.decode(tokens, **options)
+    context = decode(tokenizer, before[border:], **options)
+    while context.startswith("\ufffd") and border > 0:  # in the middle of a character
+        border -= 1
+        context = decode(tokenizer, before[border:], **options)
+    text = decode(tokenizer, before[border:] + tokens, **options)
+    if text.startswith(context):
+        return text[len(context) :]
+    return decode(tokenizer, tokens, **options)
 
 
 class Conversation:
     """The segments of an episode, or of a session of the endpoint."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vision: Vision | None = None):
-        self.tokenizer, self.vision = tokenizer, vision
+        self.tokenizer = tokenizer
+        self.vision = vision
         self.segments: list[Segment] = []
 
-    def ask(self, messages: list[dict], tools: list[dict] | None = None) -> Segment:
-        """The segment that ends with the header of the answer to `messages`, the whole chat so far:
-        one that this goes on, or a new one. Raises UserError if the template refuses.
-        """
-        return self.go_on(
-            *self.whole(
-                chat.render(self.tokenizer, messages, tools=tools), images.of_chat(messages)
-            )
-        )
+    def continue_with_messages(
+        self, messages: list[dict], tools: list[dict] | None = None
+    ) -> Segment:
+        """Append the prompt of the next completion: the whole chat so far, and its header.
 
-    def whole(
-        self, prompt: str | list[int], urls: Sequence[str] = ()
-    ) -> tuple[list[int], str, list[ImageSpan]]:
-        """A prompt (a text with all its special tokens, or tokens) as tokens, as a text, and the
-        places of its images, going on from a segment; nothing is noted.
+        Returns:
+            The segment that this prompt continues, or a new one.
+
+        Raises:
+            UserError: The template refuses the chat, or its images do not fit.
         """
-        if isinstance(prompt, str):
-            begin = (
-                _longest(s for s in self.segments if prompt.startswith(s.text) and s.shows(urls))
+        text = chat.render(self.tokenizer, messages, tools=tools)
+        return self.append_prompt(self.tokenize_prompt(text, images.of_chat(messages)))
+
+    def tokenize_prompt(self, prompt: str | list[int], urls: Sequence[str] = ()) -> Prompt:
+        """Tokenize a prompt as it continues a segment, and append nothing.
+
+        Args:
+            prompt: A text with all its special tokens, or tokens.
+            urls: Images of a text, as data URLs.
+        """
+        if not isinstance(prompt, str):
+            segment = (
+                _longest(s for s in self.segments if prompt[: len(s.tokens)] == s.tokens)
                 or Segment()
             )
-            tokens, shown = self._expand(
-                self._encode(prompt[len(begin.text) :], begin.tokens),
-                urls[len(begin.images) :],
-                len(begin.tokens),
-            )
-            return begin.tokens + tokens, prompt, begin.images + shown
-        begin = (
-            _longest(s for s in self.segments if prompt[: len(s.tokens)] == s.tokens) or Segment()
-        )
-        return (
-            prompt,
-            begin.text + added(self.tokenizer, begin.tokens, prompt[len(begin.tokens) :]),
-            begin.images,
-        )
-
-    def go_on(self, tokens: list[int], text: str, shown: Sequence[ImageSpan] = ()) -> Segment:
-        """The segment that ends with what `whole` gave: one that it goes on still, or a new one."""
-        urls = [p.url for p in shown]
+            added = decode_after(self.tokenizer, segment.tokens, prompt[len(segment.tokens) :])
+            return Prompt(prompt, segment.text + added, segment.images)
         segment = (
-            _longest(
-                s
-                for s in self.segments
-                if tokens[: len(s.tokens)] == s.tokens and text.startswith(s.text) and s.shows(urls)
-            )
-            or self._begin()
+            _longest(s for s in self.segments if prompt.startswith(s.text) and s.images_begin(urls))
+            or Segment()
         )
-        segment.read(
-            tokens[len(segment.tokens) :], text[len(segment.text) :], shown[len(segment.images) :]
+        ids = self._encode(prompt[len(segment.text) :], segment.tokens)
+        tokens, spans = self._expand(ids, urls[len(segment.images) :], len(segment.tokens))
+        return Prompt(segment.tokens + tokens, prompt, segment.images + spans)
+
+    def append_prompt(self, prompt: Prompt) -> Segment:
+        """Append a tokenized prompt to the longest segment that it continues, or to a new one."""
+        urls = [image.url for image in prompt.images]
+        known = _longest(
+            s
+            for s in self.segments
+            if prompt.tokens[: len(s.tokens)] == s.tokens
+            and prompt.text.startswith(s.text)
+            and s.images_begin(urls)
+        )
+        segment = known or self._new_segment()
+        segment.append_prompt(
+            prompt.tokens[len(segment.tokens) :],
+            prompt.text[len(segment.text) :],
+            prompt.images[len(segment.images) :],
         )
         return segment
 
-    def read(
-        self, said: list[int] | str, segment: Segment | None = None, urls: Sequence[str] = ()
+    def append_raw(
+        self, raw: list[int] | str, segment: Segment | None = None, urls: Sequence[str] = ()
     ) -> Segment:
-        """The segment, or a new one, with tokens or a raw text appended, in which one token stands
-        for an image.
-        """
-        segment = segment or self._begin()
-        ids, text = (
-            (self._encode(said, segment.tokens), said)
-            if isinstance(said, str)
-            else (list(said), added(self.tokenizer, segment.tokens, said))
-        )
-        tokens, shown = self._expand(ids, urls, len(segment.tokens))
-        segment.read(tokens, text, shown)
+        """Append tokens or a raw text, with one token for each image, to `segment` or a new one."""
+        segment = segment or self._new_segment()
+        if isinstance(raw, str):
+            text = raw
+            ids = self._encode(raw, segment.tokens)
+        else:
+            text = decode_after(self.tokenizer, segment.tokens, raw)
+            ids = list(raw)
+        tokens, spans = self._expand(ids, urls, len(segment.tokens))
+        segment.append_prompt(tokens, text, spans)
         return segment
 
     def _expand(
         self, ids: list[int], urls: Sequence[str], begin: int
     ) -> tuple[list[int], list[ImageSpan]]:
+        """Repeat the token of each image as often as the image has tokens, from place `begin`."""
         if self.vision:
             return self.vision.expand(ids, urls, begin)
         if urls:
             raise UserError(
-                "a chat has images, and policy.model reads none; take a model of a family that does"
+                "a chat has images, and policy.model reads none; use a model of a family that does"
             )
         return ids, []
 
     def _encode(self, text: str, before: list[int]) -> list[int]:
-        """Of a text that follows these tokens: as behind the last of them if that stays what it is,
-        else as behind a token that ends a text.
+        """Return the tokens of `text` as it follows the tokens `before`.
+
+        It is encoded behind the last of them, if that stays the token it is; else behind the token
+        that ends a text; else alone.
         """
-        for last in (before[-1:], [self.tokenizer.eos_token_id] if before else []):
-            begin = self.tokenizer.decode(last) if last != [None] else ""
-            ids = chat.encode(self.tokenizer, begin + text)
-            if (
-                begin and "\ufffd" not in begin and ids[:1] == last
-            ):  # not a part of a character, which has no text
+        for token in (before[-1], self.tokenizer.eos_token_id) if before else ():
+            context = "" if token is None else decode(self.tokenizer, [token])
+            if not context or "\ufffd" in context:  # a part of a character has no text
+                continue
+            ids = chat.encode(self.tokenizer, context + text)
+            if ids[:1] == [token]:
                 return ids[1:]
         return chat.encode(self.tokenizer, text)
 
     def num_sampled(self) -> int:
-        """Tokens."""
-        return sum(sum(s.sampled) for s in self.segments)
+        """Return the number of sampled tokens in all segments."""
+        return sum(sum(segment.sampled) for segment in self.segments)
 
-    def _begin(self) -> Segment:
+    def _new_segment(self) -> Segment:
         self.segments.append(Segment())
         return self.segments[-1]
 
     def trajectories(
         self, *, group: int, episode: int, reward: float, info: dict
     ) -> list[Trajectory]:
-        """One for each segment in which something was sampled, to its last sampled token; all carry
-        the episode's `reward`.
+        """Return a trajectory for each segment with sampled tokens, cut behind the last of these.
+
+        All of them carry the episode's `reward`.
         """
-        return [
-            Trajectory(
-                tokens=np.array(s.tokens[: s.end()], np.int32),
-                sampled=np.array(s.sampled[: s.end()], np.bool_),
-                logprobs=np.array(s.logprobs[: s.end()], np.float32),
-                turn_rewards=np.array(s.turn_rewards[: s.end()], np.float32),
-                versions=np.array(s.versions[: s.end()], np.int32),
-                images=[p for p in s.images if p.place < s.end()],
+        trajectories: list[Trajectory] = []
+        for segment in self.segments:
+            end = segment.end()
+            if not end:
+                continue
+            trajectory = Trajectory(
+                tokens=np.array(segment.tokens[:end], np.int32),
+                sampled=np.array(segment.sampled[:end], np.bool_),
+                logprobs=np.array(segment.logprobs[:end], np.float32),
+                turn_rewards=np.array(segment.turn_rewards[:end], np.float32),
+                versions=np.array(segment.versions[:end], np.int32),
+                images=[image for image in segment.images if image.place < end],
                 info=info,
                 reward=reward,
                 group=group,
                 episode=episode,
-                segment=i,
-                version=min(v for v in s.versions if v >= 0),
+                segment=len(trajectories),
+                version=min(version for version in segment.versions if version >= 0),
             )
-            for i, s in enumerate(s for s in self.segments if s.end())
-        ]
+            trajectories.append(trajectory)
+        return trajectories
 
 
-def _longest(segments: Iterator[Segment]) -> Segment | None:
-    return max(segments, key=lambda s: len(s.tokens), default=None)
+def _longest(segments: Iterable[Segment]) -> Segment | None:
+    return max(segments, key=lambda segment: len(segment.tokens), default=None)

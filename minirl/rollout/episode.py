@@ -174,7 +174,7 @@ class EpisodeRunner:
             )
         said = await self.driver.answer(e.request)
         e.request = None
-        text = e.segment.say(said, e.conversation.tokenizer)
+        text = e.segment.append_completion(said, e.conversation.tokenizer)
         e.answer, e.stopped = (
             e.conversation.tokenizer.decode(said.tokens, skip_special_tokens=True),
             said.stopped,
@@ -211,7 +211,7 @@ class EpisodeRunner:
             self._apply_result(e, await self._call(e.env.run, e.row, session))
         finally:
             e.conversation = self.endpoint.close(session.api_key)
-        e.turn, e.stopped = sum(s.answers for s in e.conversation.segments), True
+        e.turn, e.stopped = sum(s.num_completions for s in e.conversation.segments), True
         for segment in e.conversation.segments[-1:]:
             begin = max(
                 (i for i, sampled in enumerate(segment.sampled, 1) if not sampled), default=0
@@ -252,7 +252,7 @@ class EpisodeRunner:
             )
         e.reward += float(result.reward)
         if e.segment:
-            e.segment.reward(float(result.reward))
+            e.segment.add_reward(float(result.reward))
         e.truncated, e.info = (
             result.truncated,
             e.info | {name: float(value) for name, value in result.info.items()},
@@ -281,9 +281,11 @@ class EpisodeRunner:
             messages = chat.to_messages(said, "" if e.segment else self.system_prompt)
         if messages:
             e.messages = before + attach(messages, shown)
-            e.segment = e.conversation.ask(e.messages)
+            e.segment = e.conversation.continue_with_messages(e.messages)
         elif said and isinstance(said, list | str):
-            e.segment = e.conversation.read(said, e.segment, [to_url(image) for image in shown])
+            e.segment = e.conversation.append_raw(
+                said, e.segment, [to_url(image) for image in shown]
+            )
         else:
             raise EnvFailed(
                 f"it is not done and said {said!r}; give an observation: a text, messages or tokens"

@@ -1,300 +1,307 @@
-"""OpenAI's chat completions and completions, as the endpoint speaks them: what is asked, and how an
-answer is told while it is made.
+"""OpenAI's chat completions and completions: what a request asks for, and a choice of its response.
 
 A client's `model`, `temperature`, `top_p`, penalties and the like have no effect: the policy
-answers, and samples as the run says, for it is trained on the log-probs of that. What else cannot
-be had (forms of output, alternatives to the sampled tokens, a call that is forced) is refused.
+answers, and samples as the run says, because it is trained on those log-probs. What the endpoint
+cannot do (other forms of output, alternatives to the sampled tokens, forced tool calls) is refused.
 """
 
 import json
 import re
-from collections.abc import AsyncIterator
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 from transformers import PreTrainedTokenizerBase
 
 from minirl.data import chat, images
 from minirl.errors import UserError
-from minirl.rollout.conversation import Completion, added
+from minirl.rollout.conversation import Completion, Prompt, decode, decode_after
 from minirl.rollout.engine_loop import Request
 
-CALL = "<tool_call>"
-_CALLS = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+TOOL_CALL = "<tool_call>"
+_TOOL_CALLS = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_UNSUPPORTED = ("top_logprobs", "response_format", "echo", "suffix")
+
+JSONObject = dict[str, Any]  # an object
+ToolCall = tuple[str, dict]  # name and arguments
+
+
+class BadRequest(UserError):
+    """A request that gets an error in place of a completion."""
+
+    def __init__(self, message: str, status: int = 400, code: str | None = None):
+        """`status`: of HTTP. `code`: OpenAI's name of the error."""
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+    def body(self) -> JSONObject:
+        """Return the body of the response, in OpenAI's form and Anthropic's at once."""
+        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        error = {"message": str(self), "type": kind, "param": None, "code": self.code}
+        return {"type": "error", "error": error}
+
+
+def _as_list(prompt: Any) -> Any:
+    """Return a list of prompts also where a request has a single one: a text or token ids."""
+    if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], str | list)):
+        return prompt
+    return None if prompt is None else [prompt]
 
 
 class CompletionRequest(BaseModel, extra="allow"):
-    messages: list[dict[str, Any]] | None = None
-    # Without messages. Texts are read as they are: special tokens in them count, and none is added.
-    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    """The body of a request, in OpenAI's form."""
+
+    messages: list[JSONObject] | None = None
+    # In place of messages. Texts are read as they are: special tokens in them count, none is added.
+    prompt: Annotated[list[str] | list[list[int]] | None, BeforeValidator(_as_list)] = None
     n: int = Field(1, ge=1, le=128)
-    # At most; rollout.max_tokens and what the context leaves are limits too
+    # At most; rollout.max_tokens and the room in the context are limits, too.
     max_tokens: int | None = Field(
         None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
-    stop: str | list[str] | None = (
-        None  # an answer is sampled until one of these is in it, and told up to before it
-    )
+    # A completion is sampled until its text has one of these in it, and is sent up to before it.
+    stop: str | list[str] | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    logprobs: bool | int | None = (
-        # of every sampled token, with those that end the answer or do not show in its text; of a
-        # stream at its end
-        None
-    )
-    tools: list[dict[str, Any]] | None = None
+    stream_options: JSONObject | None = None
+    # Of every sampled token, those included that end the completion or do not show in its text. In
+    # a stream they come with the last chunk.
+    logprobs: bool | int | None = None
+    tools: list[JSONObject] | None = None
     tool_choice: Literal["auto", "none"] | None = None
 
-    def prompts(
-        self, tokenizer: PreTrainedTokenizerBase, said: dict[str, str]
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        return [stop for stop in stops or () if stop]
+
+    @property
+    def markers(self) -> list[str]:
+        """What the client does not see, nor a text that may become it: what follows is hidden."""
+        if self.tools and self.tool_choice != "none":
+            return [*self.stops, TOOL_CALL]
+        return self.stops
+
+    def render_prompts(
+        self, tokenizer: PreTrainedTokenizerBase, sampled_texts: dict[str, str]
     ) -> list[tuple[str | list[int], list[str]]]:
-        """With the images of each. `said`: the policy's own answers of this session as they were
-        sampled, by `recognise`. Raises UserError, KeyError, TypeError or ValueError.
+        """Return each prompt, as text or tokens, with the data URLs of its images.
+
+        Args:
+            tokenizer: With the chat template.
+            sampled_texts: The session's earlier completions as they were sampled, by
+                `completion_key`. They stand in the chat for what the client sends back of them.
+
+        Raises:
+            UserError: The request asks for what the endpoint cannot do.
+            KeyError, TypeError, ValueError: It is malformed.
         """
-        if refused := [
-            f
-            for f in ("top_logprobs", "response_format", "echo", "suffix")
-            if (self.model_extra or {}).get(f) not in (None, 0, "", {"type": "text"})
-        ]:
-            raise UserError(f"{refused[0]} is not to be had here; leave it out")
-        if self.messages is not None:
-            messages = [_render(m, said) for m in self.messages]
-            return [
-                (
-                    chat.render(
-                        tokenizer,
-                        messages,
-                        tools=None if self.tool_choice == "none" else self.tools,
-                    ),
-                    images.of_chat(messages),
-                )
-            ]
-        prompts = (
-            self.prompt
-            if isinstance(self.prompt, list) and not isinstance((*self.prompt, "")[0], int)
-            else [self.prompt]
+        extra = self.model_extra or {}
+        for name in _UNSUPPORTED:
+            if extra.get(name) not in (None, 0, "", {"type": "text"}):
+                raise UserError(f"{name} is not supported here; leave it out")
+        if self.messages is None:
+            if not self.prompt or not all(self.prompt):
+                raise UserError("prompt is empty; give a text or token ids")
+            for prompt in self.prompt:
+                ids = prompt if isinstance(prompt, list) else [0]
+                if min(ids) < 0 or max(ids) >= len(tokenizer):
+                    raise UserError(f"prompt has a token outside 0 ... {len(tokenizer) - 1}")
+            return [(prompt, []) for prompt in self.prompt]
+        messages = [_to_template_message(message, sampled_texts) for message in self.messages]
+        tools = None if self.tool_choice == "none" else self.tools
+        text = chat.render(tokenizer, messages, tools=tools)
+        return [(text, images.of_chat(messages))]
+
+
+def _to_template_message(message: JSONObject, sampled_texts: dict[str, str]) -> JSONObject:
+    """Return a message as chat templates want it; the policy's own as it was sampled."""
+    role = message["role"]
+    content = _to_template_content(message.get("content") or "")
+    tool_calls: list[ToolCall] = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        tool_calls.append((function["name"], json.loads(function["arguments"])))
+    if role == "assistant":
+        sampled_text = sampled_texts.get(completion_key(content, tool_calls))
+        if sampled_text is not None:
+            return {"role": role, "content": sampled_text}
+    template_message = message | {
+        "role": "system" if role == "developer" else role,
+        "content": content,
+    }
+    if tool_calls:
+        template_message["tool_calls"] = [
+            {"type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in tool_calls
+        ]
+    return template_message
+
+
+def _to_template_content(content: str | list[dict]) -> str | list[dict]:
+    """Return the text of a content, or its parts if images are among them."""
+    if isinstance(content, str):
+        return content
+    urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+    known = all(part["type"] in ("text", "image_url") for part in content)
+    if not known or not all(url.startswith("data:") for url in urls):
+        raise UserError(
+            "a content is made of parts of type text and image_url, "
+            "and an image must come as a data URL"
         )
-        if (
-            not prompts
-            or not all(prompts)
-            or not all(
-                0 <= token < len(tokenizer)
-                for prompt in prompts
-                if isinstance(prompt, list)
-                for token in prompt
-            )
-        ):
-            raise UserError(f"prompt is empty, or has a token outside 0 ... {len(tokenizer) - 1}")
-        return [(prompt, []) for prompt in prompts]
+    if urls:
+        return images.attach([{"content": content}], ())[0]["content"]
+    return "\n".join(part["text"] for part in content)
 
 
-def _render(message: dict[str, Any], said: dict[str, str]) -> dict[str, Any]:
-    """As chat templates want it; an answer of the policy's as it was sampled."""
-    role, content = message["role"], message.get("content") or ""
-    if not isinstance(content, str):
-        shown = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
-        if any(not url.startswith("data:") for url in shown) or any(
-            part["type"] not in ("text", "image_url") for part in content
-        ):
-            raise UserError(
-                "a content is made of parts of type text and image_url, and an image must come as a data URL"
-            )
-        content = (
-            images.attach([{"content": content}], ())[0]["content"]
-            if shown
-            else "\n".join(part["text"] for part in content)
-        )
-    calls = [
-        (call["function"]["name"], json.loads(call["function"]["arguments"]))
-        for call in message.get("tool_calls") or ()
-    ]
-    if role == "assistant" and (raw := said.get(recognise(content, calls))) is not None:
-        return {"role": role, "content": raw}
-    read = (
-        {
-            "tool_calls": [
-                {"type": "function", "function": {"name": name, "arguments": arguments}}
-                for name, arguments in calls
-            ]
-        }
-        if calls
-        else {}
-    )
-    return message | {"role": "system" if role == "developer" else role, "content": content} | read
+def completion_key(content: str | list[dict], tool_calls: list[ToolCall]) -> str:
+    """Return a key of a completion, made of what a client sends back of it in later requests."""
+    return json.dumps([content, tool_calls], sort_keys=True)
 
 
-def recognise(content: str, calls: list[tuple[str, dict]]) -> str:
-    """What of an answer a client sends back in the chats that follow, as a key."""
-    return json.dumps([content, calls], sort_keys=True)
-
-
+@dataclass
 class Choice:
-    """One choice, from its tokens to the text, the tool calls and the end that the client is
-    told.
-    """
+    """One choice of a response: it turns sampled tokens into text, tool calls, finish reason."""
 
-    def __init__(
-        self,
-        request: Request,
-        prompt: tuple,
-        asked: CompletionRequest,
-        tokenizer: PreTrainedTokenizerBase,
-    ):
-        """`request.done` grows while the engine works; `prompt`: as `Conversation.whole` gave
-        it.
-        """
-        self.request, self.prompt, self.asked, self.tokenizer = request, prompt, asked, tokenizer
-        self.stops = [
-            stop
-            for stop in ([asked.stop] if isinstance(asked.stop, str) else asked.stop or ())
-            if stop
-        ]
-        self.marks = (
-            [*self.stops, CALL] if asked.tools and asked.tool_choice != "none" else self.stops
-        )  # what is not told, nor what may become it
-        # So far, without special tokens, and without a stop string and what follows it; and the
-        # number of tokens that it was read from
-        self.text, self.num_read = "", 0
-        self.stop: str | None = None  # the stop string that was found
-        self.finish, self.calls = (
-            "",
-            [],
-        )  # at the end: `stop`, `length` or `tool_calls`; names and arguments of the calls
-        self.num_sent = 0  # characters
+    index: int
+    request: CompletionRequest
+    prompt: Prompt
+    engine_request: Request  # Its `done` grows while the engine samples.
+    tokenizer: PreTrainedTokenizerBase
+    # What is read so far, without special tokens, and without a stop string and what follows it.
+    text: str = ""
+    num_read: int = 0  # Tokens that `text` was read from.
+    num_sent: int = 0  # Characters.
+    stop_string: str | None = None  # The one that was found.
+    finish_reason: str = ""  # At the end: `stop`, `length` or `tool_calls`.
+    tool_calls: list[ToolCall] = field(default_factory=list)  # At the end.
 
-    def hear(self, *, last: bool = False) -> None:
-        """Read what the engine has sampled since. Bytes of a character that is not complete wait
-        for the others, unless they are the `last`.
+    def read_new_tokens(self, *, last: bool = False) -> None:
+        """Read what the engine has sampled since the last call.
+
+        The bytes of an incomplete character wait for the others, unless they are the `last`.
         """
-        tokens = [
-            t for t in self.request.done.tokens if t not in self.request.sampling.stop_token_ids
-        ]
-        text = added(
+        if self.stop_string is not None:
+            return
+        stop_ids = self.engine_request.sampling.stop_token_ids
+        tokens = [token for token in self.engine_request.done.tokens if token not in stop_ids]
+        text = decode_after(
             self.tokenizer,
             tokens[: self.num_read],
             tokens[self.num_read :],
             skip_special_tokens=True,
         )
-        if self.stop is None and (last or not text.endswith("\ufffd")):
-            self.num_read, self.text = len(tokens), self.text + text
-            if found := [(at, stop) for stop in self.stops if (at := self.text.find(stop)) >= 0]:
-                at, self.stop = min(found)
-                self.text = self.text[:at]
-        if last:
-            self.calls = _calls(self.text) if CALL in self.marks else []
-            self.finish = (
-                "tool_calls"
-                if self.calls
-                else "stop"
-                if self.request.done.stopped or self.stop is not None
-                else "length"
-            )
+        if text.endswith("\ufffd") and not last:
+            return
+        self.num_read = len(tokens)
+        self.text += text
+        if found := _find(self.request.stops, self.text):
+            end, self.stop_string = min(found)
+            self.text = self.text[:end]
+
+    def finish(self) -> None:
+        """Read the last tokens, and set the tool calls and the finish reason."""
+        self.read_new_tokens(last=True)
+        if TOOL_CALL in self.request.markers:
+            self.tool_calls = _parse_tool_calls(self.text)
+        if self.tool_calls:
+            self.finish_reason = "tool_calls"
+        elif self.engine_request.done.stopped or self.stop_string is not None:
+            self.finish_reason = "stop"
+        else:
+            self.finish_reason = "length"
 
     @property
-    def shown(self) -> str:
-        """What no later token changes; at the end, the content: what is before the tool calls."""
-        if self.finish and not self.calls:
+    def visible_text(self) -> str:
+        """The text that no later token changes; at the end, what stands before the tool calls."""
+        if self.finish_reason and not self.tool_calls:
             return self.text
-        safe = max(0, len(self.text) + 1 - max(map(len, self.marks), default=1))
-        return self.text[
-            : min((at for mark in self.marks if (at := self.text.find(mark)) >= 0), default=safe)
-        ]
+        if found := _find(self.request.markers, self.text):
+            return self.text[: min(found)[0]]
+        longest = max(map(len, self.request.markers), default=1)
+        return self.text[: max(0, len(self.text) + 1 - longest)]
 
-    def kept(self) -> Completion:
-        """What is to be learnt from."""
-        done, n = self.request.done, self.num_read
-        return (
-            done
-            if self.stop is None
-            else Completion(done.tokens[:n], done.logprobs[:n], False, done.versions[:n])
-        )
+    def completion(self) -> Completion:
+        """Return the tokens to train on: up to the stop string, if one was found."""
+        done = self.engine_request.done
+        if self.stop_string is None:
+            return done
+        end = self.num_read
+        return Completion(done.tokens[:end], done.logprobs[:end], False, done.versions[:end])
 
-    def choice(self, index: int) -> dict[str, Any] | None:
-        """What has not been told of it, if anything, as an entry of OpenAI's `choices`."""
-        begin, shown, chat = self.num_sent, self.shown, self.asked.messages is not None
-        if len(shown) == begin and not self.finish:
+    def next_chunk(self) -> JSONObject | None:
+        """Return what was not sent yet as an entry of OpenAI's `choices`; None if nothing is new.
+
+        Without streaming the only chunk is the whole choice.
+        """
+        visible_text = self.visible_text
+        if len(visible_text) == self.num_sent and not self.finish_reason:
             return None
-        self.num_sent = len(shown)
-        choice, text = {"index": index, "finish_reason": self.finish or None}, shown[begin:]
-        if (
-            self.finish and self.asked.logprobs is not None and self.asked.logprobs is not False
-        ):  # 0 asks for them, in a completion
-            tokens, logprobs = (
-                [self.tokenizer.decode([t]) for t in self.kept().tokens],
-                self.kept().logprobs,
-            )
-            choice["logprobs"] = (
-                {
-                    "content": [
-                        {"token": t, "logprob": p, "bytes": None, "top_logprobs": []}
-                        for t, p in zip(tokens, logprobs, strict=True)
-                    ]
-                }
-                if chat
-                else {"tokens": tokens, "token_logprobs": logprobs}
-            )
-        if not chat:
-            return choice | {"text": text}
-        calls = [
+        is_first = self.num_sent == 0
+        text = visible_text[self.num_sent :]
+        self.num_sent = len(visible_text)
+        chunk: JSONObject = {"index": self.index, "finish_reason": self.finish_reason or None}
+        logprobs = self.request.logprobs  # 0 asks for them, too
+        if self.finish_reason and logprobs is not None and logprobs is not False:
+            chunk["logprobs"] = self._logprobs()
+        if self.request.messages is None:
+            chunk["text"] = text
+        else:
+            chunk["delta" if self.request.stream else "message"] = self._message(text, is_first)
+        return chunk
+
+    def _message(self, text: str, is_first: bool) -> JSONObject:
+        """Return a message of a chat, or the delta of one."""
+        message: JSONObject = {"role": "assistant"} if is_first else {}
+        message["content"] = text
+        if not self.tool_calls:
+            return message
+        message["content"] = text or None
+        name = "-".join(map(str, self.engine_request.name))
+        message["tool_calls"] = [
             {
-                "index": k,
-                "id": f"call_{'-'.join(map(str, self.request.name))}_{index}_{k}",
+                "index": number,
+                "id": f"call_{name}_{self.index}_{number}",
                 "type": "function",
-                "function": {"name": f, "arguments": json.dumps(arguments)},
+                "function": {"name": function, "arguments": json.dumps(arguments)},
             }
-            for k, (f, arguments) in enumerate(self.calls)
+            for number, (function, arguments) in enumerate(self.tool_calls)
         ]
-        said = (
-            ({} if begin else {"role": "assistant"})
-            | {"content": text or (None if calls else "")}
-            | ({"tool_calls": calls} if calls else {})
-        )
-        return choice | {"delta" if self.asked.stream else "message": said}
+        return message
+
+    def _logprobs(self) -> dict[str, list]:
+        """Return the log-probs of all sampled tokens, in the form of a chat or of a completion."""
+        completion = self.completion()
+        tokens = [decode(self.tokenizer, [token]) for token in completion.tokens]
+        if self.request.messages is None:
+            return {"tokens": tokens, "token_logprobs": completion.logprobs}
+        content: list[JSONObject] = [
+            {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in zip(tokens, completion.logprobs, strict=True)
+        ]
+        return {"content": content}
 
 
-def _calls(text: str) -> list[tuple[str, dict]]:
-    """The calls that a text makes as Qwen and Hermes models do: `<tool_call>{"name": ...,
-    "arguments": {...}}</tool_call>`. None at all if one of them cannot be read, so that the text
-    stays in sight.
+def _find(markers: list[str], text: str) -> list[tuple[int, str]]:
+    """Return where each marker that is in the text begins first."""
+    return [(text.find(marker), marker) for marker in markers if marker in text]
+
+
+def _parse_tool_calls(text: str) -> list[ToolCall]:
+    """Return the tool calls of a text in the form of Qwen and Hermes models.
+
+    That is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If one of them cannot be
+    read there are none at all, so that the client sees the text.
     """
     try:
-        return [
-            (call["name"], dict(call.get("arguments", {})))
-            for call in map(json.loads, _CALLS.findall(text))
-        ]
+        calls = [json.loads(call) for call in _TOOL_CALLS.findall(text)]
+        return [(call["name"], dict(call.get("arguments", {}))) for call in calls]
     except (ValueError, KeyError, TypeError, AttributeError):
         return []
 
 
-def error(message: str, status: int = 400, code: str | None = None) -> dict[str, Any]:
-    """In OpenAI's form and Anthropic's at once."""
-    return {
-        "type": "error",
-        "error": {
-            "message": message,
-            "type": "authentication_error" if status == 401 else "invalid_request_error",
-            "param": None,
-            "code": code,
-        },
-    }
-
-
 def event(**data: Any) -> str:
-    """A server-sent event, with a name if it has a type."""
-    return (f"event: {data['type']}\n" if "type" in data else "") + f"data: {json.dumps(data)}\n\n"
-
-
-async def whole(exchange: Any) -> dict[str, Any]:
-    """`exchange`: of server.py. Raises what its `choices` does, as `events`."""
-    return exchange.head | {
-        "choices": [choice async for choice in exchange.choices()],
-        "usage": exchange.usage(),
-    }
-
-
-async def events(exchange: Any) -> AsyncIterator[str]:
-    async for choice in exchange.choices():
-        yield event(**exchange.head, choices=[choice], usage=None)
-    if (exchange.asked.stream_options or {}).get("include_usage"):
-        yield event(**exchange.head, choices=[], usage=exchange.usage())
-    yield "data: [DONE]\n\n"
+    """Return a server-sent event; it has a name if the data have a `type`."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data)}\n\n"

@@ -1,0 +1,173 @@
+"""A response in the making: what the engine samples for a request, as the client gets it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from starlette.types import Receive
+
+from minirl.rollout.conversation import Completion, Conversation, Prompt
+from minirl.rollout.engine import Sampling
+from minirl.rollout.engine_loop import Request
+from minirl.rollout.episode import sample_seed
+from minirl.rollout.protocol import (
+    BadRequest,
+    Choice,
+    CompletionRequest,
+    JSONObject,
+    completion_key,
+    event,
+)
+
+MODEL = "policy"
+Generate = Callable[[Request], Coroutine[Any, Any, Completion]]
+
+
+@dataclass(kw_only=True)
+class SessionState:
+    """What the endpoint keeps for an API key."""
+
+    seed: tuple[int, ...]
+    sampling: Sampling
+    conversation: Conversation
+    generate: Generate
+    max_model_len: int
+    # The completions as they were sampled, by `completion_key`.
+    sampled_texts: dict[str, str] = field(default_factory=dict)
+    # One for each request so far.
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+class PendingResponse:
+    """The response to one request, while the engine samples it.
+
+    The conversation gets the prompts and the completions when all of these are finished.
+    """
+
+    def __init__(self, session: SessionState, request: CompletionRequest, receive: Receive):
+        """Start sampling.
+
+        Args:
+            session: Whose conversation the request continues.
+            request: What the client sent.
+            receive: Waits for the next message of the client's connection.
+
+        Raises:
+            UserError: The request cannot be answered.
+            KeyError, TypeError, ValueError: The request is malformed.
+        """
+        self.session = session
+        self.request = request
+        name = (*session.seed, len(session.tasks))
+        self.choices: list[Choice] = []
+        tokenizer = session.conversation.tokenizer
+        for text, urls in request.render_prompts(tokenizer, session.sampled_texts):
+            prompt = session.conversation.tokenize_prompt(text, urls)
+            sampling = replace(session.sampling, max_tokens=self._max_tokens(prompt))
+            for _ in range(request.n):
+                index = len(self.choices)
+                engine_request = Request(
+                    tokens=prompt.tokens,
+                    images=prompt.images,
+                    sampling=sampling,
+                    seed=sample_seed(*name, index),
+                    name=name,
+                )
+                self.choices.append(Choice(index, request, prompt, engine_request, tokenizer))
+        kind = "chat.completion.chunk" if request.stream else "chat.completion"
+        self.head = {
+            "id": f"chatcmpl-{'-'.join(map(str, name))}",
+            "object": kind if request.messages is not None else "text_completion",
+            "created": int(time.time()),
+            "model": MODEL,
+        }
+        self._chunks: asyncio.Queue[JSONObject | None] = asyncio.Queue()  # None: the end.
+        self.task = asyncio.ensure_future(self._generate())
+        self.task.add_done_callback(lambda _: self._chunks.put_nowait(None))
+        session.tasks.append(self.task)
+        self._watcher = asyncio.ensure_future(self._cancel_on_disconnect(receive))
+
+    def _max_tokens(self, prompt: Prompt) -> int:
+        """Return the most tokens to sample. Raises BadRequest if the prompt is too long."""
+        max_model_len = self.session.max_model_len
+        room = max_model_len - len(prompt.tokens)
+        if room < 1:
+            raise BadRequest(
+                f"the prompt has {len(prompt.tokens)} tokens, and engine.max_model_len = "
+                f"{max_model_len} leaves no room for a completion",
+                code="context_length_exceeded",
+            )
+        vision = self.session.conversation.vision
+        if vision and len(prompt.images) > vision.max_images:
+            raise BadRequest(
+                f"the chat has {len(prompt.images)} images, more than engine.max_images = "
+                f"{vision.max_images}"
+            )
+        return min(self.request.max_tokens or room, self.session.sampling.max_tokens, room)
+
+    async def _generate(self) -> None:
+        """Sample all choices, then append them to the conversation."""
+        async with asyncio.TaskGroup() as group:
+            for choice in self.choices:
+                task = group.create_task(self.session.generate(choice.engine_request))
+                if self.request.stream or self.request.stops:  # else the text can wait for the end
+                    choice.engine_request.on_tokens = partial(self._on_tokens, choice, task)
+        conversation = self.session.conversation
+        for choice in self.choices:
+            choice.finish()
+            segment = conversation.append_prompt(choice.prompt)
+            sampled_text = segment.append_completion(choice.completion(), conversation.tokenizer)
+            key = completion_key(choice.visible_text, choice.tool_calls)
+            self.session.sampled_texts[key] = sampled_text
+            self._chunks.put_nowait(choice.next_chunk())
+
+    def _on_tokens(self, choice: Choice, task: asyncio.Task[Completion]) -> None:
+        choice.read_new_tokens()
+        if choice.stop_string is not None:
+            task.cancel()  # which is no failure of the task group
+        elif self.request.stream and (chunk := choice.next_chunk()):
+            self._chunks.put_nowait(chunk)
+
+    async def _cancel_on_disconnect(self, receive: Receive) -> None:
+        """Stop sampling when the client leaves; the conversation then gets nothing."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.task.cancel()
+
+    async def chunks(self) -> AsyncIterator[JSONObject]:
+        """Yield entries of OpenAI's `choices`: parts of them if the request asks for a stream.
+
+        Raises:
+            BadRequest: The session was closed.
+        """
+        while (chunk := await self._chunks.get()) is not None:
+            yield chunk
+        if self.task.cancelled():
+            raise BadRequest("the session was closed")
+        self.task.result()
+
+    def usage(self) -> dict[str, int]:
+        """Return the numbers of tokens so far; a prompt counts once for all its choices."""
+        prompt_tokens = sum(len(c.prompt.tokens) for c in self.choices[:: self.request.n])
+        completion_tokens = sum(len(c.completion().tokens) for c in self.choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+
+    async def body(self) -> JSONObject:
+        """Return the whole response in OpenAI's form. Raises what `chunks` does."""
+        choices = [choice async for choice in self.chunks()]
+        return self.head | {"choices": choices, "usage": self.usage()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """Yield the response as OpenAI's server-sent events. Raises what `chunks` does."""
+        async for chunk in self.chunks():
+            yield event(**self.head, choices=[chunk], usage=None)
+        if (self.request.stream_options or {}).get("include_usage"):
+            yield event(**self.head, choices=[], usage=self.usage())
+        yield "data: [DONE]\n\n"
