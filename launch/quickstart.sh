@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs minirl into .venv if needed and runs the main job: SFT, then GRPO of a small model on all local
-# GPUs, or on 2 CPU ranks. Arguments go to the program:
+# Installs minirl into .venv if needed and runs the main job: SFT, then GRPO of a small model on
+# all local GPUs, or on 2 CPU ranks. Arguments go to the program:
 #   bash launch/quickstart.sh --num-steps 20 --output runs/short
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 ranks=2
