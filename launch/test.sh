@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests in .venv, which it makes if it is missing. Arguments go to pytest: launch/test.sh tests/test_losses.py -k ppo
+# Runs the tests in .venv, which it makes if it is missing. Arguments go to pytest:
+#   bash launch/test.sh tests/test_algo.py -k ppo
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 exec .venv/bin/python -m pytest "$@"

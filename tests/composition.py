@@ -1,9 +1,11 @@
-"""What composes with what, read from the parameters of the tests: the README's table.
+"""What composes with what, read from the parameters of the tests: the table in
+minirl/parallel/README.md.
 
-    python tests/composition.py --write     # put the table into README.md
+    python tests/composition.py --write     # put the table into that page
 
 A cell is filled if some test runs both together and compares with one process, with a full gather,
-or bit by bit with another run."""
+or bit by bit with another run.
+"""
 
 import itertools
 import sys
@@ -19,7 +21,7 @@ import test_sft
 import tiny
 from minirl.config.shared import ParallelConfig
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "minirl" / "parallel" / "README.md"
 BEGIN, END = "<!-- composition: made by tests/composition.py -->\n", "<!-- composition ends -->"
 
 FEATURES = [
@@ -60,7 +62,7 @@ def axes(world: int, parallel: ParallelConfig | None) -> set[str]:
 
 
 def parameters(test: Callable) -> Iterator[dict]:
-    """What pytest calls a test with: {argument: value}."""
+    """Yield what pytest calls a test with: {argument: value}."""
     marks = [mark.args for mark in test.pytestmark if mark.name == "parametrize"]
     for values in itertools.product(*(values for _, values in marks)):
         call = {}
@@ -70,7 +72,8 @@ def parameters(test: Callable) -> Iterator[dict]:
         yield call
 
 
-def of_settings(settings: dict) -> set[str]:
+def features_of(settings: dict) -> set[str]:
+    """The features that settings of the policy turn on."""
     names = {
         "Muon": settings.get("optimizer") == "muon",
         "offloaded state": settings.get("optimizer_state") == "offload",
@@ -82,15 +85,21 @@ def of_settings(settings: dict) -> set[str]:
 
 def cases() -> Iterator[set[str]]:
     """The features of each case of each test of parity."""
+    yield from gradient_cases()
+    yield from family_cases()
+    yield from program_cases()
+    yield from optimizer_cases()
+
+
+def gradient_cases() -> Iterator[set[str]]:
+    always = {"micro-batches", "shared prompts", "checkpointing", "sliding window"}
     for call in parameters(test_gradients.test_every_mesh_is_one_process):
         world, parallel = test_gradients.MESHES[call["mesh"]]
-        on = axes(world, parallel) | {
-            "micro-batches",
-            "shared prompts",
-            "checkpointing",
-            "sliding window",
-        }
-        yield on | ({"sequence"} if parallel.tensor > 1 else set())  # run with and without
+        with_sequence = {"sequence"} if parallel.tensor > 1 else set()  # run with and without
+        yield axes(world, parallel) | always | with_sequence
+
+
+def family_cases() -> Iterator[set[str]]:
     for call in parameters(test_families.test_forward_and_gradients_are_hugging_faces):
         family = test_families.FAMILIES[call["family"]]
         world, parallel = test_families.MESHES[call["mesh"]]
@@ -99,86 +108,75 @@ def cases() -> Iterator[set[str]]:
             "sliding window": "sliding_window" in tiny.OWN.get(call["family"], {}),
             "checkpointing": parallel and parallel.sequence,
         }
-        yield (
-            axes(world, parallel) | {"shared prompts"} | {name for name, on in names.items() if on}
-        )
+        on = {name for name, tested in names.items() if tested}
+        yield axes(world, parallel) | {"shared prompts"} | on
     for call in parameters(test_families.test_experts_over_data_ranks):
         yield axes(4, call["parallel"]) | {"experts"}
+
+
+def program_cases() -> Iterator[set[str]]:
     for call in parameters(test_rollout.test_refit_equals_full_gather_and_a_fresh_engine):
-        yield (
-            axes(call["world"], call["parallel"])
-            | {"refit"}
-            | ({"experts"} if "moe" in call["family"] else set())
-        )
+        experts = {"experts"} if "moe" in call["family"] else set()
+        yield axes(call["world"], call["parallel"]) | {"refit"} | experts
     for call in parameters(test_checkpoint.test_saved_on_one_mesh_resumed_on_another):
         for world, parallel in [(call["world"], call["parallel"]), *call["targets"]]:
             yield axes(world, parallel) | {"resume on another mesh"}
-    for call in parameters(test_optimizer.test_muon_on_every_mesh_is_muon_on_whole_matrices):
-        yield axes(*test_optimizer.MESHES[call["name"]]) | {"Muon"}
-    yield {
-        "FSDP",
-        "HSDP",
-        "tensor",
-        "Muon",
-        "moving average",
-        "offloaded state",
-        "resume on another mesh",
-    }  # test_muon_and_average_resume_on_another_mesh
-    for call in parameters(
-        test_optimizer.test_offloaded_state_takes_no_memory_between_steps_and_changes_nothing
-    ):
-        yield (
-            axes(*test_optimizer.MESHES[call["name"]])
-            | of_settings({**call, "optimizer_state": "offload"})
-            | {"moving average"}
-        )
-    for call in parameters(
-        test_optimizer.test_8bit_state_takes_a_byte_an_element_and_trains_like_the_full_one
-    ):
-        yield {"FSDP", "moving average"} | of_settings({**call, "optimizer_state": "8bit"})
-    for call in parameters(test_optimizer.test_the_average_is_its_formula):
-        yield (
-            axes(*test_optimizer.MESHES[call["name"]])
-            | of_settings({"optimizer_state": call["rest"]})
-            | {"moving average"}
-        )
-    for call in parameters(test_optimizer.test_cpu_offload_changes_no_bit):
-        yield (
-            axes(*test_optimizer.MESHES[call["name"]])
-            | of_settings(call["settings"])
-            | {"CPU offload"}
-        )
-    for call in parameters(test_optimizer.test_sleep_frees_everything_and_changes_nothing):
-        yield (
-            axes(*test_optimizer.MESHES[call["name"]])
-            | of_settings({"optimizer": "muon", "optimizer_state": call["rest"]})
-            | {"moving average", "sleep"}
-        )
     for call in parameters(test_sft.test_every_mesh_trains_alike):
         yield axes(call["world"], call["parallel"]) | {"minirl.sft"}
 
 
+def optimizer_cases() -> Iterator[set[str]]:
+    def on_mesh(call: dict) -> set[str]:
+        return axes(*test_optimizer.MESHES[call["name"]])
+
+    for call in parameters(test_optimizer.test_muon_on_every_mesh_is_muon_on_whole_matrices):
+        yield on_mesh(call) | {"Muon"}
+    # test_muon_and_average_resume_on_another_mesh
+    meshes = {"FSDP", "HSDP", "tensor", "resume on another mesh"}
+    yield meshes | {"Muon", "moving average", "offloaded state"}
+    for call in parameters(
+        test_optimizer.test_offloaded_state_takes_no_memory_between_steps_and_changes_nothing
+    ):
+        offloaded = features_of({**call, "optimizer_state": "offload"})
+        yield on_mesh(call) | offloaded | {"moving average"}
+    for call in parameters(
+        test_optimizer.test_8bit_state_takes_a_byte_an_element_and_trains_like_the_full_one
+    ):
+        yield {"FSDP", "moving average"} | features_of({**call, "optimizer_state": "8bit"})
+    for call in parameters(test_optimizer.test_the_average_is_its_formula):
+        state = features_of({"optimizer_state": call["rest"]})
+        yield on_mesh(call) | state | {"moving average"}
+    for call in parameters(test_optimizer.test_cpu_offload_changes_no_bit):
+        yield on_mesh(call) | features_of(call["settings"]) | {"CPU offload"}
+    for call in parameters(test_optimizer.test_sleep_frees_everything_and_changes_nothing):
+        state = features_of({"optimizer": "muon", "optimizer_state": call["rest"]})
+        yield on_mesh(call) | state | {"moving average", "sleep"}
+
+
 def table() -> str:
+    """The table in Markdown."""
     together = {frozenset(pair) for case in cases() for pair in itertools.combinations(case, 2)}
-    lines = [
-        "| | " + " | ".join(str(i + 1) for i in range(len(FEATURES))) + " |",
-        "|---" * (len(FEATURES) + 1) + "|",
-    ]
-    for i, row in enumerate(FEATURES):
-        cells = [
-            "•" if i == j else "✓" if frozenset((row, column)) in together else ""
-            for j, column in enumerate(FEATURES)
-        ]
-        lines.append(f"| {i + 1} {row} | " + " | ".join(cells) + " |")
+    numbers = [str(number) for number in range(1, len(FEATURES) + 1)]
+    lines = [f"| | {' | '.join(numbers)} |", "|---" * (len(FEATURES) + 1) + "|"]
+    for number, row in zip(numbers, FEATURES, strict=True):
+        cells = [mark(row, column, together) for column in FEATURES]
+        lines.append(f"| {number} {row} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def inside(readme: str) -> str:
-    return readme.split(BEGIN)[1].split(END)[0]
+def mark(row: str, column: str, together: set[frozenset[str]]) -> str:
+    if row == column:
+        return "•"
+    return "✓" if frozenset((row, column)) in together else ""
+
+
+def inside(page: str) -> str:
+    """What stands between the two comments."""
+    return page.split(BEGIN)[1].split(END)[0]
 
 
 if __name__ == "__main__":
-    text = README.read_text()
+    text = PAGE.read_text()
     if "--write" in sys.argv:
-        README.write_text(text.replace(BEGIN + inside(text), BEGIN + table()))
+        PAGE.write_text(text.replace(BEGIN + inside(text), BEGIN + table()))
     print(table())

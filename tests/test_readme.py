@@ -1,14 +1,448 @@
-"""The README tells the truth where that can be checked."""
+"""The documents tell the truth where that can be checked: links, paths, flags, commands, code.
 
+Above each block of commands or code stands a comment:
+
+    <!-- runs: tests/test_x.py::test_name -->   tests that run it, in its smallest form
+    <!-- not run: reason -->                    why no test does
+    <!-- run -->                                a test of this file runs it as it stands
+"""
+
+import ast
+import dataclasses
+import importlib
+import io
 import re
+import runpy
+import shlex
+import sys
+import tokenize
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
 
 import composition
-from minirl.envs.base import State
+from minirl.algo import advantages
+from minirl.config.lookup import find_function
+from minirl.config.parse import parse_flags
+from minirl.config.rl import RLConfig
+from minirl.config.shared import EvaluateConfig, ExportConfig
+from minirl.config.supervised import DPOConfig, RMConfig, ServeConfig, SFTConfig
+from minirl.envs import Agent, Session, State
 from minirl.envs.registry import make_env
+from minirl.model.families import FAMILIES
+from programs import ROOT, fork
+
+README = ROOT / "README.md"
+CHANGES = ROOT / "minirl" / "CHANGES.md"  # names what is gone, so its names are not looked up
+PAGES = [
+    README,
+    CHANGES,
+    *(
+        page
+        for folder in ("minirl", "configs", "benchmarks", "tests")
+        for page in sorted((ROOT / folder).rglob("README.md"))
+    ),
+]
+PROGRAMS = {
+    "minirl.rl": RLConfig,
+    "minirl.sft": SFTConfig,
+    "minirl.rm": RMConfig,
+    "minirl.rm serve": ServeConfig,
+    "minirl.dpo": DPOConfig,
+    "minirl.evaluate": EvaluateConfig,
+    "minirl.checkpoint": ExportConfig,
+    "minirl.rollout.show": None,  # no flags
+    "minirl.walk": None,  # flags of its own
+}
+# Flags in the text that belong to no config of minirl.
+OTHER_FLAGS = {
+    "--break",
+    "--config",
+    "--figures",
+    "--find-links",
+    "--fix",
+    "--help",
+    "--nproc-per-node",
+    "--write",
+}
+# Files of users and of runs that documents speak of.
+OTHER_FILES = {
+    "agent_func.py",
+    "answers.json",
+    "config.yaml",
+    "configs/mine.yaml",
+    "curves.png",
+    "file.yaml",
+    "my_env.py",
+    "my_reward.py",
+    "reward_func.py",
+    "rewards.py",
+    *("checkpoints/", "model/", "model_ema/", "references/", "rollouts/", "scratch/", "sft/"),
+    "tensorboard/",
+}
+FILE = re.compile(r"[\w.-]+(/[\w.-]+)*(\.(py|sh|sbatch|yaml|md|toml|png)|/)")
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [str(page.relative_to(ROOT)) for page in pages]
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+
+
+# ----------------------------------------------------------------------------------------------
+# reading a page
+
+
+@dataclasses.dataclass
+class Block:
+    page: Path
+    language: str
+    marker: str  # what the comment above it says
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    found, inside = [], None
+    lines = page.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            if inside:
+                inside.text += line + "\n"
+        elif inside:
+            inside = None
+        else:
+            above = re.fullmatch(r"<!-- (.*) -->", lines[number - 1])
+            inside = Block(page, line[3:], above[1] if above else "", "")
+            found.append(inside)
+    assert inside is None, f"{page}: a block does not end"
+    return found
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks and comments."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+
+
+def code_spans(page: Path) -> list[str]:
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(page))]
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings are called in links, as GitHub does."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The words of each command."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    split = [shlex.split(line, comments=True) for line in lines]
+    return [words for words in split if words]
+
+
+def shell_blocks() -> list[Block]:
+    return [block for page in PAGES for block in blocks(page) if block.language == "bash"]
+
+
+def exists(name: str, page: Path) -> bool:
+    return any((folder / name).exists() for folder in (ROOT, ROOT / "minirl", page.parent))
+
+
+# ----------------------------------------------------------------------------------------------
+# links, paths and names
+
+
+@each_page
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        assert place.exists(), f"{target}: no such file"
+        assert place.is_relative_to(ROOT), f"{target} leads out of the repository"
+        assert not anchor or anchor in anchors(place), f"{target}: no such heading"
+
+
+def test_every_page_is_two_clicks_from_the_first():
+    def linked(page: Path) -> set[Path]:
+        targets = re.findall(r"\]\(([^)#\s]+)", prose(page))
+        return {(page.parent / target).resolve() for target in targets} & set(PAGES)
+
+    first = linked(README)
+    assert set(PAGES) - {README} <= first.union(*map(linked, first))
+
+
+@each_page
+def test_files_and_modules_that_are_named_exist(page):
+    if page == CHANGES:
+        return
+    for span in code_spans(page):
+        if FILE.fullmatch(span) and span not in OTHER_FILES:
+            assert exists(span, page), f"`{span}`: no such file"
+        if re.fullmatch(r"minirl(\.\w+)+", span):
+            assert defined(span), f"`{span}`: no such module"
+        for program in re.findall(r"-m (minirl[\w.]*)", span):
+            assert program in PROGRAMS, f"`{span}`: no such program"
+
+
+def defined(dotted: str) -> bool:
+    """A module, or a name in one."""
+    path = ROOT / dotted.replace(".", "/")
+    if path.is_dir() or path.with_suffix(".py").exists():
+        return True
+    module = path.parent.with_suffix(".py")
+    if not module.exists():
+        module = path.parent / "__init__.py"
+    return module.exists() and re.search(rf"\b{path.name}\b", module.read_text()) is not None
+
+
+def settings(cls: type, prefix: str = "") -> Iterator[str]:
+    """Dotted names of a config class, those of its sections included."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        yield prefix + field.name
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from settings(hints[field.name], f"{prefix}{field.name}.")
+
+
+@each_page
+def test_flags_and_settings_that_are_named_exist(page):
+    known = {name for cls in PROGRAMS.values() if cls for name in settings(cls)}
+    flags = {f"--{name.replace('_', '-')}" for name in known} | OTHER_FLAGS
+    flags |= {re.sub(r"[\w-]+$", r"no-\g<0>", flag) for flag in flags}
+    sections = {name.partition(".")[0] for name in known if "." in name}
+    for span in code_spans(page):
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w.-]*", span):
+            assert flag in flags, f"`{span}`: no such flag"
+        setting = re.match(r"(\w+)\.[a-z_.]+(?=$|:)", span)
+        if setting and setting[1] in sections and not FILE.fullmatch(span):
+            assert setting[0] in known, f"`{span}`: no such setting"
+
+
+# ----------------------------------------------------------------------------------------------
+# blocks
+
+
+@each_page
+def test_blocks_say_what_runs_them(page):
+    for block in blocks(page):
+        assert block.language in ("bash", "python", "json", "mermaid", "text"), block
+        if block.language not in ("bash", "python"):
+            continue
+        kind, _, rest = block.marker.partition(": ")
+        assert kind in ("run", "runs", "not run"), f"say above it what runs it:\n{block.text}"
+        assert (kind == "run") == (not rest), block.marker
+        for file, test in re.findall(r"(tests/\w+\.py)(?:::(\w+))?", rest):
+            tree = ast.parse((ROOT / file).read_text())
+            tests = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+            assert not test or test in tests, f"{file} has no {test}"
+        if kind == "runs":
+            assert re.fullmatch(r"tests/\w+\.py::\w+(, tests/\w+\.py::\w+)*", rest), rest
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_commands_have_flags_that_parse(page, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "200")
+    for words in (
+        words for block in shell_blocks() if block.page == page for words in commands(block)
+    ):
+        for word in words:
+            if FILE.fullmatch(word) and word not in OTHER_FILES and not word.startswith("runs/"):
+                assert exists(word, page), f"{shlex.join(words)}: no {word}"
+        script = next((n for n, word in enumerate(words) if word.startswith("benchmarks/")), None)
+        if "-m" in words and words[words.index("-m") + 1].startswith("minirl"):
+            parse_program(words[words.index("-m") + 1 :])
+        elif script is not None:
+            parse_script(words[script], words[script + 1 :], monkeypatch, capsys)
+
+
+def parse_program(words: list[str]) -> None:
+    """Words behind -m."""
+    module, *flags = words
+    cls = PROGRAMS[f"{module} serve" if flags[:1] == ["serve"] else module]
+    if cls and flags != ["--help"]:
+        parse_flags(cls, flags)
+
+
+def parse_script(script: str, flags: list[str], monkeypatch, capsys) -> None:
+    """Benchmarks that are minirl.rl take its flags; the others name theirs in their help."""
+    if "cli.run(RLConfig" in (ROOT / script).read_text():
+        parse_flags(RLConfig, flags)
+        return
+    named = [flag for flag in flags if flag.startswith("--")]
+    if not named:
+        return
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in named), text
+
+
+AS_THEY_STAND = [block for block in shell_blocks() if block.marker == "run"]
+
+
+@pytest.mark.parametrize("block", AS_THEY_STAND, ids=lambda block: block.text.strip())
+def test_cheap_commands_run(block, tmp_path):
+    for _, option, module, *flags in commands(block):
+        assert option == "-m"
+        ended = fork(module, flags, tmp_path)
+        assert ended.code == 0, ended.err
+        assert "--help" not in flags or "usage: python -m" in ended.out
+
+
+def printed(page: str, name: str, folder: Path) -> Path:
+    """The Python block of a page that begins with this file name, as a user copies it."""
+    texts = [block.text for block in blocks(ROOT / page) if block.language == "python"]
+    (text,) = [text for text in texts if text.startswith(f"# {name}\n")]
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_the_printed_environment_plays(tmp_path):
+    file = printed("minirl/envs/README.md", "my_env.py", tmp_path)
+    assert len([line for line in file.read_text().splitlines() if line.strip()]) <= 20
+    make = make_env(f"{file}:Guess")
+
+    def reply(env, answer, turn=0):
+        result = env.step(State(row={}, answer=answer, stopped=True, turn=turn, messages=[]))
+        return result.observation, result.reward, result.done
+
+    env = make()
+    assert env.reset({"answer": 42}).startswith("I think of a number")
+    assert [reply(env, "7"), reply(env, " 90\n", 1), reply(env, "42", 2)] == [
+        ("higher", 0.0, False),
+        ("lower", 0.0, False),
+        (None, 1.0, True),
+    ]
+    assert reply(make(), "what?") == (None, 0.0, True)
+
+
+def test_the_printed_rewards(tmp_path):
+    def load(page: str, name: str):
+        return find_function(
+            "reward.function", f"{printed(page, 'my_reward.py', tmp_path)}:{name}", {}
+        )
+
+    score = load("README.md", "score")
+    assert [score("?", " 4\n", {"answer": "4"}), score("?", "5", {"answer": "4"})] == [1.0, 0.0]
+    assert load("minirl/rewards/README.md", "brevity")("?", "x" * 50, {}) == -0.5
+
+
+def test_the_printed_estimators(tmp_path):
+    """With the flag that the page names."""
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.5, 0.5], dtype=torch.float64)
+    groups = torch.tensor([0, 0, 1, 1, 2, 2])
+    page = "minirl/algo/README.md"
+    mine = advantages.find(f"{printed(page, 'my_advantage.py', tmp_path)}:above_mean")
+    expected = torch.tensor([0.5, -0.5, -0.5, 0.5, 0.0, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(mine(rewards, groups), expected / 2**0.5)
+    copied = advantages.find(f"{printed(page, 'my_dr_grpo.py', tmp_path)}:dr_grpo")
+    assert torch.equal(copied(rewards, groups), advantages.dr_grpo(rewards, groups))
+
+
+def test_the_printed_agent_talks_to_its_endpoint(tmp_path, monkeypatch):
+    """With a client that knows the answer; tests/test_episodes.py has the real one."""
+    asked = {}
+
+    def create(model, messages):
+        asked.update(model=model, messages=messages)
+        message = SimpleNamespace(content="It is 4.")
+        return SimpleNamespace(choices=[SimpleNamespace(message=message)])
+
+    def client(base_url, api_key):
+        asked.update(base_url=base_url, api_key=api_key)
+        return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+
+    monkeypatch.setattr("openai.OpenAI", client)
+    file = printed("minirl/rollout/README.md", "my_agent.py", tmp_path)
+    agent = make_env(f"{file}:Mine")()
+    assert isinstance(agent, Agent)
+    session = Session(base_url="http://here/v1", api_key="secret", model="policy")
+    result = agent.run({"prompt": "2 + 2?", "answer": "4"}, session)
+    assert (result.reward, result.done) == (1.0, True)
+    assert agent.run({"prompt": "2 + 3?", "answer": "5"}, session).reward == 0.0
+    assert asked == {
+        "base_url": "http://here/v1",
+        "api_key": "secret",
+        "model": "policy",
+        "messages": [{"role": "user", "content": "2 + 3?"}],
+    }
+
+
+def test_the_printed_distributed_test(tmp_path, monkeypatch):
+    printed("tests/README.md", "test_mine.py", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("test_mine").test_ranks_add_up()
+
+
+# ----------------------------------------------------------------------------------------------
+# what the pages say about the code
+
+
+def test_the_first_page_is_short_and_has_its_pictures():
+    assert len(README.read_text().splitlines()) <= 170
+    assert "mermaid" in [block.language for block in blocks(README)]
+    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README.read_text())
+    assert 0 < (ROOT / picture).stat().st_size < 100_000
+
+
+def test_the_size_of_the_package_is_what_the_first_page_says():
+    (said,) = re.findall(r"\(`minirl/`\) \| about ([\d,]+) \|", README.read_text())
+    total = sum(num_code_lines(path.read_text()) for path in (ROOT / "minirl").rglob("*.py"))
+    assert int(said.replace(",", "")) == round(total, -3), total
+
+
+def num_code_lines(source: str) -> int:
+    """Lines that are not blank, a comment or a docstring."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in layout | {tokenize.ENDMARKER}:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def test_the_families_are_those_of_the_code():
+    page = (ROOT / "minirl" / "README.md").read_text()
+    listed = re.findall(
+        r"^\| (?:dense|mixtures of experts|with images) \| (.*) \|$", page, re.MULTILINE
+    )
+    families = [family for row in listed for family in row.split(", ")]
+    assert sorted(families) == sorted(FAMILIES)
+    assert f"{len(FAMILIES)} families" in README.read_text()
+
+
+def test_every_method_recipe_benchmark_and_test_has_its_place():
+    text = {
+        name: (ROOT / name / "README.md").read_text() for name in ("configs", "benchmarks", "tests")
+    }
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        assert f"({path.name})" in text["configs"], path.name
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        assert f"benchmarks/{path.name}" in text["benchmarks"] + text["configs"], path.name
+    for path in sorted((ROOT / "tests").glob("test_*.py")):
+        assert f"`tests/{path.name}`" in text["tests"], path.name
+    methods = (ROOT / "minirl" / "algo" / "README.md").read_text()
+    for name in advantages.ESTIMATORS | advantages.TOKEN_ESTIMATORS:
+        assert f"--algo.advantage {name}" in methods, name
 
 
 def test_table_of_what_composes_is_that_of_the_tests():
-    assert composition.inside(composition.README.read_text()) == composition.table(), (
+    assert composition.inside(composition.PAGE.read_text()) == composition.table(), (
         "run `python tests/composition.py --write`"
     )
 
@@ -16,35 +450,8 @@ def test_table_of_what_composes_is_that_of_the_tests():
 def test_every_axis_composes_with_every_other():
     """Shards, replicas, tensor, sequence and context parallelism: no pair without a test, but the
     two engines of one axis."""
-    together = [set(case) for case in composition.cases()]
+    together = list(composition.cases())
     axes = composition.FEATURES[:6]
-    missing = [
-        (a, b)
-        for i, a in enumerate(axes)
-        for b in axes[i + 1 :]
-        if not any({a, b} <= case for case in together)
-    ]
+    pairs = [(a, b) for number, a in enumerate(axes) for b in axes[number + 1 :]]
+    missing = [pair for pair in pairs if not any(set(pair) <= case for case in together)]
     assert missing == [("context", "context ring")]
-
-
-def test_the_printed_environment_plays(tmp_path):
-    """As a new user copies it."""
-    (code,) = re.findall(
-        r"```python\n(# my_env\.py\n.*?)```", composition.README.read_text(), re.DOTALL
-    )
-    assert len([line for line in code.splitlines() if line.strip()]) <= 20
-    (tmp_path / "my_env.py").write_text(code)
-    make = make_env(f"{tmp_path}/my_env.py:Guess")
-
-    def hear(env, answer, turn=0):
-        result = env.step(State(row={}, answer=answer, stopped=True, turn=turn, messages=[]))
-        return result.observation, result.reward, result.done
-
-    env = make()
-    assert env.reset({"answer": 42}).startswith("I think of a number")
-    assert [hear(env, "7"), hear(env, " 90\n", 1), hear(env, "42", 2)] == [
-        ("higher", 0.0, False),
-        ("lower", 0.0, False),
-        (None, 1.0, True),
-    ]
-    assert hear(make(), "what?") == (None, 0.0, True)
