@@ -65,7 +65,7 @@ def _write_folder(
     source: Path,
     dtype: torch.dtype,
     mesh: Mesh,
-    max_file_gb: float,
+    max_file_gb: float = 4.0,
 ) -> None:
     """Write a Hugging Face folder beside its final name, and rename it. Collective.
 
@@ -219,6 +219,6 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
             dcp.load({"model": whole}, checkpoint_id=checkpoint / "state", no_dist=True)
         return whole
 
-    _write_folder(output, shapes, read, source, getattr(torch, policy.dtype), mesh, max_file_gb=4.0)
+    _write_folder(output, shapes, read, source, getattr(torch, policy.dtype), mesh)
     if mesh.rank == 0:
         print(output)

@@ -20,7 +20,7 @@ from torch import Tensor
 from minirl.data.blocks import Layout, build, on_device
 from minirl.errors import UserError
 from minirl.parallel import context as cp
-from minirl.parallel.mesh import Context, Mesh
+from minirl.parallel.mesh import Mesh
 from minirl.types import Packed, Trajectory
 
 _PLAIN_LAYOUT = Layout()
@@ -212,15 +212,14 @@ def _send(
     outgoing: list[list[Trajectory]] = [[] for _ in range(mesh.world_size)]
     incoming: list[list[_Header]] = [[] for _ in range(mesh.world_size)]
     for header, data_rank in destination.items():
-        first = data_rank * mesh.num_copies  # of the ranks that train on it
-        targets = range(first, first + mesh.num_copies)
         if header.rank == mesh.rank:
             t = replace(trajectories[header.number], versions=None, info={})
-            for target in targets:
-                outgoing[target].append(t)
-        if mesh.rank in targets:
+            first = data_rank * mesh.num_copies
+            for to_rank in outgoing[first : first + mesh.num_copies]:
+                to_rank.append(t)
+        if data_rank == mesh.rank // mesh.num_copies:
             incoming[header.rank].append(header)
-    messages = mesh.all_to_all([pickle.dumps(to_target) for to_target in outgoing])
+    messages = mesh.all_to_all([pickle.dumps(to_rank) for to_rank in outgoing])
     received: dict[_Header, Trajectory] = {}
     for headers, message in zip(incoming, messages, strict=True):
         received |= zip(headers, pickle.loads(message), strict=True)
@@ -307,26 +306,26 @@ def _lay_out(trajectories: list[Trajectory], layout: Layout) -> list[_Sequence]:
 
 
 def _column(
-    sequences: list[_Sequence], arrays: list[np.ndarray], layout: Layout, shift: int = 0
+    sequences: list[_Sequence], rows: list[np.ndarray], arrays: list[np.ndarray], shift: int = 0
 ) -> np.ndarray:
-    """Return the values of this rank's rows, from an array [L] of each sequence's trajectory.
+    """Return the values of this rank's rows, end to end.
 
-    They are those of the row's own token, or with `shift` 1 of the one after it; 0 in rows that
-    only fill.
+    Args:
+        sequences: of the micro-batch.
+        rows: of each sequence, those on this rank.
+        arrays: [L] of each sequence's trajectory.
+        shift: 0: the value of the row's own token; 1: that of the token after it.
+
+    Returns:
+        [T], 0 in rows that only fill.
     """
     columns = []
-    for q, values in zip(sequences, arrays, strict=True):
-        values = values[q.start + shift : q.stop + shift]
-        if layout.context:
-            fill = cp.padded(q.num_rows, layout.context) - q.num_rows
-            values = np.pad(values, (0, fill))[_rows(q, layout.context)]
-        columns.append(values)
+    for q, r, values in zip(sequences, rows, arrays, strict=True):
+        is_token = r < q.num_rows
+        column = np.zeros(len(r), values.dtype)
+        column[is_token] = values[q.start + shift + r[is_token]]
+        columns.append(column)
     return np.concatenate(columns)
-
-
-def _rows(q: _Sequence, context: Context | None) -> np.ndarray:
-    """Return the rows of a sequence that this rank holds."""
-    return np.concatenate(cp.chunks(q.num_rows, context))
 
 
 def _pair_numbers(sequences: list[_Sequence]) -> np.ndarray:
@@ -363,18 +362,18 @@ def pack(
     """
     sequences = _lay_out(trajectories, layout)
     owners = [q.trajectory for q in sequences]
-    rows = [_rows(q, layout.context) for q in sequences]
+    rows = [np.concatenate(cp.chunks(q.num_rows, layout.context)) for q in sequences]
     positions = [q.start + r for q, r in zip(sequences, rows, strict=True)]
     is_last = [p == len(t.tokens) - 2 for t, p in zip(owners, positions, strict=True)]
     tokens = [t.tokens for t in owners]
-    loss_mask = _column(sequences, [t.sampled for t in owners], layout, shift=1)
+    loss_mask = _column(sequences, rows, [t.sampled for t in owners], shift=1)
     turn_rewards = [t.turn_rewards for t in owners if t.turn_rewards is not None]
     loss_tokens = np.array([q.num_loss_tokens for q in sequences])
-    logprobs = _column(sequences, [t.logprobs for t in owners], layout, shift=1)
+    logprobs = _column(sequences, rows, [t.logprobs for t in owners], shift=1)
     blocks, windowed_block = build([(q.num_rows, q.shared) for q in sequences], layout, device)
     batch = Packed(
-        inputs=on_device(_column(sequences, tokens, layout), device),
-        targets=on_device(_column(sequences, tokens, layout, shift=1), device),
+        inputs=on_device(_column(sequences, rows, tokens), device),
+        targets=on_device(_column(sequences, rows, tokens, shift=1), device),
         positions=on_device(np.concatenate(positions), device),
         loss_mask=on_device(loss_mask, device, torch.bool),
         loss_rows=on_device(np.flatnonzero(loss_mask), device),
@@ -391,7 +390,7 @@ def pack(
         is_last_row=on_device(np.concatenate(is_last), device, torch.bool),
     )
     if len(turn_rewards) == len(owners):
-        column = _column(sequences, turn_rewards, layout, shift=1)
+        column = _column(sequences, rows, turn_rewards, shift=1)
         batch.turn_rewards = on_device(column, device, torch.float32)
     if layout.images:
         spans = [(t.images, p) for t, p in zip(owners, positions, strict=True)]
