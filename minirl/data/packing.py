@@ -145,8 +145,8 @@ def exchange(
     Returns:
         [minibatch][micro-batch] -> the trajectories that this rank trains on.
     """
-    own = [_header(t, mesh.rank, i) for i, t in enumerate(trajectories)]
-    headers = sorted(itertools.chain.from_iterable(mesh.gather(own)))
+    headers_here = [_header(t, mesh.rank, i) for i, t in enumerate(trajectories)]
+    headers = sorted(itertools.chain.from_iterable(mesh.gather(headers_here)))
     groups = np.unique([h.group for h in headers])
     destination: dict[_Header, int] = {}  # data-parallel rank
     plan: list[list[list[_Header]]] = []  # of this rank: [minibatch][micro-batch]
