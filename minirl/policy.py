@@ -252,7 +252,7 @@ class Policy:
     def parts(self) -> dict[str, list[CheckpointSlice]]:
         """The weights of a checkpoint's files that each of `shards` is made of."""
         return {
-            name: families.parts(self.model.config, name, t.shape)
+            name: families.checkpoint_slices(self.model.config, name, t.shape)
             for name, t in self.shards().items()
         }
 

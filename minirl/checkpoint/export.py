@@ -83,7 +83,9 @@ def _write_folder(
         max_file_gb: size of a safetensors file, in GiB.
     """
     config = build.read_config(source)
-    slices = {name: families.parts(config, name, shape) for name, shape in shapes.items()}
+    slices = {
+        name: families.checkpoint_slices(config, name, shape) for name, shape in shapes.items()
+    }
     sizes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     plan = split_torch_state_dict_into_shards(sizes, max_shard_size=int(max_file_gb * 2**30))
 

@@ -182,7 +182,7 @@ def load_weights(
     slices = {}
     for name, t in tensors(model).items():
         if name != SCORE or SCORE in weights.slices:
-            slices[name] = families.parts(model.config, name, t.shape)
+            slices[name] = families.checkpoint_slices(model.config, name, t.shape)
     _check_fit(model, weights, list(itertools.chain.from_iterable(slices.values())), folder)
 
     model.to_empty(device="cpu" if cpu_offload else device)

@@ -249,7 +249,9 @@ def divided(config: PretrainedConfig) -> dict[str, int]:
     return sizes
 
 
-def parts(config: PretrainedConfig, name: str, shape: torch.Size) -> list[CheckpointSlice]:
+def checkpoint_slices(
+    config: PretrainedConfig, name: str, shape: torch.Size
+) -> list[CheckpointSlice]:
     """Return the weights of checkpoint files that a parameter or buffer of the model is made of.
 
     Args:
