@@ -269,8 +269,10 @@ class Policy:
 
     def parts(self) -> dict[str, list[CheckpointSlice]]:
         """Return, by name of `shards`, the weights of a checkpoint's files that it is made of."""
-        config = self.model.config
-        return {name: families.parts(config, name, t.shape) for name, t in self.shards().items()}
+        slices = {}
+        for name, t in self.shards().items():
+            slices[name] = families.checkpoint_slices(self.model.config, name, t.shape)
+        return slices
 
     def averages(self) -> dict[str, Tensor]:
         """Return the moving averages of `shards`, by name; only inside `state_awake`.

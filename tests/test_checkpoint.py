@@ -1,5 +1,7 @@
-"""A checkpoint moves between meshes bit by bit, written beside training or not; the best one stays;
-an export is the model."""
+"""A checkpoint moves between meshes bit by bit, written in the background or not.
+
+The best one stays; an export is the model.
+"""
 
 import json
 import os
@@ -165,7 +167,7 @@ def test_an_optimizer_that_has_not_stepped_takes_its_first_step_after_a_checkpoi
     assert differences(never_saved, saved) == [] and differences(never_saved, resumed) == []
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # which ones stay
 
 
@@ -275,7 +277,7 @@ def fail(mesh, folder, run, background, use):
         (True, "another", "ValueError"),
     ],
 )
-def test_a_failed_write_is_told(tmp_path, background, use, kind):
+def test_a_failed_write_is_reported(tmp_path, background, use, kind):
     folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
     with pytest.raises(RankFailed) as failed:
         ranks(2, fail, folder, tmp_path, background, use)
@@ -345,7 +347,7 @@ def test_another_shape_is_refused_with_both(tmp_path):
         assert text in failed.value.text
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the program
 
 

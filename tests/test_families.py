@@ -1,6 +1,8 @@
-"""Every row of the allow-list: packed, on two ranks with and without sequence parallelism, against
-Hugging Face's own forward of one sequence at a time, and from a file through load and export to a
-file. All families in one process (a rank each), a test for each."""
+"""Every row of the allow-list against Hugging Face's own forward of one sequence at a time.
+
+It runs packed, on two ranks with and without sequence parallelism, and from a file through load and
+export to a file. All families run in one process (a rank each), with a test for each.
+"""
 
 import functools
 import re
@@ -177,7 +179,7 @@ def every_family(mesh, root, sequence, families):
                     PolicyConfig(dtype="float32"), root / family, mesh, sequence_parallel=True
                 )
                 checkpoint.export(policy, root / f"{family} exported", mesh, max_file_gb=1e-4)
-        except Exception:  # told by the test of this family; the others go on
+        except Exception:  # this family's test reports it; the others go on
             out[family] = traceback.format_exc()
     return out
 
@@ -307,7 +309,8 @@ def test_what_the_names_do_not_say_is_refused_by_shape():
 def test_a_family_known_not_to_work_is_refused_with_the_reason(family, why):
     with pytest.raises(
         UserError,
-        match=f"policy.model = x: family {family!r} is not supported: {why}; supported are llama, mistral",
+        match=f"policy.model = x: family {family!r} is not supported: {why}; "
+        "supported are llama, mistral",
     ):
         families.check_supported(AutoConfig.for_model(family), "policy.model = x")
     assert family not in FAMILIES
@@ -460,10 +463,7 @@ def test_mixture_equals_one_token_and_expert_at_a_time():
         strict=True,
     ):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
-    nobody = experts.mixture(
-        module, hidden, torch.full_like(indices, 5), weights
-    )  # still gives FSDP gradients
-    assert (
-        not nobody.any()
-        and [not g.any() for g in torch.autograd.grad(nobody.sum(), inputs)] == [True] * 4
-    )
+    # experts without a token still give FSDP gradients
+    unused = experts.mixture(module, hidden, torch.full_like(indices, 5), weights)
+    assert not unused.any()
+    assert [not g.any() for g in torch.autograd.grad(unused.sum(), inputs)] == [True] * 4

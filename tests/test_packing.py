@@ -1,5 +1,8 @@
-"""Packing and exchange: nothing is lost, doubled or split, prompts are shared without changing what
-any token sees, and the plan depends on the trajectories alone."""
+"""Packing and exchange.
+
+Nothing is lost, doubled or split, prompts are shared without changing what any token sees, and the
+plan depends on the trajectories alone.
+"""
 
 import itertools
 
@@ -53,7 +56,7 @@ def groups(spec, seed=0):
 
 SPEC = [(6, [3, 9, 1, 4]), (2, [5, 2]), (1, [7, 3]), (30, [2, 40]), (9, [12]), (3, [1, 1, 1, 25])]
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # pack
 
 
@@ -114,8 +117,8 @@ def test_siblings_share_the_prompt_but_its_last_token(monkeypatch):
         "inputs": torch.int64,
         "targets": torch.int64,
         "positions": torch.int64,
-        "mask": torch.bool,
-        "rows": torch.int64,
+        "loss_mask": torch.bool,
+        "loss_rows": torch.int64,
         "loss_tokens": torch.int64,
         "engine_logprobs": torch.float32,
         "turn_rewards": torch.float32,
@@ -342,16 +345,15 @@ def test_work_is_even_over_context_ranks():
     ] * 4
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # partition
 
 
 def optimum(lengths, num_bins):
     """Smallest possible load of the fullest bin, by trying every assignment."""
     best = sum(lengths)
-    for choice in itertools.product(
-        range(num_bins), repeat=len(lengths) - 1
-    ):  # the first goes to bin 0, by symmetry
+    # the first goes to bin 0, by symmetry
+    for choice in itertools.product(range(num_bins), repeat=len(lengths) - 1):
         best = min(best, np.bincount((0, *choice), weights=lengths).max())
     return best
 
@@ -391,7 +393,7 @@ def test_partition_refuses_what_the_budget_cannot_hold():
         partition([3, 101], 2, 100)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # pieces
 
 
@@ -406,20 +408,15 @@ def rows_when_packed(table, members):
 
 
 def test_a_group_that_fits_is_one_piece_with_the_prompt_counted_once():
-    group, others = (
-        [[11, 10, 15], [11, 10, 13], [11, 10, 16]],
-        [[100 + i, 2, 16] for i in range(20)],
-    )
-    members, sizes = pieces(table_of(group + others), 1, 1000)
+    group = [[11, 10, 15], [11, 10, 13], [11, 10, 16]]
+    others = [[100 + i, 2, 16] for i in range(20)]
+    table = table_of(group + others)
+    members, sizes = pieces(table, 1, 1000)
     assert (members[0], sizes[0]) == ([0, 1, 2], 9 + 5 + 3 + 6)
-    assert pieces(table_of(group + others), 1, 18)[0][:2] == [
-        [0, 1],
-        [2],
-    ]  # the budget holds 17 rows, not 23
-    assert pieces(table_of(group + others), 4, 1000)[0][:2] == [
-        [0, 1],
-        [2],
-    ]  # nor does a sixteenth of the 341 rows in all
+    # the budget holds 17 rows, not 23
+    assert pieces(table, 1, 18)[0][:2] == [[0, 1], [2]]
+    # nor does a sixteenth of the 341 rows in all
+    assert pieces(table, 4, 1000)[0][:2] == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize(("num_ranks", "budget"), [(1, 10_000), (2, 300), (4, 10_000), (8, 90)])
@@ -449,10 +446,10 @@ def test_another_prompt_in_the_same_group_is_a_piece_of_its_own():
 
 
 def test_nothing_makes_no_pieces():
-    assert pieces(table_of([]), 2, 100) == ([], [])
+    assert pieces(table_of([]), 2, 100) == pieces([], 2, 100) == ([], [])
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # exchange
 
 
@@ -460,7 +457,7 @@ def whole_batch():
     rng = np.random.default_rng(9)
     out = groups([(int(rng.integers(1, 12)), rng.integers(1, 30, 4).tolist()) for _ in range(10)])
     for t in out:
-        t.group += 2**40  # a header field that were too narrow would show
+        t.group += 2**40  # a header field that is too narrow would show
         t.version = int(rng.integers(2**33))
     out[3].logprobs[-1] = np.nan  # bits, not numbers, must arrive
     out[4].logprobs[-1] = -0.0
@@ -505,7 +502,7 @@ def exchange_all(mesh, budget, num_minibatches):
 @pytest.mark.parametrize(
     ("world", "budget", "num_minibatches"), [(1, 200, 1), (2, 100, 1), (2, 5000, 3), (4, 60, 2)]
 )
-def test_exchange_delivers_each_trajectory_once_and_whole_whoever_brought_it(
+def test_exchange_delivers_each_trajectory_once_and_whole_from_any_rank(
     world, budget, num_minibatches
 ):
     results = ranks(world, exchange_all, budget, num_minibatches)

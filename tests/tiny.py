@@ -107,9 +107,7 @@ def make(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values), dtype=dtype)
     with torch.no_grad():
         for p in model.state_dict().values():
-            if (
-                p.ndim == 1
-            ):  # norms are ones and biases zeros at birth, which would hide a missing one
+            if p.ndim == 1:  # norms begin as ones and biases as zeros: a missing one would not show
                 p.add_(torch.randn_like(p) * 0.1)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -143,10 +141,10 @@ TOWERS = {
 }
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 TEMPLATE = (
-    "{%- for m in messages -%}{{ '<|' + m.role + '|>' }}{%- if m.content is string -%}{{ m.content }}{%- else -%}{%- for part in m.content -%}"
-    "{{ '"
-    + IMAGE
-    + "' if part.type == 'image' else part.text }}{%- endfor -%}{%- endif -%}{{ '<|end|>' }}{%- endfor -%}"
+    "{%- for m in messages -%}{{ '<|' + m.role + '|>' }}"
+    "{%- if m.content is string -%}{{ m.content }}{%- else -%}"
+    "{%- for part in m.content -%}{{ '" + IMAGE + "' if part.type == 'image' else part.text }}"
+    "{%- endfor -%}{%- endif -%}{{ '<|end|>' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
 

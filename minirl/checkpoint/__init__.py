@@ -1,4 +1,4 @@
-"""Resumable checkpoints (`state.py`) and Hugging Face folders (`export.py`)."""
+"""Checkpoints of a run: resumable state (`state.py`) and Hugging Face folders (`export.py`)."""
 
 from minirl.checkpoint.export import choose, export, export_checkpoint
 from minirl.checkpoint.state import (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minirl.data.images import ImageBatch, ImageSpan
 from minirl.model.attention_blocks import Block, Rectangle, RowIndex
@@ -13,28 +14,27 @@ from minirl.parallel import context as cp
 from minirl.parallel.mesh import Context
 
 # A shared prompt of at most so many keys is repeated before each answer's own keys: one call of a
-# kernel instead of two and a merge (15 % faster at
-# 59 keys, even at 200, on CPU).
+# kernel instead of two and a merge (15 % faster at 59 keys, even at 200, on CPU).
 SHORT_PROMPT = 128
 # Lengths up to the same of these share a rectangle, so that padding stays below a fifth or 8 rows.
-EDGES = list(
-    itertools.accumulate(range(64), lambda edge, _: max(edge + 8, edge * 6 // 5), initial=8)
-)
+EDGES = [8]
+for _ in range(64):
+    EDGES.append(max(EDGES[-1] + 8, EDGES[-1] * 6 // 5))
+
+# (images of each sequence's trajectory, tokens of it that are rows here), device -> batch
+ImageReader = Callable[[list[tuple[list[ImageSpan], np.ndarray]], torch.device], ImageBatch]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """What a model on its mesh asks of the rows of a micro-batch."""
 
-    multiple: int = (
-        1  # Their number on a rank is a multiple of this (sequence parallelism cuts them evenly).
-    )
+    # The number of rows on a rank is a multiple of this (sequence parallelism cuts them evenly).
+    multiple: int = 1
     context: Context | None = None
     windowed: bool = False  # Some layers see a sliding window, and want `Packed.windowed_block`.
     # `Vision.batch` (data/images.py) of a model that reads images.
-    images: (
-        Callable[[list[tuple[list[ImageSpan], np.ndarray]], torch.device], ImageBatch] | None
-    ) = None
+    images: ImageReader | None = None
 
 
 @dataclass(frozen=True)
@@ -46,66 +46,80 @@ class _Chunk:
     earlier: np.ndarray  # Keys of the sequence's rows before them.
     prompt: np.ndarray  # Keys of the shared prompt.
 
+    @property
+    def has_long_prompt(self) -> bool:
+        return len(self.prompt) > SHORT_PROMPT
 
-def on_device(
-    values: np.ndarray, device: torch.device, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+
+def on_device(values: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Copy an array to a device, without waiting for the copy."""
     return torch.from_numpy(values).to(device, dtype, non_blocking=True)
 
 
 def build(
     sequences: list[tuple[int, int | None]], layout: Layout, device: torch.device
 ) -> tuple[tuple[Block, ...], Block | None]:
-    """(blocks, joined) of `Packed`, for sequences end to end: how many rows each has on all ranks
-    together, and the number of the one whose rows come before them, if there is one.
+    """Return `blocks` and `windowed_block` of `Packed`, for sequences that lie end to end.
+
+    Args:
+        sequences: how many rows each has on all ranks together, and the number of the sequence
+            that holds the shared prompt's rows before them, if there is one.
+        layout: what the model asks for.
+        device: where the blocks go.
     """
     chunks = _chunks(sequences, layout.context)
-    joined = None
+    windowed_block = None
     if layout.windowed:
-        joined = _block(
-            [(c.rows, np.concatenate([c.prompt, c.earlier, c.keys])) for c in chunks], True, device
-        )
+        seen = [np.concatenate([c.prompt, c.earlier, c.keys]) for c in chunks]
+        windowed_block = _block([c.rows for c in chunks], seen, True, device)
     if layout.context and layout.context.ring:
-        return _ring(sequences, layout.context, device), joined
-    short = [len(c.prompt) <= SHORT_PROMPT for c in chunks]
-    alike = layout.context is None and not any(
-        len(c.prompt) and s for c, s in zip(chunks, short, strict=True)
-    )  # each query is the key at its place
-    blocks = [
-        _block(
-            [
-                (c.rows, np.concatenate([c.prompt, c.keys]) if s else c.keys)
-                for c, s in zip(chunks, short, strict=True)
-            ],
-            True,
-            device,
-            squares=alike,
-        )
-    ]
-    if earlier := [(c.rows, c.earlier) for c in chunks if len(c.earlier)]:
-        blocks.append(_block(earlier, False, device))
-    siblings = itertools.groupby(
-        (c for c, s in zip(chunks, short, strict=True) if not s), key=lambda c: c.prompt[0]
-    )  # they see the same keys: one pair
-    prompts = [
-        (np.concatenate([c.rows for c in group]), group[0].prompt)
-        for group in (list(g) for _, g in siblings)
-    ]
-    return tuple(blocks + ([_block(prompts, False, device)] if prompts else [])), joined
+        return _ring(sequences, layout.context, device), windowed_block
+
+    # Block 1, causal: each chunk's own keys, behind those of a prompt short enough to repeat.
+    keys = []
+    queries_are_keys = layout.context is None
+    for c in chunks:
+        if len(c.prompt) and not c.has_long_prompt:
+            keys.append(np.concatenate([c.prompt, c.keys]))
+            queries_are_keys = False
+        else:
+            keys.append(c.keys)
+    blocks = [_block([c.rows for c in chunks], keys, True, device, queries_are_keys)]
+
+    # Block 2, of context ranks: a chunk in the middle of its sequence sees all that comes before.
+    late = [c for c in chunks if len(c.earlier)]
+    if late:
+        blocks.append(_block([c.rows for c in late], [c.earlier for c in late], False, device))
+
+    # Block 3: long shared prompts. Siblings see the same keys, so their queries are one pair.
+    queries = []
+    prompts = []
+    with_long_prompt = [c for c in chunks if c.has_long_prompt]
+    for _, group in itertools.groupby(with_long_prompt, key=lambda c: c.prompt[0]):
+        siblings = list(group)
+        queries.append(np.concatenate([c.rows for c in siblings]))
+        prompts.append(siblings[0].prompt)
+    if prompts:
+        blocks.append(_block(queries, prompts, False, device))
+    return tuple(blocks), windowed_block
 
 
 def _chunks(sequences: list[tuple[int, int | None]], context: Context | None) -> list[_Chunk]:
-    own = [cp.chunks(num_rows, context) for num_rows, _ in sequences]
-    starts = np.cumsum([0, *(sum(map(len, pieces)) for pieces in own)])
-    homes = [
-        cp.gathered_positions(num_rows, start, starts[-1], context)
-        for (num_rows, _), start in zip(sequences, starts, strict=False)
-    ]
-    out, row = [], 0
-    for (_, shared), home, pieces in zip(sequences, homes, own, strict=True):
-        prompt = home[:0] if shared is None else homes[shared][: sequences[shared][0]]
-        for rows in pieces:
-            out.append(_Chunk(row + np.arange(len(rows)), home[rows], home[: rows[0]], prompt))
+    """Return what lies side by side on this rank, sequence by sequence."""
+    chunks_of = [cp.chunks(num_rows, context) for num_rows, _ in sequences]
+    lengths = [sum(map(len, chunks)) for chunks in chunks_of]
+    gathered: list[np.ndarray] = []  # Where the rows of each sequence are in the gathered keys.
+    for (num_rows, _), start in zip(sequences, np.cumsum(lengths) - lengths, strict=True):
+        gathered.append(cp.gathered_positions(num_rows, start, sum(lengths), context))
+
+    out = []
+    row = 0
+    for (_, shared), keys, chunks in zip(sequences, gathered, chunks_of, strict=True):
+        # A prompt's keys without the padding of its last chunks.
+        prompt = keys[:0] if shared is None else gathered[shared][: sequences[shared][0]]
+        for rows in chunks:
+            here = np.arange(row, row + len(rows))
+            out.append(_Chunk(here, keys[rows], keys[: rows[0]], prompt))
             row += len(rows)
     return out
 
@@ -113,97 +127,102 @@ def _chunks(sequences: list[tuple[int, int | None]], context: Context | None) ->
 def _ring(
     sequences: list[tuple[int, int | None]], context: Context, device: torch.device
 ) -> tuple[Block, ...]:
-    """A rank's own rows are in order, so plain causal; of an earlier rank all rows see the first
-    halves, its second halves come later than all; of a later one only the second halves see
-    anything, and that is everything.
+    """Return the three blocks of a context ring, for a rank's rows in zigzag.
+
+    A rank's own rows are in order, so plain causal. All rows see the first halves of an earlier
+    rank, whose second halves come later than all of them. Of a later rank only the second halves
+    see anything, and that is everything.
     """
     lengths = [cp.padded(num_rows, context) // context.size for num_rows, _ in sequences]
     rows = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
-    first, second = [r[: len(r) // 2] for r in rows], [r[len(r) // 2 :] for r in rows]
+    first_halves = [r[: len(r) // 2] for r in rows]
+    second_halves = [r[len(r) // 2 :] for r in rows]
     return (
-        _block([(r, r) for r in rows], True, device, squares=True),
-        _block(list(zip(rows, first, strict=True)), False, device),
-        _block(list(zip(second, rows, strict=True)), False, device),
+        _block(rows, rows, True, device, queries_are_keys=True),
+        _block(rows, first_halves, False, device),
+        _block(second_halves, rows, False, device),
     )
 
 
 def _block(
-    pairs: list[tuple[np.ndarray, np.ndarray]],
+    queries: list[np.ndarray],
+    keys: list[np.ndarray],
     causal: bool,
     device: torch.device,
-    *,
-    squares: bool = False,
+    queries_are_keys: bool = False,
 ) -> Block:
-    queries, keys = [q for q, _ in pairs], [k for _, k in pairs]
+    """Return the block of pairs of query rows and the key rows that they see.
+
+    `queries_are_keys`: query i is the key i.
+    """
     rows = np.concatenate(queries)
     rectangles, places = _rectangles(queries, keys, causal, device)
-
-    def running(parts: list[np.ndarray]) -> torch.Tensor:
-        return on_device(np.cumsum([0, *map(len, parts)]), device, torch.int32)
-
     return Block(
         causal=causal,
         rows=None if causal and _counts_up(rows) else on_device(rows, device),
-        key_rows=None if squares else on_device(np.concatenate(keys), device),
-        cu_queries=running(queries),
-        cu_keys=running(keys),
+        key_rows=None if queries_are_keys else on_device(np.concatenate(keys), device),
+        cu_queries=_running_sum(queries, device),
+        cu_keys=_running_sum(keys, device),
         longest=(max(map(len, queries)), max(map(len, keys))),
         rectangles=rectangles,
         places=places,
     )
 
 
+def _running_sum(parts: list[np.ndarray], device: torch.device) -> Tensor:
+    return on_device(np.cumsum([0, *map(len, parts)]), device, torch.int32)
+
+
 def _counts_up(rows: np.ndarray, first: int = 0) -> bool:
     return bool((rows == np.arange(first, first + len(rows))).all())
 
 
-def _run(parts: list[np.ndarray], device: torch.device) -> tuple[RowIndex, np.ndarray]:
-    """With the padding: bool [B, L]."""
-    lengths = np.array([len(p) for p in parts])
+def _row_index(parts: list[np.ndarray], device: torch.device) -> tuple[RowIndex, np.ndarray]:
+    """Return row numbers as a rectangle [B, L], and which of its places only fill, bool [B, L]."""
+    lengths = np.array([len(part) for part in parts])
     place = np.arange(lengths.max())
     starts = np.cumsum(lengths) - lengths
-    rows = np.concatenate(parts)[starts[:, None] + np.minimum(place, lengths[:, None] - 1)]
+    ends_repeated = np.minimum(place, lengths[:, None] - 1)
+    rows = np.concatenate(parts)[starts[:, None] + ends_repeated]
     first = int(rows[0, 0])
-    return RowIndex(
-        on_device(rows, device), first if _counts_up(rows.reshape(-1), first) else None
-    ), place >= lengths[:, None]
+    counts_up = _counts_up(rows.reshape(-1), first)
+    index = RowIndex(on_device(rows, device), first if counts_up else None)
+    return index, place >= lengths[:, None]
 
 
 def _rectangles(
     queries: list[np.ndarray], keys: list[np.ndarray], causal: bool, device: torch.device
-) -> tuple[tuple[Rectangle, ...], torch.Tensor | None]:
-    """`Block.rectangles` of pairs of like size, and `Block.places`."""
-    num_queries, num_keys = np.array([len(q) for q in queries]), np.array([len(k) for k in keys])
-    like = np.stack(
-        [
-            num_keys > num_queries,
-            np.searchsorted(EDGES, num_queries),
-            np.searchsorted(EDGES, num_keys),
-        ],
-        axis=1,
-    )
-    out, places, filled = [], [np.empty(0, np.int64)] * len(queries), 0
-    for size in np.unique(like, axis=0):
-        members = np.flatnonzero((like == size).all(1))
-        (query_run, filling), (key_run, hidden) = (
-            _run([side[i] for i in members], device) for side in (queries, keys)
-        )
-        before = (num_keys - num_queries)[members]
-        last = (
-            before[:, None] + np.arange(filling.shape[1]) if causal else num_keys[members, None] - 1
-        )
-        out.append(
+) -> tuple[tuple[Rectangle, ...], Tensor | None]:
+    """Return `Block.rectangles`, of pairs of like size, and `Block.places`."""
+    num_queries = np.array([len(q) for q in queries])
+    num_keys = np.array([len(k) for k in keys])
+    edges = [np.searchsorted(EDGES, num_queries), np.searchsorted(EDGES, num_keys)]
+    sizes = np.stack([num_keys > num_queries, *edges], axis=1)
+    rectangles = []
+    places = [np.empty(0, np.int64)] * len(queries)
+    num_places = 0  # In the rectangles so far.
+    for size in np.unique(sizes, axis=0):
+        members = np.flatnonzero((sizes == size).all(1))
+        query_index, filling = _row_index([queries[i] for i in members], device)
+        key_index, hidden = _row_index([keys[i] for i in members], device)
+        if causal:
+            num_before = (num_keys - num_queries)[members]  # Keys that the first query sees.
+            last = num_before[:, None] + np.arange(filling.shape[1])
+            needs_last = num_before.any()
+        else:
+            last = num_keys[members, None] - 1
+            needs_last = hidden.any()
+        rectangles.append(
             Rectangle(
-                queries=query_run,
-                keys=key_run,
-                filling=on_device(filling, device) if filling.any() else None,
-                last=on_device(last, device) if (before if causal else hidden).any() else None,
+                queries=query_index,
+                keys=key_index,
+                filling=on_device(filling, device, torch.bool) if filling.any() else None,
+                last=on_device(last, device) if needs_last else None,
             )
         )
-        for n, i in enumerate(members):
-            places[i] = filled + n * filling.shape[1] + np.arange(num_queries[i])
-        filled += filling.size
+        for i in members:
+            places[i] = num_places + np.arange(num_queries[i])
+            num_places += filling.shape[1]
     order = np.concatenate(places)
-    return tuple(out), None if len(order) == filled and _counts_up(order) else on_device(
-        order, device
-    )
+    in_order = len(order) == num_places and _counts_up(order)
+    return tuple(rectangles), None if in_order else on_device(order, device)

@@ -1,15 +1,21 @@
-"""Trajectories to balanced micro-batches: plan by lengths, move arrays between ranks, lay sequences
-end to end.
+"""Trajectories to balanced micro-batches.
+
+Plan by lengths, move arrays between ranks, lay sequences end to end.
 """
 
 import heapq
+import itertools
 import pickle
 import zlib
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from minirl.data.blocks import Layout, build, on_device
 from minirl.errors import UserError
@@ -17,79 +23,100 @@ from minirl.parallel import context as cp
 from minirl.parallel.mesh import Mesh
 from minirl.types import Packed, Trajectory
 
-# What all ranks know of each trajectory: its rank and number there, and of its tokens a hash of the
-# prompt and how many.
-_HEADER = np.dtype(
-    [
-        (name, "i8")
-        for name in (
-            "rank",
-            "index",
-            "group",
-            "episode",
-            "segment",
-            "prompt",
-            "prompt_tokens",
-            "tokens",
-            "sampled",
-        )
-    ]
-)
+_PLAIN_LAYOUT = Layout()
+
+
+class _Header(NamedTuple):
+    """What all ranks know of a trajectory; sorts by group, episode and segment."""
+
+    group: int
+    episode: int
+    segment: int
+    rank: int  # Where it was sampled,
+    number: int  # and which one it is there.
+    prompt: int  # Hash of what siblings share.
+    num_prompt: int  # Tokens.
+    num_tokens: int
+    num_sampled: int
 
 
 def pieces(
-    table: np.ndarray, num_ranks: int, budget: int, *, groups: np.ndarray | None = None
+    table: list[tuple[int, int, int]],
+    num_ranks: int,
+    budget: int,
+    *,
+    groups: list[int] | None = None,
 ) -> tuple[list[list[int]], list[int]]:
-    """Cut groups into pieces that stay together and share their prompt's rows. `table` int64 [N,
-    3]: hash of the prompt, its tokens, all tokens; in the order of groups. Returns the sequences of
-    each piece, and its rows.
+    """Cut groups into pieces that stay together and share their prompt's rows.
 
     A piece is at most a quarter of a rank's share, so that ranks can be balanced, and within the
-    budget. With `groups`, int64 [N], it is a whole group, whatever its size.
+    budget.
+
+    Args:
+        table: hash of the prompt, its tokens, and all tokens of each sequence; in the order of
+            groups.
+        num_ranks: how many ranks share the work.
+        budget: most rows of a micro-batch.
+        groups: of each sequence: a piece is then a whole group, whatever its size.
+
+    Returns:
+        The sequences of each piece, and its rows.
     """
-    unshared = int((table[:, 2] - 1).sum())
-    limit = max(min(budget, unshared // (4 * num_ranks)), int(table[:, 2].max(initial=1)) - 1)
+    lengths = [length - 1 for _, _, length in table]
+    share = sum(lengths) // (4 * num_ranks)
+    limit = max(min(budget, share), max(lengths, default=0))
     members: list[list[int]] = []
     rows: list[int] = []
-    shared = None
-    for i, (prompt, num_prompt, length) in enumerate(table.tolist()):
-        extra = length - num_prompt  # the branch from the last prompt token on
-        if (
-            (prompt == shared and rows[-1] + extra <= limit)
-            if groups is None
-            else (i > 0 and groups[i] == groups[i - 1])
-        ):
-            members[-1].append(i)
-            rows[-1] += extra if prompt == shared else length - 1
+    current = None  # the prompt whose rows are in the last piece
+    for i, (prompt, num_prompt, length) in enumerate(table):
+        branch = length - num_prompt  # rows from the last prompt token on
+        if groups is None:
+            joins = prompt == current and rows[-1] + branch <= limit
         else:
-            shared = prompt
+            joins = i > 0 and groups[i] == groups[i - 1]
+        if joins:
+            members[-1].append(i)
+            rows[-1] += branch if prompt == current else length - 1
+        else:
+            current = prompt
             members.append([i])
             rows.append(length - 1)
     return members, rows
 
 
 def partition(lengths: list[int], num_ranks: int, budget: int) -> list[list[list[int]]]:
-    """[micro-batch][rank] -> indices of pieces: as few micro-batches as the token budget allows,
-    all about equally long.
+    """Return as few micro-batches as the token budget allows, all about equally long.
 
     Longest first into the emptiest bin (Graham 1969: at most 4/3 of the optimum). Every rank gets
     the same number of micro-batches, because FSDP's collectives are in each forward; some may be
-    empty. Raises UserError if one exceeds the budget.
+    empty.
+
+    Args:
+        lengths: rows of each piece.
+        num_ranks: how many ranks share the work.
+        budget: most rows of a rank's micro-batch.
+
+    Returns:
+        [micro-batch][rank] -> numbers of pieces.
+
+    Raises:
+        UserError: a piece exceeds the budget.
     """
     if lengths and max(lengths) > budget:
         raise UserError(
-            f"tokens_per_rank (times parallel.context) = {budget} cannot hold a sequence of {max(lengths)} tokens; raise it"
+            f"tokens_per_rank (times parallel.context) = {budget} cannot hold a sequence of "
+            f"{max(lengths)} tokens; raise it"
         )
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     num_micro = max(1, -(-sum(lengths) // (num_ranks * budget)))
     while True:
-        heap = [(0, b) for b in range(num_micro * num_ranks)]
-        bins: list[list[int]] = [[] for _ in heap]
+        bins: list[list[int]] = [[] for _ in range(num_micro * num_ranks)]
+        heap = [(0, b) for b in range(len(bins))]
         for i in order:
             load, b = heap[0]
             heapq.heapreplace(heap, (load + lengths[i], b))
             bins[b].append(i)
-        if max(load for load, _ in heap) <= budget:
+        if max(heap)[0] <= budget:
             return [bins[m * num_ranks : (m + 1) * num_ranks] for m in range(num_micro)]
         num_micro += 1
 
@@ -102,114 +129,118 @@ def exchange(
     *,
     whole_groups: bool = False,
 ) -> list[list[list[Trajectory]]]:
-    """Spread the trajectories of all ranks evenly: [minibatch][micro-batch] -> the trajectories
-    that this rank trains on.
+    """Spread the trajectories of all ranks evenly. Collective.
 
     Every rank learns all headers, plans the same partition, and sends each sequence's tokens
     straight to their places by one all-to-all. The plan sorts by (group, episode), so who sampled
-    what does not matter; minibatches split the groups evenly. `whole_groups`: siblings stay in one
-    micro-batch, for losses that compare them.
+    what does not matter; minibatches split the groups evenly.
+
+    Args:
+        trajectories: of this rank, any number.
+        mesh: the ranks.
+        budget: most rows of a micro-batch on a rank.
+        num_minibatches: how many optimizer steps they are for.
+        whole_groups: siblings stay in one micro-batch, for losses that compare them.
+
+    Returns:
+        [minibatch][micro-batch] -> the trajectories that this rank trains on.
     """
-    own = [
-        (
-            mesh.rank,
-            i,
-            t.group,
-            t.episode,
-            t.segment,
-            zlib.crc32(_shared(t)),
-            _prompt_length(t),
-            len(t.tokens),
-            t.sampled.sum(),
-        )
-        for i, t in enumerate(trajectories)
-    ]
-    table = np.concatenate(mesh.gather(np.array(own, _HEADER)))
-    table = table[np.lexsort((table["segment"], table["episode"], table["group"]))]
-    home = np.empty(len(table), np.int64)  # the part of the mesh that trains on it
-    plan: list[list[list[int]]] = []  # of this rank: [minibatch][micro-batch] -> rows of the table
-    groups, which = np.unique(table["group"], return_inverse=True)
-    for chosen in np.array_split(np.arange(len(groups)), num_minibatches):
-        numbers = np.flatnonzero(np.isin(which, chosen))
-        shapes = np.stack(
-            [table[name][numbers] for name in ("prompt", "prompt_tokens", "tokens")], axis=1
-        )
-        members, rows = pieces(
-            shapes,
-            mesh.data_size,
-            budget * mesh.context_size,
-            groups=which[numbers] if whole_groups else None,
-        )
+    headers_here = [_header(t, mesh.rank, i) for i, t in enumerate(trajectories)]
+    headers = sorted(itertools.chain.from_iterable(mesh.gather(headers_here)))
+    groups = np.unique([h.group for h in headers])
+    destination: dict[_Header, int] = {}  # data-parallel rank
+    plan: list[list[list[_Header]]] = []  # of this rank: [minibatch][micro-batch]
+    for chosen in map(set, np.array_split(groups, num_minibatches)):
+        members = [h for h in headers if h.group in chosen]
         plan.append([])
-        for micro in partition(rows, mesh.data_size, budget * mesh.context_size):
-            places = [
-                [int(numbers[i]) for piece in own_pieces for i in members[piece]]
-                for own_pieces in micro
-            ]
-            for part, place in enumerate(places):
-                home[place] = part
-            plan[-1].append(places[mesh.rank // mesh.num_copies])
-    received = _send(trajectories, table, home, mesh)
-    group_tokens = np.bincount(which, table["sampled"], len(groups))
-    for number, t in received.items():
-        t.group_tokens = int(group_tokens[which[number]])
-    return [[[received[number] for number in micro] for micro in minibatch] for minibatch in plan]
+        for micro_batch in _micro_batches(members, mesh, budget, whole_groups):
+            for data_rank, on_rank in enumerate(micro_batch):
+                destination |= dict.fromkeys(on_rank, data_rank)
+            plan[-1].append(micro_batch[mesh.rank // mesh.num_copies])
+
+    received = _send(trajectories, destination, mesh)
+    group_tokens: Counter[int] = Counter()
+    for h in headers:
+        group_tokens[h.group] += h.num_sampled
+    batches: list[list[list[Trajectory]]] = []
+    for minibatch in plan:
+        batches.append([])
+        for members in minibatch:
+            batches[-1].append([received[h] for h in members])
+    for t in received.values():
+        t.group_tokens = group_tokens[t.group]
+    return batches
+
+
+def _header(t: Trajectory, rank: int, number: int) -> _Header:
+    return _Header(
+        t.group,
+        t.episode,
+        t.segment,
+        rank,
+        number,
+        zlib.crc32(_shared(t)),
+        _prompt_length(t),
+        len(t.tokens),
+        int(t.sampled.sum()),
+    )
+
+
+def _micro_batches(
+    headers: list[_Header], mesh: Mesh, budget: int, whole_groups: bool
+) -> Iterator[list[list[_Header]]]:
+    """Yield micro-batches: [data-parallel rank] -> its trajectories."""
+    budget *= mesh.context_size
+    table = [(h.prompt, h.num_prompt, h.num_tokens) for h in headers]
+    groups = [h.group for h in headers] if whole_groups else None
+    members, lengths = pieces(table, mesh.data_size, budget, groups=groups)
+    for bins in partition(lengths, mesh.data_size, budget):
+        micro_batch = []
+        for numbers in bins:
+            on_rank = itertools.chain.from_iterable(members[piece] for piece in numbers)
+            micro_batch.append([headers[i] for i in on_rank])
+        yield micro_batch
 
 
 def _send(
-    trajectories: list[Trajectory], table: np.ndarray, home: np.ndarray, mesh: Mesh
-) -> dict[int, Trajectory]:
-    """Each to its home, without what is of use only where it was sampled. Returns those that arrive
-    here by their row of the table.
+    trajectories: list[Trajectory], destination: dict[_Header, int], mesh: Mesh
+) -> dict[_Header, Trajectory]:
+    """Send each trajectory to its data-parallel rank; return those that arrive here.
+
+    What is of use only where it was sampled stays there.
     """
-
-    def moving(source: int, to: int) -> np.ndarray:
-        return np.flatnonzero((table["rank"] == source) & (home == to // mesh.num_copies))
-
-    boxes = mesh.all_to_all(
-        [
-            pickle.dumps(
-                [
-                    replace(trajectories[i], versions=None, info={})
-                    for i in table["index"][moving(mesh.rank, to)]
-                ]
-            )
-            for to in range(mesh.world_size)
-        ]
-    )
-    return {
-        int(n): t
-        for source, box in enumerate(boxes)
-        for n, t in zip(moving(source, mesh.rank), pickle.loads(box), strict=True)
-    }
+    outgoing: list[list[Trajectory]] = [[] for _ in range(mesh.world_size)]
+    incoming: list[list[_Header]] = [[] for _ in range(mesh.world_size)]
+    for header, data_rank in destination.items():
+        if header.rank == mesh.rank:
+            t = replace(trajectories[header.number], versions=None, info={})
+            first = data_rank * mesh.num_copies
+            for to_rank in outgoing[first : first + mesh.num_copies]:
+                to_rank.append(t)
+        if data_rank == mesh.rank // mesh.num_copies:
+            incoming[header.rank].append(header)
+    messages = mesh.all_to_all([pickle.dumps(to_rank) for to_rank in outgoing])
+    received: dict[_Header, Trajectory] = {}
+    for headers, message in zip(incoming, messages, strict=True):
+        received |= zip(headers, pickle.loads(message), strict=True)
+    return received
 
 
 def _prompt_length(t: Trajectory) -> int:
-    """Tokens before the first sampled one; 1 if none is, so that nothing is shared."""
+    """Return the tokens before the first sampled one; 1 if none is, so that nothing is shared."""
     return int(t.sampled.argmax()) if t.sampled.any() else 1
 
 
 def _shared(t: Trajectory) -> bytes:
-    """Equal where siblings may share rows: those of the prompt but its last token."""
+    """Return what is equal where siblings may share rows: the prompt but its last token."""
     num = max(0, _prompt_length(t) - 1)
-    return t.tokens[:num].tobytes() + "".join(p.url for p in t.images if p.place < num).encode()
-
-
-def _filler(rows: int) -> Trajectory:
-    zeros = np.zeros(rows + 1, np.float32)
-    return Trajectory(
-        tokens=zeros.astype(np.int32),
-        sampled=zeros.astype(bool),
-        logprobs=zeros,
-        turn_rewards=zeros,
-    )
+    urls = [image.url for image in t.images if image.place < num]
+    return t.tokens[:num].tobytes() + "".join(urls).encode()
 
 
 @dataclass(frozen=True)
 class _Sequence:
-    """Rows start .. stop of a trajectory (row t: token t in, token t + 1 out), after `prefix` rows
-    of another sequence.
-    """
+    """Rows start .. stop of a trajectory (row t: token t in, token t + 1 out)."""
 
     trajectory: Trajectory
     start: int
@@ -220,21 +251,91 @@ class _Sequence:
     def num_rows(self) -> int:
         return self.stop - self.start
 
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(self.trajectory.sampled[self.start + 1 : self.stop + 1].sum())
+
 
 def _sequences(trajectories: list[Trajectory], *, share: bool) -> list[_Sequence]:
-    """Prompts that siblings share, then everything with rows of its own, siblings side by side."""
+    """Return prompts that siblings share, then everything with rows of its own.
+
+    Siblings are side by side.
+    """
     groups: dict[bytes, list[Trajectory]] = {}
     for t in sorted(trajectories, key=_prompt_length):
         groups.setdefault(_shared(t), []).append(t)
-    shared, own = [], []
+    prompts: list[_Sequence] = []
+    branches: list[_Sequence] = []
     for siblings in groups.values():
         start = max(0, _prompt_length(siblings[0]) - 1)
+        shared = None
         if share and len(siblings) > 1 and start > 0:
-            shared.append(_Sequence(siblings[0], 0, start))
-            own += [_Sequence(t, start, len(t.tokens) - 1, len(shared) - 1) for t in siblings]
+            shared = len(prompts)
+            prompts.append(_Sequence(siblings[0], 0, start))
         else:
-            own += [_Sequence(t, 0, len(t.tokens) - 1) for t in siblings]
-    return shared + own
+            start = 0
+        branches += [_Sequence(t, start, len(t.tokens) - 1, shared) for t in siblings]
+    return prompts + branches
+
+
+def _filler(num_rows: int) -> _Sequence:
+    """Return a sequence outside the loss."""
+    zeros = np.zeros(num_rows + 1, np.float32)
+    trajectory = Trajectory(
+        tokens=zeros.astype(np.int32),
+        sampled=zeros.astype(bool),
+        logprobs=zeros,
+        turn_rewards=zeros,
+    )
+    return _Sequence(trajectory, 0, num_rows)
+
+
+def _lay_out(trajectories: list[Trajectory], layout: Layout) -> list[_Sequence]:
+    """Return the sequences of a micro-batch, with one that fills the rows up if it has to."""
+    context = layout.context
+    on_ring = context is not None and context.ring  # where no rank has all keys of a prompt
+    sequences = _sequences(trajectories, share=not on_ring) or [_filler(1)]
+    num_ranks = context.size if context else 1
+    rows_on_rank = sum(cp.padded(q.num_rows, context) for q in sequences) // num_ranks
+    missing = -rows_on_rank % layout.multiple
+    if missing % 2 and num_ranks > 1:  # a rank has two equal chunks
+        missing += layout.multiple
+    if missing:
+        sequences.append(_filler(missing * num_ranks))
+    return sequences
+
+
+def _column(
+    sequences: list[_Sequence], rows: list[np.ndarray], arrays: list[np.ndarray], shift: int = 0
+) -> np.ndarray:
+    """Return the values of this rank's rows, end to end.
+
+    Args:
+        sequences: of the micro-batch.
+        rows: of each sequence, those on this rank.
+        arrays: [L] of each sequence's trajectory.
+        shift: 0: the value of the row's own token; 1: that of the token after it.
+
+    Returns:
+        [T], 0 in rows that only fill.
+    """
+    columns = []
+    for q, r, values in zip(sequences, rows, arrays, strict=True):
+        is_token = r < q.num_rows
+        column = np.zeros(len(r), values.dtype)
+        column[is_token] = values[q.start + shift + r[is_token]]
+        columns.append(column)
+    return np.concatenate(columns)
+
+
+def _pair_numbers(sequences: list[_Sequence]) -> np.ndarray:
+    """Return `Packed.pairs`: each group's two answers, by episode."""
+    answers = []
+    for i, q in enumerate(sequences):
+        t = q.trajectory
+        if q.stop == len(t.tokens) - 1 and t.sampled.any():  # neither a prompt nor a filler
+            answers.append((t.group, t.episode, i))
+    return np.array([i for _, _, i in sorted(answers)], np.int64).reshape(-1, 2)
 
 
 def pack(
@@ -242,121 +343,87 @@ def pack(
     device: torch.device,
     temperature: float = 1.0,
     *,
-    layout: Layout = Layout(),
+    layout: Layout = _PLAIN_LAYOUT,
     pairs: bool = False,
 ) -> Packed:
-    """Lay sequences end to end and shift once: a trajectory of L tokens becomes L - 1 rows, of
-    which siblings share the prompt's.
+    """Lay sequences end to end and shift once, as the example in types.py shows.
 
-    Nothing to pack gives one row outside the loss, so that a rank without work still takes part in
-    every collective. A sequence outside the loss fills the rows up to `layout.multiple`. With a
-    context, rows are this rank's part of each sequence. `pairs`: every group is a pair, episode 0
-    the chosen answer and 1 the rejected one.
+    A trajectory of L tokens becomes L - 1 rows, of which siblings share the prompt's. Nothing to
+    pack gives one row outside the loss, so that a rank without work still takes part in every
+    collective. A sequence outside the loss fills the rows up to `layout.multiple`. With a context,
+    rows are this rank's part of each sequence.
+
+    Args:
+        trajectories: of one micro-batch.
+        device: where it goes.
+        temperature: at which log-probs are computed.
+        layout: what the model asks for.
+        pairs: every group is a pair, episode 0 the chosen answer and 1 the rejected one.
     """
-    context = layout.context
-    sequences = _sequences(
-        trajectories or [_filler(1)], share=not (context and context.ring)
-    )  # on a ring no rank has all keys of a prompt
-    size = context.size if context else 1
-    if missing := -sum(cp.padded(q.num_rows, context) // size for q in sequences) % layout.multiple:
-        missing += layout.multiple * (missing % 2 and size > 1)  # two equal chunks on a rank
-        sequences.append(_Sequence(_filler(missing * size), 0, missing * size))
-    own = [np.concatenate(cp.chunks(q.num_rows, context)) for q in sequences]
-    blocks, joined = build([(q.num_rows, q.shared) for q in sequences], layout, device)
-
-    def column(name: str, shift: int = 0) -> np.ndarray:
-        """Of the row's own token, or of the one after it; 0 in rows that only fill."""
-        whole = [getattr(q.trajectory, name)[q.start + shift : q.stop + shift] for q in sequences]
-        if context:
-            whole = [
-                np.pad(values, (0, cp.padded(len(values), context) - len(values)))[rows]
-                for values, rows in zip(whole, own, strict=True)
-            ]
-        return np.concatenate(whole)
-
-    last = [
-        q.start + rows == len(q.trajectory.tokens) - 2
-        for q, rows in zip(sequences, own, strict=True)
-    ]
-    mask = column("sampled", 1)
-    answers = sorted(
-        (q.trajectory.group, q.trajectory.episode, i)
-        for i, q in enumerate(sequences)
-        if q.stop == len(q.trajectory.tokens) - 1 and q.trajectory.sampled.any()
-    )  # those that are no prompt and do not fill
-    return Packed(
-        inputs=on_device(column("tokens"), device, torch.int64),
-        targets=on_device(column("tokens", 1), device, torch.int64),
-        positions=on_device(
-            np.concatenate([q.start + rows for q, rows in zip(sequences, own, strict=True)]),
-            device,
-            torch.int64,
-        ),
-        loss_mask=on_device(mask, device, torch.bool),
-        loss_rows=on_device(np.flatnonzero(mask), device, torch.int64),
-        lengths=tuple(map(len, own)),
-        loss_tokens=on_device(
-            np.array(
-                [int(q.trajectory.sampled[q.start + 1 : q.stop + 1].sum()) for q in sequences]
-            ),
-            device,
-            torch.int64,
-        ),
-        group_tokens=on_device(
-            np.array([q.trajectory.group_tokens for q in sequences]), device, torch.int64
-        ),
-        rewards=on_device(
-            np.array([q.trajectory.reward for q in sequences]), device, torch.float64
-        ),
-        sequence_ids=tuple(
-            (q.trajectory.group, q.trajectory.episode, q.trajectory.segment) for q in sequences
-        ),
+    sequences = _lay_out(trajectories, layout)
+    owners = [q.trajectory for q in sequences]
+    rows = [np.concatenate(cp.chunks(q.num_rows, layout.context)) for q in sequences]
+    positions = [q.start + r for q, r in zip(sequences, rows, strict=True)]
+    is_last = [p == len(t.tokens) - 2 for t, p in zip(owners, positions, strict=True)]
+    tokens = [t.tokens for t in owners]
+    loss_mask = _column(sequences, rows, [t.sampled for t in owners], shift=1)
+    turn_rewards = [t.turn_rewards for t in owners if t.turn_rewards is not None]
+    loss_tokens = np.array([q.num_loss_tokens for q in sequences])
+    logprobs = _column(sequences, rows, [t.logprobs for t in owners], shift=1)
+    blocks, windowed_block = build([(q.num_rows, q.shared) for q in sequences], layout, device)
+    batch = Packed(
+        inputs=on_device(_column(sequences, rows, tokens), device),
+        targets=on_device(_column(sequences, rows, tokens, shift=1), device),
+        positions=on_device(np.concatenate(positions), device),
+        loss_mask=on_device(loss_mask, device, torch.bool),
+        loss_rows=on_device(np.flatnonzero(loss_mask), device),
+        lengths=tuple(map(len, rows)),
+        loss_tokens=on_device(loss_tokens, device),
+        group_tokens=on_device(np.array([t.group_tokens for t in owners]), device),
+        rewards=on_device(np.array([t.reward for t in owners]), device, torch.float64),
+        sequence_ids=tuple((t.group, t.episode, t.segment) for t in owners),
         blocks=blocks,
-        windowed_block=joined,
-        images=layout.images(
-            [(q.trajectory.images, q.start + rows) for q, rows in zip(sequences, own, strict=True)],
-            device,
-        )
-        if layout.images
-        else None,
-        context=context,
+        windowed_block=windowed_block,
+        context=layout.context,
         temperature=temperature,
-        engine_logprobs=on_device(column("logprobs", 1), device, torch.float32),
-        turn_rewards=on_device(column("turn_rewards", 1), device, torch.float32)
-        if all(q.trajectory.turn_rewards is not None for q in sequences)
-        else None,
-        is_last_row=on_device(np.concatenate(last), device, torch.bool),
-        pairs=on_device(
-            np.array([i for *_, i in answers], np.int64).reshape(-1, 2), device, torch.int64
-        )
-        if pairs
-        else None,
+        engine_logprobs=on_device(logprobs, device, torch.float32),
+        is_last_row=on_device(np.concatenate(is_last), device, torch.bool),
     )
+    if len(turn_rewards) == len(owners):
+        column = _column(sequences, rows, turn_rewards, shift=1)
+        batch.turn_rewards = on_device(column, device, torch.float32)
+    if layout.images:
+        spans = [(t.images, p) for t, p in zip(owners, positions, strict=True)]
+        batch.images = layout.images(spans, device)
+    if pairs:
+        batch.pairs = on_device(_pair_numbers(sequences), device)
+    return batch
 
 
-def unpack(values: torch.Tensor, trajectories: list[Trajectory], batch: Packed) -> list[np.ndarray]:
-    """The way back: [T] of a batch packed of the trajectories -> [L] of each, a row's value at its
-    target; 0 where that is not in the loss. Collective over the context.
+def unpack(values: Tensor, trajectories: list[Trajectory], batch: Packed) -> list[np.ndarray]:
+    """Bring values of rows back to the tokens of the trajectories. Collective over the context.
+
+    Args:
+        values: [T].
+        trajectories: those that the batch was packed of, in any order.
+        batch: T packed rows.
+
+    Returns:
+        [L] for each trajectory: a row's value at its target; 0 where that is not in the loss.
     """
     lengths = [len(t.tokens) for t in trajectories]
-    begins = dict(
-        zip(
-            ((t.group, t.episode, t.segment) for t in trajectories),
-            np.cumsum([0, *lengths]).tolist(),
-            strict=False,
-        )
+    starts = np.cumsum(lengths) - lengths
+    start_of = {}
+    for t, start in zip(trajectories, starts.tolist(), strict=True):
+        start_of[t.group, t.episode, t.segment] = start
+    # A sequence that only fills rows has no start, and no rows in the loss.
+    start_of_sequence = [start_of.get(ids, 0) for ids in batch.sequence_ids]
+    start_of_row = torch.tensor(start_of_sequence, device=values.device).repeat_interleave(
+        torch.tensor(batch.lengths, device=values.device)
     )
-    starts = torch.tensor(
-        [begins.get(name, 0) for name in batch.sequence_ids], device=values.device
-    )
-    places = (
-        starts.repeat_interleave(torch.tensor(batch.lengths, device=values.device))
-        + batch.positions
-        + 1
-    )
-    whole = values.new_zeros(sum(lengths)).index_copy(
-        0, places[batch.loss_rows], values[batch.loss_rows]
-    )
+    places = start_of_row + batch.positions + 1
+    whole = values.new_zeros(sum(lengths))
+    whole = whole.index_copy(0, places[batch.loss_rows], values[batch.loss_rows])
     if batch.context:
         dist.all_reduce(whole, group=batch.context.group)
     return [part.numpy() for part in whole.cpu().split(lengths)]

@@ -1,22 +1,18 @@
-"""From a Hugging Face folder to a sharded model: meta init -> FSDP2 -> each rank reads its own
-slices.
+"""From a Hugging Face folder to a sharded model.
+
+Build on the meta device, shard by FSDP2, and let each rank read its own slices of the files.
 """
 
 import functools
+import itertools
 import json
 import re
-import types
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-)
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
@@ -24,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PretrainedConfig,
+    PreTrainedModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -38,42 +35,42 @@ from minirl.parallel.tensor import TensorParallel
 from minirl.types import Packed
 
 SCORE = "score.weight"
+# What a model's folder must hold -> the pattern of its files.
+_NEEDED = {"config.json": "config.json", "weights": "*.safetensors", "tokenizer": "tokenizer*"}
+# Weights in other formats, which a download leaves out.
+_UNUSED = ["*.bin", "*.pth", "*.gguf", "original/*", "consolidated*"]
 
 
 def find_folder(model: str, setting: str) -> Path:
-    """The local folder of a model; a hub id is downloaded. Raises UserError, naming `setting`, if
-    there is neither.
+    """Return the local folder of a model; a hub id is downloaded.
+
+    Args:
+        model: a folder or a hub id.
+        setting: the setting that holds `model`, for messages.
+
+    Raises:
+        UserError: there is neither, or the folder lacks config, weights or tokenizer.
     """
     folder = Path(model)
     if not folder.is_dir():
         try:
-            folder = Path(
-                snapshot_download(
-                    model,
-                    ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*", "consolidated*"],
-                )
-            )
-        except (
-            HfHubHTTPError,
-            HFValidationError,
-            LocalEntryNotFoundError,
-            OfflineModeIsEnabled,
-            OSError,
-        ) as error:
+            folder = Path(snapshot_download(model, ignore_patterns=_UNUSED))
+        except (HFValidationError, OSError) as error:  # the hub's other errors are OSErrors
             raise UserError(
-                f"{setting} = {model!r} is neither a folder nor a hub id that can be had: {error}"
+                f"{setting} = {model!r} is neither a folder nor a hub id that can be downloaded: "
+                f"{error}"
             ) from error
-    for needed, pattern in (
-        ("config.json", "config.json"),
-        ("weights", "*.safetensors"),
-        ("tokenizer", "tokenizer*"),
-    ):
+    for needed, pattern in _NEEDED.items():
         require(list(folder.glob(pattern)), f"{setting} = {folder} has no {needed} ({pattern})")
     return folder
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """Raises UserError for a model type that this version of transformers does not know."""
+    """Read a model's config.json.
+
+    Raises:
+        UserError: it cannot be read, or this version of transformers does not know its model type.
+    """
     try:
         return AutoConfig.from_pretrained(folder)
     except (ValueError, OSError) as error:
@@ -81,212 +78,251 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 class ScoreHead(nn.Linear):
-    """One number for each hidden state, float32 at least: the head of
-    `AutoModelForSequenceClassification` with one label.
-    """
+    """The head of `AutoModelForSequenceClassification` with one label, in float32 at least."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [...]"""
+        """Return one number for each hidden state: [..., H] -> [...]."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         return hidden.to(wide) @ self.weight[0].to(wide)
 
 
+class CausalModel(PreTrainedModel):
+    """What `build_model` makes of the library's models, for type checkers; never instantiated."""
+
+    model: Any  # Its layers; for a model that reads images, `visual` and `language_model`.
+    lm_head: nn.Linear
+    score: ScoreHead  # Instead of `lm_head`.
+
+
 class Weights:
-    """Lazy reader of a checkpoint's safetensors files; reads only the bytes of the slices asked
-    for.
+    """A lazy reader of a checkpoint's safetensors files.
+
+    It reads only the bytes of the slices that are asked for.
     """
 
     def __init__(self, folder: Path):
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-        if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        else:
-            names = (
-                [single.name]
-                if single.exists()
-                else sorted(p.name for p in folder.glob("*.safetensors"))
-            )
         self.bytes_read = 0
-        self.slices: dict[
-            str, Any
-        ] = {}  # by the names of the weights: what has a shape, and reads what an index asks for
-        for name in names:
+        # Name of a weight -> what has its shape (`get_shape`) and reads what an index asks for.
+        self.slices: dict[str, Any] = {}
+        for path in _weight_files(folder):
             try:
-                file = safe_open(folder / name, framework="pt", device="cpu")
+                file = safe_open(path, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
-                raise UserError(f"policy.model: cannot read {folder / name}: {error}") from error
-            self.slices |= {weight: file.get_slice(weight) for weight in file.keys()}
+                raise UserError(f"policy.model: cannot read {path}: {error}") from error
+            names = file.keys()
+            for name in names:
+                self.slices[name] = file.get_slice(name)
 
-    def fill(self, t: Tensor, parts: list[CheckpointSlice]) -> None:
-        """Read this rank's block of a parameter, in place, from the file weights that it is made
-        of.
-        """
-        box = fsdp.local_region(t)
-        for part in parts:
-            if common := intersect(
-                part.region, box
-            ):  # a small tensor may leave a rank with nothing
-                target = view_of(fsdp.local(t), common, box[0])
-                read = view_of(self.slices[part.name], part.to_file(common))
-                self.bytes_read += read.nbytes
-                target.copy_(read.view(target.shape))
+    def fill(self, t: Tensor, slices: list[CheckpointSlice]) -> None:
+        """Read this rank's shard of a parameter, in place, from the file weights it is made of."""
+        shard = fsdp.local_region(t)
+        for part in slices:
+            common = intersect(part.region, shard)
+            if common is None:  # a small tensor may leave a rank with nothing
+                continue
+            target = view_of(fsdp.local(t), common, shard.offset)
+            values = view_of(self.slices[part.name], part.to_file(common))
+            self.bytes_read += values.nbytes
+            target.copy_(values.view(target.shape))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that an index names, or else the single file, or else all there are."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        file_of_weight = json.loads(index.read_text())["weight_map"]
+        return sorted({folder / file for file in file_of_weight.values()})
+    single = folder / "model.safetensors"
+    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """What is gathered and recomputed one at a time: the layers of the language model and of a
-    tower for images.
+    """Return what is gathered and recomputed one at a time.
+
+    These are the layers of the language model and of a tower for images.
     """
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The few buffers that are no function of the config: a router's correction."""
-    return {
-        f"{prefix}.{name}": b
-        for prefix, module in model.named_modules()
-        for name, b in module._buffers.items()
-        if name not in module._non_persistent_buffers_set
-    }
+    """Return the few buffers that are no function of the config: a router's correction."""
+    persistent = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                persistent[f"{prefix}.{name}"] = buffer
+    return persistent
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All that a checkpoint holds. A tied head appears once, under the embedding's name."""
+    """Return all that a checkpoint holds. A tied head appears once, under the embedding's name."""
     return dict(model.named_parameters()) | buffers(model)
 
 
 def load_weights(
-    model: nn.Module, folder: Path, device: torch.device, *, cpu_offload: bool = False
+    model: PreTrainedModel, folder: Path, device: torch.device, *, cpu_offload: bool = False
 ) -> int:
-    """Materialise a sharded meta model (on the host with `cpu_offload`, but for buffers) and fill
-    this rank's shards. Returns the bytes read. A score head that the folder lacks, being a language
-    model's, starts at 0. Raises UserError on other names or shapes than the model's.
+    """Materialise a sharded meta model and fill this rank's shards.
+
+    A score head that the folder lacks, because it holds a language model, starts at 0.
+
+    Args:
+        model: on the meta device.
+        folder: a Hugging Face folder.
+        device: where the model computes.
+        cpu_offload: parameters are kept on the host (buffers are not).
+
+    Returns:
+        The bytes read from files.
+
+    Raises:
+        UserError: the files hold other names or shapes than the model.
     """
     weights = Weights(folder)
-    held = tensors(model)
-    parts = {name: families.parts(model.config, name, t.shape) for name, t in held.items()}
-    new = {SCORE} - weights.slices.keys()
-    expected = {
-        part.name: list(part.to_file(part.region)[1])
-        for of_one in parts.values()
-        for part in of_one
-        if part.name not in new
-    }
-    wrong = [
-        n
-        for n, shape in expected.items()
-        if n not in weights.slices or weights.slices[n].get_shape() != shape
-    ]
-    # Some old files keep buffers that are a function of the config, some new ones layers that only
-    # a speculating engine uses.
-    unused = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])]
-    derived = {n for n in weights.slices if any(re.search(pattern, n) for pattern in unused)}
-    extra = weights.slices.keys() - expected.keys() - {"lm_head.weight"} - derived
-    require(
-        not wrong and not extra,
-        f"policy.model = {folder}: the weights do not fit its config.json; missing or of another shape: {wrong[:3]}, "
-        f"not of the model: {sorted(extra)[:3]}",
-    )
+    slices = {}
+    for name, t in tensors(model).items():
+        if name != SCORE or SCORE in weights.slices:
+            slices[name] = families.checkpoint_slices(model.config, name, t.shape)
+    _check_fit(model, weights, list(itertools.chain.from_iterable(slices.values())), folder)
+
     model.to_empty(device="cpu" if cpu_offload else device)
-    for p in model.parameters():
-        p._is_hf_initialized = True  # or the next lines would draw it anew
-    for module in model.modules():
-        if module._buffers:  # rotary frequencies and the like are in no checkpoint
-            model._init_weights(module)
-            module._buffers.update(
-                {name: b if b is None else b.to(device) for name, b in module._buffers.items()}
-            )
+    _init_buffers(model, device)
     with torch.no_grad():
         for name, t in tensors(model).items():
-            if name in new:
-                t.zero_()
+            if name in slices:
+                weights.fill(t, slices[name])
             else:
-                weights.fill(t, parts[name])
+                t.zero_()
     return weights.bytes_read
 
 
-def last_hidden(model: nn.Module, batch: Packed, tp: TensorParallel | None) -> Tensor:
-    """[1, T, H], or this rank's part of the rows. What the tower makes of images stands in place of
-    the embeddings of their tokens; Qwen3-VL adds more of it behind the first layers.
+def _check_fit(
+    model: PreTrainedModel, weights: Weights, slices: list[CheckpointSlice], folder: Path
+) -> None:
+    """Raise UserError if the files lack a slice of the model or hold what it has no place for."""
+    expected = {part.name: list(part.to_file(part.region).size) for part in slices}
+    in_files = {name: weight.get_shape() for name, weight in weights.slices.items()}
+    wrong = [name for name, shape in expected.items() if in_files.get(name) != shape]
+
+    # Some old files keep buffers that are a function of the config, some new ones layers that only
+    # a speculating engine uses, and a tied head may be there as well.
+    passed_over = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])]
+    pattern = re.compile("|".join([r"^lm_head\.weight$", *passed_over]))
+    extra = [name for name in in_files.keys() - expected.keys() if not pattern.search(name)]
+    require(
+        not wrong and not extra,
+        f"policy.model = {folder}: the weights do not fit its config.json; missing or of another "
+        f"shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}",
+    )
+
+
+def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute rotary frequencies and the like, which are in no checkpoint."""
+    for p in model.parameters():
+        p._is_hf_initialized = True  # type: ignore[attr-defined]  # or they would be drawn anew
+    for module in model.modules():
+        if module._buffers:
+            model._init_weights(module)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) -> Tensor:
+    """Return the last hidden states, [1, T, H] or this rank's part of the rows.
+
+    The tower's outputs for images stand in place of the embeddings of their tokens. Qwen3-VL adds
+    more of them behind the first layers.
     """
-    if batch.images is None:
+    images = batch.images
+    if images is None:
         return model.model(
             input_ids=batch.inputs[None],
             position_ids=batch.positions[None],
             use_cache=False,
             pack=batch,
         ).last_hidden_state
-    tower, language = (
-        model.model.visual(batch.images.pixels, grid_thw=batch.images.grids),
-        model.model.language_model,
-    )
-    embedded = language.embed_tokens(batch.inputs[None])[0]
-    rows, features = batch.images.rows, batch.images.features
-    if tp and tp.sequence:
+
+    tower = model.model.visual(images.pixels, grid_thw=images.grids)
+    language_model = model.model.language_model
+    embedded = language_model.embed_tokens(batch.inputs[None])[0]
+    rows = images.rows
+    features = images.features
+    if tp and tp.sequence:  # this rank has a part of the rows only
         rows = rows - tp.group.rank() * len(embedded)
-        own = (rows >= 0) & (rows < len(embedded))
-        rows, features = rows[own], features[own]
-    embedded = embedded.index_copy(
-        0, rows, tower.pooler_output.index_select(0, features).to(embedded.dtype)
-    )
-    deep = {}
+        is_here = (rows >= 0) & (rows < len(embedded))
+        rows = rows[is_here]
+        features = features[is_here]
+    values = tower.pooler_output.index_select(0, features).to(embedded.dtype)
+    embedded = embedded.index_copy(0, rows, values)
+
+    deepstack: dict[str, object] = {}
     if "deepstack_features" in tower:
-        deep = {
-            "visual_pos_masks": torch.zeros_like(embedded[:, 0], dtype=torch.bool).index_fill(
-                0, rows, True
-            )[None],
-            "deepstack_visual_embeds": [
-                more.index_select(0, features) for more in tower.deepstack_features
-            ],
-        }
-    return language(
+        is_image = torch.zeros_like(embedded[:, 0], dtype=torch.bool).index_fill(0, rows, True)
+        deepstack["visual_pos_masks"] = is_image[None]
+        deepstack["deepstack_visual_embeds"] = [
+            outputs.index_select(0, features) for outputs in tower.deepstack_features
+        ]
+    return language_model(
         inputs_embeds=embedded[None],
-        position_ids=batch.images.positions[:, None],
+        position_ids=images.positions[:, None],
         use_cache=False,
         pack=batch,
-        **deep,
+        **deepstack,
     ).last_hidden_state
 
 
 def packed_forward(
-    self: nn.Module,
+    self: CausalModel,
     batch: Packed,
     entropy_gradient: bool = False,
     *,
     tp: TensorParallel | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of its distribution, both [T], 0 where the target is not
-    in the loss.
+    """Return the log-prob of each target and the entropy of its distribution.
 
     Stands in for the model's own `forward`, so that the head's weight is used while FSDP has the
     root gathered.
+
+    Args:
+        self: the model.
+        batch: T packed rows.
+        entropy_gradient: the entropy has a gradient.
+        tp: tensor parallelism of the model.
+
+    Returns:
+        Both [T], 0 where the target is not in the loss.
     """
     hidden = last_hidden(self, batch, tp)
     hidden = tp.gather_tokens(hidden)[0] if tp else hidden[0]
     scale, softcap = families.FAMILIES[self.config.model_type].head(self.config)
-    values = logprob_entropy(
+    logprobs, entropy = logprob_entropy(
         hidden.index_select(0, batch.loss_rows),
         fsdp.local(self.lm_head.weight),
         batch.targets[batch.loss_rows],
         batch.temperature / scale,
         softcap=softcap,
         entropy_gradient=entropy_gradient,
-        group=tp and tp.group,
+        group=tp.group if tp else None,
     )
-    logprobs, entropy = (
-        v.new_zeros(len(batch.inputs)).index_copy(0, batch.loss_rows, v) for v in values
+    num_rows = len(batch.inputs)
+    return (
+        logprobs.new_zeros(num_rows).index_copy(0, batch.loss_rows, logprobs),
+        entropy.new_zeros(num_rows).index_copy(0, batch.loss_rows, entropy),
     )
-    return logprobs, entropy
 
 
 def score_forward(
-    self: nn.Module,
+    self: CausalModel,
     batch: Packed,
     entropy_gradient: bool = False,
     *,
     tp: TensorParallel | None = None,
 ) -> tuple[Tensor, None]:
-    """The score of what has been read up to each row, [T]; 0 where the target is not in the loss.
-    Stands where `packed_forward` does.
+    """Return the score of what has been read up to each row, in place of `packed_forward`.
+
+    Returns:
+        [T], 0 where the target is not in the loss; and no entropy.
     """
     hidden = last_hidden(self, batch, tp)
     scores = tp.gather_tokens(self.score(hidden)) if tp else self.score(hidden)
@@ -301,53 +337,69 @@ def build_model(
     trainable: bool,
     score: bool,
     sequence_parallel: bool,
-) -> nn.Module:
-    """A sharded causal language model whose `forward` is `packed_forward`; with `score`, one with a
-    score head in place of its own, and `score_forward`.
+) -> CausalModel:
+    """Return a sharded causal language model whose `forward` is `packed_forward`.
 
-    Trainable parameters are float32 masters (float64 for dtype float64); frozen ones are kept in
-    `cfg.dtype`.
+    Args:
+        cfg: dtype and memory.
+        folder: a Hugging Face folder.
+        mesh: the ranks.
+        trainable: parameters are float32 masters (float64 for dtype float64); frozen ones are kept
+            in `cfg.dtype`.
+        score: with a score head in place of the model's own, and `score_forward`.
+        sequence_parallel: between tensor-parallel blocks each rank keeps its part of the tokens.
     """
-    compute = getattr(torch, cfg.dtype)
-    master = compute if not trainable or compute == torch.float64 else torch.float32
+    compute_dtype = getattr(torch, cfg.dtype)
+    master_dtype = compute_dtype
+    if trainable and compute_dtype != torch.float64:
+        master_dtype = torch.float32
+
+    # 1. On the meta device, without memory.
     config = families.without_dropout(read_config(folder))
     families.check_supported(config, f"policy.model = {folder}")
+    model = _make_meta_model(config, master_dtype, score=score)
+    model.requires_grad_(trainable)
+    if cfg.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train(trainable)
+
+    # 2. Split over tensor-parallel ranks, then sharded over the others.
+    tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
+    if tp:
+        tensor.check_divides(families.divided(config), tp.group.size())
+        plan = (model._tp_plan or {}) | families.FAMILIES[config.model_type].plan
+        tensor.apply(model, tp, plan)
+    fsdp.shard(
+        model,
+        layers(model),
+        mesh.fsdp,
+        compute_dtype=compute_dtype,
+        reduce_dtype=master_dtype,
+        reshard_after_forward=cfg.reshard_after_forward,
+        cpu_offload=cfg.cpu_offload,
+    )
+
+    # 3. Filled from files.
+    load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
+    forward = score_forward if score else packed_forward
+    model.forward = functools.partial(forward, model, tp=tp)
+    return model
+
+
+def _make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool) -> CausalModel:
+    reads_images = families.reads_images(config)
+    auto_class = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
     with torch.device("meta"):
-        kind = (
-            AutoModelForImageTextToText if families.reads_images(config) else AutoModelForCausalLM
-        )
-        model = kind.from_config(
+        model = auto_class.from_config(
             config,
-            dtype=master,
+            dtype=dtype,
             attn_implementation=attention.NAMES,
             experts_implementation=experts.NAME,
         )
         if score:
             del model.lm_head
-            model.score = ScoreHead(
-                config.get_text_config().hidden_size, 1, bias=False, dtype=master
-            )
+            hidden_size = config.get_text_config().hidden_size
+            model.score = ScoreHead(hidden_size, 1, bias=False, dtype=dtype)
     for b in buffers(model).values():  # rounded to bfloat16 they would choose other experts
         b.data = b.to(torch.promote_types(b.dtype, torch.float32))
-    model.requires_grad_(trainable)
-    if cfg.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train(trainable)
-    tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
-    if tp:
-        tensor.check_divides(families.divided(config), tp.group.size())
-        tensor.apply(model, tp, model._tp_plan | families.FAMILIES[config.model_type].plan)
-    fsdp.shard(
-        model,
-        layers(model),
-        mesh.fsdp,
-        compute_dtype=compute,
-        reduce_dtype=master,
-        reshard_after_forward=cfg.reshard_after_forward,
-        cpu_offload=cfg.cpu_offload,
-    )
-    load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
-    model.forward = types.MethodType(
-        functools.partial(score_forward if score else packed_forward, tp=tp), model
-    )
     return model

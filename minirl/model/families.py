@@ -1,59 +1,63 @@
-"""The allow-list: model families whose packed forward was shown to equal their plain one, alone,
-under tensor and under sequence parallelism. Anything else is refused by name, because a family that
-reads its arguments differently (linear attention, attention sinks) would train on silently wrong
-numbers. All that differs between families is data in these rows.
+"""The allow-list of model families; all that differs between them is data in its rows.
 
-To add one: a row here and a small instance in `tests/tiny.py`; `tests/test_families.py` runs it
-packed against unpacked, on two ranks, and through load and export; `tests/test_rollout.py` through
-the engine.
+A family is here if its packed forward was shown to equal its plain one: alone, under tensor
+parallelism and under sequence parallelism. Anything else is refused by name, because a family that
+reads its arguments differently (linear attention, attention sinks) would train on silently wrong
+numbers.
+
+To add one: a row here and a small instance in `tests/tiny.py`. `tests/test_families.py` runs it
+packed against unpacked, on two ranks, and through load and export; `tests/test_rollout.py` runs it
+through the engine.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from minirl.errors import UserError, require
+from minirl.errors import require
 from minirl.parallel.regions import CheckpointSlice, Region
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
-FEATURES = (
-    "num_attention_heads * head_dim",
-    "num_key_value_heads * head_dim",
-)  # attention itself is whole on every rank
+# Norms of all heads at once split the features, and attention itself is whole on every rank.
+FEATURES = ("num_attention_heads * head_dim", "num_key_value_heads * head_dim")
 DENSE = (*HEADS, "intermediate_size")
+
+
+class ExpertNames(NamedTuple):
+    """How checkpoint files name experts: `{block}.experts.{number}.{gate, up or down}.weight`."""
+
+    block: str  # Stands for the model's `mlp`.
+    gate: str
+    up: str
+    down: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    divided: tuple[str, ...] = (
-        DENSE  # Config values, or products of them, that parallel.tensor splits.
-    )
-    plan: dict[str, str] = field(
-        default_factory=dict
-    )  # Tensor-parallel styles that the library's own plan lacks.
-    # (what the head's logits are multiplied by over and above 1 / temperature, c or None of logits
-    # that are c * tanh(logits / c))
+    """What minirl has to know of a model family beyond its config."""
+
+    # Config values, or products of them, that parallel.tensor splits.
+    divided: tuple[str, ...] = DENSE
+    # Tensor-parallel styles that the library's own plan lacks.
+    plan: dict[str, str] = field(default_factory=dict)
+    # Config -> (factor of the head's logits besides 1 / temperature, c where logits are
+    # c * tanh(logits / c) or else None).
     head: Callable[[PretrainedConfig], tuple[float, float | None]] = lambda config: (1.0, None)
-    # Names in the files of what the model keeps as two fused tensors: (block, gate, up, down) of
-    # `{block}.experts.{number}.{gate, up or
-    # down}.weight`; the block stands for the model's `mlp`.
-    experts: tuple[str, str, str, str] | None = None
-    engine_length: str | None = (
-        # Config value: of longer sequences the engine computes something else than the library.
-        None
-    )
+    # Names in the files of experts, which the model keeps as two fused tensors.
+    experts: ExpertNames | None = None
+    # vLLM's sliding windows are one token wider than the library's.
+    engine_window_differs: bool = False
     engine_on_cpu: bool = True
-    files: dict[str, str] = field(
-        default_factory=dict
-    )  # Beginnings of the model's names -> what is in the files instead.
+    # Beginnings of the model's names -> what the files have instead.
+    files: dict[str, str] = field(default_factory=dict)
 
 
-_MIXTRAL = ("block_sparse_moe", "w1", "w3", "w2")
-_EXPERTS = ("mlp", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 _QWEN2_MOE = {
     "model.layers.*.mlp.experts": "moe_tp_experts",
     "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
@@ -61,50 +65,43 @@ _QWEN2_MOE = {
     "model.layers.*.mlp.shared_expert.down_proj": "rowwise",
 }
 _QWEN3_VL = {
-    f"model.language_model.layers.*.{block}.{name}": style
-    for style, names in {
-        "colwise": {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")},
-        "rowwise": {"self_attn": ("o_proj",), "mlp": ("down_proj",)},
-    }.items()
-    for block, of_block in names.items()
-    for name in of_block
+    "model.language_model.layers.*.self_attn.q_proj": "colwise",
+    "model.language_model.layers.*.self_attn.k_proj": "colwise",
+    "model.language_model.layers.*.self_attn.v_proj": "colwise",
+    "model.language_model.layers.*.self_attn.o_proj": "rowwise",
+    "model.language_model.layers.*.mlp.gate_proj": "colwise",
+    "model.language_model.layers.*.mlp.up_proj": "colwise",
+    "model.language_model.layers.*.mlp.down_proj": "rowwise",
 }
+_DENSE = Family()
+_GEMMA = Family(head=lambda config: (1.0, config.final_logit_softcapping))
+_BY_FEATURES = Family(divided=(*FEATURES, "intermediate_size"))
 _DEEPSEEK = Family(
-    divided=(
-        *HEADS,
-        "intermediate_size",
-        "n_routed_experts",
-        "n_shared_experts * moe_intermediate_size",
-    ),
+    divided=(*DENSE, "n_routed_experts", "n_shared_experts * moe_intermediate_size"),
     experts=_EXPERTS,
 )
+_QWEN2_VL = Family(files={"model.visual.": "visual.", "model.language_model.": "model."})
 
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(
-        (
-            "llama",
-            "mistral",
-            "qwen2",
-            "qwen3",
-            "smollm3",
-            "gemma",
-            "glm",
-            "glm4",
-            "seed_oss",
-            "exaone4",
-            "ernie4_5",
-        ),
-        Family(),
-    ),
-    **dict.fromkeys(
-        ("gemma2", "gemma3_text"), Family(head=lambda config: (1.0, config.final_logit_softcapping))
-    ),
-    **dict.fromkeys(("phi3", "olmo2", "olmo3"), Family(divided=(*FEATURES, "intermediate_size"))),
+    "llama": _DENSE,
+    "mistral": _DENSE,
+    "qwen2": _DENSE,
+    "qwen3": _DENSE,
+    "smollm3": _DENSE,
+    "gemma": _DENSE,
+    "glm": _DENSE,
+    "glm4": _DENSE,
+    "seed_oss": _DENSE,
+    "exaone4": _DENSE,
+    "ernie4_5": _DENSE,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "phi3": _BY_FEATURES,
+    "olmo2": _BY_FEATURES,
+    "olmo3": _BY_FEATURES,
     "granite": Family(head=lambda config: (1 / config.logits_scaling, None)),
     "cohere": Family(head=lambda config: (config.logit_scale, None)),
-    "cohere2": Family(
-        head=lambda config: (config.logit_scale, None), engine_length="sliding_window"
-    ),  # vLLM's windows are one token wider
+    "cohere2": Family(head=lambda config: (config.logit_scale, None), engine_window_differs=True),
     "mixtral": Family(divided=(*HEADS, "num_local_experts"), experts=_MIXTRAL),
     "qwen2_moe": Family(
         divided=(*HEADS, "num_experts", "shared_expert_intermediate_size"),
@@ -113,29 +110,28 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(divided=(*HEADS, "num_experts"), experts=_EXPERTS),
     "olmoe": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS),
-    **dict.fromkeys(("glm4_moe", "dots1"), _DEEPSEEK),
-    **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl"),
-        Family(files={"model.visual.": "visual.", "model.language_model.": "model."}),
-    ),
+    "glm4_moe": _DEEPSEEK,
+    "dots1": _DEEPSEEK,
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_VL,
     "qwen3_vl": Family(plan=_QWEN3_VL),
     "minimax_m2": Family(
         divided=(*FEATURES, "num_local_experts"), experts=_MIXTRAL, engine_on_cpu=False
     ),
 }
 
+_LEAKS = "its linear attention leaks from one packed sequence into the next"
+_NO_SEQUENCE_PARALLELISM = "it fails under sequence parallelism"
 # Families that users ask for, and what was found wrong with them.
 REFUSED = {
     "gpt_oss": "its attention sinks are an argument that packed attention does not take",
-    **dict.fromkeys(
-        ("qwen3_next", "qwen3_5_text"),
-        "its linear attention leaks from one packed sequence into the next",
-    ),
+    "qwen3_next": _LEAKS,
+    "qwen3_5_text": _LEAKS,
     "nemotron": "it does not call the attention interface",
-    **dict.fromkeys(
-        ("starcoder2", "hunyuan_v1_dense", "granitemoe", "deepseek_v3"),
-        "it fails under sequence parallelism",
-    ),
+    "starcoder2": _NO_SEQUENCE_PARALLELISM,
+    "hunyuan_v1_dense": _NO_SEQUENCE_PARALLELISM,
+    "granitemoe": _NO_SEQUENCE_PARALLELISM,
+    "deepseek_v3": _NO_SEQUENCE_PARALLELISM,
     "llama4_text": "its experts have a layout of their own",
 }
 
@@ -147,129 +143,182 @@ def check_supported(
     max_model_len: int = 0,
     device: str | None = None,
 ) -> None:
-    """Refuse a model that would not work. Raises UserError.
+    """Refuse a model that would not work.
 
-    Of the engine: `tensor_parallel`; `max_model_len` where its log-probs are trained on; `device`,
-    its type.
+    Args:
+        config: the model's config.
+        where: the setting that names the model and its value, for messages.
+        tensor_parallel: ranks of one engine.
+        max_model_len: of the engine, where its log-probs are trained on; else 0.
+        device: type of the engine's device; None where there is no engine.
+
+    Raises:
+        UserError: the config breaks one of the rules below.
     """
+    _check_config(config, where)
+    _check_engine(config, where, tensor_parallel, max_model_len, device)
+
+
+def _check_config(config: PretrainedConfig, where: str) -> None:
+    """Refuse what the trainer cannot compute, packed, as the library does it unpacked."""
     why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
     require(
         config.model_type in FAMILIES,
-        f"{where}: family {config.model_type!r} is not supported{why}; supported are {', '.join(FAMILIES)}",
+        f"{where}: family {config.model_type!r} is not supported{why}; "
+        f"supported are {', '.join(FAMILIES)}",
     )
+
     values = config.get_text_config().to_dict()
     require(
         "quantization_config" not in values,
         f"{where} is quantised; train the unquantised checkpoint",
     )
+
     require(
         not values.get("use_bidirectional_attention"),
-        f"{where}: use_bidirectional_attention is set, and tokens would see the future; packed attention is causal",
+        f"{where}: use_bidirectional_attention is set, and tokens would see the future; "
+        "packed attention is causal",
     )
+
     parameters = values.get("rope_parameters") or {}
-    for rope in [p for p in parameters.values() if isinstance(p, dict)] or [
-        parameters
-    ]:  # those of each layer type, or one
+    of_layer_types = [p for p in parameters.values() if isinstance(p, dict)]
+    for rope in of_layer_types or [parameters]:
         require(
             rope.get("rope_type") not in ("dynamic", "longrope"),
-            f"{where}: rope_type = {rope.get('rope_type')!r} takes its frequencies from the longest "
-            "position of a batch, so a sequence's log-probs would depend on what it is packed with; use a checkpoint with another rope_type",
+            f"{where}: rope_type = {rope.get('rope_type')!r} takes its frequencies from the "
+            "longest position of a batch, so a sequence's log-probs would depend on what it is "
+            "packed with; use a checkpoint with another rope_type",
         )
+
+
+def _check_engine(
+    config: PretrainedConfig,
+    where: str,
+    tensor_parallel: int,
+    max_model_len: int,
+    device: str | None,
+) -> None:
+    """Refuse what the engine does not run, or computes in another way than the trainer."""
+    family = FAMILIES[config.model_type]
     require(
-        device != "cpu" or FAMILIES[config.model_type].engine_on_cpu,
-        f"{where}: vLLM's CPU build does not run family {config.model_type!r} (its router scores); use a CUDA device",
+        device != "cpu" or family.engine_on_cpu,
+        f"{where}: vLLM's CPU build does not run family {config.model_type!r} "
+        "(its router scores); use a CUDA device",
     )
-    length = FAMILIES[config.model_type].engine_length
-    if length and getattr(config, length) and max_model_len > getattr(config, length):
-        raise UserError(
-            f"{where}: engine.max_model_len = {max_model_len} is above {length} = {getattr(config, length)}, beyond which the engine's "
-            f"{config.model_type} attends to other tokens than the trainer's; lower the lengths"
-        )
+
+    window = config.sliding_window if family.engine_window_differs else None
+    require(
+        not window or max_model_len <= window,
+        f"{where}: engine.max_model_len = {max_model_len} is above sliding_window = {window}, "
+        f"beyond which the engine's {config.model_type} attends to other tokens than the "
+        "trainer's; lower the lengths",
+    )
+
     text = config.get_text_config()
-    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
+    heads = text.num_attention_heads
+    kv_heads = text.num_key_value_heads
     require(
         heads % kv_heads == 0,
-        f"{where}: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}",
+        f"{where}: num_attention_heads = {heads} is not a multiple of "
+        f"num_key_value_heads = {kv_heads}",
     )
-    # vLLM gives each rank whole heads; key-value heads are split or, when there are fewer than
-    # ranks, replicated.
-    kv_ok = kv_heads % tensor_parallel == 0 or tensor_parallel % kv_heads == 0
-    if heads % tensor_parallel or not kv_ok:
-        works = [
-            n
-            for n in range(1, heads + 1)
-            if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-        ]
-        raise UserError(
-            f"engine.tensor_parallel_size = {tensor_parallel} does not divide num_attention_heads = {heads} and "
-            f"num_key_value_heads = {kv_heads} of {where}; use one of {', '.join(map(str, works))}"
-        )
+
+    # vLLM gives each rank whole heads. Key-value heads are split or, where there are fewer of them
+    # than ranks, replicated.
+    works = []
+    for n in range(1, heads + 1):
+        if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0):
+            works.append(n)
+    require(
+        tensor_parallel in works,
+        f"engine.tensor_parallel_size = {tensor_parallel} does not divide "
+        f"num_attention_heads = {heads} and num_key_value_heads = {kv_heads} of {where}; "
+        f"use one of {', '.join(map(str, works))}",
+    )
 
 
 def divided(config: PretrainedConfig) -> dict[str, int]:
-    """What parallel.tensor splits: names of config values (or products of them) -> their
-    numbers.
-    """
+    """Return what parallel.tensor splits: config values, or products of them, by their names."""
     text = config.get_text_config()
     head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
-    return {
-        product: math.prod(
-            head_dim if name == "head_dim" else getattr(text, name) for name in product.split(" * ")
-        )
-        for product in ("vocab_size", *FAMILIES[config.model_type].divided)
-    }
+    sizes = {}
+    for product in ("vocab_size", *FAMILIES[config.model_type].divided):
+        sizes[product] = 1
+        for name in product.split(" * "):
+            sizes[product] *= head_dim if name == "head_dim" else getattr(text, name)
+    return sizes
 
 
-def parts(config: PretrainedConfig, name: str, shape: torch.Size) -> list[CheckpointSlice]:
-    """The weights of the files that a parameter (or buffer) of the model is made of."""
+def checkpoint_slices(
+    config: PretrainedConfig, name: str, shape: torch.Size
+) -> list[CheckpointSlice]:
+    """Return the weights of checkpoint files that a parameter or buffer of the model is made of.
+
+    Args:
+        config: the model's config.
+        name: of the parameter in the model.
+        shape: of the whole parameter, not of a shard.
+    """
     family = FAMILIES[config.model_type]
-    block, *matrices = family.experts or ("mlp",)
-    layer, fused, which = name.partition(".mlp.experts.")
-    if not fused:
-        begin = next((begin for begin in family.files if name.startswith(begin)), "")
-        return [
-            CheckpointSlice(
-                family.files.get(begin, "")
-                + name.removeprefix(begin).replace(".mlp.", f".{block}."),
-                Region((0,) * len(shape), tuple(shape)),
-            )
-        ]
-    names = matrices[:2] if which == "gate_up_proj" else matrices[2:]
-    rows = shape[1] // len(names)
-    return [
-        CheckpointSlice(
-            f"{layer}.{block}.experts.{number}.{matrix}.weight",
-            Region((number, i * rows, 0), (1, rows, shape[2])),
-            fused=True,
-        )
-        for number in range(shape[0])
-        for i, matrix in enumerate(names)
-    ]
+    if family.experts:
+        if ".mlp.experts." in name:
+            return _expert_slices(family.experts, name, shape)
+        name = name.replace(".mlp.", f".{family.experts.block}.")
+    for in_model, in_files in family.files.items():
+        if name.startswith(in_model):
+            name = in_files + name.removeprefix(in_model)
+            break
+    return [CheckpointSlice(name, Region((0,) * len(shape), tuple(shape)))]
+
+
+def _expert_slices(experts: ExpertNames, name: str, shape: torch.Size) -> list[CheckpointSlice]:
+    """Return the slices of a fused tensor [experts, rows, columns]: gate and up, or down."""
+    layer, _, fused = name.partition(".mlp.experts.")
+    matrices = (experts.gate, experts.up) if fused == "gate_up_proj" else (experts.down,)
+    rows = shape[1] // len(matrices)
+    slices = []
+    for number in range(shape[0]):
+        for i, matrix in enumerate(matrices):
+            in_files = f"{layer}.{experts.block}.experts.{number}.{matrix}.weight"
+            region = Region((number, i * rows, 0), (1, rows, shape[2]))
+            slices.append(CheckpointSlice(in_files, region, fused=True))
+    return slices
 
 
 def keeps_precision(name: str) -> bool:
-    """Of a tensor that is float32 in files of any dtype: a router's correction, which in bfloat16
-    would choose other experts.
+    """Return whether a tensor is float32 in files of any dtype.
+
+    It is if it is a router's correction, which in bfloat16 would choose other experts.
     """
     return name.endswith("e_score_correction_bias")
 
 
 def score_class(config: PretrainedConfig, where: str) -> str:
-    """Of the library: what loads an export with a score head. Raises UserError for a family that
-    has none.
+    """Return the name of the library's class that loads an export with a score head.
+
+    Args:
+        config: the model's config.
+        where: the setting that names the model and its value, for messages.
+
+    Raises:
+        UserError: the library has no such class for this family.
     """
-    if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
-        raise UserError(
-            f"{where}: transformers has no sequence classification model of family {config.model_type!r}, so nothing could load the reward model"
-        )
+    require(
+        config.model_type in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        f"{where}: transformers has no sequence classification model of family "
+        f"{config.model_type!r}, so nothing could load the reward model",
+    )
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """Dropout makes the trainer's log-probs differ from the engine's, and a resumed run from an
-    uninterrupted one. A router's noise, too.
+    """Set dropout and a router's noise to 0, in place, and return the config.
+
+    They would make the trainer's log-probs differ from the engine's, and a resumed run from an
+    uninterrupted one.
     """
-    for part in (config, *(vars(config)[name] for name in config.sub_configs)):
+    parts = [config] + [getattr(config, name) for name in config.sub_configs]
+    for part in parts:
         for name, value in vars(part).items():
             if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(part, name, 0.0)
@@ -277,9 +326,10 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def windowed(config: PretrainedConfig) -> bool:
-    """Some layer sees a sliding window only."""
+    """Return whether some layer sees a sliding window only."""
     return bool(config.get_text_config().to_dict().get("sliding_window"))
 
 
 def reads_images(config: PretrainedConfig) -> bool:
+    """Return whether the model has a tower for images."""
     return "vision_config" in config.sub_configs

@@ -1,5 +1,6 @@
-"""A small model from nothing, saved as an ordinary Hugging Face folder: Qwen3 architecture,
-character tokenizer, chat template.
+"""A small model from nothing, as an ordinary Hugging Face folder.
+
+Qwen3 architecture, a tokenizer of bytes, a chat template.
 """
 
 from pathlib import Path
@@ -13,20 +14,25 @@ from minirl.config.shared import ScratchConfig
 
 END = "<|end|>"
 TEMPLATE = (
-    "{%- for message in messages -%}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{%- endfor -%}"
+    "{%- for message in messages -%}"
+    "{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}"
+    "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
 
 
 def make_tokenizer(phrases: list[str]) -> PreTrainedTokenizerFast:
-    """One token per byte of the text, so any text round-trips; special tokens for roles; each
-    phrase is one token.
+    """Return a tokenizer with one token for each byte of a text, so that any text round-trips.
+
+    Roles have special tokens.
+
+    Args:
+        phrases: each is one token, too.
     """
     special = ["<|pad|>", END, "<|system|>", "<|user|>", "<|assistant|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate(special + alphabet)}, merges=[])
-    )
+    vocabulary = {token: i for i, token in enumerate(special + alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
@@ -41,6 +47,7 @@ def make_tokenizer(phrases: list[str]) -> PreTrainedTokenizerFast:
 def make_config(
     cfg: ScratchConfig, tokenizer: PreTrainedTokenizerFast, max_len: int
 ) -> Qwen3Config:
+    """Return the config of a model that reads this tokenizer's tokens, up to `max_len` of them."""
     return Qwen3Config(
         vocab_size=(len(tokenizer) + 63) // 64 * 64,
         hidden_size=cfg.hidden_size,
@@ -58,8 +65,13 @@ def make_config(
 
 
 def make_model(cfg: ScratchConfig, folder: Path, *, max_len: int, seed: int) -> None:
-    """Write model, tokenizer and generation config to `folder`; the same seed gives the same
-    weights.
+    """Write model, tokenizer and generation config to a folder.
+
+    Args:
+        cfg: the sizes.
+        folder: where they go.
+        max_len: tokens of the longest sequence.
+        seed: the same seed gives the same weights.
     """
     tokenizer = make_tokenizer(cfg.phrases)
     with torch.random.fork_rng(devices=[]):
