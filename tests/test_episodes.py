@@ -558,7 +558,7 @@ def failing_program(mesh, folder):
         else:
             found[on_error] = (
                 [(t.group, t.episode, t.reward, t.info["error"]) for t in trajectories],
-                sorted(sampler.stage.failures),
+                sorted(sampler.runner.failures),
                 len(Broken.closed),
                 time.monotonic() - began,
             )
@@ -815,7 +815,7 @@ def agent_program(mesh, folder, tp, name="Caller"):
     )
     with eng.awake(refit, policy.sleeper):
         found = sampler.collect(prompts, range(9), 2, sampling, version=3)
-    failures = sampler.stage.failures
+    failures = sampler.runner.failures
     sampler.close()
     worst = max(
         (mismatch(policy, part) for part in ([found] if tp == 1 else mesh.gather(found)) if part),

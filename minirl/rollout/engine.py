@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,6 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +134,11 @@ class RolloutEngine:
             "logprobs_mode": "processed_logprobs",
         }
         if self.reads_images:
-            arguments["limit_mm_per_prompt"] = {"image": cfg.max_images, "video": 0}
-            arguments["skip_mm_profiling"] = not self.on_cuda
-            arguments["mm_processor_cache_gb"] = 1.0
+            arguments |= {
+                "limit_mm_per_prompt": {"image": cfg.max_images, "video": 0},
+                "skip_mm_profiling": not self.on_cuda,
+                "mm_processor_cache_gb": 1.0,
+            }
         if cfg.kv_cache_gb or not self.on_cuda:
             arguments["kv_cache_memory_bytes"] = int((cfg.kv_cache_gb or 1.0) * 2**30)
         if self.on_cuda:
@@ -285,30 +285,26 @@ class RolloutEngine:
         """
         if not self.llm.llm_engine.has_unfinished_requests():
             return []
-        reports = []
+        outputs = []
         for output in self.llm.llm_engine.step():
-            for sample in output.outputs:
-                tokens = list(sample.token_ids)
-                logprobs = _logprobs(tokens, sample.logprobs)
-                reports.append(
-                    EngineOutput(output.request_id, tokens, logprobs, sample.finish_reason)
-                )
-        return reports
+            for s in output.outputs:
+                outputs.append(_output(output.request_id, s.token_ids, s.logprobs, s.finish_reason))
+        return outputs
 
     def unfinished(self) -> list[EngineOutput]:
         """Return what has been sampled for requests that are neither finished nor streamed."""
         final_only = self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY
-        reports = []
+        outputs = []
         for state in self.llm.llm_engine.output_processor.request_states.values():
             if state.output_kind == final_only:
-                tokens = list(state.detokenizer.output_token_ids)
-                logprobs = _logprobs(tokens, state.logprobs_processor.logprobs)
-                reports.append(EngineOutput(state.external_req_id, tokens, logprobs, None))
-        return reports
+                tokens = state.detokenizer.output_token_ids
+                logprobs = state.logprobs_processor.logprobs
+                outputs.append(_output(state.external_req_id, tokens, logprobs, None))
+        return outputs
 
-    def tensor_parallel_broadcast(self, value: Value | None) -> Value:
-        """Return the leader's value on all ranks of this engine; the others pass None."""
-        values: list[Any] = [value]
+    def tensor_parallel_broadcast(self, value: Any) -> Any:
+        """Return the leader's value, which can be pickled, on all ranks of this engine."""
+        values = [value]
         if self.tp_size > 1:
             group = self.vllm.distributed.parallel_state.get_tp_group()
             dist.broadcast_object_list(values, src=group.ranks[0], group=group.cpu_group)
@@ -323,6 +319,9 @@ class RolloutEngine:
         self.vllm.distributed.destroy_model_parallel()
 
 
-def _logprobs(tokens: list[int], entries: list[dict[int, Any]] | None) -> list[float]:
-    """Return each token's log-prob; vLLM gives a dict of candidates for each."""
-    return [entry[token].logprob for entry, token in zip(entries or (), tokens, strict=True)]
+def _output(
+    request_id: str, tokens: Sequence[int], logprobs: Sequence[dict] | None, reason: str | None
+) -> EngineOutput:
+    """Return an output of vLLM, whose log-probs are a dict for each token."""
+    values = [entry[token].logprob for entry, token in zip(logprobs or (), tokens, strict=True)]
+    return EngineOutput(request_id, list(tokens), values, reason)

@@ -192,7 +192,6 @@ class Refit:
         self.peak_bytes = 0  # Of the buffers of the last call.
         recorded = record(engine, {name: p.shape for name, p in shards.items()}, slices)
         self._check_coverage(recorded)
-        self._zero_padding()
         self.dtypes = self._wire_dtypes(recorded)
         self._buckets = self._split_into_buckets()
         # The region of each weight that each rank's shard is.
@@ -206,9 +205,10 @@ class Refit:
     # plan
 
     def _check_coverage(self, recorded: list[tuple[Copy, Tensor]]) -> None:
-        """Raise RuntimeError unless every element of every engine parameter would be written.
+        """Raise RuntimeError unless a refit writes every element of every engine parameter.
 
-        One that is not would keep its random start.
+        One that it does not write would keep its random start. Rows that only make the vocabulary
+        divisible are set to 0 here.
         """
         covered: dict[int, int] = defaultdict(int)
         for _, target in recorded:
@@ -222,14 +222,8 @@ class Refit:
                     f"refit would fill {filled} of the {parameter.numel()} elements of the "
                     f"engine's {name} ({num_padding} are padding)"
                 )
-
-    def _zero_padding(self) -> None:
-        """Fill the rows that make the engine's vocabulary divisible, which no refit writes."""
-        parameters = self.engine.parameters()
-        for name, num_padding in self.engine.padding().items():
             if num_padding:
-                num_rows = num_padding // parameters[name].shape[1]
-                parameters[name][-num_rows:].zero_()
+                parameter[-num_padding // parameter.shape[1] :].zero_()
 
     def _wire_dtypes(self, recorded: list[tuple[Copy, Tensor]]) -> dict[str, torch.dtype]:
         """Return the dtype that each weight has in the engine, which is also that on the wire.
@@ -292,19 +286,15 @@ class Refit:
         self.peak_bytes = 0
         exchange = self._all_to_all if self.cfg.transport == "all_to_all" else self._all_gather
         for bucket in self._buckets:
-            self._copy_own(bucket)
+            for name in bucket:
+                for piece in self._receive[name, self.mesh.rank]:
+                    piece.scatter(self._view(piece))  # What this rank has needs no wire.
             if self.mesh.world_size > 1:
                 received, buffers = exchange(bucket)
                 self.bytes_received += received
                 self.peak_bytes = max(self.peak_bytes, buffers)
         if self.check:
             self._compare_with_oracle()
-
-    def _copy_own(self, bucket: list[str]) -> None:
-        """Copy what this rank's own shards hold, which needs no wire."""
-        for name in bucket:
-            for piece in self._receive[name, self.mesh.rank]:
-                piece.scatter(self._view(piece))
 
     def _view(self, piece: _Piece) -> Tensor:
         """Return the view of a piece in this rank's shard."""

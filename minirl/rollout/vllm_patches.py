@@ -113,7 +113,7 @@ def _patch_cpu_experts() -> None:
     try:
         from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     except ImportError:  # vLLM 0.26
-        from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+        from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
         def refuse(*_: object) -> None:
             raise UserError(
@@ -121,7 +121,7 @@ def _patch_cpu_experts() -> None:
                 "use vLLM 0.32"
             )
 
-        cpu_fused_moe.CPUFusedMOE.__init__ = refuse
+        CPUFusedMOE.__init__ = refuse
         return
     experts: Any = cpu_moe.CPUUnquantizedExperts
     experts.process_weights_after_loading = lambda self, layer: None
