@@ -282,10 +282,10 @@ class Sampler:
         """
         dealt = spread(len(tickets), num_groups)
         # The engine with most groups finishes most.
-        totals = [num + len(new) for num, new in zip(num_groups, dealt, strict=True)]
-        quota = len(spread(num_needed, [-total for total in totals])[self.engine.replica])
-        own_tickets = [tickets[i] for i in dealt[self.engine.replica]]
-        return iter(own_tickets), lambda num_finished: num_finished >= quota
+        loads = [-num - len(new) for num, new in zip(num_groups, dealt, strict=True)]
+        quota = len(spread(num_needed, loads)[self.engine.replica])
+        own_tickets = (tickets[i] for i in dealt[self.engine.replica])
+        return own_tickets, lambda num_finished: num_finished >= quota
 
     def _make_group(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int
@@ -332,9 +332,8 @@ class Sampler:
         num_samples = self.cfg.rollout.samples_per_prompt
         for ticket, version, episodes in map(pickle.loads, pickled):
             group = self._make_group(self.prompts, num_samples, sampling, version, ticket)
-            pairs = zip(group.episodes, episodes, strict=False)
-            restored = [episode.restored(saved) for episode, saved in pairs]
-            group.episodes[: len(restored)] = restored
+            for i, saved in enumerate(episodes[:num_samples]):
+                group.episodes[i] = group.episodes[i].restored(saved)
             self.training.groups[ticket] = group
 
 
