@@ -6,7 +6,6 @@ import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from minirl.envs.base import Agent
 from minirl.rollout.episode import Episode, EpisodeRunner
@@ -60,7 +59,8 @@ class GroupScheduler:
         self._num_active = 0  # Episodes that have begun and not ended.
         self._num_finished = 0  # Groups.
         self._error: BaseException | None = None  # Of the first episode that ends the run.
-        self._ended: asyncio.Queue[tuple[Group, Episode, asyncio.Task]] = asyncio.Queue()
+        self._episode_of: dict[asyncio.Task, tuple[Group, Episode]] = {}
+        self._ended: asyncio.Queue[asyncio.Task] = asyncio.Queue()
 
     async def run(
         self, new_groups: Iterator[Group], room: int, is_enough: Callable[[int], bool]
@@ -127,19 +127,18 @@ class GroupScheduler:
             if not isinstance(episode.env, Agent):
                 self.runner.engine_loop.active_episodes += 1
             task = asyncio.get_running_loop().create_task(self.runner.run(episode))
-            task.add_done_callback(partial(self._note_end, group, episode))
+            self._episode_of[task] = group, episode
+            task.add_done_callback(self._ended.put_nowait)
             group.tasks.append(task)
-
-    def _note_end(self, group: Group, episode: Episode, task: asyncio.Task) -> None:
-        self._ended.put_nowait((group, episode, task))
 
     async def _collect_finished(self, seconds: float) -> None:
         """Wait for the next episode to end, for so long at most, and have it scored."""
         try:
             async with asyncio.timeout(seconds):
-                group, episode, task = await self._ended.get()
+                task = await self._ended.get()
         except TimeoutError:
             return
+        group, episode = self._episode_of.pop(task)
         if not isinstance(episode.env, Agent):
             self.runner.engine_loop.mark_idle()
         if self.groups.get(group.ticket) is not group:
