@@ -261,7 +261,7 @@ class Trainer(Program):
             with self.timer.phase("idle"):
                 failures = [
                     message
-                    for part in self.mesh.gather(self.sampler.stage.failures)
+                    for part in self.mesh.gather(self.sampler.runner.failures)
                     for message in part
                 ]
         if failures:

@@ -1,8 +1,8 @@
-"""What the forkserver imports before it forks ranks: everything that an engine or a program imports
-late, seconds of work in each of them.
+"""The forkserver's imports, before it forks ranks: everything that an engine or a program imports
+late, which would take seconds in each of them.
 
-What is there is then frozen: collections of garbage, of which vLLM makes several when it starts,
-walk through a rank's own objects only, and copy no memory of the forkserver's."""
+All objects are then frozen. Garbage collections, of which vLLM makes several when it starts, walk
+through a rank's own objects only, and copy no memory of the forkserver's."""
 
 import atexit
 import contextlib
@@ -54,25 +54,17 @@ MODULES = [
 
 on_cpu = current_platform.is_cpu()
 if on_cpu:
-    type(
-        current_platform
-    ).simple_compile_backend = (
-        "eager"  # as the engine does; vLLM's decorators read it when they are imported
-    )
+    # as the engine does; vLLM's decorators read it when they are imported
+    type(current_platform).simple_compile_backend = "eager"
 for name in MODULES:
-    with contextlib.suppress(
-        Exception
-        # what is of another version of vLLM or another device is imported where it is needed, or
-        # not at
-        # all
-    ):
+    # A module of another version of vLLM or of another device is imported where it is needed, or
+    # not at all.
+    with contextlib.suppress(Exception):
         importlib.import_module(name)
 if on_cpu:
-    torch.compile(torch.sin, backend="eager")(
-        torch.ones(1)
-    )  # imports dynamo's parts; on a GPU it would start CUDA, which no fork survives
+    # imports dynamo's parts; on a GPU it would start CUDA, which no fork survives
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))
 gc.collect()
 gc.freeze()
-atexit.register(
-    os._exit, 0
-)  # of the forkserver alone: what it leaks is not worth the words of the libraries that find it
+# In the forkserver alone: the libraries that find what it leaks would fill the screen.
+atexit.register(os._exit, 0)

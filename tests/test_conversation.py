@@ -312,7 +312,7 @@ class Play(Env):
             SimpleNamespace(cfg=SimpleNamespace(max_model_len=10**6)),
             contextlib.nullcontext,
         )
-        stage = EpisodeRunner(
+        runner = EpisodeRunner(
             self,
             None,
             EvaluateConfig(
@@ -330,8 +330,8 @@ class Play(Env):
             conversation=Conversation(self.tokenizer),
             sampling=sampling,
         )
-        asyncio.run(stage.run(self.e))
-        self.segments, self.trajectories = self.e.conversation.segments, stage.finish(self.e)
+        asyncio.run(runner.run(self.e))
+        self.segments, self.trajectories = self.e.conversation.segments, runner.finish(self.e)
 
     def reset(self, row):
         return row["prompt"]
@@ -364,7 +364,7 @@ class Play(Env):
             self.tokenizer.decode(tokens) == self.tokenizer.decode(others) or self.style == "Phi 3"
         )
 
-    async def answer(self, request):
+    async def generate_for_episode(self, request):
         """The tokens that the tokenizer gives the answer behind the rendered chat, if it leaves
         those of the chat as they are."""
         rendered, (text, end) = self.render(), self.texts[len(self.said)]

@@ -7,6 +7,7 @@ import random
 import time
 
 import anthropic
+import numpy as np
 import openai
 import pytest
 
@@ -23,6 +24,7 @@ from minirl.rewards.functions import Rewards
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler, spread
+from minirl.types import Trajectory
 from test_rollout import make_policy, overwrite
 
 ROWS = [{"prompt": f"{i}{'x' * (3 * i)}", "answer": str(i)} for i in range(9)]
@@ -284,15 +286,14 @@ class Viewer(Agent):
         return Result(reward=1.0)
 
 
-def stage(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts=None, **engine):
-    """(policy, engine, refit, sampler, prompts, sampling); `parts`: the first three of another
-    stage, to go on with."""
+def set_up(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts=None, **engine):
+    """Return (policy, engine, refit, sampler, prompts, sampling).
+
+    `parts`: the first three of an earlier call, to go on with."""
     tokenizer = chat.load_tokenizer(folder)
     if not parts:
-        policy, options = (
-            make_policy(folder, mesh),
-            {"max_model_len": 160, "max_num_seqs": 16, "kv_cache_gb": 0.05, **engine},
-        )
+        policy = make_policy(folder, mesh)
+        options = {"max_model_len": 160, "max_num_seqs": 16, "kv_cache_gb": 0.05, **engine}
         eng = RolloutEngine(
             EngineConfig(**options),
             folder,
@@ -346,7 +347,8 @@ def mismatch(policy, trajectories):
     return ((batch.old_logprobs - batch.engine_logprobs).abs() * batch.loss_mask).max().item()
 
 
-def shown(trajectories):
+def fields(trajectories):
+    """Return what the tests compare of each trajectory."""
     return [
         (
             t.group,
@@ -367,7 +369,7 @@ def shown(trajectories):
 def episodes_program(mesh, folder, kinds):
     found, parts = {}, None
     for kind in kinds:
-        *parts, sampler, prompts, sampling = stage(mesh, folder, {"name": kind}, parts=parts)
+        *parts, sampler, prompts, sampling = set_up(mesh, folder, {"name": kind}, parts=parts)
         with parts[1].awake(parts[2], parts[0].sleeper):
             first, again = (
                 sampler.collect(prompts, range(9), 2, sampling, version=7) for _ in range(2)
@@ -375,8 +377,8 @@ def episodes_program(mesh, folder, kinds):
         texts = [sampler.prompts.tokenizer.decode(t.tokens) for t in first]
         found[kind] = {
             "mismatch": mismatch(parts[0], first),
-            "first": shown(first),
-            "again": shown(again),
+            "first": fields(first),
+            "again": fields(again),
             "texts": texts,
             "info": [t.info for t in first],
             "images": [t.images for t in first],
@@ -389,12 +391,10 @@ def episodes_program(mesh, folder, kinds):
 def on_one_rank(tmp_path_factory):
     """The results, in lists of one, of every program of one rank, by what the tests call it."""
     root = tmp_path_factory.mktemp("one_rank")
-    folder, other, sees, sees_too = (
-        tiny.make(root / "a"),
-        tiny.make(root / "b", seed=1),
-        tiny.make(root / "c", "qwen2_5_vl"),
-        tiny.make(root / "d", "qwen2_5_vl", seed=1),
-    )
+    folder = tiny.make(root / "a")
+    other = tiny.make(root / "b", seed=1)
+    sees = tiny.make(root / "c", "qwen2_5_vl")
+    sees_too = tiny.make(root / "d", "qwen2_5_vl", seed=1)
     calls = {
         "images": (episodes_program, sees, ["Shows", "Talk", "ShowsBadly"]),
         "Shows": (
@@ -467,16 +467,15 @@ def test_images_of_environments(episodes):
         episodes["ShowsBadly"]["first"], episodes["ShowsBadly"]["info"], strict=True
     ):
         assert bool(info["error"]) == bool(info["env"]["failed"])
-        ends[group % 4].add(
-            info["error"] or ("truncated" if info["env"]["truncated"] else "played")
-        )
+        ends[group % 4].add(info["error"] or ("truncated" if info["env"]["truncated"] else "done"))
     # An answer with the token of an image ends any of them as truncated.
     assert [{end for end in ends[way] if end != "truncated"} for way in (1, 2, 3)] == [
         {
-            "a chat with places for 1 images came with 2 of them: [{'role': 'user', 'content': [{'type': 'image'}]}]"
+            "a chat with places for 1 images came with 2 of them: "
+            "[{'role': 'user', 'content': [{'type': 'image'}]}]"
         },
         set(),
-        {"played"},
+        {"done"},
     ]
     assert any("/none.png" in end for end in ends[0])
 
@@ -525,17 +524,11 @@ def test_tokens_and_raw_texts_are_taken_as_they_are(episodes):
 def test_budgets_truncate(episodes):
     """Of turns, of tokens and of the context; nothing raises."""
     found, by_turns, by_context = episodes["Greedy"], 0, 0
-    for (group, *_, tokens, sampled, _, _, _, _, _), info in zip(
-        ((g, t, s, 0, 0, 0, 0, 0) for g, _, _, t, s, *_ in found["first"]),
-        found["info"],
-        strict=True,
-    ):
+    for (_, _, _, tokens, sampled, *_), info in zip(found["first"], found["info"], strict=True):
         assert info["env"]["truncated"] == 1 and not info["stopped"]
         assert len(tokens) <= 160 and sum(sampled) <= 96
-        by_turns, by_context = (
-            by_turns + (info["env"]["turns"] == 6),
-            by_context + (info["env"]["turns"] < 6 and sum(sampled) < 80),
-        )
+        by_turns += info["env"]["turns"] == 6
+        by_context += info["env"]["turns"] < 6 and sum(sampled) < 80
     assert by_turns and by_context
 
 
@@ -543,7 +536,7 @@ def failing_program(mesh, folder):
     found, parts = {}, None
     for on_error in ("reward", "drop", "raise"):
         Broken.closed.clear()
-        *parts, sampler, prompts, sampling = stage(
+        *parts, sampler, prompts, sampling = set_up(
             mesh,
             folder,
             {"name": "Broken", "on_error": on_error, "error_reward": -3.0, "timeout_seconds": 1.0},
@@ -558,7 +551,7 @@ def failing_program(mesh, folder):
         else:
             found[on_error] = (
                 [(t.group, t.episode, t.reward, t.info["error"]) for t in trajectories],
-                sorted(sampler.stage.failures),
+                sorted(sampler.runner.failures),
                 len(Broken.closed),
                 time.monotonic() - began,
             )
@@ -583,29 +576,19 @@ def failed(on_one_rank):
 
 
 def test_a_failed_episode_ends_alone(failed):
-    """One of each kind; the others are played to the end."""
+    """One of each kind; the others run to their end."""
     found, failures, closed, seconds = failed["reward"]
     assert seconds < 30  # nobody waits for a thread that sleeps
     by_group = {g: (r, error) for g, _, r, error in found}
-    assert by_group[0] == (2.0, "") and sorted(by_group) == [
-        0,
-        3,
-        4,
-        5,
-        6,
-        7,
-        8,
-    ]  # in 1 and 2 nothing was said
+    assert by_group[0] == (2.0, "")
+    assert sorted(by_group) == [0, 3, 4, 5, 6, 7, 8]  # 1 and 2 have no completion
     for group, message in MESSAGES.items():
-        assert message in by_group[group][1] and by_group[group][0] == {8: 2.0 - 3.0}.get(
-            group, -3.0
-        )
-    assert (
-        len(failures) == 16
-        and any("Broken.reset raised ValueError: no reset" in f for f in failures)
-        and any("said []" in f for f in failures)
-        and closed == 18
-    )
+        reward, error = by_group[group]
+        assert message in error
+        assert reward == (2.0 - 3.0 if group == 8 else -3.0)
+    assert len(failures) == 16 and closed == 18
+    assert any("Broken.reset raised ValueError: no reset" in f for f in failures)
+    assert any("said []" in f for f in failures)
 
 
 def test_failed_episodes_can_be_dropped_or_end_the_run(failed):
@@ -617,7 +600,7 @@ def test_failed_episodes_can_be_dropped_or_end_the_run(failed):
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # partial rollouts
 
 
@@ -637,17 +620,17 @@ def partial_program(mesh, folder, other, env, ahead, break_offs):
     }
     runs, parts = [], None
     for break_off in break_offs:
-        *parts, sampler, prompts, sampling = stage(mesh, folder, env, parts=parts, **options)
+        *parts, sampler, prompts, sampling = set_up(mesh, folder, env, parts=parts, **options)
         steps, first = [], 0
         for step in range(3):
             overwrite(parts[0], other if step == 1 else folder)
             with parts[1].awake(parts[2], parts[0].sleeper):
-                held = len(sampler.training.groups)
+                begun = len(sampler.training.groups)
                 trajectories, first = sampler.collect_step(first, sampling, version=step)
             steps.append(
                 {
-                    "trajectories": shown(trajectories),
-                    "held": held,
+                    "trajectories": fields(trajectories),
+                    "begun": begun,
                     "next": first,
                     "left": len(sampler.training.groups),
                     "images": [t.images for t in trajectories],
@@ -656,16 +639,12 @@ def partial_program(mesh, folder, other, env, ahead, break_offs):
             if break_off == step:
                 states = mesh.gather(sampler.state())
                 sampler.close()
-                *_, sampler, prompts, sampling = stage(mesh, folder, env, parts=parts, **options)
+                *_, sampler, prompts, sampling = set_up(mesh, folder, env, parts=parts, **options)
                 sampler.load(states, sampling)
         sampler.close()
         runs.append(steps)
-    policy, whole, worst, mixed = (
-        parts[0],
-        [step for part in mesh.gather(runs[0]) for step in part],
-        0.0,
-        0,
-    )
+    policy, worst, mixed = parts[0], 0.0, 0
+    whole = [step for part in mesh.gather(runs[0]) for step in part]
     for version, weights in enumerate((folder, other, folder)):
         overwrite(policy, weights)
         for step in whole:
@@ -691,14 +670,10 @@ def partial_program(mesh, folder, other, env, ahead, break_offs):
     return {"runs": runs, "worst": worst, "mixed": mixed}
 
 
-def annotated(policy, rows, shown):
-    """The trainer's log-prob of each token of what `shown` made."""
+def annotated(policy, rows, images):
+    """Return the trainer's log-prob of each token of what `fields` made."""
     out = []
-    for (_, _, _, tokens, sampled, logprobs, *_), placed in zip(rows, shown, strict=True):
-        import numpy as np
-
-        from minirl.types import Trajectory
-
+    for (_, _, _, tokens, sampled, logprobs, *_), placed in zip(rows, images, strict=True):
         t = Trajectory(
             tokens=np.array(tokens, np.int32),
             sampled=np.array(sampled),
@@ -746,19 +721,18 @@ def stale_program(mesh, folder, tickets):
         "max_staleness": 1,
         "tickets": tickets,
     }
-    policy, eng, refit, sampler, prompts, sampling = stage(
+    policy, eng, refit, sampler, prompts, sampling = set_up(
         mesh, folder, {"name": "Talk", "max_tokens": 120}, rollout, RLConfig
     )
     steps, first = [], 0
     for step in range(6):
         with eng.awake(refit, policy.sleeper):
             trajectories, first = sampler.collect_step(first, sampling, version=step)
-            evaluation = sampler.collect(
-                prompts, range(3), 1, sampling
-            )  # leaves what is held alone
+            # leaves the paused requests alone
+            evaluation = sampler.collect(prompts, range(3), 1, sampling)
         steps.append([(t.group, t.episode, step - t.version) for t in trajectories])
-        played = sorted(t.group for part in mesh.gather(evaluation) for t in part if t.segment == 0)
-        assert played == [0, 1, 2], played
+        groups = sorted(t.group for part in mesh.gather(evaluation) for t in part if t.segment == 0)
+        assert groups == [0, 1, 2], groups
     sampler.close()
     return steps
 
@@ -788,7 +762,7 @@ def test_shares_go_to_who_has_least():
 
 
 def tp_program(mesh, folder, env):
-    policy, eng, refit, sampler, prompts, sampling = stage(
+    policy, eng, refit, sampler, prompts, sampling = set_up(
         mesh,
         folder,
         env,
@@ -800,22 +774,22 @@ def tp_program(mesh, folder, env):
         found, first = sampler.collect_step(0, sampling, version=0)
         more, _ = sampler.collect_step(first, sampling, version=1)
     sampler.close()
-    return [shown(found), shown(more)]
+    return [fields(found), fields(more)]
 
 
-def test_an_engine_on_two_ranks_plays_the_same_episodes(tmp_path):
+def test_an_engine_on_two_ranks_runs_the_same_episodes(tmp_path):
     leader, follower = ranks(2, tp_program, tiny.make(tmp_path / "model"), {"name": "Talk"})
     assert follower == [[], []] and [len({t[0] for t in step}) for step in leader] == [3, 3]
     assert all(sum(t[6]) == 3.0 for step in leader for t in step)
 
 
 def agent_program(mesh, folder, tp, name="Caller"):
-    policy, eng, refit, sampler, prompts, sampling = stage(
+    policy, eng, refit, sampler, prompts, sampling = set_up(
         mesh, folder, {"name": name}, tensor_parallel_size=tp
     )
     with eng.awake(refit, policy.sleeper):
         found = sampler.collect(prompts, range(9), 2, sampling, version=3)
-    failures = sampler.stage.failures
+    failures = sampler.runner.failures
     sampler.close()
     worst = max(
         (mismatch(policy, part) for part in ([found] if tp == 1 else mesh.gather(found)) if part),
@@ -823,7 +797,7 @@ def agent_program(mesh, folder, tp, name="Caller"):
     )
     return (
         worst,
-        shown(found),
+        fields(found),
         [t.info for t in found],
         failures,
         [sampler.prompts.tokenizer.decode(t.tokens) for t in found],

@@ -25,7 +25,8 @@ from minirl.errors import UserError
 from minirl.inputs import find_teacher
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records, show
-from minirl.rollout.sampler import Group, GroupScheduler, Sampler
+from minirl.rollout.groups import Group, GroupScheduler
+from minirl.rollout.sampler import Sampler
 from minirl.types import Trajectory
 from programs import ROOT
 
@@ -572,15 +573,13 @@ class Recorded(Sampler):
     def __init__(self, means: dict[int, float], rank: int, extra: int):
         self.means, self.rank, self.asked, self.mesh = means, rank, [], self
         self.cfg = RLConfig(rollout=RolloutConfig(prompts_per_step=4, extra_prompts=extra))
-        self.training, self.stage, self.prompts = (
-            GroupScheduler(self),
-            SimpleNamespace(failures=[]),
-            None,
-        )
+        self.runner = SimpleNamespace(failures=[])
+        self.training = GroupScheduler(self.runner)
+        self.prompts, self.engine_loop = None, SimpleNamespace()
 
-    def _play(self, round, prompts, tickets, num_samples, sampling, version, enough):
+    def _run_groups(self, scheduler, make_group, tickets, num_samples, num_needed):
         self.asked.append(tickets)
-        assert enough == len(tickets)
+        assert num_needed == len(tickets)
         return [
             Answered(n, 0, [self.means[n] + (-1) ** e for e in range(2)])
             for n in tickets
@@ -654,22 +653,19 @@ class Store(dict):
 def test_engines_pull_from_one_queue_after_one_of_them_had_no_room_for_a_ticket():
     store, samplers = Store(), [Sampler.__new__(Sampler), Sampler.__new__(Sampler)]
     for sampler in samplers:
-        sampler.mesh, sampler.pulls, sampler.numbers = (
-            SimpleNamespace(gather=lambda value: [value], store=store),
-            True,
-            itertools.count(),
-        )
+        sampler.mesh = SimpleNamespace(gather=lambda value: [value], store=store)
+        sampler.pulls, sampler.counter_numbers = True, itertools.count()
         sampler.engine = SimpleNamespace(
             tp_size=1, replica=0, is_leader=True, cfg=SimpleNamespace(max_num_seqs=8)
         )
-        sampler.driver = SimpleNamespace(run=lambda played: played)
-    told = SimpleNamespace(groups={}, play=lambda begin, queue, room, enough: (queue, enough))
+        sampler.engine_loop = SimpleNamespace(run=lambda result: result)
+    scheduler = SimpleNamespace(groups={}, run=lambda queue, room, is_enough: (queue, is_enough))
     (_, idle), (queue, busy) = [
-        sampler._play(told, None, range(4), 1, None, 0, 4) for sampler in samplers
+        sampler._run_groups(scheduler, int, range(4), 1, 4) for sampler in samplers
     ]
     assert list(queue) == [0, 1, 2, 3] and busy(4) and idle(0)
     (queue, first), (other, second) = [
-        sampler._play(told, None, range(4, 8), 1, None, 0, 4) for sampler in samplers
+        sampler._run_groups(scheduler, int, range(4, 8), 1, 4) for sampler in samplers
     ]
     assert [next(queue), next(other), *queue] == [4, 5, 6, 7] and not first(1) and second(3)
 

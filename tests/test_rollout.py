@@ -93,10 +93,8 @@ def refit_program(mesh, a, b, tp, dtype):
         )
         for p in engine.parameters().values():
             p.fill_(torch.nan)
-        with engine.awake(
-            refit, policy.sleeper
-        ):  # raises if one element differs from the full gather
-            pass
+        with engine.awake(refit, policy.sleeper):
+            pass  # it raises if one element differs from the full gather
         received[transport] = refit.bytes_received
     before = greedy(engine, policy.vision)
     overwrite(policy, b)
@@ -140,17 +138,15 @@ def refit_program(mesh, a, b, tp, dtype):
 def test_refit_equals_full_gather_and_a_fresh_engine(
     tmp_path, world, tp, family, tied, dtype, parallel
 ):
-    a, b = (
-        tiny.make(tmp_path / name, family, tied=tied, seed=seed) for seed, name in enumerate("ab")
-    )
+    a = tiny.make(tmp_path / "a", family, tied=tied, seed=0)
+    b = tiny.make(tmp_path / "b", family, tied=tied, seed=1)
     with old_engine_refuses(family):
         results = ranks(world, refit_program, a, b, tp, dtype, parallel=parallel)
         for r in results:
             assert r["after"] == r["fresh"] != r["before"]
             assert r["received"]["all_to_all"] <= r["received"]["all_gather"]
-            assert (
-                r["received"]["all_to_all"] <= r["engine"]
-            )  # never more than this rank's engine holds
+            # never more than this rank's engine holds
+            assert r["received"]["all_to_all"] <= r["engine"]
         if world == 1:
             assert results[0]["received"] == {"all_gather": 0, "all_to_all": 0}
 
@@ -267,14 +263,14 @@ def by_family(tmp_path_factory):
             )
             for family in FAMILIES
         }
-    ) as found:
-        yield found
+    ) as results:
+        yield results
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_logprobs_are_the_trainers(by_family, family):
-    """At a temperature other than 1, with shared prompts, sliding windows, softcaps, experts: <
-    1e-4 in float32."""
+    """At a temperature other than 1, with shared prompts, sliding windows, softcaps, experts:
+    less than 1e-4 in float32."""
     with old_engine_refuses(family):
         (r,) = by_family[family].result()
         assert len(r["trajectories"]) == 27 and 0 < r["mismatch"] < 1e-4
@@ -296,9 +292,8 @@ def test_every_ticket_is_answered_once(tmp_path, tp, tickets):
     assert sorted((group, episode) for group, episode, *_ in everything) == [
         (g, e) for g in range(7, 16) for e in range(4)
     ]
-    assert (
-        len({tuple(tokens) for _, _, tokens, *_ in everything}) > 30
-    )  # siblings have seeds of their own
+    # siblings have seeds of their own
+    assert len({tuple(tokens) for _, _, tokens, *_ in everything}) > 30
     for r in results:
         assert r["mismatch"] < 1e-4
         for group, _, tokens, logprobs, _ in r["trajectories"]:

@@ -1,8 +1,8 @@
-"""The engine's heart: one asyncio loop in the main thread, in which episodes and the endpoint ask
-for answers while the engine steps.
+"""The engine's loop: one asyncio loop in the main thread, which steps the engine.
 
-Between two steps of the engine everything that waits gets its turn. Where an engine spans several
-ranks, its leader runs the loop and tells the others before each step what to add and what to drop.
+Episodes and the endpoint run in the same loop. They ask for completions, and between two steps of
+the engine all of them get their turn. Where an engine spans several ranks, its leader runs the loop
+and sends the others, before each step, the requests to add and to abort.
 """
 
 import asyncio
@@ -15,195 +15,232 @@ from typing import Any
 
 from minirl.data.images import ImageSpan
 from minirl.rollout.conversation import Completion, unexpanded
-from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rollout.engine import EngineOutput, RolloutEngine, Sampling
 
 
 @dataclass(kw_only=True)
 class Request:
-    """An answer in the making. What of it is there when a rollout is interrupted stays, and the
-    next rollout goes on from it.
+    """A request for a completion.
+
+    If a rollout is interrupted, what has been sampled stays here, and the next rollout goes on
+    from it.
     """
 
-    tokens: list[int]  # of the prompt
+    tokens: list[int]  # Of the prompt.
     sampling: Sampling
     seed: int
-    images: Sequence[ImageSpan] = ()  # of the prompt
-    # requests that wait together are added in this order, if runs are to be repeatable
-    name: tuple = ()
-    on_tokens: Callable[[], None] | None = None  # called after each step that brought some
-    done: Completion = field(default_factory=Completion)
+    images: Sequence[ImageSpan] = ()  # Of the prompt.
+    # Requests that wait together are added in the order of their names, so that runs repeat.
+    name: tuple[int, ...] = ()
+    on_tokens: Callable[[], None] | None = None  # Called after each step that brought tokens.
+    done: Completion = field(default_factory=Completion)  # What has been sampled so far.
+
+
+# A request and the future on which its caller waits. The future is cancelled with the caller.
+_Entry = tuple[Request, asyncio.Future[Completion]]
 
 
 class EngineLoop:
-    def __init__(self, engine: RolloutEngine, *, repeatable: bool):
-        """`repeatable`: the engine waits until every player has asked for its next answer, so that
-        what it computes together does not depend on how long environments take.
-        """
-        self.engine, self.repeatable = engine, repeatable
-        self.loop = asyncio.new_event_loop()
-        self.version = 0  # optimizer steps that the weights have seen
-        self.active_episodes = 0  # episodes that are at work, and not waiting for an answer
-        self._numbers = itertools.count()  # of requests to the engine
-        self.halted = False  # no step more in this run
-        self._news = asyncio.Event()
-        self._waiting: list[tuple[Request, asyncio.Future]] = []
-        self._paused: list[tuple[Request, asyncio.Future]] = []
-        self._running: dict[str, tuple[Request, asyncio.Future]] = {}
+    """Steps an engine while episodes and the endpoint ask it for completions.
 
-    # ------------------------------------------------------------------------------------------------
-    # for those who ask
+    Attributes:
+        loop: the asyncio loop.
+        version: optimizer steps that the engine's weights have seen.
+        active_episodes: episodes that are at work and not waiting for a completion.
+    """
+
+    def __init__(self, engine: RolloutEngine, *, repeatable: bool):
+        """Make the loop.
+
+        Args:
+            engine: the engine, awake while `run` runs.
+            repeatable: step the engine only when every active episode waits for a completion, so
+                that what it computes together does not depend on how long environments take.
+        """
+        self.engine = engine
+        self.repeatable = repeatable
+        self.loop = asyncio.new_event_loop()
+        self.version = 0
+        self.active_episodes = 0
+        self._request_numbers = itertools.count()
+        self._may_step = True
+        self._news = asyncio.Event()  # Something has changed that may allow a step.
+        self._waiting: list[_Entry] = []  # Not added to the engine yet.
+        self._running: dict[str, _Entry] = {}  # In the engine, by the engine's request id.
+        self._paused: list[_Entry] = []  # Unfinished when the last run ended.
 
     def close(self) -> None:
-        """Drop everything."""
+        """Cancel everything that still runs in the loop, and close it."""
         while tasks := asyncio.all_tasks(self.loop):
             for task in tasks:
                 task.cancel()
             self.loop.run_until_complete(asyncio.wait(tasks))
         self.loop.close()
 
+    # ----------------------------------------------------------------------------------------------
+    # for those who need a completion
+
     async def generate(self, request: Request) -> Completion:
-        """Sample an answer; engine.max_model_len must have room for a token of it. Cancelling the
-        caller drops the request.
+        """Sample a completion; cancelling the caller aborts the request.
+
+        engine.max_model_len must have room for at least one token of it.
         """
-        future = (
-            asyncio.get_running_loop().create_future()
-        )  # cancelled with the caller, which whoever holds the request looks at
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         self._news.set()
         return await future
 
-    def mark_idle(self) -> None:
-        """A player is done, or waits."""
-        self.active_episodes -= 1
-        self._news.set()
-
-    async def answer(self, request: Request) -> Completion:
-        """`generate`, of a player."""
+    async def generate_for_episode(self, request: Request) -> Completion:
+        """Sample a completion for an active episode, which is idle meanwhile."""
         self.mark_idle()
         try:
             return await self.generate(request)
         finally:
             self.active_episodes += 1
 
-    # ------------------------------------------------------------------------------------------------
-    # for who runs a rollout
+    def mark_idle(self) -> None:
+        """Note that an active episode has ended, or waits for a completion."""
+        self.active_episodes -= 1
+        self._news.set()
+
+    # ----------------------------------------------------------------------------------------------
+    # for those who run a rollout
 
     def run(self, main: Coroutine | None) -> Any:
-        """Step the engine until `main` is done; its result (None on ranks that follow, which pass
-        None). What is unfinished then is held.
-        """
-        if not self.engine.is_leader:
-            while self._tick():
-                pass
-            return None
-        return self.loop.run_until_complete(self._drive(main))
+        """Step the engine until `main` is done, and return its result.
 
-    def release(self) -> None:
-        """Go on with what is held."""
-        self._waiting, self._paused = self._paused + self._waiting, []
+        Requests that are unfinished then are paused. Ranks that are not an engine's leader pass
+        None; they take part in the leader's steps and return None.
+        """
+        if main:
+            return self.loop.run_until_complete(self._drive(main))
+        while self._tick():
+            pass
+        return None
+
+    def pause(self) -> None:
+        """Do not step the engine any more in this run."""
+        self._may_step = False
+
+    def resume(self) -> None:
+        """Go on with the requests that earlier runs left unfinished."""
+        self._waiting = self._paused + self._waiting
+        self._paused = []
 
     async def _drive(self, main: Coroutine) -> Any:
-        self.halted, task = False, asyncio.ensure_future(main)
+        self._may_step = True
+        task = asyncio.ensure_future(main)
         task.add_done_callback(lambda _: self._news.set())
         while not task.done():
             self._news.clear()
-            for _ in range(
-                8
-                # whoever got an answer may now ask for the next; a request over HTTP takes several
-                # turns of the loop
-            ):
+            # Let those who got a completion ask for the next one; a request over HTTP takes
+            # several turns of the loop.
+            for _ in range(8):
                 await asyncio.sleep(0)
-            if (
-                self.halted
-                or self.repeatable
-                and self.active_episodes
-                or not (self._waiting or self._running)
-            ):
-                await self._news.wait()
-            else:
+            if self._can_step():
                 self._tick()
-        self._hear(self.engine.unfinished())
-        self._paused += [
-            entry for entry in (*self._running.values(), *self._waiting) if not entry[1].cancelled()
-        ]
+            else:
+                await self._news.wait()
+        self._record(self.engine.unfinished())
+        for entry in (*self._running.values(), *self._waiting):
+            if not entry[1].cancelled():
+                self._paused.append(entry)
         self._waiting = []
         self._tick(more=False)
         return task.result()
 
+    def _can_step(self) -> bool:
+        """Return whether there is work for the engine, and it need not wait for episodes."""
+        if not self._may_step or (self.repeatable and self.active_episodes):
+            return False
+        return bool(self._waiting or self._running)
+
     def _tick(self, more: bool = True) -> bool:
-        """Drop and add requests and step the engine, on all its ranks alike. False at the end of a
-        run, when all are dropped.
+        """Abort and add requests, then step the engine; on all ranks of the engine alike.
+
+        Returns False at the end of a run, when every request has been aborted.
         """
-        orders = None
-        if self.engine.is_leader:
-            waiting = sorted(
-                (entry for entry in self._waiting if not entry[1].cancelled()),
-                key=lambda entry: entry[0].name if self.repeatable else (),
-            )
-            new = {str(next(self._numbers)): entry for entry in waiting}
-            dropped = [
-                name
-                for name, (_, future) in self._running.items()
-                if future.cancelled() or not more
-            ]
-            orders = (
-                more,
-                dropped,
-                [
-                    (name, *_remaining(request), request.on_tokens is not None)
-                    for name, (request, _) in new.items()
-                ],
-            )
-            self._running = {
-                name: entry for name, entry in self._running.items() if name not in dropped
-            } | new
-            self._waiting = []
-        more, dropped, added = self.engine.tensor_parallel_broadcast(orders)
-        self.engine.abort(dropped)
-        for each in added:
-            self.engine.add(*each)
-        self._hear(self.engine.step() if more else [])
+        orders = self._orders(more) if self.engine.is_leader else None
+        more, aborted, added = self.engine.tensor_parallel_broadcast(orders)
+        self.engine.abort(aborted)
+        for arguments in added:
+            self.engine.add(*arguments)
+        if more:
+            self._record(self.engine.step())
         return more
 
-    def _hear(self, outputs: list[tuple[str, list[int], list[float], str | None]]) -> None:
-        """Of `step` or `unfinished`."""
-        for name, tokens, logprobs, finish in (
-            output for output in outputs if output[0] in self._running
-        ):  # the leader hears, and not of what was dropped
-            request, future = self._running[name]
+    def _orders(self, more: bool) -> tuple[bool, list[str], list[tuple]]:
+        """Take what is waiting into the engine; only the leader decides this.
+
+        Returns:
+            Whether the engine steps, the ids of the requests to abort, and the arguments of
+            `RolloutEngine.add` for each new one.
+        """
+        aborted = []
+        for request_id, (_, future) in self._running.items():
+            if future.cancelled() or not more:
+                aborted.append(request_id)
+        for request_id in aborted:
+            del self._running[request_id]
+
+        waiting = [entry for entry in self._waiting if not entry[1].cancelled()]
+        self._waiting = []
+        if self.repeatable:
+            waiting.sort(key=lambda entry: entry[0].name)  # Not by who asked first.
+        added = []
+        for request, future in waiting:
+            request_id = str(next(self._request_numbers))
+            self._running[request_id] = request, future
+            added.append((request_id, *_remaining(request), request.on_tokens is not None))
+        return more, aborted, added
+
+    def _record(self, outputs: list[EngineOutput]) -> None:
+        """Append the engine's new tokens to their requests, and wake the callers of finished ones.
+
+        Only the leader has requests. An output may also be of one that has just been aborted.
+        """
+        for request_id, tokens, logprobs, finish_reason in outputs:
+            if request_id not in self._running:
+                continue
+            request, future = self._running[request_id]
             request.done.tokens += tokens
             request.done.logprobs += logprobs
             request.done.versions += [self.version] * len(tokens)
             if request.on_tokens:
                 request.on_tokens()
-            if finish:
-                del self._running[name]
-                request.done.stopped = finish == "stop"
+            if finish_reason:
+                del self._running[request_id]
+                request.done.stopped = finish_reason == "stop"
                 if not future.done():
                     future.set_result(request.done)
 
 
 def _remaining(request: Request) -> tuple[list[int], Sampling, int, tuple[str, ...]]:
-    """What the engine is to add to what is there already; with another seed, for the first one's
-    numbers are used up.
+    """Return prompt, sampling, seed and images for what is still to be sampled of a request.
+
+    A request that goes on gets another seed, because the numbers of the first are used up. (The
+    factor is that of Knuth's multiplicative hash, so that neighbouring seeds do not meet.)
     """
-    num = len(request.done.tokens)
-    sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - num)
-    tokens, urls = unexpanded(request.tokens, request.images), tuple(p.url for p in request.images)
-    return tokens + request.done.tokens, sampling, (request.seed + 2654435761 * num) % 2**32, urls
+    num_tokens = len(request.done.tokens)
+    prompt = unexpanded(request.tokens, request.images) + request.done.tokens
+    sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - num_tokens)
+    seed = (request.seed + 2654435761 * num_tokens) % 2**32
+    return prompt, sampling, seed, tuple(image.url for image in request.images)
 
 
 async def in_thread(function: Callable, *arguments: object) -> Any:
-    """Call it in a thread of its own, which nobody waits for at the end of the program if the
-    caller gives it up.
+    """Call a function in a new thread, and return its result.
+
+    If the caller gives the call up, the thread goes on by itself; the end of the program does not
+    wait for it.
     """
-    future = Future()
-    future.set_running_or_notify_cancel()  # from now on nobody cancels it, whoever gives it up
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # From here on a caller that gives up cannot cancel it.
 
     def work() -> None:
         try:
             future.set_result(function(*arguments))
-        except Exception as error:  # it is raised again where the call was made
+        except Exception as error:  # It is raised again where the call was made.
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()

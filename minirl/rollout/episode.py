@@ -1,27 +1,27 @@
-"""An episode: what an environment and the policy say in turn, until one of them or a budget ends
-it.
-"""
+"""An episode: the environment and the policy take turns until one of them or a budget ends it."""
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
 import math
 import numbers
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from minirl.config.shared import SamplingConfig
 from minirl.data import chat
 from minirl.data.images import BadImage, attach, plain, to_url
-from minirl.envs.base import Agent, Env, Observation, Result, State
+from minirl.envs.base import Agent, Env, Result, State
 from minirl.errors import UserError
 from minirl.rewards.functions import Rewards
-from minirl.rollout.conversation import Conversation, Segment
+from minirl.rollout.conversation import Completion, Conversation, Segment
 from minirl.rollout.engine import Sampling
 from minirl.rollout.engine_loop import EngineLoop, Request, in_thread
 from minirl.types import Trajectory
@@ -33,91 +33,109 @@ class EnvFailed(Exception):
 
 @dataclass(kw_only=True)
 class Episode:
-    """Where it stands."""
+    """An episode and where it stands."""
 
     ticket: int
-    number: int  # of the sample in its group
+    number: int  # Of the sample in its group.
     row: dict
-    env: Env | Agent
+    env: Env
     conversation: Conversation
-    segment: Segment | None = None  # the one that goes on
+    segment: Segment | None = None  # The one that goes on; None: it has not begun.
     messages: list[dict] = field(default_factory=list)
     sampling: Sampling
-    request: Request | None = None  # the answer that is being sampled
-    turn: int = 0  # answers so far
-    answer: str = ""
-    stopped: bool = False
+    request: Request | None = None  # For the completion that is being sampled.
+    turn: int = 0  # Completions so far.
+    answer: str = ""  # The last completion as a text.
+    stopped: bool = False  # The last completion ended with a stop token.
     truncated: bool = False
     reward: float = 0.0
     error: str = ""
     info: dict[str, float] = field(default_factory=dict)
-    outcome: Callable[[], list[Trajectory]] | None = (
-        None  # of one that is played to its end; waits for the rewards
-    )
+    # Returns the trajectories once the episode has ended; waits for the rewards. None: it goes on.
+    outcome: Callable[[], list[Trajectory]] | None = None
 
-    def saved(self) -> dict:
-        """For pickle; waits for the rewards if it is played."""
+    def saved(self) -> "tuple[Episode, list[Segment]] | list[Trajectory]":
+        """Return what `restored` needs, for pickle; waits for the rewards if the episode has ended.
+
+        The conversation's tokenizer stays behind.
+        """
         if self.outcome:
-            return {"outcome": functools.partial(list, self.outcome())}
-        return {name: value for name, value in vars(self).items() if name != "conversation"} | {
-            "segments": self.conversation.segments
-        }
+            return self.outcome()
+        unfinished = copy.copy(self)
+        del unfinished.conversation
+        return unfinished, self.conversation.segments
 
-    def restore(self, saved: dict) -> None:
-        """What was `saved`, into an episode that has not begun."""
-        self.conversation.segments = saved.pop("segments", [])
-        vars(self).update(saved)
+    def restored(self, saved: "tuple[Episode, list[Segment]] | list[Trajectory]") -> "Episode":
+        """Return the episode that was `saved`; this one is a new one of the same number."""
+        if isinstance(saved, list):
+            return dataclasses.replace(self, outcome=functools.partial(list, saved))
+        unfinished, self.conversation.segments = saved
+        unfinished.conversation = self.conversation
+        return unfinished
 
 
 class EpisodeRunner:
-    """What the episodes of a rank share."""
+    """Runs the episodes of a rank.
+
+    Attributes:
+        threads: for calls of environments that are not asynchronous.
+        pool: of threads in which episodes that have ended are scored.
+        failures: why episodes failed.
+    """
 
     def __init__(
         self,
-        driver: EngineLoop,
+        engine_loop: EngineLoop,
         rewards: Rewards,
         cfg: SamplingConfig,
         seed: int,
         endpoint: Any = None,
     ):
-        """`endpoint`: of server.py, for agents."""
-        self.driver, self.rewards, self.cfg, self.system_prompt, self.seed, self.endpoint = (
-            driver,
-            rewards,
-            cfg.env,
-            cfg.data.system_prompt,
-            seed,
-            endpoint,
-        )
+        """Make the runner.
+
+        Args:
+            engine_loop: samples completions.
+            rewards: score episodes that have ended.
+            cfg: of the program.
+            seed: of all samples, together with ticket, number and turn.
+            endpoint: that of server.py, for agents.
+        """
+        self.engine_loop = engine_loop
+        self.rewards = rewards
+        self.cfg = cfg.env
+        self.system_prompt = cfg.data.system_prompt
+        self.seed = seed
+        self.endpoint = endpoint
         self.threads = asyncio.Semaphore(self.cfg.threads)
-        self.failures: list[str] = []  # why episodes failed
+        self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
+        self.failures: list[str] = []
 
     async def run(self, e: Episode) -> None:
-        """To its end, from wherever it stands. Raises UserError."""
+        """Run an episode to its end, from wherever it stands.
+
+        Raises:
+            UserError: the environment failed, and env.on_error is raise.
+        """
         try:
-            try:
-                if isinstance(e.env, Agent):
-                    return await self._run_agent(e)
-                if e.segment is None:
-                    self._observe(e, await self._call(e.env.reset, e.row))
-                    e.row = {**e.row, "rendered_prompt": e.segment.text}
-                while await self._turn(e):
-                    pass
-            finally:
-                await self._call(e.env.close)
+            await self._run_to_end(e)
         except (EnvFailed, BadImage) as failure:
             e.error = str(failure)
             self.failures.append(e.error)
             if self.cfg.on_error == "raise":
                 raise UserError(
-                    f"env.name = {self.cfg.name} failed: {failure}, in an episode of {str(e.row)[:200]}; mend it, or set env.on_error reward or drop"
+                    f"env.name = {self.cfg.name} failed: {failure}, in an episode of "
+                    f"{str(e.row)[:200]}; mend it, or set env.on_error reward or drop"
                 ) from failure
             self._apply_result(e, Result(reward=self.cfg.error_reward, truncated=e.truncated))
 
     def finish(self, e: Episode) -> list[Trajectory]:
-        """Its trajectories, with what the reward functions say. Called in a thread. Raises
-        UserError as they do.
+        """Score an episode that has ended, and return its trajectories. Called in a thread.
+
+        Raises:
+            UserError: a reward function failed.
         """
+        if e.error and self.cfg.on_error == "drop":
+            return []
         info = {
             "prompt": plain(e.row["prompt"]),
             "completion": e.answer,
@@ -127,171 +145,214 @@ class EpisodeRunner:
             "error": e.error,
         }
         if self.cfg.name != "single_turn":
-            info["completion"] = "\n".join(
-                s.text for s in e.conversation.segments
-            )  # all that was said, for what the row asks need not be in it
+            # The whole text, because what the row asks for need not be in the last completion.
+            info["completion"] = "\n".join(s.text for s in e.conversation.segments)
             info["env"] = {
                 "turns": e.turn,
                 "truncated": float(e.truncated),
                 "failed": float(bool(e.error)),
                 **e.info,
             }
-        reward = e.reward + (
-            self.rewards(e.row, e.answer, info) if e.env.graded and not e.error else 0.0
-        )
-        return (
-            []
-            if e.error and self.cfg.on_error == "drop"
-            else e.conversation.trajectories(
-                group=e.ticket, episode=e.number, reward=reward, info=info
-            )
+        reward = e.reward
+        if e.env.graded and not e.error:
+            reward += self.rewards(e.row, e.answer, info)
+        return e.conversation.trajectories(
+            group=e.ticket, episode=e.number, reward=reward, info=info
         )
 
-    async def _turn(self, e: Episode) -> bool:
-        """An answer, and what the environment says to it. False: it was the last, or there is no
-        room for one.
+    async def _run_to_end(self, e: Episode) -> None:
+        try:
+            if isinstance(e.env, Agent):
+                await self._run_agent(e, e.env)
+                return
+            segment = e.segment
+            if segment is None:
+                segment = self._observe(e, await self._call(e.env.reset, e.row))
+                e.row = {**e.row, "rendered_prompt": segment.text}
+            while segment := await self._turn(e, segment):
+                pass
+        finally:
+            await self._call(e.env.close)
+
+    # ----------------------------------------------------------------------------------------------
+    # a turn
+
+    async def _turn(self, e: Episode, segment: Segment) -> Segment | None:
+        """Sample a completion, and let the environment reply to it.
+
+        Returns the segment for the next turn. None: this was the last one, or there was no room.
         """
+        if e.request is None:  # Otherwise an interrupted one goes on.
+            e.request = self._next_request(e, segment)
         if e.request is None:
-            room = min(
-                e.sampling.max_tokens,
-                self.cfg.max_tokens - e.conversation.num_sampled(),
-                self.driver.engine.cfg.max_model_len - len(e.segment.tokens),
-            )
-            if (
-                room < 1
-                or e.turn >= self.cfg.max_turns
-                or e.conversation.vision
-                and len(e.segment.images) > e.conversation.vision.max_images
-            ):
-                e.truncated = True
-                return False
-            e.request = Request(
-                tokens=e.segment.tokens,
-                images=e.segment.images,
-                sampling=dataclasses.replace(e.sampling, max_tokens=room),
-                seed=sample_seed(self.seed, e.ticket, e.number, e.turn),
-                name=(e.ticket, e.number),
-            )
-        said = await self.driver.answer(e.request)
-        e.request = None
-        text = e.segment.append_completion(said, e.conversation.tokenizer)
-        e.answer, e.stopped = (
-            e.conversation.tokenizer.decode(said.tokens, skip_special_tokens=True),
-            said.stopped,
-        )
-        if e.messages:
-            e.messages = [*e.messages, {"role": "assistant", "content": text}]
-        e.turn += 1
-        if (
-            e.conversation.vision and e.conversation.vision.token in said.tokens
-        ):  # the engine would take it for an image's place
             e.truncated = True
-            return False
-        result = await self._call(
-            e.env.step,
-            State(
-                row=e.row, answer=e.answer, stopped=e.stopped, turn=e.turn - 1, messages=e.messages
-            ),
+            return None
+        completion = await self.engine_loop.generate_for_episode(e.request)
+        e.request = None
+        self._append(e, segment, completion)
+        vision = e.conversation.vision
+        if vision and vision.token in completion.tokens:
+            # The engine would take it for the place of an image.
+            e.truncated = True
+            return None
+        state = State(
+            row=e.row, answer=e.answer, stopped=e.stopped, turn=e.turn - 1, messages=e.messages
         )
+        result = await self._call(e.env.step, state)
         self._apply_result(e, result)
         if unknown := result.sampling.keys() - {"max_tokens", "stop_token_ids"}:
             raise EnvFailed(
-                f"its result sets sampling {', '.join(sorted(unknown))}, and an environment may set max_tokens and stop_token_ids"
+                f"its result sets sampling {', '.join(sorted(unknown))}, and an environment may "
+                "set max_tokens and stop_token_ids"
             )
         e.sampling = dataclasses.replace(e.sampling, **result.sampling)
         if result.done or result.truncated:
-            return False
-        self._observe(e, result.observation, result.messages, result.images)
-        return True
+            return None
+        return self._observe(e, result.observation, result.messages, result.images)
 
-    async def _run_agent(self, e: Episode) -> None:
-        """An agent's episode."""
-        session = self.endpoint.open((self.seed, e.ticket, e.number), e.sampling)
-        try:
-            self._apply_result(e, await self._call(e.env.run, e.row, session))
-        finally:
-            e.conversation = self.endpoint.close(session.api_key)
-        e.turn, e.stopped = sum(s.num_completions for s in e.conversation.segments), True
-        for segment in e.conversation.segments[-1:]:
-            begin = max(
-                (i for i, sampled in enumerate(segment.sampled, 1) if not sampled), default=0
-            )
-            e.answer = e.conversation.tokenizer.decode(
-                segment.tokens[begin:], skip_special_tokens=True
-            )
+    def _next_request(self, e: Episode, segment: Segment) -> Request | None:
+        """Return the request for the next completion; None if a budget leaves no room for one."""
+        room = min(
+            e.sampling.max_tokens,
+            self.cfg.max_tokens - e.conversation.num_sampled(),
+            self.engine_loop.engine.cfg.max_model_len - len(segment.tokens),
+        )
+        if room < 1 or e.turn >= self.cfg.max_turns:
+            return None
+        vision = e.conversation.vision
+        if vision and len(segment.images) > vision.max_images:
+            return None
+        return Request(
+            tokens=segment.tokens,
+            images=segment.images,
+            sampling=dataclasses.replace(e.sampling, max_tokens=room),
+            seed=sample_seed(self.seed, e.ticket, e.number, e.turn),
+            name=(e.ticket, e.number),
+        )
 
-    async def _call(self, function: Callable, *arguments: object) -> Any:
-        """Raises EnvFailed for whatever it raises but a UserError, and if it is too slow."""
-        direct = inspect.iscoroutinefunction(function)
-        async with contextlib.nullcontext() if direct else self.threads:
-            try:
-                async with asyncio.timeout(self.cfg.timeout_seconds):
-                    return await (
-                        function(*arguments) if direct else in_thread(function, *arguments)
-                    )
-            except UserError:
-                raise
-            except TimeoutError as error:
-                raise EnvFailed(
-                    f"{function.__qualname__} took longer than env.timeout_seconds = {self.cfg.timeout_seconds}"
-                ) from error
-            except (
-                Exception
-            ) as error:  # code of the user's may raise anything, and only its own episode shall end
-                raise EnvFailed(
-                    f"{function.__qualname__} raised {type(error).__name__}: {error}"
-                ) from error
+    def _append(self, e: Episode, segment: Segment, completion: Completion) -> None:
+        """Append a completion to the episode."""
+        text = segment.append_completion(completion, e.conversation.tokenizer)
+        e.answer = _plain_text(e, completion.tokens)
+        e.stopped = completion.stopped
+        if e.messages:
+            e.messages = [*e.messages, {"role": "assistant", "content": text}]
+        e.turn += 1
 
     def _apply_result(self, e: Episode, result: Result) -> None:
+        """Add what the environment gave for the last completion."""
         if not isinstance(result, Result) or not all(
-            isinstance(v, numbers.Real | np.bool_) and math.isfinite(v)
-            for v in (result.reward, *result.info.values())
+            isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
+            for value in (result.reward, *result.info.values())
         ):
             raise EnvFailed(
-                f"it returned {result!r}, not a Result with a finite reward and finite numbers in info"
+                f"it returned {result!r}, not a Result with a finite reward and finite numbers "
+                "in info"
             )
         e.reward += float(result.reward)
         if e.segment:
             e.segment.add_reward(float(result.reward))
-        e.truncated, e.info = (
-            result.truncated,
-            e.info | {name: float(value) for name, value in result.info.items()},
-        )
+        e.truncated = result.truncated
+        e.info = e.info | {name: float(value) for name, value in result.info.items()}
 
     def _observe(
         self,
         e: Episode,
-        said: Observation | None,
+        observation: object,
         messages: list[dict] | None = None,
-        shown: Sequence[object] = (),
-    ) -> None:
-        """What the environment says, or the whole chat anew."""
-        before = e.messages if messages is None else []
-        if (
-            messages is None
-            and isinstance(said, list)
-            and said
-            and isinstance(said[0], dict)
-            or type(said) is str
-        ):
+        images: Sequence[object] = (),
+    ) -> Segment:
+        """Append what the environment shows, and return the segment that goes on.
+
+        Args:
+            e: the episode.
+            observation: anything, because the environment is the user's code.
+            messages: the whole chat, in place of the one so far.
+            images: those that the observation or the messages have places for.
+        """
+        history = e.messages if messages is None else []
+        if type(observation) is str or (messages is None and _is_chat(observation)):
             if e.segment and not e.messages:
                 raise EnvFailed(
-                    f"it began with tokens or a Raw text and goes on with the message {said!r}"
+                    "it began with tokens or a Raw text and goes on with the message "
+                    f"{observation!r}"
                 )
-            messages = chat.to_messages(said, "" if e.segment else self.system_prompt)
+            messages = chat.to_messages(observation, "" if e.segment else self.system_prompt)
         if messages:
-            e.messages = before + attach(messages, shown)
+            e.messages = history + attach(messages, images)
             e.segment = e.conversation.continue_with_messages(e.messages)
-        elif said and isinstance(said, list | str):
-            e.segment = e.conversation.append_raw(
-                said, e.segment, [to_url(image) for image in shown]
-            )
+        elif observation and isinstance(observation, list | str):
+            urls = [to_url(image) for image in images]
+            e.segment = e.conversation.append_raw(observation, e.segment, urls)
         else:
             raise EnvFailed(
-                f"it is not done and said {said!r}; give an observation: a text, messages or tokens"
+                f"it is not done and said {observation!r}; give an observation: a text, messages "
+                "or tokens"
             )
+        return e.segment
+
+    # ----------------------------------------------------------------------------------------------
+    # calls of the user's code
+
+    async def _run_agent(self, e: Episode, agent: Agent) -> None:
+        """Run an agent, which asks for its completions over HTTP."""
+        session = self.endpoint.open((self.seed, e.ticket, e.number), e.sampling)
+        try:
+            self._apply_result(e, await self._call(agent.run, e.row, session))
+        finally:
+            e.conversation = self.endpoint.close(session.api_key)
+        segments = e.conversation.segments
+        e.turn = sum(segment.num_completions for segment in segments)
+        e.stopped = True
+        if segments:
+            e.answer = _plain_text(e, _last_sampled(segments[-1]))
+
+    async def _call(self, function: Callable, *arguments: object) -> Any:
+        """Call a function of the environment, in a thread unless it is asynchronous.
+
+        Raises:
+            UserError: as the function does.
+            EnvFailed: it raised anything else, or was too slow.
+        """
+        direct = inspect.iscoroutinefunction(function)
+        async with contextlib.nullcontext() if direct else self.threads:
+            try:
+                async with asyncio.timeout(self.cfg.timeout_seconds):
+                    if direct:
+                        return await function(*arguments)
+                    return await in_thread(function, *arguments)
+            except UserError:
+                raise
+            except TimeoutError as error:
+                raise EnvFailed(
+                    f"{function.__qualname__} took longer than env.timeout_seconds = "
+                    f"{self.cfg.timeout_seconds}"
+                ) from error
+            # The user's code may raise anything, and only its own episode must end.
+            except Exception as error:
+                raise EnvFailed(
+                    f"{function.__qualname__} raised {type(error).__name__}: {error}"
+                ) from error
+
+
+def _is_chat(observation: object) -> TypeGuard[list[dict]]:
+    """Return whether an observation is a list of messages."""
+    return bool(isinstance(observation, list) and observation and isinstance(observation[0], dict))
+
+
+def _plain_text(e: Episode, tokens: list[int]) -> str:
+    """Return tokens as a text without special tokens."""
+    return str(e.conversation.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def _last_sampled(segment: Segment) -> list[int]:
+    """Return the sampled tokens at the end of a segment: its last completion."""
+    begin = len(segment.tokens)
+    while begin and segment.sampled[begin - 1]:
+        begin -= 1
+    return segment.tokens[begin:]
 
 
 def sample_seed(*numbers: int) -> int:
-    """A seed of its own for every sample, the same whoever generates it."""
+    """Return a seed of its own for every sample, the same whichever rank generates it."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint32)[0])

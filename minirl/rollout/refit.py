@@ -1,17 +1,20 @@
 """Refit: the trainer's shards into the engine's parameters, in place.
 
-Record once: vLLM's own loader runs on meta tensors and only `copy_` is intercepted. A view already
-says which box of which checkpoint weight lands in which piece of which engine parameter, so no
-table per architecture is needed. Plan once: intersect those boxes with the shards of all ranks;
-prefer one's own shard, then the nearest replica. Run each step: bucket by bucket, cast to the
-engine's dtype before the wire, one collective, scatter.
+1. Record, once: vLLM's own loader runs on meta tensors, and only its `copy_` calls are intercepted.
+   Each copies from a view that says which region of which checkpoint weight lands in which part of
+   which engine parameter, so that no table per architecture is needed.
+2. Plan, once: intersect those regions with the shards of all ranks. A rank prefers its own shard,
+   then that of the nearest replica.
+3. Run, each step: bucket by bucket, cast to the engine's dtype before the wire, one collective,
+   scatter.
 """
 
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,167 +31,184 @@ from minirl.rollout.engine import RolloutEngine
 
 @dataclass(frozen=True)
 class Copy:
-    """The engine wants `box` of the trainer's weight `name`; dimension d of its target reads
-    dimension axes[d] of the weight.
+    """A region of one of the trainer's weights that the engine wants.
+
+    Dimension d of the engine's target reads dimension axes[d] of the weight.
     """
 
-    name: str
-    box: Region
+    name: str  # Of the weight.
+    region: Region
     axes: tuple[int, ...]
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every copy from a meta tensor and does not carry it out."""
+    """Records every copy from a meta tensor instead of carrying it out."""
 
     def __init__(self, name_of: dict[int, str]):
+        """`name_of`: the storage of a meta tensor -> its weight."""
         super().__init__()
-        self.name_of, self.copies = name_of, []
+        self.name_of = name_of
+        self.copies: list[tuple[str, Tensor, Tensor]] = []  # (weight, view of it, target)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 - torch's signature
-        if func is torch.ops.aten.copy_.default and args[1].device.type == "meta":
-            target, source = args[0], args[1]
-            name = self.name_of.get(source.untyped_storage()._cdata)
-            if name is None or source.shape != target.shape:
-                raise NotImplementedError(
-                    "the engine's loader computes with a weight instead of slicing it, which a refit cannot plan"
-                )
-            self.copies.append(
-                (
-                    name,
-                    source.storage_offset(),
-                    tuple(source.shape),
-                    source.stride(),
-                    target.detach(),
-                )
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.copy_.default or args[1].device.type != "meta":
+            return func(*args, **(kwargs or {}))
+        target = args[0]
+        source = args[1]
+        name = self.name_of.get(source.untyped_storage()._cdata)
+        if name is None or source.shape != target.shape:
+            raise NotImplementedError(
+                "the engine's loader computes with a weight instead of slicing it, "
+                "which a refit cannot plan"
             )
-            return target
-        return func(*args, **(kwargs or {}))
+        self.copies.append((name, source, target.detach()))
+        return target
 
 
 def record(
-    engine: RolloutEngine, shapes: dict[str, torch.Size], parts: dict[str, list[CheckpointSlice]]
+    engine: RolloutEngine, shapes: dict[str, torch.Size], slices: dict[str, list[CheckpointSlice]]
 ) -> list[tuple[Copy, Tensor]]:
-    """What the engine's loader does with whole weights: [(copy, view of the engine parameter it
-    fills)].
+    """Return what the engine's loader does with whole weights.
 
-    It is offered the files' weights, each a view of the trainer's: one expert's matrix is already a
-    box of the fused tensor.
+    It is offered the weights of the checkpoint's files, each a view of one of the trainer's: one
+    expert's matrix is a region of the fused tensor.
+
+    Args:
+        engine: whose loader runs.
+        shapes: of the trainer's whole weights, by name.
+        slices: what each of them is in a checkpoint's files.
+
+    Returns:
+        Each copy with the view of the engine's parameter that it fills.
     """
-    whole = {n: torch.empty(s, device="meta") for n, s in shapes.items()}
-    recorder = _Recorder({t.untyped_storage()._cdata: n for n, t in whole.items()})
-    probes = [(part.name, part.of(whole[n])) for n, of_one in parts.items() for part in of_one]
+    weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    recorder = _Recorder({t.untyped_storage()._cdata: name for name, t in weights.items()})
     with recorder:
-        engine.load_weights(iter(probes))
-    return [
-        (_to_copy(name, shapes[name], *view), target) for name, *view, target in recorder.copies
-    ]
+        engine.load_weights(_in_files(weights, slices))
+    return [(_to_copy(name, shapes[name], view), target) for name, view, target in recorder.copies]
 
 
-def _to_copy(
-    name: str, shape: torch.Size, offset: int, size: tuple[int, ...], stride: tuple[int, ...]
-) -> Copy:
-    """Read a strided view of a contiguous tensor as a box of it."""
-    full = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    start = tuple(int(i) for i in torch.unravel_index(torch.tensor(offset), shape))
-    box, axes = [1] * len(shape), []
-    free = set(range(len(shape)))
-    for n, s in zip(size, stride, strict=True):
-        axis = next(
-            (
-                d
-                for d in sorted(free, key=lambda d: shape[d] == 1)
-                if full[d] == s or n == shape[d] == 1
-            ),
-            None,
-        )
-        if axis is None:
+def _in_files(
+    weights: dict[str, Tensor], slices: dict[str, list[CheckpointSlice]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a checkpoint's files: names there, and views of whole weights."""
+    for name, weight in weights.items():
+        for part in slices[name]:
+            yield part.name, part.of(weight)
+
+
+def _to_copy(name: str, shape: torch.Size, view: Tensor) -> Copy:
+    """Read a strided view of a contiguous weight of this shape as a region of it."""
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    offset = torch.unravel_index(torch.tensor(view.storage_offset()), shape)
+    size = [1] * len(shape)
+    axes = []
+    # A dimension of size 1 fits whatever the stride is, so that these come last.
+    free = sorted(range(len(shape)), key=lambda d: shape[d] == 1)
+    for length, stride in zip(view.shape, view.stride(), strict=True):
+        fitting = [d for d in free if strides[d] == stride or length == shape[d] == 1]
+        if not fitting:
             raise NotImplementedError(
-                f"{name}: the engine's loader takes a view that is not a box of the weight"
+                f"{name}: the engine's loader takes a view that is not a region of the weight"
             )
+        axis = fitting[0]
         free.remove(axis)
         axes.append(axis)
-        box[axis] = n
-    return Copy(name, Region(start, tuple(box)), tuple(axes))
+        size[axis] = length
+    return Copy(name, Region(tuple(map(int, offset)), tuple(size)), tuple(axes))
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Part of a copy that one rank's shard holds."""
+    """A region of a weight that one rank's shard holds and one rank's engine wants."""
 
-    copy: Copy
-    target: Tensor | None  # on the rank that wants it
-    box: Region
+    name: str
+    region: Region
 
     def numel(self) -> int:
-        return math.prod(self.box[1])
+        return math.prod(self.region.size)
 
-    def scatter(self, source: Tensor) -> None:
-        """Write `source` (the values of the box, in the weight's axes) to where the engine wants
-        them.
-        """
+
+@dataclass(frozen=True)
+class _Arrival(_Piece):
+    """A piece on the rank that wants it: part of `copy`, which fills `target`."""
+
+    copy: Copy
+    target: Tensor
+
+    def scatter(self, values: Tensor) -> None:
+        """Write the region's values (in the weight's axes) to where the engine wants them."""
         axes = self.copy.axes
-        dropped = tuple(
-            d for d in range(source.ndim) if d not in axes
-        )  # indexed away by the loader: one expert of many
         part = self.target
         for d, axis in enumerate(axes):
-            part = part.narrow(d, self.box[0][axis] - self.copy.box[0][axis], self.box[1][axis])
-        part.copy_(source.permute(*axes, *dropped).reshape(part.shape))
+            start = self.region.offset[axis] - self.copy.region.offset[axis]
+            part = part.narrow(d, start, self.region.size[axis])
+        # The loader indexed the other dimensions away: one expert of many.
+        dropped = [d for d in range(values.ndim) if d not in axes]
+        part.copy_(values.permute(*axes, *dropped).reshape(part.shape))
+
+
+AnyPiece = TypeVar("AnyPiece", bound=_Piece)
 
 
 class Refit:
-    """Made once per policy and engine; each call moves the current weights. Building and calling
-    are collective.
+    """Moves the policy's weights into the engine, at each call the current ones.
+
+    Made once per policy and engine. Building and calling are collective.
     """
 
     def __init__(
         self,
         cfg: RefitConfig,
         shards: dict[str, Tensor],
-        parts: dict[str, list[CheckpointSlice]],
+        slices: dict[str, list[CheckpointSlice]],
         engine: RolloutEngine,
         mesh: Mesh,
         *,
         check: bool = False,
     ):
-        """`shards`: the trainer's weights by its names. `parts`: what each is in a checkpoint's
-        files, which is what the engine's loader knows.
+        """Record what the engine's loader does, and plan who sends what to whom.
+
+        Args:
+            cfg: transport and size of the buckets.
+            shards: the trainer's weights by its names.
+            slices: what each of them is in a checkpoint's files, which is what the engine's loader
+                knows.
+            engine: to fill.
+            mesh: of all ranks.
+            check: compare with a full gather after each call.
+
+        Raises:
+            RuntimeError: an element of the engine would stay unfilled.
+            NotImplementedError: the loader does something that cannot be planned.
         """
-        self.cfg, self.shards, self.parts, self.engine, self.mesh, self.check = (
-            cfg,
-            shards,
-            parts,
-            engine,
-            mesh,
-            check,
-        )
-        self.bytes_received, self.peak_bytes = 0, 0
-        recorded = record(engine, {n: p.shape for n, p in shards.items()}, parts)
+        self.cfg = cfg
+        self.shards = shards
+        self.slices = slices
+        self.engine = engine
+        self.mesh = mesh
+        self.check = check
+        self.bytes_received = 0  # By this rank in the last call.
+        self.peak_bytes = 0  # Of the buffers of the last call.
+        recorded = record(engine, {name: p.shape for name, p in shards.items()}, slices)
         self._check_coverage(recorded)
-        wanted = set().union(*mesh.gather({(copy.name, target.dtype) for copy, target in recorded}))
-        dtype_of = dict(wanted)
-        # Of the engine's parameter, by the trainer's name: what goes over the wire. A router's
-        # correction may be wider than the rest.
-        self.dtypes = {n: dtype_of[n] for n in shards if n in dtype_of}  # in one order on all ranks
-        if len(wanted) != len(self.dtypes):
-            raise NotImplementedError("the engine keeps parts of one weight in more than one dtype")
-        self.boxes = mesh.gather({n: local_region(p) for n, p in shards.items()})
-        self._send, self._receive = self._plan(
-            mesh.gather([copy for copy, _ in recorded]), [target for _, target in recorded]
-        )
-        self._buckets = [
-            bucket
-            for dtype in dict.fromkeys(self.dtypes.values())  # of one dtype each, up to a size
-            for bucket in split_by_size(
-                [n for n, own in self.dtypes.items() if own == dtype],
-                lambda n, size=dtype.itemsize: shards[n].numel() * size,
-                cfg.bucket_mb * 2**20,
-            )
-        ]
+        self.dtypes = self._wire_dtypes(recorded)
+        self._buckets = self._split_into_buckets()
+        # The region of each weight that each rank's shard is.
+        self._regions = mesh.gather({name: local_region(p) for name, p in shards.items()})
+        # Pieces by weight and peer.
+        self._send: dict[tuple[str, int], list[_Piece]] = defaultdict(list)
+        self._receive: dict[tuple[str, int], list[_Arrival]] = defaultdict(list)
+        self._plan(recorded)
+
+    # ----------------------------------------------------------------------------------------------
+    # plan
 
     def _check_coverage(self, recorded: list[tuple[Copy, Tensor]]) -> None:
-        """Every element of every engine parameter must be written, or it would keep its random
-        start. Raises RuntimeError.
+        """Raise RuntimeError unless a refit writes every element of every engine parameter.
+
+        One that it does not write would keep its random start. Rows that only make the vocabulary
+        divisible are set to 0 here.
         """
         covered: dict[int, int] = defaultdict(int)
         for _, target in recorded:
@@ -196,149 +216,200 @@ class Refit:
         padding = self.engine.padding()
         for name, parameter in self.engine.parameters().items():
             filled = covered[parameter.untyped_storage().data_ptr()]
-            if filled != parameter.numel() - padding.get(name, 0):
+            num_padding = padding.get(name, 0)
+            if filled != parameter.numel() - num_padding:
                 raise RuntimeError(
-                    f"refit would fill {filled} of the {parameter.numel()} elements of the engine's {name} "
-                    f"({padding.get(name, 0)} are padding)"
+                    f"refit would fill {filled} of the {parameter.numel()} elements of the "
+                    f"engine's {name} ({num_padding} are padding)"
                 )
-            if padding.get(name):
-                parameter[-padding[name] // parameter.shape[1] :].zero_()
+            if num_padding:
+                parameter[-num_padding // parameter.shape[1] :].zero_()
 
-    def _plan(
-        self, wants: list[list[Copy]], targets: list[Tensor]
-    ) -> tuple[dict[tuple[str, int], list[_Piece]], ...]:
-        """Pieces by weight name and peer, in an order that both ends derive alike."""
-        send, receive = defaultdict(list), defaultdict(list)
-        me, world = self.mesh.rank, self.mesh.world_size
-        for to, copies in enumerate(wants):
+    def _wire_dtypes(self, recorded: list[tuple[Copy, Tensor]]) -> dict[str, torch.dtype]:
+        """Return the dtype that each weight has in the engine, which is also that on the wire.
+
+        By the trainer's names, in the same order on all ranks. A router's correction may be wider
+        than the other weights.
+        """
+        wanted = {(copy.name, target.dtype) for copy, target in recorded}
+        wanted = wanted.union(*self.mesh.gather(wanted))  # What any rank's engine wants.
+        dtype_of = dict(wanted)
+        if len(wanted) != len(dtype_of):
+            raise NotImplementedError("the engine keeps parts of one weight in more than one dtype")
+        return {name: dtype_of[name] for name in self.shards if name in dtype_of}
+
+    def _split_into_buckets(self) -> list[list[str]]:
+        """Return the weights in buckets of one dtype each and at most refit.bucket_mb."""
+        buckets: list[list[str]] = []
+        for dtype in dict.fromkeys(self.dtypes.values()):
+            names = [name for name in self.dtypes if self.dtypes[name] == dtype]
+            buckets += split_by_size(names, self._wire_bytes, self.cfg.bucket_mb * 2**20)
+        return buckets
+
+    def _wire_bytes(self, name: str) -> int:
+        return self.shards[name].numel() * self.dtypes[name].itemsize
+
+    def _plan(self, recorded: list[tuple[Copy, Tensor]]) -> None:
+        """Note what this rank sends and receives, in an order that both ends derive alike."""
+        rank = self.mesh.rank
+        targets = [target for _, target in recorded]
+        for receiver, copies in enumerate(self.mesh.gather([copy for copy, _ in recorded])):
             for i, copy in enumerate(copies):
-                # Of the ranks that hold replicas of a box the nearest, which is noted last.
-                holders = {
-                    self.boxes[r][copy.name]: r
-                    for r in sorted(range(world), key=lambda r: (r - to) % world, reverse=True)
-                }
-                for box, source in holders.items():
-                    part = intersect(copy.box, box)
-                    if part and source == me:
-                        send[copy.name, to].append(_Piece(copy, None, part))
-                    if part and to == me:
-                        receive[copy.name, source].append(_Piece(copy, targets[i], part))
-        return send, receive
+                for held, sender in self._nearest_holders(copy.name, receiver).items():
+                    region = intersect(copy.region, held)
+                    if region and sender == rank:
+                        self._send[copy.name, receiver].append(_Piece(copy.name, region))
+                    if region and receiver == rank:
+                        arrival = _Arrival(copy.name, region, copy, targets[i])
+                        self._receive[copy.name, sender].append(arrival)
+
+    def _nearest_holders(self, name: str, receiver: int) -> dict[Region, int]:
+        """Return the nearest rank that holds each region of a weight; the receiver is nearest."""
+        world_size = self.mesh.world_size
+        holders = {}
+        for distance in reversed(range(world_size)):  # A nearer replica replaces one farther away.
+            rank = (receiver + distance) % world_size
+            holders[self._regions[rank][name]] = rank
+        return holders
+
+    # ----------------------------------------------------------------------------------------------
+    # run
 
     @torch.no_grad()
     def __call__(self) -> None:
-        self.bytes_received, self.peak_bytes = 0, 0
-        run = self._all_to_all if self.cfg.transport == "all_to_all" else self._all_gather
+        """Move the current weights. Collective.
+
+        Raises:
+            RuntimeError: with `check`, if the engine differs from a full gather.
+        """
+        self.bytes_received = 0
+        self.peak_bytes = 0
+        exchange = self._all_to_all if self.cfg.transport == "all_to_all" else self._all_gather
         for bucket in self._buckets:
-            for name in bucket:  # what is here already needs no wire
+            for name in bucket:
                 for piece in self._receive[name, self.mesh.rank]:
-                    piece.scatter(self._own(name, piece.box))
+                    piece.scatter(self._view(piece))  # What this rank has needs no wire.
             if self.mesh.world_size > 1:
-                received, buffers = run(bucket)
+                received, buffers = exchange(bucket)
                 self.bytes_received += received
                 self.peak_bytes = max(self.peak_bytes, buffers)
         if self.check:
             self._compare_with_oracle()
 
-    def _own(self, name: str, box: Region) -> Tensor:
-        return view_of(local(self.shards[name]), box, self.boxes[self.mesh.rank][name][0])
+    def _view(self, piece: _Piece) -> Tensor:
+        """Return the view of a piece in this rank's shard."""
+        held = self._regions[self.mesh.rank][piece.name]
+        return view_of(local(self.shards[piece.name]), piece.region, held.offset)
 
     def _all_to_all(self, bucket: list[str]) -> tuple[int, int]:
-        """Each rank gets just what its engine lacks. Returns bytes: received, and of the
-        buffers.
+        """Send each rank just what its engine lacks.
+
+        Returns:
+            Bytes that this rank received, and bytes of the buffers.
         """
-        sending, receiving = (
-            [
-                [piece for name in bucket if peer != self.mesh.rank for piece in side[name, peer]]
-                for peer in range(self.mesh.world_size)
-            ]
-            for side in (self._send, self._receive)
-        )
-        num_out, num_in = (
-            [sum(map(_Piece.numel, pieces)) for pieces in side] for side in (sending, receiving)
-        )
-        out, into = (
-            torch.empty(sum(num), dtype=self.dtypes[bucket[0]], device=self.mesh.device)
-            for num in (num_out, num_in)
-        )
-        for piece, wire in _on(out, sending):
-            wire.copy_(self._own(piece.copy.name, piece.box))  # casts to the wire's dtype
-        dist.all_to_all_single(into, out, num_in, num_out)
-        for piece, wire in _on(into, receiving):
-            piece.scatter(wire)
-        return into.nbytes, out.nbytes + into.nbytes
+        outgoing = self._by_peer(self._send, bucket)
+        incoming = self._by_peer(self._receive, bucket)
+        num_out = [_numel(pieces) for pieces in outgoing]
+        num_in = [_numel(pieces) for pieces in incoming]
+        dtype = self.dtypes[bucket[0]]
+        send_buffer = torch.empty(sum(num_out), dtype=dtype, device=self.mesh.device)
+        receive_buffer = send_buffer.new_empty(sum(num_in))
+
+        for piece, slot in _slots(send_buffer, itertools.chain(*outgoing)):
+            slot.copy_(self._view(piece))  # Casts to the dtype of the wire.
+        dist.all_to_all_single(receive_buffer, send_buffer, num_in, num_out)
+        for arrival, slot in _slots(receive_buffer, itertools.chain(*incoming)):
+            arrival.scatter(slot)
+        return receive_buffer.nbytes, send_buffer.nbytes + receive_buffer.nbytes
+
+    def _by_peer(
+        self, pieces: dict[tuple[str, int], list[AnyPiece]], bucket: list[str]
+    ) -> list[list[AnyPiece]]:
+        """Return the pieces of a bucket for each peer; none for this rank, which needs no wire."""
+        by_peer: list[list[AnyPiece]] = [[] for _ in range(self.mesh.world_size)]
+        for peer, part in enumerate(by_peer):
+            if peer != self.mesh.rank:
+                for name in bucket:
+                    part += pieces[name, peer]
+        return by_peer
 
     def _all_gather(self, bucket: list[str]) -> tuple[int, int]:
-        """Every rank gets every shard, and takes what its engine wants from them. Returns the
-        same.
+        """Send every rank every shard; each takes what its engine wants.
+
+        Returns:
+            Bytes that this rank received, and bytes of the buffers.
         """
-        sizes = [[math.prod(boxes[name][1]) for name in bucket] for boxes in self.boxes]
-        longest = max(map(sum, sizes))
-        out = torch.zeros(longest, dtype=self.dtypes[bucket[0]], device=self.mesh.device)
-        for name, wire in zip(
-            bucket,
-            out.split([*sizes[self.mesh.rank], longest - sum(sizes[self.mesh.rank])]),
-            strict=False,
-        ):
-            wire.view(self.boxes[self.mesh.rank][name][1]).copy_(local(self.shards[name]))
-        into = out.new_empty(longest * self.mesh.world_size)
-        all_gather_single(into, out)
-        for source, rows in enumerate(into.split(longest)):
-            for name, wire in zip(
-                bucket, rows.split([*sizes[source], longest - sum(sizes[source])]), strict=False
-            ):
-                corner, shape = self.boxes[source][name]
-                for piece in self._receive[name, source] if source != self.mesh.rank else ():
-                    piece.scatter(view_of(wire.view(shape), piece.box, corner))
-        return into.nbytes - out.nbytes, into.nbytes + out.nbytes
+        held = [self._held(rank, bucket) for rank in range(self.mesh.world_size)]
+        longest = max(_numel(pieces) for pieces in held)
+        dtype = self.dtypes[bucket[0]]
+        send_buffer = torch.zeros(longest, dtype=dtype, device=self.mesh.device)
+        receive_buffer = send_buffer.new_empty(longest * self.mesh.world_size)
+
+        for piece, slot in _slots(send_buffer, held[self.mesh.rank]):
+            slot.copy_(self._view(piece))  # Casts to the dtype of the wire.
+        all_gather_single(receive_buffer, send_buffer)
+        for sender, row in enumerate(receive_buffer.split(longest)):
+            if sender != self.mesh.rank:
+                for shard, slot in _slots(row, held[sender]):
+                    for arrival in self._receive[shard.name, sender]:
+                        arrival.scatter(view_of(slot, arrival.region, shard.region.offset))
+        received = receive_buffer.nbytes - send_buffer.nbytes
+        return received, receive_buffer.nbytes + send_buffer.nbytes
+
+    def _held(self, rank: int, bucket: list[str]) -> list[_Piece]:
+        """Return a rank's shards of the bucket's weights, whole."""
+        return [_Piece(name, self._regions[rank][name]) for name in bucket]
 
     def _compare_with_oracle(self) -> None:
-        """Raises RuntimeError naming the engine parameters that differ from a full gather."""
-        engine, padding = self.engine.parameters(), self.engine.padding()
-        mine = {n: p.clone() for n, p in engine.items()}
+        """Raise RuntimeError naming the engine parameters that differ from a full gather."""
+        engine = self.engine.parameters()
+        padding = self.engine.padding()
+        refitted = {name: p.clone() for name, p in engine.items()}
         for p in engine.values():
             p.fill_(torch.nan)
-        full_gather(self.shards, self.parts, self.engine, self.dtypes)
-        wrong = [
-            n
-            for n, p in engine.items()
-            if not torch.equal(
-                *(t.flatten()[: t.numel() - padding.get(n, 0)] for t in (p, mine[n]))
-            )
-        ]
-        for n, p in engine.items():
-            p.copy_(mine[n])
+        full_gather(self.shards, self.slices, self.engine, self.dtypes)
+        wrong = []
+        for name, p in engine.items():
+            filled = p.numel() - padding.get(name, 0)
+            if not torch.equal(p.flatten()[:filled], refitted[name].flatten()[:filled]):
+                wrong.append(name)
+            p.copy_(refitted[name])
         if wrong:
             raise RuntimeError(
-                f"refit differs from the full gather in {len(wrong)} engine parameters: {', '.join(wrong[:5])}"
+                f"refit differs from the full gather in {len(wrong)} engine parameters: "
+                f"{', '.join(wrong[:5])}"
             )
 
 
-def _on(buffer: Tensor, pieces: list[list[_Piece]]) -> Iterator[tuple[_Piece, Tensor]]:
-    """Pieces with their places in a buffer that holds those of all peers, one after the other."""
-    flat = list(itertools.chain.from_iterable(pieces))
-    return (
-        (piece, part.view(piece.box[1]))
-        for piece, part in zip(flat, buffer.split([piece.numel() for piece in flat]), strict=True)
-    )
+def _numel(pieces: Iterable[_Piece]) -> int:
+    return sum(piece.numel() for piece in pieces)
+
+
+def _slots(buffer: Tensor, pieces: Iterable[AnyPiece]) -> Iterator[tuple[AnyPiece, Tensor]]:
+    """Yield each piece with its place in a flat buffer, where one follows the other."""
+    start = 0
+    for piece in pieces:
+        stop = start + piece.numel()
+        yield piece, buffer[start:stop].view(piece.region.size)
+        start = stop
 
 
 @torch.no_grad()
 def full_gather(
     shards: dict[str, Tensor],
-    parts: dict[str, list[CheckpointSlice]],
+    slices: dict[str, list[CheckpointSlice]],
     engine: RolloutEngine,
     dtypes: dict[str, torch.dtype],
 ) -> None:
-    """The obvious refit, kept as oracle: gather each weight whole on every rank and give it to the
-    engine's own loader.
+    """Refit the obvious way: gather each weight whole on every rank, for the engine's own loader.
+
+    It is the oracle of `Refit`. Collective.
     """
 
-    def whole() -> Iterator[tuple[str, Tensor]]:
+    def gathered() -> Iterator[tuple[str, Tensor]]:
         for name, dtype in dtypes.items():
-            t = (
-                shards[name].full_tensor() if isinstance(shards[name], DTensor) else shards[name]
-            ).to(dtype)
-            yield from ((part.name, part.of(t)) for part in parts[name])
+            shard = shards[name]
+            whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
+            yield from _in_files({name: whole.to(dtype)}, slices)
 
-    engine.load_weights(whole())
+    engine.load_weights(gathered())

@@ -1,5 +1,6 @@
-"""Trajectories for people: `python -m minirl.rollout.show runs/mine/rollouts/step-0-rank-0.jsonl |
-less`
+"""Print trajectories for people.
+
+python -m minirl.rollout.show runs/mine/rollouts/step-0-rank-0.jsonl | less
 """
 
 import sys
@@ -7,29 +8,38 @@ from pathlib import Path
 
 from minirl.errors import UserError
 from minirl.rollout import records
+from minirl.types import Trajectory
+
+
+def describe(t: Trajectory) -> str:
+    """Return a trajectory as a text: where it is from, what it earned, prompt and completion."""
+    place = f"group {t.group} episode {t.episode} segment {t.segment}"
+    num_sampled = int(t.sampled.sum())
+    head = [
+        f"── {place}: reward {t.reward:.4g}",
+        f"{num_sampled} of {len(t.tokens)} tokens sampled",
+        f"weights of update {t.version}",
+    ]
+    values = {**t.info, **t.info.get("env", {}), **t.info.get("rewards", {})}
+    for name, value in values.items():
+        if isinstance(value, int | float):
+            head.append(f"{name} {value:.4g}")
+    if t.info["error"]:
+        head.append(f"failed: {t.info['error']}")
+    prompt = t.info["prompt"]
+    if not isinstance(prompt, str):
+        prompt = prompt[-1]["content"]
+    return f"{', '.join(head)}\n{prompt}\n→ {t.info['completion']}\n"
 
 
 def main(arguments: list[str]) -> int:
+    """Print the trajectories of a file, and return the exit code."""
     if len(arguments) != 1 or not Path(arguments[0]).is_file():
         print(__doc__, file=sys.stderr)
         return 2
     try:
         for t in records.read_file(Path(arguments[0])):
-            values = {**t.info, **t.info.get("env", {}), **t.info.get("rewards", {})}
-            told = "".join(
-                f", {name} {value:.4g}"
-                for name, value in values.items()
-                if isinstance(value, int | float)
-            ) + (f", failed: {t.info['error']}" * bool(t.info["error"]))
-            prompt = (
-                t.info["prompt"]
-                if isinstance(t.info["prompt"], str)
-                else t.info["prompt"][-1]["content"]
-            )
-            print(
-                f"── group {t.group} episode {t.episode} segment {t.segment}: reward {t.reward:.4g}, {int(t.sampled.sum())} of {len(t.tokens)} tokens sampled, "
-                f"weights of update {t.version}{told}\n{prompt}\n→ {t.info['completion']}\n"
-            )
+            print(describe(t))
     except UserError as error:
         print(f"minirl: {error}", file=sys.stderr)
         return 2

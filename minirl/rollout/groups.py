@@ -1,0 +1,151 @@
+"""Groups of episodes that run together on this rank's engine."""
+
+import asyncio
+import contextlib
+import itertools
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from minirl.envs.base import Agent
+from minirl.rollout.episode import Episode, EpisodeRunner
+from minirl.types import Trajectory
+
+
+@dataclass
+class Group:
+    """The episodes of one ticket."""
+
+    ticket: int
+    version: int  # Optimizer steps that the weights had seen when it began.
+    episodes: list[Episode]
+    tasks: list[asyncio.Task] | None = None  # None: none of its episodes runs here yet.
+
+    @property
+    def finished(self) -> bool:
+        """Whether all episodes have ended."""
+        return all(e.outcome for e in self.episodes)
+
+    def trajectories(self) -> list[Trajectory]:
+        """Return the trajectories of the episodes that have ended; waits for the rewards.
+
+        Raises:
+            UserError: a reward function failed.
+        """
+        parts = [e.outcome() for e in self.episodes if e.outcome]
+        return list(itertools.chain.from_iterable(parts))
+
+    def pickled(self) -> bytes:
+        """Return it for a checkpoint.
+
+        It is without episodes if one of them is an agent's that goes on, or cannot be pickled.
+        """
+        if all(e.outcome or not isinstance(e.env, Agent) for e in self.episodes):
+            with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
+                return pickle.dumps((self.ticket, self.version, [e.saved() for e in self.episodes]))
+        return pickle.dumps((self.ticket, self.version, []))
+
+
+class GroupScheduler:
+    """Runs groups of episodes together.
+
+    Groups that are unfinished when it has enough of them stay in `groups`, and the next run goes on
+    with them.
+    """
+
+    def __init__(self, runner: EpisodeRunner):
+        self.runner = runner
+        self.groups: dict[int, Group] = {}  # By ticket.
+        self._num_active = 0  # Episodes that have begun and not ended.
+        self._num_finished = 0  # Groups.
+        self._error: BaseException | None = None  # Of the first episode that ends the run.
+        self._episode_of: dict[asyncio.Task, tuple[Group, Episode]] = {}
+        self._ended: asyncio.Queue[asyncio.Task] = asyncio.Queue()
+
+    async def run(
+        self, new_groups: Iterator[Group], room: int, is_enough: Callable[[int], bool]
+    ) -> list[Group]:
+        """Run the unfinished groups and new ones, until there are enough or no more.
+
+        Args:
+            new_groups: one is taken only when it can begin.
+            room: a new group begins while fewer episodes than this go on.
+            is_enough: takes the number of finished groups. Those of other ranks count, too, so
+                that its result may change between two calls.
+
+        Returns:
+            The groups that have finished, in the order of their tickets.
+
+        Raises:
+            UserError: an episode ended the run.
+        """
+        self._error = None
+        if self.groups:  # Otherwise what is paused is another scheduler's.
+            self.runner.engine_loop.resume()
+        for group in self.groups.values():
+            if group.tasks is None:
+                self._start(group)
+        self._num_finished = sum(group.finished for group in self.groups.values())
+        while not (self._error or is_enough(self._num_finished)):
+            while not self._num_active or self._num_active < room:
+                new_group = next(new_groups, None)
+                if new_group is None:
+                    break
+                self._start(new_group)
+            if not self._num_active:
+                break
+            await self._collect_finished(0.02)  # Not longer: other ranks may have done enough.
+        else:
+            self.runner.engine_loop.pause()
+        while self.runner.engine_loop.active_episodes:  # An environment's step is not interrupted.
+            await self._collect_finished(0.001)
+        if self._error:
+            raise self._error
+        finished = [group for _, group in sorted(self.groups.items()) if group.finished]
+        for group in finished:
+            del self.groups[group.ticket]
+        return finished
+
+    def replace(self, old: Group, new: Group) -> None:
+        """Give up a group, and take another one of the same ticket in its place."""
+        if old.tasks is not None:
+            self._num_active -= sum(not e.outcome for e in old.episodes)
+            for task in old.tasks:
+                task.cancel()
+        self.groups[new.ticket] = new
+
+    def _start(self, group: Group) -> None:
+        """Start a task for each episode that has not ended."""
+        self.groups[group.ticket] = group
+        group.tasks = []
+        for episode in group.episodes:
+            if episode.outcome:
+                continue
+            self._num_active += 1
+            # The engine must not step before all episodes that begin together have made their first
+            # request. When an agent, which asks through the endpoint, will do so is unknown.
+            if not isinstance(episode.env, Agent):
+                self.runner.engine_loop.active_episodes += 1
+            task = asyncio.get_running_loop().create_task(self.runner.run(episode))
+            self._episode_of[task] = group, episode
+            task.add_done_callback(self._ended.put_nowait)
+            group.tasks.append(task)
+
+    async def _collect_finished(self, seconds: float) -> None:
+        """Wait for the next episode to end, for so long at most, and have it scored."""
+        try:
+            async with asyncio.timeout(seconds):
+                task = await self._ended.get()
+        except TimeoutError:
+            return
+        group, episode = self._episode_of.pop(task)
+        if not isinstance(episode.env, Agent):
+            self.runner.engine_loop.mark_idle()
+        if self.groups.get(group.ticket) is not group:
+            return  # It was given up.
+        if task.exception():
+            self._error = self._error or task.exception()
+            return
+        self._num_active -= 1
+        episode.outcome = self.runner.pool.submit(self.runner.finish, episode).result
+        self._num_finished += group.finished
