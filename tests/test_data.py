@@ -11,7 +11,8 @@ import reasoning_gym
 
 from minirl.config.shared import DataConfig
 from minirl.data.curriculum import Curriculum
-from minirl.data.datasets import Prompts, load_rows, split
+from minirl.data.prompts import Prompts, load_rows
+from minirl.data.rows import split
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards import functions
@@ -82,15 +83,16 @@ def test_line_separators_inside_a_text_do_not_end_its_line(tmp_path):
         ([{"prompt": "a"}, "", '{"prompt": "b"'], r"line 3 is not JSON"),
         (
             [{"prompt": "a"}, {"question": "b", "level": 1}],
-            r"line 2 has no 'prompt' .*\(its keys: question, level\); set data.prompt_key",
+            r"line 2: data.prompt_key = 'prompt' names no text and no list of messages with role "
+            r"and content \(its keys: question, level\); set data.prompt_key to",
         ),
         ([["a"]], "line 1: a row must be an object of named values, not a list"),
-        ([{"prompt": ""}], r"line 1 has no 'prompt'"),
+        ([{"prompt": ""}], r"line 1: data.prompt_key = 'prompt' names no text"),
         (
             [{"prompt": [{"role": "user"}]}],
-            r"line 1 has no 'prompt' that is a text or a list of messages",
+            r"line 1: data.prompt_key = 'prompt' names no text and no list of messages",
         ),
-        ([{"prompt": []}], r"line 1 has no 'prompt'"),
+        ([{"prompt": []}], r"line 1: data.prompt_key = 'prompt' names no text"),
         ([], r"no rows"),
         (["", "  "], r"no rows"),
     ],

@@ -363,24 +363,28 @@ def test_every_layout_gives_the_same_pair(tmp_path):
     [
         (
             {"prompt": "a", "chosen": "b"},
-            r"line 2: the rejected side 'rejected' of a pair must be a text or messages .* \(it is 'None'; the row's keys: prompt, chosen\)",
+            r"line 2: data.rejected_key = 'rejected' must name a text or messages .* rejected side "
+            r"of a pair \(it is 'None'; the row's keys: prompt, chosen\); set data.chosen_key",
         ),
         (
             {"prompt": "a", "chosen": " ", "rejected": "b"},
-            "line 2: the chosen side 'chosen' of a pair must be a text",
+            "line 2: data.chosen_key = 'chosen' must name a text or .* chosen side of a pair",
         ),
-        ({"prompt": "a", "chosen": "b", "rejected": []}, "line 2: the rejected side 'rejected'"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": []},
+            "line 2: data.rejected_key = 'rejected' must name .* rejected side",
+        ),
         (
             {"prompt": "a", "chosen": "b", "rejected": [NO]},
             "line 2: one side of the pair is a text and the other a list of messages",
         ),
         (
             {"prompt": 7, "chosen": "b", "rejected": "c"},
-            "line 2: 'prompt' must be a text or messages",
+            "line 2: data.prompt_key = 'prompt' must name a text or messages",
         ),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"},
-            "line 2: 'margin' must be a finite number, not 'much'",
+            "line 2: data.margin_key = 'margin' must name a finite number, not 'much'",
         ),
         (
             {"chosen": [YO], "rejected": [NO]},
@@ -416,7 +420,7 @@ def encode(mesh, rows, max_tokens, score):
     )
     return {
         "kept": pairs.kept,
-        "lost": pairs.lost,
+        "lost": pairs.num_lost,
         "examples": [
             (t.group, t.episode, t.tokens.tolist(), t.sampled.tolist(), t.reward)
             for t in pairs.examples(range(2 * len(pairs)))

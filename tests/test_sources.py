@@ -16,7 +16,10 @@ from minirl.config.shared import DataConfig, EvaluateConfig
 from minirl.config.supervised import ChatsConfig, SFTConfig
 from minirl.config.validate import check_rollout, check_sft
 from minirl.data import chat
-from minirl.data.datasets import Chats, Mixture, Order, Prompts, load_chats, load_rows, split
+from minirl.data.examples import Chats, load_chats
+from minirl.data.order import Mixture, Order
+from minirl.data.prompts import Prompts, load_rows
+from minirl.data.rows import split
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 
@@ -99,9 +102,9 @@ def test_csv_values_stay_the_texts_they_are(tmp_path):
         (
             "a.csv",
             "prompt,answer\na,b,c\n",
-            "a row has not as many values as the first line has names",
+            "a row has more or fewer values than the first line has names",
         ),
-        ("a.csv", "prompt,answer\na\n", "a row has not as many values"),
+        ("a.csv", "prompt,answer\na\n", "a row has more or fewer values"),
         ("a.parquet", "nothing of the kind", r"not a good .parquet file"),
         ("a.json", "[{]", r"not a good .json file"),
         ("a.jsonl?split=train", "{}\n", "a file has no option split; it has weight and name"),
@@ -124,7 +127,7 @@ def test_a_source_that_cannot_be_read_is_refused(tmp_path, name, text, message):
         ("splits?split=dev", "its splits are train, test"),
         ("splits?split=train&subset=main", "a saved folder has no subset"),
         ("splits?spilt=train", "a data set has no option spilt"),
-        ("empty", "neither a file or folder here nor a data set that can be had"),
+        ("empty", "no file or folder of that name, and no data set that can be loaded"),
     ],
 )
 def test_a_folder_or_split_that_is_not_there_is_refused(tmp_path, source, message):
@@ -139,11 +142,12 @@ def test_a_folder_or_split_that_is_not_there_is_refused(tmp_path, source, messag
         rows_of(f"{tmp_path}/{place}?{query}" if query else f"{tmp_path}/{place}")
 
 
-def test_a_hub_id_that_cannot_be_had_is_refused():
+def test_a_hub_id_that_cannot_be_loaded_is_refused():
     """The tests run offline."""
     with pytest.raises(
         UserError,
-        match="data.train = no-such-org/no-such-set: neither a file or folder here nor a data set that can be had",
+        match="data.train = no-such-org/no-such-set: no file or folder of that name, "
+        "and no data set that can be loaded",
     ):
         rows_of("no-such-org/no-such-set")
 
@@ -229,7 +233,9 @@ def test_chats_in_the_layouts_of_others(tmp_path, row):
 
 def test_a_name_that_was_asked_for_has_no_others(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", [{"input": "q", "label": "l"}])
-    with pytest.raises(UserError, match=r"line 1 has no 'question' .*its keys: input, label"):
+    with pytest.raises(
+        UserError, match=r"line 1: data.prompt_key = 'question' names no .*its keys: input, label"
+    ):
         rows_of(source, prompt_key="question")
     assert "answer" not in rows_of(source, answer_key="gold")[0]
 

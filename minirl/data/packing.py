@@ -192,7 +192,7 @@ def _prompt_length(t: Trajectory) -> int:
 def _shared(t: Trajectory) -> bytes:
     """Equal where siblings may share rows: those of the prompt but its last token."""
     num = max(0, _prompt_length(t) - 1)
-    return t.tokens[:num].tobytes() + "".join(p.url for p in t.images if p.place < num).encode()
+    return t.tokens[:num].tobytes() + "".join(p.url for p in t.images if p.start < num).encode()
 
 
 def _filler(rows: int) -> Trajectory:

@@ -97,7 +97,7 @@ class Segment:
 
 def unexpanded(tokens: list[int], shown: Sequence[ImageSpan]) -> list[int]:
     """With one token for each image, as the engine is told."""
-    rest = {place for p in shown for place in range(p.place + 1, p.place + p.num)}
+    rest = {place for p in shown for place in range(p.start + 1, p.start + p.num_tokens)}
     return [token for i, token in enumerate(tokens) if i not in rest]
 
 
@@ -234,7 +234,7 @@ class Conversation:
                 logprobs=np.array(s.logprobs[: s.end()], np.float32),
                 turn_rewards=np.array(s.turn_rewards[: s.end()], np.float32),
                 versions=np.array(s.versions[: s.end()], np.int32),
-                images=[p for p in s.images if p.place < s.end()],
+                images=[p for p in s.images if p.start < s.end()],
                 info=info,
                 reward=reward,
                 group=group,
