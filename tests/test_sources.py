@@ -44,7 +44,7 @@ def rows_of(source, setting="data.train", **cfg):
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # places
 
 
@@ -181,7 +181,7 @@ def test_max_samples_takes_the_first_of_each_source(tmp_path):
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # layouts
 
 
@@ -256,7 +256,7 @@ def test_where_a_row_is_from(tmp_path):
     ]
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # mixing
 
 
@@ -373,14 +373,17 @@ def test_weights_that_mean_nothing_are_refused(tmp_path, weights, setting, messa
 def test_a_weight_too_small_for_one_example_is_refused(tmp_path):
     with pytest.raises(
         UserError,
-        match=r"b.jsonl\?weight=0.001: 0 of 8 examples by its weight, from 4 rows; raise its weight or leave it out",
+        match=(
+            r"b.jsonl\?weight=0.001: 0 of 8 examples by its weight, from 4 rows; raise its "
+            r"weight or leave it out"
+        ),
     ):
         prompts(rows_of(sources(tmp_path, [4, 4], [1, 0.001])))
     with pytest.raises(UserError, match=r"b.jsonl: no rows"):
         rows_of(sources(tmp_path, [4, 0], [None, None]))
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # long prompts
 
 
@@ -400,12 +403,14 @@ def test_long_prompts_can_be_dropped_and_counted(tmp_path):
     assert kept[0] == kept[1] and {len(text) for text in kept[0]} == set(range(1, 7))
     with pytest.raises(
         UserError,
-        match="data.train: all 10 prompts have more than data.max_prompt_tokens = 3 tokens; raise it",
+        match=(
+            "data.train: all 10 prompts have more than data.max_prompt_tokens = 3 tokens; raise it"
+        ),
     ):
         prompts(rows, max_prompt_tokens=3, too_long="drop").check_lengths("data.train", MESH)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # templates
 
 
@@ -454,7 +459,7 @@ def test_a_plain_template_has_the_prompt_and_then_the_answer():
                 chat.encode(tokenizer, chat.render(tokenizer, messages))
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # settings
 
 

@@ -25,8 +25,8 @@ def load_tokenizer(
         UserError: there are chats to encode, and no template for them.
     """
     # Cleaning up would not give texts back as they were.
-    tokenizer = AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False)
-    tokenizer = use_template(tokenizer, template, plain)
+    loaded = AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False)
+    tokenizer = use_template(loaded, template, plain)
     if chats and tokenizer.chat_template is None:
         raise UserError(
             f"policy.model = {folder}: its tokenizer has no chat template; name a file with one by "

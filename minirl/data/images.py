@@ -304,7 +304,7 @@ def _place(
         features[start:end] = first_feature + np.arange(num_tokens)
         # What follows goes on behind the longer side.
         positions[:, end:] += grid[1:].max() - num_tokens
-        positions[:, start:end] = positions[0, start] + np.indices(grid).reshape(3, -1)
+        positions[:, start:end] = positions[0, start] + np.indices(tuple(grid)).reshape(3, -1)
     return features[tokens], positions[:, tokens]
 
 
