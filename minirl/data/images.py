@@ -268,15 +268,15 @@ class Vision:
 
         # 3. The rows of all sequences, end to end.
         parts = [_place(spans, tokens, placed) for spans, tokens in needed]
-        features = np.concatenate([feature for feature, _ in parts])
-        positions = np.concatenate([position for _, position in parts], axis=1)
+        features_of, positions_of = zip(*parts, strict=True)
+        features = np.concatenate(features_of)
         rows = np.flatnonzero(features >= 0)
         return ImageBatch(
             pixels=patches["pixel_values"].to(device),
             grids=patches["image_grid_thw"].to(device),
             rows=torch.from_numpy(rows).to(device),
             features=torch.from_numpy(features[rows]).to(device),
-            positions=torch.from_numpy(positions).to(device),
+            positions=torch.from_numpy(np.concatenate(positions_of, axis=1)).to(device),
         )
 
 

@@ -109,8 +109,8 @@ def split(rows: Sequence[dict], held_out: int, seed: int) -> tuple[Sequence[dict
     """Split rows into those to train on and `held_out` others.
 
     A hash of seed and prompt (of the whole row if it has none) chooses the held-out rows, so that
-    the choice does not depend on the order of the rows. Of rows with one prompt, either all are
-    trained on or the last is held out.
+    the choice does not depend on the order of the rows. Of rows with the same prompt, either
+    all are trained on, or the last is held out and the others are dropped.
 
     Returns:
         (rows to train on, held-out rows).

@@ -192,7 +192,7 @@ def _load_dataset(path: Path, options: dict[str, str], label: str) -> datasets.D
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         splits = dict(loaded)
-    else:  # a single data set: of a folder, where it has no split, or the split that was asked for
+    else:  # a saved data set, which has no splits, or the split that was asked for
         splits = {"" if is_saved else split: loaded}
     if split is None and len(splits) == 1:
         (split,) = splits
