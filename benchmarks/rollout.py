@@ -47,7 +47,7 @@ from minirl.config.shared import (
     RolloutConfig,
     ScratchConfig,
 )
-from minirl.data.datasets import Prompts
+from minirl.data.prompts import Prompts
 from minirl.envs.base import Env, Result, State
 from minirl.envs.single_turn import SingleTurn
 from minirl.model import scratch

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable
 
 from minirl.config.shared import EvalConfig
-from minirl.data.datasets import Prompts
+from minirl.data.prompts import Prompts
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.model import RewardModel
 from minirl.rollout.engine import Sampling

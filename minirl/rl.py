@@ -20,9 +20,10 @@ from minirl.config.shared import PolicyConfig
 from minirl.config.validate import resolve_lengths, validate_rl
 from minirl.data import chat
 from minirl.data.curriculum import Curriculum
-from minirl.data.datasets import Prompts, load_rows, split
 from minirl.data.images import sampling_stops
 from minirl.data.packing import exchange, pack
+from minirl.data.prompts import Prompts, load_rows
+from minirl.data.rows import split
 from minirl.envs.registry import make_env
 from minirl.errors import UserError
 from minirl.evaluation import breakdown, evaluate

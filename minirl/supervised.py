@@ -14,8 +14,10 @@ from minirl.config.rl import RLConfig
 from minirl.config.supervised import SFTConfig
 from minirl.config.validate import validate_pairs, validate_supervised
 from minirl.data import chat
-from minirl.data.datasets import Chats, Prompts, load_chats, split, to_example
+from minirl.data.examples import Chats, load_chats, to_example
 from minirl.data.pairs import Pairs, load_pairs
+from minirl.data.prompts import Prompts
+from minirl.data.rows import split
 from minirl.errors import UserError
 from minirl.inputs import check_output, find_model, make_scratch
 from minirl.log import Log, Timer
@@ -105,7 +107,7 @@ class SupervisedTrainer(Program):
             )
             self.load_others()
             lost = self.lost.format(
-                *(a + b for a, b in zip(self.rows.lost, self.held_out.lost, strict=True)),
+                *(a + b for a, b in zip(self.rows.num_lost, self.held_out.num_lost, strict=True)),
                 max_tokens=cfg.data.max_tokens,
             )
             self.run = TrainingRun(

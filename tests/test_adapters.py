@@ -18,8 +18,8 @@ from harness import ranks
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
 from minirl.data import chat
-from minirl.data.datasets import Prompts
 from minirl.data.packing import pack
+from minirl.data.prompts import Prompts
 from minirl.data.sources import open_source
 from minirl.envs.base import Raw, Session, State
 from minirl.envs.registry import make_env

@@ -11,7 +11,8 @@ import reasoning_gym
 
 from minirl.config.shared import DataConfig
 from minirl.data.curriculum import Curriculum
-from minirl.data.datasets import Prompts, load_rows, split
+from minirl.data.prompts import Prompts, load_rows
+from minirl.data.rows import split
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards import functions
@@ -28,7 +29,7 @@ def load(source, **cfg):
     return load_rows(str(source), "data.train", DataConfig(**cfg))
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # JSONL
 
 
@@ -82,15 +83,16 @@ def test_line_separators_inside_a_text_do_not_end_its_line(tmp_path):
         ([{"prompt": "a"}, "", '{"prompt": "b"'], r"line 3 is not JSON"),
         (
             [{"prompt": "a"}, {"question": "b", "level": 1}],
-            r"line 2 has no 'prompt' .*\(its keys: question, level\); set data.prompt_key",
+            r"line 2: data.prompt_key = 'prompt' names no text and no list of messages with role "
+            r"and content \(its keys: question, level\); set data.prompt_key to",
         ),
         ([["a"]], "line 1: a row must be an object of named values, not a list"),
-        ([{"prompt": ""}], r"line 1 has no 'prompt'"),
+        ([{"prompt": ""}], r"line 1: data.prompt_key = 'prompt' names no text"),
         (
             [{"prompt": [{"role": "user"}]}],
-            r"line 1 has no 'prompt' that is a text or a list of messages",
+            r"line 1: data.prompt_key = 'prompt' names no text and no list of messages",
         ),
-        ([{"prompt": []}], r"line 1 has no 'prompt'"),
+        ([{"prompt": []}], r"line 1: data.prompt_key = 'prompt' names no text"),
         ([], r"no rows"),
         (["", "  "], r"no rows"),
     ],
@@ -103,12 +105,15 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path, lines, message):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(
         UserError,
-        match=r"data.train = '.*none.jsonl': no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets or reasoning_gym:NAME",
+        match=(
+            r"data.train = '.*none.jsonl': no such file; give a JSONL, JSON, Parquet or CSV "
+            r"file, a folder or hub id of datasets or reasoning_gym:NAME"
+        ),
     ):
         load(tmp_path / "none.jsonl")
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # reasoning-gym
 
 
@@ -145,7 +150,7 @@ def test_a_bad_generator_or_option_is_refused(source, message):
         load(f"reasoning_gym:{source}")
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # split and order
 
 ROWS = [{"prompt": f"row {i}", "answer": i} for i in range(40)]
@@ -204,7 +209,7 @@ def test_each_epoch_is_a_new_permutation_and_evaluation_keeps_file_order():
     assert [prompts(shuffle=False).row(t)["answer"] for t in range(80)] == [*range(40), *range(40)]
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the curriculum
 
 
@@ -265,7 +270,10 @@ def test_a_curriculum_leaves_no_room_for_weighted_sources(tmp_path):
     )
     with pytest.raises(
         UserError,
-        match="rollout.curriculum_floor = 0.1 draws prompts by their success, and the `weight` of sources .* give no weights",
+        match=(
+            "rollout.curriculum_floor = 0.1 draws prompts by their success, and the `weight` "
+            "of sources .* give no weights"
+        ),
     ):
         Curriculum(mixed, 0.1, {})
 
@@ -286,7 +294,10 @@ def test_a_prompt_above_the_limit_is_refused_with_its_length_and_row():
     tight = prompts(rows=rows, system_prompt="sys", max_prompt_tokens=length - 1)
     with pytest.raises(
         UserError,
-        match=rf"data.train: a prompt has {length} tokens, more than data.max_prompt_tokens = {length - 1}; .*'x+'",
+        match=(
+            rf"data.train: a prompt has {length} tokens, more than data.max_prompt_tokens = "
+            rf"{length - 1}; .*'x+'"
+        ),
     ):
         tight.check_lengths("data.train", alone(1))
     assert (
@@ -294,7 +305,7 @@ def test_a_prompt_above_the_limit_is_refused_with_its_length_and_row():
     )  # this rank's part holds the short one only
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # rewards known by name
 
 
@@ -369,7 +380,7 @@ def test_reasoning_gym_scores_with_the_generator_s_own_grader():
         assert graded(row, completion) == own(completion, row) < 1
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # rewards of the user's own
 
 
@@ -381,7 +392,8 @@ def written(tmp_path, body, name="my_reward.py"):
 def test_a_function_of_a_file_is_called_with_prompt_completion_and_row(tmp_path):
     file = written(
         tmp_path,
-        "def score(prompt, completion, row):\n    return len(prompt) + 10 * len(completion) + 100 * row['x']\n",
+        "def score(prompt, completion, row):\n"
+        "    return len(prompt) + 10 * len(completion) + 100 * row['x']\n",
     )
     graded = functions.make_rewards(f"{file}:score")
     row = {"prompt": "ab", "x": 3}
@@ -407,7 +419,8 @@ def test_a_function_of_a_file_is_called_with_prompt_completion_and_row(tmp_path)
         (
             None,
             "exakt",
-            r"'exakt' is neither registered \(exact, final_answer, math_verify, reasoning_gym, python_tests\) nor of the form file.py:function",
+            r"'exakt' is neither registered \(exact, final_answer, math_verify, reasoning_gym, "
+            r"python_tests\) nor of the form file.py:function",
         ),
     ],
 )
@@ -428,7 +441,8 @@ def test_a_file_with_a_dataclass_and_postponed_annotations_imports(tmp_path):
     """dataclasses looks its module up in sys.modules."""
     file = written(
         tmp_path,
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n@dataclass\nclass Score:\n    value: float\n\n"
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n\n@dataclass\nclass Score:\n    value: float\n\n"
         "def score(prompt, completion, row):\n    return Score(0.5).value\n",
     )
     assert functions.make_rewards(f"{file}:score")({"prompt": "q"}, "a") == 0.5
@@ -471,12 +485,15 @@ def test_an_exception_of_the_function_is_told_with_its_input():
 
     with pytest.raises(
         UserError,
-        match=r"my.py:score raised KeyError: 'nothing' for prompt 'the prompt', completion 'the answer'",
+        match=(
+            r"my.py:score raised KeyError: 'nothing' for prompt 'the prompt', completion 'the "
+            r"answer'"
+        ),
     ):
         graded_by(broken)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # rows that a reward needs
 
 
@@ -485,7 +502,10 @@ def test_rows_without_an_answer_are_refused_before_anything_runs(name):
     functions.Rewards((1.0, None, name)).check_rows(ROWS)
     with pytest.raises(
         UserError,
-        match=rf"reward.function = {name} compares with the answer, and a row has none \(data.answer_key\): .*no answer here",
+        match=(
+            rf"reward.function = {name} compares with the answer, and a row has none "
+            r"\(data.answer_key\): .*no answer here"
+        ),
     ):
         functions.Rewards((1.0, None, name)).check_rows([*ROWS, {"prompt": "no answer here"}])
     with pytest.raises(UserError, match=r"data.answer_key"):

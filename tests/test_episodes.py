@@ -16,8 +16,8 @@ from harness import ranks, two_at_once
 from minirl.config.rl import RefitConfig, RLConfig
 from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
 from minirl.data import chat, images
-from minirl.data.datasets import Prompts
 from minirl.data.packing import pack
+from minirl.data.prompts import Prompts
 from minirl.envs.base import Agent, Env, Raw, Result
 from minirl.errors import UserError
 from minirl.rewards.functions import Rewards
@@ -454,11 +454,11 @@ def test_images_of_environments(episodes):
         if segments[group, episode] == 1 and not info["env"]["truncated"]:
             whole += 1
             assert len(placed) == (4 if group % 3 == 1 else 3)
-        places = {place for p in placed for place in range(p.place, p.place + p.num)}
+        places = {place for p in placed for place in range(p.start, p.start + p.num_tokens)}
         assert places == {
             i
             for i, (token, own) in enumerate(zip(tokens, sampled, strict=True))
-            if token == tokens[placed[0].place] and not own
+            if token == tokens[placed[0].start] and not own
         }
         assert info["prompt"] == ROWS[group]["prompt"] and "data:" not in str(info)
     assert whole > 5
@@ -846,6 +846,6 @@ def test_images_that_a_client_sends_are_trained_on(on_one_rank):
         if segment == 0 and len(shown) == 2
     ]
     assert whole and all(
-        p.url.startswith("data:image/png;") and q.num == p.num + 2 for p, q in whole
+        p.url.startswith("data:image/png;") and q.num_tokens == p.num_tokens + 2 for p, q in whole
     )
     assert sum(len(shown) for shown in placed) >= 3 * 18 - len(whole)

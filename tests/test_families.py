@@ -98,7 +98,7 @@ def for_hugging_face(vision, t):
     if not t.images:
         return {}
     patches = vision.processor(
-        [images.rgb(p.url) for p in t.images if p.place < len(t.tokens) - 1], return_tensors="pt"
+        [images.rgb(p.url) for p in t.images if p.start < len(t.tokens) - 1], return_tensors="pt"
     )
     kinds = torch.tensor(t.tokens[None, :-1] == vision.token).long()
     return {

@@ -134,7 +134,7 @@ def test_sleep_refit_and_logprobs(tmp_path):
         PolicyConfig,
     )
     from minirl.data import chat
-    from minirl.data.datasets import Prompts
+    from minirl.data.prompts import Prompts
     from minirl.envs.registry import make_env
     from minirl.parallel.mesh import join_world
     from minirl.policy import Policy

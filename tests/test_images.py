@@ -21,10 +21,11 @@ from minirl.config.rl import AlgoConfig
 from minirl.config.shared import DataConfig, ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
-from minirl.data.datasets import load_chats, load_rows, to_example
+from minirl.data.examples import load_chats, to_example
 from minirl.data.images import BadImage, Vision, attach, rgb, to_url
 from minirl.data.packing import exchange
 from minirl.data.pairs import load_pairs
+from minirl.data.prompts import load_rows
 from minirl.errors import UserError
 from minirl.policy import Policy
 from minirl.rollout.conversation import Conversation, unexpanded
@@ -211,10 +212,10 @@ def test_rows_with_images(tmp_path, folder):
     assert pair["prompt"] == row["messages"][:1] == attach(parts, [a])
     tokenizer, vision = chat.load_tokenizer(folder), Vision(folder)
     t = to_example(tokenizer, vision, row, chat.stop_token_ids(tokenizer, folder))
-    assert tokenizer.decode(t.tokens[t.sampled]) == "this<|end|>" and [p.num for p in t.images] == [
-        vision.num_tokens(to_url(a))
-    ]
-    assert (t.tokens == vision.token).sum() == t.images[0].num and len(t.tokens) == len(
+    assert tokenizer.decode(t.tokens[t.sampled]) == "this<|end|>" and [
+        p.num_tokens for p in t.images
+    ] == [vision.num_tokens(to_url(a))]
+    assert (t.tokens == vision.token).sum() == t.images[0].num_tokens and len(t.tokens) == len(
         t.sampled
     ) == len(t.logprobs)
     with pytest.raises(UserError, match="reads none"):

@@ -37,7 +37,7 @@ from minirl.types import Trajectory
 from programs import ROOT, alone, fork
 from test_gradients import exact_norm, worst
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # formulas
 
 
@@ -184,7 +184,7 @@ def test_dpo_of_a_packed_batch_is_the_formula_on_its_sequences(normalized):
         np.testing.assert_allclose(got, wanted * t.sampled, atol=1e-12)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # every mesh
 
 
@@ -296,7 +296,7 @@ def test_every_mesh_is_one_process(one_process, mesh):
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # rows
 
 HI, YO, NO, BYE = (
@@ -363,28 +363,33 @@ def test_every_layout_gives_the_same_pair(tmp_path):
     [
         (
             {"prompt": "a", "chosen": "b"},
-            r"line 2: the rejected side 'rejected' of a pair must be a text or messages .* \(it is 'None'; the row's keys: prompt, chosen\)",
+            r"line 2: data.rejected_key = 'rejected' must name a text or messages .* rejected side "
+            r"of a pair \(it is 'None'; the row's keys: prompt, chosen\); set data.chosen_key",
         ),
         (
             {"prompt": "a", "chosen": " ", "rejected": "b"},
-            "line 2: the chosen side 'chosen' of a pair must be a text",
+            "line 2: data.chosen_key = 'chosen' must name a text or .* chosen side of a pair",
         ),
-        ({"prompt": "a", "chosen": "b", "rejected": []}, "line 2: the rejected side 'rejected'"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": []},
+            "line 2: data.rejected_key = 'rejected' must name .* rejected side",
+        ),
         (
             {"prompt": "a", "chosen": "b", "rejected": [NO]},
             "line 2: one side of the pair is a text and the other a list of messages",
         ),
         (
             {"prompt": 7, "chosen": "b", "rejected": "c"},
-            "line 2: 'prompt' must be a text or messages",
+            "line 2: data.prompt_key = 'prompt' must name a text or messages",
         ),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"},
-            "line 2: 'margin' must be a finite number, not 'much'",
+            "line 2: data.margin_key = 'margin' must name a finite number, not 'much'",
         ),
         (
             {"chosen": [YO], "rejected": [NO]},
-            "line 2: the chosen side must answer the prompt that both share, and end by an assistant's turn",
+            "line 2: the chosen side must answer the prompt that both share, and end by an "
+            "assistant's turn",
         ),
         ({"chosen": [HI, YO], "rejected": [HI]}, "line 2: the rejected side must answer"),
         (
@@ -416,7 +421,7 @@ def encode(mesh, rows, max_tokens, score):
     )
     return {
         "kept": pairs.kept,
-        "lost": pairs.lost,
+        "lost": pairs.num_lost,
         "examples": [
             (t.group, t.episode, t.tokens.tolist(), t.sampled.tolist(), t.reward)
             for t in pairs.examples(range(2 * len(pairs)))
@@ -439,7 +444,7 @@ def test_equal_and_long_pairs_are_dropped_and_counted():
         examples = sorted(e for r in results for e in r["examples"])
         assert [e[:2] for e in examples] == [(g, e) for g in range(4) for e in range(2)]
         ids = {True: [], False: []}
-        for _, episode, tokens, sampled, reward in examples:
+        for _, _, tokens, sampled, reward in examples:
             prompt, answer = tokens[: sampled.index(True)], tokens[sampled.index(True) :]
             assert (
                 all(sampled[len(prompt) :])
@@ -459,12 +464,15 @@ def test_equal_and_long_pairs_are_dropped_and_counted():
     )
     with pytest.raises(
         RankFailed,
-        match="of 2 pairs none is left: 1 have a side of more than data.max_tokens = 40 tokens, 1 have a chosen side equal",
+        match=(
+            "of 2 pairs none is left: 1 have a side of more than data.max_tokens = 40 tokens, "
+            "1 have a chosen side equal"
+        ),
     ):
         ranks(2, encode, rows[1::2], 40, True)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # export
 
 
@@ -494,7 +502,7 @@ def scored(mesh, folder, output, rows):
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral"])
 def test_transformers_gives_the_same_scores(tmp_path, family):
     folder = tiny.make(tmp_path / "model", family)
-    rows = [t for t in pairs_of(6, score=False)]
+    rows = pairs_of(6, score=False)
     for t in rows:  # the end, and one more, which nobody reads
         t.tokens, t.sampled = (
             np.append(t.tokens, [1, 9]).astype(np.int32),
@@ -530,7 +538,7 @@ def test_a_token_that_ends_answers_does_not_fill_up():
     assert chat.filling_token_id(tokenizer, [1], "m") == 3
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # programs
 
 
@@ -663,7 +671,10 @@ def test_cached_reference_is_the_reference(folder, tmp_path):
     ):
         with pytest.raises(
             RankFailed,
-            match=f"reference_cache = .*cache is of another run: .*{says}; name another file or remove it",
+            match=(
+                f"reference_cache = .*cache is of another run: .*{says}; name another file or "
+                "remove it"
+            ),
         ):
             ranks(
                 1,
@@ -678,7 +689,7 @@ BAD = {
     "one-sided": (
         "rm",
         ["--data.rejected-key", "no"],
-        ["line 1: the rejected side 'no'", "set data.chosen_key and data.rejected_key"],
+        ["line 1: data.rejected_key = 'no' must name", "set data.chosen_key and data.rejected_key"],
     ),
     "pair does not fit": (
         "dpo",
@@ -750,7 +761,7 @@ def test_recipe_learns_the_rule_on_held_out_pairs(tmp_path, program):
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # serving
 
 

@@ -21,9 +21,9 @@ from minirl.config.shared import (
     RolloutConfig,
 )
 from minirl.data import chat
-from minirl.data.datasets import Prompts
 from minirl.data.images import Vision, attach
 from minirl.data.packing import pack
+from minirl.data.prompts import Prompts
 from minirl.envs.registry import make_env
 from minirl.model.build import Weights
 from minirl.model.families import FAMILIES as ALL_FAMILIES

@@ -23,8 +23,10 @@ from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, SFTConfig
 from minirl.config.validate import validate_supervised
 from minirl.data import chat
-from minirl.data.datasets import Chats, Order, load_chats, split
+from minirl.data.examples import Chats, load_chats
+from minirl.data.order import Order
 from minirl.data.packing import pack
+from minirl.data.rows import split
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy, make_minibatch
@@ -366,7 +368,7 @@ def encode(mesh, rows, max_tokens):
     return {
         "own": {n: (t.tokens, t.sampled) for n, (t,) in chats.encoded.items()},
         "kept": chats.kept,
-        "lost": chats.lost,
+        "lost": chats.num_lost,
         "steps": [
             [
                 (t.group, t.tokens.tolist(), t.sampled.tolist())

@@ -16,7 +16,10 @@ from minirl.config.shared import DataConfig, EvaluateConfig
 from minirl.config.supervised import ChatsConfig
 from minirl.config.validate import validate_templates
 from minirl.data import chat
-from minirl.data.datasets import Chats, Mixture, Order, Prompts, load_chats, load_rows, split
+from minirl.data.examples import Chats, load_chats
+from minirl.data.order import Mixture, Order
+from minirl.data.prompts import Prompts, load_rows
+from minirl.data.rows import split
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 
@@ -41,7 +44,7 @@ def rows_of(source, setting="data.train", **cfg):
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # places
 
 
@@ -99,9 +102,9 @@ def test_csv_values_stay_the_texts_they_are(tmp_path):
         (
             "a.csv",
             "prompt,answer\na,b,c\n",
-            "a row has not as many values as the first line has names",
+            "a row has more or fewer values than the first line has names",
         ),
-        ("a.csv", "prompt,answer\na\n", "a row has not as many values"),
+        ("a.csv", "prompt,answer\na\n", "a row has more or fewer values"),
         ("a.parquet", "nothing of the kind", r"not a good .parquet file"),
         ("a.json", "[{]", r"not a good .json file"),
         ("a.jsonl?split=train", "{}\n", "a file has no option split; it has weight and name"),
@@ -124,7 +127,7 @@ def test_a_source_that_cannot_be_read_is_refused(tmp_path, name, text, message):
         ("splits?split=dev", "its splits are train, test"),
         ("splits?split=train&subset=main", "a saved folder has no subset"),
         ("splits?spilt=train", "a data set has no option spilt"),
-        ("empty", "neither a file or folder here nor a data set that can be had"),
+        ("empty", "no file or folder of that name, and no data set that can be loaded"),
     ],
 )
 def test_a_folder_or_split_that_is_not_there_is_refused(tmp_path, source, message):
@@ -139,11 +142,12 @@ def test_a_folder_or_split_that_is_not_there_is_refused(tmp_path, source, messag
         rows_of(f"{tmp_path}/{place}?{query}" if query else f"{tmp_path}/{place}")
 
 
-def test_a_hub_id_that_cannot_be_had_is_refused():
+def test_a_hub_id_that_cannot_be_loaded_is_refused():
     """The tests run offline."""
     with pytest.raises(
         UserError,
-        match="data.train = no-such-org/no-such-set: neither a file or folder here nor a data set that can be had",
+        match="data.train = no-such-org/no-such-set: no file or folder of that name, "
+        "and no data set that can be loaded",
     ):
         rows_of("no-such-org/no-such-set")
 
@@ -177,7 +181,7 @@ def test_max_samples_takes_the_first_of_each_source(tmp_path):
     )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # layouts
 
 
@@ -229,7 +233,9 @@ def test_chats_in_the_layouts_of_others(tmp_path, row):
 
 def test_a_name_that_was_asked_for_has_no_others(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", [{"input": "q", "label": "l"}])
-    with pytest.raises(UserError, match=r"line 1 has no 'question' .*its keys: input, label"):
+    with pytest.raises(
+        UserError, match=r"line 1: data.prompt_key = 'question' names no .*its keys: input, label"
+    ):
         rows_of(source, prompt_key="question")
     assert "answer" not in rows_of(source, answer_key="gold")[0]
 
@@ -250,7 +256,7 @@ def test_where_a_row_is_from(tmp_path):
     ]
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # mixing
 
 
@@ -367,14 +373,17 @@ def test_weights_that_mean_nothing_are_refused(tmp_path, weights, setting, messa
 def test_a_weight_too_small_for_one_example_is_refused(tmp_path):
     with pytest.raises(
         UserError,
-        match=r"b.jsonl\?weight=0.001: 0 of 8 examples by its weight, from 4 rows; raise its weight or leave it out",
+        match=(
+            r"b.jsonl\?weight=0.001: 0 of 8 examples by its weight, from 4 rows; raise its "
+            r"weight or leave it out"
+        ),
     ):
         prompts(rows_of(sources(tmp_path, [4, 4], [1, 0.001])))
     with pytest.raises(UserError, match=r"b.jsonl: no rows"):
         rows_of(sources(tmp_path, [4, 0], [None, None]))
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # long prompts
 
 
@@ -394,12 +403,14 @@ def test_long_prompts_can_be_dropped_and_counted(tmp_path):
     assert kept[0] == kept[1] and {len(text) for text in kept[0]} == set(range(1, 7))
     with pytest.raises(
         UserError,
-        match="data.train: all 10 prompts have more than data.max_prompt_tokens = 3 tokens; raise it",
+        match=(
+            "data.train: all 10 prompts have more than data.max_prompt_tokens = 3 tokens; raise it"
+        ),
     ):
         prompts(rows, max_prompt_tokens=3, too_long="drop").check_lengths("data.train", MESH)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # templates
 
 
@@ -448,7 +459,7 @@ def test_a_plain_template_has_the_prompt_and_then_the_answer():
                 chat.encode(tokenizer, chat.render(tokenizer, messages))
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # settings
 
 

@@ -13,15 +13,24 @@ from minirl.errors import UserError, require
 def load_tokenizer(
     folder: Path, *, chats: bool = True, template: str = "", plain: str = ""
 ) -> PreTrainedTokenizerBase:
-    """`template`, `plain`: as in `use_template`. Raises UserError if there are chats to encode and
-    no template for them.
+    """Return the tokenizer of a model's folder.
+
+    Args:
+        folder: of the model (policy.model).
+        chats: whether there are chats to encode.
+        template: as `path` of `use_template`.
+        plain: as in `use_template`.
+
+    Raises:
+        UserError: there are chats to encode, and no template for them.
     """
-    tokenizer = use_template(
-        AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False), template, plain
-    )  # it would not give texts back
+    # Cleaning up would not give texts back as they were.
+    loaded = AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False)
+    tokenizer = use_template(loaded, template, plain)
     if chats and tokenizer.chat_template is None:
         raise UserError(
-            f"policy.model = {folder}: its tokenizer has no chat template; name a file with one by data.chat_template"
+            f"policy.model = {folder}: its tokenizer has no chat template; name a file with one by "
+            "data.chat_template"
         )
     return tokenizer
 
@@ -29,60 +38,83 @@ def load_tokenizer(
 def use_template(
     tokenizer: PreTrainedTokenizerBase, path: str, plain: str
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer with another chat template, unless both are empty: that of the Jinja file
-    `path` (data.chat_template), or the text `plain` (data.input_template) with the prompt in place
-    of its `{}`, followed by an answer and the end-of-sequence token. Raises UserError.
+    """Give the tokenizer another chat template, unless `path` and `plain` are both empty.
+
+    Args:
+        tokenizer: changed in place.
+        path: file with a Jinja template (data.chat_template).
+        plain: text with the prompt in place of its `{}`, followed by an answer and the
+            end-of-sequence token (data.input_template).
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        UserError: the file cannot be read.
     """
     if path:
         try:
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"data.chat_template = {path!r} cannot be read ({error}); give a text file with a Jinja template"
+                f"data.chat_template = {path!r} cannot be read ({error}); give a text file with a "
+                "Jinja template"
             ) from error
     if plain:
-        before, after = (json.dumps(text, ensure_ascii=False) for text in plain.split("{}"))
-        begin = (
-            tokenizer.bos_token if tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id else ""
-        )  # as the tokenizer begins a plain text
-        refuse = "{{ raise_exception('data.input_template takes a prompt that is one text and an answer; leave it empty for chats') }}"
+        # A chat begins as a plain text of this tokenizer does: with its first token, if it has one.
+        begins = tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
+        begin = json.dumps(tokenizer.bos_token if begins else "")
+        around_prompt = [json.dumps(text, ensure_ascii=False) for text in plain.split("{}")]
         tokenizer.chat_template = (
-            f"{{% if messages[0].role != 'user' or messages|length > 2 %}}{refuse}{{% endif %}}{{{{ {json.dumps(begin)} + {before} + "
-            f"messages[0].content + {after} }}}}{{% for m in messages[1:] %}}{{{{ m.content + eos_token }}}}{{% endfor %}}"
+            "{% if messages[0].role != 'user' or messages|length > 2 %}"
+            "{{ raise_exception('data.input_template takes a prompt that is one text and an "
+            "answer; leave it empty for chats') }}{% endif %}"
+            f"{{{{ {begin} + {' + messages[0].content + '.join(around_prompt)} }}}}"
+            "{% for m in messages[1:] %}{{ m.content + eos_token }}{% endfor %}"
         )
     return tokenizer
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int]:
-    """Every token that ends an answer: the tokenizer's and those of generation_config.json. Raises
-    UserError if there is none.
+    """Return every token that ends an answer: the tokenizer's and generation_config.json's.
+
+    Raises:
+        UserError: there is none.
     """
-    ids = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    ids = {tokenizer.eos_token_id}
     if (folder / "generation_config.json").exists():
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        ids |= set(eos) if isinstance(eos, list) else {eos} if eos is not None else set()
+        ids.update(eos if isinstance(eos, list) else [eos])
+    ids.discard(None)
     require(
         ids,
-        f"policy.model = {folder}: neither tokenizer nor generation_config.json names an eos token, so no answer would end",
+        f"policy.model = {folder}: neither tokenizer nor generation_config.json names an eos "
+        "token, so no answer would end",
     )
     return sorted(ids)
 
 
 def filling_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], where: str) -> int:
-    """A token that can fill up short rows of a reward model: transformers takes a row's score at
-    its last other token, so it must not end an answer. Raises UserError if the tokenizer has
-    none.
+    """Return a token that can fill up short rows of a reward model.
+
+    It must not end an answer, because transformers takes a row's score at the last token that is
+    another.
+
+    Raises:
+        UserError: the tokenizer has no such token; `where` begins the message.
     """
     for token in (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id):
         if token is not None and token not in stop_ids:
             return token
     raise UserError(
-        f"{where}: its tokenizer has no pad token other than what ends an answer, and transformers would take a reward model's score "
-        "before the end; give the tokenizer a pad_token of its own"
+        f"{where}: its tokenizer has no pad token other than what ends an answer, and transformers "
+        "would take a reward model's score before the end; give the tokenizer a pad_token of its "
+        "own"
     )
 
 
 def to_messages(prompt: str | list[dict], system_prompt: str) -> list[dict]:
+    """Return a prompt as messages, behind the system prompt unless it is empty or there is one."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
@@ -96,21 +128,32 @@ def render(
     header: bool = True,
     tools: list[dict] | None = None,
 ) -> str:
-    """The chat as text, with `header` up to where the assistant begins to speak. Raises UserError
-    if the template does.
+    """Return the chat as text.
+
+    Args:
+        tokenizer: has the chat template.
+        messages: the chat.
+        header: whether the header of an answer follows, up to where the assistant begins to speak.
+        tools: descriptions of tools, for the template.
+
+    Raises:
+        UserError: the template raises an error.
     """
     try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=header, tools=tools
+        return tokenizer.apply_chat_template(  # type: ignore[return-value]  # a text
+            messages,
+            tokenize=False,
+            add_generation_prompt=header,
+            tools=tools,  # type: ignore[arg-type]  # a list of dict is one of dict | Callable
         )
-    except (TemplateError, TypeError) as error:  # by its own will, or by adding what does not add
+    except (TemplateError, TypeError) as error:  # raised on purpose, or by adding None to a text
         raise UserError(
             f"the chat template refuses a chat: {error} ({str(messages)[:200]})"
         ) from error
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text that has all its special tokens."""
+    """Return the token ids of a text that has all its special tokens."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
@@ -120,55 +163,77 @@ def encode_chat(
     trained: list[int],
     stop_ids: list[int],
 ) -> tuple[list[int], list[bool]]:
-    """(token ids, mask) of a chat as the template renders it; nothing follows the last token in the
-    loss.
+    """Return the token ids and the loss mask of a chat as the template renders it.
 
-    The mask is True on what a policy asked for the messages `trained` (indices of assistant turns)
-    would sample: the content and the token that ends the turn, not the header before nor the line
-    break behind. A turn begins where the rendering of the messages before it, with the header of an
-    answer, ends; a token on both sides of that border is not in the loss. The whole is rendered and
-    tokenised once. Raises UserError if the template renders a turn otherwise when others follow, or
-    does not end one by a stop token.
+    The mask is True on what a policy that is asked for the messages `trained` would sample: the
+    content and the token that ends the turn, not the header before nor the line break behind. A
+    turn begins where the rendering of the messages before it, with the header of an answer, ends; a
+    token on both sides of that border is not in the loss. The whole is rendered and tokenised once.
+    Nothing follows the last token in the loss.
+
+    Args:
+        tokenizer: has the chat template.
+        messages: the chat.
+        trained: indices of the assistant turns in the loss.
+        stop_ids: tokens that end an answer.
+
+    Returns:
+        (token ids, mask), of equal length.
+
+    Raises:
+        UserError: the template renders a turn otherwise when others follow, or does not end one by
+            a stop token.
     """
     text = render(tokenizer, messages, header=False)
-    encoded = tokenizer(
+    encoded = tokenizer(  # not verbose: long chats are cut later
         text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-    )  # long ones are cut later
-    ids, spans = encoded["input_ids"], encoded["offset_mapping"]
+    )
+    ids = encoded["input_ids"]
+    spans = encoded["offset_mapping"]  # of each token: (first character, behind its last)
     mask = [False] * len(ids)
-    starts = [start for start, _ in spans]
+    length = 0
     for i in trained:
-        before, through = (
-            render(tokenizer, messages[:i]),
-            text if i == len(messages) - 1 else render(tokenizer, messages[: i + 1], header=False),
-        )
-        first = bisect.bisect_left(starts, len(before))
-        while 0 < first < len(ids) and spans[first - 1][1] < len(
-            before
-        ):  # a token that holds the header's last space, which offsets leave out
-            first += 1
+        # 1. The turn's first token, and its first stop token.
+        before = render(tokenizer, messages[:i])
+        first = _first_token_behind(spans, len(before))
         last = next((n for n in range(first, len(ids)) if ids[n] in stop_ids), None)
-        if (
-            not text.startswith(before)
-            or last is not None
-            and through[: spans[last][1]] != text[: spans[last][1]]
-        ):
+
+        # 2. The whole chat must begin as the one up to this turn does.
+        is_last_message = i == len(messages) - 1
+        through = text if is_last_message else render(tokenizer, messages[: i + 1], header=False)
+        end = 0 if last is None else spans[last][1]
+        if not text.startswith(before) or through[:end] != text[:end]:
             raise UserError(
-                f"the chat template renders message {i + 1} of a chat otherwise when others follow, so it cannot be trained on; "
-                f"--data.train-on last_turn may help ({str(messages[i])[:100]})"
+                f"the chat template renders message {i + 1} of a chat otherwise when others "
+                "follow, so it cannot be trained on; --data.train-on last_turn may help "
+                f"({str(messages[i])[:100]})"
             )
         if last is None:
             raise UserError(
-                f"the chat template does not end an answer by one of the stop tokens {stop_ids} ({str(messages[i])[:100]})"
+                f"the chat template does not end an answer by one of the stop tokens {stop_ids} "
+                f"({str(messages[i])[:100]})"
             )
+
+        # 3. Both tokens and what is between them are in the loss.
         mask[first : last + 1] = [True] * (last + 1 - first)
-    length = len(mask) - mask[::-1].index(True) if any(mask) else 0
+        length = max(length, last + 1)
     return ids[:length], mask[:length]
 
 
+def _first_token_behind(spans: list[tuple[int, int]], num_characters: int) -> int:
+    """Return the number of the first token that has none of the first characters."""
+    first = bisect.bisect_left(spans, num_characters, key=lambda span: span[0])
+    # Offsets leave out a space that a token begins with: if the token before ends too early, this
+    # one holds the last of the characters.
+    while 0 < first < len(spans) and spans[first - 1][1] < num_characters:
+        first += 1
+    return first
+
+
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[bool]]:
-    """(token ids, mask) of a plain text with the tokens that begin and end one; all but the first
-    are in the loss.
+    """Return the token ids and the loss mask of a plain text.
+
+    The tokens that begin and end a text are among them; all but the first are in the loss.
     """
     ids = tokenizer(text, verbose=False)["input_ids"]
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:

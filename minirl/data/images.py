@@ -1,14 +1,15 @@
-"""ImageBatch: on the host data URLs (equal where the image is, and in JSON as they stand), among
-the tokens runs of one token, for the model patches of pixels.
+"""Images: data URLs on the host, runs of one token in a sequence, patches of pixels for the model.
 
-As in Qwen2-VL (arXiv 2409.12191, sec. 2.1): of h x w patches, merge_size squared of them are a
-token, and every token has three rotary positions, in time, height and width.
+Data URLs are equal where the images are, and stand in JSON as they are. As in Qwen2-VL (arXiv
+2409.12191, sec. 2.1), merge_size squared of an image's h x w patches are one token, and every token
+has three rotary positions, in time, height and width.
 """
 
 import base64
 import functools
 import io
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,20 +26,22 @@ from minirl.errors import UserError
 class ImageSpan(NamedTuple):
     """An image among the tokens of a sequence."""
 
-    place: int  # of its first token
-    num: int  # of its tokens
+    start: int  # Number of its first token in the sequence.
+    num_tokens: int
     url: str  # A data URL: the image itself.
 
 
 @dataclass(kw_only=True)
 class ImageBatch:
-    """Those of a micro-batch, each once, and the rows that they are in."""
+    """The images of a micro-batch, each once, and the rows that they are in."""
 
-    pixels: Tensor  # float32 [P, D]: patches.
+    pixels: Tensor  # float32 [P, D]: the patches of all images, end to end.
     grids: Tensor  # int64 [I, 3]: how many patches an image has in time, height and width.
-    rows: Tensor  # int64 [N]: whose input token stands for a part of an image,
-    features: Tensor  # int64 [N]: and for which of the tower's outputs.
-    positions: Tensor  # int64 [3, T]: of every row, in time, height and width.
+    # The N rows whose input token is a part of an image, and for each the row of the vision tower's
+    # output that stands in its place.
+    rows: Tensor  # int64 [N]
+    features: Tensor  # int64 [N]
+    positions: Tensor  # int64 [3, T]: rotary positions of every row in time, height and width.
 
 
 class BadImage(UserError):
@@ -46,107 +49,125 @@ class BadImage(UserError):
 
 
 def to_url(image: object) -> str:
-    """Of a data URL, a path, the bytes of a file, a PIL image, or what `datasets` makes of one that
-    it did not decode. Raises BadImage.
+    """Return an image as a data URL.
+
+    Args:
+        image: a data URL, a path, the bytes of a file, a PIL image, or what `datasets` makes of an
+            image that it did not decode: {"bytes": bytes or None, "path": path}.
+
+    Raises:
+        BadImage: it is none of these, or cannot be read.
     """
-    image = (image.get("bytes") or image.get("path")) if isinstance(image, dict) else image
+    if isinstance(image, dict):
+        image = image.get("bytes") or image.get("path")
     if isinstance(image, Image.Image):
-        image.save(file := io.BytesIO(), "PNG")
+        file = io.BytesIO()
+        image.save(file, "PNG")
         image = file.getvalue()
     if isinstance(image, str) and not image.startswith("data:"):
         try:
             image = Path(image).read_bytes()
         except OSError as error:
             raise BadImage(
-                f"image {image[:200]!r} cannot be read ({error}); give a path, bytes, a PIL image or a data URL"
+                f"image {image[:200]!r} cannot be read ({error}); give a path, bytes, a PIL image "
+                "or a data URL"
             ) from error
-    if not isinstance(image, bytes | str):
+    if isinstance(image, bytes):
+        image = f"data:image;base64,{base64.b64encode(image).decode()}"
+    if not isinstance(image, str):
         raise BadImage(
             f"an image is a path, bytes, a PIL image or a data URL, not a {type(image).__name__}"
         )
-    url = (
-        image if isinstance(image, str) else f"data:image;base64,{base64.b64encode(image).decode()}"
-    )
-    rgb(url)
-    return url
+    rgb(image)
+    return image
 
 
 @functools.lru_cache(maxsize=64)  # the samples of a prompt read the same one
 def rgb(url: str) -> Image.Image:
-    """Its pixels. Raises BadImage if it is no image, or too large a one."""
+    """Return the pixels of a data URL.
+
+    Raises:
+        BadImage: it holds no image, or one that is too large.
+    """
     try:
-        return Image.open(
-            io.BytesIO(base64.b64decode(url.partition(",")[2], validate=True))
-        ).convert("RGB")
+        data = base64.b64decode(url.partition(",")[2], validate=True)
+        return Image.open(io.BytesIO(data)).convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise BadImage(f"an image cannot be read ({error}): {url[:60]!r}") from error
 
 
 def attach(messages: list[dict], images: Iterable[object]) -> list[dict]:
-    """The chat with these images where parts {"type": "image"} wait for one; if none does, before
-    the text of the user's first message (or the last one, if none is the user's). OpenAI's
-    `image_url` becomes such a part. Raises BadImage if there are more or fewer images than wait.
+    """Return the chat with these images in their places.
+
+    An image's place is a part {"type": "image"} of a message's content that has no image yet. If
+    there is none, the images come before the text of the user's first message (of the last message,
+    if none is the user's). OpenAI's `image_url` becomes such a part, too.
+
+    Raises:
+        BadImage: there are more or fewer images than places, or one cannot be read.
     """
-    urls, parts = (
-        [to_url(image) for image in images],
-        [part for m in messages for part in _parts(m)],
-    )
-    if urls and not any(map(_waits, parts)):
-        at = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages) - 1)
-        content = [{"type": "image", "image": url} for url in urls] + (
-            _parts(messages[at]) or [{"type": "text", "text": messages[at]["content"]}]
-        )
-        return attach(
-            [*messages[:at], messages[at] | {"content": content}, *messages[at + 1 :]], ()
-        )
-    if sum(map(_waits, parts)) != len(urls):
+    urls = [to_url(image) for image in images]
+    num_places = sum(map(_is_place, _all_parts(messages)))
+    if urls and not num_places:
+        messages = _add_places(messages, len(urls))
+    elif num_places != len(urls):
         raise BadImage(
-            f"a chat with places for {sum(map(_waits, parts))} images came with {len(urls)} of them: {str(messages)[:200]}"
+            f"a chat with places for {num_places} images came with {len(urls)} of them: "
+            f"{str(messages)[:200]}"
         )
-    rest = iter(urls)
+    waiting = iter(urls)
+    out = []
+    for message in messages:
+        parts = [_fill(part, waiting) for part in _parts(message)]
+        out.append(message | {"content": parts} if parts else message)
+    return out
 
-    def settle(part: dict) -> dict:
-        found = (
-            part["image_url"]["url"]
-            if part["type"] == "image_url"
-            else next(rest)
-            if _waits(part)
-            else part.get("image")
-        )
-        return {"type": "image", "image": to_url(found)} if found else part
 
-    return [
-        m | {"content": [settle(part) for part in _parts(m)]} if _parts(m) else m for m in messages
-    ]
+def _add_places(messages: list[dict], num: int) -> list[dict]:
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    at = users[0] if users else len(messages) - 1
+    parts = _parts(messages[at]) or [{"type": "text", "text": messages[at]["content"]}]
+    out = list(messages)
+    out[at] = messages[at] | {"content": [{"type": "image"}] * num + parts}
+    return out
+
+
+def _fill(part: dict, urls: Iterator[str]) -> dict:
+    """Return a part with its own image, or with the next of `urls` if it is a place for one."""
+    if part["type"] == "image_url":
+        image = part["image_url"]["url"]
+    elif _is_place(part):
+        image = next(urls)
+    else:
+        image = part.get("image")
+    return {"type": "image", "image": to_url(image)} if image else part
 
 
 def of_chat(messages: list[dict]) -> list[str]:
-    """The images that `attach` put there, in their order."""
-    return [part["image"] for m in messages for part in _parts(m) if part["type"] == "image"]
+    """Return the data URLs of the images that `attach` put into a chat, in their order."""
+    return [part["image"] for part in _all_parts(messages) if part["type"] == "image"]
 
 
 def plain(prompt: str | list[dict]) -> str | list[dict]:
-    """For people: messages whose content is a text, with "[image]" where one is."""
+    """Return a prompt for people: a message's content is a text, "[image]" stands for an image."""
     if isinstance(prompt, str):
         return prompt
-    return [
-        m
-        | {
-            "content": "".join(
-                "[image]" if part["type"] == "image" else part["text"] for part in _parts(m)
-            )
-        }
-        if _parts(m)
-        else m
-        for m in prompt
-    ]
+    out = []
+    for message in prompt:
+        texts = ["[image]" if part["type"] == "image" else part["text"] for part in _parts(message)]
+        out.append(message | {"content": "".join(texts)} if texts else message)
+    return out
 
 
 def _parts(message: dict) -> list[dict]:
     return message["content"] if isinstance(message.get("content"), list) else []
 
 
-def _waits(part: dict) -> bool:
+def _all_parts(messages: list[dict]) -> Iterator[dict]:
+    return itertools.chain(*map(_parts, messages))
+
+
+def _is_place(part: dict) -> bool:
     return part["type"] == "image" and part.get("image") is None
 
 
@@ -154,86 +175,143 @@ class Vision:
     """How a model reads images, by its folder's image processor."""
 
     def __init__(self, folder: Path, max_images: int = 0):
-        """`max_images`: that the engine takes in a context."""
+        """Load the processor of the model in `folder`.
+
+        `max_images`: how many the engine takes in a context.
+        """
         self.max_images = max_images
         self.processor = AutoImageProcessor.from_pretrained(folder)
-        self.token = AutoConfig.from_pretrained(folder).image_token_id
-        self.merge = self.processor.merge_size
+        self.token: int = AutoConfig.from_pretrained(folder).image_token_id  # stands for an image
+        self.merge_size: int = self.processor.merge_size
 
     def num_tokens(self, url: str) -> int:
-        """Raises BadImage if it is too narrow."""
+        """Return how many tokens an image has.
+
+        Raises:
+            BadImage: it is too narrow.
+        """
         width, height = rgb(url).size
         try:
-            return self.processor.get_number_of_image_patches(height, width) // self.merge**2
+            num_patches = self.processor.get_number_of_image_patches(height, width)
         except ValueError as error:
             raise BadImage(
                 f"an image of {width} x {height} pixels cannot be read ({error}): {url[:60]!r}"
             ) from error
+        return num_patches // self.merge_size**2
 
     def expand(
         self, ids: list[int], urls: Sequence[str], begin: int = 0
     ) -> tuple[list[int], list[ImageSpan]]:
-        """Tokens with one for each image -> with as many as the image has, and where they are,
-        counted from `begin`. Raises BadImage if there are more or fewer images than tokens for
-        them.
+        """Repeat the token of each image as often as the image has tokens.
+
+        Args:
+            ids: token ids with one token for each image.
+            urls: the images, in their order.
+            begin: number of the first of `ids` in its sequence, from which the spans count.
+
+        Returns:
+            (token ids, where the images are among them).
+
+        Raises:
+            BadImage: there are more or fewer images than tokens for them.
         """
-        if ids.count(self.token) != len(urls):
+        num_places = ids.count(self.token)
+        if num_places != len(urls):
             raise BadImage(
-                f"a text with {ids.count(self.token)} tokens for images came with {len(urls)} images; a text must not hold such tokens of its own"
+                f"a text with {num_places} tokens for images came with {len(urls)} images; a text "
+                "must not hold such tokens of its own"
             )
-        out, placed, rest = [], [], iter(urls)
+        out: list[int] = []
+        spans = []
+        waiting = iter(urls)
         for token in ids:
-            if token == self.token:
-                placed.append(ImageSpan(begin + len(out), self.num_tokens(url := next(rest)), url))
-            out += [token] * (placed[-1].num if token == self.token else 1)
-        return out, placed
+            if token != self.token:
+                out.append(token)
+                continue
+            url = next(waiting)
+            span = ImageSpan(begin + len(out), self.num_tokens(url), url)
+            spans.append(span)
+            out += [token] * span.num_tokens
+        return out, spans
 
     def batch(
         self, sequences: list[tuple[list[ImageSpan], np.ndarray]], device: torch.device
     ) -> ImageBatch:
-        """`sequences`: the images of a trajectory, and which of its tokens are rows here. Each
-        image is there once. Without any there is a blank one that no row reads, because the tower's
-        shards are gathered by all ranks or by none.
+        """Return the images of a micro-batch, each once.
+
+        Without any image there is a blank one that no row reads, because the tower's shards are
+        gathered by all ranks or by none.
+
+        Args:
+            sequences: of each sequence, the images of its trajectory, and int64 [rows], which of
+                the trajectory's tokens are its rows here.
+            device: where the tensors are to be.
         """
-        used = [
-            ([p for p in placed if p.place <= tokens.max()], tokens) for placed, tokens in sequences
-        ]
-        urls = list(dict.fromkeys(p.url for placed, _ in used for p in placed))
-        blank = Image.new("RGB", (self.merge * self.processor.patch_size,) * 2)
-        patches = self.processor(list(map(rgb, urls)) or [blank], return_tensors="pt")
-        grids = (
-            patches["image_grid_thw"].numpy() // (1, self.merge, self.merge)
-        ).tolist()  # in tokens
-        grid, first = (
-            dict(zip(urls, grids, strict=False)),
-            dict(zip(urls, np.cumsum([0, *map(np.prod, grids)]).tolist(), strict=False)),
-        )
-        features, positions = [], []
-        for placed, tokens in used:
-            length = max([tokens.max() + 1, *(p.place + p.num for p in placed)])
-            which, where = np.full(length, -1), np.tile(np.arange(length), (3, 1))
-            for p in placed:
-                own = slice(p.place, p.place + p.num)
-                which[own] = first[p.url] + np.arange(p.num)
-                where[:, own.stop :] += (
-                    max(grid[p.url][1:]) - p.num
-                )  # what follows goes on behind the longer side
-                where[:, own] = where[0, p.place] + np.indices(grid[p.url]).reshape(3, -1)
-            features.append(which[tokens])
-            positions.append(where[:, tokens])
-        features = np.concatenate(features)
+        # 1. Each image once. One that begins behind the last row of a sequence is not needed.
+        needed = []
+        distinct: dict[str, None] = {}
+        for spans, tokens in sequences:
+            begun = [span for span in spans if span.start <= tokens.max()]
+            distinct |= dict.fromkeys(span.url for span in begun)
+            needed.append((begun, tokens))
+
+        # 2. Pixels, and how many tokens each image has in time, height and width.
+        blank = Image.new("RGB", (self.merge_size * self.processor.patch_size,) * 2)
+        pictures = [rgb(url) for url in distinct] or [blank]
+        patches = self.processor(pictures, return_tensors="pt")
+        grids = patches["image_grid_thw"].numpy() // (1, self.merge_size, self.merge_size)
+        first_features = np.cumsum([0, *grids.prod(axis=1)])
+        placed = {  # the blank image has no URL
+            url: (grid, first)
+            for url, grid, first in zip(distinct, grids, first_features, strict=False)
+        }
+
+        # 3. The rows of all sequences, end to end.
+        parts = [_place(spans, tokens, placed) for spans, tokens in needed]
+        features_of, positions_of = zip(*parts, strict=True)
+        features = np.concatenate(features_of)
         rows = np.flatnonzero(features >= 0)
         return ImageBatch(
             pixels=patches["pixel_values"].to(device),
             grids=patches["image_grid_thw"].to(device),
             rows=torch.from_numpy(rows).to(device),
             features=torch.from_numpy(features[rows]).to(device),
-            positions=torch.from_numpy(np.concatenate(positions, axis=1)).to(device),
+            positions=torch.from_numpy(np.concatenate(positions_of, axis=1)).to(device),
         )
 
 
+def _place(
+    spans: list[ImageSpan], tokens: np.ndarray, placed: dict[str, tuple[np.ndarray, int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what the rows of a sequence read of its images, and their rotary positions.
+
+    Args:
+        spans: the images.
+        tokens: int64 [rows], the rows' tokens in the trajectory.
+        placed: data URL -> (int64 [3], its tokens in time, height and width; the number of its
+            first feature).
+
+    Returns:
+        (int64 [rows], the feature of each row, -1 if it is no part of an image; int64 [3, rows],
+        the positions in time, height and width).
+    """
+    length = max([tokens.max() + 1, *(span.start + span.num_tokens for span in spans)])
+    features = np.full(length, -1)
+    positions = np.tile(np.arange(length), (3, 1))
+    for start, num_tokens, url in spans:
+        end = start + num_tokens
+        grid, first_feature = placed[url]
+        features[start:end] = first_feature + np.arange(num_tokens)
+        # What follows goes on behind the longer side.
+        positions[:, end:] += grid[1:].max() - num_tokens
+        positions[:, start:end] = positions[0, start] + np.indices(tuple(grid)).reshape(3, -1)
+    return features[tokens], positions[:, tokens]
+
+
 def sampling_stops(stop_ids: list[int], vision: Vision | None) -> tuple[int, ...]:
-    """What ends an answer. A policy that says the token of an image has ended, too: the engine
-    would take it for the place of the next one.
+    """Return what ends an answer.
+
+    A policy that samples the token of an image has ended, too: the engine would take it for the
+    place of the next one.
     """
     return (*stop_ids, vision.token) if vision else tuple(stop_ids)

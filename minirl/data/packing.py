@@ -234,7 +234,7 @@ def _prompt_length(t: Trajectory) -> int:
 def _shared(t: Trajectory) -> bytes:
     """Return what is equal where siblings may share rows: the prompt but its last token."""
     num = max(0, _prompt_length(t) - 1)
-    urls = [image.url for image in t.images if image.place < num]
+    urls = [image.url for image in t.images if image.start < num]
     return t.tokens[:num].tobytes() + "".join(urls).encode()
 
 

@@ -1,19 +1,22 @@
-"""Pairs of answers to one prompt, of which the first was preferred: from TRL's and OpenRLHF's
-columns to token ids.
+"""Pairs of answers to one prompt, of which the first was preferred.
+
+From TRL's and OpenRLHF's columns to token ids.
 """
 
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.config.supervised import PairsConfig
 from minirl.data import chat
-from minirl.data.datasets import Examples, Rows, is_prompt, open_rows, to_example, with_images
+from minirl.data.examples import Examples, to_example
 from minirl.data.images import Vision
-from minirl.data.sources import GYM, Source
+from minirl.data.rows import is_prompt, open_rows, with_images
+from minirl.data.sources import Source
 from minirl.errors import UserError, require
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory
@@ -21,96 +24,119 @@ from minirl.types import Trajectory
 SIDES = ("chosen", "rejected")
 
 
-def load_pairs(source: str | list[str], setting: str, cfg: PairsConfig) -> Rows:
-    """Rows, in their order there: {"prompt": messages, "chosen", "rejected": the messages after it;
-    "margin"}, or of plain texts without a prompt.
+def load_pairs(source: str | list[str], setting: str, cfg: PairsConfig) -> Sequence[dict]:
+    """Return rows of pairs, in the order of their sources.
 
-    Of a reasoning-gym generator, a question's answer was preferred to that of another. Raises
-    UserError for a row that is no pair, with its line.
+    With a reasoning-gym generator, a question's answer was preferred to that of another question.
+
+    Args:
+        source: one source, or several, as sources.py describes them.
+        setting: `data.train` or `data.eval`, for error messages.
+        cfg: the names of the columns.
+
+    Returns:
+        Rows {"prompt": messages, "chosen" and "rejected": the messages after it, "margin": float};
+        without "prompt" if the two are plain texts.
+
+    Raises:
+        UserError: a row is no pair; with its line.
     """
-    return open_rows(
-        source,
-        setting,
-        lambda row, of, where: _to_pair(
-            _judged(row, of, cfg) if f" = {GYM}" in of.shown else row, where, cfg
-        ),
-        cfg.max_samples,
-    )
+    return open_rows(source, setting, partial(_to_pair, cfg=cfg), cfg.max_samples)
 
 
-def _judged(row: dict, of: Source, cfg: PairsConfig) -> dict:
-    others = (
-        of.rows[(zlib.crc32(row["prompt"].encode()) + k) % len(of.rows)]["answer"]
-        for k in range(len(of.rows))
-    )
-    wrong = next((str(answer) for answer in others if answer != row["answer"]), "")
-    return {
-        cfg.prompt_key: row["prompt"],
-        cfg.chosen_key: str(row["answer"]),
-        cfg.rejected_key: wrong,
-    }
-
-
-def _to_pair(row: dict, where: str, cfg: PairsConfig) -> dict:
-    prompt, margin = row.get(cfg.prompt_key), row.get(cfg.margin_key, 0.0)
-    sides = {
-        side: row.get(key)
-        for side, key in zip(SIDES, (cfg.chosen_key, cfg.rejected_key), strict=True)
-    }
-    for (side, answer), key in zip(sides.items(), (cfg.chosen_key, cfg.rejected_key), strict=True):
-        if not is_prompt(answer) or isinstance(answer, str) and not answer.strip():
-            raise UserError(
-                f"{where}: the {side} side {key!r} of a pair must be a text or messages with role and content, and not empty (it is "
-                f"{str(answer)[:60]!r}; the row's keys: {', '.join(row)}); set data.chosen_key and data.rejected_key, or drop the row"
-            )
+def _to_pair(raw: dict, source: Source, where: str, cfg: PairsConfig) -> dict:
+    if source.is_generated:
+        raw = {
+            cfg.prompt_key: raw["prompt"],
+            cfg.chosen_key: str(raw["answer"]),
+            cfg.rejected_key: _other_answer(raw, source),
+        }
+    prompt = raw.get(cfg.prompt_key)
+    chosen = _side(raw, "chosen", cfg.chosen_key, where)
+    rejected = _side(raw, "rejected", cfg.rejected_key, where)
     if prompt is not None and not is_prompt(prompt):
         raise UserError(
-            f"{where}: {cfg.prompt_key!r} must be a text or messages with role and content, not {str(prompt)[:60]!r}"
+            f"{where}: data.prompt_key = {cfg.prompt_key!r} must name a text or messages with role "
+            f"and content, not {str(prompt)[:60]!r} (the row's keys: {', '.join(raw)}); set "
+            "data.prompt_key to the one that holds the prompt"
         )
     require(
-        len({type(answer) for answer in sides.values()}) == 1,
+        type(chosen) is type(rejected),
         f"{where}: one side of the pair is a text and the other a list of messages",
     )
+    margin = raw.get(cfg.margin_key, 0.0)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not np.isfinite(margin):
-        raise UserError(f"{where}: {cfg.margin_key!r} must be a finite number, not {margin!r}")
-    if prompt is None and isinstance(sides["chosen"], str):
-        return {**sides, "margin": float(margin)}
-    before = (
-        []
-        if prompt is None
-        else chat.to_messages(with_images(prompt, row, where, cfg), cfg.system_prompt)
-    )
-    chats = [_whole(before, answer, cfg) for answer in sides.values()]
-    if before == []:  # the two begin alike
-        same = next(
-            (i for i, (a, b) in enumerate(zip(*chats, strict=False)) if a != b),
-            min(map(len, chats)),
+        raise UserError(
+            f"{where}: data.margin_key = {cfg.margin_key!r} must name a finite number, not "
+            f"{margin!r}; correct it or set data.margin_key to another column"
         )
-        before = chats[0][
-            : next((i for i in range(same, 0, -1) if chats[0][i - 1]["role"] != "assistant"), 0)
-        ]
-    rest = [c[len(before) :] for c in chats]
-    for side, messages in zip(SIDES, rest, strict=True):
-        if (
-            not before
-            or not messages
-            or messages[-1]["role"] != "assistant"
-            or not all(isinstance(m["content"], str) for m in messages)
-            or not messages[-1]["content"].strip()
-        ):
+    pair = {"chosen": chosen, "rejected": rejected, "margin": float(margin)}
+    if prompt is None and isinstance(chosen, str):
+        return pair
+    before: list[dict] = []
+    if prompt is not None:
+        before = chat.to_messages(with_images(prompt, raw, where, cfg), cfg.system_prompt)
+    chosen = _whole_chat(before, chosen, cfg)
+    rejected = _whole_chat(before, rejected, cfg)
+    before = before or _shared_prompt(chosen, rejected)
+    pair = {"prompt": before} | pair
+    for side, whole in zip(SIDES, (chosen, rejected), strict=True):
+        answer = whole[len(before) :]
+        if not before or not _is_answer(answer):
             raise UserError(
-                f"{where}: the {side} side must answer the prompt that both share, and end by an assistant's turn that is not empty; its "
-                "content must be a text"
+                f"{where}: the {side} side must answer the prompt that both share, and end by an "
+                "assistant's turn that is not empty; its content must be a text"
             )
-    return {"prompt": before, **dict(zip(SIDES, rest, strict=True)), "margin": float(margin)}
+        pair[side] = answer
+    return pair
 
 
-def _whole(before: list[dict], answer: str | list[dict], cfg: PairsConfig) -> list[dict]:
-    """The chat of one side, whether `answer` repeats the prompt or not."""
+def _other_answer(raw: dict, source: Source) -> str:
+    """Return another answer of a generator, the first behind a place that the prompt chooses."""
+    first = zlib.crc32(raw["prompt"].encode())
+    for k in range(len(source.rows)):
+        other = source.rows[(first + k) % len(source.rows)]["answer"]
+        if other != raw["answer"]:
+            return str(other)
+    return ""
+
+
+def _side(raw: dict, side: str, key: str, where: str) -> str | list[dict]:
+    answer = raw.get(key)
+    if is_prompt(answer) and not (isinstance(answer, str) and not answer.strip()):
+        return answer
+    raise UserError(
+        f"{where}: data.{side}_key = {key!r} must name a text or messages with role and content, "
+        f"not empty, for the {side} side of a pair (it is {str(answer)[:60]!r}; the row's keys: "
+        f"{', '.join(raw)}); set data.chosen_key and data.rejected_key, or drop the row"
+    )
+
+
+def _shared_prompt(chosen: list[dict], rejected: list[dict]) -> list[dict]:
+    """Return what two chats begin with alike, up to the last message that is not an assistant's."""
+    length = 0
+    for i, message in enumerate(chosen[: len(rejected)]):
+        if message != rejected[i]:
+            break
+        if message["role"] != "assistant":
+            length = i + 1
+    return chosen[:length]
+
+
+def _whole_chat(before: list[dict], answer: str | list[dict], cfg: PairsConfig) -> list[dict]:
+    """Return the chat of one side, whether `answer` repeats the prompt or not."""
     if isinstance(answer, str):
         return [*before, {"role": "assistant", "content": answer}]
     whole = chat.to_messages(answer, cfg.system_prompt)
     return whole if whole[: len(before)] == before else [*before, *answer]
+
+
+def _is_answer(messages: list[dict]) -> bool:
+    """Return whether these are texts, of which the last is an assistant's and not empty."""
+    contents = [message["content"] for message in messages]
+    if not contents or not all(isinstance(content, str) for content in contents):
+        return False
+    return messages[-1]["role"] == "assistant" and bool(contents[-1].strip())
 
 
 class Pairs(Examples):
@@ -130,92 +156,87 @@ class Pairs(Examples):
         shuffle: bool = True,
         vision: Vision | None = None,
     ):
-        """`score`: a model with a score head reads the end: one more token follows, so that the
-        last of the answer has a row, which is the one that predicts it. Drops pairs that are too
-        long and those whose sides are the same tokens. Raises UserError if that is everything.
+        """Encode this rank's share; drop pairs that are too long, or equal in all tokens.
+
+        `score`: a model with a score head reads the end of the answer. One more token follows, so
+        that the answer's last token has a row, which is the one that predicts it.
+
+        Raises:
+            UserError: that leaves no pair.
         """
-        self.score = score
-        own = {
-            n: _encode(rows[n], tokenizer, vision, stop_ids)
-            for n in range(mesh.rank, len(rows), mesh.world_size)
-        }
-        short = {
-            n: sides
-            for n, sides in own.items()
-            if max(len(t.tokens) for t in sides) <= cfg.max_tokens
-        }
-        encoded = {
-            n: (*sides, rows[n]["margin"])
-            for n, sides in short.items()
-            if not np.array_equal(*(t.tokens for t in sides))
-        }
-        # How many pairs were too long, and how many have two equal sides.
-        self.lost = (
-            sum(mesh.gather(len(own) - len(short))),
-            sum(mesh.gather(len(short) - len(encoded))),
+        encoded = {}
+        num_long = 0
+        num_equal = 0
+        for number in range(mesh.rank, len(rows), mesh.world_size):
+            row = rows[number]
+            chosen, rejected = _encode(row, tokenizer, vision, stop_ids)
+            if max(len(chosen.tokens), len(rejected.tokens)) > cfg.max_tokens:
+                num_long += 1
+            elif np.array_equal(chosen.tokens, rejected.tokens):
+                num_equal += 1
+            else:
+                if score:
+                    _repeat_last(chosen)
+                    _repeat_last(rejected)
+                encoded[number] = (chosen, rejected, row["margin"])
+        # How many pairs were too long, and how many had two equal sides, on all ranks.
+        self.num_lost = sum(mesh.gather(num_long)), sum(mesh.gather(num_equal))
+        why_none = (
+            f"{setting}: of {len(rows)} pairs none is left: {self.num_lost[0]} have a side of more "
+            f"than data.max_tokens = {cfg.max_tokens} tokens, {self.num_lost[1]} have a chosen "
+            "side equal to the rejected one"
         )
-        super().__init__(
-            rows,
-            encoded,
-            mesh,
-            seed=seed,
-            shuffle=shuffle,
-            why_none=f"{setting}: of {len(rows)} pairs none is left: {self.lost[0]} have a side of more than data.max_tokens = {cfg.max_tokens} "
-            f"tokens, {self.lost[1]} have a chosen side equal to the rejected one",
-        )
-        self.logprobs: dict[
-            str, np.ndarray
-        ] = {}  # float32 [L] of a reference, if there are any: "<row>-<0: chosen, 1: rejected>".
+        super().__init__(rows, encoded, mesh, why_none, seed=seed, shuffle=shuffle)
+        # Log-probs by a reference model, if there is one: "<row>-<episode>" -> float32 [L].
+        self.logprobs: dict[str, np.ndarray] = {}
 
     def examples(self, numbers: range) -> list[Trajectory]:
-        """Those of the pairs that this rank holds, as two trajectories each: episode 0 was chosen;
-        its reward is the margin.
+        """Return those of the pairs that this rank holds, as two trajectories each.
+
+        Episode 0 is the chosen side, and its reward is the margin; episode 1 is the rejected one.
         """
         out = []
-        for n, *sides, margin in self.own(numbers):
-            for episode, t in enumerate(sides):
-                tokens, sampled = (
-                    (np.append(t.tokens, t.tokens[-1:]), np.append(t.sampled, True))
-                    if self.score
-                    else (t.tokens, t.sampled)
-                )
-                logprobs = self.logprobs.get(
-                    f"{self.row(n)}-{episode}", np.zeros(len(tokens), np.float32)
-                )
+        for number in self.numbers_here(numbers):
+            row = self.row(number)
+            chosen, rejected, margin = self.encoded[row]
+            for episode, t in enumerate((chosen, rejected)):
+                logprobs = self.logprobs.get(f"{row}-{episode}", t.logprobs)
+                reward = 0.0 if episode else margin
                 out.append(
-                    replace(
-                        t,
-                        tokens=tokens,
-                        sampled=sampled,
-                        logprobs=logprobs,
-                        group=n,
-                        episode=episode,
-                        reward=0.0 if episode else margin,
-                    )
+                    replace(t, logprobs=logprobs, group=number, episode=episode, reward=reward)
                 )
         return out
 
 
 def _encode(
     row: dict, tokenizer: PreTrainedTokenizerBase, vision: Vision | None, stop_ids: list[int]
-) -> list[Trajectory]:
-    """Both sides, with the answer as sampled."""
-    if "prompt" in row:
-        before = row["prompt"]
-        turns = [
-            [len(before) + i for i, m in enumerate(row[side]) if m["role"] == "assistant"]
-            for side in SIDES
-        ]
-        return [
-            to_example(
-                tokenizer, vision, {"messages": before + row[side], "trained": numbers}, stop_ids
-            )
-            for side, numbers in zip(SIDES, turns, strict=True)
-        ]
-    sides = [to_example(tokenizer, vision, {"text": row[side]}, stop_ids) for side in SIDES]
-    same = next(
-        (i for i, (a, b) in enumerate(zip(*(t.tokens for t in sides), strict=False)) if a != b), 1
-    )
-    for t in sides:
-        t.sampled[: max(1, same)] = False
-    return sides
+) -> tuple[Trajectory, Trajectory]:
+    """Return both sides, with the answer as sampled."""
+    chosen = to_example(tokenizer, vision, _one_side(row, "chosen"), stop_ids)
+    rejected = to_example(tokenizer, vision, _one_side(row, "rejected"), stop_ids)
+    if "prompt" not in row:
+        # The answers begin where the texts differ. A first token is never sampled.
+        tokens = enumerate(zip(chosen.tokens, rejected.tokens, strict=False))
+        first = next((i for i, (a, b) in tokens if a != b), 0) or 1
+        chosen.sampled[:first] = False
+        rejected.sampled[:first] = False
+    return chosen, rejected
+
+
+def _repeat_last(t: Trajectory) -> None:
+    """Add a token to an answer, so that its last one has a row."""
+    t.tokens = np.append(t.tokens, t.tokens[-1:])
+    t.sampled = np.append(t.sampled, True)
+    t.logprobs = np.zeros(len(t.tokens), np.float32)
+
+
+def _one_side(row: dict, side: str) -> dict:
+    """Return one side of a pair as a row of `load_chats`, with the whole answer in the loss."""
+    if "prompt" not in row:
+        return {"text": row[side]}
+    messages = row["prompt"] + row[side]
+    answer = range(len(row["prompt"]), len(messages))
+    return {
+        "messages": messages,
+        "trained": [i for i in answer if messages[i]["role"] == "assistant"],
+    }

@@ -1,14 +1,16 @@
-"""Where rows come from. A source is a text, `PLACE` or `PLACE?option=value&...`, and PLACE is one
-of
+"""Sources of rows: files, folders, data sets of the hub, and generators.
 
-    rows.jsonl, rows.json (a list, or JSON lines), rows.parquet, rows.csv (all texts; the first line
-    has the names) a folder that `datasets` saved (save_to_disk) or can load, or a hub id; options
-    `split` and `subset`
+A source is a text, `PLACE` or `PLACE?option=value&...`, and PLACE is one of
+
+    rows.jsonl, rows.json (a list, or JSON lines), rows.parquet, rows.csv (all values are texts; the
+        first line has the names)
+    a folder that `datasets` saved (save_to_disk) or can load, or a hub id; options `split` and
+        `subset`
     reasoning_gym:NAME; options of that generator, `size` and `seed`
 
-Options of every source: `weight`, its share of the training examples among several sources; `name`,
-what metrics call it. In YAML several are a list, with one on each line (or each in quotes: a `?`
-has a meaning between brackets).
+Every source has the options `weight`, its share of the training examples among several sources, and
+`name`, what metrics call it. In YAML several sources are a list, with one on each line (or each in
+quotes: a `?` has a meaning between brackets).
 
 Rows are read when they are asked for: JSON lines from their place in the file, Parquet and what
 `datasets` loads from memory-mapped Arrow files. So the ranks of a machine do not each hold a large
@@ -25,6 +27,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
 import datasets
@@ -35,163 +38,189 @@ from reasoning_gym.factory import DATASETS
 from minirl.errors import UserError, require
 
 GYM = "reasoning_gym:"
+FILES = (".jsonl", ".json", ".parquet", ".csv")
+HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 datasets.disable_progress_bars()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    shown: str  # Setting and source, as an error message says them.
-    name: str
-    weight: float | None
+    """An opened source of rows."""
+
+    label: str  # Setting and source, as an error message names them.
+    name: str  # What metrics call it.
+    weight: float | None  # Its share among several sources; None: by its size.
+    is_generated: bool  # By reasoning-gym.
     rows: Sequence
 
     def where(self, number: int) -> str:
-        """The place of a row in error messages."""
-        return (
-            f"{self.shown}: line {self.rows.lines[number, 2]}"
-            if isinstance(self.rows, JsonLines)
-            else f"{self.shown}: row {number + 1}"
-        )
+        """Return the place of a row for an error message."""
+        if isinstance(self.rows, JsonLines):
+            return f"{self.label}: line {self.rows.lines[number, 2]}"
+        return f"{self.label}: row {number + 1}"
 
 
 def open_source(text: str, setting: str) -> Source:
-    """Raises UserError for what is not there or has no such option; a line that is not JSON is told
-    when it is read.
+    """Open a source; `setting` names it in error messages.
+
+    Raises:
+        UserError: it is not there, or has no such option. A line that is no JSON raises one when it
+            is read.
     """
-    shown = f"{setting} = {text}"
+    label = f"{setting} = {text}"
     place, _, query = text.partition("?")
     path = Path(place)
-    try:
-        options = dict(parse_qsl(query, strict_parsing=bool(query)))
-        weight = float(options.pop("weight")) if "weight" in options else None
-        if weight is not None and not 0 < weight < float("inf"):
-            raise ValueError(f"weight = {weight} is not above 0 and finite")
-    except ValueError as error:
-        raise UserError(
-            f"{shown}: {error}; options are written ?name=value&name=value, and weight is a number above 0"
-        ) from error
-    name = options.pop("name", path.stem if path.is_file() else place.removeprefix(GYM))
+    generator = place.removeprefix(GYM)
+    is_hub_id = re.fullmatch(HUB_ID, place) and path.suffix not in FILES
+    options, weight = _parse_options(query, label)
+    name = options.pop("name", path.stem if path.is_file() else generator)
+    rows: Sequence
     if place.startswith(GYM):
-        rows = _generate(place.removeprefix(GYM), options, shown)
+        rows = _generate(generator, options, label)
     elif path.is_file():
         if options:
             raise UserError(
-                f"{shown}: a file has no option {next(iter(options))}; it has weight and name"
+                f"{label}: a file has no option {next(iter(options))}; it has weight and name"
             )
-        rows = _read_file(path, shown)
-    elif (
-        place
-        and path.is_dir()
-        or re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", place)
-        and path.suffix not in (".jsonl", ".json", ".parquet", ".csv")
-    ):
-        rows = _load_dataset(path, options, shown)
+        rows = _read_file(path, label)
+    elif is_hub_id or (place and path.is_dir()):
+        rows = _load_dataset(path, options, label)
     else:
         raise UserError(
-            f"{setting} = {text!r}: no such file; give a JSONL, JSON, Parquet or CSV file, a folder or hub id of datasets or {GYM}NAME"
+            f"{setting} = {text!r}: no such file; give a JSONL, JSON, Parquet or CSV file, a "
+            f"folder or hub id of datasets or {GYM}NAME"
         )
-    return Source(shown=shown, name=name, weight=weight, rows=rows)
+    return Source(
+        label=label,
+        name=name,
+        weight=weight,
+        is_generated=place.startswith(GYM),
+        rows=rows,
+    )
+
+
+def _parse_options(query: str, label: str) -> tuple[dict[str, str], float | None]:
+    """Return what follows the `?` of a source: (its options but for the weight, its weight)."""
+    try:
+        options = dict(parse_qsl(query, strict_parsing=bool(query)))
+        if "weight" not in options:
+            return options, None
+        weight = float(options.pop("weight"))
+        if not 0 < weight < float("inf"):
+            raise ValueError(f"weight = {weight} is not above 0 and finite")
+    except ValueError as error:
+        raise UserError(
+            f"{label}: {error}; options are written ?name=value&name=value, and weight is a number "
+            "above 0"
+        ) from error
+    return options, weight
 
 
 class JsonLines(Sequence):
     """The lines of a file that are not blank, parsed when asked for."""
 
-    def __init__(self, path: Path, shown: str):
-        self.file, self.shown = path.open("rb"), shown
-        found, at = array("q"), 0
-        for number, line in enumerate(
-            self.file, start=1
-        ):  # of bytes: cut at line feeds only, not at the separators that texts may hold
+    def __init__(self, path: Path, label: str):
+        """Find the lines of the file; `label` begins an error message."""
+        self.label = label
+        self.file = path.open("rb")
+        found = array("q")
+        start = 0
+        # Lines of bytes are cut at line feeds only, not at the separators that texts may hold.
+        for number, line in enumerate(self.file, start=1):
             if line.strip():
-                found.extend((at, len(line), number))
-            at += len(line)
-        self.lines = np.array(found, np.int64).reshape(
-            -1, 3
-        )  # int64 [N, 3]: first byte, bytes and number of each.
+                found.extend((start, len(line), number))
+            start += len(line)
+        # int64 [N, 3]: of each line its first byte, how many bytes it has, and its number.
+        self.lines = np.array(found, np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
         return len(self.lines)
 
-    def __getitem__(self, i: int) -> object:
-        at, length, number = self.lines[i].tolist()
+    def __getitem__(self, i: int) -> Any:  # type: ignore[override]  # takes no slices
+        start, length, number = self.lines[i].tolist()
         try:
-            return json.loads(os.pread(self.file.fileno(), length, at).decode())
+            return json.loads(os.pread(self.file.fileno(), length, start).decode())
         except ValueError as error:
             wanted = "UTF-8 text" if isinstance(error, UnicodeDecodeError) else "JSON"
-            raise UserError(f"{self.shown}: line {number} is not {wanted}: {error}") from error
+            raise UserError(f"{self.label}: line {number} is not {wanted}: {error}") from error
 
 
-def _read_file(path: Path, shown: str) -> Sequence:
+def _read_file(path: Path, label: str) -> Sequence:
     try:
         if path.suffix == ".parquet":
             return datasets.Dataset.from_parquet(str(path))
         if path.suffix == ".csv":
-            csv.field_size_limit(sys.maxsize)
-            with path.open(newline="", encoding="utf-8-sig") as file:
-                rows = list(csv.DictReader(file, strict=True))
-            require(
-                not any(None in row or None in row.values() for row in rows),
-                f"{shown}: a row has not as many values as the first line has names",
-            )
-            return rows
-        if (
-            path.suffix == ".json"
-            and (text := path.read_text(encoding="utf-8").lstrip())[:1] == "["
-        ):
-            return json.loads(text)
+            return _read_csv(path, label)
+        if path.suffix == ".json":
+            text = path.read_text(encoding="utf-8").lstrip()
+            if text.startswith("["):
+                return json.loads(text)
     except (datasets.exceptions.DatasetsError, csv.Error, ValueError) as error:
-        raise UserError(f"{shown}: not a good {path.suffix} file: {error}") from error
-    return JsonLines(path, shown)
+        raise UserError(f"{label}: not a good {path.suffix} file: {error}") from error
+    return JsonLines(path, label)
 
 
-def _load_dataset(path: Path, options: dict[str, str], shown: str) -> datasets.Dataset:
-    if unknown := options.keys() - {"split", "subset"}:
+def _read_csv(path: Path, label: str) -> list[dict]:
+    csv.field_size_limit(sys.maxsize)
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = list(csv.DictReader(file, strict=True))
+    require(
+        not any(None in row or None in row.values() for row in rows),
+        f"{label}: a row has more or fewer values than the first line has names",
+    )
+    return rows
+
+
+def _load_dataset(path: Path, options: dict[str, str], label: str) -> datasets.Dataset:
+    unknown = options.keys() - {"split", "subset"}
+    if unknown:
         raise UserError(
-            f"{shown}: a data set has no option {min(unknown)}; it has split, subset, weight and name"
+            f"{label}: a data set has no option {min(unknown)}; it has split, subset, weight and "
+            "name"
         )
-    saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    is_saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    split = options.get("split")
+    subset = options.get("subset")
     try:
-        found = (
-            datasets.load_from_disk(str(path))
-            if saved
-            else datasets.load_dataset(str(path), options.get("subset"), split=options.get("split"))
-        )
+        if is_saved:
+            loaded = datasets.load_from_disk(str(path))
+        else:
+            loaded = datasets.load_dataset(str(path), subset, split=split)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise UserError(
-            f"{shown}: neither a file or folder here nor a data set that can be had: {error}"
+            f"{label}: no file or folder of that name, and no data set that can be loaded: {error}"
         ) from error
-    splits = (
-        found
-        if isinstance(found, datasets.DatasetDict)
-        else {"" if saved else options["split"]: found}
-    )
-    split = options.get("split", next(iter(splits)) if len(splits) == 1 else None)
+    if isinstance(loaded, datasets.DatasetDict):
+        splits = dict(loaded)
+    else:  # a saved data set, which has no splits, or the split that was asked for
+        splits = {"" if is_saved else split: loaded}
+    if split is None and len(splits) == 1:
+        (split,) = splits
     require(
-        split in splits and not (saved and "subset" in options),
-        f"{shown}: its splits are {', '.join(splits) or 'none'}; name one by ?split=NAME "
+        split in splits and not (is_saved and subset),
+        f"{label}: its splits are {', '.join(splits) or 'none'}; name one by ?split=NAME "
         "(a saved folder has no subset, and one of a single data set no split)",
     )
     return splits[split]
 
 
-def _generate(name: str, options: dict[str, str], shown: str) -> list[dict]:
+def _generate(name: str, options: dict[str, str], label: str) -> list[dict]:
     if name not in DATASETS:
         close = difflib.get_close_matches(name, DATASETS, n=1)
-        raise UserError(
-            f"{shown}: reasoning-gym has no {name!r}"
-            + (f"; did you mean {close[0]}?" if close else "")
-        )
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UserError(f"{label}: reasoning-gym has no {name!r}{hint}")
     try:
-        given = {key: option(value) for key, value in options.items()}
-        entries = list(reasoning_gym.create_dataset(name, **{"size": 1000, "seed": 1, **given}))
+        values = {key: option(value) for key, value in options.items()}
+        entries = list(reasoning_gym.create_dataset(name, **{"size": 1000, "seed": 1, **values}))
     except (TypeError, ValueError, AssertionError) as error:
-        raise UserError(f"{shown}: {error}") from error
+        raise UserError(f"{label}: {error}") from error
     return [{**entry, "prompt": entry["question"]} for entry in entries]
 
 
-def option(value: str) -> object:
-    """A number, a list, true or false; anything else is a text, and the generator says if it wants
-    none.
+def option(value: str) -> Any:
+    """Return the value of an option: a number, a list, true, false, or else a text.
+
+    A generator that wants no text raises its own error.
     """
     try:
         return json.loads(value)

@@ -107,7 +107,7 @@ def unexpanded(tokens: list[int], images: Iterable[ImageSpan]) -> list[int]:
     """Return the tokens with one token for each image, as the engine takes them."""
     repeated: set[int] = set()
     for image in images:
-        repeated.update(range(image.place + 1, image.place + image.num))
+        repeated.update(range(image.start + 1, image.start + image.num_tokens))
     return [token for i, token in enumerate(tokens) if i not in repeated]
 
 
@@ -265,7 +265,7 @@ class Conversation:
                 logprobs=np.array(segment.logprobs[:end], np.float32),
                 turn_rewards=np.array(segment.turn_rewards[:end], np.float32),
                 versions=np.array(segment.versions[:end], np.int32),
-                images=[image for image in segment.images if image.place < end],
+                images=[image for image in segment.images if image.start < end],
                 info=info,
                 reward=reward,
                 group=group,

@@ -15,7 +15,7 @@ from functools import partial
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.data import chat
-from minirl.data.datasets import Prompts
+from minirl.data.prompts import Prompts
 from minirl.envs.base import Agent, Env
 from minirl.rewards.functions import Rewards
 from minirl.rollout.conversation import Conversation

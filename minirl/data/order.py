@@ -1,0 +1,82 @@
+"""The order in which rows are used: a function of the seed and the number of the example alone."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minirl.data.rows import Rows
+from minirl.errors import require
+
+
+class Order:
+    """The row that each example is.
+
+    The examples 0, 1, 2, ... run through a new permutation of the rows in every epoch (through the
+    rows as they are, without `shuffle`). It is a function of the seed alone.
+    """
+
+    def __init__(self, num_rows: int, *, seed: int | list[int], shuffle: bool):
+        self.num_rows = num_rows
+        self.seed = seed
+        self.shuffle = shuffle
+        self._epoch = -1  # the epoch that `_rows` are of
+        self._rows = np.arange(num_rows)
+
+    def __getitem__(self, number: int) -> int:
+        epoch, index = divmod(number, self.num_rows)
+        if self.shuffle and epoch != self._epoch:
+            rng = np.random.default_rng([self.seed, epoch])
+            self._rows = rng.permutation(self._rows_of(epoch))
+            self._epoch = epoch
+        return int(self._rows[index])
+
+    def _rows_of(self, epoch: int) -> np.ndarray:
+        """Return the rows that an epoch uses, [num_rows], before they are shuffled."""
+        return np.arange(self.num_rows)
+
+
+class Mixture(Order):
+    """The order of rows whose sources have weights.
+
+    An epoch is as long as there are rows. Each source has its share of it, spread at random. The
+    rows of a source come from permutations of its own that run on from epoch to epoch, so that
+    after each epoch all its rows have come equally often (or once more).
+    """
+
+    def __init__(self, rows: Rows, *, seed: int):
+        """Divide an epoch among the sources.
+
+        Raises:
+            UserError: a source has no rows left, or its weight is too small for one example.
+        """
+        super().__init__(len(rows), seed=seed, shuffle=True)
+        weights = np.array([source.weight for source in rows.sources])
+        exact = weights / sum(weights) * len(rows)
+        counts = np.floor(exact).astype(int)  # examples of each source in an epoch
+        largest_remainders = np.argsort(counts - exact, kind="stable")
+        counts[largest_remainders[: len(rows) - counts.sum()]] += 1
+        self.shares = []  # of each source: its rows, the order among them, examples in an epoch
+        for i, source in enumerate(rows.sources):
+            numbers = np.flatnonzero(rows.locations[:, 0] == i)
+            count = int(counts[i])
+            require(
+                len(numbers) and count,
+                f"{source.label}: {count} of {len(rows)} examples by its weight, from "
+                f"{len(numbers)} rows; raise its weight or leave it out",
+            )
+            order = Order(len(numbers), seed=[seed, i], shuffle=True)
+            self.shares.append((numbers, order, count))
+
+    def _rows_of(self, epoch: int) -> np.ndarray:
+        parts = []
+        for numbers, order, count in self.shares:
+            chosen = [order[n] for n in range(epoch * count, (epoch + 1) * count)]
+            parts.append(numbers[chosen])
+        return np.concatenate(parts)
+
+
+def make_order(rows: Sequence[dict], *, seed: int, shuffle: bool) -> Order:
+    """Return the order of rows in training (`shuffle`), or in evaluation, where it is their own."""
+    if shuffle and isinstance(rows, Rows) and rows.sources[0].weight is not None:
+        return Mixture(rows, seed=seed)
+    return Order(len(rows), seed=seed, shuffle=shuffle)

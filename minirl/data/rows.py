@@ -1,0 +1,184 @@
+"""Rows, each read when it is asked for, and what others call their columns."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from minirl.config.shared import RowsConfig
+from minirl.data import chat, images
+from minirl.data.sources import Source, open_source
+from minirl.errors import UserError, require
+
+# What TRL, OpenRLHF and others call a column. These names are tried where a row has none of the
+# default name; a setting that asks for another name has no alternatives.
+OTHER_NAMES = {
+    "prompt": ("instruction", "input", "context_messages", "messages"),
+    "completion": ("output",),
+    "answer": ("solution", "label"),
+    "data_source": ("datasource",),
+}
+
+# make_row(raw, source, where): a row of what its source holds; `where` is its place for an error.
+MakeRow = Callable[[dict, Source, str], dict]
+
+
+class Rows(Sequence[dict]):
+    """Rows of some sources, each made when it is asked for; memory holds only where they are."""
+
+    def __init__(self, sources: list[Source], make_row: MakeRow, locations: np.ndarray):
+        """Store where the rows are.
+
+        Args:
+            sources: what the rows are read from.
+            make_row: makes a row of what its source holds.
+            locations: int64 [N, 2], the number of each row's source and its number in that source.
+        """
+        self.sources = sources
+        self.make_row = make_row
+        self.locations = locations
+
+    def __len__(self) -> int:
+        return len(self.locations)
+
+    def __getitem__(self, number: int) -> dict:  # type: ignore[override]  # takes no slices
+        source_number, number_there = self.locations[number].tolist()
+        source = self.sources[source_number]
+        raw = source.rows[number_there]
+        where = source.where(number_there)
+        require(
+            isinstance(raw, dict),
+            f"{where}: a row must be an object of named values, not a {type(raw).__name__}",
+        )
+        return self.make_row(raw, source, where)
+
+
+def take(rows: Sequence[dict], numbers: Iterable[int]) -> Sequence[dict]:
+    """Return the rows with these numbers; `Rows` are not read for it."""
+    if isinstance(rows, Rows):
+        return Rows(rows.sources, rows.make_row, rows.locations[np.fromiter(numbers, np.int64)])
+    return [rows[number] for number in numbers]
+
+
+def open_rows(
+    source: str | list[str],
+    setting: str,
+    make_row: MakeRow,
+    max_samples: int,
+    *,
+    distinct: Callable[[dict], object] | None = None,
+) -> Sequence[dict]:
+    """Return the rows of one or several sources, end to end.
+
+    Every row is read once here, so that a bad one ends the program now.
+
+    Args:
+        source: one source, or several, as sources.py describes them.
+        setting: what asks for them, `data.train` or `data.eval`, for error messages.
+        make_row: makes a row of what its source holds.
+        max_samples: only so many rows of each source, its first; 0: all.
+        distinct: keep only the first of the rows that this maps to the same value; None: keep all.
+
+    Raises:
+        UserError: a source cannot be read or has no rows, a row is not as it should be, or only
+            some of the sources have weights.
+    """
+    texts = [source] if isinstance(source, str) else source
+    sources = [open_source(text, setting) for text in texts]
+    weighted = [opened for opened in sources if opened.weight is not None]
+    if weighted and (setting == "data.eval" or len(weighted) < len(sources)):
+        raise UserError(
+            f"{weighted[0].label}: give a weight to every source of data.train or to none "
+            "(held-out rows are all used once, without weights)"
+        )
+    locations = []
+    for i, opened in enumerate(sources):
+        num_rows = min(len(opened.rows), max_samples or len(opened.rows))
+        require(num_rows, f"{opened.label}: no rows")
+        locations.append(np.stack([np.full(num_rows, i), np.arange(num_rows)], axis=1))
+    rows = Rows(sources, make_row, np.concatenate(locations))
+    first: dict[object, int] = {}  # the first row of each distinct value
+    for number, row in enumerate(rows):
+        first.setdefault(distinct(row) if distinct else number, number)
+    return take(rows, first.values())
+
+
+def split(rows: Sequence[dict], held_out: int, seed: int) -> tuple[Sequence[dict], Sequence[dict]]:
+    """Split rows into those to train on and `held_out` others.
+
+    A hash of seed and prompt (of the whole row if it has none) chooses the held-out rows, so that
+    the choice does not depend on the order of the rows. Of rows with the same prompt, either
+    all are trained on, or the last is held out and the others are dropped.
+
+    Returns:
+        (rows to train on, held-out rows).
+
+    Raises:
+        UserError: nothing would be left to train on.
+    """
+    hashes = []
+    for row in rows:
+        text = f"{seed} {json.dumps(row.get('prompt', row))}"
+        hashes.append(hashlib.sha256(text.encode()).digest())
+    last = {name: number for number, name in enumerate(hashes)}
+    if held_out >= len(last):
+        raise UserError(
+            f"data.held_out = {held_out} leaves nothing of the {len(last)} distinct prompts in "
+            "data.train; lower it or set data.eval"
+        )
+    chosen = dict.fromkeys(sorted(last)[:held_out])
+    train = [number for number, name in enumerate(hashes) if name not in chosen]
+    return take(rows, train), take(rows, [last[name] for name in chosen])
+
+
+def column(row: dict, key: str) -> Any:
+    """Return a row's value under `key` or under what others call it; None if there is none.
+
+    Alpaca's `instruction` comes together with its `input`, if the row has that too.
+    """
+    for name in (key, *OTHER_NAMES.get(key, ())):
+        value = row.get(name)
+        if value is None:
+            continue
+        context = row.get("input")
+        if name == "instruction" != key and isinstance(value, str) and isinstance(context, str):
+            return "\n\n".join(text for text in (value, context) if text)
+        return value
+    return None
+
+
+def is_messages(value: object) -> TypeGuard[list[dict]]:
+    """Return whether this is a list of messages with role and content, and not empty."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    )
+
+
+def is_prompt(value: object) -> TypeGuard[str | list[dict]]:
+    """Return whether this is a text or a list of messages, and not empty."""
+    return is_messages(value) or (isinstance(value, str) and bool(value))
+
+
+def with_images(
+    prompt: str | list[dict], row: dict, where: str, cfg: RowsConfig
+) -> str | list[dict]:
+    """Return the prompt with the images of its row: data.images_key, or the one in `image`.
+
+    A text with images becomes messages.
+
+    Raises:
+        UserError: an image cannot be read, or images and places for them do not match.
+    """
+    found = row.get(cfg.images_key)
+    if not found:
+        found = [] if row.get("image") is None else [row["image"]]
+    if isinstance(prompt, str) and not found:
+        return prompt
+    try:
+        return images.attach(chat.to_messages(prompt, ""), found)
+    except images.BadImage as error:
+        raise UserError(f"{where}: {error}") from error
