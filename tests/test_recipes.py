@@ -16,16 +16,17 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import tiny
 from harness import ranks, two_at_once
-from minirl import checkpoint, dpo, rl, rm, sft
+from minirl import checkpoint, dpo, generation, rl, rm
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RolloutConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.errors import UserError
-from minirl.inputs import find_teacher
+from minirl.inputs import find_other_model
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records, show
 from minirl.rollout.sampler import Group, GroupScheduler, Sampler
+from minirl.supervised import SupervisedTrainer
 from minirl.types import Trajectory
 from programs import ROOT
 
@@ -61,7 +62,11 @@ ENVIRONMENTS = (
     "python_tool",
     "images",
 )  # run by test_envs.py and test_images.py
-SUPERVISED = {"sft": (sft, SFTConfig), "rm": (rm, RMConfig), "dpo": (dpo, DPOConfig)}
+SUPERVISED = {
+    "sft": (SupervisedTrainer, SFTConfig),
+    "rm": (rm.Trainer, RMConfig),
+    "dpo": (dpo.Trainer, DPOConfig),
+}
 EARNED = """
 def vowels(prompt, completion, row):
     return sum(letter in "aeiou" for letter in completion) / 10
@@ -216,8 +221,8 @@ PARTIAL = [
 
 
 def train(mesh, cases: list[list[str]]) -> None:
-    """Runs one after the other, with one engine, whose start would be most of the time."""
-    make, engines = rl.RolloutEngine, []
+    """Run one after the other with one engine, whose start would be most of the time."""
+    make, engines = generation.RolloutEngine, []
 
     def shared(cfg, folder, mesh, *, dtype, timer, reads_images):
         if not engines:
@@ -226,11 +231,11 @@ def train(mesh, cases: list[list[str]]) -> None:
         engines[0].timer = timer
         return engines[0]
 
-    rl.RolloutEngine = shared
+    generation.RolloutEngine = shared
     for given in cases:
         name = Path(given[1]).stem.split("_")[0]  # of the recipe
-        program, config = SUPERVISED.get(name, (rl, RLConfig))
-        program.Trainer.main(parse_flags(config, given), mesh)
+        program, config = SUPERVISED.get(name, (rl.Trainer, RLConfig))
+        program.main(parse_flags(config, given), mesh)
 
 
 @pytest.fixture(scope="module")
@@ -493,11 +498,11 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
     with pytest.raises(
         UserError, match=r"ref.model = .*model has a vocabulary of \d+, and the policy's is of 99"
     ):
-        find_teacher(
+        find_other_model(
             str(tmp_path / "model"), AutoConfig.for_model("qwen3", vocab_size=99), 1, "ref.model"
         )
     with pytest.raises(UserError, match="ref.model = .*nowhere"):
-        find_teacher(
+        find_other_model(
             str(tmp_path / "nowhere"), AutoConfig.for_model("qwen3", vocab_size=99), 1, "ref.model"
         )
 
@@ -510,7 +515,7 @@ def test_what_is_no_reward_model_of_the_policy_is_refused(tmp_path):
         (size, "is no reward model: its weights have no score.weight; train one with minirl.rm"),
     ):
         with pytest.raises(UserError, match=f"reward.model = .*model {says}"):
-            find_teacher(
+            find_other_model(
                 str(folder),
                 AutoConfig.for_model("qwen3", vocab_size=vocab_size),
                 1,
