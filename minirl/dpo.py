@@ -140,7 +140,7 @@ def _write_cache(file: Path, contents: dict[str, str], logprobs: dict[str, np.nd
     """Write the file in whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(file.name + ".partial.npz")  # the ending that savez would add
-    np.savez(partial, about=json.dumps(contents), **logprobs)
+    np.savez(partial, about=json.dumps(contents), **logprobs)  # type: ignore[arg-type]
     partial.rename(file)
 
 
