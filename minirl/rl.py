@@ -27,13 +27,12 @@ from minirl.policy import Policy, learning_rate
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records
 from minirl.supervised import warm_start
-from minirl.trainer import Program, TrainingRun
+from minirl.trainer import Metrics, Program, TrainingRun
 from minirl.types import Packed, Trajectory
 
 # [minibatch][micro-batch] of this rank, as many on every rank. An optimizer step is made of a
 # minibatch, a forward and backward of a micro-batch.
 Minibatches = list[list[Packed]]
-Metrics = dict[str, float]
 
 
 class Trainer(Program):
@@ -206,7 +205,7 @@ class Trainer(Program):
     def make_batches(self, trajectories: list[Trajectory]) -> Minibatches:
         """Spread the trajectories evenly over all ranks, and pack this rank's. Collective."""
         cfg = self.cfg
-        models = [self.policy, self.ref, self.critic]
+        models = [self.policy, self.ref, self.critic]  # they read the same batches
         windowed = any(model.layout.windowed for model in models if model)
         layout = dataclasses.replace(self.policy.layout, windowed=windowed)
         minibatches = []

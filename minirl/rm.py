@@ -36,7 +36,7 @@ class Trainer(PairTrainer):
 
     cfg: RMConfig
     name = "rm"
-    score = True
+    score_head = True
 
     def check_model(self, folder: Path) -> None:
         """Refuse now what `transformers` could not load when the run has exported it."""

@@ -31,7 +31,7 @@ from minirl.inputs import (
 from minirl.log import Log
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy, learning_rate, make_minibatch
-from minirl.trainer import Program, TrainingRun
+from minirl.trainer import Metrics, Program, TrainingRun
 from minirl.types import Packed, Trajectory
 
 
@@ -40,7 +40,7 @@ class SupervisedTrainer(Program):
 
     cfg: SFTConfig
     name = "sft"  # On the progress bar.
-    score = False  # The model has a score head in place of the language model's.
+    score_head = False  # The model has a score head in place of the language model's.
     pairs = False  # Rows are pairs, whose two sides stay in one micro-batch.
 
     def __init__(self, cfg: SFTConfig, mesh: Mesh):
@@ -50,7 +50,7 @@ class SupervisedTrainer(Program):
             self.check_model(self.files.folder)
             num_steps = math.ceil(cfg.num_epochs * len(self.rows) / cfg.batch_size)
             self.num_steps = cfg.num_steps or max(1, num_steps)
-            self.policy = self.load_model(cfg.policy, self.files.folder, score=self.score)
+            self.policy = self.load_model(cfg.policy, self.files.folder, score=self.score_head)
             self.ref = self.load_reference()
             lost = [a + b for a, b in zip(self.rows.lost, self.held_out.lost, strict=True)]
             sizes = f"{len(self.rows)} rows, {len(self.held_out)} held out"
@@ -79,7 +79,7 @@ class SupervisedTrainer(Program):
         self.evaluate(self.num_steps, "after")
         self.finish()
 
-    def report(self, step: int, examples: list[Trajectory], metrics: dict[str, float]) -> None:
+    def report(self, step: int, examples: list[Trajectory], metrics: Metrics) -> None:
         """Log the metrics of an update. Tokens are those of the rows, in the loss or not."""
         num_tokens = sum(self.mesh.gather(sum(len(t.tokens) for t in examples)))
         metrics["epoch"] = (step + 1) * self.cfg.batch_size / len(self.rows)
@@ -179,7 +179,7 @@ class SupervisedTrainer(Program):
             examples, self.policy, self.mesh, self.cfg.tokens_per_rank, pairs=self.pairs
         )
 
-    def make_scores(self, measured: dict[str, float]) -> dict[str, float]:
+    def make_scores(self, measured: Metrics) -> Metrics:
         """Return the held-out scores: mean negative log-likelihood of the tokens in the loss."""
         loss = measured["loss"]
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
@@ -203,7 +203,7 @@ class PairTrainer(SupervisedTrainer):
 
     def encoder(self) -> Callable[..., Pairs]:
         """Return what makes token ids of pairs."""
-        return partial(Pairs, score=self.score)
+        return partial(Pairs, score=self.score_head)
 
     def describe_lost(self, num_long: int, num_equal: int) -> str:
         """Return which pairs were dropped, for the log."""
@@ -212,7 +212,7 @@ class PairTrainer(SupervisedTrainer):
             "equal sides dropped"
         )
 
-    def make_scores(self, measured: dict[str, float]) -> dict[str, float]:
+    def make_scores(self, measured: Metrics) -> Metrics:
         """Return the held-out scores of pairs.
 
         The loss; the share in which the chosen answer is put higher, and by how much on average.

@@ -18,6 +18,8 @@ from minirl.log import Log, Timer, truncate
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 
+Metrics = dict[str, float]
+
 
 @dataclass(kw_only=True)
 class Progress:
@@ -108,7 +110,7 @@ class TrainingRun:
         self,
         phase: str,
         step: int,
-        metrics: dict[str, float],
+        metrics: Metrics,
         highlights: Iterable[str],
         **tokens: int,
     ) -> None:
@@ -129,7 +131,7 @@ class TrainingRun:
     def record_evaluation(
         self,
         step: int,
-        scores: dict[str, float],
+        scores: Metrics,
         highlights: Iterable[str],
         name: str | None,
         result: dict,

@@ -80,8 +80,13 @@ class Talk(Env):
         return row["prompt"]
 
     def step(self, state):
-        return Result(observation="go on", reward=len(set(state.answer)) / 10, done=state.turn == (3 if self.long else 1), sampling={"max_tokens": 14 if self.long else 3},
-                      info={"long": float(self.long)})
+        return Result(
+            observation="go on",
+            reward=len(set(state.answer)) / 10,
+            done=state.turn == (3 if self.long else 1),
+            sampling={"max_tokens": 14 if self.long else 3},
+            info={"long": float(self.long)},
+        )
 """
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="CPU engines: bitwise repeatable there only"
@@ -410,7 +415,7 @@ def test_resumed_run_with_a_curriculum_and_a_reset_optimizer_is_the_uninterrupte
     assert (
         outcomes[0] == outcomes[1]
         and sum(tries for tries, _ in outcomes[0].values()) == 4 * 8 * 4
-        and 0 < sum(right for _, right in outcomes[0].values())
+        and sum(right for _, right in outcomes[0].values()) > 0
     )
     dcp_to_torch_save(runs / "judged" / "checkpoints" / "step-4" / "state", tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt")["optimizer"]["state"]
@@ -567,7 +572,7 @@ def test_a_score_that_is_no_number_ends_the_run():
         Told(0.5, math.nan).grade([said("four", 0), said("five", 1)])
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # dynamic sampling
 
 
@@ -679,7 +684,7 @@ def test_engines_pull_from_one_queue_after_one_of_them_had_no_room_for_a_ticket(
     assert [next(queue), next(other), *queue] == [4, 5, 6, 7] and not first(1) and second(3)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # partial rollouts, dump and replay
 
 
