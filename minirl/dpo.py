@@ -1,7 +1,8 @@
-"""Direct preference optimization on pairs of answers; mesh, verbs and files of a run are those of
-minirl.sft.
+"""Direct preference optimization on pairs of answers.
 
-torchrun --nproc-per-node 2 -m minirl.dpo --config configs/dpo_spell_backward.yaml
+    torchrun --nproc-per-node 2 -m minirl.dpo --config configs/dpo_spell_backward.yaml
+
+Mesh, steps and files of a run are those of minirl.sft.
 """
 
 import hashlib
@@ -15,44 +16,57 @@ from minirl import cli
 from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config.supervised import DPOConfig
+from minirl.data.pairs import Pairs
 from minirl.errors import UserError
-from minirl.inputs import find_teacher
+from minirl.inputs import find_other_model
 from minirl.policy import Policy, annotate_examples
 from minirl.supervised import PairTrainer
 from minirl.types import Packed, Trajectory
 
 
 class Trainer(PairTrainer):
-    """With a frozen reference, or what it said of every row."""
+    """A run with a frozen reference, or with the reference's log-probs in the rows."""
 
+    cfg: DPOConfig
     name = "dpo"
-    ref: Policy | None = None
 
-    def load_others(self) -> None:
-        cfg, config = self.cfg, self.policy.model.config
-        folder = (
-            find_teacher(cfg.reference, config, cfg.parallel.tensor, "reference")
-            if cfg.reference
-            else self.folder
+    def load_reference(self) -> Policy | None:
+        """Return the reference; None: the rows have its log-probs, from `reference_cache`.
+
+        If there is no such file, one pass of the reference over all rows writes it. Raises
+        UserError.
+        """
+        cfg = self.cfg
+        folder = find_other_model(
+            cfg.reference, self.files.config, cfg.parallel.tensor, "reference"
         )
+        folder = folder or self.files.folder
         with self.timer.phase("reference"):
-            if not (cfg.reference_cache and Path(cfg.reference_cache).exists()):
-                self.ref = Policy(
-                    cfg.policy,
-                    folder,
-                    self.mesh,
-                    trainable=False,
-                    sequence_parallel=cfg.parallel.sequence,
-                    timer=self.timer,
+            if not cfg.reference_cache:
+                return self.load_model(cfg.policy, folder, trainable=False)
+            cache = Path(cfg.reference_cache)
+            contents = self._describe_cache(folder)
+            if cache.exists():
+                logprobs = _read_cache(cache, contents)
+            else:
+                logprobs = self._compute_logprobs(
+                    self.load_model(cfg.policy, folder, trainable=False)
                 )
-            if cfg.reference_cache:
-                self.use_cache(Path(cfg.reference_cache), self.about(folder))
+                if self.mesh.rank == 0:
+                    _write_cache(cache, contents, logprobs)
+            for prefix, rows in self._splits().items():
+                for row in rows.encoded:
+                    for side in (0, 1):
+                        rows.logprobs[f"{row}-{side}"] = logprobs[f"{prefix}/{row}-{side}"]
+        return None
 
     def make_loss(self) -> Loss:
+        """Return the loss of the config: DPO, IPO or hinge."""
         return preference.dpo(self.cfg.algo)
 
-    def batches(self, examples: list[Trajectory]) -> list[Packed]:
-        batches = super().batches(examples)
+    def make_batches(self, examples: list[Trajectory]) -> list[Packed]:
+        """Return micro-batches with the reference's log-probs."""
+        batches = super().make_batches(examples)
         if self.ref:
             with self.timer.phase("annotate"):
                 self.ref.sleeper.wake_parameters()
@@ -60,78 +74,74 @@ class Trainer(PairTrainer):
                 self.ref.sleeper.sleep_parameters()
         else:
             for batch in batches:
-                batch.ref_logprobs = batch.engine_logprobs
+                batch.ref_logprobs = batch.engine_logprobs  # `Pairs.logprobs` came in their place
         return batches
 
-    def use_cache(self, file: Path, about: dict[str, str]) -> None:
-        """Let the rows carry the reference's log-probs, from one pass of it over them, which writes
-        the file, or from the file. Raises UserError for a file of something else.
-        """
-        mesh, size, sets = (
-            self.mesh,
-            self.cfg.batch_size,
-            {"train": self.rows, "held_out": self.held_out},
-        )
-        if self.ref is None:
-            with np.load(file) as arrays:
-                found = dict(arrays)
-            saved = json.loads(str(found.pop("about", "{}")))
-            if other := [name for name in about if saved.get(name) != about[name]]:
-                raise UserError(
-                    f"reference_cache = {file} is of another run: its {', '.join(other)} differ; name another file or remove it"
-                )
-        else:
-            parts = [
-                (name, rows, range(first, min(first + size, len(rows))))
-                for name, rows in sets.items()
-                for first in range(0, len(rows), size)
-            ]
-            own = {
-                f"{name}/{rows.row(t.group)}-{t.episode}": logprobs.astype(np.float32)
-                for name, rows, part in parts
-                for t, logprobs in annotate_examples(
-                    self.ref, rows.examples(part), self.cfg.tokens_per_rank
-                )
-                if mesh.rank % mesh.num_copies == 0
-            }
-            found = {name: logprobs for part in mesh.gather(own) for name, logprobs in part.items()}
-            self.ref = None
-            if mesh.rank == 0:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                partial = file.with_name(
-                    file.name + ".partial.npz"
-                )  # the ending that savez would add
-                np.savez(partial, about=json.dumps(about), **found)
-                partial.rename(file)
-        for name, rows in sets.items():
-            rows.logprobs = {
-                row: found[f"{name}/{row}"]
-                for row in (f"{n}-{episode}" for n in rows.encoded for episode in range(2))
-            }
+    def _splits(self) -> dict[str, Pairs]:
+        return {"train": self.rows, "held_out": self.held_out}
 
-    def about(self, folder: Path) -> dict[str, str]:
-        """What the reference's log-probs depend on."""
-        own = [
-            (n, hashlib.sha256(pickle.dumps(pair)).hexdigest())
-            for rows in (self.rows, self.held_out)
-            for n, pair in rows.encoded.items()
-        ]
-        data = hashlib.sha256(
-            repr(sorted(row for part in self.mesh.gather(own) for row in part)).encode()
-        )
+    def _compute_logprobs(self, reference: Policy) -> dict[str, np.ndarray]:
+        """Return "<split>/<row>-<0: chosen, 1: rejected>" -> float32 [L], of all ranks. Collective.
+
+        Ranks that work on the same sequences have the same log-probs; one of them reports.
+        """
+        size = self.cfg.batch_size
+        reports = self.mesh.rank % self.mesh.num_copies == 0
+        computed: dict[str, np.ndarray] = {}
+        for prefix, rows in self._splits().items():
+            for first in range(0, len(rows), size):
+                examples = rows.examples(range(first, min(first + size, len(rows))))
+                for t, logprobs in annotate_examples(
+                    reference, examples, self.cfg.tokens_per_rank
+                ):
+                    if reports:
+                        name = f"{prefix}/{rows.row(t.group)}-{t.episode}"
+                        computed[name] = logprobs.astype(np.float32)
+        of_all_ranks: dict[str, np.ndarray] = {}
+        for of_rank in self.mesh.gather(computed):
+            of_all_ranks |= of_rank
+        return of_all_ranks
+
+    def _describe_cache(self, folder: Path) -> dict[str, str]:
+        """Return what the reference's log-probs depend on: dtype and hashes. Collective."""
+        hashes = []
+        for rows in self._splits().values():
+            for n, pair in rows.encoded.items():
+                hashes.append((n, hashlib.sha256(pickle.dumps(pair)).hexdigest()))
+        of_all_ranks: list[tuple[int, str]] = sum(self.mesh.gather(hashes), [])
+        data = hashlib.sha256(repr(sorted(of_all_ranks)).encode())
         weights = hashlib.sha256()
-        for file in (
-            sorted([*folder.glob("*.safetensors"), folder / "config.json"])
-            if self.mesh.rank == 0
-            else []
-        ):
-            with file.open("rb") as opened:
-                weights.update(hashlib.file_digest(opened, "sha256").digest())
+        if self.mesh.rank == 0:
+            for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
+                with path.open("rb") as file:
+                    weights.update(hashlib.file_digest(file, "sha256").digest())
         return {
             "dtype": self.cfg.policy.dtype,
             "data": data.hexdigest(),
             "reference": self.mesh.gather(weights.hexdigest())[0],
         }
+
+
+def _read_cache(file: Path, contents: dict[str, str]) -> dict[str, np.ndarray]:
+    """Return the log-probs of a cache. Raises UserError if it does not hold `contents`."""
+    with np.load(file) as arrays:
+        logprobs = dict(arrays)
+    saved = json.loads(str(logprobs.pop("about", "{}")))
+    different = [name for name in contents if saved.get(name) != contents[name]]
+    if different:
+        raise UserError(
+            f"reference_cache = {file} is of another run: its {', '.join(different)} differ; name "
+            "another file or remove it"
+        )
+    return logprobs
+
+
+def _write_cache(file: Path, contents: dict[str, str], logprobs: dict[str, np.ndarray]) -> None:
+    """Write the file in whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(file.name + ".partial.npz")  # the ending that savez would add
+    np.savez(partial, about=json.dumps(contents), **logprobs)  # type: ignore[arg-type]
+    partial.rename(file)
 
 
 if __name__ == "__main__":

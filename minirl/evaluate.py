@@ -1,8 +1,9 @@
-"""Accuracy, pass@k and mean reward on held-out prompts. Called from rl.py, and a program of its
-own:
+r"""A program that prints accuracy, pass@k and mean reward of a model on held-out prompts.
 
-torchrun --nproc-per-node 2 -m minirl.evaluate --model runs/quickstart/model --data.eval
-held_out.jsonl --reward.function exact
+    torchrun --nproc-per-node 2 -m minirl.evaluate --model runs/quickstart/model \
+        --data.eval held_out.jsonl --reward.function exact
+
+`minirl.rl` scores its held-out prompts by the same `evaluation.evaluate`.
 """
 
 import json
@@ -12,12 +13,12 @@ from minirl import cli
 from minirl.config.shared import EvaluateConfig, PolicyConfig
 from minirl.config.validate import resolve_lengths, validate_sampling
 from minirl.data import chat
-from minirl.data.images import Vision, sampling_stops
 from minirl.data.prompts import Prompts, load_rows
+from minirl.data.images import Vision, sampling_stops
 from minirl.envs.registry import make_env
 from minirl.errors import UserError
 from minirl.evaluation import evaluate
-from minirl.inputs import find_teacher
+from minirl.inputs import ModelFiles, find_other_model
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.functions import make_rewards
@@ -27,8 +28,64 @@ from minirl.rollout.sampler import Sampler
 
 
 def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
+    """Evaluate the model; rank 0 prints the scores as JSON and writes them to `cfg.output`."""
+    # 1. Find and check what the config names.
     resolve_lengths(cfg)
     validate_sampling(cfg)
+    files = find_model(cfg, mesh)
+    rows = load_rows(cfg.data.eval, "data.eval", cfg.data)
+    env_maker = make_env(cfg.env.name)
+    rewards = make_rewards(cfg.reward)
+    scorer = find_other_model(cfg.reward.model, files.config, 1, "reward.model", scores=True)
+    if env_maker().graded:
+        rewards.check_rows(rows)
+    prompts = Prompts(
+        rows, files.tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=files.vision
+    )
+    num_dropped = prompts.check_lengths("data.eval", mesh)
+
+    # 2. Load the models.
+    dtype = "bfloat16" if cfg.engine.dtype == "auto" else cfg.engine.dtype
+    engine = RolloutEngine(
+        cfg.engine,
+        files.folder,
+        mesh,
+        dtype=dtype,
+        load_weights=True,
+        reads_images=files.vision is not None,
+    )
+    sampler = Sampler(engine, env_maker, rewards, prompts, cfg)
+    stop_ids = chat.stop_token_ids(files.tokenizer, files.folder)
+    reward_model = None
+    if scorer:
+        reward_model = RewardModel(
+            PolicyConfig(dtype=dtype),
+            scorer,
+            mesh,
+            stop_ids,
+            files.tokenizer.eos_token_id,
+            max(16384, cfg.engine.max_model_len + 1),
+            weight=cfg.reward.model_weight,
+        )
+
+    # 3. Sample, score, print.
+    sampling = Sampling(
+        max_tokens=cfg.rollout.max_tokens,
+        stop_token_ids=sampling_stops(stop_ids, files.vision),
+        temperature=cfg.eval.temperature,
+        top_p=cfg.rollout.top_p,
+        top_k=cfg.rollout.top_k,
+        min_p=cfg.rollout.min_p,
+    )
+    result = evaluate(sampler, prompts, cfg.eval, sampling, mesh, reward_model)
+    if mesh.rank == 0:
+        write(cfg, len(prompts.rows), num_dropped, result)
+    sampler.close()
+    engine.close()
+
+
+def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
+    """Find and check the model to evaluate. Raises UserError."""
     if not cfg.model:
         raise UserError("model is empty: give a folder or a hub id with --model")
     if not cfg.data.eval:
@@ -38,63 +95,27 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     families.check_supported(
         config, f"model = {folder}", cfg.engine.tensor_parallel_size, device=mesh.device.type
     )
-    rows = load_rows(cfg.data.eval, "data.eval", cfg.data)
-    env, rewards = make_env(cfg.env.name), make_rewards(cfg.reward)
-    reward_model = (
-        find_teacher(cfg.reward.model, config, 1, "reward.model", scores=True)
-        if cfg.reward.model
-        else None
-    )
-    if env().graded:
-        rewards.check_rows(rows)
     tokenizer = chat.load_tokenizer(
         folder, template=cfg.data.chat_template, plain=cfg.data.input_template
     )
     vision = Vision(folder, cfg.engine.max_images) if families.reads_images(config) else None
-    prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=vision)
-    num_dropped = prompts.check_lengths("data.eval", mesh)
-    dtype = "bfloat16" if cfg.engine.dtype == "auto" else cfg.engine.dtype
-    engine = RolloutEngine(
-        cfg.engine, folder, mesh, dtype=dtype, load_weights=True, reads_images=vision is not None
-    )
-    sampler = Sampler(engine, env, rewards, prompts, cfg)
-    r = cfg.rollout
-    stop_ids = chat.stop_token_ids(tokenizer, folder)
-    sampling = Sampling(
-        max_tokens=r.max_tokens,
-        stop_token_ids=sampling_stops(stop_ids, vision),
-        temperature=cfg.eval.temperature,
-        top_p=r.top_p,
-        top_k=r.top_k,
-        min_p=r.min_p,
-    )
-    reward_model = reward_model and RewardModel(
-        PolicyConfig(dtype=dtype),
-        reward_model,
-        mesh,
-        stop_ids,
-        tokenizer.eos_token_id,
-        max(16384, cfg.engine.max_model_len + 1),
-        weight=cfg.reward.model_weight,
-    )
-    result = evaluate(sampler, prompts, cfg.eval, sampling, mesh, reward_model)
-    if mesh.rank == 0:
-        text = json.dumps(
-            {
-                "model": cfg.model,
-                "data": cfg.data.eval,
-                "prompts": len(prompts.rows),
-                "dropped": num_dropped,
-                **result["scores"],
-                "answers": result["answers"],
-            },
-            indent=2,
-        )
-        print(text)
-        if cfg.output:
-            Path(cfg.output).write_text(text + "\n")
-    sampler.close()
-    engine.close()
+    return ModelFiles(folder, config, tokenizer, vision)
+
+
+def write(cfg: EvaluateConfig, num_prompts: int, num_dropped: int, result: dict) -> None:
+    """Print the result of `evaluate` as JSON, and write it to `cfg.output`."""
+    summary = {
+        "model": cfg.model,
+        "data": cfg.data.eval,
+        "prompts": num_prompts,
+        "dropped": num_dropped,
+        **result["scores"],
+        "answers": result["answers"],
+    }
+    text = json.dumps(summary, indent=2)
+    print(text)
+    if cfg.output:
+        Path(cfg.output).write_text(text + "\n")
 
 
 if __name__ == "__main__":

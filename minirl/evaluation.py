@@ -1,6 +1,7 @@
-"""Accuracy, pass@k and mean reward on held-out prompts."""
+"""Accuracy, pass@k and mean reward on held-out prompts, and means over the episodes of a step."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable
 
 from minirl.config.shared import EvalConfig
@@ -11,37 +12,65 @@ from minirl.rollout.engine import Sampling
 from minirl.rollout.sampler import Sampler
 from minirl.types import Trajectory
 
+NUM_SHOWN = 5  # Prompts whose answers are kept for people to read.
+
 
 def breakdown(
-    trajectories: list[Trajectory],
+    episodes: list[Trajectory],
     threshold: float,
     mesh: Mesh,
     more: Iterable[tuple[str, float]] = (),
 ) -> dict[str, float]:
-    """Means over all ranks: `source/NAME/accuracy` and `/reward` of each data source where rows
-    have one, `reward/NAME` of each of several reward functions, `env/turns`, `/truncated`,
-    `/failed` and what else an environment tells, and of `more` values by their names.
-    `trajectories`: one of each episode. The same however they are spread over ranks. Collective.
+    """Return means over the episodes of all ranks, sorted by name. Collective.
+
+    However the episodes are spread over the ranks, the means are the same to the bit.
+
+    Args:
+        episodes: of this rank, one trajectory of each.
+        threshold: the score at which an answer counts as correct.
+        mesh: the ranks.
+        more: further names and values to take means of.
+
+    Returns:
+        `source/NAME/accuracy` and `source/NAME/reward` of each data source, where rows have one;
+        `reward/NAME` of each of several reward functions; `env/turns`, `env/truncated`,
+        `env/failed` and all other `env/NAME` that the environment reports; the means of `more`.
     """
-    own = [*more]
-    for t in trajectories:
-        own += [
-            (f"{of}/{name}", float(value))
-            for of, told in (("reward", "rewards"), ("env", "env"))
-            for name, value in t.info.get(told, {}).items()
-        ]
-        if source := t.info["source"]:
+    values = list(more)
+    for t in episodes:
+        for name, value in t.info.get("rewards", {}).items():
+            values.append((f"reward/{name}", float(value)))
+        for name, value in t.info.get("env", {}).items():
+            values.append((f"env/{name}", float(value)))
+        source = t.info["source"]
+        if source:
             score = t.info.get("score", t.reward)  # in training, the reward before it was shaped
-            own += [
-                (f"source/{source}/accuracy", float(score >= threshold)),
-                (f"source/{source}/reward", score),
-            ]
-    pairs = sorted(itertools.chain(*mesh.gather(own)))
-    found = {
-        name: [value for _, value in of]
-        for name, of in itertools.groupby(pairs, lambda pair: pair[0])
-    }
-    return {name: sum(values) / len(values) for name, values in found.items()}
+            values.append((f"source/{source}/accuracy", float(score >= threshold)))
+            values.append((f"source/{source}/reward", score))
+    values_of: dict[str, list[float]] = defaultdict(list)
+    for name, value in sorted(itertools.chain.from_iterable(mesh.gather(values))):
+        values_of[name].append(value)
+    return {name: sum(values) / len(values) for name, values in values_of.items()}
+
+
+def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) -> dict[str, float]:
+    """Return means over the episodes of a training step on all ranks. Collective.
+
+    Beside what `breakdown` returns: `answer_tokens`; `stopped`, the share of answers that ended by
+    themselves; `staleness`, optimizer steps since the oldest token was sampled; `reward`, the
+    score; `shaped_reward`; and `equal_groups`, the share of groups whose rewards are all equal.
+    """
+    episodes = [t for t in trajectories if t.segment == 0]
+    values: list[tuple[str, float]] = []
+    rewards_of_group: dict[int, set[float]] = defaultdict(set)
+    for t in episodes:
+        rewards_of_group[t.group].add(t.reward)
+        for name in ("answer_tokens", "stopped", "staleness"):
+            values.append((name, float(t.info[name])))
+        values += [("reward", t.info["score"]), ("shaped_reward", t.reward)]
+    for rewards in rewards_of_group.values():
+        values.append(("equal_groups", float(len(rewards) == 1)))
+    return breakdown(episodes, threshold, mesh, values)
 
 
 def evaluate(
@@ -52,35 +81,47 @@ def evaluate(
     mesh: Mesh,
     reward_model: RewardModel | None = None,
 ) -> dict:
-    """Sample `cfg.samples` answers to every prompt. Collective; the engine must be awake. The seeds
-    are the same at each call.
+    """Sample `cfg.samples` answers to every prompt and score them. Collective.
 
-    Returns `scores`: accuracy (= pass@1), pass@k for k = cfg.samples (Chen et al. 2021, arXiv
-    2107.03374, eq. 1, which is 1 for a prompt with a correct one among k samples, else 0), reward,
-    answer_tokens, stopped (share of answers that ended by themselves), and what `breakdown` adds;
-    and `answers`: prompt, answer and reward of the first sample of the first five prompts.
+    The engine must be awake. The seeds are the same at each call.
+
+    Returns:
+        `scores`: accuracy (= pass@1), pass@k for k = cfg.samples (Chen et al. 2021, arXiv
+        2107.03374, eq. 1, which is 1 for a prompt with a correct one among k samples, else 0),
+        reward, answer_tokens, stopped (share of answers that ended by themselves), and what
+        `breakdown` adds. `answers`: prompt, answer and reward of the first sample of the first
+        five prompts.
     """
     trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
     if reward_model:
         reward_model.grade(trajectories)
-    once = [t for t in trajectories if t.segment == 0]
-    own: list[tuple[str, float]] = []
-    for _, group in itertools.groupby(once, lambda t: t.group):
-        told = [
-            {
-                "accuracy": float(t.reward >= cfg.threshold),
+    episodes = [t for t in trajectories if t.segment == 0]
+    values: list[tuple[str, float]] = []
+    for _, group in itertools.groupby(episodes, lambda t: t.group):
+        values += _score_group(list(group), cfg)
+
+    answers = []
+    for t in trajectories:
+        if t.group < NUM_SHOWN and t.episode == 0:
+            answer = {
+                "prompt": t.info["prompt"],
+                "answer": t.info["completion"],
                 "reward": t.reward,
-                **{name: t.info[name] for name in ("answer_tokens", "stopped")},
             }
-            for t in group
-        ]
-        own += [(name, sum(t[name] for t in told) / len(told)) for name in told[0]] + [
-            (f"pass@{cfg.samples}", max(t["accuracy"] for t in told))
-        ]
-    shown = [
-        (t.group, {"prompt": t.info["prompt"], "answer": t.info["completion"], "reward": t.reward})
-        for t in trajectories
-        if t.group < 5 and t.episode == 0
-    ]
-    answers = sorted(itertools.chain(*mesh.gather(shown)), key=lambda a: a[0])
-    return {"scores": breakdown(once, cfg.threshold, mesh, own), "answers": [a for _, a in answers]}
+            answers.append((t.group, answer))
+    of_all_ranks = itertools.chain.from_iterable(mesh.gather(answers))
+    in_order = sorted(of_all_ranks, key=lambda numbered: numbered[0])
+    return {
+        "scores": breakdown(episodes, cfg.threshold, mesh, values),
+        "answers": [answer for _, answer in in_order],
+    }
+
+
+def _score_group(answers: list[Trajectory], cfg: EvalConfig) -> list[tuple[str, float]]:
+    """Return the means over the answers to one prompt, and whether one of them is correct."""
+    correct = [float(t.reward >= cfg.threshold) for t in answers]
+    values_of = {"accuracy": correct, "reward": [t.reward for t in answers]}
+    for name in ("answer_tokens", "stopped"):
+        values_of[name] = [t.info[name] for t in answers]
+    means = [(name, sum(values) / len(answers)) for name, values in values_of.items()]
+    return [*means, (f"pass@{cfg.samples}", max(correct))]

@@ -1,117 +1,252 @@
-"""What a config names, found and checked before anything is trained or written: the output folder
-and the models.
+"""What a config names, found and checked before anything is trained or written.
+
+Each function raises UserError at the first thing that is missing or cannot work.
 """
 
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from minirl.algo import advantages, correction
 from minirl.config.rl import RLConfig
+from minirl.config.shared import RowsConfig
 from minirl.config.supervised import SFTConfig
+from minirl.config.validate import resolve_lengths, validate_rl
 from minirl.data import chat
+from minirl.data.prompts import Prompts, load_rows
+from minirl.data.rows import split
 from minirl.data.images import Vision
+from minirl.envs.registry import make_env
 from minirl.errors import UserError
 from minirl.model import build, families, scratch
 from minirl.parallel import tensor
 from minirl.parallel.mesh import Mesh
+from minirl.rewards.functions import make_rewards
+
+
+class ModelFiles(NamedTuple):
+    """What the folder of a model holds beside weights."""
+
+    folder: Path
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    vision: Vision | None  # How the model reads images; None: it reads none.
+
+
+class Inputs:
+    """What the config of an RL run names, found and checked. Collective. Raises UserError.
+
+    Attributes:
+        prompts, held_out: rows to train on and to evaluate on, as token ids.
+        num_dropped: prompts that were too long.
+        make_env: makes the environment of an episode.
+        rewards: scores answers, beside what the environment gives.
+        estimator: of advantages.
+        folder: of policy.model.
+        ref, critic, reward_model: folders of the models beside the policy; None where the config
+            names none.
+        stop_ids: tokens that end an answer.
+    """
+
+    def __init__(self, cfg: RLConfig, mesh: Mesh):
+        resolve_lengths(cfg)
+        validate_rl(cfg, mesh.world_size)
+        check_output(Path(cfg.output), cfg.resume)
+
+        # Rows, and what scores the answers to them.
+        train, held_out = load_splits(partial(load_rows, cfg=cfg.data), cfg.data, cfg.seed)
+        self.make_env = make_env(cfg.env.name)
+        self.rewards = make_rewards(cfg.reward)
+        self.estimator = advantages.find(cfg.algo.advantage)
+        if self.make_env().graded:
+            self.rewards.check_rows(itertools.chain(train, held_out))
+        if cfg.sft.num_steps and any(row.get("answer") is None for row in train):
+            raise UserError(
+                f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row "
+                f"(data.answer_key = {cfg.data.answer_key})"
+            )
+        correction.resolve(cfg.algo.correction)
+
+        # Models. The rewards of dumped rollouts have the scores of a reward model in them.
+        max_len = cfg.engine.max_model_len
+        files = find_model(cfg, max_len, engine_on=mesh.device.type)
+        find = partial(find_other_model, policy=files.config, tensor_parallel=cfg.parallel.tensor)
+        self.folder = files.folder
+        self.ref = find(cfg.ref.model, setting="ref.model")
+        self.critic = find(cfg.critic.model, setting="critic.model")
+        scorer = "" if cfg.rollout.replay else cfg.reward.model
+        self.reward_model = find(scorer, setting="reward.model", scores=True)
+
+        # Prompts as token ids.
+        as_tokens = partial(
+            Prompts, tokenizer=files.tokenizer, cfg=cfg.data, seed=cfg.seed, vision=files.vision
+        )
+        self.prompts = as_tokens(train)
+        self.held_out = as_tokens(held_out, shuffle=False)
+        self.num_dropped = self.prompts.check_lengths("data.train", mesh)
+        held_out_setting = "data.eval" if cfg.data.eval else "data.train"
+        self.num_dropped += self.held_out.check_lengths(held_out_setting, mesh)
+
+        make_scratch(cfg, max_len, mesh)
+        self.stop_ids = chat.stop_token_ids(files.tokenizer, files.folder)
+
+    def describe(self) -> str:
+        """Return the numbers of prompts, for the log."""
+        return (
+            f"{len(self.prompts.rows)} training prompts, {len(self.held_out.rows)} held out "
+            f"({self.num_dropped} dropped as too long)"
+        )
 
 
 def check_output(output: Path, resume: bool) -> None:
     """Refuse the folder of another run. Raises UserError."""
-    in_the_way = (
-        [p.name for p in output.iterdir() if p.name != "scratch"]
-        if output.is_dir()
-        else [output.name] * output.exists()
-    )
-    if in_the_way and not (resume and output.is_dir()):
+    is_folder = output.is_dir()
+    if is_folder:
+        in_the_way = [path.name for path in output.iterdir() if path.name != "scratch"]
+    else:
+        in_the_way = [output.name] if output.exists() else []
+    if in_the_way and not (resume and is_folder):
         raise UserError(
-            f"output = {output} holds {in_the_way[0]} of another run; choose another folder with --output, or go on with it by --resume"
+            f"output = {output} holds {in_the_way[0]} of another run; choose another folder with "
+            "--output, or go on with it by --resume"
         )
+
+
+def load_splits(
+    load: Callable[[str | list[str], str], Sequence[dict]], data: RowsConfig, seed: int
+) -> tuple[Sequence[dict], Sequence[dict]]:
+    """Return the rows to train on and the held-out rows.
+
+    Args:
+        load: reads a source, named by a setting in errors.
+        data: the sources. Without `data.eval`, `data.held_out` rows of `data.train` are held out.
+        seed: decides which.
+    """
+    train = load(data.train, "data.train")
+    if data.eval:
+        return train, load(data.eval, "data.eval")
+    return split(train, data.held_out, seed)
 
 
 def find_model(
-    cfg: RLConfig | SFTConfig, max_len: int, *, engine_on: str | None = None, chats: bool = True
-) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase, Vision | None]:
-    """(folder, config, tokenizer, how it reads images) of policy.model, checked, also for an engine
-    on that type of device; the folder of a scratch model is still to be made. Raises UserError.
+    cfg: RLConfig | SFTConfig, max_len: int, *, engine_on: str = "cpu", chats: bool = True
+) -> ModelFiles:
+    """Find and check policy.model; the folder of a scratch model is made by `make_scratch`.
+
+    Args:
+        cfg: of RL, the model must work in the engine, too.
+        max_len: longest sequence of a scratch model.
+        engine_on: the engine's type of device.
+        chats: there are chats to encode, so the tokenizer needs a template.
+
+    Raises:
+        UserError: there is no such model, or it does not work with the settings.
     """
-    templates = cfg.data.chat_template, cfg.data.input_template
+    template = cfg.data.chat_template
+    plain = cfg.data.input_template
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase | None = None
     if cfg.policy.model == "scratch":
-        folder, tokenizer = (
-            Path(cfg.output) / "scratch",
-            chat.use_template(scratch.make_tokenizer(cfg.policy.scratch.phrases), *templates),
-        )
-        config = scratch.make_config(cfg.policy.scratch, tokenizer, max_len)
+        folder = Path(cfg.output) / "scratch"
+        made = scratch.make_tokenizer(cfg.policy.scratch.phrases)
+        config = scratch.make_config(cfg.policy.scratch, made, max_len)
+        tokenizer = chat.use_template(made, template, plain)
     else:
         folder = build.find_folder(cfg.policy.model, "policy.model")
-        config, tokenizer = build.read_config(folder), None
-    engine = (
-        (cfg.engine.tensor_parallel_size, cfg.engine.max_model_len, engine_on) if engine_on else ()
-    )
-    families.check_supported(config, f"policy.model = {cfg.policy.model}", *engine)
+        config = build.read_config(folder)
+
+    where = f"policy.model = {cfg.policy.model}"
+    max_images = 0
+    if isinstance(cfg, RLConfig):
+        engine = cfg.engine
+        max_images = engine.max_images
+        families.check_supported(
+            config, where, engine.tensor_parallel_size, engine.max_model_len, engine_on
+        )
+    else:
+        families.check_supported(config, where)
     tensor.check_divides(families.divided(config), cfg.parallel.tensor)
-    vision = (
-        Vision(folder, cfg.engine.max_images if engine_on else 0)
-        if families.reads_images(config)
-        else None
-    )
-    return (
-        folder,
-        config,
-        tokenizer
-        or chat.load_tokenizer(folder, chats=chats, template=templates[0], plain=templates[1]),
-        vision,
-    )
+
+    vision = Vision(folder, max_images) if families.reads_images(config) else None
+    if tokenizer is None:
+        tokenizer = chat.load_tokenizer(folder, chats=chats, template=template, plain=plain)
+    return ModelFiles(folder, config, tokenizer, vision)
 
 
-def find_teacher(
+def find_other_model(
     model: str,
     policy: PretrainedConfig,
     tensor_parallel: int,
     setting: str,
     *,
     scores: bool = False,
-) -> Path:
-    """The folder of a model that is to read the policy's tokens, checked. `scores`: by a head of
-    its own. Raises UserError.
+) -> Path | None:
+    """Find and check a model beside the policy, which reads the same tokens.
+
+    Args:
+        model: folder or hub id; empty: there is none.
+        policy: the policy's config.
+        tensor_parallel: ranks that split every matrix.
+        setting: what names the model, for errors.
+        scores: it is a reward model: its weights have a score head.
+
+    Returns:
+        Its folder, or None.
+
+    Raises:
+        UserError: it cannot work.
     """
+    if not model:
+        return None
     folder = build.find_folder(model, setting)
     config = build.read_config(folder)
     families.check_supported(config, f"{setting} = {model}")
     tensor.check_divides(families.divided(config), tensor_parallel)
     if families.reads_images(config) != families.reads_images(policy):
         raise UserError(
-            f"{setting} = {model} is of family {config.model_type}, and the policy of {policy.model_type}: one of them reads images; take another model"
+            f"{setting} = {model} is of family {config.model_type}, and the policy of "
+            f"{policy.model_type}: only one of them reads images; take another model"
         )
-    sizes = [c.get_text_config().vocab_size for c in (config, policy)]
-    if len(set(sizes)) > 1:
+    size = config.get_text_config().vocab_size
+    policy_size = policy.get_text_config().vocab_size
+    if size != policy_size:
         raise UserError(
-            f"{setting} = {model} has a vocabulary of {sizes[0]}, and the policy's is of {sizes[1]}: the policy's "
-            "tokens mean nothing there; take a model with the same tokenizer"
+            f"{setting} = {model} has a vocabulary of {size}, and the policy's is of "
+            f"{policy_size}: the policy's tokens mean nothing there; take a model with the same "
+            "tokenizer"
         )
-    return check_head(folder, setting) if scores else folder
-
-
-def check_head(folder: Path, setting: str) -> Path:
-    """A language model's would be made of zeros, which a critic can learn from and nobody else.
-    Raises UserError.
-    """
-    if build.SCORE not in build.Weights(folder).slices:
-        raise UserError(
-            f"{setting} = {folder} is no reward model: its weights have no {build.SCORE}; train one with minirl.rm"
-        )
+    if scores:
+        check_head(folder, setting)
     return folder
 
 
-def make_scratch(cfg: RLConfig | SFTConfig, max_len: int, mesh: Mesh) -> None:
-    """Write the model that `policy.model = scratch` asks for. Collective; call it when nobody can
-    find a mistake any more.
+def check_head(folder: Path, setting: str) -> None:
+    """Refuse a model without a score head. Raises UserError.
+
+    A head that is missing would be made of zeros. A critic can learn from there; the scores of a
+    reward model would all be 0.
     """
-    mesh.barrier()  # nobody looks at the output folder any more
+    if build.SCORE not in build.Weights(folder).slices:
+        raise UserError(
+            f"{setting} = {folder} is no reward model: its weights have no {build.SCORE}; train "
+            "one with minirl.rm"
+        )
+
+
+def make_scratch(cfg: RLConfig | SFTConfig, max_len: int, mesh: Mesh) -> None:
+    """Write the model that `policy.model = scratch` asks for. Collective.
+
+    Call it after the last check: a program that refuses its config leaves nothing behind.
+    """
+    mesh.barrier()  # every rank has looked at the output folder
+    if cfg.policy.model != "scratch":
+        return
     folder = Path(cfg.output) / "scratch"
-    if cfg.policy.model == "scratch":
-        if mesh.rank == 0 and not (
-            cfg.resume and folder.exists()
-        ):  # other weights would be another run
-            scratch.make_model(cfg.policy.scratch, folder, max_len=max_len, seed=cfg.seed)
-        mesh.barrier()
+    is_resumed = cfg.resume and folder.exists()  # other weights would be another run
+    if mesh.rank == 0 and not is_resumed:
+        scratch.make_model(cfg.policy.scratch, folder, max_len=max_len, seed=cfg.seed)
+    mesh.barrier()

@@ -1,9 +1,9 @@
-"""PPO, GRPO and their family: every rank holds a shard of the policy and its own vLLM engine, and
-runs this program.
+"""PPO, GRPO and their family.
 
     torchrun --nproc-per-node 2 -m minirl.rl --config configs/quickstart_rl.yaml
 
-`train` is the whole algorithm; what it calls is one layer down.
+Every rank runs this program, holds a shard of the policy and has a vLLM engine (or a part of one).
+`Trainer.train` is the whole algorithm; what it calls is one layer down.
 """
 
 import dataclasses
@@ -14,272 +14,121 @@ import numpy as np
 import torch
 
 from minirl import checkpoint, cli, report
-from minirl.algo import advantages, correction, losses, shaping
+from minirl.algo import advantages, losses, shaping
 from minirl.config.rl import RLConfig
-from minirl.config.shared import PolicyConfig
-from minirl.config.validate import resolve_lengths, validate_rl
-from minirl.data import chat
 from minirl.data.curriculum import Curriculum
-from minirl.data.images import sampling_stops
 from minirl.data.packing import exchange, pack
-from minirl.data.prompts import Prompts, load_rows
-from minirl.data.rows import split
-from minirl.envs.registry import make_env
 from minirl.errors import UserError
-from minirl.evaluation import breakdown, evaluate
-from minirl.inputs import check_output, find_model, find_teacher, make_scratch
-from minirl.log import Timer
+from minirl.evaluation import evaluate, means_of_step
+from minirl.generation import Generation
+from minirl.inputs import Inputs
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy, learning_rate
-from minirl.rewards.functions import make_rewards
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records
-from minirl.rollout.engine import RolloutEngine, Sampling
-from minirl.rollout.refit import Refit
-from minirl.rollout.sampler import Sampler
 from minirl.supervised import warm_start
-from minirl.trainer import Program, TrainingRun
+from minirl.trainer import Metrics, Program, TrainingRun
 from minirl.types import Packed, Trajectory
+
+# [minibatch][micro-batch] of this rank, as many on every rank. An optimizer step is made of a
+# minibatch, a forward and backward of a micro-batch.
+Minibatches = list[list[Packed]]
 
 
 class Trainer(Program):
-    """The parts of a run; `train` is the algorithm."""
+    """An RL run: `train` is the algorithm, and the methods after it are its steps."""
+
+    cfg: RLConfig
 
     def __init__(self, cfg: RLConfig, mesh: Mesh):
-        self.cfg, self.mesh, self.timer = cfg, mesh, Timer(mesh.device)
-        about = self.find_inputs()
+        super().__init__(cfg, mesh)
+        inputs = Inputs(cfg, mesh)
+        self.inputs = inputs
+        self.prompts = inputs.prompts
+        self.generation: Generation | None = None  # None: rollout.replay runs without an engine
+        self.reward_model: RewardModel | None = None
         with self.timer.phase("start"):
-            self.policy = Policy(
-                cfg.policy,
-                self.folder,
-                mesh,
-                sequence_parallel=cfg.parallel.sequence,
-                timer=self.timer,
-            )
+            self.policy = self.load_model(cfg.policy, inputs.folder)
             if not cfg.rollout.replay:
-                self.make_engine()
-            reward_model = self.others["reward.model"]
-            self.reward_model = (
-                RewardModel(
+                self.generation = Generation(cfg, inputs, self.policy, mesh, self.timer)
+            if inputs.reward_model:
+                self.reward_model = RewardModel(
                     cfg.policy,
-                    reward_model,
+                    inputs.reward_model,
                     mesh,
-                    self.stop_ids,
-                    self.prompts.tokenizer.eos_token_id,
+                    inputs.stop_ids,
+                    inputs.prompts.tokenizer.eos_token_id,
                     cfg.tokens_per_rank,
                     weight=cfg.reward.model_weight,
                     sequence_parallel=cfg.parallel.sequence,
                     timer=self.timer,
                 )
-                if reward_model
-                else None
-            )
-            self.run = TrainingRun(cfg, self.policy, mesh, self.timer, about)
-        if cfg.rollout.ahead:
-            self.run.saver.rollouts = self.sampler.state
-            self.sampler.load(
-                checkpoint.load_rollouts(self.run.found) if self.run.found else [], self.sampling
-            )
-        self.log, self.progress = self.run.log, self.run.progress
-        adapted = self.progress.kl_coef if cfg.algo.kl_target else None
-        self.kl_coef = cfg.algo.kl_coef if adapted is None else adapted
+            self.run = TrainingRun(cfg, self.policy, mesh, self.timer, inputs.describe())
+        self.log = self.run.log
+        self.progress = self.run.progress
+        if self.generation and cfg.rollout.ahead:
+            self.generation.keep_episodes(self.run)
+
+        self.kl_coef = cfg.algo.kl_coef
+        if cfg.algo.kl_target and self.progress.kl_coef is not None:
+            self.kl_coef = self.progress.kl_coef  # as adapted before the checkpoint
+        self.curriculum: Curriculum | None = None
         if cfg.rollout.curriculum_floor:
-            self.prompts.order = Curriculum(
+            self.curriculum = Curriculum(
                 self.prompts, cfg.rollout.curriculum_floor, self.progress.outcomes
             )
-        self.ref = self.critic = None  # each a Policy where it is needed
-        self.layout, self.num_extra = self.policy.layout, 0
-
-    def find_inputs(self) -> str:
-        """What the config names, found and checked before anything is trained or written; returned
-        is what the log says about it. Raises UserError at the first thing that is missing or cannot
-        work.
-        """
-        cfg, mesh = self.cfg, self.mesh
-        resolve_lengths(cfg)
-        validate_rl(cfg, mesh.world_size)
-        check_output(Path(cfg.output), cfg.resume)
-        rows = load_rows(cfg.data.train, "data.train", cfg.data)
-        rows, held_out = (
-            (rows, load_rows(cfg.data.eval, "data.eval", cfg.data))
-            if cfg.data.eval
-            else split(rows, cfg.data.held_out, cfg.seed)
-        )
-        self.make_env, self.rewards, self.estimator = (
-            make_env(cfg.env.name),
-            make_rewards(cfg.reward),
-            advantages.find(cfg.algo.advantage),
-        )
-        if self.make_env().graded:
-            self.rewards.check_rows(itertools.chain(rows, held_out))
-        if cfg.sft.num_steps and any(row.get("answer") is None for row in rows):
-            raise UserError(
-                f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row (data.answer_key = {cfg.data.answer_key})"
-            )
-        correction.resolve(cfg.algo.correction)
-        self.folder, model, tokenizer, vision = find_model(
-            cfg, cfg.engine.max_model_len, engine_on=mesh.device.type
-        )
-        # Dumped rewards have the scores of a reward model in them.
-        others = {
-            "ref.model": cfg.ref.model,
-            "critic.model": cfg.critic.model,
-            "reward.model": "" if cfg.rollout.replay else cfg.reward.model,
-        }
-        self.others = {
-            setting: find_teacher(
-                name, model, cfg.parallel.tensor, setting, scores=setting == "reward.model"
-            )
-            if name
-            else None
-            for setting, name in others.items()
-        }
-        self.prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, vision=vision)
-        self.held_out = Prompts(
-            held_out, tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=vision
-        )
-        num_dropped = self.prompts.check_lengths("data.train", mesh) + self.held_out.check_lengths(
-            "data.eval" if cfg.data.eval else "data.train", mesh
-        )
-        make_scratch(cfg, cfg.engine.max_model_len, mesh)
-        self.stop_ids = chat.stop_token_ids(tokenizer, self.folder)
-        return f"{len(self.prompts.rows)} training prompts, {len(self.held_out.rows)} held out ({num_dropped} dropped as too long)"
-
-    def make_engine(self) -> None:
-        cfg, mesh = self.cfg, self.mesh
-        dtype = (
-            cfg.engine.dtype
-            if cfg.engine.dtype != "auto"
-            else cfg.policy.dtype.replace("float64", "float32")
-        )
-        self.engine = RolloutEngine(
-            cfg.engine,
-            self.folder,
-            mesh,
-            dtype=dtype,
-            reads_images=self.policy.vision is not None,
-            timer=self.timer,
-        )
-        self.refit = Refit(
-            cfg.refit,
-            self.policy.shards(),
-            self.policy.parts(),
-            self.engine,
-            mesh,
-            check=cfg.debug.check_refit,
-        )
-        self.sampler = Sampler(self.engine, self.make_env, self.rewards, self.prompts, cfg)
-        self.sampling = Sampling(
-            max_tokens=cfg.rollout.max_tokens,
-            stop_token_ids=sampling_stops(self.stop_ids, self.prompts.vision),
-            temperature=cfg.rollout.temperature,
-        )
+            self.prompts.order = self.curriculum
+        # `train` loads these two after the warm start, whose result they may begin with. They sleep
+        # unless they work: then their shards are on the device beside the policy's, but never
+        # beside the state of its optimizer.
+        self.ref: Policy | None = None
+        self.critic: Policy | None = None
+        self.num_extra_prompts = 0  # taken by dynamic sampling in the current step
 
     def train(self) -> None:
-        cfg, mesh, policy, timer = self.cfg, self.mesh, self.policy, self.timer
-        if (
-            cfg.sft.num_steps
-            and self.run.first_step == 0
-            and "before_rl" not in self.progress.evaluations
-        ):
+        """Train from the first step of the run to the last. All ranks take each step together."""
+        cfg = self.cfg
+        first_step = self.run.first_step
+        if cfg.sft.num_steps and first_step == 0 and "before_rl" not in self.progress.evaluations:
             self.warm_start()
-        self.load_reference(self.run.first_step)
+        self.load_reference(first_step)
         if cfg.algo.advantage == "gae":
-            self.critic = self.load_other(cfg.critic, self.others["critic.model"], score=True)
-        num_updates = (
-            cfg.num_steps - (cfg.critic.warmup_steps if self.critic else 0)
-        ) * cfg.algo.updates_per_step
-        self.log.progress("rl", cfg.num_steps, self.run.first_step)
-        self.progress.add(timer.take())
-        for step in range(self.run.first_step, cfg.num_steps):
-            if (
-                cfg.ref.every and step and step % cfg.ref.every == 0
-            ):  # after the checkpoint of these weights, so that a resumed run does it, too
+            self.load_critic()
+        self.log.progress("rl", cfg.num_steps, first_step)
+        self.progress.add(self.timer.take())
+
+        for step in range(first_step, cfg.num_steps):
+            # After the checkpoint of these weights, so that a resumed run does it, too.
+            if cfg.ref.every and step and step % cfg.ref.every == 0:
                 self.refresh_reference(step)
-            trajectories = self.collect(step)
-            with timer.phase("prepare"):
-                self.shape(trajectories)
-                minibatches = [
-                    [
-                        pack(micro, mesh.device, cfg.rollout.temperature, layout=self.layout)
-                        for micro in minibatch
-                    ]
-                    for minibatch in exchange(
-                        trajectories, mesh, cfg.tokens_per_rank, cfg.algo.updates_per_step
-                    )
-                ]
-            with timer.phase("annotate"):
-                if (
-                    cfg.algo.updates_per_step > 1
-                    or cfg.algo.entropy_share
-                    or advantages.need_old_logprobs(cfg.algo)
-                ):
-                    policy.annotate(minibatches, "old_logprobs")
-                for model, field in ((self.ref, "ref_logprobs"), (self.critic, "values")):
-                    if model:
-                        model.sleeper.wake_parameters()
-                        model.annotate(minibatches, field)
-                        model.sleeper.sleep_parameters()
-                advantages.assign(
-                    [b for m in minibatches for b in m],
-                    self.estimator,
-                    cfg.algo,
-                    self.kl_coef,
-                    sum_over_ranks=mesh.data_sums,
-                    max_over_ranks=mesh.maxima,
-                    gather=mesh.gather,
-                )
-                for minibatch in minibatches if cfg.algo.entropy_share else ():
-                    losses.mark_high_entropy(minibatch, cfg.algo.entropy_share, mesh.gather)
-            loss = losses.policy(cfg.algo, cfg.env.max_tokens, self.kl_coef)
-            critic_metrics = self.train_critic(minibatches) if self.critic else {}
-            moves = not self.critic or step >= cfg.critic.warmup_steps
-            updates = _update(policy, minibatches, loss, num_updates) if moves else {}
-            self.report(step, trajectories, minibatches, updates | critic_metrics)
-            if cfg.algo.kl_target and moves:
-                self.kl_coef = self.progress.kl_coef = losses.adapt_kl_coef(
-                    self.kl_coef, updates["ref_kl"], cfg.algo.kl_target
-                )
+
+            trajectories = self.collect(step)  # refit the engine, sample, score
+            with self.timer.phase("prepare"):
+                self.shape(trajectories)  # scores -> rewards
+                minibatches = self.make_batches(trajectories)  # even over the ranks, packed
+            with self.timer.phase("annotate"):
+                self.annotate(minibatches)  # old and reference log-probs, values
+                self.assign_advantages(minibatches)
+            metrics = self.update(step, minibatches)  # an optimizer step for each minibatch
+            self.report(step, trajectories, minibatches, metrics)
+            self.adapt_kl_coef(metrics)
             self.run.save_if_due(step + 1)
         self.finish()
 
     def collect(self, step: int) -> list[Trajectory]:
-        """This rank's part of the step's episodes; before them, an evaluation if one is due."""
+        """Return this rank's part of the step's episodes, scored. Collective.
+
+        If an evaluation is due, it comes first, while the engine is awake anyway.
+        """
         cfg = self.cfg
-        if cfg.rollout.replay:
+        if self.generation is None:
             with self.timer.phase("rollout"):
                 return records.load_step(Path(cfg.rollout.replay), step, self.mesh)
-        with self.engine.awake(self.refit, self.policy.sleeper):
+        with self.generation.awake():
             if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
-                self.evaluate(step, "before_rl" if step == 0 else None)
-            with self.timer.phase("rollout"):
-                first = step * cfg.rollout.prompts_per_step + self.progress.extra_tickets
-                if cfg.rollout.curriculum_floor:
-                    self.prompts.order.start(first)
-                trajectories, end = self.sampler.collect_step(
-                    first, self.sampling, version=self.policy.num_updates
-                )
-            with self.timer.phase("idle"):
-                failures = [
-                    message
-                    for part in self.mesh.gather(self.sampler.runner.failures)
-                    for message in part
-                ]
-        if failures:
-            self.log.say(
-                f"step {step}: {len(failures)} episodes failed, the first because {failures[0]}"
-            )
-        if not sum(self.mesh.gather(len(trajectories))):
-            raise UserError(
-                f"step {step}: no episode can be trained on"
-                + (
-                    f", the first because {failures[0]}"
-                    if failures
-                    else ": in none the policy said anything"
-                )
-            )
-        self.num_extra = end - first - cfg.rollout.prompts_per_step
-        self.progress.extra_tickets += self.num_extra
+                self.evaluate(self.generation, step, "before_rl" if step == 0 else None)
+            trajectories, failures = self.sample(self.generation, step)
+        self._check_episodes(step, trajectories, failures)
         if self.reward_model:
             with self.timer.phase("prepare"):
                 self.reward_model.grade(trajectories)
@@ -287,200 +136,283 @@ class Trainer(Program):
             records.write_step(trajectories, self.run.output / "rollouts", step, self.mesh)
         return trajectories
 
+    def sample(self, generation: Generation, step: int) -> tuple[list[Trajectory], list[str]]:
+        """Return this rank's episodes, and why episodes failed on all ranks. Collective.
+
+        A ticket is the number of a prompt in the run. The engine must be awake.
+        """
+        num_prompts = self.cfg.rollout.prompts_per_step
+        with self.timer.phase("rollout"):
+            first_ticket = step * num_prompts + self.progress.extra_tickets
+            if self.curriculum:
+                self.curriculum.start(first_ticket)
+            trajectories, next_ticket = generation.sampler.collect_step(
+                first_ticket, generation.sampling, version=self.policy.num_updates
+            )
+        self.num_extra_prompts = next_ticket - first_ticket - num_prompts
+        self.progress.extra_tickets += self.num_extra_prompts
+        with self.timer.phase("idle"):
+            failures = self.mesh.gather(generation.sampler.runner.failures)
+        return trajectories, list(itertools.chain.from_iterable(failures))
+
+    def _check_episodes(
+        self, step: int, trajectories: list[Trajectory], failures: list[str]
+    ) -> None:
+        """Log how many episodes failed. Raises UserError if none is left on any rank."""
+        if failures:
+            self.log.say(
+                f"step {step}: {len(failures)} episodes failed, the first because {failures[0]}"
+            )
+        if not sum(self.mesh.gather(len(trajectories))):
+            why = failures[0] if failures else "the policy sampled no token in any"
+            raise UserError(f"step {step}: no episode can be trained on: {why}")
+
     def shape(self, trajectories: list[Trajectory]) -> None:
-        """The score of each episode stays in `info`, and tells the curriculum."""
-        once = {(t.group, t.episode): t for t in trajectories}
+        """Make rewards of scores, as the section `reward` of the config asks. Collective.
+
+        The score of each episode stays in `info["score"]`; the curriculum learns from it.
+        """
+        cfg = self.cfg
         for t in trajectories:
-            t.info["score"], t.info["staleness"] = t.reward, self.policy.num_updates - t.version
-        if self.cfg.rollout.curriculum_floor:
-            order = self.prompts.order
-            own = [(order[t.group], t.reward >= self.cfg.eval.threshold) for t in once.values()]
-            order.record(list(itertools.chain(*self.mesh.gather(own))))
+            t.info["score"] = t.reward
+            t.info["staleness"] = self.policy.num_updates - t.version
+        # The segments of an episode have the same reward; any of them stands for it.
+        episodes = {(t.group, t.episode): t for t in trajectories}
+        if self.curriculum:
+            results = []
+            for t in episodes.values():
+                results.append((self.curriculum[t.group], t.reward >= cfg.eval.threshold))
+            self.curriculum.record(list(itertools.chain.from_iterable(self.mesh.gather(results))))
+
         table = torch.tensor(
-            [(t.reward, t.info["answer_tokens"], t.info["stopped"]) for t in once.values()],
+            [(t.reward, t.info["answer_tokens"], t.info["stopped"]) for t in episodes.values()],
             dtype=torch.float64,
         ).reshape(-1, 3)
-        rewards, num_tokens, stopped = table.unbind(1)
+        scores, num_tokens, stopped = table.unbind(1)
         rewards, self.progress.reward_stats = shaping.shape(
-            rewards,
+            scores,
             num_tokens,
             stopped.bool(),
-            self.cfg.reward,
-            self.cfg.env.max_tokens,
+            cfg.reward,
+            cfg.env.max_tokens,
             self.progress.reward_stats,
             self.mesh.sums,
         )
-        shaped = dict(zip(once, rewards.tolist(), strict=True))
+        reward_of = dict(zip(episodes, rewards.tolist(), strict=True))
         for t in trajectories:
-            t.reward = shaped[t.group, t.episode]
+            t.reward = reward_of[t.group, t.episode]
 
-    def evaluate(self, step: int, name: str | None = None) -> None:
-        """Score held-out prompts; the engine must be awake. `name`: keep the result for the
-        summary.
-        """
-        sampling = dataclasses.replace(self.sampling, temperature=self.cfg.eval.temperature)
-        with self.timer.phase("evaluate"):
-            result = evaluate(
-                self.sampler, self.held_out, self.cfg.eval, sampling, self.mesh, self.reward_model
+    def make_batches(self, trajectories: list[Trajectory]) -> Minibatches:
+        """Spread the trajectories evenly over all ranks, and pack this rank's. Collective."""
+        cfg = self.cfg
+        models = [self.policy, self.ref, self.critic]  # they read the same batches
+        windowed = any(model.layout.windowed for model in models if model)
+        layout = dataclasses.replace(self.policy.layout, windowed=windowed)
+        minibatches = []
+        for minibatch in exchange(
+            trajectories, self.mesh, cfg.tokens_per_rank, cfg.algo.updates_per_step
+        ):
+            minibatches.append(
+                [
+                    pack(micro, self.mesh.device, cfg.rollout.temperature, layout=layout)
+                    for micro in minibatch
+                ]
             )
-        self.run.evaluated(step, result["scores"], ("accuracy", "reward"), name, result)
+        return minibatches
 
-    def warm_start(self) -> None:
-        with self.engine.awake(self.refit, self.policy.sleeper):
-            self.evaluate(-1, "before_sft")
-        self.progress.add(self.timer.take())
-        with self.timer.phase("sft"):
-            num_tokens = warm_start(
-                self.cfg, self.policy, self.prompts, self.stop_ids, self.mesh, self.log
-            )
-            checkpoint.export(self.policy, self.run.output / "sft", self.mesh)
-        self.progress.add(
-            {"sft": sum(self.timer.take().values())}, sft=num_tokens
-        )  # its forward and backward are not RL's
+    def annotate(self, minibatches: Minibatches) -> None:
+        """Add what the models say of the tokens before the step's first update. Collective."""
+        algo = self.cfg.algo
+        if algo.updates_per_step > 1 or algo.entropy_share or advantages.need_old_logprobs(algo):
+            self.policy.annotate(minibatches, "old_logprobs")
+        if self.ref:
+            self.ref.sleeper.wake_parameters()
+            self.ref.annotate(minibatches, "ref_logprobs")
+            self.ref.sleeper.sleep_parameters()
+        if self.critic:
+            self.critic.sleeper.wake_parameters()
+            self.critic.annotate(minibatches, "values")
+            self.critic.sleeper.sleep_parameters()
 
-    def load_reference(self, step: int) -> None:
-        """The frozen copy for the KL: the teacher, or the policy as RL found it or as it was at the
-        last refresh by that step.
+    def assign_advantages(self, minibatches: Minibatches) -> None:
+        """Give every token its advantage, and choose the tokens of high entropy. Collective."""
+        algo = self.cfg.algo
+        advantages.assign(
+            list(itertools.chain.from_iterable(minibatches)),
+            self.inputs.estimator,
+            algo,
+            self.kl_coef,
+            sum_over_ranks=self.mesh.data_sums,
+            max_over_ranks=self.mesh.maxima,
+            gather=self.mesh.gather,
+        )
+        if algo.entropy_share:
+            for minibatch in minibatches:
+                losses.mark_high_entropy(minibatch, algo.entropy_share, self.mesh.gather)
+
+    def update(self, step: int, minibatches: Minibatches) -> Metrics:
+        """Train the critic, if there is one, and the policy, unless the critic still warms up.
+
+        Returns:
+            Means over the updates of the policy's metrics and, as `critic_*`, of the critic's.
         """
-        if self.cfg.algo.kl_coef or self.others["ref.model"]:
-            refreshed = [n for n in checkpoint.finished(self.run.output, "references") if n <= step]
-            folder = (
-                self.run.output / "references" / f"step-{max(refreshed)}"
-                if refreshed
-                else self.others["ref.model"]
-            )
-            self.ref = self.load_other(self.cfg.policy, folder, trainable=False)
-
-    def load_other(self, cfg: PolicyConfig, folder: Path | None, **kind: bool) -> Policy:
-        """A model beside the policy; None: the policy as RL found it. Asleep but while it works:
-        with the policy's shards on the device, and never with its optimizer's state.
-        """
-        folder = folder or (self.run.output / "sft" if self.cfg.sft.num_steps else self.folder)
-        model = Policy(
-            cfg,
-            folder,
-            self.mesh,
-            sequence_parallel=self.cfg.parallel.sequence,
-            timer=self.timer,
-            **kind,
-        )
-        if model.trainable:
-            self.run.attach("critic", model)
-        model.sleeper.sleep()
-        self.layout = dataclasses.replace(
-            self.layout, windowed=self.layout.windowed or model.layout.windowed
-        )
-        return model
-
-    def refresh_reference(self, step: int) -> None:
-        """From here on the reference is the policy after `step` steps."""
-        checkpoint.export(self.policy, self.run.output / "references" / f"step-{step}", self.mesh)
-        if self.mesh.rank == 0:
-            checkpoint.drop_references(
-                self.run.output, 0 if self.cfg.checkpoint.every else step
-            )  # the first one may still be under way
-        self.mesh.barrier()
-        if self.cfg.ref.reset_optimizer:
-            self.policy.forget_optimizer_state()
-        self.ref = None  # its memory first
-        self.load_reference(step)
-
-    def train_critic(self, minibatches: list[list[Packed]]) -> dict[str, float]:
-        self.critic.sleeper.wake_parameters()
-        updates = _update(
-            self.critic,
-            minibatches,
-            losses.value(self.cfg.critic.value_clip),
-            self.cfg.num_steps * self.cfg.algo.updates_per_step,
-        )
-        self.critic.sleeper.sleep()
-        return {f"critic_{name}": value for name, value in updates.items()}
+        cfg = self.cfg
+        warmup_steps = 0
+        policy_metrics: Metrics = {}
+        critic_metrics: Metrics = {}
+        if self.critic:
+            warmup_steps = cfg.critic.warmup_steps
+            self.critic.sleeper.wake_parameters()
+            loss = losses.value(cfg.critic.value_clip)
+            metrics = _update(self.critic, minibatches, loss, cfg.num_steps)
+            self.critic.sleeper.sleep()
+            critic_metrics = {f"critic_{name}": value for name, value in metrics.items()}
+        if step >= warmup_steps:
+            loss = losses.policy(cfg.algo, cfg.env.max_tokens, self.kl_coef)
+            policy_metrics = _update(self.policy, minibatches, loss, cfg.num_steps - warmup_steps)
+        return policy_metrics | critic_metrics
 
     def report(
         self,
         step: int,
         trajectories: list[Trajectory],
-        minibatches: list[list[Packed]],
-        updates: dict[str, float],
+        minibatches: Minibatches,
+        metrics: Metrics,
     ) -> None:
-        """Means over all ranks to the log."""
-        once = [t for t in trajectories if t.segment == 0]
-        own = [
-            (name, float(t.info[name]))
-            for t in once
-            for name in ("answer_tokens", "stopped", "staleness")
-        ]
-        own += [
-            pair
-            for t in once
-            for pair in (("reward", t.info["score"]), ("shaped_reward", t.reward))
-        ]
-        own += [
-            ("equal_groups", float(len({t.reward for t in group}) == 1))
-            for _, group in itertools.groupby(
-                sorted(once, key=lambda t: t.group), lambda t: t.group
-            )
-        ]
-        metrics = (
-            breakdown(once, self.cfg.eval.threshold, self.mesh, own)
-            | {"extra_prompts": self.num_extra, "kl_coef": self.kl_coef}
-            | updates
-        )
-        metrics |= {} if self.cfg.rollout.replay else {"refit_bytes": self.refit.bytes_received}
-        num_tokens = (
-            sum(int(t.sampled.sum()) for t in trajectories),
-            sum(sum(b.lengths) for m in minibatches for b in m),
-        )
-        generated, trained = np.sum(self.mesh.gather(num_tokens), axis=0).tolist()
+        """Log means over the episodes of all ranks, and the metrics of the updates. Collective."""
+        row = means_of_step(trajectories, self.cfg.eval.threshold, self.mesh)
+        row |= {"extra_prompts": self.num_extra_prompts, "kl_coef": self.kl_coef, **metrics}
+        if self.generation:
+            row["refit_bytes"] = self.generation.refit.bytes_received
+
+        num_sampled = sum(int(t.sampled.sum()) for t in trajectories)
+        num_rows = sum(sum(b.lengths) for b in itertools.chain.from_iterable(minibatches))
+        generated, trained = np.sum(self.mesh.gather((num_sampled, num_rows)), axis=0).tolist()
         self.run.report(
             "rl",
             step,
-            metrics,
+            row,
             ("reward", "answer_tokens", "mismatch"),
             generated=generated,
-            trained=trained // self.mesh.tensor.size(),
+            trained=trained // self.mesh.tensor.size(),  # its ranks have the same tokens
         )
+
+    def adapt_kl_coef(self, metrics: Metrics) -> None:
+        """Move the weight of the KL towards `algo.kl_target`, if the policy was updated."""
+        target = self.cfg.algo.kl_target
+        if target and "ref_kl" in metrics:
+            self.kl_coef = losses.adapt_kl_coef(self.kl_coef, metrics["ref_kl"], target)
+            self.progress.kl_coef = self.kl_coef
+
+    def evaluate(self, generation: Generation, step: int, name: str | None = None) -> None:
+        """Score held-out prompts; the engine must be awake. `name`: keep it for the summary."""
+        cfg = self.cfg.eval
+        sampling = dataclasses.replace(generation.sampling, temperature=cfg.temperature)
+        with self.timer.phase("evaluate"):
+            result = evaluate(
+                generation.sampler,
+                self.inputs.held_out,
+                cfg,
+                sampling,
+                self.mesh,
+                self.reward_model,
+            )
+        self.run.record_evaluation(step, result["scores"], ("accuracy", "reward"), name, result)
+
+    def warm_start(self) -> None:
+        """Imitate the training rows' answers for `sft.num_steps` steps, and export the result."""
+        if self.generation:
+            with self.generation.awake():
+                self.evaluate(self.generation, -1, "before_sft")
+        self.progress.add(self.timer.take())
+        with self.timer.phase("sft"):
+            num_tokens = warm_start(
+                self.cfg, self.policy, self.prompts, self.inputs.stop_ids, self.mesh, self.log
+            )
+            checkpoint.export(self.policy, self.run.output / "sft", self.mesh)
+        # One phase, because its forward and backward are not RL's.
+        seconds = sum(self.timer.take().values())
+        self.progress.add({"sft": seconds}, sft=num_tokens)
+
+    def load_reference(self, step: int) -> None:
+        """Load the frozen model that the KL is taken to, if the config asks for one.
+
+        It is `ref.model`, or the policy as RL found it or as it was at its last refresh by `step`.
+        """
+        folder = self.inputs.ref
+        if not (self.cfg.algo.kl_coef or folder):
+            return
+        references = checkpoint.finished(self.run.output, "references")
+        refreshed = [path for n, path in references.items() if n <= step]
+        if refreshed:
+            folder = refreshed[-1]  # the newest one
+        self.ref = self.load_model(self.cfg.policy, folder or self._start(), trainable=False)
+        self.ref.sleeper.sleep()
+
+    def load_critic(self) -> None:
+        """Load the critic, or go on with that of the checkpoint."""
+        folder = self.inputs.critic or self._start()
+        self.critic = self.load_model(self.cfg.critic, folder, score=True)
+        self.run.attach("critic", self.critic)
+        self.critic.sleeper.sleep()
+
+    def refresh_reference(self, step: int) -> None:
+        """Make the policy as it is after `step` steps the reference. Collective."""
+        folder = self.run.output / "references" / f"step-{step}"
+        checkpoint.export(self.policy, folder, self.mesh)
+        if self.mesh.rank == 0:
+            # The first checkpoint may still be under way, and need the first reference.
+            no_checkpoint = 0 if self.cfg.checkpoint.every else step
+            checkpoint.drop_references(self.run.output, no_checkpoint)
+        self.mesh.barrier()
+        if self.cfg.ref.reset_optimizer:
+            self.policy.forget_optimizer_state()
+        self.ref = None  # frees its memory before the next one is loaded
+        self.load_reference(step)
 
     def finish(self) -> None:
-        """Last evaluation, export, summary."""
-        if not self.cfg.rollout.replay:
-            with self.engine.awake(self.refit, self.policy.sleeper):
-                self.evaluate(self.cfg.num_steps, "after_rl")
-        self.log.bar.close()  # the console is for answers now
-        found = {
-            name: evaluation["scores"]["accuracy"]
-            for name, evaluation in self.progress.evaluations.items()
-        }
+        """Evaluate for the last time, export, write the summary. Collective."""
+        if self.generation:
+            with self.generation.awake():
+                self.evaluate(self.generation, self.cfg.num_steps, "after_rl")
+        self.log.bar.close()  # the answers are printed where it stands
+        evaluations = self.progress.evaluations
+        accuracy = {name: result["scores"]["accuracy"] for name, result in evaluations.items()}
         if self.mesh.rank == 0:
-            report.write_answers(self.run.output, self.progress.evaluations)
+            report.write_answers(self.run.output, evaluations)
+        had_warm_start = "before_sft" in accuracy
         self.run.finish(
             {
-                "accuracy before SFT": found.get("before_sft"),
-                "accuracy after SFT": found.get("before_rl") if "before_sft" in found else None,
-                "accuracy before RL": found.get("before_rl"),
-                "accuracy after RL": found.get("after_rl"),
+                "accuracy before SFT": accuracy.get("before_sft"),
+                "accuracy after SFT": accuracy.get("before_rl") if had_warm_start else None,
+                "accuracy before RL": accuracy.get("before_rl"),
+                "accuracy after RL": accuracy.get("after_rl"),
             }
         )
-        if not self.cfg.rollout.replay:
-            self.sampler.close()
-            self.engine.close()
+        if self.generation:
+            self.generation.close()
+
+    def _start(self) -> Path:
+        """Return the folder of the policy as RL finds it."""
+        return self.run.output / "sft" if self.cfg.sft.num_steps else self.inputs.folder
 
 
-def _update(
-    model: Policy, minibatches: list[list[Packed]], loss: losses.Loss, num_updates: int
-) -> dict[str, float]:
-    """An optimizer step on each, of `num_updates` in the run. Returns means of what they tell."""
-    updates = [
-        model.update(minibatch, loss, learning_rate(model.cfg, model.num_updates, num_updates))
-        for minibatch in minibatches
-    ]
-    return {
-        name: max(u[name] for u in updates)
-        if name.endswith("_max")
-        else float(np.mean([u[name] for u in updates]))
-        for u in updates[:1]
-        for name in u
-    }
+def _update(model: Policy, minibatches: Minibatches, loss: losses.Loss, num_steps: int) -> Metrics:
+    """Make an optimizer step on each minibatch; the model is trained for `num_steps` RL steps.
+
+    Returns:
+        The mean of each metric over the updates; of names that end in `_max`, the maximum.
+    """
+    num_updates = num_steps * len(minibatches)
+    updates = []
+    for minibatch in minibatches:
+        lr = learning_rate(model.cfg, model.num_updates, num_updates)
+        updates.append(model.update(minibatch, loss, lr))
+    metrics = {}
+    for name in updates[0]:
+        values = [update[name] for update in updates]
+        metrics[name] = max(values) if name.endswith("_max") else float(np.mean(values))
+    return metrics
 
 
 if __name__ == "__main__":

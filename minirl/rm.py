@@ -1,16 +1,15 @@
-"""Reward models from pairs of answers of which one was preferred; mesh, verbs and files of a run
-are those of minirl.sft.
+"""Reward models from pairs of answers of which one was preferred.
 
     torchrun --nproc-per-node 2 -m minirl.rm --config configs/rm_spell_backward.yaml
 
-The model that it leaves is loaded by `AutoModelForSequenceClassification`, and its score is that of
-a sequence's last token. It answers HTTP requests for rewards by
+Mesh, steps and files of a run are those of minirl.sft. `AutoModelForSequenceClassification` loads
+the model that it leaves; the score is that of a sequence's last token. The model answers HTTP
+requests for rewards by the first command, and RL asks it by the flag below:
 
-    python -m minirl.rm serve runs/rm/model --port 5000       # for minirl.rl --reward.function
-    http://127.0.0.1:5000/get_reward
+    python -m minirl.rm serve runs/rm/model --port 5000
+    --reward.function http://127.0.0.1:5000/get_reward
 """
 
-import functools
 import sys
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from minirl.algo.losses import Loss
 from minirl.config.shared import PolicyConfig
 from minirl.config.supervised import RMConfig, ServeConfig
 from minirl.data import chat
-from minirl.data.pairs import Pairs
 from minirl.errors import UserError
 from minirl.inputs import check_head
 from minirl.model import build, families
@@ -34,65 +32,70 @@ from minirl.types import Trajectory
 
 
 class Trainer(PairTrainer):
-    name, score, make = "rm", True, functools.partial(Pairs, score=True)
+    """A run that trains a model with a score head."""
 
-    def find_inputs(self) -> tuple[Path, Pairs, Pairs]:
-        folder, *rows = super().find_inputs()
-        where, tokenizer = f"policy.model = {folder}", chat.load_tokenizer(folder, chats=False)
-        families.score_class(build.read_config(folder), where)  # now, not when the run exports
+    cfg: RMConfig
+    name = "rm"
+    score_head = True
+
+    def check_model(self, folder: Path) -> None:
+        """Refuse now what `transformers` could not load when the run has exported it."""
+        where = f"policy.model = {folder}"
+        tokenizer = chat.load_tokenizer(folder, chats=False)
+        families.score_class(build.read_config(folder), where)
         chat.filling_token_id(tokenizer, chat.stop_token_ids(tokenizer, folder), where)
-        return folder, *rows
 
     def make_loss(self) -> Loss:
+        """Return -log sigmoid of the difference of scores, or what `algo` asks for."""
         return preference.reward_model(self.cfg.algo)
 
 
 def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
+    """Answer HTTP requests for the scores of texts until the process is ended."""
     if mesh.world_size > 1:
         raise UserError(
-            f"minirl.rm serve is one process, and there are {mesh.world_size} ranks; start one server each, at ports of their own, and name "
-            "all of them in reward.function, separated by commas"
+            f"minirl.rm serve is one process, and there are {mesh.world_size} ranks; start one "
+            "server each, at ports of their own, and name all of them in reward.function, "
+            "separated by commas"
         )
     if cfg.tokens_per_batch < cfg.max_tokens:
         raise UserError(
-            f"tokens_per_batch = {cfg.tokens_per_batch} must be at least max_tokens = {cfg.max_tokens}"
+            f"tokens_per_batch = {cfg.tokens_per_batch} must be at least "
+            f"max_tokens = {cfg.max_tokens}"
         )
-    folder = check_head(build.find_folder(cfg.model, "model"), "model")
+    folder = build.find_folder(cfg.model, "model")
+    check_head(folder, "model")
     tokenizer = chat.load_tokenizer(folder, chats=False)
-    stop_ids = chat.stop_token_ids(tokenizer, folder)
     model = RewardModel(
         PolicyConfig(dtype=cfg.dtype),
         folder,
         mesh,
-        stop_ids,
+        chat.stop_token_ids(tokenizer, folder),
         tokenizer.eos_token_id,
         cfg.tokens_per_batch,
     )
     model.model.sleeper.wake_parameters()
 
     def score(texts: list[str]) -> list[float]:
-        """Texts are whole: prompts with their chat template, answers behind."""
-        ids = [
-            tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][
-                -cfg.max_tokens + 1 :
-            ]
-            for text in texts
-        ]
-        return model(
-            [
+        """Score whole texts: prompts with their chat template, followed by answers."""
+        rows = []
+        for text in texts:
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            tokens = np.array(ids[-cfg.max_tokens + 1 :], np.int32)
+            rows.append(
                 Trajectory(
-                    tokens=np.array(row, np.int32),
-                    sampled=np.zeros(len(row), bool),
-                    logprobs=np.zeros(len(row), np.float32),
+                    tokens=tokens,
+                    sampled=np.zeros(len(tokens), bool),
+                    logprobs=np.zeros(len(tokens), np.float32),
                 )
-                for row in ids
-            ]
-        )
+            )
+        return model(rows)
 
     serve(score, cfg.host, cfg.port)
 
 
 if __name__ == "__main__":
-    cli.run(ServeConfig, serve_model) if sys.argv[1:2] == ["serve"] else cli.run(
-        RMConfig, Trainer.main
-    )
+    if sys.argv[1:2] == ["serve"]:
+        cli.run(ServeConfig, serve_model)
+    else:
+        cli.run(RMConfig, Trainer.main)

@@ -1,7 +1,8 @@
-"""Supervised fine-tuning on chats, prompts with completions or plain text; the mesh, the verbs and
-the files of a run are those of RL.
+"""Supervised fine-tuning on chats, prompts with completions or plain text.
 
-torchrun --nproc-per-node 2 -m minirl.sft --config configs/sft_spell_backward.yaml
+    torchrun --nproc-per-node 2 -m minirl.sft --config configs/sft_spell_backward.yaml
+
+The mesh, the steps and the files of a run are those of RL.
 """
 
 from minirl import cli

@@ -1,7 +1,10 @@
-"""What every training program does around its loop: find the model, open the run's folder or go on
-in it, save, close.
+"""What every training program does around its loop.
+
+It opens the folder of the run or goes on in it, logs, saves, and writes the summary.
 """
 
+import abc
+import dataclasses
 import resource
 import time
 from collections.abc import Iterable
@@ -10,177 +13,225 @@ from pathlib import Path
 
 from minirl import checkpoint, report
 from minirl.config.parse import save_config
-from minirl.config.rl import RLConfig
-from minirl.config.supervised import SFTConfig
+from minirl.config.shared import PolicyConfig, TrainingConfig
 from minirl.log import Log, Timer, truncate
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 
+Metrics = dict[str, float]
+
 
 @dataclass(kw_only=True)
 class Progress:
-    """What the summary needs and a checkpoint carries, beside weights."""
+    """What a checkpoint and the summary need beside weights."""
 
-    evaluations: dict[str, dict] = field(
-        default_factory=dict
-    )  # before_sft, before_rl, after_rl, ... -> what the program found
-    seconds: dict[str, float] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-    extra_tickets: int = (
-        0  # prompts that dynamic sampling took beyond those of the steps themselves
-    )
-    kl_coef: float | None = None  # what the adaptive controller made of algo.kl_coef
-    reward_stats: list[float] = field(
-        default_factory=lambda: [0.0, 0.0, 0.0]
-    )  # count, mean and squares about it of all rewards, for reward.normalize
-    outcomes: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # of the curriculum's prompts: number of the row -> [answers, right ones]
+    # Name (before_sft, before_rl, after_rl, before, after) -> result of that evaluation.
+    evaluations: dict[str, dict] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # Of each phase.
+    tokens: dict[str, int] = field(default_factory=dict)  # Generated, trained, ...
+    # Prompts that dynamic sampling took beyond rollout.prompts_per_step, in all steps.
+    extra_tickets: int = 0
+    kl_coef: float | None = None  # As adapted for algo.kl_target; None: it was not adapted.
+    # Count, mean and squares about the mean of all rewards, for reward.normalize.
+    reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    # Of the curriculum: number of the row -> [answers, right answers].
+    outcomes: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, seconds: dict[str, float], **tokens: int) -> None:
-        for total, new in ((self.seconds, seconds), (self.tokens, tokens)):
-            total |= {name: total.get(name, 0) + value for name, value in new.items()}
+        """Add seconds by phase, and tokens by kind."""
+        for name, value in seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0) + value
+        for name, num in tokens.items():
+            self.tokens[name] = self.tokens.get(name, 0) + num
 
 
 class TrainingRun:
-    """A run's folder, log, progress and checkpoints."""
+    """A run's folder, log, progress and checkpoints.
+
+    Args:
+        cfg: the config; with `resume`, policy and progress become those of the newest checkpoint.
+        policy: the trained model.
+        mesh: the ranks.
+        timer: has the seconds of each phase.
+        description: what the first line of the log says of the data.
+
+    Raises:
+        UserError: the checkpoint is of another model or optimizer.
+    """
 
     def __init__(
-        self, cfg: RLConfig | SFTConfig, policy: Policy, mesh: Mesh, timer: Timer, about: str
+        self, cfg: TrainingConfig, policy: Policy, mesh: Mesh, timer: Timer, description: str
     ):
-        """Go on from the newest checkpoint if asked; `about` is told in the first line of the log.
-        Raises UserError.
-        """
-        self.cfg, self.policy, self.mesh, self.timer, self.output = (
-            cfg,
-            policy,
-            mesh,
-            timer,
-            Path(cfg.output),
-        )
-        self.first_step, self.progress = 0, Progress()
-        self.found = found = checkpoint.find(self.output) if cfg.resume else None
-        if found:
-            saved = checkpoint.load_checkpoint(found, policy, mesh)
-            self.first_step, self.progress = saved["step"], Progress(**saved["progress"])
+        self.cfg = cfg
+        self.policy = policy
+        self.mesh = mesh
+        self.timer = timer
+        self.output = Path(cfg.output)
+        self.first_step = 0
+        self.progress = Progress()
+        self.resumed_from = checkpoint.find(self.output) if cfg.resume else None
+        if self.resumed_from:
+            saved = checkpoint.load_checkpoint(self.resumed_from, policy, mesh)
+            self.first_step = saved["step"]
+            self.progress = Progress(**saved["progress"])
+
         if mesh.rank == 0:
             self.output.mkdir(parents=True, exist_ok=True)
             save_config(cfg, self.output / "config.yaml")
             truncate(
                 self.output / "metrics.jsonl",
                 keep_before=self.first_step,
-                keep_sft=found is not None,
+                keep_sft=self.resumed_from is not None,
             )
         self.saver = checkpoint.Saver(self.output, cfg.checkpoint, policy, mesh)
         self.log = Log(self.output, rank=mesh.rank, first_step=self.first_step)
+
+        num_parameters = sum(p.numel() for p in policy.model.parameters())
         self.log.say(
-            f"{mesh.world_size} ranks on {mesh.device.type}, {sum(p.numel() for p in policy.model.parameters()) / 1e6:.2f}M parameters, "
-            f"{about}; writing {self.output}"
+            f"{mesh.world_size} ranks on {mesh.device.type}, {num_parameters / 1e6:.2f}M "
+            f"parameters, {description}; writing {self.output}"
         )
-        if cfg.resume:
-            self.log.say(
-                f"resuming at step {self.first_step} from {found}"
-                if found
-                else "no finished checkpoint to resume from; starting at step 0"
-            )
+        if self.resumed_from:
+            self.log.say(f"resuming at step {self.first_step} from {self.resumed_from}")
+        elif cfg.resume:
+            self.log.say("no finished checkpoint to resume from; starting at step 0")
 
     def attach(self, name: str, model: Policy) -> None:
-        """Keep another trained model in the checkpoints; take its state from the one that is gone
-        on with. Raises UserError.
+        """Keep another trained model in the checkpoints, and restore it if the run is resumed.
+
+        Raises:
+            UserError: the checkpoint has no such model, or another.
         """
-        if self.found:
-            checkpoint.restore(self.found, model, name)
+        if self.resumed_from:
+            checkpoint.restore(self.resumed_from, model, name)
         self.saver.others[name] = model
 
     def report(
-        self, phase: str, step: int, metrics: dict[str, float], shown: Iterable[str], **tokens: int
+        self,
+        phase: str,
+        step: int,
+        metrics: Metrics,
+        highlights: Iterable[str],
+        **tokens: int,
     ) -> None:
-        """Log a step of training and the phases that it took; on the progress bar, those of its
-        metrics that are `shown`. `tokens`: of all ranks.
+        """Log a step of training with the seconds of its phases. Collective.
+
+        Args:
+            phase: name of the rows in metrics.jsonl.
+            step: number of the step.
+            metrics: what to log.
+            highlights: metrics to show on the progress bar.
+            tokens: of all ranks, by kind.
         """
         seconds = self.timer.take()
-        self.log.scalars(
-            phase, step, metrics | report.slowest(self.mesh.gather(seconds), **tokens), shown
-        )
+        speeds = report.slowest(self.mesh.gather(seconds), **tokens)
+        self.log.scalars(phase, step, metrics | speeds, highlights)
         self.progress.add(seconds, **tokens)
 
-    def evaluated(
+    def record_evaluation(
         self,
         step: int,
-        scores: dict[str, float],
-        shown: Iterable[str],
+        scores: Metrics,
+        highlights: Iterable[str],
         name: str | None,
-        found: dict,
+        result: dict,
     ) -> None:
-        """Log held-out scores of the weights after `step` steps, on the console those that are
-        `shown`; they may make the checkpoint of that step the best. `name`: keep what was `found`
-        for the summary.
+        """Log held-out scores; they may make the checkpoint of that step the best one.
+
+        Args:
+            step: the weights are those after so many steps.
+            scores: what to log.
+            highlights: scores to print on the console.
+            name: keep `result` for the summary under this name; None: do not keep it.
+            result: of the evaluation.
         """
         self.log.scalars("eval", step, scores)
         self.saver.score(step, scores)
-        self.log.say(
-            f"step {step}: held-out " + ", ".join(f"{what} {scores[what]:.4g}" for what in shown)
-        )
+        printed = ", ".join(f"{score} {scores[score]:.4g}" for score in highlights)
+        self.log.say(f"step {step}: held-out {printed}")
         if name:
-            self.progress.evaluations[name] = found
+            self.progress.evaluations[name] = result
 
-    def save_if_due(self, step: int) -> None:
-        """`step`: how many are finished."""
-        if self.cfg.checkpoint.every and step % self.cfg.checkpoint.every == 0:
+    def save_if_due(self, num_steps: int) -> None:
+        """Write a checkpoint if one is due after `num_steps` finished steps. Collective."""
+        cfg = self.cfg.checkpoint
+        if cfg.every and num_steps % cfg.every == 0:
             with self.timer.phase("checkpoint"):
-                path = self.saver.save(step, vars(self.progress))
-            self.log.say(
-                f"step {step}: {'writing' if self.cfg.checkpoint.background else 'saved'} {path}"
-            )
+                path = self.saver.save(num_steps, dataclasses.asdict(self.progress))
+            verb = "writing" if cfg.background else "saved"
+            self.log.say(f"step {num_steps}: {verb} {path}")
 
     def finish(self, scores: dict[str, float | None]) -> None:
-        """Export the model, close the log, write the summary, which begins with held-out
-        `scores`.
+        """Export the model, close the log, write the summary. Collective.
+
+        Args:
+            scores: held-out scores by title, with which the summary begins.
         """
         with self.timer.phase("checkpoint"):
             self.saver.wait()
         with self.timer.phase("export"):
-            checkpoint.export(self.policy, self.output / "model", self.mesh)
-            if self.cfg.policy.ema_decay:
-                with self.policy.state_awake():
-                    checkpoint.export(
-                        self.policy,
-                        self.output / "model_ema",
-                        self.mesh,
-                        weights=self.policy.averages(),
-                    )
+            self._export()
         self.progress.add(self.timer.take())
         self.log.close()
-        memory = self.mesh.gather(
-            round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
-        )  # MiB
-        seconds = {
-            name: round(value, 3)
-            for name, value in sorted(self.progress.seconds.items(), key=lambda item: -item[1])
-        }
+        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak_mib = self.mesh.gather(round(kilobytes / 1024, 1))
         if self.mesh.rank == 0:
+            longest_first = sorted(self.progress.seconds.items(), key=lambda item: -item[1])
             report.write(
                 self.output,
                 scores,
                 self.progress.tokens,
-                seconds,
+                {name: round(value, 3) for name, value in longest_first},
                 {
-                    "peak_rss_mb": max(memory),
-                    "peak_rss_mb_by_rank": memory,
+                    "peak_rss_mb": max(peak_mib),
+                    "peak_rss_mb_by_rank": peak_mib,
                     "wall_seconds": time.perf_counter() - self.timer.began,
                     "model": str(self.output / "model"),
                 },
             )
 
+    def _export(self) -> None:
+        """Write the model as a Hugging Face folder, and its moving average if there is one."""
+        checkpoint.export(self.policy, self.output / "model", self.mesh)
+        if self.cfg.policy.ema_decay:
+            with self.policy.state_awake():
+                weights = self.policy.averages()
+                folder = self.output / "model_ema"
+                checkpoint.export(self.policy, folder, self.mesh, weights=weights)
 
-class Program:
-    """What `cli.run` runs for those who train: it makes its `run`, and `train` is the algorithm."""
 
+class Program(abc.ABC):
+    """A training program: the constructor makes its `run`, and `train` is the algorithm."""
+
+    cfg: TrainingConfig
     run: TrainingRun
 
+    def __init__(self, cfg: TrainingConfig, mesh: Mesh):
+        self.cfg = cfg
+        self.mesh = mesh
+        self.timer = Timer(mesh.device)
+
+    def load_model(
+        self, cfg: PolicyConfig, folder: Path, *, trainable: bool = True, score: bool = False
+    ) -> Policy:
+        """Load a model onto the mesh of the run; arguments as `Policy` has them."""
+        return Policy(
+            cfg,
+            folder,
+            self.mesh,
+            trainable=trainable,
+            score=score,
+            sequence_parallel=self.cfg.parallel.sequence,
+            timer=self.timer,
+        )
+
+    @abc.abstractmethod
+    def train(self) -> None:
+        """Train from the first step of the run to the last, and write the results."""
+
     @classmethod
-    def main(cls, cfg: RLConfig | SFTConfig, mesh: Mesh) -> None:
-        """A checkpoint under way is finished, however training ends."""
-        trainer = cls(cfg, mesh)
-        with trainer.run.saver:
-            trainer.train()
+    def main(cls, cfg: TrainingConfig, mesh: Mesh) -> None:
+        """Make the program and train; finish a checkpoint under way however training ends."""
+        program = cls(cfg, mesh)
+        with program.run.saver:
+            program.train()

@@ -36,6 +36,7 @@ LAYERS = {
     # Programs, and what only they use.
     "cli.py": 8,
     "checkpoint/*": 8,
+    "generation.py": 8,
     "inputs.py": 8,
     "report.py": 8,
     "evaluation.py": 8,

@@ -509,25 +509,23 @@ def program(mesh, given: list[str], sleepy: bool) -> list[list[dict]]:
             self.ref.sleeper.active = sleepy
             self.ref.sleeper.sleep_parameters()
 
-        def make_engine(self):
-            super().make_engine()
-            collect_step = self.sampler.collect_step
-
-            def watched(*args, **more):
-                assert asleep(self.policy) == asleep(self.ref) == sleepy
-                assert not sleepy or not any(
-                    t.untyped_storage().nbytes() for t in self.policy.optimizer.tensors()
-                )
-                return collect_step(*args, **more)
-
-            self.sampler.collect_step = watched
-
         def report(self, step, trajectories, minibatches, updates):
             assert asleep(self.ref) == sleepy and not asleep(self.policy)
             done.append(updates)
             super().report(step, trajectories, minibatches, updates)
 
-    Watched(parse_flags(RLConfig, given), mesh).train()
+    trainer = Watched(parse_flags(RLConfig, given), mesh)
+    collect_step = trainer.generation.sampler.collect_step
+
+    def watched(*args, **more):
+        assert asleep(trainer.policy) == asleep(trainer.ref) == sleepy
+        assert not sleepy or not any(
+            t.untyped_storage().nbytes() for t in trainer.policy.optimizer.tensors()
+        )
+        return collect_step(*args, **more)
+
+    trainer.generation.sampler.collect_step = watched
+    trainer.train()
     return done
 
 

@@ -16,17 +16,18 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import tiny
 from harness import ranks, two_at_once
-from minirl import checkpoint, dpo, rl, rm, sft
+from minirl import checkpoint, dpo, generation, rl, rm
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RolloutConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.errors import UserError
-from minirl.inputs import find_teacher
+from minirl.inputs import find_other_model
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records, show
 from minirl.rollout.groups import Group, GroupScheduler
 from minirl.rollout.sampler import Sampler
+from minirl.supervised import SupervisedTrainer
 from minirl.types import Trajectory
 from programs import ROOT
 
@@ -62,7 +63,11 @@ ENVIRONMENTS = (
     "python_tool",
     "images",
 )  # run by test_envs.py and test_images.py
-SUPERVISED = {"sft": (sft, SFTConfig), "rm": (rm, RMConfig), "dpo": (dpo, DPOConfig)}
+SUPERVISED = {
+    "sft": (SupervisedTrainer, SFTConfig),
+    "rm": (rm.Trainer, RMConfig),
+    "dpo": (dpo.Trainer, DPOConfig),
+}
 EARNED = """
 def vowels(prompt, completion, row):
     return sum(letter in "aeiou" for letter in completion) / 10
@@ -76,8 +81,13 @@ class Talk(Env):
         return row["prompt"]
 
     def step(self, state):
-        return Result(observation="go on", reward=len(set(state.answer)) / 10, done=state.turn == (3 if self.long else 1), sampling={"max_tokens": 14 if self.long else 3},
-                      info={"long": float(self.long)})
+        return Result(
+            observation="go on",
+            reward=len(set(state.answer)) / 10,
+            done=state.turn == (3 if self.long else 1),
+            sampling={"max_tokens": 14 if self.long else 3},
+            info={"long": float(self.long)},
+        )
 """
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="CPU engines: bitwise repeatable there only"
@@ -217,8 +227,8 @@ PARTIAL = [
 
 
 def train(mesh, cases: list[list[str]]) -> None:
-    """Runs one after the other, with one engine, whose start would be most of the time."""
-    make, engines = rl.RolloutEngine, []
+    """Run one after the other with one engine, whose start would be most of the time."""
+    make, engines = generation.RolloutEngine, []
 
     def shared(cfg, folder, mesh, *, dtype, timer, reads_images):
         if not engines:
@@ -227,11 +237,11 @@ def train(mesh, cases: list[list[str]]) -> None:
         engines[0].timer = timer
         return engines[0]
 
-    rl.RolloutEngine = shared
+    generation.RolloutEngine = shared
     for given in cases:
         name = Path(given[1]).stem.split("_")[0]  # of the recipe
-        program, config = SUPERVISED.get(name, (rl, RLConfig))
-        program.Trainer.main(parse_flags(config, given), mesh)
+        program, config = SUPERVISED.get(name, (rl.Trainer, RLConfig))
+        program.main(parse_flags(config, given), mesh)
 
 
 @pytest.fixture(scope="module")
@@ -406,7 +416,7 @@ def test_resumed_run_with_a_curriculum_and_a_reset_optimizer_is_the_uninterrupte
     assert (
         outcomes[0] == outcomes[1]
         and sum(tries for tries, _ in outcomes[0].values()) == 4 * 8 * 4
-        and 0 < sum(right for _, right in outcomes[0].values())
+        and sum(right for _, right in outcomes[0].values()) > 0
     )
     dcp_to_torch_save(runs / "judged" / "checkpoints" / "step-4" / "state", tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt")["optimizer"]["state"]
@@ -494,11 +504,11 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
     with pytest.raises(
         UserError, match=r"ref.model = .*model has a vocabulary of \d+, and the policy's is of 99"
     ):
-        find_teacher(
+        find_other_model(
             str(tmp_path / "model"), AutoConfig.for_model("qwen3", vocab_size=99), 1, "ref.model"
         )
     with pytest.raises(UserError, match="ref.model = .*nowhere"):
-        find_teacher(
+        find_other_model(
             str(tmp_path / "nowhere"), AutoConfig.for_model("qwen3", vocab_size=99), 1, "ref.model"
         )
 
@@ -511,7 +521,7 @@ def test_what_is_no_reward_model_of_the_policy_is_refused(tmp_path):
         (size, "is no reward model: its weights have no score.weight; train one with minirl.rm"),
     ):
         with pytest.raises(UserError, match=f"reward.model = .*model {says}"):
-            find_teacher(
+            find_other_model(
                 str(folder),
                 AutoConfig.for_model("qwen3", vocab_size=vocab_size),
                 1,
@@ -563,7 +573,7 @@ def test_a_score_that_is_no_number_ends_the_run():
         Told(0.5, math.nan).grade([said("four", 0), said("five", 1)])
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # dynamic sampling
 
 
@@ -670,7 +680,7 @@ def test_engines_pull_from_one_queue_after_one_of_them_had_no_room_for_a_ticket(
     assert [next(queue), next(other), *queue] == [4, 5, 6, 7] and not first(1) and second(3)
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # partial rollouts, dump and replay
 
 

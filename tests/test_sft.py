@@ -35,30 +35,38 @@ from minirl.types import Trajectory
 from programs import fork, torchrun
 from test_gradients import exact_norm
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # masks
 
 CHATML = (
-    "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor -%}"
+    "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 LLAMA = (
-    "{{- '<bos>' -}}{%- for m in messages -%}{{ '<|start|>' + m.role + '<|header|>\n\n' + (m.content | trim) + '<|eot|>' }}{%- endfor -%}"
+    "{{- '<bos>' -}}{%- for m in messages -%}"
+    "{{ '<|start|>' + m.role + '<|header|>\n\n' + (m.content | trim) + '<|eot|>' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|start|>assistant<|header|>\n\n' }}{%- endif -%}"
 )
 MISTRAL = (
-    "{{- '<bos>' -}}{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '[INST] ' + m.content + ' [/INST]' }}"
-    "{%- elif m.role == 'assistant' -%}{{ ' ' + m.content + '</s>' }}{%- else -%}{{ raise_exception('only user and assistant') }}{%- endif -%}{%- endfor -%}"
+    "{{- '<bos>' -}}{%- for m in messages -%}{%- if m.role == 'user' -%}"
+    "{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{%- elif m.role == 'assistant' -%}{{ ' ' + m.content + '</s>' }}"
+    "{%- else -%}{{ raise_exception('only user and assistant') }}{%- endif -%}{%- endfor -%}"
 )
 GEMMA = (
-    "{{- '<bos>' -}}{%- if messages[0].role == 'system' -%}{{ raise_exception('System role not supported') }}{%- endif -%}"
-    "{%- for m in messages -%}{{ '<turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content + '<end_of_turn>\n' }}{%- endfor -%}"
+    "{{- '<bos>' -}}{%- if messages[0].role == 'system' -%}"
+    "{{ raise_exception('System role not supported') }}{%- endif -%}"
+    "{%- for m in messages -%}"
+    "{{ '<turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + m.content"
+    " + '<end_of_turn>\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<turn>model\n' }}{%- endif -%}"
 )
 THINKING = (
     # like Qwen3's: what was thought in earlier turns is left out
     "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{%- if m.role == 'assistant' and loop.last -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}{{ m.content + '<|im_end|>\n' }}{%- endfor -%}"
+    "{%- if m.role == 'assistant' and loop.last -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}"
+    "{{ m.content + '<|im_end|>\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 DATED = (
@@ -115,7 +123,8 @@ CASES = {  # name -> template, stop token, messages, segments
         "<|im_end|>",
         [SYSTEM, HI, YO, BYE, SO],
         [
-            "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n",
+            "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi there<|im_end|>\n"
+            "<|im_start|>assistant\n",
             ["yo, was gibt's?<|im_end|>"],
             "\n<|im_start|>user\n2+2? 日本<|im_end|>\n<|im_start|>assistant\n",
             ["4\nand so on<|im_end|>"],
@@ -126,7 +135,8 @@ CASES = {  # name -> template, stop token, messages, segments
         "<|eot|>",
         [SYSTEM, HI, YO, BYE, SO],
         [
-            "<bos><|start|>system<|header|>\n\nbe brief<|eot|><|start|>user<|header|>\n\nhi there<|eot|><|start|>assistant<|header|>\n\n",
+            "<bos><|start|>system<|header|>\n\nbe brief<|eot|>"
+            "<|start|>user<|header|>\n\nhi there<|eot|><|start|>assistant<|header|>\n\n",
             ["yo, was gibt's?<|eot|>"],
             "<|start|>user<|header|>\n\n2+2? 日本<|eot|><|start|>assistant<|header|>\n\n",
             ["4\nand so on<|eot|>"],
@@ -203,12 +213,14 @@ def test_a_template_that_rewrites_history_trains_the_last_turn_only():
     stop = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
     with pytest.raises(
         UserError,
-        match=r"renders message 2 of a chat otherwise when others follow.*--data.train-on last_turn may help \(.*was gibt",
+        match=r"renders message 2 of a chat otherwise when others follow"
+        r".*--data.train-on last_turn may help \(.*was gibt",
     ):
         chat.encode_chat(tokenizer, [HI, YO, BYE, SO], [1, 3], stop)
     assert chat.encode_chat(tokenizer, [HI, YO, BYE, SO], [3], stop) == by_hand(
         tokenizer,
-        "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\nyo, was gibt's?<|im_end|>\n<|im_start|>user\n2+2? 日本<|im_end|>\n"
+        "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\nyo, was gibt's?<|im_end|>\n"
+        "<|im_start|>user\n2+2? 日本<|im_end|>\n"
         "<|im_start|>assistant\n",
         ["<think>\n\n</think>\n\n4\nand so on<|im_end|>"],
     )
@@ -249,7 +261,10 @@ def test_a_token_across_the_border_is_not_in_the_loss(trim):
     )
     inner.post_processor = processors.ByteLevel(trim_offsets=trim)
     inner.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
-    template = "{%- for m in messages -%}{{ m.role + HEAD + m.content + '</s>' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ 'assistant' + HEAD }}{%- endif -%}"
+    template = (
+        "{%- for m in messages -%}{{ m.role + HEAD + m.content + '</s>' }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ 'assistant' + HEAD }}{%- endif -%}"
+    )
     stop = inner.token_to_id("</s>")
     for head, answer, straddles, tokens in (
         ("':\n'", "\nyo", True, ["ĊĊ", "y", "o", "</s>"]),
@@ -282,7 +297,7 @@ def test_every_token_of_a_text_but_its_first_is_in_the_loss():
     assert chat.encode_text(tokenizer, "a<|end|>")[0].count(tokenizer.eos_token_id) == 1
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # rows
 
 
@@ -337,7 +352,8 @@ def test_columns_say_what_a_row_is(tmp_path):
     [
         (
             {"question": "a", "answer": "b"},
-            r"line 2 has neither 'messages' .* \(its keys: question, answer\); set data.messages_key, prompt_key",
+            r"line 2 has neither 'messages' .* \(its keys: question, answer\); "
+            r"set data.messages_key, prompt_key",
         ),
         ({"prompt": "a"}, "line 2 has neither"),
         ({"messages": "a"}, "line 2 has neither"),
@@ -442,7 +458,7 @@ def test_examples_of_a_step_depend_on_the_seed_alone():
         )
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # loss
 
 
@@ -528,7 +544,7 @@ def test_a_long_sequence_takes_memory_in_proportion():
     assert 30 * 32768 < num_bytes(pack([t], torch.device("cpu"))) < 100 * 32768
 
 
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the program
 
 
@@ -747,7 +763,8 @@ def test_a_context_holds_what_its_ranks_hold_together():
     cfg.data.max_tokens = 1025
     with pytest.raises(
         UserError,
-        match=r"tokens_per_rank \* parallel.context = 512 \* 2 = 1024 cannot hold one sequence of data.max_tokens = 1025",
+        match=r"tokens_per_rank \* parallel.context = 512 \* 2 = 1024 cannot hold one sequence of "
+        r"data.max_tokens = 1025",
     ):
         validate_supervised(cfg, world_size=4)
 

@@ -1,0 +1,70 @@
+"""The engine of a training run, with what gives it weights and work."""
+
+import contextlib
+
+from minirl import checkpoint
+from minirl.config.rl import RLConfig
+from minirl.data.images import sampling_stops
+from minirl.inputs import Inputs
+from minirl.log import Timer
+from minirl.parallel.mesh import Mesh
+from minirl.policy import Policy
+from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rollout.refit import Refit
+from minirl.rollout.sampler import Sampler
+from minirl.trainer import TrainingRun
+
+
+class Generation:
+    """The engine of this rank, the refit that writes the policy's weights into it, the sampler.
+
+    Args:
+        cfg: the config of the run.
+        inputs: what it names.
+        policy: the model whose weights the engine gets.
+        mesh: the ranks.
+        timer: gets the seconds of refits, and of waking and sleeping.
+    """
+
+    def __init__(self, cfg: RLConfig, inputs: Inputs, policy: Policy, mesh: Mesh, timer: Timer):
+        dtype: str = cfg.engine.dtype
+        if dtype == "auto":
+            dtype = cfg.policy.dtype.replace("float64", "float32")  # vLLM has no float64
+        self.policy = policy
+        self.engine = RolloutEngine(
+            cfg.engine,
+            inputs.folder,
+            mesh,
+            dtype=dtype,
+            reads_images=policy.vision is not None,
+            timer=timer,
+        )
+        self.refit = Refit(
+            cfg.refit,
+            policy.shards(),
+            policy.parts(),
+            self.engine,
+            mesh,
+            check=cfg.debug.check_refit,
+        )
+        self.sampler = Sampler(self.engine, inputs.make_env, inputs.rewards, inputs.prompts, cfg)
+        self.sampling = Sampling(
+            max_tokens=cfg.rollout.max_tokens,
+            stop_token_ids=sampling_stops(inputs.stop_ids, inputs.prompts.vision),
+            temperature=cfg.rollout.temperature,
+        )
+
+    def awake(self) -> contextlib.AbstractContextManager[None]:
+        """Give the engine the policy's weights; inside the block it may generate. Collective."""
+        return self.engine.awake(self.refit, self.policy.sleeper)
+
+    def keep_episodes(self, run: TrainingRun) -> None:
+        """Put unfinished episodes into the checkpoints, and go on with those of a resumed one."""
+        run.saver.rollouts = self.sampler.state
+        if run.resumed_from:
+            self.sampler.load(checkpoint.load_rollouts(run.resumed_from), self.sampling)
+
+    def close(self) -> None:
+        """Stop the sampler and the engine."""
+        self.sampler.close()
+        self.engine.close()
