@@ -1,8 +1,8 @@
-"""Turns a GGUF file into an ordinary Hugging Face folder: bfloat16 weights, config, tokenizer and
-chat template.
+"""Turns a GGUF file into an ordinary Hugging Face folder.
 
     python launch/gguf_to_hf.py FILE.gguf FOLDER
 
+The folder has bfloat16 weights, config, tokenizer and chat template.
 The weights are de-quantised, so they carry the rounding of the file's blocks (4 bits for most of
 SmolLM2's), and are then trained and served like any others. Needs the `gguf` extra.
 """
@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 
 def load_model(path, reader):
-    """The file's model with dense bfloat16 weights. The head is the embedding unless the file has
-    one of its own.
+    """Return the file's model with dense bfloat16 weights.
+
+    The head is the embedding unless the file has one of its own.
     """
     model = AutoModelForCausalLM.from_pretrained(
         path.parent,
@@ -30,7 +31,8 @@ def load_model(path, reader):
     shared = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if not tied == shared == model.config.tie_word_embeddings:
         raise ValueError(
-            f"{path}: {tied=} in the file, {shared=} in the model, {model.config.tie_word_embeddings=}"
+            f"{path}: {tied=} in the file, {shared=} in the model, "
+            f"{model.config.tie_word_embeddings=}"
         )
     ids = {
         name: getattr(model.config, name)
@@ -41,14 +43,15 @@ def load_model(path, reader):
 
 
 def load_tokenizer(path, reader, config):
-    """The file's tokenizer, which splits text as for its merges, and whose EOS token is the one
-    that ends a turn.
+    """Return the file's tokenizer.
+
+    It splits text as its merges expect, and its EOS token is the one that ends a turn.
     """
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     if reader.get_field("tokenizer.ggml.pre").contents() == "smollm":
         # transformers has no entry for this one and falls back on GPT-2's split, which cuts the
-        # spaces before a digit as
-        # the model never saw them: "=  4" would hold two tokens of one space, not one token of two.
+        # spaces before a digit as the model never saw them: "=  4" would hold two tokens of one
+        # space, not one token of two.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),
@@ -62,7 +65,7 @@ def load_tokenizer(path, reader, config):
     turn = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
     if not turn.rstrip().endswith(tokenizer.eos_token):
         raise ValueError(
-            f"{path}: eos_token={tokenizer.eos_token!r} does not end the chat template's turn {turn!r}"
+            f"{path}: eos_token={tokenizer.eos_token!r} does not end the chat template's {turn!r}"
         )
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
@@ -80,7 +83,8 @@ def convert(path, folder):
     tokenizer.save_pretrained(folder)
     print(
         f"{model.num_parameters() / 1e6:.1f}M parameters, vocabulary {model.config.vocab_size}, "
-        f"eos {tokenizer.eos_token} ({tokenizer.eos_token_id}), tied head {model.config.tie_word_embeddings}"
+        f"eos {tokenizer.eos_token} ({tokenizer.eos_token_id}), "
+        f"tied head {model.config.tie_word_embeddings}"
     )
 
 

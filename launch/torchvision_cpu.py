@@ -1,6 +1,7 @@
-"""Lets the common index's torchvision, which is built for CUDA, be imported beside a CPU build of
-torch. vLLM and the image processors of transformers need it; of its compiled operators they need
-none, but the import declares implementations for two whose library cannot be loaded.
+"""Lets the common index's torchvision, built for CUDA, be imported beside a CPU build of torch.
+
+vLLM and the image processors of transformers need it; of its compiled operators they need none, but
+the import declares implementations for two whose library cannot be loaded.
 
 launch/install.sh puts this in site-packages with a .pth file, so that the processes that vLLM
 starts have it, too. It does nothing until torchvision is imported, and nothing to a torchvision
@@ -11,6 +12,8 @@ import sys
 
 
 class DeclareOperators:
+    """An import finder that finds nothing, but sees torchvision being imported."""
+
     library = None
 
     @classmethod
@@ -27,7 +30,7 @@ class DeclareOperators:
                     cls.library.define(
                         f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
                     )
-        # None: whoever comes next finds the module.
+        # None: the next finder finds the module.
 
 
 sys.meta_path.insert(0, DeclareOperators)
