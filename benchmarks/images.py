@@ -9,6 +9,7 @@ import argparse
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
@@ -73,7 +74,9 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2VLConfig:
         "mlp_ratio": 2,
         "patch_size": CELL,
     }
-    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL.items()}
+    ids: dict[str, Any] = {
+        name: tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL.items()
+    }
     return Qwen2VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=True, **ids)
 
 

@@ -28,7 +28,6 @@ cp     R ranks, k = 2 x key-value heads x head size / t numbers a row.
        on the way home.
 """
 
-import dataclasses
 import json
 import os
 import resource
@@ -41,7 +40,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -74,7 +73,7 @@ class Load:
     model: str = ""
     """Folder; empty: random weights of the shape below."""
     scratch: ScratchConfig = field(default_factory=make_scratch_config)
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     length: int = 2048
     sequences: int = 4
     """In a step, over all ranks."""
@@ -136,7 +135,7 @@ def formulas(
     load: Load, policy: Policy, mesh: Mesh, batches: list[Packed], *, sequence: bool
 ) -> dict[str, float]:
     """Return the bytes that a rank receives in a step, by axis."""
-    config = policy.model.config
+    config: Any = policy.model.config
     num_layers = config.num_hidden_layers
     again = load.activation_checkpointing
     rows = sum(len(batch.inputs) for batch in batches)
@@ -183,7 +182,7 @@ def memory(device: torch.device) -> int:
 
 def name_groups(mesh: Mesh) -> dict[str, str]:
     """Return the axis of each process group, by the group's name."""
-    axis_of = {
+    axis_of: dict[str, str] = {
         mesh.tensor.get_group().group_name: "tp",
         mesh.fsdp.get_group(mesh.fsdp.ndim - 1).group_name: "fsdp",
     }
@@ -214,12 +213,11 @@ def make_policy(load: Load, parallel: ParallelConfig, mesh: Mesh) -> Policy:
         if mesh.rank == 0:
             scratch.make_model(load.scratch, folder, max_len=load.length, seed=0)
         mesh.barrier()
-    values = {
-        "dtype": load.dtype,
-        "activation_checkpointing": load.activation_checkpointing,
-        "reshard_after_forward": load.reshard_after_forward,
-    }
-    cfg = dataclasses.replace(PolicyConfig(), **values)
+    cfg = PolicyConfig(
+        dtype=load.dtype,
+        activation_checkpointing=load.activation_checkpointing,
+        reshard_after_forward=load.reshard_after_forward,
+    )
     return Policy(cfg, folder, mesh, sequence_parallel=parallel.sequence)
 
 

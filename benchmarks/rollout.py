@@ -129,10 +129,10 @@ class SlowAsync(Env):
     def __init__(self, seconds: float):
         self.seconds = seconds
 
-    async def reset(self, row: dict) -> str:
+    async def reset(self, row: dict) -> str:  # type: ignore[override]
         return row["prompt"]
 
-    async def step(self, state: State) -> Result:
+    async def step(self, state: State) -> Result:  # type: ignore[override]
         await asyncio.sleep(self.seconds)
         return reply(state)
 
@@ -254,11 +254,12 @@ class Bench:
         Returns:
             Their tokens on this rank, the share of them that is the same, and the times.
         """
-        from vllm import SamplingParams
+        from vllm import SamplingParams, TokensPrompt
 
         prompts, params = [], []
         for t in trajectories:
-            prompts.append({"prompt_token_ids": t.tokens[: int(t.sampled.argmax())].tolist()})
+            prompt = t.tokens[: int(t.sampled.argmax())].tolist()
+            prompts.append(TokensPrompt(prompt_token_ids=prompt))
             one = SamplingParams(
                 max_tokens=NUM_TOKENS,
                 temperature=1.0,

@@ -191,7 +191,7 @@ class Walk:
     def refit_engine(self) -> None:
         """Bring the policy's weights into the engine."""
         station("2. Refit: the policy's weights go into the engine, in place", Refit.__call__)
-        trained = self.policy.shards()[EMBEDDING].full_tensor().float()
+        trained = fsdp.local(self.policy.shards()[EMBEDDING])
         engine = self.engine.parameters()[EMBEDDING]
         show("   in    {}", EMBEDDING)
         show(
@@ -220,9 +220,9 @@ class Walk:
             version = self.policy.num_updates
             return self.sampler.collect_step(first, self.sampling, version=version)[0]
 
-    def decode(self, tokens: Iterable[int]) -> list[str]:
+    def decode(self, tokens: Iterable) -> list[str]:
         """Return the text of each token."""
-        return [self.tokenizer.decode([token]) for token in tokens]
+        return [str(self.tokenizer.decode([token])) for token in tokens]
 
     def show_rewards(self, trajectories: list[Trajectory]) -> None:
         """Print what the answers to a prompt earned; they were scored during the rollout."""
@@ -341,7 +341,7 @@ class Walk:
         count = normalize.count(batch, "token")
         # A factor of the advantages is one of the loss: here, for the mean of the ranks' means.
         scale = self.mesh.sums(count.clone()) / (count * self.mesh.world_size)
-        changes = {
+        changes: dict[str, dict] = {
             "loss-scale": {"advantages": batch.advantages * scale},
             "logprob-temperature": {"temperature": 1.0, "old_logprobs": None},
         }
