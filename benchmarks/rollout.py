@@ -129,10 +129,10 @@ class SlowAsync(Env):
     def __init__(self, seconds: float):
         self.seconds = seconds
 
-    async def reset(self, row: dict) -> str:  # type: ignore[override]
+    async def reset(self, row: dict) -> str:
         return row["prompt"]
 
-    async def step(self, state: State) -> Result:  # type: ignore[override]
+    async def step(self, state: State) -> Result:
         await asyncio.sleep(self.seconds)
         return reply(state)
 

@@ -41,6 +41,7 @@ LAYERS = {
     "evaluation.py": 8,
     "trainer.py": 8,
     "supervised.py": 8,
+    "walk_step.py": 8,
     "evaluate.py": 9,
     "sft.py": 9,
     "rm.py": 9,
@@ -91,7 +92,7 @@ DOORS = {
         "rollout/protocol.py": {"PreTrainedTokenizerBase"},
         "rollout/server.py": {"PreTrainedTokenizerBase"},
         "inputs.py": {"PretrainedConfig", "PreTrainedTokenizerBase"},
-        "walk.py": {"AutoModelForCausalLM"},  # the plain step beside minirl's
+        "walk_step.py": {"AutoModelForCausalLM"},  # for the plain step beside minirl's
     },
     "jinja2": {"data/chat.py": None},
     "PIL": {"data/images.py": None},
