@@ -1,30 +1,31 @@
-"""What a mesh costs: tokens per second, memory and bytes on the wire of one optimizer step, for
-each way to divide a model over ranks.
+r"""What a mesh costs: tokens per second, memory and bytes on the wire of one optimizer step.
 
     python benchmarks/mesh.py --ranks 4 --length 4096
-    python benchmarks/mesh.py --ranks 8 --model FOLDER --length 32768 --dtype bfloat16 --meshes "cp
-    8" "cp 4 x tp 2"
+    python benchmarks/mesh.py --ranks 8 --model FOLDER --length 32768 --dtype bfloat16 \
+        --meshes "cp 8" "cp 4 x tp 2"
 
-Starts torchrun once for each mesh. tokens/s: median of `steps` optimizer steps. Memory: the most
-that a rank had above what it had before the model was made (device memory on CUDA, resident memory
-on CPU). Bytes: what a rank receives in a step, counted at every collective under the algorithms
-that send least, next to what these formulas say, for M micro-batches of T rows on a rank:
+Starts torchrun once for each way to divide a model over ranks, and prints a line for each.
+tokens/s: median of `steps` optimizer steps. Memory: the most that a rank had above what it had
+before the model was made (device memory on CUDA, resident memory on CPU). Bytes: what a rank
+receives in a step, counted at every collective under the algorithms that send least, next to what
+these formulas say, for M micro-batches of T rows on a rank; more than 5 % between them is an error.
 
-    fsdp   n = shard x cp ranks, P parameters on a tensor rank of which L lie in layers, b bytes
-    each in forward and 4 (8) in gradients
-           all-gather   M b (P + L) (n - 1) / n          layers are gathered again in backward, unless they stay (then M b P (n - 1) / n)
-           reduce-scatter   4 P (n - 1) / n              once a step, behind the last micro-batch
-    hsdp   r replicas: all-reduce of a shard's gradient  2 (4 P / n) (r - 1) / r
-    tp     t ranks, hidden size h, l layers: all-reduces of T x h, two in each layer's forward and
-    two in its backward, one behind the
-           embedding and one for the head's input: M (4 l + 2) 2 b T h (t - 1) / t. Sequence
-           parallelism: all-gather and reduce-scatter in their place, half the bytes each; of these
-           the head's gather has no twin. Checkpointing: forward again, but for a layer's last one.
-    cp     R ranks, k = 2 x key-value heads x head size / t numbers a row: M l (R - 1) T k b for the
-    all-gather in forward, the same for the
-           reduce-scatter in backward (and for the gather again under checkpointing). On a ring (R -
-           1) T k b in each direction for the keys, and R T k 4 (8) for their gradients on the way
-           home.
+fsdp   n = shard x cp ranks, P parameters on a tensor rank of which L lie in layers, b bytes each in
+       forward and 4 (8) in gradients.
+       all-gather: M b (P + L) (n - 1) / n. Layers are gathered again in backward, unless they
+       stay (then M b P (n - 1) / n).
+       reduce-scatter: 4 P (n - 1) / n, once a step, behind the last micro-batch.
+hsdp   r replicas. All-reduce of a shard's gradient: 2 (4 P / n) (r - 1) / r.
+tp     t ranks, hidden size h, l layers. All-reduces of T x h: two in each layer's forward and two
+       in its backward, one behind the embedding and one for the head's input:
+       M (4 l + 2) 2 b T h (t - 1) / t. Sequence parallelism: all-gather and reduce-scatter in their
+       place, half the bytes each; of these the head's gather has no twin. Checkpointing: forward
+       again, but for a layer's last one.
+cp     R ranks, k = 2 x key-value heads x head size / t numbers a row.
+       all-gather in forward: M l (R - 1) T k b, the same for the reduce-scatter in backward (and
+       for the gather again under checkpointing).
+       On a ring: (R - 1) T k b in each direction for the keys, and R T k 4 (8) for their gradients
+       on the way home.
 """
 
 import json
@@ -36,8 +37,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -52,16 +55,13 @@ from minirl.model import scratch
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.policy import Policy
-from minirl.types import Trajectory
+from minirl.types import Packed, Trajectory
 
-AXES = {
-    "dp": None,
-    "cp": "context",
-    "ring": "context",
-    "tp": "tensor",
-    "sp": "tensor",
-    "hsdp": "replicate",
-}
+MIB = 2**20
+
+
+def make_scratch_config() -> ScratchConfig:
+    return ScratchConfig(hidden_size=256, num_layers=6, num_heads=8, num_kv_heads=4, head_dim=32)
 
 
 @dataclass(kw_only=True)
@@ -72,12 +72,8 @@ class Load:
     dp is what is left. Empty: each axis alone, and pairs."""
     model: str = ""
     """Folder; empty: random weights of the shape below."""
-    scratch: ScratchConfig = field(
-        default_factory=lambda: ScratchConfig(
-            hidden_size=256, num_layers=6, num_heads=8, num_kv_heads=4, head_dim=32
-        )
-    )
-    dtype: str = "float32"
+    scratch: ScratchConfig = field(default_factory=make_scratch_config)
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     length: int = 2048
     sequences: int = 4
     """In a step, over all ranks."""
@@ -86,6 +82,8 @@ class Load:
     activation_checkpointing: bool = False
     reshard_after_forward: bool = True
     steps: int = 3
+    folder: str = ""
+    """Set by the program itself for the ranks that it starts: where rank 0 writes its figures."""
 
 
 class Wire(TorchDispatchMode):
@@ -93,112 +91,98 @@ class Wire(TorchDispatchMode):
 
     def __init__(self, axis_of: dict[str, str]):
         super().__init__()
-        self.axis_of, self.bytes = axis_of, defaultdict(float)
+        self.axis_of = axis_of
+        self.bytes: dict[str, float] = defaultdict(float)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 - torch's signature
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         name = func.__name__.split(".")[0]
-        if func.namespace == "c10d" and name in (
-            "_allgather_base_",
-            "_reduce_scatter_base_",
-            "allreduce_",
-            "alltoall_base_",
-        ):
-            group = dist.ProcessGroup.unbox(
-                next(a for a in args if isinstance(a, torch.ScriptObject))
-            )
-            size = {
-                "_allgather_base_": lambda: args[0].nbytes - args[1].nbytes,
-                "_reduce_scatter_base_": lambda: args[1].nbytes - args[0].nbytes,
-                "allreduce_": lambda: 2 * args[0][0].nbytes * (group.size() - 1) / group.size(),
-                "alltoall_base_": lambda: args[0].nbytes,
-            }[name]()
-            if group.group_name in self.axis_of:
-                self.bytes[self.axis_of[group.group_name]] += size
+        if func.namespace == "c10d" and name in RECEIVED:
+            boxed = next(a for a in args if isinstance(a, torch.ScriptObject))
+            group = dist.ProcessGroup.unbox(boxed)
+            axis = self.axis_of.get(group.group_name)
+            if axis:
+                self.bytes[axis] += RECEIVED[name](args, group.size())
         return func(*args, **(kwargs or {}))
 
 
+def _all_reduced(args: tuple, size: int) -> float:
+    return 2 * args[0][0].nbytes * (size - 1) / size
+
+
+# Collective -> bytes that a rank receives, from its arguments (output first) and number of ranks.
+RECEIVED: dict[str, Callable[[tuple, int], float]] = {
+    "_allgather_base_": lambda args, size: args[0].nbytes - args[1].nbytes,
+    "_reduce_scatter_base_": lambda args, size: args[1].nbytes - args[0].nbytes,
+    "allreduce_": _all_reduced,
+    "alltoall_base_": lambda args, size: args[0].nbytes,
+}
+
+
+def count_parameters(policy: Policy, mesh: Mesh, prefix: str) -> float:
+    """Return the parameters of a tensor rank whose names begin so."""
+    num_replicas = mesh.fsdp.size() // mesh.fsdp.size(-1)
+    total = 0.0
+    for name, p in policy.shards().items():
+        if name.startswith(prefix):
+            is_divided = fsdp.num_copies(p) == num_replicas
+            total += p.numel() / (mesh.tensor.size() if is_divided else 1)
+    return total
+
+
 def formulas(
-    load: Load, policy: Policy, mesh: Mesh, rows: list[int], loss_rows: list[int], sequence: bool
+    load: Load, policy: Policy, mesh: Mesh, batches: list[Packed], *, sequence: bool
 ) -> dict[str, float]:
-    """Bytes that a rank receives in a step; `rows` and `loss_rows` of its micro-batches."""
-    config, t, n = policy.model.config, mesh.tensor.size(), mesh.fsdp.size(-1)
+    """Return the bytes that a rank receives in a step, by axis."""
+    config: Any = policy.model.config
+    num_layers = config.num_hidden_layers
+    again = load.activation_checkpointing
+    rows = sum(len(batch.inputs) for batch in batches)
+    loss_rows = sum(len(batch.loss_rows) for batch in batches)
+    b = {"bfloat16": 2, "float32": 4, "float64": 8}[load.dtype]
+    wide = max(4, b)
+    t = mesh.tensor.size()
+    n = mesh.fsdp.size(-1)
     replicas = mesh.fsdp.size() // n
-    b = getattr(torch, load.dtype).itemsize
-    wide = 8 if load.dtype == "float64" else 4
 
-    def parameters(prefix: str) -> float:
-        return sum(
-            p.numel() / (t if n_copies == 1 else 1)
-            for name, p in policy.shards().items()
-            if name.startswith(prefix)
-            for n_copies in [fsdp.num_copies(p) // replicas]
-        )
+    whole = count_parameters(policy, mesh, "")
+    gathered = whole
+    if load.reshard_after_forward:
+        gathered += count_parameters(policy, mesh, "model.layers.")
+    fsdp_bytes = (len(batches) * b * gathered + wide * whole) * (n - 1) / n
+    hsdp_bytes = 2 * wide * whole / n * (replicas - 1) / replicas
 
-    whole, layers = parameters(""), parameters("model.layers.")
-    again = 1 if load.reshard_after_forward else 0
-    num_layers, head_dim = config.num_hidden_layers, config.head_dim
-    out = {
-        "fsdp": (len(rows) * b * (whole + again * layers) + wide * whole) * (n - 1) / n,
-        "hsdp": 2 * wide * whole / n * (replicas - 1) / replicas,
-    }
-    repeated = (
-        num_layers if load.activation_checkpointing else 0
-    )  # attention's way out; the MLP's is a layer's last
-    whole_rows = (
-        (4 * num_layers + 1 + repeated) * sum(rows)
-        + (sum(rows) if sequence else 0) / 2
-        + sum(loss_rows)
-    )
-    if sequence and load.activation_checkpointing:
-        whole_rows += (
-            num_layers * sum(rows) / 2
-        )  # ways in: the attention's and the MLP's gather again, the MLP's way out does not
-    out["tp"] = 2 * b * config.hidden_size * (t - 1) / t * whole_rows
-    keys = 2 * max(1, config.num_key_value_heads // t) * head_dim * num_layers * sum(rows)
+    # All-reduces of all rows. Checkpointing repeats attention's way out; the MLP's is a layer's
+    # last.
+    num_reduces = 4 * num_layers + 1 + (num_layers if again else 0)
+    if sequence:
+        num_reduces += 0.5
+    if sequence and again:
+        # Ways in: attention and MLP gather again, the MLP's way out does not.
+        num_reduces += num_layers / 2
+    tp_bytes = 2 * b * config.hidden_size * (t - 1) / t * (num_reduces * rows + loss_rows)
+
+    heads = max(1, config.num_key_value_heads // t)
+    keys = 2 * heads * config.head_dim * num_layers * rows
     hops = mesh.context_size - 1
+    cp_bytes = keys * hops * b * (2 + again)
     if mesh.context and mesh.context.ring:
-        out["cp"] = keys * (hops * b * (2 + load.activation_checkpointing) + (hops + 1) * wide)
-    else:
-        out["cp"] = keys * hops * b * (2 + load.activation_checkpointing)
+        cp_bytes += keys * (hops + 1) * wide
+    out = {"fsdp": fsdp_bytes, "hsdp": hsdp_bytes, "tp": tp_bytes, "cp": cp_bytes}
     return {axis: value for axis, value in out.items() if value}
 
 
 def memory(device: torch.device) -> int:
-    """Most bytes so far."""
-    return (
-        torch.cuda.max_memory_allocated(device)
-        if device.type == "cuda"
-        else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    )
+    """Return the most bytes so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def run(load: Load, parallel: ParallelConfig) -> None:
-    """On every rank; rank 0 writes the figures as JSON to the file that the parent named."""
-    mesh = join_world(parallel=parallel)
-    folder = Path(load.model)
-    if not load.model:
-        folder = Path(os.environ["MESH_FOLDER"]) / "model"
-        if mesh.rank == 0:
-            scratch.make_model(load.scratch, folder, max_len=load.length, seed=0)
-        mesh.barrier()
-    before = memory(mesh.device)
-    cfg = PolicyConfig(
-        dtype=load.dtype,
-        activation_checkpointing=load.activation_checkpointing,
-        reshard_after_forward=load.reshard_after_forward,
-    )
-    policy = Policy(cfg, folder, mesh, sequence_parallel=parallel.sequence)
-    rng = np.random.default_rng(0)
-    sequences = [
-        Trajectory(
-            tokens=rng.integers(5, 200, load.length).astype(np.int32),
-            sampled=np.arange(load.length) > 0,
-            group=i,
-            logprobs=np.zeros(load.length, np.float32),
-        )
-        for i in range(load.sequences)
-    ]
-    axis_of = {
+def name_groups(mesh: Mesh) -> dict[str, str]:
+    """Return the axis of each process group, by the group's name."""
+    axis_of: dict[str, str] = {
         mesh.tensor.get_group().group_name: "tp",
         mesh.fsdp.get_group(mesh.fsdp.ndim - 1).group_name: "fsdp",
     }
@@ -206,109 +190,135 @@ def run(load: Load, parallel: ParallelConfig) -> None:
         axis_of[mesh.fsdp.get_group(0).group_name] = "hsdp"
     if mesh.context:
         axis_of[mesh.context.group.group_name] = "cp"
+    return axis_of
+
+
+def make_sequences(load: Load) -> list[Trajectory]:
+    rng = np.random.default_rng(0)
+    sequences = []
+    for i in range(load.sequences):
+        sequence = Trajectory(
+            tokens=rng.integers(5, 200, load.length).astype(np.int32),
+            sampled=np.arange(load.length) > 0,
+            logprobs=np.zeros(load.length, np.float32),
+            group=i,
+        )
+        sequences.append(sequence)
+    return sequences
+
+
+def make_policy(load: Load, parallel: ParallelConfig, mesh: Mesh) -> Policy:
+    folder = Path(load.model or f"{load.folder}/model")
+    if not load.model:
+        if mesh.rank == 0:
+            scratch.make_model(load.scratch, folder, max_len=load.length, seed=0)
+        mesh.barrier()
+    cfg = PolicyConfig(
+        dtype=load.dtype,
+        activation_checkpointing=load.activation_checkpointing,
+        reshard_after_forward=load.reshard_after_forward,
+    )
+    return Policy(cfg, folder, mesh, sequence_parallel=parallel.sequence)
+
+
+def run_rank(load: Load, parallel: ParallelConfig) -> None:
+    """Train on this rank; rank 0 writes the figures as JSON."""
+    mesh = join_world(parallel=parallel)
+    before = memory(mesh.device)
+    policy = make_policy(load, parallel, mesh)
+    sequences = make_sequences(load)[mesh.rank :: mesh.world_size]
     seconds = []
     for _ in range(load.steps + 1):
-        (micros,) = exchange(
-            sequences[mesh.rank :: mesh.world_size], mesh, load.tokens // mesh.context_size
-        )
+        (micros,) = exchange(sequences, mesh, load.tokens // mesh.context_size)
         batches = [pack(m, mesh.device, layout=policy.layout) for m in micros]
         mesh.barrier()
         start = time.perf_counter()
-        with Wire(axis_of) as wire:
+        with Wire(name_groups(mesh)) as wire:
             policy.update(batches, losses.sft(), lr=1e-4)
         seconds.append(time.perf_counter() - start)
-    expected = formulas(
-        load,
-        policy,
-        mesh,
-        [len(x.inputs) for x in batches],
-        [len(x.loss_rows) for x in batches],
-        parallel.sequence,
-    )
-    peak = max(mesh.gather(memory(mesh.device) - before))
+    num_tokens = load.sequences * (load.length - 1)
+    figures = {
+        "tokens_per_second": num_tokens / statistics.median(seconds[1:]),
+        "peak": max(mesh.gather(memory(mesh.device) - before)),
+        "bytes": dict(wire.bytes),
+        "expected": formulas(load, policy, mesh, batches, sequence=parallel.sequence),
+        "micro_batches": len(batches),
+    }
     if mesh.rank == 0:
-        figures = {
-            "tokens_per_second": load.sequences
-            * (load.length - 1)
-            / statistics.median(seconds[1:]),
-            "peak": peak,
-            "bytes": dict(wire.bytes),
-            "expected": expected,
-            "micro_batches": len(batches),
-        }
-        (Path(os.environ["MESH_FOLDER"]) / "figures.json").write_text(json.dumps(figures))
+        (Path(load.folder) / "figures.json").write_text(json.dumps(figures))
     dist.destroy_process_group()
 
 
 def parse(mesh: str) -> ParallelConfig:
+    """Return what `cp 2 x tp 2` says."""
     parallel = ParallelConfig()
     for part in mesh.split(" x "):
-        axis, size = part.split()
-        if AXES[axis]:
-            setattr(parallel, AXES[axis], int(size))
-        parallel.context_engine = "ring" if axis == "ring" else parallel.context_engine
+        axis, text = part.split()
+        size = int(text)
+        if axis in ("cp", "ring"):
+            parallel.context = size
+        elif axis in ("tp", "sp"):
+            parallel.tensor = size
+        elif axis == "hsdp":
+            parallel.replicate = size
+        elif axis != "dp":
+            sys.exit(f"--meshes {mesh!r}: no axis {axis}; use dp, hsdp, cp, ring, tp or sp")
+        if axis == "ring":
+            parallel.context_engine = "ring"
         parallel.sequence |= axis == "sp"
     return parallel
 
 
+def start_ranks(load: Load, mesh: str) -> dict[str, Any]:
+    """Run the step on all ranks; return the figures of rank 0."""
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*torchrun, "--nproc-per-node", str(load.ranks), __file__, *sys.argv[1:]]
+        command += ["--meshes", mesh, "--folder", folder]
+        ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if ended.returncode:
+            sys.exit(f"{mesh}\n{ended.stderr[-3000:]}")
+        return json.loads((Path(folder) / "figures.json").read_text())
+
+
+def default_meshes(num_ranks: int) -> tuple[str, ...]:
+    """Return each axis alone, and pairs where there are ranks for them."""
+    alone = tuple(f"{axis} {num_ranks}" for axis in ("dp", "cp", "ring", "tp", "sp"))
+    if num_ranks < 4:
+        return alone
+    half = num_ranks // 2
+    pairs = (f"dp {half} x tp 2", f"dp {half} x cp 2", "cp 2 x tp 2", f"hsdp 2 x dp {half}")
+    return alone + pairs
+
+
+def print_mesh(mesh: str, figures: dict[str, Any]) -> None:
+    """Print a line; leave with an error if formulas and bytes are far apart."""
+    received: dict[str, float] = figures["bytes"]
+    expected: dict[str, float] = figures["expected"]
+    wire, wrong = [], []
+    for axis in expected | received:
+        measured, formula = received.get(axis, 0.0), expected.get(axis, 0.0)
+        wire.append(f"{axis} {measured / MIB:.2f} ({formula / MIB:.2f})")
+        if abs(measured - formula) > 0.05 * formula:
+            wrong.append(axis)
+    speed = f"{figures['tokens_per_second']:>9.0f} {figures['peak'] / MIB:>9.0f}"
+    print(f"{mesh:<16} {figures['micro_batches']:>5} {speed}   {', '.join(wire)}", flush=True)
+    if wrong:
+        sys.exit(f"{mesh}: more than 5 % from the formula: {', '.join(wrong)}")
+
+
 def main(load: Load) -> None:
     if "RANK" in os.environ:
-        return run(load, parse(os.environ["MESH"]))
-    half = load.ranks // 2
-    pairs = (
-        (f"dp {half} x tp 2", f"dp {half} x cp 2", "cp 2 x tp 2", f"hsdp 2 x dp {half}")
-        if load.ranks >= 4
-        else ()
-    )
-    meshes = load.meshes or (
-        f"dp {load.ranks}",
-        f"cp {load.ranks}",
-        f"ring {load.ranks}",
-        f"tp {load.ranks}",
-        f"sp {load.ranks}",
-        *pairs,
-    )
-    print(
-        f"{load.sequences} sequences of {load.length} tokens, {load.dtype}, {load.ranks} ranks"
-        f"{', activation checkpointing' * load.activation_checkpointing}{', parameters stay gathered' * (not load.reshard_after_forward)}"
-    )
-    print(
-        f"{'mesh':<16} {'micro':>5} {'tokens/s':>9} {'peak MiB':>9}   MiB received by a rank in a step (formula)"
-    )
-    for mesh in meshes:
-        with tempfile.TemporaryDirectory() as folder:
-            command = [
-                str(Path(sys.executable).with_name("torchrun")),
-                "--standalone",
-                "--nproc-per-node",
-                str(load.ranks),
-                __file__,
-                *sys.argv[1:],
-            ]
-            subprocess.run(
-                command,
-                check=True,
-                env={**os.environ, "MESH": mesh, "MESH_FOLDER": folder},
-                stderr=subprocess.DEVNULL,
-            )
-            f = json.loads((Path(folder) / "figures.json").read_text())
-        wire = ", ".join(
-            f"{axis} {f['bytes'].get(axis, 0) / 2**20:.2f} ({value / 2**20:.2f})"
-            for axis, value in f["expected"].items()
-        )
-        print(
-            f"{mesh:<16} {f['micro_batches']:>5} {f['tokens_per_second']:>9.0f} {f['peak'] / 2**20:>9.0f}   {wire}",
-            flush=True,
-        )
-        wrong = [
-            axis
-            for axis in f["expected"] | f["bytes"]
-            if abs(f["bytes"].get(axis, 0) - f["expected"].get(axis, 0))
-            > 0.05 * f["expected"].get(axis, 0)
-        ]
-        if wrong:
-            sys.exit(f"{mesh}: more than 5 % from the formula: {', '.join(wrong)}")
-    return None
+        run_rank(load, parse(load.meshes[0]))
+        return
+    how = f"{load.sequences} sequences of {load.length} tokens, {load.dtype}, {load.ranks} ranks"
+    how += ", activation checkpointing" * load.activation_checkpointing
+    how += ", parameters stay gathered" * (not load.reshard_after_forward)
+    print(how)
+    head = f"{'mesh':<16} {'micro':>5} {'tokens/s':>9} {'peak MiB':>9}"
+    print(f"{head}   MiB received by a rank in a step (formula)")
+    for mesh in load.meshes or default_meshes(load.ranks):
+        print_mesh(mesh, start_ranks(load, mesh))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""The two transports of a refit and the full gather: seconds, bytes on the wire, extra memory. The
-reason for the default.
+r"""The two transports of a refit and the full gather: the reason for the default.
 
-    torchrun --nproc-per-node 2 benchmarks/refit.py --policy.scratch.hidden-size 768
-    --policy.scratch.num-layers 8 \
-        --policy.scratch.num-heads 24 --policy.scratch.num-kv-heads 8 --engine.tensor-parallel-size
-        2
+    torchrun --nproc-per-node 2 benchmarks/refit.py --policy.scratch.hidden-size 768 \
+        --policy.scratch.num-layers 8 --policy.scratch.num-heads 24 \
+        --policy.scratch.num-kv-heads 8 --engine.tensor-parallel-size 2
 
-Model and engine by the flags of minirl.rl. Medians of 10 refits; bytes are what one rank receives.
+Model and engine by the flags of minirl.rl. Prints for each the wall and CPU milliseconds of a refit
+(medians of 10), the MiB that a rank receives and the memory that it takes beside the weights.
 """
 
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from minirl import cli
@@ -22,60 +22,64 @@ from minirl.policy import Policy
 from minirl.rollout.engine import RolloutEngine
 from minirl.rollout.refit import Refit, full_gather
 
+REPEATS = 10
+MASTER_BYTES = 4  # of a weight in the trainer, float32
+MIB = 2**20
 
-def timed(function, mesh: Mesh, repeats: int = 10) -> tuple[float, float]:
-    """Median wall and CPU milliseconds."""
+
+def timed(function: Callable[[], None], mesh: Mesh) -> tuple[float, float]:
+    """Return the median wall and CPU milliseconds of a call; the first does not count."""
     wall, cpu = [], []
-    for _ in range(repeats + 1):
+    for _ in range(REPEATS + 1):
         mesh.barrier()
-        start = time.perf_counter(), time.process_time()
+        wall_start = time.perf_counter()
+        cpu_start = time.process_time()
         function()
         mesh.barrier()
-        wall.append(1e3 * (time.perf_counter() - start[0]))
-        cpu.append(1e3 * (time.process_time() - start[1]))
+        wall.append(1e3 * (time.perf_counter() - wall_start))
+        cpu.append(1e3 * (time.process_time() - cpu_start))
     return statistics.median(wall[1:]), statistics.median(cpu[1:])
 
 
-def main(cfg: RLConfig, mesh: Mesh) -> None:
-    folder = Path(mesh.gather(tempfile.mkdtemp() if mesh.rank == 0 else "")[0])
-    if cfg.policy.model != "scratch":
-        folder = build.find_folder(cfg.policy.model, "policy.model")
-    elif mesh.rank == 0:
-        scratch.make_model(cfg.policy.scratch, folder, max_len=256, seed=0)
-    mesh.barrier()
-    cfg.engine.max_model_len = cfg.engine.max_model_len or 256
+def measure(cfg: RLConfig, mesh: Mesh, folder: Path) -> None:
+    """Build policy and engine, refit in three ways and print the table."""
     policy = Policy(cfg.policy, folder, mesh)
     engine = RolloutEngine(cfg.engine, folder, mesh, dtype=cfg.policy.dtype)
+    shards, parts = policy.shards(), policy.parts()
     rows = []
     for transport in ("all_to_all", "all_gather"):
         cfg.refit.transport = transport
-        refit = Refit(cfg.refit, policy.shards(), policy.parts(), engine, mesh)
-        wall, cpu = timed(refit, mesh)
-        rows.append((transport, wall, cpu, refit.bytes_received / 2**20, refit.peak_bytes / 2**20))
-    wall, cpu = timed(
-        lambda: full_gather(policy.shards(), policy.parts(), engine, refit.dtypes), mesh
-    )
-    itemsize, world = refit.dtype.itemsize, mesh.world_size
-    sizes = [p.numel() for p in policy.shards().values()]
-    rows.append(
-        (
-            "full gather",
-            wall,
-            cpu,
-            sum(sizes) * 4 * (world - 1) / world / 2**20,
-            max(sizes) * (4 + itemsize) / 2**20,
-        )
-    )
+        refit = Refit(cfg.refit, shards, parts, engine, mesh)
+        times = timed(refit, mesh)
+        rows.append((transport, *times, refit.bytes_received / MIB, refit.peak_bytes / MIB))
+
+    times = timed(lambda: full_gather(shards, parts, engine, refit.dtypes), mesh)
+    num_elements = sum(p.numel() for p in shards.values())
+    received = num_elements * MASTER_BYTES * (mesh.world_size - 1) / mesh.world_size
+    # One weight at a time is whole, as the trainer has it and as the engine wants it.
+    whole = [p.numel() * (MASTER_BYTES + refit.dtypes[n].itemsize) for n, p in shards.items()]
+    rows.append(("full gather", *times, received / MIB, max(whole) / MIB))
+
     if mesh.rank == 0:
-        print(
-            f"\n{sum(sizes) / 1e6:.1f}M parameters, {world} ranks, engine TP {cfg.engine.tensor_parallel_size}, wire {refit.dtype}"
-        )
+        wire = ", ".join(sorted({str(dtype) for dtype in refit.dtypes.values()}))
+        ranks = f"{mesh.world_size} ranks, engine TP {cfg.engine.tensor_parallel_size}"
+        print(f"\n{num_elements / 1e6:.1f}M parameters, {ranks}, wire {wire}")
         print(f"{'':12} {'ms':>9} {'CPU-ms':>9} {'MiB received':>13} {'MiB extra':>10}")
-        for name, *values in rows:
-            print(
-                f"{name:12} {values[0]:9.1f} {values[1]:9.1f} {values[2]:13.1f} {values[3]:10.1f}"
-            )
+        for name, wall, cpu, received, extra in rows:
+            print(f"{name:12} {wall:9.1f} {cpu:9.1f} {received:13.1f} {extra:10.1f}")
     engine.close()
+
+
+def main(cfg: RLConfig, mesh: Mesh) -> None:
+    cfg.engine.max_model_len = cfg.engine.max_model_len or 256
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(mesh.gather(temporary)[0])
+        if cfg.policy.model != "scratch":
+            folder = build.find_folder(cfg.policy.model, "policy.model")
+        elif mesh.rank == 0:
+            scratch.make_model(cfg.policy.scratch, folder, max_len=256, seed=0)
+        mesh.barrier()
+        measure(cfg, mesh, folder)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The folder has bfloat16 weights, config, tokenizer and chat template.
 
     python launch/gguf_to_hf.py FILE.gguf FOLDER
 
+The folder has bfloat16 weights, config, tokenizer and chat template.
 The weights are de-quantised, so they carry the rounding of the file's blocks (4 bits for most of
 SmolLM2's), and are then trained and served like any others. Needs the `gguf` extra.
 """
@@ -51,8 +52,8 @@ def load_tokenizer(path, reader, config):
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     if reader.get_field("tokenizer.ggml.pre").contents() == "smollm":
         # transformers has no entry for this one and falls back on GPT-2's split, which cuts the
-        # spaces before a digit as
-        # the model never saw them: "=  4" would hold two tokens of one space, not one token of two.
+        # spaces before a digit as the model never saw them: "=  4" would hold two tokens of one
+        # space, not one token of two.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(individual_digits=True),

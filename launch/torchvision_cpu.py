@@ -13,6 +13,8 @@ import sys
 
 
 class DeclareOperators:
+    """An import finder that finds nothing, but sees torchvision being imported."""
+
     library = None
 
     @classmethod
@@ -29,7 +31,7 @@ class DeclareOperators:
                     cls.library.define(
                         f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
                     )
-        # None: whoever comes next finds the module.
+        # None: the next finder finds the module.
 
 
 sys.meta_path.insert(0, DeclareOperators)

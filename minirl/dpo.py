@@ -91,9 +91,7 @@ class Trainer(PairTrainer):
         for prefix, rows in self._splits().items():
             for first in range(0, len(rows), size):
                 examples = rows.examples(range(first, min(first + size, len(rows))))
-                for t, logprobs in annotate_examples(
-                    reference, examples, self.cfg.tokens_per_rank
-                ):
+                for t, logprobs in annotate_examples(reference, examples, self.cfg.tokens_per_rank):
                     if reports:
                         name = f"{prefix}/{rows.row(t.group)}-{t.episode}"
                         computed[name] = logprobs.astype(np.float32)

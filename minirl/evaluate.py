@@ -13,8 +13,8 @@ from minirl import cli
 from minirl.config.shared import EvaluateConfig, PolicyConfig
 from minirl.config.validate import resolve_lengths, validate_sampling
 from minirl.data import chat
-from minirl.data.prompts import Prompts, load_rows
 from minirl.data.images import Vision, sampling_stops
+from minirl.data.prompts import Prompts, load_rows
 from minirl.envs.registry import make_env
 from minirl.errors import UserError
 from minirl.evaluation import evaluate

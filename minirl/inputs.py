@@ -17,9 +17,9 @@ from minirl.config.shared import RowsConfig
 from minirl.config.supervised import SFTConfig
 from minirl.config.validate import resolve_lengths, validate_rl
 from minirl.data import chat
+from minirl.data.images import Vision
 from minirl.data.prompts import Prompts, load_rows
 from minirl.data.rows import split
-from minirl.data.images import Vision
 from minirl.envs.registry import make_env
 from minirl.errors import UserError
 from minirl.model import build, families, scratch

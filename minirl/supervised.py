@@ -19,9 +19,9 @@ from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.config.validate import validate_pairs, validate_supervised
 from minirl.data import chat
 from minirl.data.examples import Chats, load_chats, to_example
+from minirl.data.pairs import Pairs, load_pairs
 from minirl.data.prompts import Prompts
 from minirl.data.rows import Rows
-from minirl.data.pairs import Pairs, load_pairs
 from minirl.errors import UserError
 from minirl.inputs import (
     ModelFiles,

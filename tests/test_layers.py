@@ -42,11 +42,13 @@ LAYERS = {
     "evaluation.py": 8,
     "trainer.py": 8,
     "supervised.py": 8,
+    "walk_step.py": 8,
     "evaluate.py": 9,
     "sft.py": 9,
     "rm.py": 9,
     "dpo.py": 9,
     "rl.py": 9,
+    "walk.py": 9,
 }
 FORBIDDEN = [  # who, what, why
     ("parallel/*", "algo/*", "wiring knows no algorithm"),
@@ -92,6 +94,7 @@ DOORS = {
         "rollout/protocol.py": {"PreTrainedTokenizerBase"},
         "rollout/server.py": {"PreTrainedTokenizerBase"},
         "inputs.py": {"PretrainedConfig", "PreTrainedTokenizerBase"},
+        "walk_step.py": {"AutoModelForCausalLM"},  # for the plain step beside minirl's
     },
     "jinja2": {"data/chat.py": None},
     "PIL": {"data/images.py": None},

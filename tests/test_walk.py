@@ -1,0 +1,74 @@
+"""The walk through one GRPO step: started as a user does, it must agree with plain PyTorch, name
+the code that it shows, and show the difference that each broken rule makes."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+from programs import ROOT, Ended, Running, fork
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="two ranks with a CPU engine each"
+)
+BREAKS = ("loss-scale", "logprob-temperature", "stale-engine")
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory) -> Ended:
+    """As a user starts it, with every rule broken in turn, which changes nothing else."""
+    folder = tmp_path_factory.mktemp("walk")
+    (folder / "temporary").mkdir()
+    command = [sys.executable, "-m", "minirl.walk", "--break", *BREAKS]
+    ended = Running(command, folder, {"TMPDIR": str(folder / "temporary")}).end(300)
+    assert not list((folder / "temporary").iterdir()), "it leaves nothing on the disk"
+    return ended
+
+
+def pairs(text: str, left: str, right: str) -> dict[str, tuple[float, float]]:
+    """Numbers that stand side by side, by name."""
+    found = re.findall(rf"^ +(\w+) +{left} (\S+) \| {right} (\S+)", text, re.MULTILINE)
+    return {name: (float(a), float(b)) for name, a, b in found}
+
+
+def broken(text: str, name: str) -> dict[str, tuple[float, float]]:
+    """(wrong, right) of each number that the broken rule changes."""
+    section = text.split(f"--break {name}\n")[1]
+    return pairs(re.split(r"--break|\n\n", section)[0], "broken", "right")
+
+
+def test_plain_pytorch_agrees(walked):
+    assert walked.code == 0, walked.out + walked.err
+    sides = pairs(walked.out, "plain PyTorch", "minirl")
+    assert set(sides) == {"loss", "grad_norm"} and "NOT EQUAL" not in walked.out
+    for plain, minirl in sides.values():
+        assert plain == pytest.approx(minirl, rel=1e-6, abs=1e-7) and plain != 0
+
+
+def test_ten_stations_name_the_code_that_they_show(walked):
+    assert re.findall(r"^(\d+)\. ", walked.out, re.MULTILINE) == [str(n) for n in range(1, 11)]
+    places = re.findall(r"^ +code +(\S+):(\d+) (\S+)$", walked.out, re.MULTILINE)
+    assert len(places) >= 10
+    for file, line, name in places:
+        text = (ROOT / file).read_text().splitlines()[int(line) - 1]
+        assert re.search(rf"\bdef {name.split('.')[-1]}\(", text), (file, line, name)
+
+
+def test_each_broken_rule_shows_its_difference(walked):
+    for name in ("loss-scale", "logprob-temperature"):
+        for metric in ("loss", "grad_norm"):
+            wrong, right = broken(walked.out, name)[metric]
+            assert wrong != pytest.approx(right, rel=1e-4), (name, metric)
+    assert set(broken(walked.out, "loss-scale")) == {"loss", "grad_norm"}
+    for name in ("logprob-temperature", "stale-engine"):
+        wrong, right = broken(walked.out, name)["mismatch"]
+        assert wrong > 1e-2 and right < 1e-4, name
+
+
+def test_the_same_step_with_no_rule_broken(walked, tmp_path):
+    ended = fork("minirl.walk", [], tmp_path, world=2)
+    assert ended.code == 0, ended.err
+    assert "--break" not in ended.out
+    sides = pairs(ended.out, "plain PyTorch", "minirl")
+    assert sides == pairs(walked.out, "plain PyTorch", "minirl")
