@@ -42,7 +42,7 @@ def play(number: int, rng: random.Random) -> tuple[dict, bool]:
 
 if __name__ == "__main__":
     rng = random.Random(1)
-    games = [play(rng.randint(1, HIGH), rng) for _ in range(NUM_GAMES)]
+    games = [play(rng.randint(1, HIGH), rng) for _ in range(20_000)]
     file = Path(sys.argv[1])
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row, _ in games))

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from minirl.algo import advantages, correction
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RowsConfig
-from minirl.config.supervised import SFTConfig
+from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import resolve_lengths, validate_rl
 from minirl.data import chat
 from minirl.data.images import Vision
@@ -133,7 +133,7 @@ def load_splits(
 
 
 def find_model(
-    cfg: RLConfig | SFTConfig, max_len: int, *, engine_on: str = "cpu", chats: bool = True
+    cfg: RLConfig | SupervisedConfig, max_len: int, *, engine_on: str = "cpu", chats: bool = True
 ) -> ModelFiles:
     """Find and check policy.model; the folder of a scratch model is made by `make_scratch`.
 
@@ -237,7 +237,7 @@ def check_head(folder: Path, setting: str) -> None:
         )
 
 
-def make_scratch(cfg: RLConfig | SFTConfig, max_len: int, mesh: Mesh) -> None:
+def make_scratch(cfg: RLConfig | SupervisedConfig, max_len: int, mesh: Mesh) -> None:
     """Write the model that `policy.model = scratch` asks for. Collective.
 
     Call it after the last check: a program that refuses its config leaves nothing behind.

@@ -7,7 +7,7 @@ of its. `warm_start` is the short form before RL.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,13 +15,12 @@ import numpy as np
 
 from minirl.algo import losses
 from minirl.config.rl import RLConfig
-from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
+from minirl.config.supervised import ChatsConfig, DPOConfig, RMConfig, SupervisedConfig
 from minirl.config.validate import validate_pairs, validate_supervised
 from minirl.data import chat
 from minirl.data.examples import Chats, load_chats, to_example
 from minirl.data.pairs import Pairs, load_pairs
 from minirl.data.prompts import Prompts
-from minirl.data.rows import Rows
 from minirl.errors import UserError
 from minirl.inputs import (
     ModelFiles,
@@ -40,12 +39,12 @@ from minirl.types import Packed, Trajectory
 class SupervisedTrainer(Program):
     """A supervised run: `train` is the algorithm, and SFT is what the methods say here."""
 
-    cfg: SFTConfig
+    cfg: SupervisedConfig
     name = "sft"  # On the progress bar.
     score_head = False  # The model has a score head in place of the language model's.
     pairs = False  # Rows are pairs, whose two sides stay in one micro-batch.
 
-    def __init__(self, cfg: SFTConfig, mesh: Mesh):
+    def __init__(self, cfg: SupervisedConfig, mesh: Mesh):
         super().__init__(cfg, mesh)
         with self.timer.phase("start"):
             self.files, self.rows, self.held_out = self.find_inputs()
@@ -54,7 +53,7 @@ class SupervisedTrainer(Program):
             self.num_steps = cfg.num_steps or max(1, num_steps)
             self.policy = self.load_model(cfg.policy, self.files.folder, score=self.score_head)
             self.ref = self.load_reference()
-            lost = [a + b for a, b in zip(self.rows.lost, self.held_out.lost, strict=True)]
+            lost = [a + b for a, b in zip(self.rows.num_lost, self.held_out.num_lost, strict=True)]
             sizes = f"{len(self.rows)} rows, {len(self.held_out)} held out"
             description = f"{sizes} ({self.describe_lost(*lost)})"
             self.run = TrainingRun(cfg, self.policy, mesh, self.timer, description)
@@ -149,8 +148,9 @@ class SupervisedTrainer(Program):
         """Refuse settings that cannot work together. Raises UserError."""
         validate_supervised(self.cfg, self.mesh.world_size)
 
-    def load_rows(self, source: str | list[str], setting: str) -> Rows:
+    def load_rows(self, source: str | list[str], setting: str) -> Sequence[dict]:
         """Return the rows of a source. Raises UserError, naming the setting."""
+        assert isinstance(self.cfg.data, ChatsConfig)  # PairTrainer loads pairs instead
         return load_chats(source, setting, self.cfg.data)
 
     def encoder(self) -> Callable[..., Chats | Pairs]:
@@ -199,7 +199,7 @@ class PairTrainer(SupervisedTrainer):
         """Refuse settings that cannot work together. Raises UserError."""
         validate_pairs(self.cfg, self.mesh.world_size)
 
-    def load_rows(self, source: str | list[str], setting: str) -> Rows:
+    def load_rows(self, source: str | list[str], setting: str) -> Sequence[dict]:
         """Return the pairs of a source. Raises UserError, naming the setting."""
         return load_pairs(source, setting, self.cfg.data)
 

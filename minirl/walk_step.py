@@ -21,19 +21,16 @@ from minirl import checkpoint
 from minirl.algo import advantages, losses, normalize
 from minirl.config.parse import load_config
 from minirl.config.rl import RLConfig
-from minirl.config.validate import check_rl
-from minirl.data import chat
-from minirl.data.datasets import Prompts, load_rows
 from minirl.data.packing import exchange, pack
-from minirl.envs.registry import make_env
-from minirl.inputs import find_model, make_scratch
+from minirl.generation import Generation
+from minirl.inputs import Inputs
 from minirl.log import Log
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
-from minirl.rewards.functions import Rewards, make_rewards
-from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rewards.functions import Rewards
+from minirl.rollout.engine import RolloutEngine
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 from minirl.supervised import warm_start
@@ -131,29 +128,16 @@ class Walk:
 
     def __init__(self, folder: Path, mesh: Mesh):
         (folder / "walk.yaml").write_text(SETTINGS)
-        self.cfg = cfg = load_config(RLConfig, str(folder / "walk.yaml"))
-        self.mesh = mesh
-        cfg.output = mesh.gather(str(folder))[0]
+        cfg = load_config(RLConfig, str(folder / "walk.yaml"))
+        cfg.output = mesh.gather(str(folder / "run"))[0]
         cfg.reward.function = f"{__file__}:letters"
-        check_rl(cfg, mesh.world_size)
-        max_len = cfg.engine.max_model_len
-        scratch, _, self.tokenizer, _ = find_model(cfg, max_len, engine_on=mesh.device.type)
-        make_scratch(cfg, max_len, mesh)
-        stop_ids = chat.stop_token_ids(self.tokenizer, scratch)
-        rows = load_rows(cfg.data.train, "data.train", cfg.data)
-        self.prompts = Prompts(rows, self.tokenizer, cfg.data, seed=cfg.seed)
-        self.policy = Policy(cfg.policy, scratch, mesh)
-        warm_start(cfg, self.policy, self.prompts, stop_ids, mesh, Log(folder, rank=1))
-        self.engine = RolloutEngine(cfg.engine, scratch, mesh, dtype="float32")
-        shards = self.policy.shards()
-        self.refit = Refit(cfg.refit, shards, self.policy.parts(), self.engine, mesh)
-        env, rewards = make_env(cfg.env.name), make_rewards(cfg.reward)
-        self.sampler = Sampler(self.engine, env, rewards, self.prompts, cfg)
-        self.sampling = Sampling(
-            max_tokens=cfg.rollout.max_tokens,
-            stop_token_ids=tuple(stop_ids),
-            temperature=cfg.rollout.temperature,
-        )
+        inputs = Inputs(cfg, mesh)
+        self.cfg = cfg
+        self.mesh = mesh
+        self.prompts = inputs.prompts
+        self.policy = Policy(cfg.policy, inputs.folder, mesh)
+        warm_start(cfg, self.policy, inputs.prompts, inputs.stop_ids, mesh, Log(folder, rank=1))
+        self.generation = Generation(cfg, inputs, self.policy, mesh, self.policy.timer)
         self.loss = losses.policy(cfg.algo, cfg.env.max_tokens)
 
     def step(self, broken: list[str]) -> bool:
@@ -168,8 +152,7 @@ class Walk:
         self.show_loss(batch)
         equal = self.update(batch, trajectories, broken)
         self.show_update(batch, broken)
-        self.sampler.close()
-        self.engine.close()
+        self.generation.close()
         return equal
 
     def show_shards(self) -> None:
@@ -184,19 +167,19 @@ class Walk:
         """Bring the policy's weights into the engine."""
         station("2. Refit: the policy's weights go into the engine, in place", Refit.__call__)
         trained = fsdp.local(self.policy.shards()[EMBEDDING])
-        engine = self.engine.parameters()[EMBEDDING]
+        engine = self.generation.engine.parameters()[EMBEDDING]
         show("   in    {}", EMBEDDING)
         show(
             "         policy {:+.6f} ..., engine {:+.6f} ... (random)", trained[0, 0], engine[0, 0]
         )
-        self.refit()
+        self.generation.refit()
         show("   out   policy {:+.6f} ..., engine {:+.6f} ...", trained[0, 0], engine[0, 0])
-        show("         {:,} bytes came from the other rank", self.refit.bytes_received)
+        show("         {:,} bytes came from the other rank", self.generation.refit.bytes_received)
 
     def roll_out(self) -> list[Trajectory]:
         """Sample a group of answers to each prompt."""
         station("3. Rollout: answers to prompts", Sampler.collect_step, RolloutEngine.step)
-        trajectories = self.sample(0, self.refit)
+        trajectories = self.sample(0, self.generation.refit)
         row = self.prompts.row(trajectories[0].group)
         show("   in    {}   (answer: {})", row["prompt"], row["answer"])
         show("         {}", self.decode(self.prompts.encode(row)))
@@ -208,13 +191,13 @@ class Walk:
 
     def sample(self, first: int, refit: Callable[[], None]) -> list[Trajectory]:
         """Return this rank's answers to the prompts from ticket `first` on."""
-        with self.engine.awake(refit, self.policy.sleeper):
-            version = self.policy.num_updates
-            return self.sampler.collect_step(first, self.sampling, version=version)[0]
+        sampler, sampling = self.generation.sampler, self.generation.sampling
+        with self.generation.engine.awake(refit, self.policy.sleeper):
+            return sampler.collect_step(first, sampling, version=self.policy.num_updates)[0]
 
     def decode(self, tokens: Iterable) -> list[str]:
         """Return the text of each token."""
-        return [str(self.tokenizer.decode([token])) for token in tokens]
+        return [str(self.prompts.tokenizer.decode([token])) for token in tokens]
 
     def show_rewards(self, trajectories: list[Trajectory]) -> None:
         """Print what the answers to a prompt earned; they were scored during the rollout."""
@@ -275,8 +258,8 @@ class Walk:
             advantages.grpo,
             self.cfg.algo,
             0.0,
-            sums=mesh.data_sums,
-            maxima=mesh.maxima,
+            sum_over_ranks=mesh.data_sums,
+            max_over_ranks=mesh.maxima,
             gather=mesh.gather,
         )
         show("   (group, sample, segment)")
@@ -351,7 +334,7 @@ class Walk:
             show("   {}  reward {:.3f}  advantage {:+.3f}  log-probs {:+.3f} -> {:+.3f}", *row)
         following = self.cfg.rollout.prompts_per_step
         stale = self.annotate(self.pack(self.sample(following, lambda: None)))
-        fresh = self.annotate(self.pack(self.sample(following, self.refit)))
+        fresh = self.annotate(self.pack(self.sample(following, self.generation.refit)))
         show("   out   next rollout, mean |engine - trainer|: {:.1e}", fresh)
         if "stale-engine" in broken:
             show_broken("stale-engine", {"mismatch": stale}, {"mismatch": fresh})

@@ -131,12 +131,14 @@ DOORS = {
 }
 # Handlers that catch everything, and why nothing narrower would do.
 BROAD = {
-    "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and with it all others",
-    "config/lookup.py:find_function": "importing a file of the user's may raise anything; the user is told which file and what",
-    "sandbox/inside.py:main": "a program that nobody has read may raise anything, and is told so",
-    "rewards/functions.py:grade": "so may their reward function; they are told the input that did it",
-    "rollout/episode.py:_call": "and their environment, of which only one episode ends",
-    "rollout/engine_loop.py:work": "whatever it is, it is raised again where the thread was asked for",
+    "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and all others",
+    "config/lookup.py:find_function": "importing a user's file may raise anything; the user is "
+    "told which file and what",
+    "sandbox/inside.py:main": "an untrusted program may raise anything, and is told so",
+    "rewards/functions.py:grade": "so may a user's reward function; the user is told the input",
+    "rollout/episode.py:_call": "and a user's environment, of which only one episode ends",
+    "rollout/engine_loop.py:work": "whatever it is, it is raised again where the thread was "
+    "asked for",
 }
 
 

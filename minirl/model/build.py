@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ class CausalModel(PreTrainedModel):
     model: Any  # Its layers; for a model that reads images, `visual` and `language_model`.
     lm_head: nn.Linear
     score: ScoreHead  # Instead of `lm_head`.
+    set_requires_gradient_sync: Callable[[bool], None]  # Of FSDPModule.
 
 
 class Weights:
