@@ -25,7 +25,6 @@ from minirl.types import Packed
 Reduce = Callable[[Tensor], Tensor]  # A CPU tensor of every rank to their sum or maximum.
 Gather = Callable[[object], list]  # A value of every rank to all of them, in rank order.
 Estimator = Callable[[Tensor, Tensor], Tensor]  # (rewards, groups)
-TokenEstimator = Callable[[Packed, Tensor, AlgoConfig], Tensor]  # (batch, token rewards, config)
 
 # Token estimators whose advantages get mean 0 and deviation 1 over the tokens of the global batch.
 WHITENED = ("reinforce_pp", "gae")
@@ -150,12 +149,8 @@ def on_policy_distill(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor
     return batch.ref_logprobs - batch.old_logprobs
 
 
-ESTIMATORS: dict[str, Estimator] = {
-    f.__name__: f for f in (grpo, dr_grpo, rloo, reinforce_pp_baseline)
-}
-TOKEN_ESTIMATORS: dict[str, TokenEstimator] = {
-    f.__name__: f for f in (reinforce_pp, gae, on_policy_distill)
-}
+ESTIMATORS = {f.__name__: f for f in (grpo, dr_grpo, rloo, reinforce_pp_baseline)}
+TOKEN_ESTIMATORS = {f.__name__: f for f in (reinforce_pp, gae, on_policy_distill)}
 
 
 def find(name: str) -> Callable[..., Tensor]:
@@ -210,10 +205,8 @@ def assign(
         values = _by_group(batches, penalties, estimator, gather)
 
     for batch, value in zip(batches, values, strict=True):
-        if batch.old_logprobs is not None:
-            dtype = batch.old_logprobs.dtype
-        else:
-            dtype = (batch.engine_logprobs if batch.values is None else batch.values).dtype
+        outputs = (batch.old_logprobs, batch.values, batch.engine_logprobs)
+        dtype = next(x.dtype for x in outputs if x is not None)
         batch.advantages = torch.where(batch.loss_mask, value, 0.0).to(dtype)
 
 
@@ -255,20 +248,19 @@ def whiten(
     Where all are equal, the result is exactly 0.
     """
     in_loss = [value[mask].double() for value, mask in zip(values, masks, strict=True)]
-    own = torch.cat(in_loss).cpu()
+    tokens = torch.cat(in_loss).cpu()
 
-    extremes = torch.full((2,), -torch.inf, dtype=torch.float64)
-    if len(own):
-        extremes = torch.stack([own.max(), (-own).max()])
-    highest, minus_lowest = max_over_ranks(extremes).tolist()
+    bounds = [tokens.max(), (-tokens).max()] if len(tokens) else [-torch.inf, -torch.inf]
+    highest, minus_lowest = max_over_ranks(torch.tensor(bounds, dtype=torch.float64)).tolist()
     if highest == -minus_lowest:
         return [torch.zeros_like(value) for value in values]
 
-    counted = torch.tensor([own.sum(), len(own)], dtype=torch.float64)
+    counted = torch.tensor([tokens.sum(), len(tokens)], dtype=torch.float64)
     total, count = sum_over_ranks(counted).tolist()
-    mean = total / max(1.0, count)
-    (squares,) = sum_over_ranks(((own - mean) ** 2).sum()[None]).tolist()
-    deviation = (squares / max(1.0, count)) ** 0.5
+    count = max(1.0, count)
+    mean = total / count
+    squares = sum_over_ranks(((tokens - mean) ** 2).sum()[None]).item()
+    deviation = (squares / count) ** 0.5
     return [(value - mean) / (deviation + 1e-8) for value in values]
 
 
@@ -281,7 +273,7 @@ def _by_group(
     whole step.
     """
     # 1. This rank's rows: (group, episode, segment) -> (reward, penalty of its tokens).
-    own_rows: dict[tuple[int, int, int], tuple[float, float]] = {}
+    own_rows = {}
     for batch, penalty in zip(batches, penalties, strict=True):
         rewards = batch.rewards.tolist()
         paid = sequence_sums(penalty, batch).tolist()
@@ -291,7 +283,7 @@ def _by_group(
                 own_rows[sequence_id] = rewards[i], paid[i]
 
     # 2. All rows. Tensor- and context-parallel ranks have copies: those of the first rank count.
-    all_rows: dict[tuple[int, int, int], tuple[float, float]] = {}
+    all_rows: dict = {}
     for rows in reversed(gather(own_rows)):
         all_rows |= rows
 
@@ -310,8 +302,6 @@ def _by_group(
     values = []
     for batch in batches:
         per_sequence = [advantage_of.get(ids[:2], 0.0) for ids in batch.sequence_ids]
-        device = batch.inputs.device
-        values.append(
-            to_rows(torch.tensor(per_sequence, dtype=torch.float64, device=device), batch)
-        )
+        as_tensor = torch.tensor(per_sequence, dtype=torch.float64, device=batch.inputs.device)
+        values.append(to_rows(as_tensor, batch))
     return values

@@ -122,18 +122,15 @@ def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> A
             break  # the rest of the place is an item of a list, or one of several types
         hints = typing.get_type_hints(cls)
         if key not in hints:
-            raise UserError(where + _unknown_setting(str(key), names, list(hints)))
+            prefix = "".join(f"{name}." for name in names)
+            close = difflib.get_close_matches(str(key), hints, n=1)
+            hint = f"known here: {', '.join(hints)}"
+            if close:
+                hint = f"did you mean {prefix}{close[0]}?"
+            raise UserError(f"{where}unknown setting {prefix}{key}; {hint}")
         names.append(str(key))
         cls = hints[key]
         values = values[key]
     setting = ".".join(names) or "the file"
     problem = MESSAGES.get(first["type"], first["msg"].removeprefix("Input "))
     raise UserError(f"{where}{setting} = {values!r} {problem}")
-
-
-def _unknown_setting(key: str, sections: list[str], known: list[str]) -> str:
-    """Return the message for a key that does not exist, with the closest one that does."""
-    prefix = "".join(f"{name}." for name in sections)
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {prefix}{close[0]}?" if close else f"known here: {', '.join(known)}"
-    return f"unknown setting {prefix}{key}; {hint}"

@@ -40,12 +40,17 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
     scores = ("accuracy", "reward", f"pass@{cfg.eval.samples}")
     validate_sampling(cfg)
     _training(cfg, world_size, "engine.max_model_len", longest, scores)
-    _engine(cfg, world_size)
-    _reward(cfg)
     _rollout(cfg)
+    _reward(cfg)
     _algorithm(cfg)
     _critic(cfg)
     _reference(cfg)
+
+    num_ranks = cfg.engine.tensor_parallel_size
+    require(
+        world_size % num_ranks == 0,
+        f"engine.tensor_parallel_size = {num_ranks} does not divide the {world_size} ranks",
+    )
 
 
 def validate_supervised(
@@ -217,14 +222,6 @@ def _training(
 
 
 # -------------------------------------------------------------------------------------- rules of RL
-
-
-def _engine(cfg: RLConfig, world_size: int) -> None:
-    num_ranks = cfg.engine.tensor_parallel_size
-    require(
-        world_size % num_ranks == 0,
-        f"engine.tensor_parallel_size = {num_ranks} does not divide the {world_size} ranks",
-    )
 
 
 def _reward(cfg: RLConfig) -> None:
