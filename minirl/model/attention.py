@@ -165,14 +165,14 @@ class Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dout: Tensor) -> tuple:
         """Return the gradients of queries, keys and values."""
         q, k, v, out, lse = ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32) if ctx.ring else q.dtype
-        gradients = []
-        for x in (q, k, v):
-            zeros = torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format)
-            gradients.append(zeros)
+        gradients = [
+            torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format)
+            for x in (q, k, v)
+        ]
         for block, k_here, v_here in _steps(k, v, ctx.blocks, ctx.ring):
             kernels.backward(gradients, dout, q, k_here, v_here, out, lse, block, ctx.options)
             if ctx.ring:  # the gradients of keys and values follow them
@@ -196,12 +196,10 @@ def _steps(
     for hop in range(ring.size):
         transfer = RingTransfer([k, v], ring) if hop + 1 < ring.size else None
         # The keys at hand are those of rank `ring.rank - hop`, modulo the size.
-        if hop == 0:
-            yield own, k, v
-        elif hop <= ring.rank:
-            yield earlier, k, v
-        else:
-            yield later, k, v
+        block = own
+        if hop:
+            block = earlier if hop <= ring.rank else later
+        yield block, k, v
         if transfer:
             k, v = transfer.wait()
 

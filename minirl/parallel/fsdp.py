@@ -55,10 +55,9 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
+    offload = OffloadPolicy()
     if cpu_offload:
-        offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    else:
-        offload = OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     ranks = mesh.size(-1)
 
     def placement(p: nn.Parameter) -> Shard | None:
@@ -97,7 +96,7 @@ def local_region(t: Tensor) -> Region:
     if not isinstance(t, DTensor):
         return Region((0,) * t.ndim, tuple(t.shape))
     shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
-    return Region(tuple(offset), tuple(shape))
+    return Region(offset, shape)
 
 
 def num_copies(t: Tensor) -> int:
@@ -173,8 +172,7 @@ class Sleeper:
         for module in self.model.modules():
             if self.active and isinstance(module, FSDPModule):
                 module.reshard()  # the root stays gathered after a forward
-        shards = [local(p) for p in self.model.parameters()]
-        return self._offload(shards, self._parameters_on_host)
+        return self._offload([local(p) for p in self.model.parameters()], self._parameters_on_host)
 
     def sleep(self) -> None:
         """Offload the optimizer's state and the parameters."""
@@ -189,12 +187,11 @@ class Sleeper:
         """Reload the parameters, if they are offloaded."""
         self._reload(self._parameters_on_host)
 
-    @torch.no_grad()
     def _offload(self, tensors: list[Tensor], on_host: HostCopies) -> int:
         if not self.active:
             return 0
         on_cuda = torch.cuda.is_available()
-        storages: dict[int, torch.UntypedStorage] = {}  # by address, as views share theirs
+        storages = {}  # by address, as views share theirs
         for t in tensors:
             storage = t.untyped_storage()
             # With CPU offload the shards are on the host already.
@@ -213,7 +210,6 @@ class Sleeper:
         torch.cuda.empty_cache()  # which does nothing without CUDA
         return num_bytes
 
-    @torch.no_grad()
     def _reload(self, on_host: HostCopies) -> None:
         for storage, host in on_host:
             storage.resize_(host.numel())
