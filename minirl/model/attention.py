@@ -29,6 +29,9 @@ NAMES = {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
 # wrong numbers.
 UNSUPPORTED = ("s_aux", "sinks", "head_mask", "position_bias", "attention_mask", "dropout")
 
+# Blocks, each with keys and values [M, Hkv, D].
+Steps = Iterator[tuple[Block, Tensor, Tensor]]
+
 
 def packed_attention(
     module: torch.nn.Module,
@@ -103,9 +106,7 @@ def _visible(pack: Packed, window: int | None) -> tuple[tuple[Block, ...], int |
     return (windowed,), window
 
 
-def attend(
-    q: Tensor, steps: Iterator[tuple[Block, Tensor, Tensor]], options: Options
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, steps: Steps, options: Options) -> tuple[Tensor, Tensor]:
     """Attend to blocks one after the other, and merge what rows see in several.
 
     Merged in float32 at least: Rabe and Staats 2021 (arXiv 2112.05682), sec. 2.
@@ -181,9 +182,7 @@ class Attention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(k.dtype), None, None, None
 
 
-def _steps(
-    k: Tensor, v: Tensor, blocks: tuple[Block, ...], ring: Context | None
-) -> Iterator[tuple[Block, Tensor, Tensor]]:
+def _steps(k: Tensor, v: Tensor, blocks: tuple[Block, ...], ring: Context | None) -> Steps:
     """Yield blocks with the keys and values at hand.
 
     On a ring they are another rank's at each hop, and are sent on while they are used.

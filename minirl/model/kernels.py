@@ -186,14 +186,14 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, options: Options) -> tupl
     In float32, or float64 for float64 queries.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = _grouped(q, k).to(wide) @ k[:, :, None].to(wide).mT * options.scale
+    scores = _grouped(q, k).to(wide) @ k.unsqueeze(2).to(wide).mT * options.scale
     slope = scores.new_ones(())
     if options.softcap is not None:
         tanh = (scores / options.softcap).tanh()
         scores = options.softcap * tanh
         slope = 1 - tanh**2
     if bias is not None:
-        scores = scores + bias[:, :, None].to(wide)
+        scores = scores + bias.unsqueeze(2)
     return scores, slope
 
 
@@ -221,7 +221,7 @@ def eager_forward(
     """
     scores, _ = _scores(q, k, bias, options)
     lse = scores.logsumexp(-1)
-    out = (scores - lse[..., None]).exp_() @ v[:, :, None].to(scores.dtype)
+    out = (scores - lse[..., None]).exp_() @ v.unsqueeze(2).to(scores.dtype)
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
@@ -242,10 +242,10 @@ def eager_backward(
     scores, slope = _scores(q, k, bias, options)
     p = (scores - _grouped(lse, k)[..., None]).exp_()
     do = _grouped(dout, k).to(p.dtype)
-    dp = do @ v[:, :, None].to(p.dtype).mT
-    do_out = (do * _grouped(out, k).to(p.dtype)).sum(-1, keepdim=True)
+    dp = do @ v.unsqueeze(2).to(p.dtype).mT
+    do_out = (do * _grouped(out, k)).sum(-1, keepdim=True)
     ds = p * (dp - do_out) * slope * options.scale
-    dq = (ds @ k[:, :, None].to(p.dtype)).flatten(1, 2)
+    dq = (ds @ k.unsqueeze(2).to(p.dtype)).flatten(1, 2)
     dk = (ds.mT @ _grouped(q, k).to(p.dtype)).sum(2)
     dv = (p.mT @ do).sum(2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

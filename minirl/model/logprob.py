@@ -93,8 +93,9 @@ class _LogprobEntropy(torch.autograd.Function):
         ctx.elsewhere = (targets < 0) | (targets >= weight.shape[0])  # all False without a group
         targets = targets.masked_fill(ctx.elsewhere, 0)
         ctx.chunk = max(16, CHUNK_ELEMENTS // weight.shape[0])
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs = hidden.new_empty(len(hidden), dtype=wide)
+        logprobs = hidden.new_empty(
+            len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32)
+        )
         log_sum = torch.empty_like(logprobs)
         mean = torch.empty_like(logprobs)  # sum(p z)
         ctx.last_chunk = None

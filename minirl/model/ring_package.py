@@ -25,10 +25,9 @@ def _function() -> Any:
         return None
     # Its __init__ patches names of transformers that are gone, and only its adapter needs them. So
     # an empty package stands in for it.
-    if "ring_flash_attn" not in sys.modules:
-        package = types.ModuleType("ring_flash_attn")
-        package.__path__ = spec.submodule_search_locations or []
-        sys.modules["ring_flash_attn"] = package
+    package = types.ModuleType("ring_flash_attn")
+    package.__path__ = spec.submodule_search_locations or []
+    sys.modules.setdefault("ring_flash_attn", package)
     module = importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn_varlen")
     return module.zigzag_ring_flash_attn_varlen_func
 

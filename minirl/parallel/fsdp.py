@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -19,8 +19,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from minirl.parallel.regions import Region
 
-# Storages that are on the host at present, each with its bytes there.
-HostCopies = list[tuple[torch.UntypedStorage, Tensor]]
+# Storages that are on the host at present, each with its copy there.
+HostCopies = list[tuple[UntypedStorage, UntypedStorage]]
 
 
 def shard(
@@ -124,14 +124,14 @@ def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> float:
     Returns:
         The norm before scaling.
     """
-    grads = [local(p.grad) for p in parameters if p.grad is not None]
-    copies = [num_copies(p) for p in parameters if p.grad is not None]
+    whole = [p.grad for p in parameters if p.grad is not None]
+    grads = [local(grad) for grad in whole]
     device = grads[0].device
     wide = torch.float64 if device.type == "cpu" else torch.float32
     squares = []
-    for grad, local_norm, num in zip(grads, torch._foreach_norm(grads), copies, strict=True):
+    for dtensor, grad, local_norm in zip(whole, grads, torch._foreach_norm(grads), strict=True):
         if grad.numel():
-            squares.append(local_norm.to(wide).square() / num)
+            squares.append(local_norm.to(wide).square() / num_copies(dtensor))
     if squares:
         total = torch.stack(squares).sum()
     else:
@@ -200,9 +200,9 @@ class Sleeper:
         num_bytes = 0
         for storage in storages.values():
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
-            host.copy_(_bytes(storage), non_blocking=True)
-            on_host.append((storage, host))
-            num_bytes += host.numel()
+            copy = host.untyped_storage().copy_(storage, non_blocking=True)
+            on_host.append((storage, copy))
+            num_bytes += copy.nbytes()
         if on_cuda:
             torch.cuda.synchronize()
         for storage in storages.values():
@@ -211,14 +211,9 @@ class Sleeper:
         return num_bytes
 
     def _reload(self, on_host: HostCopies) -> None:
-        for storage, host in on_host:
-            storage.resize_(host.numel())
-            _bytes(storage).copy_(host, non_blocking=True)
+        for storage, copy in on_host:
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy, non_blocking=True)
         if on_host and torch.cuda.is_available():
             torch.cuda.synchronize()
         on_host.clear()
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """Return all bytes of a storage as a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -139,21 +139,17 @@ def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = 
         backend = "cpu:gloo,cuda:nccl"
     else:
         device = torch.device("cpu")
-        _tune_cpu()
+        # Keep freed memory in the process: by default glibc returns buffers of this size to the
+        # system, and page faults cost a tenth of a step.
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        # Share the cores among the ranks of this machine.
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
         backend = "gloo"
     dist.init_process_group(backend, timeout=timeout)
     return make_mesh(device, parallel, timeout)
-
-
-def _tune_cpu() -> None:
-    """Keep freed memory in the process, and share the cores among the ranks of this machine."""
-    # By default glibc returns buffers of this size to the system, and page faults cost a tenth of a
-    # step.
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_MAX, 0)
-    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
 
 def make_mesh(
@@ -187,8 +183,9 @@ def make_mesh(
     if parallel.context > 1:
         # Ranks are numbered [others, context, tensor]: those of a context are `tensor` apart.
         ranks = torch.arange(world_size).view(-1, parallel.context, parallel.tensor)
-        groups = ranks.mT.flatten(0, 1).tolist()
-        group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
+        group, _ = dist.new_subgroups_by_enumeration(
+            ranks.mT.flatten(0, 1).tolist(), timeout=timeout
+        )
         context = Context(
             group, dist.get_rank(group), parallel.context, ring=parallel.context_engine == "ring"
         )

@@ -77,10 +77,11 @@ class Muon(torch.optim.Optimizer):
         shards = []
         for p in matrices:
             assert p.grad is not None  # `step` takes no others
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            state = self.state[p]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(p)
             grad = local(p.grad)
-            buffer = local(self.state[p]["momentum_buffer"])
+            buffer = local(state["momentum_buffer"])
             buffer.lerp_(grad, 1 - group["momentum"])
             shards.append(grad.lerp(buffer, group["momentum"]).to(self.mesh.device, dtype))
 

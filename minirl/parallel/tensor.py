@@ -67,7 +67,7 @@ class TensorParallel:
         """Add the partial sums that a row-parallel block returns; Megatron's g."""
         return move(x, self.group, Partial(), self.tokens)
 
-    def copy_inputs_to_region(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def copy_inputs_to_region(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple:
         """Call `copy_to_region` at the input of a block, instead of at each of its matrices.
 
         A forward pre-hook of the block.
@@ -156,15 +156,14 @@ def _one_head_column(module: nn.Linear, tp: TensorParallel, num_heads: int) -> F
 
     For fewer key-value heads than ranks: each rank has the whole weight, and uses a head's rows.
     """
-    head_dim = module.weight.shape[0] // num_heads
     head = tp.group.rank() * num_heads // tp.group.size()
-    rows = slice(head * head_dim, (head + 1) * head_dim)
     _shard_all(module, tp, Replicate())
 
     def forward(x: Tensor) -> Tensor:
-        weight = local(module.weight, partial=True)[rows]
-        bias = None if module.bias is None else local(module.bias, partial=True)[rows]
-        return F.linear(x, weight, bias)
+        weight = local(module.weight, partial=True).chunk(num_heads)[head]
+        if module.bias is None:
+            return F.linear(x, weight)
+        return F.linear(x, weight, local(module.bias, partial=True).chunk(num_heads)[head])
 
     return forward
 
@@ -236,11 +235,9 @@ def _experts(module: Any, tp: TensorParallel) -> Forward:
     return forward
 
 
-EMBEDDING = "embedding"
-HEAD = "head"
 STYLES: dict[str, Style] = {
-    EMBEDDING: _embedding,
-    HEAD: _column,  # whose logits are never gathered
+    "embedding": _embedding,
+    "head": _column,  # whose logits are never gathered
     # The strings of the library's plans.
     "colwise": _column,
     "colwise_gather_output": _gathered_column,
@@ -291,23 +288,22 @@ class _Blocks:
         # Blocks in which everything is a partial sum: a rank has some experts, and some features of
         # the shared expert.
         self.mixtures = {
-            _parent(name) for name, style in styles.items() if style == "moe_tp_experts"
+            name.rpartition(".")[0] for name, style in styles.items() if style == "moe_tp_experts"
         }
-        self.all = set(self.mixtures)
         # Blocks inside which a rank sees some heads, tokens or experts only.
-        self.partial = set(self.mixtures)
-        for name, style in styles.items():
-            if style in ("colwise", "colwise_gather_output"):
-                self.all.add(self.around(name))
-            if style == "colwise":
-                self.partial.add(self.around(name))
+        self.partial = self.mixtures | {
+            self.around(name) for name, style in styles.items() if style == "colwise"
+        }
+        self.all = self.partial | {
+            self.around(name) for name, style in styles.items() if style == "colwise_gather_output"
+        }
 
     def around(self, name: str) -> str:
         """Return the block that a module is in: its parent, or the mixture around both."""
         for mixture in self.mixtures:
             if name.startswith(f"{mixture}."):
                 return mixture
-        return _parent(name)
+        return name.rpartition(".")[0]
 
 
 def apply(model: "PreTrainedModel", tp: TensorParallel, plan: dict[str, str]) -> None:
@@ -324,13 +320,11 @@ def apply(model: "PreTrainedModel", tp: TensorParallel, plan: dict[str, str]) ->
     """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
+    outer = {embedding: "embedding", head: "head"}
     styles = {}
     for name, module in model.named_modules():
-        styles[name] = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
-        if module is embedding:
-            styles[name] = EMBEDDING
-        elif module is head:
-            styles[name] = HEAD
+        in_plan = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
+        styles[name] = outer.get(module, in_plan)
     blocks = _Blocks(styles)
     num_kv_heads = model.config.get_text_config().num_key_value_heads
 
@@ -378,7 +372,3 @@ def _find_style(
     # tokens or all.
     partial_grad = block in blocks.partial if block in blocks.all else tp.sequence
     return partial(_shard_all, placement=Replicate(), partial_grad=partial_grad)
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
