@@ -50,8 +50,7 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float |
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
         logits = torch.mm(hidden, weight.t())
-    if logits.dtype != torch.float64:
-        logits = logits.float()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     return logits.div_(temperature) if temperature != 1.0 else logits

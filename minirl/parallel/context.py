@@ -77,9 +77,11 @@ class RingTransfer:
     def __init__(self, tensors: list[Tensor], context: Context):
         """Begin to send `tensors`, and to receive as many of the same shapes."""
         self._sent = [t.contiguous() for t in tensors]  # kept until they have arrived
-        self._received = [torch.empty_like(t) for t in self._sent]
+        self._received = []
         self._works = []
-        for sent, received in zip(self._sent, self._received, strict=True):
+        for sent in self._sent:
+            received = torch.empty_like(sent)
+            self._received.append(received)
             num_received = [0] * context.size
             num_received[context.rank - 1] = len(sent)  # rank 0 receives from the last one
             num_sent = [0] * context.size

@@ -126,8 +126,7 @@ def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> float:
     """
     whole = [p.grad for p in parameters if p.grad is not None]
     grads = [local(grad) for grad in whole]
-    device = grads[0].device
-    wide = torch.float64 if device.type == "cpu" else torch.float32
+    wide = torch.float32 if grads[0].is_cuda else torch.float64
     squares = []
     for dtensor, grad, local_norm in zip(whole, grads, torch._foreach_norm(grads), strict=True):
         if grad.numel():
@@ -135,7 +134,7 @@ def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> float:
     if squares:
         total = torch.stack(squares).sum()
     else:
-        total = torch.zeros((), dtype=wide, device=device)
+        total = grads[0].new_zeros((), dtype=wide)
     dist.all_reduce(total)
     norm = total.sqrt().item()
     if max_norm and norm > max_norm:

@@ -131,15 +131,12 @@ class Muon(torch.optim.Optimizer):
 
         Ranks behind the end of a list get nothing, or send nothing.
         """
-        num_sent = self._sizes([t.shape for t in sent])
-        num_received = self._sizes(shapes)
+        num_sent = [0] * self.mesh.world_size
+        num_sent[: len(sent)] = [t.numel() for t in sent]
+        num_received = [0] * self.mesh.world_size
+        num_received[: len(shapes)] = map(math.prod, shapes)
         received = sent[0].new_empty(sum(num_received))
         flat = torch.cat([t.flatten() for t in sent])
         dist.all_to_all_single(received, flat, num_received, num_sent)
         parts = received.split(num_received)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
-
-    def _sizes(self, shapes: list[tuple[int, ...]]) -> list[int]:
-        """Return the number of elements for each rank."""
-        sizes = [math.prod(shape) for shape in shapes]
-        return sizes + [0] * (self.mesh.world_size - len(sizes))
