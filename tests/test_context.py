@@ -31,6 +31,11 @@ def _heads(x, part):
     return x[part].transpose(0, 1)[None]
 
 
+def _bias(q, causal):
+    later = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    return q.new_zeros(later.shape).masked_fill(later, -torch.inf)[None, None] if causal else None
+
+
 # The signatures of these two are flash-attn 2.8's.
 def _flash_attn_varlen_forward(
     q,
@@ -56,7 +61,7 @@ def _flash_attn_varlen_forward(
     out, lse = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
     for a, b in _parts(q, k, cu_seqlens_q, cu_seqlens_k):
         part, part_lse = kernels.eager_forward(
-            _heads(q, a), _heads(k, b), _heads(v, b), None, causal, Options(softmax_scale)
+            _heads(q, a), _heads(k, b), _heads(v, b), _bias(q[a], causal), Options(softmax_scale)
         )
         out[a] = part[0].transpose(0, 1)
         lse[:, a] = part_lse[0]
@@ -96,8 +101,7 @@ def _flash_attn_varlen_backward(
             _heads(v, b),
             _heads(out, a),
             softmax_lse[None, :, a],
-            None,
-            causal,
+            _bias(q[a], causal),
             Options(softmax_scale),
         )
         for into, part, grad in zip((dq, dk, dv), (a, b, b), grads, strict=True):

@@ -29,6 +29,9 @@ NAMES = {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
 # wrong numbers.
 UNSUPPORTED = ("s_aux", "sinks", "head_mask", "position_bias", "attention_mask", "dropout")
 
+# Blocks, each with keys and values [M, Hkv, D].
+Steps = Iterator[tuple[Block, Tensor, Tensor]]
+
 
 def packed_attention(
     module: torch.nn.Module,
@@ -103,9 +106,7 @@ def _visible(pack: Packed, window: int | None) -> tuple[tuple[Block, ...], int |
     return (windowed,), window
 
 
-def attend(
-    q: Tensor, steps: Iterator[tuple[Block, Tensor, Tensor]], options: Options
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, steps: Steps, options: Options) -> tuple[Tensor, Tensor]:
     """Attend to blocks one after the other, and merge what rows see in several.
 
     Merged in float32 at least: Rabe and Staats 2021 (arXiv 2112.05682), sec. 2.
@@ -165,14 +166,14 @@ class Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dout: Tensor) -> tuple:
         """Return the gradients of queries, keys and values."""
         q, k, v, out, lse = ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32) if ctx.ring else q.dtype
-        gradients = []
-        for x in (q, k, v):
-            zeros = torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format)
-            gradients.append(zeros)
+        gradients = [
+            torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format)
+            for x in (q, k, v)
+        ]
         for block, k_here, v_here in _steps(k, v, ctx.blocks, ctx.ring):
             kernels.backward(gradients, dout, q, k_here, v_here, out, lse, block, ctx.options)
             if ctx.ring:  # the gradients of keys and values follow them
@@ -181,9 +182,7 @@ class Attention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(k.dtype), None, None, None
 
 
-def _steps(
-    k: Tensor, v: Tensor, blocks: tuple[Block, ...], ring: Context | None
-) -> Iterator[tuple[Block, Tensor, Tensor]]:
+def _steps(k: Tensor, v: Tensor, blocks: tuple[Block, ...], ring: Context | None) -> Steps:
     """Yield blocks with the keys and values at hand.
 
     On a ring they are another rank's at each hop, and are sent on while they are used.
@@ -196,12 +195,10 @@ def _steps(
     for hop in range(ring.size):
         transfer = RingTransfer([k, v], ring) if hop + 1 < ring.size else None
         # The keys at hand are those of rank `ring.rank - hop`, modulo the size.
-        if hop == 0:
-            yield own, k, v
-        elif hop <= ring.rank:
-            yield earlier, k, v
-        else:
-            yield later, k, v
+        block = own
+        if hop:
+            block = earlier if hop <= ring.rank else later
+        yield block, k, v
         if transfer:
             k, v = transfer.wait()
 

@@ -56,7 +56,7 @@ def _one_by_one(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     sizes = counts.tolist()
     num_rows = sum(sizes)
     outs = []
-    for rows, matrix in zip(x[:num_rows].split(sizes), weight.unbind(0), strict=True):
+    for rows, matrix in zip(x[:num_rows].split(sizes), weight, strict=True):
         outs.append(rows @ matrix.t())
     outs.append(x.new_zeros(len(x) - num_rows, weight.shape[1]))
     return torch.cat(outs)
@@ -70,7 +70,7 @@ def _grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     ends = counts.cumsum(0)
     no_expert = torch.arange(len(x), device=x.device)[:, None] >= ends[-1]
     x = x.masked_fill(no_expert, 0)
-    y = F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
+    y = F.grouped_mm(x, weight.mT, offs=ends.int())
     return y.masked_fill(no_expert, 0)
 
 

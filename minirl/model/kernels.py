@@ -44,13 +44,32 @@ def forward(
         The output [N, H, D] of the block's N queries, and the log-sum-exp [N, H] of their scores.
     """
     if _flash_can(q, options):
-        return _flash_forward(q, k, v, block, options)
-    kernel = _cpu_forward if _cpu_can(q, options) else eager_forward
+        # FlashAttention-2 over running lengths, the kernels inside torch (no package needed). With
+        # more keys than queries its causal mask lies at the bottom right, as `Block.causal` says.
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            _pairs(q, block.rows),
+            _pairs(k, block.key_rows),
+            _pairs(v, block.key_rows),
+            block.cu_queries,
+            block.cu_keys,
+            *block.longest,
+            0.0,
+            block.causal,
+            False,
+            **_flash_options(block, options),
+        )
+        return out, lse.t()
     outs = []
     lses = []
     for r in block.rectangles:
         inputs = _heads(q, r.queries), _heads(k, r.keys), _heads(v, r.keys)
-        out, lse = kernel(*inputs, _bias(r, block, options, q), block.causal, options)
+        bias = _bias(r, block, options, q)
+        if _cpu_can(q, options):
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *inputs, 0.0, block.causal and bias is None, attn_mask=bias, scale=options.scale
+            )
+        else:
+            out, lse = eager_forward(*inputs, bias, options)
         outs.append(_rows(out))
         lses.append(_rows(lse))
     return _in_order(outs, block), _in_order(lses, block)
@@ -83,19 +102,27 @@ def backward(
     if _flash_can(q, options):
         _flash_backward(gradients, dout, q, k, v, out, lse, block, options)
         return
-    kernel = _cpu_backward if _cpu_can(q, options) else eager_backward
-    dq, dk, dv = gradients
     for r in block.rectangles:
         do = _heads(dout, r.queries)
         if r.filling is not None:  # these repeat a row, whose gradient then would count twice
             do = do.masked_fill(r.filling[:, None, :, None], 0)
-        inputs = _heads(q, r.queries), _heads(k, r.keys), _heads(v, r.keys)
-        outputs = _heads(out, r.queries), _heads(lse, r.queries)
+        tensors = (
+            do,
+            _heads(q, r.queries),
+            _heads(k, r.keys),
+            _heads(v, r.keys),
+            _heads(out, r.queries),
+            _heads(lse, r.queries),
+        )
         bias = _bias(r, block, options, q)
-        block_dq, block_dk, block_dv = kernel(do, *inputs, *outputs, bias, block.causal, options)
-        _add_heads(dq, block_dq, r.queries)
-        _add_heads(dk, block_dk, r.keys)
-        _add_heads(dv, block_dv, r.keys)
+        if _cpu_can(q, options):
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *tensors, 0.0, block.causal and bias is None, attn_mask=bias, scale=options.scale
+            )
+        else:
+            parts = eager_backward(*tensors, bias, options)
+        for total, part, index in zip(gradients, parts, (r.queries, r.keys, r.keys), strict=True):
+            _add_heads(total, part, index)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,11 +162,12 @@ def _in_order(parts: list[Tensor], block: Block) -> Tensor:
 def _bias(r: Rectangle, block: Block, options: Options, like: Tensor) -> Tensor | None:
     """Return 0 where a query sees a key, else -inf, [B or 1, 1, Lq or 1, Lk].
 
-    None: `Block.causal` says all.
+    None: every query sees all keys, or torch's kernel for CPU hides the later ones itself.
     """
     num_keys = r.keys.rows.shape[1]
     window = options.window or num_keys
-    if r.last is None and (not block.causal or window >= num_keys):
+    hides_later = window >= num_keys and _cpu_can(like, options)
+    if r.last is None and (hides_later or not block.causal):
         return None
     keys = torch.arange(num_keys, device=like.device)
     last = keys[None] if r.last is None else r.last
@@ -152,50 +180,20 @@ def _cpu_can(q: Tensor, options: Options) -> bool:
     return q.device.type == "cpu" and options.softcap is None
 
 
-def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, options: Options
-) -> tuple[Tensor, Tensor]:
-    """Call torch's flash attention for CPU: grouped heads, any float dtype."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal and bias is None, attn_mask=bias, scale=options.scale
-    )
-
-
-def _cpu_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse, 0.0, causal and bias is None, attn_mask=bias, scale=options.scale
-    )
-
-
-def _scores(
-    q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, options: Options
-) -> tuple[Tensor, Tensor | float]:
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
     """Return scores [B, Hkv, H / Hkv, Lq, Lk], and the derivative of the softcap.
 
     In float32, or float64 for float64 queries.
     """
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = _grouped(q, k).to(wide) @ k[:, :, None].to(wide).mT * options.scale
-    slope: Tensor | float = 1.0
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = _grouped(q, k).to(wide) @ k.unsqueeze(2).to(wide).mT * options.scale
+    slope = scores.new_ones(())
     if options.softcap is not None:
         tanh = (scores / options.softcap).tanh()
         scores = options.softcap * tanh
         slope = 1 - tanh**2
     if bias is not None:
-        scores = scores + bias[:, :, None].to(wide)
-    elif causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
+        scores = scores + bias.unsqueeze(2)
     return scores, slope
 
 
@@ -205,7 +203,7 @@ def _grouped(x: Tensor, k: Tensor) -> Tensor:
 
 
 def eager_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, options: Options
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Compute the formula, where no kernel can: a softcap, float32 on CUDA, heads above 256.
 
@@ -215,16 +213,15 @@ def eager_forward(
         q: queries [B, H, Lq, D].
         k: keys [B, Hkv, Lk, D].
         v: values [B, Hkv, Lk, D].
-        bias: [B or 1, 1, Lq or 1, Lk], added to the scores; None: `causal` says all.
-        causal: a query sees the keys up to its own place; only without a bias.
+        bias: [B or 1, 1, Lq or 1, Lk], added to the scores; None: every query sees all keys.
         options: of the layer.
 
     Returns:
         The output [B, H, Lq, D], and the log-sum-exp [B, H, Lq] of the scores.
     """
-    scores, _ = _scores(q, k, bias, causal, options)
+    scores, _ = _scores(q, k, bias, options)
     lse = scores.logsumexp(-1)
-    out = (scores - lse[..., None]).exp_() @ v[:, :, None].to(scores.dtype)
+    out = (scores - lse[..., None]).exp_() @ v.unsqueeze(2).to(scores.dtype)
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
@@ -236,20 +233,19 @@ def eager_backward(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
-    causal: bool,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv, the gradients of `eager_forward`.
 
     dout, out and lse are of the whole attention, of which this may be a part.
     """
-    scores, slope = _scores(q, k, bias, causal, options)
+    scores, slope = _scores(q, k, bias, options)
     p = (scores - _grouped(lse, k)[..., None]).exp_()
     do = _grouped(dout, k).to(p.dtype)
-    dp = do @ v[:, :, None].to(p.dtype).mT
-    do_out = (do * _grouped(out, k).to(p.dtype)).sum(-1, keepdim=True)
+    dp = do @ v.unsqueeze(2).to(p.dtype).mT
+    do_out = (do * _grouped(out, k)).sum(-1, keepdim=True)
     ds = p * (dp - do_out) * slope * options.scale
-    dq = (ds @ k[:, :, None].to(p.dtype)).flatten(1, 2)
+    dq = (ds @ k.unsqueeze(2).to(p.dtype)).flatten(1, 2)
     dk = (ds.mT @ _grouped(q, k).to(p.dtype)).sum(2)
     dv = (p.mT @ do).sum(2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -281,29 +277,6 @@ def _flash_options(block: Block, options: Options) -> dict[str, float]:
     }
 
 
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, options: Options
-) -> tuple[Tensor, Tensor]:
-    """Call FlashAttention-2 over running lengths, the kernels inside torch (no package needed).
-
-    With more keys than queries its causal mask lies at the bottom right, which is what
-    `Block.causal` says.
-    """
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        _pairs(q, block.rows),
-        _pairs(k, block.key_rows),
-        _pairs(v, block.key_rows),
-        block.cu_queries,
-        block.cu_keys,
-        *block.longest,
-        0.0,
-        block.causal,
-        False,
-        **_flash_options(block, options),
-    )
-    return out, lse.t()
-
-
 def _flash_backward(
     gradients: Sequence[Tensor],
     dout: Tensor,
@@ -332,8 +305,9 @@ def _flash_backward(
         torch.empty(0, device=q.device),
         **_flash_options(block, options),
     )
-    rows_of = (block.rows, block.key_rows, block.key_rows)
-    for total, rows, gradient in zip(gradients, rows_of, block_gradients, strict=True):
+    for total, rows, gradient in zip(
+        gradients, (block.rows, block.key_rows, block.key_rows), block_gradients, strict=True
+    ):
         if rows is None:
             total.add_(gradient)
         else:

@@ -50,8 +50,7 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float |
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
         logits = torch.mm(hidden, weight.t())
-    if logits.dtype != torch.float64:
-        logits = logits.float()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     return logits.div_(temperature) if temperature != 1.0 else logits
@@ -63,7 +62,7 @@ def _logsumexp(z: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return local
     gathered = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(gathered, local, group=group)
+    dist.all_gather(gathered, local, group)
     return torch.stack(gathered).logsumexp(0)
 
 
@@ -89,12 +88,13 @@ class _LogprobEntropy(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
         if group is not None:
-            targets = targets - dist.get_rank(group) * weight.shape[0]
+            targets = targets - group.rank() * weight.shape[0]
         ctx.elsewhere = (targets < 0) | (targets >= weight.shape[0])  # all False without a group
         targets = targets.masked_fill(ctx.elsewhere, 0)
         ctx.chunk = max(16, CHUNK_ELEMENTS // weight.shape[0])
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logprobs = hidden.new_empty(len(hidden), dtype=wide)
+        logprobs = hidden.new_empty(
+            len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32)
+        )
         log_sum = torch.empty_like(logprobs)
         mean = torch.empty_like(logprobs)  # sum(p z)
         ctx.last_chunk = None
@@ -122,21 +122,19 @@ class _LogprobEntropy(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple:
         hidden, weight, targets, log_sum, mean = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks, so never in bfloat16.
         grad_weight = torch.zeros_like(weight, dtype=log_sum.dtype)
-        chunk = ctx.last_chunk
-        ctx.last_chunk = None  # a second backward computes all
         for start in reversed(range(0, len(hidden), ctx.chunk)):
             rows = slice(start, start + ctx.chunk)
-            if chunk is None:
+            if ctx.last_chunk is None:
                 z = _logits(hidden[rows], weight, ctx.temperature, ctx.softcap)
                 p = (z - log_sum[rows, None]).exp_()
             else:
-                z, p = chunk
-                chunk = None
+                z, p = ctx.last_chunk
+                ctx.last_chunk = None  # a second backward computes all
             grad = torch.mul(p, -grad_logprobs[rows, None], out=None if ctx.entropy_gradient else p)
             grad_targets = grad_logprobs[rows].masked_fill(ctx.elsewhere[rows], 0)
             grad.scatter_add_(1, targets[rows, None], grad_targets[:, None])

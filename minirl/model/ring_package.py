@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import sys
 import types
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +18,16 @@ from minirl.parallel.mesh import Context
 
 
 @functools.cache
-def _function() -> Callable | None:
+def _function() -> Any:
     """Return its `zigzag_ring_flash_attn_varlen_func`, None without the package or flash-attn."""
     spec = importlib.util.find_spec("ring_flash_attn")
     if spec is None or importlib.util.find_spec("flash_attn") is None:
         return None
     # Its __init__ patches names of transformers that are gone, and only its adapter needs them. So
     # an empty package stands in for it.
-    if "ring_flash_attn" not in sys.modules:
-        package = types.ModuleType("ring_flash_attn")
-        package.__path__ = spec.submodule_search_locations or []
-        sys.modules["ring_flash_attn"] = package
+    package = types.ModuleType("ring_flash_attn")
+    package.__path__ = spec.submodule_search_locations or []
+    sys.modules.setdefault("ring_flash_attn", package)
     module = importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn_varlen")
     return module.zigzag_ring_flash_attn_varlen_func
 
@@ -39,7 +38,7 @@ def available(q: Tensor) -> bool:
 
 
 def ring(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, context: Context) -> Tensor:
-    """Attend around a ring of ranks; not in float32, where its backward is wrong.
+    """Attend around a ring of ranks, if `available`; not in float32, where its backward is wrong.
 
     Args:
         q: queries [T, H, D].
@@ -51,14 +50,8 @@ def ring(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, context: C
 
     Returns:
         The output [T, H, D].
-
-    Raises:
-        ModuleNotFoundError: the package is not installed.
     """
-    function = _function()
-    if function is None:
-        raise ModuleNotFoundError("ring-flash-attn is not installed: pip install minirl[ring]")
-    return function(
+    return _function()(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),

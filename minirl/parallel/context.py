@@ -21,8 +21,7 @@ def padded(num_rows: int, context: Context | None) -> int:
     """Return the number of rows of a sequence after padding to whole chunks."""
     if context is None:
         return num_rows
-    num_chunks = 2 * context.size
-    return -(-num_rows // num_chunks) * num_chunks
+    return num_rows + -num_rows % (2 * context.size)
 
 
 def chunks(num_rows: int, context: Context | None, rank: int | None = None) -> list[np.ndarray]:
@@ -77,20 +76,21 @@ class RingTransfer:
 
     def __init__(self, tensors: list[Tensor], context: Context):
         """Begin to send `tensors`, and to receive as many of the same shapes."""
-        previous = (context.rank - 1) % context.size
-        following = (context.rank + 1) % context.size
         self._sent = [t.contiguous() for t in tensors]  # kept until they have arrived
-        self._received = [torch.empty_like(t) for t in self._sent]
+        self._received = []
         self._works = []
-        for sent, received in zip(self._sent, self._received, strict=True):
+        for sent in self._sent:
+            received = torch.empty_like(sent)
+            self._received.append(received)
             num_received = [0] * context.size
-            num_received[previous] = len(sent)
+            num_received[context.rank - 1] = len(sent)  # rank 0 receives from the last one
             num_sent = [0] * context.size
-            num_sent[following] = len(sent)
-            work = dist.all_to_all_single(
-                received, sent, num_received, num_sent, context.group, async_op=True
+            num_sent[(context.rank + 1) % context.size] = len(sent)
+            self._works.append(
+                dist.all_to_all_single(
+                    received, sent, num_received, num_sent, context.group, async_op=True
+                )
             )
-            self._works.append(work)
 
     def wait(self) -> list[Tensor]:
         """Wait for the previous rank's tensors, and return them."""

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -19,8 +19,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from minirl.parallel.regions import Region
 
-# Storages that are on the host at present, each with its bytes there.
-HostCopies = list[tuple[torch.UntypedStorage, Tensor]]
+# Storages that are on the host at present, each with its copy there.
+HostCopies = list[tuple[UntypedStorage, UntypedStorage]]
 
 
 def shard(
@@ -55,10 +55,9 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
+    offload = OffloadPolicy()
     if cpu_offload:
-        offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    else:
-        offload = OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     ranks = mesh.size(-1)
 
     def placement(p: nn.Parameter) -> Shard | None:
@@ -97,7 +96,7 @@ def local_region(t: Tensor) -> Region:
     if not isinstance(t, DTensor):
         return Region((0,) * t.ndim, tuple(t.shape))
     shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
-    return Region(tuple(offset), tuple(shape))
+    return Region(offset, shape)
 
 
 def num_copies(t: Tensor) -> int:
@@ -125,18 +124,17 @@ def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> float:
     Returns:
         The norm before scaling.
     """
-    grads = [local(p.grad) for p in parameters if p.grad is not None]
-    copies = [num_copies(p) for p in parameters if p.grad is not None]
-    device = grads[0].device
-    wide = torch.float64 if device.type == "cpu" else torch.float32
+    whole = [p.grad for p in parameters if p.grad is not None]
+    grads = [local(grad) for grad in whole]
+    wide = torch.float32 if grads[0].is_cuda else torch.float64
     squares = []
-    for grad, local_norm, num in zip(grads, torch._foreach_norm(grads), copies, strict=True):
+    for dtensor, grad, local_norm in zip(whole, grads, torch._foreach_norm(grads), strict=True):
         if grad.numel():
-            squares.append(local_norm.to(wide).square() / num)
+            squares.append(local_norm.to(wide).square() / num_copies(dtensor))
     if squares:
         total = torch.stack(squares).sum()
     else:
-        total = torch.zeros((), dtype=wide, device=device)
+        total = grads[0].new_zeros((), dtype=wide)
     dist.all_reduce(total)
     norm = total.sqrt().item()
     if max_norm and norm > max_norm:
@@ -173,8 +171,7 @@ class Sleeper:
         for module in self.model.modules():
             if self.active and isinstance(module, FSDPModule):
                 module.reshard()  # the root stays gathered after a forward
-        shards = [local(p) for p in self.model.parameters()]
-        return self._offload(shards, self._parameters_on_host)
+        return self._offload([local(p) for p in self.model.parameters()], self._parameters_on_host)
 
     def sleep(self) -> None:
         """Offload the optimizer's state and the parameters."""
@@ -189,12 +186,11 @@ class Sleeper:
         """Reload the parameters, if they are offloaded."""
         self._reload(self._parameters_on_host)
 
-    @torch.no_grad()
     def _offload(self, tensors: list[Tensor], on_host: HostCopies) -> int:
         if not self.active:
             return 0
         on_cuda = torch.cuda.is_available()
-        storages: dict[int, torch.UntypedStorage] = {}  # by address, as views share theirs
+        storages = {}  # by address, as views share theirs
         for t in tensors:
             storage = t.untyped_storage()
             # With CPU offload the shards are on the host already.
@@ -203,9 +199,9 @@ class Sleeper:
         num_bytes = 0
         for storage in storages.values():
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
-            host.copy_(_bytes(storage), non_blocking=True)
-            on_host.append((storage, host))
-            num_bytes += host.numel()
+            copy = host.untyped_storage().copy_(storage, non_blocking=True)
+            on_host.append((storage, copy))
+            num_bytes += copy.nbytes()
         if on_cuda:
             torch.cuda.synchronize()
         for storage in storages.values():
@@ -213,16 +209,10 @@ class Sleeper:
         torch.cuda.empty_cache()  # which does nothing without CUDA
         return num_bytes
 
-    @torch.no_grad()
     def _reload(self, on_host: HostCopies) -> None:
-        for storage, host in on_host:
-            storage.resize_(host.numel())
-            _bytes(storage).copy_(host, non_blocking=True)
+        for storage, copy in on_host:
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy, non_blocking=True)
         if on_host and torch.cuda.is_available():
             torch.cuda.synchronize()
         on_host.clear()
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    """Return all bytes of a storage as a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

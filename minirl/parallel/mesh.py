@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -74,17 +75,17 @@ class Mesh:
         """Return the number of parts that a batch's sequences are divided into."""
         return self.world_size // self.num_copies
 
-    def sums(self, values: torch.Tensor) -> torch.Tensor:
+    def sums(self, values: Tensor) -> Tensor:
         """Add a CPU tensor over all ranks, in place, and return it."""
         dist.all_reduce(values, group=self.host_group)
         return values
 
-    def maxima(self, values: torch.Tensor) -> torch.Tensor:
+    def maxima(self, values: Tensor) -> Tensor:
         """Take the elementwise maximum of a CPU tensor over all ranks, in place, and return it."""
         dist.all_reduce(values, dist.ReduceOp.MAX, self.host_group)
         return values
 
-    def data_sums(self, values: torch.Tensor) -> torch.Tensor:
+    def data_sums(self, values: Tensor) -> Tensor:
         """Add a CPU tensor of counts of this rank's tokens over all ranks, each token once.
 
         Tensor-parallel ranks count the same tokens; context-parallel ones do not.
@@ -138,21 +139,17 @@ def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = 
         backend = "cpu:gloo,cuda:nccl"
     else:
         device = torch.device("cpu")
-        _tune_cpu()
+        # Keep freed memory in the process: by default glibc returns buffers of this size to the
+        # system, and page faults cost a tenth of a step.
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        # Share the cores among the ranks of this machine.
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
         backend = "gloo"
     dist.init_process_group(backend, timeout=timeout)
     return make_mesh(device, parallel, timeout)
-
-
-def _tune_cpu() -> None:
-    """Keep freed memory in the process, and share the cores among the ranks of this machine."""
-    # By default glibc returns buffers of this size to the system, and page faults cost a tenth of a
-    # step.
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_MAX, 0)
-    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
 
 def make_mesh(
@@ -182,25 +179,23 @@ def make_mesh(
         host_group = dist.new_group(backend="gloo", timeout=timeout)
     else:
         host_group = dist.distributed_c10d._get_default_group()
+    context = None
+    if parallel.context > 1:
+        # Ranks are numbered [others, context, tensor]: those of a context are `tensor` apart.
+        ranks = torch.arange(world_size).view(-1, parallel.context, parallel.tensor)
+        group, _ = dist.new_subgroups_by_enumeration(
+            ranks.mT.flatten(0, 1).tolist(), timeout=timeout
+        )
+        context = Context(
+            group, dist.get_rank(group), parallel.context, ring=parallel.context_engine == "ring"
+        )
     return Mesh(
         rank=dist.get_rank(),
         world_size=world_size,
         device=device,
         fsdp=whole[fsdp_axes],
-        context=_make_context(parallel, timeout),
+        context=context,
         tensor=whole["tp"],
         host_group=host_group,
         store=dist.distributed_c10d._get_default_store(),
-    )
-
-
-def _make_context(parallel: ParallelConfig, timeout: timedelta | None) -> Context | None:
-    if parallel.context == 1:
-        return None
-    # Ranks are numbered [others, context, tensor]: those of a context are `tensor` apart.
-    ranks = torch.arange(dist.get_world_size()).view(-1, parallel.context, parallel.tensor)
-    groups = ranks.mT.flatten(0, 1).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
-    return Context(
-        group, dist.get_rank(group), parallel.context, ring=parallel.context_engine == "ring"
     )

@@ -16,7 +16,7 @@ from minirl.parallel.regions import view_of
 MATCH_ADAM = 0.2
 
 
-def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
+def orthogonalize(x: Tensor) -> Tensor:
     """Replace the singular values of matrices [..., m, n] by values near 1 (about 0.7 to 1.2).
 
     A Newton-Schulz iteration with the quintic polynomial of Jordan et al. 2024, "Muon: An optimizer
@@ -26,7 +26,7 @@ def orthogonalize(x: Tensor, steps: int = 5) -> Tensor:
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x  # the smaller Gram matrix
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.mT
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
     return x.mT if tall else x
@@ -51,7 +51,7 @@ class Muon(torch.optim.Optimizer):
         *,
         lr: float,
         momentum: float = 0.95,
-        weight_decay: float = 0.0,
+        weight_decay: float,
     ):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.mesh = mesh
@@ -73,28 +73,33 @@ class Muon(torch.optim.Optimizer):
         dtype = matrices[0].dtype
         if self.mesh.device.type == "cuda" and dtype == torch.float32:
             dtype = torch.bfloat16
+        # 1. This rank's gradients go into its momentum; the shards are Nesterov's directions.
         shards = []
         for p in matrices:
-            shards.append(self._momentum(p, group["momentum"]).to(self.mesh.device, dtype))
+            assert p.grad is not None  # `step` takes no others
+            state = self.state[p]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+            grad = local(p.grad)
+            buffer = local(state["momentum_buffer"])
+            buffer.lerp_(grad, 1 - group["momentum"])
+            shards.append(grad.lerp(buffer, group["momentum"]).to(self.mesh.device, dtype))
+
+        # 2. This rank orthogonalizes one whole matrix, and sends every rank its part.
         whole = self._collect(matrices, shards)
-        if whole is not None:
+        if whole is None:
+            sent = [shards[0].new_empty(0)]
+        else:
             whole = orthogonalize(whole)
-        updates = self._distribute(matrices, shards, whole)
+            sent = [view_of(whole, region) for region in self._regions[matrices[self.mesh.rank]]]
+        updates = self._exchange(sent, [shard.shape for shard in shards])
+
+        # 3. The step.
         for p, update in zip(matrices, updates, strict=True):
             rate = group["lr"] * MATCH_ADAM * math.sqrt(max(p.shape[-2:]))
             shard = local(p)
             shard.mul_(1 - group["lr"] * group["weight_decay"])
             shard.add_(update.to(shard), alpha=-rate)
-
-    def _momentum(self, p: nn.Parameter, momentum: float) -> Tensor:
-        """Add this rank's gradient to its momentum, and return the Nesterov direction."""
-        assert p.grad is not None  # `step` takes no others
-        if not self.state[p]:
-            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        grad = local(p.grad)
-        buffer = local(self.state[p]["momentum_buffer"])
-        buffer.lerp_(grad, 1 - momentum)
-        return grad.lerp(buffer, momentum)
 
     def _collect(self, matrices: list[nn.Parameter], shards: list[Tensor]) -> Tensor | None:
         """Return this rank's whole matrix out of all ranks' shards, None if there is none for it.
@@ -121,30 +126,17 @@ class Muon(torch.optim.Optimizer):
                 view_of(whole, region).copy_(part)
         return whole
 
-    def _distribute(
-        self, matrices: list[nn.Parameter], shards: list[Tensor], whole: Tensor | None
-    ) -> list[Tensor]:
-        """Send every rank its part of this rank's whole matrix, and return this rank's of all."""
-        if whole is None:
-            sent = [shards[0].new_empty(0)]
-        else:
-            sent = [view_of(whole, region) for region in self._regions[matrices[self.mesh.rank]]]
-        return self._exchange(sent, [shard.shape for shard in shards])
-
     def _exchange(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
         """Send `sent[r]` to rank r, and return a tensor of `shapes[r]` from each rank r.
 
         Ranks behind the end of a list get nothing, or send nothing.
         """
-        num_sent = self._sizes([t.shape for t in sent])
-        num_received = self._sizes(shapes)
+        num_sent = [0] * self.mesh.world_size
+        num_sent[: len(sent)] = [t.numel() for t in sent]
+        num_received = [0] * self.mesh.world_size
+        num_received[: len(shapes)] = map(math.prod, shapes)
         received = sent[0].new_empty(sum(num_received))
         flat = torch.cat([t.flatten() for t in sent])
         dist.all_to_all_single(received, flat, num_received, num_sent)
         parts = received.split(num_received)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
-
-    def _sizes(self, shapes: list[tuple[int, ...]]) -> list[int]:
-        """Return the number of elements for each rank."""
-        sizes = [math.prod(shape) for shape in shapes]
-        return sizes + [0] * (self.mesh.world_size - len(sizes))

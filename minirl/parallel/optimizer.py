@@ -33,9 +33,8 @@ class Optimizer:
         self,
         parts: list[torch.optim.Optimizer],
         *,
-        rest: str = "device",
-        average: bool = False,
-        elements_at_once: int = 2**28,
+        rest: str,
+        average: bool,
     ):
         """Take over the optimizers.
 
@@ -46,11 +45,11 @@ class Optimizer:
             average: keep an exponential moving average of the parameters as one more entry of the
                 state, `ema`, in their dtype and shards. It begins as the weights after the first
                 update; set `ema_decay` before each further one.
-            elements_at_once: parameters whose stored state comes back for a step at the same time.
         """
         self.parts = parts
         self.rest = rest
-        self.elements_at_once = elements_at_once
+        # Parameters whose stored state comes back for a step at the same time.
+        self.elements_at_once = 2**28
         self.ema_decay = 0.0
         # (parameter, key of its state) -> the host's copy, or codes and scales of 8 bits.
         self._stored: dict[tuple[Tensor, str], tuple[Tensor, ...]] = {}

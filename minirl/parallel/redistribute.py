@@ -51,7 +51,7 @@ class _Move(torch.autograd.Function):
         return _redistribute(x, group, source, target)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> tuple:
         return _redistribute(grad, ctx.group, ctx.grad, ctx.source), None, None, None, None
 
 

@@ -1,5 +1,6 @@
 """Regions: blocks of a whole tensor, the common language of loading, export and refit."""
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -34,9 +35,7 @@ class CheckpointSlice:
 
     def to_file(self, region: Region) -> Region:
         """Return a region of the parameter inside this slice in the file weight's coordinates."""
-        offset = tuple(
-            o - start for o, start in zip(region.offset, self.region.offset, strict=True)
-        )
+        offset = tuple(map(operator.sub, region.offset, self.region.offset))
         return Region(offset[self.fused :], region.size[self.fused :])
 
 

@@ -67,6 +67,15 @@ class TensorParallel:
         """Add the partial sums that a row-parallel block returns; Megatron's g."""
         return move(x, self.group, Partial(), self.tokens)
 
+    def copy_inputs_to_region(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple:
+        """Call `copy_to_region` at the input of a block, instead of at each of its matrices.
+
+        A forward pre-hook of the block.
+        """
+        if args:
+            return (self.copy_to_region(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.copy_to_region(kwargs["hidden_states"])}
+
     def gather_tokens(self, x: Tensor) -> Tensor:
         """Gather all tokens for a computation that every rank repeats, with the whole gradient."""
         return move(x, self.group, self.tokens, Replicate())
@@ -80,7 +89,7 @@ Style = Callable[[Any, TensorParallel], Forward]
 # parameters
 
 
-def _shard(module: nn.Module, name: str, tp: TensorParallel, placement: Shard | Replicate) -> None:
+def _shard(module: nn.Module, name: str, tp: TensorParallel, placement: Placement) -> None:
     """Make a parameter a DTensor, unless it is one or there is none."""
     parameter = module._parameters.get(name)
     if parameter is None or isinstance(parameter, DTensor):
@@ -99,7 +108,7 @@ def _shard(module: nn.Module, name: str, tp: TensorParallel, placement: Shard | 
 def _shard_all(
     module: nn.Module,
     tp: TensorParallel,
-    placement: Shard | Replicate,
+    placement: Placement,
     *,
     partial_grad: bool = False,
 ) -> Forward:
@@ -112,11 +121,10 @@ def _shard_all(
     plain = module.forward
 
     def forward(*args: object, **kwargs: object) -> Any:
-        parameters: dict[str, Any] = module._parameters
+        parameters: dict = module._parameters
         dtensors = dict(parameters)
         for name, p in dtensors.items():
-            if p is not None:
-                parameters[name] = local(p, partial=partial_grad)
+            parameters[name] = local(p, partial=partial_grad)  # None stays None
         try:
             return plain(*args, **kwargs)
         finally:
@@ -129,12 +137,9 @@ def _shard_all(
 # styles
 
 
-def _column(module: nn.Module, tp: TensorParallel) -> Forward:
-    """Keep a part of the weight's rows: whole tokens in, this rank's features out.
-
-    The block around the module calls `copy_to_region` once for all of its column-parallel modules.
-    """
-    return _shard_all(module, tp, Shard(0))
+# Keep a part of the weight's rows: whole tokens in, this rank's features out. The block around the
+# module calls `copy_to_region` once for all of its column-parallel modules.
+_column = partial(_shard_all, placement=Shard(0))
 
 
 def _gathered_column(module: nn.Linear, tp: TensorParallel) -> Forward:
@@ -151,15 +156,14 @@ def _one_head_column(module: nn.Linear, tp: TensorParallel, num_heads: int) -> F
 
     For fewer key-value heads than ranks: each rank has the whole weight, and uses a head's rows.
     """
-    head_dim = module.weight.shape[0] // num_heads
     head = tp.group.rank() * num_heads // tp.group.size()
-    rows = slice(head * head_dim, (head + 1) * head_dim)
     _shard_all(module, tp, Replicate())
 
     def forward(x: Tensor) -> Tensor:
-        weight = local(module.weight, partial=True)[rows]
-        bias = None if module.bias is None else local(module.bias, partial=True)[rows]
-        return F.linear(x, weight, bias)
+        weight = local(module.weight, partial=True).chunk(num_heads)[head]
+        if module.bias is None:
+            return F.linear(x, weight)
+        return F.linear(x, weight, local(module.bias, partial=True).chunk(num_heads)[head])
 
     return forward
 
@@ -231,11 +235,9 @@ def _experts(module: Any, tp: TensorParallel) -> Forward:
     return forward
 
 
-EMBEDDING = "embedding"
-HEAD = "head"
 STYLES: dict[str, Style] = {
-    EMBEDDING: _embedding,
-    HEAD: _column,  # whose logits are never gathered
+    "embedding": _embedding,
+    "head": _column,  # whose logits are never gathered
     # The strings of the library's plans.
     "colwise": _column,
     "colwise_gather_output": _gathered_column,
@@ -260,20 +262,22 @@ def check_divides(divided: dict[str, int], size: int) -> None:
     Raises:
         UserError: with the arithmetic, and the smaller sizes that work.
     """
-    usable = list(range(1, size))
-    for name, value in divided.items():
-        usable = [n for n in usable if _splits(n, name, value)]
-    for name, value in divided.items():
-        if not _splits(size, name, value):
-            also = ", nor is it a multiple of it" if name == REPLICABLE else ""
-            raise UserError(
-                f"parallel.tensor = {size} does not divide {name} = {value}{also}; "
-                f"smaller sizes that work: {', '.join(map(str, usable))}"
-            )
+    name = _find_undivided(divided, size)
+    if name:
+        also = ", nor is it a multiple of it" if name == REPLICABLE else ""
+        usable = [str(n) for n in range(1, size) if not _find_undivided(divided, n)]
+        raise UserError(
+            f"parallel.tensor = {size} does not divide {name} = {divided[name]}{also}; "
+            f"smaller sizes that work: {', '.join(usable)}"
+        )
 
 
-def _splits(size: int, name: str, value: int) -> bool:
-    return value % size == 0 or (name == REPLICABLE and size % value == 0)
+def _find_undivided(divided: dict[str, int], size: int) -> str | None:
+    """Return the first name whose value `size` does not divide, None if it divides all."""
+    for name, value in divided.items():
+        if value % size and (name != REPLICABLE or size % value):
+            return name
+    return None
 
 
 class _Blocks:
@@ -281,25 +285,25 @@ class _Blocks:
 
     def __init__(self, styles: dict[str, str]):
         """Find them from the styles of the modules inside."""
-        experts = [name for name, style in styles.items() if style == "moe_tp_experts"]
         # Blocks in which everything is a partial sum: a rank has some experts, and some features of
         # the shared expert.
-        self.mixtures = {_parent(name) for name in experts}
-        self.all = set(self.mixtures)
+        self.mixtures = {
+            name.rpartition(".")[0] for name, style in styles.items() if style == "moe_tp_experts"
+        }
         # Blocks inside which a rank sees some heads, tokens or experts only.
-        self.partial = set(self.mixtures)
-        for name, style in styles.items():
-            if style in ("colwise", "colwise_gather_output"):
-                self.all.add(self.around(name))
-            if style == "colwise":
-                self.partial.add(self.around(name))
+        self.partial = self.mixtures | {
+            self.around(name) for name, style in styles.items() if style == "colwise"
+        }
+        self.all = self.partial | {
+            self.around(name) for name, style in styles.items() if style == "colwise_gather_output"
+        }
 
     def around(self, name: str) -> str:
         """Return the block that a module is in: its parent, or the mixture around both."""
         for mixture in self.mixtures:
             if name.startswith(f"{mixture}."):
                 return mixture
-        return _parent(name)
+        return name.rpartition(".")[0]
 
 
 def apply(model: "PreTrainedModel", tp: TensorParallel, plan: dict[str, str]) -> None:
@@ -316,13 +320,11 @@ def apply(model: "PreTrainedModel", tp: TensorParallel, plan: dict[str, str]) ->
     """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    styles: dict[str, str] = {}
+    outer = {embedding: "embedding", head: "head"}
+    styles = {}
     for name, module in model.named_modules():
-        styles[name] = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
-        if module is embedding:
-            styles[name] = EMBEDDING
-        elif module is head:
-            styles[name] = HEAD
+        in_plan = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
+        styles[name] = outer.get(module, in_plan)
     blocks = _Blocks(styles)
     num_kv_heads = model.config.get_text_config().num_key_value_heads
 
@@ -331,7 +333,7 @@ def apply(model: "PreTrainedModel", tp: TensorParallel, plan: dict[str, str]) ->
         if style:
             module.forward = style(module, tp)
         if name in blocks.all:
-            _copy_once(module, tp)
+            module.register_forward_pre_hook(tp.copy_inputs_to_region, with_kwargs=True)
         if name in blocks.mixtures:
             module.register_forward_hook(lambda _, args, y: tp.reduce_from_region(y))
     if model.config.tie_word_embeddings and head is not None:
@@ -360,7 +362,7 @@ def _find_style(
         return STYLES[style]
     if style not in UNSHARDED:
         raise NotImplementedError(f"tensor-parallel style {style!r} of {name} is not known")
-    parameters = [p for p in module._parameters.values() if p is not None]
+    parameters = list(module.parameters(recurse=False))
     if not parameters:
         return None
     if block in blocks.all - blocks.mixtures and any(p.ndim == 2 for p in parameters):
@@ -370,19 +372,3 @@ def _find_style(
     # tokens or all.
     partial_grad = block in blocks.partial if block in blocks.all else tp.sequence
     return partial(_shard_all, placement=Replicate(), partial_grad=partial_grad)
-
-
-def _copy_once(module: nn.Module, tp: TensorParallel) -> None:
-    """Call `copy_to_region` at the input of a block, instead of at each of its matrices."""
-
-    def hook(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if args:
-            return (tp.copy_to_region(args[0]), *args[1:]), kwargs
-        hidden = tp.copy_to_region(kwargs["hidden_states"])
-        return args, {**kwargs, "hidden_states": hidden}
-
-    module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
