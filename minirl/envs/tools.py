@@ -114,13 +114,13 @@ def python(program: str, limits: sandbox.Limits) -> str:
     return f"({result.status})\n{output}".strip()
 
 
-BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+BINARY = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
+UNARY = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }

@@ -17,7 +17,7 @@ import math
 import numbers
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pkgutil import resolve_name
 
 import math_verify
@@ -28,10 +28,9 @@ from minirl import sandbox
 from minirl.config.lookup import find_function
 from minirl.config.shared import RewardConfig
 from minirl.errors import UserError, require
+from minirl.rewards import RewardFunction, RowPrompt
 from minirl.rewards.http import RemoteReward
 
-RowPrompt = str | list[dict]
-RewardFunction = Callable[[RowPrompt, str, dict], float]
 # What makes a reward function of the text behind `openrlhf:` or `trl:`; imported when it is needed.
 ADAPTERS = {"openrlhf": "minirl.envs.openrlhf:reward", "trl": "minirl.rewards.trl:reward"}
 
@@ -123,8 +122,8 @@ def make_rewards(cfg: RewardConfig | str) -> Rewards:
         UserError: A function is not found, or functions and weights do not fit.
     """
     cfg = RewardConfig(function=cfg) if isinstance(cfg, str) else cfg
-    functions = [cfg.function] if isinstance(cfg.function, str) else cfg.function
-    names = [name for name in functions if name]
+    names = [cfg.function] if isinstance(cfg.function, str) else cfg.function
+    names = [name for name in names if name]
     settings = f"reward.function = {cfg.function}, reward.weights = {cfg.weights}"
     require(names or cfg.model, f"{settings}: nothing scores; name a function, or set reward.model")
     require(len(set(names)) == len(names), f"{settings}: a function is named twice; name it once")
@@ -137,9 +136,9 @@ def make_rewards(cfg: RewardConfig | str) -> Rewards:
         all(map(math.isfinite, cfg.weights)),
         f"{settings}: a weight is not finite; give finite numbers",
     )
+    functions = [_find_function(name, cfg) for name in names]
     weights = cfg.weights or [1.0] * len(names)
-    found = [_find_function(name, cfg) for name in names]
-    return Rewards(*zip(weights, found, names, strict=True))
+    return Rewards(*zip(weights, functions, names, strict=True))
 
 
 def _find_function(name: str, cfg: RewardConfig) -> RewardFunction:

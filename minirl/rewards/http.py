@@ -25,6 +25,7 @@ import httpx
 
 from minirl.config.shared import RewardConfig
 from minirl.errors import UserError
+from minirl.rewards import RowPrompt
 
 
 class RemoteReward:
@@ -53,7 +54,7 @@ class RemoteReward:
         self.waiting: list[tuple[str, str, object]] = []
         self.rewards: Future[list[float]] = Future()
 
-    def __call__(self, prompt: str | list[dict], completion: str, row: dict) -> float:
+    def __call__(self, prompt: RowPrompt, completion: str, row: dict) -> float:
         """Return the endpoint's reward of `row["rendered_prompt"]` with this completion.
 
         Raises:
@@ -73,8 +74,8 @@ class RemoteReward:
         with self.lock:
             sent = self.waiting
             self.waiting = []
-        columns = zip(*sent, strict=True)
-        body = dict(zip(("query", "prompts", "labels"), map(list, columns), strict=True))
+        queries, prompts, labels = zip(*sent, strict=True)
+        body = {"query": queries, "prompts": prompts, "labels": labels}
         for attempt in range(self.cfg.retries + 1):
             if attempt:
                 time.sleep(self.cfg.backoff_seconds * 2 ** (attempt - 1))
@@ -126,7 +127,7 @@ def serve(score: Callable[[list[str]], list[float]], host: str, port: int) -> No
     @app.post("/")
     @app.post("/get_reward")
     async def get_reward(query: Annotated[list[str], Body(embed=True)]) -> dict[str, list[float]]:
-        return {"rewards": list(score(query))}  # in the loop itself, so one at a time
+        return {"rewards": score(query)}  # in the loop itself, so one at a time
 
     with bind(host, port) as bound_socket:
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[bound_socket])

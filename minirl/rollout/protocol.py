@@ -24,6 +24,7 @@ _UNSUPPORTED = ("top_logprobs", "response_format", "echo", "suffix")
 
 JSONObject = dict[str, Any]  # an object
 ToolCall = tuple[str, dict]  # name and arguments
+Content = str | list[dict]  # of a message: a text, or parts
 
 
 class BadRequest(UserError):
@@ -44,9 +45,8 @@ class BadRequest(UserError):
 
 def _as_list(prompt: Any) -> Any:
     """Return a list of prompts also where a request has a single one: a text or token ids."""
-    if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], str | list)):
-        return prompt
-    return None if prompt is None else [prompt]
+    is_list = isinstance(prompt, list) and (not prompt or isinstance(prompt[0], str | list))
+    return prompt if is_list or prompt is None else [prompt]
 
 
 class CompletionRequest(BaseModel, extra="allow"):
@@ -119,7 +119,7 @@ def _to_template_message(message: JSONObject, sampled_texts: dict[str, str]) -> 
     """Return a message as chat templates want it; the policy's own as it was sampled."""
     role = message["role"]
     content = _to_template_content(message.get("content") or "")
-    tool_calls: list[ToolCall] = []
+    tool_calls = []
     for call in message.get("tool_calls") or ():
         function = call["function"]
         tool_calls.append((function["name"], json.loads(function["arguments"])))
@@ -139,13 +139,13 @@ def _to_template_message(message: JSONObject, sampled_texts: dict[str, str]) -> 
     return template_message
 
 
-def _to_template_content(content: str | list[dict]) -> str | list[dict]:
+def _to_template_content(content: Content) -> Content:
     """Return the text of a content, or its parts if images are among them."""
     if isinstance(content, str):
         return content
+    types = {part["type"] for part in content}
     urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
-    known = all(part["type"] in ("text", "image_url") for part in content)
-    if not known or not all(url.startswith("data:") for url in urls):
+    if types - {"text", "image_url"} or not all(url.startswith("data:") for url in urls):
         raise UserError(
             "a content is made of parts of type text and image_url, "
             "and an image must come as a data URL"
@@ -155,7 +155,7 @@ def _to_template_content(content: str | list[dict]) -> str | list[dict]:
     return "\n".join(part["text"] for part in content)
 
 
-def completion_key(content: str | list[dict], tool_calls: list[ToolCall]) -> str:
+def completion_key(content: Content, tool_calls: list[ToolCall]) -> str:
     """Return a key of a completion, made of what a client sends back of it in later requests."""
     return json.dumps([content, tool_calls], sort_keys=True)
 
@@ -196,9 +196,8 @@ class Choice:
             return
         self.num_read = len(tokens)
         self.text += text
-        if found := _find(self.request.stops, self.text):
-            end, self.stop_string = min(found)
-            self.text = self.text[:end]
+        end, self.stop_string = _find_first(self.request.stops, self.text)
+        self.text = self.text[:end]
 
     def finish(self) -> None:
         """Read the last tokens, and set the tool calls and the finish reason."""
@@ -217,10 +216,10 @@ class Choice:
         """The text that no later token changes; at the end, what stands before the tool calls."""
         if self.finish_reason and not self.tool_calls:
             return self.text
-        if found := _find(self.request.markers, self.text):
-            return self.text[: min(found)[0]]
-        longest = max(map(len, self.request.markers), default=1)
-        return self.text[: max(0, len(self.text) + 1 - longest)]
+        end, marker = _find_first(self.request.markers, self.text)
+        if marker is None:
+            end = max(0, end + 1 - max(map(len, self.request.markers), default=1))
+        return self.text[:end]
 
     def completion(self) -> Completion:
         """Return the tokens to train on: up to the stop string, if one was found."""
@@ -238,9 +237,7 @@ class Choice:
         visible_text = self.visible_text
         if len(visible_text) == self.num_sent and not self.finish_reason:
             return None
-        is_first = self.num_sent == 0
         text = visible_text[self.num_sent :]
-        self.num_sent = len(visible_text)
         chunk: JSONObject = {"index": self.index, "finish_reason": self.finish_reason or None}
         logprobs = self.request.logprobs  # 0 asks for them, too
         if self.finish_reason and logprobs is not None and logprobs is not False:
@@ -248,12 +245,13 @@ class Choice:
         if self.request.messages is None:
             chunk["text"] = text
         else:
-            chunk["delta" if self.request.stream else "message"] = self._message(text, is_first)
+            chunk["delta" if self.request.stream else "message"] = self._message(text)
+        self.num_sent = len(visible_text)
         return chunk
 
-    def _message(self, text: str, is_first: bool) -> JSONObject:
+    def _message(self, text: str) -> JSONObject:
         """Return a message of a chat, or the delta of one."""
-        message: JSONObject = {"role": "assistant"} if is_first else {}
+        message: JSONObject = {} if self.num_sent else {"role": "assistant"}
         message["content"] = text
         if not self.tool_calls:
             return message
@@ -276,16 +274,21 @@ class Choice:
         tokens = [decode(self.tokenizer, [token]) for token in completion.tokens]
         if self.request.messages is None:
             return {"tokens": tokens, "token_logprobs": completion.logprobs}
-        content: list[JSONObject] = [
-            {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for token, logprob in zip(tokens, completion.logprobs, strict=True)
-        ]
-        return {"content": content}
+        return {
+            "content": [
+                {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
+                for token, logprob in zip(tokens, completion.logprobs, strict=True)
+            ]
+        }
 
 
-def _find(markers: list[str], text: str) -> list[tuple[int, str]]:
-    """Return where each marker that is in the text begins first."""
-    return [(text.find(marker), marker) for marker in markers if marker in text]
+def _find_first(markers: list[str], text: str) -> tuple[int, str | None]:
+    """Return where the first of the markers in the text begins, and which it is.
+
+    Without one in it that is (its length, None).
+    """
+    places = [(text.find(marker), marker) for marker in markers if marker in text]
+    return min(places, default=(len(text), None))
 
 
 def _parse_tool_calls(text: str) -> list[ToolCall]:

@@ -162,7 +162,7 @@ class PendingResponse:
     async def body(self) -> JSONObject:
         """Return the whole response in OpenAI's form. Raises what `chunks` does."""
         choices = [choice async for choice in self.chunks()]
-        return self.head | {"choices": choices, "usage": self.usage()}
+        return {**self.head, "choices": choices, "usage": self.usage()}
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the response as OpenAI's server-sent events. Raises what `chunks` does."""

@@ -17,28 +17,25 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from minirl.errors import UserError
 
 INSIDE = Path(__file__).with_name("inside.py")
 # What Python and compiled packages read while they start.
-READABLE = sorted(
-    {
-        sys.prefix,
-        sys.base_prefix,
-        sysconfig.get_path("stdlib"),
-        "/lib",
-        "/lib64",
-        "/usr/lib",
-        "/usr/lib64",
-        "/usr/share/zoneinfo",
-        "/etc/ld.so.cache",
-        "/etc/localtime",
-        "/dev/urandom",
-        "/dev/zero",
-        "/sys/devices/system/cpu",
-    }
+READABLE = (
+    sys.prefix,
+    sys.base_prefix,
+    sysconfig.get_path("stdlib"),
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/share/zoneinfo",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/dev/urandom",
+    "/dev/zero",
+    "/sys/devices/system/cpu",
 )
 
 
@@ -63,6 +60,8 @@ class ProgramResult:
 
 
 DEFAULT_LIMITS = Limits()
+# By exit code, or minus the signal that ended the process. Another signal: killed; code: error.
+STATUSES = {0: "ok", -signal.SIGXCPU: "timeout", -signal.SIGXFSZ: "disk"}
 
 
 def run(program: str, limits: Limits = DEFAULT_LIMITS) -> ProgramResult:
@@ -101,11 +100,11 @@ def _run(program: str, limits: Limits) -> ProgramResult:
         code = process.wait()
         _remove(folder)
 
-    if status is None:
-        status = _status_of(code)
     text = output[: limits.output].decode(errors="replace")
     if len(output) > limits.output:
         text += "\n... (cut)"
+    if status is None:
+        status = STATUSES.get(code, "error" if code > 0 else "killed")
     return ProgramResult(status, text, time.monotonic() - start)
 
 
@@ -131,16 +130,6 @@ def _start(folder: str, limits: Limits) -> subprocess.Popen:
     )
 
 
-def _status_of(code: int) -> str:
-    """Return the status of a process that ended with an exit code (or minus a signal)."""
-    if code == 0:
-        return "ok"
-    if code > 0:
-        return "error"
-    by_signal = {-signal.SIGXCPU: "timeout", -signal.SIGXFSZ: "disk"}
-    return by_signal.get(code, "killed")
-
-
 def _watch(
     process: subprocess.Popen, folder: str, limits: Limits, end: float
 ) -> tuple[bytes, str | None]:
@@ -151,7 +140,7 @@ def _watch(
     Returns:
         The output, and why the process has to be ended if it does not end by itself.
     """
-    pipe: IO[bytes] | None = process.stdout
+    pipe = process.stdout
     if pipe is None:
         raise ValueError("the process has no pipe to read from")
     output = b""
@@ -181,7 +170,7 @@ def _size(folder: str) -> int:
     for root, _, files in os.walk(folder):
         for name in files:
             with contextlib.suppress(OSError):
-                total += os.lstat(Path(root, name)).st_size
+                total += Path(root, name).lstat().st_size
     return total
 
 
