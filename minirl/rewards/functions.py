@@ -52,8 +52,17 @@ class Rewards:
         if "python_tests" in names:
             sandbox.check_supported()
         for row in rows:
+            metadata = row.get("metadata") or {}
             for name in names:
-                _check_row(name, row)
+                if name in ("exact", "final_answer", "math_verify") and row.get("answer") is None:
+                    problem = "compares with the answer, and a row has none (data.answer_key)"
+                elif name == "python_tests" and not isinstance(row.get("tests"), str):
+                    problem = "runs the text in the column `tests`, and a row has none"
+                elif name == "reasoning_gym" and "source_dataset" not in metadata:
+                    problem = "needs rows with metadata.source_dataset, and a row has none"
+                else:
+                    continue
+                raise UserError(f"reward.function = {name} {problem}: {str(row)[:120]}")
 
     def __call__(self, row: dict, completion: str, info: dict | None = None) -> float:
         """Return the weighted sum.
@@ -72,19 +81,6 @@ class Rewards:
         if info is not None and len(values) > 1:
             info["rewards"] = values
         return sum(weight * values[name] for weight, _, name in self.weighted)
-
-
-def _check_row(name: str, row: dict) -> None:
-    """Raise UserError if the registered function `name` cannot grade answers to `row`."""
-    if name in ("exact", "final_answer", "math_verify") and row.get("answer") is None:
-        problem = "compares with the answer, and a row has none (data.answer_key)"
-    elif name == "python_tests" and not isinstance(row.get("tests"), str):
-        problem = "runs the text in the column `tests`, and a row has none"
-    elif name == "reasoning_gym" and "source_dataset" not in (row.get("metadata") or {}):
-        problem = "needs rows with metadata.source_dataset, and a row has none"
-    else:
-        return
-    raise UserError(f"reward.function = {name} {problem}: {str(row)[:120]}")
 
 
 def grade(function: RewardFunction, name: str, row: dict, completion: str) -> float:
@@ -207,7 +203,7 @@ def python_tests(prompt: RowPrompt, completion: str, row: dict) -> float:
     return float(result.status == "ok" and result.output.rstrip().endswith(secret))
 
 
-REWARDS: dict[str, RewardFunction] = {
+REWARDS = {
     "exact": exact,
     "final_answer": final_answer,
     "math_verify": verify_math,

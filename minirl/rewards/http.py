@@ -86,7 +86,14 @@ class RemoteReward:
                 problem = f"{type(error).__name__}: {error}"
                 continue
             if response.is_success:
-                return self._read_rewards(response, url, len(sent))
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    rewards = response.json()["rewards"]
+                    if len(rewards) == len(sent):
+                        return list(rewards)
+                raise UserError(
+                    f"reward.function = {self.name}: {url} answered {response.text[:200]!r} "
+                    f'to {len(sent)} queries; it must answer {{"rewards": [one number for each]}}'
+                )
             problem = f"status {response.status_code}: {response.text[:200]}"
             if response.status_code < 500 and response.status_code not in (408, 429):
                 break  # another try would not help
@@ -95,16 +102,6 @@ class RemoteReward:
             f"(reward.retries = {self.cfg.retries}, "
             f"reward.timeout_seconds = {self.cfg.timeout_seconds}), the last with {problem}; "
             "see that it runs and can be reached from every node"
-        )
-
-    def _read_rewards(self, response: httpx.Response, url: str, num: int) -> list[float]:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            rewards = response.json()["rewards"]
-            if len(rewards) == num:
-                return list(rewards)
-        raise UserError(
-            f"reward.function = {self.name}: {url} answered {response.text[:200]!r} "
-            f'to {num} queries; it must answer {{"rewards": [one number for each]}}'
         )
 
 

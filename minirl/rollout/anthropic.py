@@ -45,13 +45,12 @@ def to_chat(body: JSONObject) -> JSONObject:
 
 def _to_chat_messages(message: JSONObject) -> list[JSONObject]:
     """Return the results of tools as messages of their own, then what else the message has."""
-    messages: list[JSONObject] = []
+    if isinstance(message["content"], str):
+        return [message]
+    messages = []
     parts = []
     tool_calls = []
-    blocks = message["content"]
-    if isinstance(blocks, str):
-        blocks = [{"type": "text", "text": blocks}]
-    for block in blocks:
+    for block in message["content"]:
         if block["type"] == "tool_use":
             function = {"name": block["name"], "arguments": json.dumps(block["input"])}
             tool_calls.append({"id": block["id"], "function": function})
@@ -119,27 +118,38 @@ class AnthropicResponse(PendingResponse):
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the response as server-sent events. Raises what its `chunks` does."""
-        begin = self._message() | {"content": [], "stop_reason": None, "stop_sequence": None}
-        yield event(type="message_start", message=begin)
+        yield event(
+            type="message_start",
+            message=self._message() | {"content": [], "stop_reason": None, "stop_sequence": None},
+        )
         text_began = False
         async for chunk in self.chunks():
             text = chunk["delta"]["content"]
             if not text:
                 continue
             if not text_began:
-                block = {"type": "text", "text": ""}
-                yield event(type="content_block_start", index=0, content_block=block)
+                yield event(
+                    type="content_block_start", index=0, content_block={"type": "text", "text": ""}
+                )
                 text_began = True
-            delta = {"type": "text_delta", "text": text}
-            yield event(type="content_block_delta", index=0, delta=delta)
+            yield event(
+                type="content_block_delta", index=0, delta={"type": "text_delta", "text": text}
+            )
         message = self._message()
         for index, block in enumerate(message["content"]):
             if block["type"] == "tool_use":
-                call = block | {"input": {}}
-                yield event(type="content_block_start", index=index, content_block=call)
-                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-                yield event(type="content_block_delta", index=index, delta=delta)
+                yield event(
+                    type="content_block_start", index=index, content_block=block | {"input": {}}
+                )
+                yield event(
+                    type="content_block_delta",
+                    index=index,
+                    delta={"type": "input_json_delta", "partial_json": json.dumps(block["input"])},
+                )
             yield event(type="content_block_stop", index=index)
-        end = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
-        yield event(type="message_delta", delta=end, usage=message["usage"])
+        yield event(
+            type="message_delta",
+            delta={name: message[name] for name in ("stop_reason", "stop_sequence")},
+            usage=message["usage"],
+        )
         yield event(type="message_stop")

@@ -64,8 +64,9 @@ class Segment:
         """Append what the policy reads."""
         self.images += prompt.images
         num = len(prompt.tokens)
-        unsampled = Completion(prompt.tokens, [0.0] * num, versions=[-1] * num)
-        self._append(unsampled, prompt.text, sampled=False)
+        self._append(
+            Completion(prompt.tokens, [0.0] * num, versions=[-1] * num), prompt.text, sampled=False
+        )
 
     def append_completion(self, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
         """Append what the policy sampled.

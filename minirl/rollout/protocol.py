@@ -5,6 +5,7 @@ answers, and samples as the run says, because it is trained on those log-probs. 
 cannot do (other forms of output, alternatives to the sampled tokens, forced tool calls) is refused.
 """
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from minirl.errors import UserError
 from minirl.rollout.conversation import Completion, Prompt, decode, decode_after
 from minirl.rollout.engine_loop import Request
 
+# Tool calls are written as <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
 TOOL_CALL = "<tool_call>"
 _TOOL_CALLS = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 _UNSUPPORTED = ("top_logprobs", "response_format", "echo", "suffix")
@@ -39,14 +41,16 @@ class BadRequest(UserError):
     def body(self) -> JSONObject:
         """Return the body of the response, in OpenAI's form and Anthropic's at once."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        error = {"message": str(self), "type": kind, "param": None, "code": self.code}
-        return {"type": "error", "error": error}
+        return {
+            "type": "error",
+            "error": {"message": str(self), "type": kind, "param": None, "code": self.code},
+        }
 
 
-def _as_list(prompt: Any) -> Any:
-    """Return a list of prompts also where a request has a single one: a text or token ids."""
-    is_list = isinstance(prompt, list) and (not prompt or isinstance(prompt[0], str | list))
-    return prompt if is_list or prompt is None else [prompt]
+def _as_list(value: Any) -> Any:
+    """Return a list of texts or of token ids also where a request has a single one of them."""
+    is_list = isinstance(value, list) and (not value or isinstance(value[0], str | list))
+    return value if is_list or value is None else [value]
 
 
 class CompletionRequest(BaseModel, extra="allow"):
@@ -61,7 +65,7 @@ class CompletionRequest(BaseModel, extra="allow"):
         None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
     # A completion is sampled until its text has one of these in it, and is sent up to before it.
-    stop: str | list[str] | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
     stream: bool | None = None
     stream_options: JSONObject | None = None
     # Of every sampled token, those included that end the completion or do not show in its text. In
@@ -71,17 +75,12 @@ class CompletionRequest(BaseModel, extra="allow"):
     tool_choice: Literal["auto", "none"] | None = None
 
     @property
-    def stops(self) -> list[str]:
-        """The stop strings."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
-        return [stop for stop in stops or () if stop]
-
-    @property
     def markers(self) -> list[str]:
         """What the client does not see, nor a text that may become it: what follows is hidden."""
+        markers = list(self.stop or ())
         if self.tools and self.tool_choice != "none":
-            return [*self.stops, TOOL_CALL]
-        return self.stops
+            markers.append(TOOL_CALL)
+        return markers
 
     def render_prompts(
         self, tokenizer: PreTrainedTokenizerBase, sampled_texts: dict[str, str]
@@ -196,14 +195,20 @@ class Choice:
             return
         self.num_read = len(tokens)
         self.text += text
-        end, self.stop_string = _find_first(self.request.stops, self.text)
+        end, self.stop_string = _find_first(self.request.stop or [], self.text)
         self.text = self.text[:end]
 
     def finish(self) -> None:
         """Read the last tokens, and set the tool calls and the finish reason."""
         self.read_new_tokens(last=True)
         if TOOL_CALL in self.request.markers:
-            self.tool_calls = _parse_tool_calls(self.text)
+            # In the form of Qwen and Hermes models. If one of them cannot be read there are none at
+            # all, so that the client sees the text.
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                calls = [json.loads(call) for call in _TOOL_CALLS.findall(self.text)]
+                self.tool_calls = [
+                    (call["name"], dict(call.get("arguments", {}))) for call in calls
+                ]
         if self.tool_calls:
             self.finish_reason = "tool_calls"
         elif self.engine_request.done.stopped or self.stop_string is not None:
@@ -287,21 +292,8 @@ def _find_first(markers: list[str], text: str) -> tuple[int, str | None]:
 
     Without one in it that is (its length, None).
     """
-    places = [(text.find(marker), marker) for marker in markers if marker in text]
+    places = [(text.find(marker), marker) for marker in markers if marker and marker in text]
     return min(places, default=(len(text), None))
-
-
-def _parse_tool_calls(text: str) -> list[ToolCall]:
-    """Return the tool calls of a text in the form of Qwen and Hermes models.
-
-    That is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If one of them cannot be
-    read there are none at all, so that the client sees the text.
-    """
-    try:
-        calls = [json.loads(call) for call in _TOOL_CALLS.findall(text)]
-        return [(call["name"], dict(call.get("arguments", {}))) for call in calls]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []
 
 
 def event(**data: Any) -> str:

@@ -136,8 +136,12 @@ class Endpoint:
 
     async def _models(self, http_request: HTTPRequest) -> JSONResponse:
         self._session(http_request)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "minirl"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "minirl"}],
+            }
+        )
 
     async def _post(self, http_request: HTTPRequest) -> Response:
         """Answer a request for completions, in the form of the API that its path belongs to."""
@@ -162,8 +166,7 @@ class Endpoint:
 
     def _session(self, http_request: HTTPRequest) -> SessionState:
         headers = http_request.headers
-        bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        key = headers.get("x-api-key") or bearer
+        key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         if key not in self._sessions:
             raise BadRequest("the API key belongs to no open session", 401, "invalid_api_key")
         return self._sessions[key]

@@ -71,7 +71,6 @@ LANDLOCK_RESTRICT_SELF = 446
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 # Instructions of the kernel's filter machine: (operation, jump if true, jump if false, operand).
-Instruction = tuple[int, int, int, int]
 LOAD = 0x20
 EQUAL = 0x15
 ANY_BIT = 0x45
@@ -107,20 +106,18 @@ def landlock(readable: list[str], folder: str) -> None:
     handled = struct.pack("Q", rights)
     ruleset = _call(LANDLOCK_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
 
-    allowed_below = dict.fromkeys(readable, reading)
-    allowed_below |= {folder: rights, "/dev/null": 0b110}
+    allowed_below = {**dict.fromkeys(readable, reading), folder: rights, "/dev/null": 0b110}
     for path, allowed in allowed_below.items():
         if os.path.exists(path):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             allowed &= rights if os.path.isdir(path) else for_files
-            rule = struct.pack("=Qi", allowed, descriptor)
-            _call(LANDLOCK_ADD_RULE, ruleset, 1, rule, 0)
+            _call(LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", allowed, descriptor), 0)
             os.close(descriptor)
     _call(LANDLOCK_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
 
 
-def _only_if(test: int, value: int) -> list[Instruction]:
+def _only_if(test: int, value: int) -> list[tuple[int, int, int, int]]:
     """Allow a call if its first argument passes a test."""
     return [LOAD_FIRST_ARGUMENT, (test, 1, 0, value), DENY, ALLOW]
 
@@ -139,8 +136,9 @@ def seccomp(column: int, architecture: int) -> None:
     program = [LOAD_ARCHITECTURE, (EQUAL, 1, 0, architecture), KILL, LOAD_NUMBER]
     program += [(AT_LEAST, 0, 1, 0x40000000), DENY]  # calls of the x32 kind
     for numbers, instructions in rules.items():
-        if numbers[column] is not None:
-            program += [(EQUAL, 0, len(instructions), numbers[column]), *instructions]
+        number = numbers[column]
+        if number is not None:
+            program += [(EQUAL, 0, len(instructions), number), *instructions]
     program.append(ALLOW)
 
     packed = [struct.pack("=HBBI", *instruction) for instruction in program]

@@ -59,12 +59,11 @@ class ProgramResult:
     seconds: float
 
 
-DEFAULT_LIMITS = Limits()
 # By exit code, or minus the signal that ended the process. Another signal: killed; code: error.
 STATUSES = {0: "ok", -signal.SIGXCPU: "timeout", -signal.SIGXFSZ: "disk"}
 
 
-def run(program: str, limits: Limits = DEFAULT_LIMITS) -> ProgramResult:
+def run(program: str, limits: Limits) -> ProgramResult:
     """Run `program` under Python with the packages of this environment.
 
     Blocks; call it from a thread. The program cannot read or write a file outside its folder
@@ -92,7 +91,25 @@ def _run(program: str, limits: Limits) -> ProgramResult:
     start = time.monotonic()
     folder = tempfile.mkdtemp(prefix="minirl-")
     Path(folder, "main.py").write_text(program, encoding="utf-8", errors="surrogatepass")
-    process = _start(folder, limits)
+    settings = {
+        "readable": READABLE,
+        "limits": {
+            "RLIMIT_CPU": int(limits.seconds) + 1,
+            "RLIMIT_AS": limits.memory_mb * 2**20,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_FSIZE": limits.disk_mb * 2**20,
+            "RLIMIT_NOFILE": 256,
+        },
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-B", str(INSIDE), json.dumps(settings)],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
+    )
     try:
         output, status = _watch(process, folder, limits, start + limits.seconds)
     finally:
@@ -106,28 +123,6 @@ def _run(program: str, limits: Limits) -> ProgramResult:
     if status is None:
         status = STATUSES.get(code, "error" if code > 0 else "killed")
     return ProgramResult(status, text, time.monotonic() - start)
-
-
-def _start(folder: str, limits: Limits) -> subprocess.Popen:
-    settings = {
-        "readable": READABLE,
-        "limits": {
-            "RLIMIT_CPU": int(limits.seconds) + 1,
-            "RLIMIT_AS": limits.memory_mb * 2**20,
-            "RLIMIT_CORE": 0,
-            "RLIMIT_FSIZE": limits.disk_mb * 2**20,
-            "RLIMIT_NOFILE": 256,
-        },
-    }
-    return subprocess.Popen(
-        [sys.executable, "-I", "-B", str(INSIDE), json.dumps(settings)],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        env={"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
-    )
 
 
 def _watch(
