@@ -265,11 +265,11 @@ def test_honest_programs_work(program, output):
 
 
 def test_an_error_shows_the_program_s_own_frames():
-    result = run("def f():\n    return 1 / 0\nf()")
+    result = run("def f():\n    return 1 / 0\nf()", Limits())
     assert result.status == "error"
     assert result.output.splitlines()[-1] == "ZeroDivisionError: division by zero"
     assert "inside.py" not in result.output and 'File "main.py", line 2, in f' in result.output
-    assert run("def (").output.splitlines()[-1].startswith("SyntaxError")
+    assert run("def (", Limits()).output.splitlines()[-1].startswith("SyntaxError")
 
 
 TESTS = "assert add(1, 2) == 3\nassert add('a', 'b') == 'ab'"

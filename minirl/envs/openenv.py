@@ -78,39 +78,40 @@ class OpenEnv(Env):
     def reset(self, row: dict) -> list[dict]:
         """Begin a session. Return the row's prompt with the first observation below it."""
         self.session = begin_session(self.url)
-        reply = self._request(self.session, "reset", row.get("reset") or {})
+        reply = self._request("reset", row.get("reset") or {})
         *before, last = to_messages(row["prompt"], "")
         return [*before, {**last, "content": f"{last['content']}\n\n{self._text_of(reply)}"}]
 
     def step(self, state: State) -> Result:
         """Pass an answer to the server and return what it replies."""
         try:
-            reply = self._request(self.session, "step", self._action_of(state.answer))
+            if self.action:
+                action = {self.action: state.answer}
+            else:
+                blocks = re.findall(r"```(?:json)?\n(.*?)```", state.answer, flags=re.DOTALL)
+                action = json.loads(blocks[-1] if blocks else state.answer)
+            reply = self._request("step", action)
         except ValueError as error:  # a mistake of the policy, which is told about it
             return Result(observation=f"That is not an action: {error}")
-        reward = float(reply["reward"] or 0.0)
-        return Result(observation=self._text_of(reply), reward=reward, done=bool(reply["done"]))
+        return Result(
+            observation=self._text_of(reply),
+            reward=float(reply["reward"] or 0.0),
+            done=bool(reply["done"]),
+        )
 
     def close(self) -> None:  # type: ignore[override]  # sync, so that it runs in a thread
         """End the session."""
         if self.session is not None:
             end_session(self.session)
 
-    def _action_of(self, answer: str) -> dict:
-        """Return the action that an answer stands for. Raises ValueError if it is no JSON."""
-        if self.action:
-            return {self.action: answer}
-        blocks = re.findall(r"```(?:json)?\n(.*?)```", answer, flags=re.DOTALL)
-        return json.loads(blocks[-1] if blocks else answer)
-
-    def _request(self, session: ClientConnection | None, kind: str, data: dict) -> dict:
+    def _request(self, kind: str, data: dict) -> dict:
         """Send a request and return the data of the reply. Raises ValueError for a bad action."""
-        if session is None:
+        if self.session is None:
             raise RuntimeError("the session has not begun; call reset first")
         # A server without room says so and closes; what it said can still be read.
         with contextlib.suppress(ConnectionClosed):
-            session.send(json.dumps({"type": kind, "data": data}))
-        reply = json.loads(session.recv())
+            self.session.send(json.dumps({"type": kind, "data": data}))
+        reply = json.loads(self.session.recv())
         data = reply["data"]
         if reply["type"] != "error":
             return data
@@ -124,7 +125,8 @@ class OpenEnv(Env):
 
     def _text_of(self, reply: dict) -> str:
         """Return the part of a reply that the policy reads."""
-        fields = {name: value for name, value in reply["observation"].items() if name != "metadata"}
+        fields = reply["observation"]
+        fields.pop("metadata", None)
         if not self.observation:
             return json.dumps(fields, ensure_ascii=False)
         if self.observation not in fields:

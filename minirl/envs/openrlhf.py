@@ -24,6 +24,7 @@ import torch
 from minirl.config.lookup import find_function
 from minirl.envs.base import Env, Raw, Result, State
 from minirl.errors import UserError
+from minirl.rewards import RewardFunction, RowPrompt
 
 BASES = (
     "AgentInstanceBase",
@@ -40,15 +41,14 @@ def load_from_file(setting: str, file: str, name: str) -> Callable:
     Raises:
         UserError: if the file does not import or has nothing of that name.
     """
-    if find_spec("openrlhf") is not None:
-        return find_function(setting, f"{file}:{name}", {})
     stand_in = ModuleType("openrlhf.utils.agent")
     vars(stand_in).update({base: type(base, (), {}) for base in BASES})
-    sys.modules.update(dict.fromkeys(MODULES, stand_in))
+    missing = () if find_spec("openrlhf") else MODULES
+    sys.modules.update(dict.fromkeys(missing, stand_in))
     try:
         return find_function(setting, f"{file}:{name}", {})
     finally:
-        for module in MODULES:
+        for module in missing:
             del sys.modules[module]
 
 
@@ -60,7 +60,7 @@ def to_number(value: object) -> float:
     return float(torch.as_tensor(value))
 
 
-def reward(file: str) -> Callable[[str | list[dict], str, dict], float]:
+def reward(file: str) -> RewardFunction:
     """Return the reward function of a file with `reward_func`.
 
     It is called for one answer at a time, with lists of one. It may return such a list, or a dict
@@ -72,7 +72,7 @@ def reward(file: str) -> Callable[[str | list[dict], str, dict], float]:
     """
     function = load_from_file("reward.function", file, "reward_func")
 
-    def score(prompt: str | list[dict], completion: str, row: dict) -> float:
+    def score(prompt: RowPrompt, completion: str, row: dict) -> float:
         rendered = row["rendered_prompt"]
         result = function([rendered + completion], [rendered], [row.get("answer")])
         return to_number(result["rewards"] if isinstance(result, dict) else result)
@@ -106,13 +106,14 @@ class OpenRLHF(Env):
 
     async def step(self, state: State) -> Result:
         """Pass an answer to the agent and return its feedback."""
-        states = {
-            "observation_text": self.text,
-            "action_text": state.answer,
-            "label": state.row.get("answer"),
-            "sampling_params": None,
-        }
-        reply = await self.agent.step(states)
+        reply = await self.agent.step(
+            {
+                "observation_text": self.text,
+                "action_text": state.answer,
+                "label": state.row.get("answer"),
+                "sampling_params": None,
+            }
+        )
         if reply.get("sampling_params") is not None or reply.get("environment_images"):
             raise UserError(
                 "env.name = openrlhf: step returned sampling_params or images, which have no "
@@ -120,9 +121,9 @@ class OpenRLHF(Env):
             )
         feedback = reply["environment_feedback"]
         self.text += state.answer + feedback
-        logs = dict(reply.get("extra_logs", {}))
+        logs = reply.get("extra_logs", {})
         if "scores" in reply:
-            logs["scores"] = reply["scores"]
+            logs = {**logs, "scores": reply["scores"]}
         return Result(
             observation=Raw(feedback),
             reward=to_number(reply["rewards"]),

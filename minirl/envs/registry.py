@@ -38,7 +38,8 @@ def make_env(name: str) -> Callable[[], Env]:
     place, _, query = name.partition("?")
     shipped, _, argument = place.partition(":")
     try:
-        options = {key: option(value) for key, value in _parse(query)}
+        pairs = parse_qsl(query, strict_parsing=bool(query))
+        options = {key: option(value) for key, value in pairs}
         if shipped in ENVS:
             arguments = [argument] if argument else []
             make = partial(resolve_name(ENVS[shipped]), *arguments, **options)
@@ -56,7 +57,3 @@ def make_env(name: str) -> Callable[[], Env]:
     if not inspect.iscoroutinefunction(close):
         close()
     return make
-
-
-def _parse(query: str) -> list[tuple[str, str]]:
-    return parse_qsl(query, strict_parsing=bool(query))

@@ -66,23 +66,22 @@ class Tools(Env):
             raise ValueError("output, seconds, memory_mb and passages must be above 0")
         # The sandbox counts bytes, of which a character has at most 4.
         limits = sandbox.Limits(seconds=seconds, memory_mb=memory_mb, output=4 * output)
-        tools: dict[str, Callable[[str], str]] = {
+        self.tools: dict[str, Callable[[str], str]] = {
             "python": partial(python, limits=limits),
             "search": partial(search, corpus=corpus, passages=passages),
             "calculate": calculate,
         }
         chosen = names.split(",")
-        unknown = set(chosen) - tools.keys()
+        unknown = set(chosen) - self.tools.keys()
         if unknown:
             raise ValueError(
-                f"no tool {min(unknown)!r}; there are {', '.join(tools)}, to be named with commas "
-                "between them"
+                f"no tool {min(unknown)!r}; there are {', '.join(self.tools)}, to be named with "
+                "commas between them"
             )
         if "python" in chosen:
             sandbox.check_supported()
         if "search" in chosen:
             open_corpus(corpus)
-        self.tools = {name: tools[name] for name in chosen}
         self.output = output
         self.call = re.compile(rf"```({'|'.join(chosen)})\n(.*?)```", re.DOTALL)
 
@@ -114,13 +113,11 @@ def python(program: str, limits: sandbox.Limits) -> str:
     return f"({result.status})\n{output}".strip()
 
 
-BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+OPERATORS: dict[type, Callable] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-}
-UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
@@ -140,10 +137,10 @@ def evaluate(expression: str) -> Fraction:
         match node:
             case ast.Constant(value=int() | float()):
                 return Fraction(str(node.value))  # 0.1 is 1/10
-            case ast.UnaryOp() if type(node.op) in UNARY:
-                return UNARY[type(node.op)](value(node.operand))
-            case ast.BinOp() if type(node.op) in BINARY:
-                return BINARY[type(node.op)](value(node.left), value(node.right))
+            case ast.UnaryOp() if type(node.op) in OPERATORS:
+                return OPERATORS[type(node.op)](value(node.operand))
+            case ast.BinOp() if type(node.op) in OPERATORS:
+                return OPERATORS[type(node.op)](value(node.left), value(node.right))
         raise ValueError(f"{ast.unparse(node)} is neither a number nor one of + - * /")
 
     if len(expression) > 200:

@@ -40,13 +40,11 @@ class Verifiers(Agent):
         import verifiers
         from openai import AsyncOpenAI
 
-        columns = {}
-        for name in ("prompt", "example_id", "task", "answer", "info"):
-            if row.get(name) is not None:
-                columns[name] = row[name]
+        columns = ("prompt", "example_id", "task", "answer", "info")
+        row = {name: row[name] for name in columns if row.get(name) is not None}
         async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as openai:
             client = verifiers.OpenAIChatCompletionsClient(openai)
-            output = await self.environment.run_rollout(columns, client, session.model, {})
+            output = await self.environment.run_rollout(row, client, session.model, {})
         if output["error"] is not None:
             raise RuntimeError(f"verifiers: {output['error']}")
         return Result(

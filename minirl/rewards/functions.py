@@ -17,7 +17,7 @@ import math
 import numbers
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pkgutil import resolve_name
 
 import math_verify
@@ -28,10 +28,9 @@ from minirl import sandbox
 from minirl.config.lookup import find_function
 from minirl.config.shared import RewardConfig
 from minirl.errors import UserError, require
+from minirl.rewards import RewardFunction, RowPrompt
 from minirl.rewards.http import RemoteReward
 
-RowPrompt = str | list[dict]
-RewardFunction = Callable[[RowPrompt, str, dict], float]
 # What makes a reward function of the text behind `openrlhf:` or `trl:`; imported when it is needed.
 ADAPTERS = {"openrlhf": "minirl.envs.openrlhf:reward", "trl": "minirl.rewards.trl:reward"}
 
@@ -53,8 +52,17 @@ class Rewards:
         if "python_tests" in names:
             sandbox.check_supported()
         for row in rows:
+            metadata = row.get("metadata") or {}
             for name in names:
-                _check_row(name, row)
+                if name in ("exact", "final_answer", "math_verify") and row.get("answer") is None:
+                    problem = "compares with the answer, and a row has none (data.answer_key)"
+                elif name == "python_tests" and not isinstance(row.get("tests"), str):
+                    problem = "runs the text in the column `tests`, and a row has none"
+                elif name == "reasoning_gym" and "source_dataset" not in metadata:
+                    problem = "needs rows with metadata.source_dataset, and a row has none"
+                else:
+                    continue
+                raise UserError(f"reward.function = {name} {problem}: {str(row)[:120]}")
 
     def __call__(self, row: dict, completion: str, info: dict | None = None) -> float:
         """Return the weighted sum.
@@ -73,19 +81,6 @@ class Rewards:
         if info is not None and len(values) > 1:
             info["rewards"] = values
         return sum(weight * values[name] for weight, _, name in self.weighted)
-
-
-def _check_row(name: str, row: dict) -> None:
-    """Raise UserError if the registered function `name` cannot grade answers to `row`."""
-    if name in ("exact", "final_answer", "math_verify") and row.get("answer") is None:
-        problem = "compares with the answer, and a row has none (data.answer_key)"
-    elif name == "python_tests" and not isinstance(row.get("tests"), str):
-        problem = "runs the text in the column `tests`, and a row has none"
-    elif name == "reasoning_gym" and "source_dataset" not in (row.get("metadata") or {}):
-        problem = "needs rows with metadata.source_dataset, and a row has none"
-    else:
-        return
-    raise UserError(f"reward.function = {name} {problem}: {str(row)[:120]}")
 
 
 def grade(function: RewardFunction, name: str, row: dict, completion: str) -> float:
@@ -123,8 +118,8 @@ def make_rewards(cfg: RewardConfig | str) -> Rewards:
         UserError: A function is not found, or functions and weights do not fit.
     """
     cfg = RewardConfig(function=cfg) if isinstance(cfg, str) else cfg
-    functions = [cfg.function] if isinstance(cfg.function, str) else cfg.function
-    names = [name for name in functions if name]
+    names = [cfg.function] if isinstance(cfg.function, str) else cfg.function
+    names = [name for name in names if name]
     settings = f"reward.function = {cfg.function}, reward.weights = {cfg.weights}"
     require(names or cfg.model, f"{settings}: nothing scores; name a function, or set reward.model")
     require(len(set(names)) == len(names), f"{settings}: a function is named twice; name it once")
@@ -137,9 +132,9 @@ def make_rewards(cfg: RewardConfig | str) -> Rewards:
         all(map(math.isfinite, cfg.weights)),
         f"{settings}: a weight is not finite; give finite numbers",
     )
+    functions = [_find_function(name, cfg) for name in names]
     weights = cfg.weights or [1.0] * len(names)
-    found = [_find_function(name, cfg) for name in names]
-    return Rewards(*zip(weights, found, names, strict=True))
+    return Rewards(*zip(weights, functions, names, strict=True))
 
 
 def _find_function(name: str, cfg: RewardConfig) -> RewardFunction:
@@ -208,7 +203,7 @@ def python_tests(prompt: RowPrompt, completion: str, row: dict) -> float:
     return float(result.status == "ok" and result.output.rstrip().endswith(secret))
 
 
-REWARDS: dict[str, RewardFunction] = {
+REWARDS = {
     "exact": exact,
     "final_answer": final_answer,
     "math_verify": verify_math,

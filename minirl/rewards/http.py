@@ -25,6 +25,7 @@ import httpx
 
 from minirl.config.shared import RewardConfig
 from minirl.errors import UserError
+from minirl.rewards import RowPrompt
 
 
 class RemoteReward:
@@ -53,7 +54,7 @@ class RemoteReward:
         self.waiting: list[tuple[str, str, object]] = []
         self.rewards: Future[list[float]] = Future()
 
-    def __call__(self, prompt: str | list[dict], completion: str, row: dict) -> float:
+    def __call__(self, prompt: RowPrompt, completion: str, row: dict) -> float:
         """Return the endpoint's reward of `row["rendered_prompt"]` with this completion.
 
         Raises:
@@ -73,8 +74,8 @@ class RemoteReward:
         with self.lock:
             sent = self.waiting
             self.waiting = []
-        columns = zip(*sent, strict=True)
-        body = dict(zip(("query", "prompts", "labels"), map(list, columns), strict=True))
+        queries, prompts, labels = zip(*sent, strict=True)
+        body = {"query": queries, "prompts": prompts, "labels": labels}
         for attempt in range(self.cfg.retries + 1):
             if attempt:
                 time.sleep(self.cfg.backoff_seconds * 2 ** (attempt - 1))
@@ -85,7 +86,14 @@ class RemoteReward:
                 problem = f"{type(error).__name__}: {error}"
                 continue
             if response.is_success:
-                return self._read_rewards(response, url, len(sent))
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    rewards = response.json()["rewards"]
+                    if len(rewards) == len(sent):
+                        return list(rewards)
+                raise UserError(
+                    f"reward.function = {self.name}: {url} answered {response.text[:200]!r} "
+                    f'to {len(sent)} queries; it must answer {{"rewards": [one number for each]}}'
+                )
             problem = f"status {response.status_code}: {response.text[:200]}"
             if response.status_code < 500 and response.status_code not in (408, 429):
                 break  # another try would not help
@@ -94,16 +102,6 @@ class RemoteReward:
             f"(reward.retries = {self.cfg.retries}, "
             f"reward.timeout_seconds = {self.cfg.timeout_seconds}), the last with {problem}; "
             "see that it runs and can be reached from every node"
-        )
-
-    def _read_rewards(self, response: httpx.Response, url: str, num: int) -> list[float]:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            rewards = response.json()["rewards"]
-            if len(rewards) == num:
-                return list(rewards)
-        raise UserError(
-            f"reward.function = {self.name}: {url} answered {response.text[:200]!r} "
-            f'to {num} queries; it must answer {{"rewards": [one number for each]}}'
         )
 
 
@@ -126,7 +124,7 @@ def serve(score: Callable[[list[str]], list[float]], host: str, port: int) -> No
     @app.post("/")
     @app.post("/get_reward")
     async def get_reward(query: Annotated[list[str], Body(embed=True)]) -> dict[str, list[float]]:
-        return {"rewards": list(score(query))}  # in the loop itself, so one at a time
+        return {"rewards": score(query)}  # in the loop itself, so one at a time
 
     with bind(host, port) as bound_socket:
         uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[bound_socket])

@@ -64,17 +64,25 @@ class RewardModel:
     def __call__(self, trajectories: list[Trajectory]) -> list[float]:
         """Return the scores of this rank's sequences; all ranks share the work. Collective."""
         mesh = self.model.mesh
-        examples = [
-            self._make_example(number * mesh.world_size + mesh.rank, t)
-            for number, t in enumerate(trajectories)
-        ]
-        scores = {
-            (t.group, t.episode): float(values[-1])
-            for t, values in annotate_examples(self.model, examples, self.tokens_per_rank)
-        }
+        examples = []
+        for number, t in enumerate(trajectories):
+            # The token that ends the sequence, and one more, whose row is the end's.
+            end = [] if len(t.tokens) and t.tokens[-1] in self.stop_ids else [self.end_id]
+            tokens = np.append(t.tokens, [*end, self.end_id]).astype(np.int32)
+            examples.append(
+                Trajectory(
+                    tokens=tokens,
+                    sampled=np.append(t.sampled, [False] * len(end) + [True]),
+                    logprobs=np.zeros(len(tokens), np.float32),
+                    group=t.group,  # Siblings keep sharing their prompt.
+                    episode=number * mesh.world_size + mesh.rank,  # Each example has its own.
+                )
+            )
+        annotated = annotate_examples(self.model, examples, self.tokens_per_rank)
+        scores = {example.episode: float(values[-1]) for example, values in annotated}
         for others in mesh.gather(scores):
-            scores.update(others)
-        return [scores[t.group, t.episode] for t in examples]
+            scores |= others
+        return [scores[example.episode] for example in examples]
 
     def grade(self, trajectories: list[Trajectory]) -> None:
         """Add the weighted scores to the rewards of this rank's trajectories.
@@ -88,9 +96,8 @@ class RewardModel:
         self.model.sleeper.wake_parameters()
         scores = self(trajectories)
         self.model.sleeper.sleep_parameters()
-        pairs = zip(trajectories, scores, strict=True)
-        last_scores: dict[tuple[int, int], float] = {}
-        for t, score in sorted(pairs, key=lambda pair: pair[0].segment):
+        last_scores = {}
+        for t, score in zip(trajectories, scores, strict=True):  # Segments are in their order.
             last_scores[t.group, t.episode] = score
         for t in trajectories:
             score = last_scores[t.group, t.episode]
@@ -101,18 +108,3 @@ class RewardModel:
                 )
             t.info.setdefault("rewards", {})["model"] = score
             t.reward += self.weight * score
-
-    def _make_example(self, number: int, t: Trajectory) -> Trajectory:
-        """Return the sequence with the token that ends it, and one more, whose row is the end's.
-
-        Siblings keep sharing their prompt.
-        """
-        end = [] if len(t.tokens) and t.tokens[-1] in self.stop_ids else [self.end_id]
-        tokens = np.append(t.tokens, [*end, self.end_id]).astype(np.int32)
-        return Trajectory(
-            tokens=tokens,
-            sampled=np.append(t.sampled, [False] * len(end) + [True]),
-            logprobs=np.zeros(len(tokens), np.float32),
-            group=t.group,
-            episode=number,
-        )

@@ -13,14 +13,14 @@ them ends the run with an error.
 
 import asyncio
 import inspect
-from collections.abc import Callable
 
 from minirl.config.lookup import find_function
+from minirl.rewards import RewardFunction, RowPrompt
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids", "rendered_prompt")
 
 
-def reward(place: str) -> Callable[[str | list[dict], str, dict], float]:
+def reward(place: str) -> RewardFunction:
     """Return the reward function at `place`, file.py:function.
 
     Raises:
@@ -28,7 +28,7 @@ def reward(place: str) -> Callable[[str | list[dict], str, dict], float]:
     """
     function = find_function("reward.function", place, {})
 
-    def score(prompt: str | list[dict], completion: str, row: dict) -> float:
+    def score(prompt: RowPrompt, completion: str, row: dict) -> float:
         columns = {name: [value] for name, value in row.items() if name not in NOT_COLUMNS}
         message = [{"role": "assistant", "content": completion}]
         given = completion if isinstance(prompt, str) else message

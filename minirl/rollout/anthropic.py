@@ -15,19 +15,23 @@ def to_chat(body: JSONObject) -> JSONObject:
     Raises:
         KeyError, TypeError, AttributeError: `body` is malformed.
     """
-    messages: list[JSONObject] = []
+    messages = []
     if body.get("system"):
         messages.append({"role": "system", "content": body["system"]})
     for message in body["messages"]:
         messages += _to_chat_messages(message)
     tools = []
     for tool in body.get("tools") or ():
-        function = {
-            "name": tool["name"],
-            "description": tool.get("description", ""),
-            "parameters": tool["input_schema"],
-        }
-        tools.append({"type": "function", "function": function})
+        tools.append(
+            {
+                "type": "function",
+                "function": {
+                    "name": tool["name"],
+                    "description": tool.get("description", ""),
+                    "parameters": tool["input_schema"],
+                },
+            }
+        )
     tool_choice = body.get("tool_choice")
     return {
         "messages": messages,
@@ -41,20 +45,23 @@ def to_chat(body: JSONObject) -> JSONObject:
 
 def _to_chat_messages(message: JSONObject) -> list[JSONObject]:
     """Return the results of tools as messages of their own, then what else the message has."""
-    messages: list[JSONObject] = []
-    parts: list[JSONObject] = []
-    tool_calls: list[JSONObject] = []
-    blocks = message["content"]
-    if isinstance(blocks, str):
-        blocks = [{"type": "text", "text": blocks}]
-    for block in blocks:
+    if isinstance(message["content"], str):
+        return [message]
+    messages = []
+    parts = []
+    tool_calls = []
+    for block in message["content"]:
         if block["type"] == "tool_use":
             function = {"name": block["name"], "arguments": json.dumps(block["input"])}
             tool_calls.append({"id": block["id"], "function": function})
         elif block["type"] == "tool_result":
-            call_id = block["tool_use_id"]
-            content = block.get("content")
-            messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": block["tool_use_id"],
+                    "content": block.get("content"),
+                }
+            )
         elif block["type"] == "image":
             source = block["source"]
             url = f"data:{source['media_type']};base64,{source['data']}"
@@ -66,65 +73,83 @@ def _to_chat_messages(message: JSONObject) -> list[JSONObject]:
     return messages
 
 
-def _message(response: PendingResponse) -> JSONObject:
-    """Return Anthropic's message of the response so far, which has one choice."""
-    (choice,) = response.choices
-    name = response.head["id"]
-    content: list[JSONObject] = []
-    if choice.visible_text:
-        content.append({"type": "text", "text": choice.visible_text})
-    for number, (function, arguments) in enumerate(choice.tool_calls):
-        call_id = f"toolu_{name}_{number}"
-        content.append({"type": "tool_use", "id": call_id, "name": function, "input": arguments})
-    stop_reason = STOP_REASONS.get(choice.finish_reason)
-    if choice.stop_string and not choice.tool_calls:
-        stop_reason = "stop_sequence"
-    usage = response.usage()
-    return {
-        "id": name,
-        "type": "message",
-        "role": "assistant",
-        "model": response.head["model"],
-        "content": content,
-        "stop_reason": stop_reason,
-        "stop_sequence": choice.stop_string,
-        "usage": {
-            "input_tokens": usage["prompt_tokens"],
-            "output_tokens": usage["completion_tokens"],
-        },
-    }
+class AnthropicResponse(PendingResponse):
+    """The response to a request for a message."""
 
+    def _message(self) -> JSONObject:
+        """Return Anthropic's message of the response so far, which has one choice."""
+        (choice,) = self.choices
+        name = self.head["id"]
+        content: list[JSONObject] = []
+        if choice.visible_text:
+            content.append({"type": "text", "text": choice.visible_text})
+        for number, (function, arguments) in enumerate(choice.tool_calls):
+            content.append(
+                {
+                    "type": "tool_use",
+                    "id": f"toolu_{name}_{number}",
+                    "name": function,
+                    "input": arguments,
+                }
+            )
+        stop_reason = STOP_REASONS.get(choice.finish_reason)
+        if choice.stop_string and not choice.tool_calls:
+            stop_reason = "stop_sequence"
+        usage = self.usage()
+        return {
+            "id": name,
+            "type": "message",
+            "role": "assistant",
+            "model": self.head["model"],
+            "content": content,
+            "stop_reason": stop_reason,
+            "stop_sequence": choice.stop_string,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "output_tokens": usage["completion_tokens"],
+            },
+        }
 
-async def body(response: PendingResponse) -> JSONObject:
-    """Return the whole response. Raises what its `chunks` does."""
-    async for _ in response.chunks():
-        pass
-    return _message(response)
+    async def body(self) -> JSONObject:
+        """Return the whole response. Raises what its `chunks` does."""
+        async for _ in self.chunks():
+            pass
+        return self._message()
 
-
-async def events(response: PendingResponse) -> AsyncIterator[str]:
-    """Yield the response as server-sent events. Raises what its `chunks` does."""
-    begin = _message(response) | {"content": [], "stop_reason": None, "stop_sequence": None}
-    yield event(type="message_start", message=begin)
-    text_began = False
-    async for chunk in response.chunks():
-        text = chunk["delta"]["content"]
-        if not text:
-            continue
-        if not text_began:
-            block = {"type": "text", "text": ""}
-            yield event(type="content_block_start", index=0, content_block=block)
-            text_began = True
-        delta = {"type": "text_delta", "text": text}
-        yield event(type="content_block_delta", index=0, delta=delta)
-    message = _message(response)
-    for index, block in enumerate(message["content"]):
-        if block["type"] == "tool_use":
-            call = block | {"input": {}}
-            yield event(type="content_block_start", index=index, content_block=call)
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-            yield event(type="content_block_delta", index=index, delta=delta)
-        yield event(type="content_block_stop", index=index)
-    end = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
-    yield event(type="message_delta", delta=end, usage=message["usage"])
-    yield event(type="message_stop")
+    async def events(self) -> AsyncIterator[str]:
+        """Yield the response as server-sent events. Raises what its `chunks` does."""
+        yield event(
+            type="message_start",
+            message=self._message() | {"content": [], "stop_reason": None, "stop_sequence": None},
+        )
+        text_began = False
+        async for chunk in self.chunks():
+            text = chunk["delta"]["content"]
+            if not text:
+                continue
+            if not text_began:
+                yield event(
+                    type="content_block_start", index=0, content_block={"type": "text", "text": ""}
+                )
+                text_began = True
+            yield event(
+                type="content_block_delta", index=0, delta={"type": "text_delta", "text": text}
+            )
+        message = self._message()
+        for index, block in enumerate(message["content"]):
+            if block["type"] == "tool_use":
+                yield event(
+                    type="content_block_start", index=index, content_block=block | {"input": {}}
+                )
+                yield event(
+                    type="content_block_delta",
+                    index=index,
+                    delta={"type": "input_json_delta", "partial_json": json.dumps(block["input"])},
+                )
+            yield event(type="content_block_stop", index=index)
+        yield event(
+            type="message_delta",
+            delta={name: message[name] for name in ("stop_reason", "stop_sequence")},
+            usage=message["usage"],
+        )
+        yield event(type="message_stop")

@@ -12,7 +12,7 @@ the spaces behind them. What is appended is therefore encoded and decoded togeth
 before it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,11 +60,13 @@ class Segment:
     num_completions: int = 0
     images: list[ImageSpan] = field(default_factory=list)
 
-    def append_prompt(self, tokens: list[int], text: str, images: Sequence[ImageSpan] = ()) -> None:
-        """Append tokens that the policy reads, with their text and their images."""
-        self.images += images
-        unsampled = Completion(tokens, [0.0] * len(tokens), versions=[-1] * len(tokens))
-        self._append(unsampled, text, sampled=False)
+    def append_prompt(self, prompt: Prompt) -> None:
+        """Append what the policy reads."""
+        self.images += prompt.images
+        num = len(prompt.tokens)
+        self._append(
+            Completion(prompt.tokens, [0.0] * num, versions=[-1] * num), prompt.text, sampled=False
+        )
 
     def append_completion(self, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
         """Append what the policy sampled.
@@ -89,9 +91,12 @@ class Segment:
         self.versions += completion.versions
         self.turn_rewards += [0.0] * len(completion.tokens)
 
-    def images_begin(self, urls: Sequence[str]) -> bool:
-        """Return whether the segment's images are the first ones of `urls`."""
-        return [image.url for image in self.images] == list(urls[: len(self.images)])
+    def begins(self, prompt: str | list[int], urls: Sequence[str]) -> bool:
+        """Return whether a prompt begins with this segment: a text with images, or tokens."""
+        if isinstance(prompt, str):
+            images = [image.url for image in self.images]
+            return prompt.startswith(self.text) and images == list(urls[: len(images)])
+        return prompt[: len(self.tokens)] == self.tokens
 
     def end(self) -> int:
         """Return the number of tokens up to the last sampled one, that included; 0 if none was."""
@@ -103,12 +108,12 @@ class Segment:
             self.turn_rewards[end - 1] += reward
 
 
-def unexpanded(tokens: list[int], images: Iterable[ImageSpan]) -> list[int]:
+def unexpanded(tokens: list[int], images: Sequence[ImageSpan]) -> list[int]:
     """Return the tokens with one token for each image, as the engine takes them."""
-    repeated: set[int] = set()
-    for image in images:
-        repeated.update(range(image.start + 1, image.start + image.num_tokens))
-    return [token for i, token in enumerate(tokens) if i not in repeated]
+    out = list(tokens)
+    for image in reversed(images):
+        del out[image.start + 1 : image.start + image.num_tokens]
+    return out
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int], **options: bool) -> str:
@@ -164,36 +169,28 @@ class Conversation:
             prompt: A text with all its special tokens, or tokens.
             urls: Images of a text, as data URLs.
         """
-        if not isinstance(prompt, str):
-            segment = (
-                _longest(s for s in self.segments if prompt[: len(s.tokens)] == s.tokens)
-                or Segment()
+        segment = self._longest(urls, prompt) or Segment()
+        if isinstance(prompt, str):
+            added = self._read(
+                prompt[len(segment.text) :], segment.tokens, urls[len(segment.images) :]
             )
-            added = decode_after(self.tokenizer, segment.tokens, prompt[len(segment.tokens) :])
-            return Prompt(prompt, segment.text + added, segment.images)
-        segment = (
-            _longest(s for s in self.segments if prompt.startswith(s.text) and s.images_begin(urls))
-            or Segment()
+        else:
+            tokens = prompt[len(segment.tokens) :]
+            added = Prompt(tokens, decode_after(self.tokenizer, segment.tokens, tokens), [])
+        return Prompt(
+            segment.tokens + added.tokens, segment.text + added.text, segment.images + added.images
         )
-        ids = self._encode(prompt[len(segment.text) :], segment.tokens)
-        tokens, spans = self._expand(ids, urls[len(segment.images) :], len(segment.tokens))
-        return Prompt(segment.tokens + tokens, prompt, segment.images + spans)
 
     def append_prompt(self, prompt: Prompt) -> Segment:
         """Append a tokenized prompt to the longest segment that it continues, or to a new one."""
         urls = [image.url for image in prompt.images]
-        known = _longest(
-            s
-            for s in self.segments
-            if prompt.tokens[: len(s.tokens)] == s.tokens
-            and prompt.text.startswith(s.text)
-            and s.images_begin(urls)
-        )
-        segment = known or self._new_segment()
+        segment = self._longest(urls, prompt.text, prompt.tokens) or self._new_segment()
         segment.append_prompt(
-            prompt.tokens[len(segment.tokens) :],
-            prompt.text[len(segment.text) :],
-            prompt.images[len(segment.images) :],
+            Prompt(
+                prompt.tokens[len(segment.tokens) :],
+                prompt.text[len(segment.text) :],
+                prompt.images[len(segment.images) :],
+            )
         )
         return segment
 
@@ -202,27 +199,35 @@ class Conversation:
     ) -> Segment:
         """Append tokens or a raw text, with one token for each image, to `segment` or a new one."""
         segment = segment or self._new_segment()
-        if isinstance(raw, str):
-            text = raw
-            ids = self._encode(raw, segment.tokens)
-        else:
-            text = decode_after(self.tokenizer, segment.tokens, raw)
-            ids = list(raw)
-        tokens, spans = self._expand(ids, urls, len(segment.tokens))
-        segment.append_prompt(tokens, text, spans)
+        segment.append_prompt(self._read(raw, segment.tokens, urls))
         return segment
 
-    def _expand(
-        self, ids: list[int], urls: Sequence[str], begin: int
-    ) -> tuple[list[int], list[ImageSpan]]:
-        """Repeat the token of each image as often as the image has tokens, from place `begin`."""
+    def _longest(self, urls: Sequence[str], *prompts: str | list[int]) -> Segment | None:
+        """Return the longest segment that a prompt begins with, in all the forms it is given in."""
+        segments = self.segments
+        for prompt in prompts:
+            segments = [segment for segment in segments if segment.begins(prompt, urls)]
+        return max(segments, key=lambda segment: len(segment.tokens), default=None)
+
+    def _read(self, raw: list[int] | str, before: list[int], urls: Sequence[str]) -> Prompt:
+        """Return tokens or a text as they follow the tokens `before`.
+
+        The token of each image is repeated as often as the image has tokens.
+        """
+        if isinstance(raw, str):
+            text = raw
+            tokens = self._encode(raw, before)
+        else:
+            text = decode_after(self.tokenizer, before, raw)
+            tokens = raw
         if self.vision:
-            return self.vision.expand(ids, urls, begin)
+            tokens, spans = self.vision.expand(tokens, urls, len(before))
+            return Prompt(tokens, text, spans)
         if urls:
             raise UserError(
                 "a chat has images, and policy.model reads none; use a model of a family that does"
             )
-        return ids, []
+        return Prompt(tokens, text, [])
 
     def _encode(self, text: str, before: list[int]) -> list[int]:
         """Return the tokens of `text` as it follows the tokens `before`.
@@ -259,23 +264,20 @@ class Conversation:
             end = segment.end()
             if not end:
                 continue
-            trajectory = Trajectory(
-                tokens=np.array(segment.tokens[:end], np.int32),
-                sampled=np.array(segment.sampled[:end], np.bool_),
-                logprobs=np.array(segment.logprobs[:end], np.float32),
-                turn_rewards=np.array(segment.turn_rewards[:end], np.float32),
-                versions=np.array(segment.versions[:end], np.int32),
-                images=[image for image in segment.images if image.start < end],
-                info=info,
-                reward=reward,
-                group=group,
-                episode=episode,
-                segment=len(trajectories),
-                version=min(version for version in segment.versions if version >= 0),
+            trajectories.append(
+                Trajectory(
+                    tokens=np.array(segment.tokens[:end], np.int32),
+                    sampled=np.array(segment.sampled[:end], np.bool_),
+                    logprobs=np.array(segment.logprobs[:end], np.float32),
+                    turn_rewards=np.array(segment.turn_rewards[:end], np.float32),
+                    versions=np.array(segment.versions[:end], np.int32),
+                    images=[image for image in segment.images if image.start < end],
+                    info=info,
+                    reward=reward,
+                    group=group,
+                    episode=episode,
+                    segment=len(trajectories),
+                    version=min(version for version in segment.versions if version >= 0),
+                )
             )
-            trajectories.append(trajectory)
         return trajectories
-
-
-def _longest(segments: Iterable[Segment]) -> Segment | None:
-    return max(segments, key=lambda segment: len(segment.tokens), default=None)

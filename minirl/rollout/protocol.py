@@ -5,6 +5,7 @@ answers, and samples as the run says, because it is trained on those log-probs. 
 cannot do (other forms of output, alternatives to the sampled tokens, forced tool calls) is refused.
 """
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass, field
@@ -18,12 +19,14 @@ from minirl.errors import UserError
 from minirl.rollout.conversation import Completion, Prompt, decode, decode_after
 from minirl.rollout.engine_loop import Request
 
+# Tool calls are written as <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
 TOOL_CALL = "<tool_call>"
 _TOOL_CALLS = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 _UNSUPPORTED = ("top_logprobs", "response_format", "echo", "suffix")
 
 JSONObject = dict[str, Any]  # an object
 ToolCall = tuple[str, dict]  # name and arguments
+Content = str | list[dict]  # of a message: a text, or parts
 
 
 class BadRequest(UserError):
@@ -38,15 +41,16 @@ class BadRequest(UserError):
     def body(self) -> JSONObject:
         """Return the body of the response, in OpenAI's form and Anthropic's at once."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        error = {"message": str(self), "type": kind, "param": None, "code": self.code}
-        return {"type": "error", "error": error}
+        return {
+            "type": "error",
+            "error": {"message": str(self), "type": kind, "param": None, "code": self.code},
+        }
 
 
-def _as_list(prompt: Any) -> Any:
-    """Return a list of prompts also where a request has a single one: a text or token ids."""
-    if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], str | list)):
-        return prompt
-    return None if prompt is None else [prompt]
+def _as_list(value: Any) -> Any:
+    """Return a list of texts or of token ids also where a request has a single one of them."""
+    is_list = isinstance(value, list) and (not value or isinstance(value[0], str | list))
+    return value if is_list or value is None else [value]
 
 
 class CompletionRequest(BaseModel, extra="allow"):
@@ -61,7 +65,7 @@ class CompletionRequest(BaseModel, extra="allow"):
         None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
     # A completion is sampled until its text has one of these in it, and is sent up to before it.
-    stop: str | list[str] | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
     stream: bool | None = None
     stream_options: JSONObject | None = None
     # Of every sampled token, those included that end the completion or do not show in its text. In
@@ -71,17 +75,12 @@ class CompletionRequest(BaseModel, extra="allow"):
     tool_choice: Literal["auto", "none"] | None = None
 
     @property
-    def stops(self) -> list[str]:
-        """The stop strings."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
-        return [stop for stop in stops or () if stop]
-
-    @property
     def markers(self) -> list[str]:
         """What the client does not see, nor a text that may become it: what follows is hidden."""
+        markers = list(self.stop or ())
         if self.tools and self.tool_choice != "none":
-            return [*self.stops, TOOL_CALL]
-        return self.stops
+            markers.append(TOOL_CALL)
+        return markers
 
     def render_prompts(
         self, tokenizer: PreTrainedTokenizerBase, sampled_texts: dict[str, str]
@@ -119,7 +118,7 @@ def _to_template_message(message: JSONObject, sampled_texts: dict[str, str]) -> 
     """Return a message as chat templates want it; the policy's own as it was sampled."""
     role = message["role"]
     content = _to_template_content(message.get("content") or "")
-    tool_calls: list[ToolCall] = []
+    tool_calls = []
     for call in message.get("tool_calls") or ():
         function = call["function"]
         tool_calls.append((function["name"], json.loads(function["arguments"])))
@@ -139,13 +138,13 @@ def _to_template_message(message: JSONObject, sampled_texts: dict[str, str]) -> 
     return template_message
 
 
-def _to_template_content(content: str | list[dict]) -> str | list[dict]:
+def _to_template_content(content: Content) -> Content:
     """Return the text of a content, or its parts if images are among them."""
     if isinstance(content, str):
         return content
+    types = {part["type"] for part in content}
     urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
-    known = all(part["type"] in ("text", "image_url") for part in content)
-    if not known or not all(url.startswith("data:") for url in urls):
+    if types - {"text", "image_url"} or not all(url.startswith("data:") for url in urls):
         raise UserError(
             "a content is made of parts of type text and image_url, "
             "and an image must come as a data URL"
@@ -155,7 +154,7 @@ def _to_template_content(content: str | list[dict]) -> str | list[dict]:
     return "\n".join(part["text"] for part in content)
 
 
-def completion_key(content: str | list[dict], tool_calls: list[ToolCall]) -> str:
+def completion_key(content: Content, tool_calls: list[ToolCall]) -> str:
     """Return a key of a completion, made of what a client sends back of it in later requests."""
     return json.dumps([content, tool_calls], sort_keys=True)
 
@@ -196,15 +195,20 @@ class Choice:
             return
         self.num_read = len(tokens)
         self.text += text
-        if found := _find(self.request.stops, self.text):
-            end, self.stop_string = min(found)
-            self.text = self.text[:end]
+        end, self.stop_string = _find_first(self.request.stop or [], self.text)
+        self.text = self.text[:end]
 
     def finish(self) -> None:
         """Read the last tokens, and set the tool calls and the finish reason."""
         self.read_new_tokens(last=True)
         if TOOL_CALL in self.request.markers:
-            self.tool_calls = _parse_tool_calls(self.text)
+            # In the form of Qwen and Hermes models. If one of them cannot be read there are none at
+            # all, so that the client sees the text.
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                calls = [json.loads(call) for call in _TOOL_CALLS.findall(self.text)]
+                self.tool_calls = [
+                    (call["name"], dict(call.get("arguments", {}))) for call in calls
+                ]
         if self.tool_calls:
             self.finish_reason = "tool_calls"
         elif self.engine_request.done.stopped or self.stop_string is not None:
@@ -217,10 +221,10 @@ class Choice:
         """The text that no later token changes; at the end, what stands before the tool calls."""
         if self.finish_reason and not self.tool_calls:
             return self.text
-        if found := _find(self.request.markers, self.text):
-            return self.text[: min(found)[0]]
-        longest = max(map(len, self.request.markers), default=1)
-        return self.text[: max(0, len(self.text) + 1 - longest)]
+        end, marker = _find_first(self.request.markers, self.text)
+        if marker is None:
+            end = max(0, end + 1 - max(map(len, self.request.markers), default=1))
+        return self.text[:end]
 
     def completion(self) -> Completion:
         """Return the tokens to train on: up to the stop string, if one was found."""
@@ -238,9 +242,7 @@ class Choice:
         visible_text = self.visible_text
         if len(visible_text) == self.num_sent and not self.finish_reason:
             return None
-        is_first = self.num_sent == 0
         text = visible_text[self.num_sent :]
-        self.num_sent = len(visible_text)
         chunk: JSONObject = {"index": self.index, "finish_reason": self.finish_reason or None}
         logprobs = self.request.logprobs  # 0 asks for them, too
         if self.finish_reason and logprobs is not None and logprobs is not False:
@@ -248,12 +250,13 @@ class Choice:
         if self.request.messages is None:
             chunk["text"] = text
         else:
-            chunk["delta" if self.request.stream else "message"] = self._message(text, is_first)
+            chunk["delta" if self.request.stream else "message"] = self._message(text)
+        self.num_sent = len(visible_text)
         return chunk
 
-    def _message(self, text: str, is_first: bool) -> JSONObject:
+    def _message(self, text: str) -> JSONObject:
         """Return a message of a chat, or the delta of one."""
-        message: JSONObject = {"role": "assistant"} if is_first else {}
+        message: JSONObject = {} if self.num_sent else {"role": "assistant"}
         message["content"] = text
         if not self.tool_calls:
             return message
@@ -276,29 +279,21 @@ class Choice:
         tokens = [decode(self.tokenizer, [token]) for token in completion.tokens]
         if self.request.messages is None:
             return {"tokens": tokens, "token_logprobs": completion.logprobs}
-        content: list[JSONObject] = [
-            {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for token, logprob in zip(tokens, completion.logprobs, strict=True)
-        ]
-        return {"content": content}
+        return {
+            "content": [
+                {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
+                for token, logprob in zip(tokens, completion.logprobs, strict=True)
+            ]
+        }
 
 
-def _find(markers: list[str], text: str) -> list[tuple[int, str]]:
-    """Return where each marker that is in the text begins first."""
-    return [(text.find(marker), marker) for marker in markers if marker in text]
+def _find_first(markers: list[str], text: str) -> tuple[int, str | None]:
+    """Return where the first of the markers in the text begins, and which it is.
 
-
-def _parse_tool_calls(text: str) -> list[ToolCall]:
-    """Return the tool calls of a text in the form of Qwen and Hermes models.
-
-    That is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. If one of them cannot be
-    read there are none at all, so that the client sees the text.
+    Without one in it that is (its length, None).
     """
-    try:
-        calls = [json.loads(call) for call in _TOOL_CALLS.findall(text)]
-        return [(call["name"], dict(call.get("arguments", {}))) for call in calls]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []
+    places = [(text.find(marker), marker) for marker in markers if marker and marker in text]
+    return min(places, default=(len(text), None))
 
 
 def event(**data: Any) -> str:

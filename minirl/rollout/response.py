@@ -113,7 +113,7 @@ class PendingResponse:
         async with asyncio.TaskGroup() as group:
             for choice in self.choices:
                 task = group.create_task(self.session.generate(choice.engine_request))
-                if self.request.stream or self.request.stops:  # else the text can wait for the end
+                if self.request.stream or self.request.stop:  # else the text can wait for the end
                     choice.engine_request.on_tokens = partial(self._on_tokens, choice, task)
         conversation = self.session.conversation
         for choice in self.choices:
@@ -161,8 +161,11 @@ class PendingResponse:
 
     async def body(self) -> JSONObject:
         """Return the whole response in OpenAI's form. Raises what `chunks` does."""
-        choices = [choice async for choice in self.chunks()]
-        return self.head | {"choices": choices, "usage": self.usage()}
+        return {
+            **self.head,
+            "choices": [choice async for choice in self.chunks()],
+            "usage": self.usage(),
+        }
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the response as OpenAI's server-sent events. Raises what `chunks` does."""

@@ -77,8 +77,9 @@ class Endpoint:
         self._sessions: dict[str, SessionState] = {}
         self._socket = bind(cfg.host, cfg.port, "endpoint.")
         self.base_url = f"http://{cfg.host}:{self._socket.getsockname()[1]}/v1"
-        paths = (CHAT, COMPLETIONS, MESSAGES)
-        posts = [Route(path, self._post, methods=["POST"]) for path in paths]
+        posts = [
+            Route(path, self._post, methods=["POST"]) for path in (CHAT, COMPLETIONS, MESSAGES)
+        ]
         app = FastAPI(
             openapi_url=None,
             routes=[*posts, Route("/v1/models", self._models)],
@@ -91,7 +92,6 @@ class Endpoint:
                 app,
                 log_config=None,
                 log_level="warning",
-                access_log=False,
                 lifespan="off",
                 ws="none",
                 timeout_keep_alive=10**6,
@@ -136,44 +136,45 @@ class Endpoint:
 
     async def _models(self, http_request: HTTPRequest) -> JSONResponse:
         self._session(http_request)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "minirl"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "minirl"}],
+            }
+        )
 
     async def _post(self, http_request: HTTPRequest) -> Response:
         """Answer a request for completions, in the form of the API that its path belongs to."""
         path = http_request.url.path
         body = await http_request.body()
         session = self._session(http_request)
+        make_response = PendingResponse
         try:
             fields = json.loads(body)
             if path == MESSAGES:
                 fields = anthropic.to_chat(fields)
+                make_response = anthropic.AnthropicResponse
             request = CompletionRequest.model_validate(fields)
             if (request.messages is None) != (path == COMPLETIONS):
                 raise BadRequest("a chat needs `messages`, a completion needs a `prompt`")
-            response = PendingResponse(session, request, http_request.receive)
+            response = make_response(session, request, http_request.receive)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadRequest(f"malformed request: {type(error).__name__}: {error}") from error
         if request.stream:
-            events = anthropic.events(response) if path == MESSAGES else response.events()
-            return StreamingResponse(_with_error(events), media_type="text/event-stream")
-        return JSONResponse(
-            await (anthropic.body(response) if path == MESSAGES else response.body())
-        )
+            return StreamingResponse(_with_error(response.events()), media_type="text/event-stream")
+        return JSONResponse(await response.body())
 
     def _session(self, http_request: HTTPRequest) -> SessionState:
         headers = http_request.headers
-        bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        key = headers.get("x-api-key") or bearer
+        key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         if key not in self._sessions:
             raise BadRequest("the API key belongs to no open session", 401, "invalid_api_key")
         return self._sessions[key]
 
 
 async def _send_error(_: HTTPRequest, error: UserError) -> JSONResponse:
-    if not isinstance(error, BadRequest):
-        error = BadRequest(str(error))
-    return JSONResponse(error.body(), error.status)
+    bad_request = error if isinstance(error, BadRequest) else BadRequest(str(error))
+    return JSONResponse(bad_request.body(), bad_request.status)
 
 
 async def _send_nothing(*_: object) -> JSONResponse:

@@ -28,37 +28,37 @@ ENOSYS = 38
 CLONE_THREAD = 0x10000
 
 # Numbers of system calls: (x86_64, aarch64); None where there is no such call.
-DENIED = {
-    "fork": (57, None),
-    "vfork": (58, None),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "socket": (41, 198),
-    "ptrace": (101, 117),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_open": (434, 434),
-    "pidfd_send_signal": (424, 424),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "io_uring_setup": (425, 425),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "bpf": (321, 280),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "sched_setaffinity": (203, 122),
-    "setpriority": (141, 140),
-}
+DENIED = (
+    (57, None),  # fork
+    (58, None),  # vfork
+    (59, 221),  # execve
+    (322, 281),  # execveat
+    (41, 198),  # socket
+    (101, 117),  # ptrace
+    (129, 138),  # rt_sigqueueinfo
+    (297, 240),  # rt_tgsigqueueinfo
+    (434, 434),  # pidfd_open
+    (424, 424),  # pidfd_send_signal
+    (310, 270),  # process_vm_readv
+    (311, 271),  # process_vm_writev
+    (425, 425),  # io_uring_setup
+    (272, 97),  # unshare
+    (308, 268),  # setns
+    (165, 40),  # mount
+    (321, 280),  # bpf
+    (250, 219),  # keyctl
+    (248, 217),  # add_key
+    (298, 241),  # perf_event_open
+    (323, 282),  # userfaultfd
+    (203, 122),  # sched_setaffinity
+    (141, 140),  # setpriority
+)
 # Calls that are allowed with the own process only: abort() signals itself.
-SELF_ONLY = {
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-}
+SELF_ONLY = (
+    (62, 129),  # kill
+    (200, 130),  # tkill
+    (234, 131),  # tgkill
+)
 CLONE = (56, 220)
 CLONE3 = (435, 435)
 PRLIMIT = (302, 261)
@@ -71,19 +71,18 @@ LANDLOCK_RESTRICT_SELF = 446
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 # Instructions of the kernel's filter machine: (operation, jump if true, jump if false, operand).
-Instruction = tuple[int, int, int, int]
 LOAD = 0x20
 EQUAL = 0x15
 ANY_BIT = 0x45
 AT_LEAST = 0x35
 RETURN = 0x06
-ALLOW: Instruction = (RETURN, 0, 0, 0x7FFF0000)
-KILL: Instruction = (RETURN, 0, 0, 0x80000000)
-DENY: Instruction = (RETURN, 0, 0, 0x00050000 | EPERM)
-NO_SUCH_CALL: Instruction = (RETURN, 0, 0, 0x00050000 | ENOSYS)
-LOAD_NUMBER: Instruction = (LOAD, 0, 0, 0)
-LOAD_ARCHITECTURE: Instruction = (LOAD, 0, 0, 4)
-LOAD_FIRST_ARGUMENT: Instruction = (LOAD, 0, 0, 16)
+ALLOW = (RETURN, 0, 0, 0x7FFF0000)
+KILL = (RETURN, 0, 0, 0x80000000)
+DENY = (RETURN, 0, 0, 0x00050000 | EPERM)
+NO_SUCH_CALL = (RETURN, 0, 0, 0x00050000 | ENOSYS)
+LOAD_NUMBER = (LOAD, 0, 0, 0)
+LOAD_ARCHITECTURE = (LOAD, 0, 0, 4)
+LOAD_FIRST_ARGUMENT = (LOAD, 0, 0, 16)
 
 
 def _call(number: int, *args: object) -> int:
@@ -107,48 +106,41 @@ def landlock(readable: list[str], folder: str) -> None:
     handled = struct.pack("Q", rights)
     ruleset = _call(LANDLOCK_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
 
-    allowed_below = dict.fromkeys(readable, reading)
-    allowed_below |= {folder: rights, "/dev/null": 0b110}
+    allowed_below = {**dict.fromkeys(readable, reading), folder: rights, "/dev/null": 0b110}
     for path, allowed in allowed_below.items():
         if os.path.exists(path):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             allowed &= rights if os.path.isdir(path) else for_files
-            rule = struct.pack("=Qi", allowed, descriptor)
-            _call(LANDLOCK_ADD_RULE, ruleset, 1, rule, 0)
+            _call(LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", allowed, descriptor), 0)
             os.close(descriptor)
     _call(LANDLOCK_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
 
 
-def _only_if(test: int, value: int) -> list[Instruction]:
+def _only_if(test: int, value: int) -> list[tuple[int, int, int, int]]:
     """Allow a call if its first argument passes a test."""
     return [LOAD_FIRST_ARGUMENT, (test, 1, 0, value), DENY, ALLOW]
 
 
-def filter_program(column: int, architecture: int) -> list[Instruction]:
-    """Return the filter, which looks at a call's number and, for some, at its first argument."""
-    # Each rule: numbers of a call, and what to do when it is made.
-    rules: list[tuple[tuple[int, int | None], list[Instruction]]] = []
-    for denied in DENIED.values():
-        rules.append((denied, [DENY]))
-    rules.append((CLONE3, [NO_SUCH_CALL]))  # its flags are out of reach; libraries then use clone
-    rules.append((CLONE, _only_if(ANY_BIT, CLONE_THREAD)))
-    for numbers in SELF_ONLY.values():
-        rules.append((numbers, _only_if(EQUAL, os.getpid())))
-    rules.append((PRLIMIT, _only_if(EQUAL, 0)))
+def seccomp(column: int, architecture: int) -> None:
+    """Install the filter, which looks at a call's number and, for some, at its first argument."""
+    # What to do when a call is made, by its numbers.
+    rules = dict.fromkeys(DENIED, [DENY])
+    rules |= dict.fromkeys(SELF_ONLY, _only_if(EQUAL, os.getpid()))
+    rules |= {
+        CLONE3: [NO_SUCH_CALL],  # its flags are out of reach; libraries then use clone
+        CLONE: _only_if(ANY_BIT, CLONE_THREAD),
+        PRLIMIT: _only_if(EQUAL, 0),
+    }
 
     program = [LOAD_ARCHITECTURE, (EQUAL, 1, 0, architecture), KILL, LOAD_NUMBER]
     program += [(AT_LEAST, 0, 1, 0x40000000), DENY]  # calls of the x32 kind
-    for by_machine, instructions in rules:
-        number = by_machine[column]
+    for numbers, instructions in rules.items():
+        number = numbers[column]
         if number is not None:
             program += [(EQUAL, 0, len(instructions), number), *instructions]
-    return [*program, ALLOW]
+    program.append(ALLOW)
 
-
-def seccomp(column: int, architecture: int) -> None:
-    """Install the filter of system calls."""
-    program = filter_program(column, architecture)
     packed = [struct.pack("=HBBI", *instruction) for instruction in program]
     code = ctypes.create_string_buffer(b"".join(packed))
     filters = struct.pack("@HP", len(program), ctypes.addressof(code))

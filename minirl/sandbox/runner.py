@@ -17,28 +17,25 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from minirl.errors import UserError
 
 INSIDE = Path(__file__).with_name("inside.py")
 # What Python and compiled packages read while they start.
-READABLE = sorted(
-    {
-        sys.prefix,
-        sys.base_prefix,
-        sysconfig.get_path("stdlib"),
-        "/lib",
-        "/lib64",
-        "/usr/lib",
-        "/usr/lib64",
-        "/usr/share/zoneinfo",
-        "/etc/ld.so.cache",
-        "/etc/localtime",
-        "/dev/urandom",
-        "/dev/zero",
-        "/sys/devices/system/cpu",
-    }
+READABLE = (
+    sys.prefix,
+    sys.base_prefix,
+    sysconfig.get_path("stdlib"),
+    "/lib",
+    "/lib64",
+    "/usr/lib",
+    "/usr/lib64",
+    "/usr/share/zoneinfo",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/dev/urandom",
+    "/dev/zero",
+    "/sys/devices/system/cpu",
 )
 
 
@@ -62,10 +59,11 @@ class ProgramResult:
     seconds: float
 
 
-DEFAULT_LIMITS = Limits()
+# By exit code, or minus the signal that ended the process. Another signal: killed; code: error.
+STATUSES = {0: "ok", -signal.SIGXCPU: "timeout", -signal.SIGXFSZ: "disk"}
 
 
-def run(program: str, limits: Limits = DEFAULT_LIMITS) -> ProgramResult:
+def run(program: str, limits: Limits) -> ProgramResult:
     """Run `program` under Python with the packages of this environment.
 
     Blocks; call it from a thread. The program cannot read or write a file outside its folder
@@ -93,23 +91,6 @@ def _run(program: str, limits: Limits) -> ProgramResult:
     start = time.monotonic()
     folder = tempfile.mkdtemp(prefix="minirl-")
     Path(folder, "main.py").write_text(program, encoding="utf-8", errors="surrogatepass")
-    process = _start(folder, limits)
-    try:
-        output, status = _watch(process, folder, limits, start + limits.seconds)
-    finally:
-        process.kill()  # it has no children
-        code = process.wait()
-        _remove(folder)
-
-    if status is None:
-        status = _status_of(code)
-    text = output[: limits.output].decode(errors="replace")
-    if len(output) > limits.output:
-        text += "\n... (cut)"
-    return ProgramResult(status, text, time.monotonic() - start)
-
-
-def _start(folder: str, limits: Limits) -> subprocess.Popen:
     settings = {
         "readable": READABLE,
         "limits": {
@@ -120,7 +101,7 @@ def _start(folder: str, limits: Limits) -> subprocess.Popen:
             "RLIMIT_NOFILE": 256,
         },
     }
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-I", "-B", str(INSIDE), json.dumps(settings)],
         cwd=folder,
         stdin=subprocess.DEVNULL,
@@ -129,16 +110,19 @@ def _start(folder: str, limits: Limits) -> subprocess.Popen:
         start_new_session=True,
         env={"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
     )
+    try:
+        output, status = _watch(process, folder, limits, start + limits.seconds)
+    finally:
+        process.kill()  # it has no children
+        code = process.wait()
+        _remove(folder)
 
-
-def _status_of(code: int) -> str:
-    """Return the status of a process that ended with an exit code (or minus a signal)."""
-    if code == 0:
-        return "ok"
-    if code > 0:
-        return "error"
-    by_signal = {-signal.SIGXCPU: "timeout", -signal.SIGXFSZ: "disk"}
-    return by_signal.get(code, "killed")
+    text = output[: limits.output].decode(errors="replace")
+    if len(output) > limits.output:
+        text += "\n... (cut)"
+    if status is None:
+        status = STATUSES.get(code, "error" if code > 0 else "killed")
+    return ProgramResult(status, text, time.monotonic() - start)
 
 
 def _watch(
@@ -151,7 +135,7 @@ def _watch(
     Returns:
         The output, and why the process has to be ended if it does not end by itself.
     """
-    pipe: IO[bytes] | None = process.stdout
+    pipe = process.stdout
     if pipe is None:
         raise ValueError("the process has no pipe to read from")
     output = b""
@@ -181,7 +165,7 @@ def _size(folder: str) -> int:
     for root, _, files in os.walk(folder):
         for name in files:
             with contextlib.suppress(OSError):
-                total += os.lstat(Path(root, name)).st_size
+                total += Path(root, name).lstat().st_size
     return total
 
 
