@@ -49,11 +49,15 @@ class Trainer(PairTrainer):
             if cache.exists():
                 logprobs = _read_cache(cache, contents)
             else:
-                logprobs = self._compute_logprobs(
-                    self.load_model(cfg.policy, folder, trainable=False)
-                )
+                reference = self.load_model(cfg.policy, folder, trainable=False)
+                logprobs = self._compute_logprobs(reference)
                 if self.mesh.rank == 0:
-                    _write_cache(cache, contents, logprobs)
+                    # The file is there in whole or not at all. The ending is what savez would add.
+                    partial = cache.with_name(cache.name + ".partial.npz")
+                    partial.parent.mkdir(parents=True, exist_ok=True)
+                    about = json.dumps(contents)
+                    np.savez(partial, about=about, **logprobs)  # type: ignore[arg-type]
+                    partial.rename(cache)
             for prefix, rows in self._splits().items():
                 for row in rows.encoded:
                     for side in (0, 1):
@@ -87,18 +91,15 @@ class Trainer(PairTrainer):
         """
         size = self.cfg.batch_size
         reports = self.mesh.rank % self.mesh.num_copies == 0
-        computed: dict[str, np.ndarray] = {}
+        computed = []
         for prefix, rows in self._splits().items():
             for first in range(0, len(rows), size):
                 examples = rows.examples(range(first, min(first + size, len(rows))))
                 for t, logprobs in annotate_examples(reference, examples, self.cfg.tokens_per_rank):
                     if reports:
                         name = f"{prefix}/{rows.row(t.group)}-{t.episode}"
-                        computed[name] = logprobs.astype(np.float32)
-        of_all_ranks: dict[str, np.ndarray] = {}
-        for of_rank in self.mesh.gather(computed):
-            of_all_ranks |= of_rank
-        return of_all_ranks
+                        computed.append((name, logprobs.astype(np.float32)))
+        return dict(sum(self.mesh.gather(computed), []))
 
     def _describe_cache(self, folder: Path) -> dict[str, str]:
         """Return what the reference's log-probs depend on: dtype and hashes. Collective."""
@@ -106,8 +107,8 @@ class Trainer(PairTrainer):
         for rows in self._splits().values():
             for n, pair in rows.encoded.items():
                 hashes.append((n, hashlib.sha256(pickle.dumps(pair)).hexdigest()))
-        of_all_ranks: list[tuple[int, str]] = sum(self.mesh.gather(hashes), [])
-        data = hashlib.sha256(repr(sorted(of_all_ranks)).encode())
+        in_order = sorted(sum(self.mesh.gather(hashes), []))
+        data = hashlib.sha256(repr(in_order).encode())
         weights = hashlib.sha256()
         if self.mesh.rank == 0:
             for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
@@ -132,14 +133,6 @@ def _read_cache(file: Path, contents: dict[str, str]) -> dict[str, np.ndarray]:
             "another file or remove it"
         )
     return logprobs
-
-
-def _write_cache(file: Path, contents: dict[str, str], logprobs: dict[str, np.ndarray]) -> None:
-    """Write the file in whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial.npz")  # the ending that savez would add
-    np.savez(partial, about=json.dumps(contents), **logprobs)  # type: ignore[arg-type]
-    partial.rename(file)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from minirl.data import chat
 from minirl.data.images import Vision, sampling_stops
 from minirl.data.prompts import Prompts, load_rows
 from minirl.envs.registry import make_env
-from minirl.errors import UserError
+from minirl.errors import require
 from minirl.evaluation import evaluate
 from minirl.inputs import ModelFiles, find_other_model
 from minirl.model import build, families
@@ -86,10 +86,8 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
 
 def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
     """Find and check the model to evaluate. Raises UserError."""
-    if not cfg.model:
-        raise UserError("model is empty: give a folder or a hub id with --model")
-    if not cfg.data.eval:
-        raise UserError("data.eval is empty: give a JSONL file or reasoning_gym:NAME")
+    require(cfg.model, "model is empty: give a folder or a hub id with --model")
+    require(cfg.data.eval, "data.eval is empty: give a JSONL file or reasoning_gym:NAME")
     folder = build.find_folder(cfg.model, "model")
     config = build.read_config(folder)
     families.check_supported(
