@@ -240,10 +240,9 @@ def make_scratch(cfg: RLConfig | SupervisedConfig, max_len: int, mesh: Mesh) -> 
     Call it after the last check: a program that refuses its config leaves nothing behind.
     """
     mesh.barrier()  # every rank has looked at the output folder
-    if cfg.policy.model != "scratch":
-        return
-    folder = Path(cfg.output) / "scratch"
-    is_resumed = cfg.resume and folder.exists()  # other weights would be another run
-    if mesh.rank == 0 and not is_resumed:
-        scratch.make_model(cfg.policy.scratch, folder, max_len=max_len, seed=cfg.seed)
-    mesh.barrier()
+    if cfg.policy.model == "scratch":
+        folder = Path(cfg.output) / "scratch"
+        # A resumed run keeps the folder: other weights would be another run.
+        if mesh.rank == 0 and not (cfg.resume and folder.exists()):
+            scratch.make_model(cfg.policy.scratch, folder, max_len=max_len, seed=cfg.seed)
+        mesh.barrier()

@@ -92,7 +92,10 @@ class Trainer(Program):
             self.warm_start()
         self.load_reference(first_step)
         if cfg.algo.advantage == "gae":
-            self.load_critic()
+            folder = self.inputs.critic or self.start_folder
+            self.critic = self.load_model(cfg.critic, folder, score=True)
+            self.run.attach("critic", self.critic)  # and go on with that of the checkpoint
+            self.critic.sleeper.sleep()
         self.run.log.progress("rl", cfg.num_steps, first_step)
         self.progress.add(self.timer.take())
 
@@ -171,8 +174,10 @@ class Trainer(Program):
         # The segments of an episode have the same reward; any of them stands for it.
         episodes = {(t.group, t.episode): t for t in trajectories}
         if self.curriculum:
-            threshold = cfg.eval.threshold
-            results = [(self.curriculum[t.group], t.reward >= threshold) for t in episodes.values()]
+            results = [
+                (self.curriculum[t.group], t.reward >= cfg.eval.threshold)
+                for t in episodes.values()
+            ]
             self.curriculum.record(sum(self.mesh.gather(results), []))
 
         table = torch.tensor(
@@ -196,9 +201,10 @@ class Trainer(Program):
     def make_batches(self, trajectories: list[Trajectory]) -> Minibatches:
         """Spread the trajectories evenly over all ranks, and pack this rank's. Collective."""
         cfg = self.cfg
-        layouts = [model.layout for model in (self.policy, self.ref, self.critic) if model]
         # The models read the same batches.
-        windowed = any(layout.windowed for layout in layouts)
+        windowed = any(
+            model.layout.windowed for model in (self.policy, self.ref, self.critic) if model
+        )
         layout = dataclasses.replace(self.policy.layout, windowed=windowed)
         minibatches = []
         for minibatch in exchange(
@@ -254,9 +260,10 @@ class Trainer(Program):
             warmup_steps = cfg.critic.warmup_steps
             self.critic.sleeper.wake_parameters()
             loss = losses.value(cfg.critic.value_clip)
-            metrics = _update(self.critic, minibatches, loss, cfg.num_steps)
+            critic_metrics = _update(
+                self.critic, minibatches, loss, cfg.num_steps, prefix="critic_"
+            )
             self.critic.sleeper.sleep()
-            critic_metrics = {f"critic_{name}": value for name, value in metrics.items()}
         if step >= warmup_steps:
             loss = losses.policy(cfg.algo, cfg.env.max_tokens, self.kl_coef)
             policy_metrics = _update(self.policy, minibatches, loss, cfg.num_steps - warmup_steps)
@@ -335,13 +342,6 @@ class Trainer(Program):
         self.ref = self.load_model(self.cfg.policy, folder, trainable=False)
         self.ref.sleeper.sleep()
 
-    def load_critic(self) -> None:
-        """Load the critic, or go on with that of the checkpoint."""
-        folder = self.inputs.critic or self.start_folder
-        self.critic = self.load_model(self.cfg.critic, folder, score=True)
-        self.run.attach("critic", self.critic)
-        self.critic.sleeper.sleep()
-
     def refresh_reference(self, step: int) -> None:
         """Make the policy as it is after `step` steps the reference. Collective."""
         folder = self.run.output / "references" / f"step-{step}"
@@ -379,11 +379,14 @@ class Trainer(Program):
             self.generation.close()
 
 
-def _update(model: Policy, minibatches: Minibatches, loss: losses.Loss, num_steps: int) -> Metrics:
+def _update(
+    model: Policy, minibatches: Minibatches, loss: losses.Loss, num_steps: int, prefix: str = ""
+) -> Metrics:
     """Make an optimizer step on each minibatch; the model is trained for `num_steps` RL steps.
 
     Returns:
-        The mean of each metric over the updates; of names that end in `_max`, the maximum.
+        The mean of each metric over the updates; of names that end in `_max`, the maximum. Their
+        names begin with `prefix`.
     """
     updates = []
     for minibatch in minibatches:
@@ -392,7 +395,8 @@ def _update(model: Policy, minibatches: Minibatches, loss: losses.Loss, num_step
     metrics = {}
     for name in updates[0]:
         values = [update[name] for update in updates]
-        metrics[name] = max(values) if name.endswith("_max") else float(np.mean(values))
+        mean_or_max = max(values) if name.endswith("_max") else float(np.mean(values))
+        metrics[prefix + name] = mean_or_max
     return metrics
 
 

@@ -88,8 +88,8 @@ class SupervisedTrainer(Program):
             self.ref = self.load_reference()
             first, second = np.add(self.rows.num_lost, self.held_out.num_lost)
             lost = self.lost.format(first, max_tokens, second)
-            sizes = f"{len(self.rows)} rows, {len(self.held_out)} held out"
-            self.run = TrainingRun(cfg, self.policy, f"{sizes} ({lost})")
+            description = f"{len(self.rows)} rows, {len(self.held_out)} held out ({lost})"
+            self.run = TrainingRun(cfg, self.policy, description)
 
     def train(self) -> None:
         """Train from the first step of the run to the last. All ranks take each step together."""
