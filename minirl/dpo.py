@@ -19,9 +19,9 @@ from minirl.config.supervised import DPOConfig
 from minirl.data.pairs import Pairs
 from minirl.errors import UserError
 from minirl.inputs import find_other_model
-from minirl.policy import Policy, annotate_examples
+from minirl.policy import Minibatch, Policy, annotate_examples
 from minirl.supervised import PairTrainer
-from minirl.types import Packed, Trajectory
+from minirl.types import Trajectory
 
 
 class Trainer(PairTrainer):
@@ -47,7 +47,15 @@ class Trainer(PairTrainer):
             cache = Path(cfg.reference_cache)
             contents = self._describe_cache(folder)
             if cache.exists():
-                logprobs = _read_cache(cache, contents)
+                with np.load(cache) as arrays:
+                    logprobs = dict(arrays)
+                saved = json.loads(str(logprobs.pop("about", "{}")))
+                different = [name for name in contents if saved.get(name) != contents[name]]
+                if different:
+                    raise UserError(
+                        f"reference_cache = {cache} is of another run: its {', '.join(different)} "
+                        "differ; name another file or remove it"
+                    )
             else:
                 reference = self.load_model(cfg.policy, folder, trainable=False)
                 logprobs = self._compute_logprobs(reference)
@@ -68,7 +76,7 @@ class Trainer(PairTrainer):
         """Return the loss of the config: DPO, IPO or hinge."""
         return preference.dpo(self.cfg.algo)
 
-    def make_batches(self, examples: list[Trajectory]) -> list[Packed]:
+    def make_batches(self, examples: list[Trajectory]) -> Minibatch:
         """Return micro-batches with the reference's log-probs."""
         batches = super().make_batches(examples)
         if self.ref:
@@ -90,13 +98,12 @@ class Trainer(PairTrainer):
         Ranks that work on the same sequences have the same log-probs; one of them reports.
         """
         size = self.cfg.batch_size
-        reports = self.mesh.rank % self.mesh.num_copies == 0
         computed = []
         for prefix, rows in self._splits().items():
             for first in range(0, len(rows), size):
                 examples = rows.examples(range(first, min(first + size, len(rows))))
                 for t, logprobs in annotate_examples(reference, examples, self.cfg.tokens_per_rank):
-                    if reports:
+                    if self.mesh.rank % self.mesh.num_copies == 0:
                         name = f"{prefix}/{rows.row(t.group)}-{t.episode}"
                         computed.append((name, logprobs.astype(np.float32)))
         return dict(sum(self.mesh.gather(computed), []))
@@ -119,20 +126,6 @@ class Trainer(PairTrainer):
             "data": data.hexdigest(),
             "reference": self.mesh.gather(weights.hexdigest())[0],
         }
-
-
-def _read_cache(file: Path, contents: dict[str, str]) -> dict[str, np.ndarray]:
-    """Return the log-probs of a cache. Raises UserError if it does not hold `contents`."""
-    with np.load(file) as arrays:
-        logprobs = dict(arrays)
-    saved = json.loads(str(logprobs.pop("about", "{}")))
-    different = [name for name in contents if saved.get(name) != contents[name]]
-    if different:
-        raise UserError(
-            f"reference_cache = {file} is of another run: its {', '.join(different)} differ; name "
-            "another file or remove it"
-        )
-    return logprobs
 
 
 if __name__ == "__main__":

@@ -89,8 +89,9 @@ class Inputs:
         self.prompts = as_tokens(train)
         self.held_out = as_tokens(held_out, shuffle=False)
         num_dropped = self.prompts.check_lengths("data.train", mesh)
-        held_out_setting = "data.eval" if cfg.data.eval else "data.train"
-        num_dropped += self.held_out.check_lengths(held_out_setting, mesh)
+        num_dropped += self.held_out.check_lengths(
+            "data.eval" if cfg.data.eval else "data.train", mesh
+        )
         self.description = (
             f"{len(self.prompts.rows)} training prompts, {len(self.held_out.rows)} held out "
             f"({num_dropped} dropped as too long)"

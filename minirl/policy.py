@@ -282,7 +282,6 @@ class Policy:
 def make_minibatch(
     examples: list[Trajectory],
     policy: Policy,
-    mesh: Mesh,
     tokens_per_rank: int,
     *,
     pairs: bool = False,
@@ -292,12 +291,13 @@ def make_minibatch(
     Args:
         examples: of this rank, any number; they are spread over all ranks.
         policy: the model that will read them.
-        mesh: the ranks.
         tokens_per_rank: token budget of a micro-batch.
         pairs: every group is a pair, whose two sides stay in one micro-batch.
     """
-    (minibatch,) = exchange(examples, mesh, tokens_per_rank, whole_groups=pairs)
-    return [pack(micro, mesh.device, layout=policy.layout, pairs=pairs) for micro in minibatch]
+    (minibatch,) = exchange(examples, policy.mesh, tokens_per_rank, whole_groups=pairs)
+    return [
+        pack(micro, policy.mesh.device, layout=policy.layout, pairs=pairs) for micro in minibatch
+    ]
 
 
 def annotate_examples(

@@ -47,8 +47,7 @@ class Trainer(Program):
         with self.timer.phase("start"):
             self.policy = self.load_model(cfg.policy, inputs.folder)
             # None: rollout.replay runs without an engine.
-            replay = cfg.rollout.replay
-            self.generation = None if replay else Generation(cfg, inputs, self.policy)
+            self.generation = None if cfg.rollout.replay else Generation(cfg, inputs, self.policy)
             if inputs.reward_model:
                 self.reward_model = RewardModel(
                     cfg.policy,
@@ -395,8 +394,7 @@ def _update(
     metrics = {}
     for name in updates[0]:
         values = [update[name] for update in updates]
-        mean_or_max = max(values) if name.endswith("_max") else float(np.mean(values))
-        metrics[prefix + name] = mean_or_max
+        metrics[prefix + name] = max(values) if name.endswith("_max") else float(np.mean(values))
     return metrics
 
 

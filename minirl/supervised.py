@@ -74,10 +74,11 @@ class SupervisedTrainer(Program):
                 seed=cfg.seed,
                 vision=files.vision,
             )
-            held_out_setting = "data.eval" if cfg.data.eval else "data.train"
             self.files = files
             self.rows = as_tokens(train, "data.train")
-            self.held_out = as_tokens(held_out, held_out_setting, shuffle=False)
+            self.held_out = as_tokens(
+                held_out, "data.eval" if cfg.data.eval else "data.train", shuffle=False
+            )
             num_steps = math.ceil(cfg.num_epochs * len(self.rows) / cfg.batch_size)
             self.num_steps = cfg.num_steps or max(1, num_steps)
 
@@ -146,9 +147,7 @@ class SupervisedTrainer(Program):
 
     def make_batches(self, examples: list[Trajectory]) -> Minibatch:
         """Return this rank's micro-batches of one optimizer step. Collective."""
-        return make_minibatch(
-            examples, self.policy, self.mesh, self.cfg.tokens_per_rank, pairs=self.pairs
-        )
+        return make_minibatch(examples, self.policy, self.cfg.tokens_per_rank, pairs=self.pairs)
 
     def make_scores(self, measured: Metrics) -> Metrics:
         """Return the held-out scores: mean negative log-likelihood of the tokens in the loss."""
@@ -182,7 +181,6 @@ def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int:
         How many tokens this rank trained on.
     """
     sft = cfg.sft
-    mesh = policy.mesh
     policy.start_phase(
         dataclasses.replace(
             cfg.policy, lr=sft.lr, lr_schedule="cosine", lr_warmup_steps=sft.lr_warmup_steps
@@ -192,8 +190,9 @@ def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int:
     num_tokens = 0
     for step in range(sft.num_steps):
         numbers = range(step * sft.batch_size, (step + 1) * sft.batch_size)
-        examples = [_example(cfg, inputs, n) for n in numbers[mesh.rank :: mesh.world_size]]
-        batches = make_minibatch(examples, policy, mesh, cfg.tokens_per_rank)
+        numbers_here = numbers[policy.mesh.rank :: policy.mesh.world_size]
+        examples = [_example(cfg, inputs, n) for n in numbers_here]
+        batches = make_minibatch(examples, policy, cfg.tokens_per_rank)
         lr = learning_rate(policy.cfg, step, sft.num_steps)
         metrics = policy.update(batches, losses.sft(), lr)
         num_tokens += sum(sum(batch.lengths) for batch in batches)

@@ -170,9 +170,10 @@ class TrainingRun:
             checkpoint.export(self.policy, self.output / "model", self.mesh)
             if self.cfg.policy.ema_decay:
                 with self.policy.state_awake():
-                    averages = self.policy.averages()
                     folder = self.output / "model_ema"
-                    checkpoint.export(self.policy, folder, self.mesh, weights=averages)
+                    checkpoint.export(
+                        self.policy, folder, self.mesh, weights=self.policy.averages()
+                    )
         self.progress.add(self.timer.take())
         self.log.close()
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
