@@ -99,7 +99,7 @@ def measure(
     seconds = []
     for _ in range(load.steps):
         start = time.process_time()
-        batches = make_minibatch(examples, model, mesh, load.tokens, pairs=name != "SFT")
+        batches = make_minibatch(examples, model, load.tokens, pairs=name != "SFT")
         if ref:
             ref.annotate([batches], "ref_logprobs")
         model.update(batches, loss, model.cfg.lr)

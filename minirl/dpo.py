@@ -19,9 +19,9 @@ from minirl.config.supervised import DPOConfig
 from minirl.data.pairs import Pairs
 from minirl.errors import UserError
 from minirl.inputs import find_other_model
-from minirl.policy import Policy, annotate_examples
+from minirl.policy import Minibatch, Policy, annotate_examples
 from minirl.supervised import PairTrainer
-from minirl.types import Packed, Trajectory
+from minirl.types import Trajectory
 
 
 class Trainer(PairTrainer):
@@ -47,13 +47,25 @@ class Trainer(PairTrainer):
             cache = Path(cfg.reference_cache)
             contents = self._describe_cache(folder)
             if cache.exists():
-                logprobs = _read_cache(cache, contents)
+                with np.load(cache) as arrays:
+                    logprobs = dict(arrays)
+                saved = json.loads(str(logprobs.pop("about", "{}")))
+                different = [name for name in contents if saved.get(name) != contents[name]]
+                if different:
+                    raise UserError(
+                        f"reference_cache = {cache} is of another run: its {', '.join(different)} "
+                        "differ; name another file or remove it"
+                    )
             else:
-                logprobs = self._compute_logprobs(
-                    self.load_model(cfg.policy, folder, trainable=False)
-                )
+                reference = self.load_model(cfg.policy, folder, trainable=False)
+                logprobs = self._compute_logprobs(reference)
                 if self.mesh.rank == 0:
-                    _write_cache(cache, contents, logprobs)
+                    # The file is there in whole or not at all. The ending is what savez would add.
+                    partial = cache.with_name(cache.name + ".partial.npz")
+                    partial.parent.mkdir(parents=True, exist_ok=True)
+                    about = json.dumps(contents)
+                    np.savez(partial, about=about, **logprobs)  # type: ignore[arg-type]
+                    partial.rename(cache)
             for prefix, rows in self._splits().items():
                 for row in rows.encoded:
                     for side in (0, 1):
@@ -64,7 +76,7 @@ class Trainer(PairTrainer):
         """Return the loss of the config: DPO, IPO or hinge."""
         return preference.dpo(self.cfg.algo)
 
-    def make_batches(self, examples: list[Trajectory]) -> list[Packed]:
+    def make_batches(self, examples: list[Trajectory]) -> Minibatch:
         """Return micro-batches with the reference's log-probs."""
         batches = super().make_batches(examples)
         if self.ref:
@@ -86,19 +98,15 @@ class Trainer(PairTrainer):
         Ranks that work on the same sequences have the same log-probs; one of them reports.
         """
         size = self.cfg.batch_size
-        reports = self.mesh.rank % self.mesh.num_copies == 0
-        computed: dict[str, np.ndarray] = {}
+        computed = []
         for prefix, rows in self._splits().items():
             for first in range(0, len(rows), size):
                 examples = rows.examples(range(first, min(first + size, len(rows))))
                 for t, logprobs in annotate_examples(reference, examples, self.cfg.tokens_per_rank):
-                    if reports:
+                    if self.mesh.rank % self.mesh.num_copies == 0:
                         name = f"{prefix}/{rows.row(t.group)}-{t.episode}"
-                        computed[name] = logprobs.astype(np.float32)
-        of_all_ranks: dict[str, np.ndarray] = {}
-        for of_rank in self.mesh.gather(computed):
-            of_all_ranks |= of_rank
-        return of_all_ranks
+                        computed.append((name, logprobs.astype(np.float32)))
+        return dict(sum(self.mesh.gather(computed), []))
 
     def _describe_cache(self, folder: Path) -> dict[str, str]:
         """Return what the reference's log-probs depend on: dtype and hashes. Collective."""
@@ -106,8 +114,8 @@ class Trainer(PairTrainer):
         for rows in self._splits().values():
             for n, pair in rows.encoded.items():
                 hashes.append((n, hashlib.sha256(pickle.dumps(pair)).hexdigest()))
-        of_all_ranks: list[tuple[int, str]] = sum(self.mesh.gather(hashes), [])
-        data = hashlib.sha256(repr(sorted(of_all_ranks)).encode())
+        in_order = sorted(sum(self.mesh.gather(hashes), []))
+        data = hashlib.sha256(repr(in_order).encode())
         weights = hashlib.sha256()
         if self.mesh.rank == 0:
             for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
@@ -118,28 +126,6 @@ class Trainer(PairTrainer):
             "data": data.hexdigest(),
             "reference": self.mesh.gather(weights.hexdigest())[0],
         }
-
-
-def _read_cache(file: Path, contents: dict[str, str]) -> dict[str, np.ndarray]:
-    """Return the log-probs of a cache. Raises UserError if it does not hold `contents`."""
-    with np.load(file) as arrays:
-        logprobs = dict(arrays)
-    saved = json.loads(str(logprobs.pop("about", "{}")))
-    different = [name for name in contents if saved.get(name) != contents[name]]
-    if different:
-        raise UserError(
-            f"reference_cache = {file} is of another run: its {', '.join(different)} differ; name "
-            "another file or remove it"
-        )
-    return logprobs
-
-
-def _write_cache(file: Path, contents: dict[str, str], logprobs: dict[str, np.ndarray]) -> None:
-    """Write the file in whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial.npz")  # the ending that savez would add
-    np.savez(partial, about=json.dumps(contents), **logprobs)  # type: ignore[arg-type]
-    partial.rename(file)
 
 
 if __name__ == "__main__":

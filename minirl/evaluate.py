@@ -16,7 +16,7 @@ from minirl.data import chat
 from minirl.data.images import Vision, sampling_stops
 from minirl.data.prompts import Prompts, load_rows
 from minirl.envs.registry import make_env
-from minirl.errors import UserError
+from minirl.errors import require
 from minirl.evaluation import evaluate
 from minirl.inputs import ModelFiles, find_other_model
 from minirl.model import build, families
@@ -32,30 +32,23 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     # 1. Find and check what the config names.
     resolve_lengths(cfg)
     validate_sampling(cfg)
-    files = find_model(cfg, mesh)
+    folder, config, tokenizer, vision = find_model(cfg, mesh)
     rows = load_rows(cfg.data.eval, "data.eval", cfg.data)
     env_maker = make_env(cfg.env.name)
     rewards = make_rewards(cfg.reward)
-    scorer = find_other_model(cfg.reward.model, files.config, 1, "reward.model", scores=True)
+    scorer = find_other_model(cfg.reward.model, config, 1, "reward.model", scores=True)
     if env_maker().graded:
         rewards.check_rows(rows)
-    prompts = Prompts(
-        rows, files.tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=files.vision
-    )
+    prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=vision)
     num_dropped = prompts.check_lengths("data.eval", mesh)
 
     # 2. Load the models.
     dtype = "bfloat16" if cfg.engine.dtype == "auto" else cfg.engine.dtype
     engine = RolloutEngine(
-        cfg.engine,
-        files.folder,
-        mesh,
-        dtype=dtype,
-        load_weights=True,
-        reads_images=files.vision is not None,
+        cfg.engine, folder, mesh, dtype=dtype, load_weights=True, reads_images=vision is not None
     )
     sampler = Sampler(engine, env_maker, rewards, prompts, cfg)
-    stop_ids = chat.stop_token_ids(files.tokenizer, files.folder)
+    stop_ids = chat.stop_token_ids(tokenizer, folder)
     reward_model = None
     if scorer:
         reward_model = RewardModel(
@@ -63,15 +56,15 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
             scorer,
             mesh,
             stop_ids,
-            files.tokenizer.eos_token_id,
+            tokenizer.eos_token_id,
             max(16384, cfg.engine.max_model_len + 1),
             weight=cfg.reward.model_weight,
         )
 
-    # 3. Sample, score, print.
+    # 3. Sample, score, write.
     sampling = Sampling(
         max_tokens=cfg.rollout.max_tokens,
-        stop_token_ids=sampling_stops(stop_ids, files.vision),
+        stop_token_ids=sampling_stops(stop_ids, vision),
         temperature=cfg.eval.temperature,
         top_p=cfg.rollout.top_p,
         top_k=cfg.rollout.top_k,
@@ -79,17 +72,26 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     )
     result = evaluate(sampler, prompts, cfg.eval, sampling, mesh, reward_model)
     if mesh.rank == 0:
-        write(cfg, len(prompts.rows), num_dropped, result)
+        summary = {
+            "model": cfg.model,
+            "data": cfg.data.eval,
+            "prompts": len(prompts.rows),
+            "dropped": num_dropped,
+            **result["scores"],
+            "answers": result["answers"],
+        }
+        text = json.dumps(summary, indent=2)
+        print(text)
+        if cfg.output:
+            Path(cfg.output).write_text(text + "\n")
     sampler.close()
     engine.close()
 
 
 def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
     """Find and check the model to evaluate. Raises UserError."""
-    if not cfg.model:
-        raise UserError("model is empty: give a folder or a hub id with --model")
-    if not cfg.data.eval:
-        raise UserError("data.eval is empty: give a JSONL file or reasoning_gym:NAME")
+    require(cfg.model, "model is empty: give a folder or a hub id with --model")
+    require(cfg.data.eval, "data.eval is empty: give a JSONL file or reasoning_gym:NAME")
     folder = build.find_folder(cfg.model, "model")
     config = build.read_config(folder)
     families.check_supported(
@@ -100,22 +102,6 @@ def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
     )
     vision = Vision(folder, cfg.engine.max_images) if families.reads_images(config) else None
     return ModelFiles(folder, config, tokenizer, vision)
-
-
-def write(cfg: EvaluateConfig, num_prompts: int, num_dropped: int, result: dict) -> None:
-    """Print the result of `evaluate` as JSON, and write it to `cfg.output`."""
-    summary = {
-        "model": cfg.model,
-        "data": cfg.data.eval,
-        "prompts": num_prompts,
-        "dropped": num_dropped,
-        **result["scores"],
-        "answers": result["answers"],
-    }
-    text = json.dumps(summary, indent=2)
-    print(text)
-    if cfg.output:
-        Path(cfg.output).write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -38,17 +38,16 @@ def breakdown(
     """
     values = list(more)
     for t in episodes:
-        for name, value in t.info.get("rewards", {}).items():
-            values.append((f"reward/{name}", float(value)))
-        for name, value in t.info.get("env", {}).items():
-            values.append((f"env/{name}", float(value)))
+        for kind, key in (("reward", "rewards"), ("env", "env")):
+            for name, value in t.info.get(key, {}).items():
+                values.append((f"{kind}/{name}", float(value)))
         source = t.info["source"]
         if source:
             score = t.info.get("score", t.reward)  # in training, the reward before it was shaped
-            values.append((f"source/{source}/accuracy", float(score >= threshold)))
+            values.append((f"source/{source}/accuracy", score >= threshold))
             values.append((f"source/{source}/reward", score))
     values_of: dict[str, list[float]] = defaultdict(list)
-    for name, value in sorted(itertools.chain.from_iterable(mesh.gather(values))):
+    for name, value in sorted(sum(mesh.gather(values), [])):
         values_of[name].append(value)
     return {name: sum(values) / len(values) for name, values in values_of.items()}
 
@@ -61,15 +60,16 @@ def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) 
     score; `shaped_reward`; and `equal_groups`, the share of groups whose rewards are all equal.
     """
     episodes = [t for t in trajectories if t.segment == 0]
-    values: list[tuple[str, float]] = []
+    values = []
     rewards_of_group: dict[int, set[float]] = defaultdict(set)
     for t in episodes:
         rewards_of_group[t.group].add(t.reward)
         for name in ("answer_tokens", "stopped", "staleness"):
-            values.append((name, float(t.info[name])))
-        values += [("reward", t.info["score"]), ("shaped_reward", t.reward)]
+            values.append((name, t.info[name]))
+        values.append(("reward", t.info["score"]))
+        values.append(("shaped_reward", t.reward))
     for rewards in rewards_of_group.values():
-        values.append(("equal_groups", float(len(rewards) == 1)))
+        values.append(("equal_groups", len(rewards) == 1))
     return breakdown(episodes, threshold, mesh, values)
 
 
@@ -79,7 +79,7 @@ def evaluate(
     cfg: EvalConfig,
     sampling: Sampling,
     mesh: Mesh,
-    reward_model: RewardModel | None = None,
+    reward_model: RewardModel | None,
 ) -> dict:
     """Sample `cfg.samples` answers to every prompt and score them. Collective.
 
@@ -96,32 +96,31 @@ def evaluate(
     if reward_model:
         reward_model.grade(trajectories)
     episodes = [t for t in trajectories if t.segment == 0]
-    values: list[tuple[str, float]] = []
-    for _, group in itertools.groupby(episodes, lambda t: t.group):
-        values += _score_group(list(group), cfg)
 
+    # 1. The means over the answers to each prompt, and whether one of them is correct.
+    values = []
+    for _, group in itertools.groupby(episodes, lambda t: t.group):
+        samples = list(group)
+        correct = [float(t.reward >= cfg.threshold) for t in samples]
+        values_of = {
+            "accuracy": correct,
+            "reward": [t.reward for t in samples],
+            "answer_tokens": [t.info["answer_tokens"] for t in samples],
+            "stopped": [t.info["stopped"] for t in samples],
+        }
+        for name, of_samples in values_of.items():
+            values.append((name, sum(of_samples) / len(samples)))
+        values.append((f"pass@{cfg.samples}", max(correct)))
+
+    # 2. Answers to read, in the order of their prompts.
     answers = []
     for t in trajectories:
         if t.group < NUM_SHOWN and t.episode == 0:
-            answer = {
-                "prompt": t.info["prompt"],
-                "answer": t.info["completion"],
-                "reward": t.reward,
-            }
+            info = t.info
+            answer = {"prompt": info["prompt"], "answer": info["completion"], "reward": t.reward}
             answers.append((t.group, answer))
-    of_all_ranks = itertools.chain.from_iterable(mesh.gather(answers))
-    in_order = sorted(of_all_ranks, key=lambda numbered: numbered[0])
+    in_order = sorted(sum(mesh.gather(answers), []), key=lambda numbered: numbered[0])
     return {
         "scores": breakdown(episodes, cfg.threshold, mesh, values),
         "answers": [answer for _, answer in in_order],
     }
-
-
-def _score_group(answers: list[Trajectory], cfg: EvalConfig) -> list[tuple[str, float]]:
-    """Return the means over the answers to one prompt, and whether one of them is correct."""
-    correct = [float(t.reward >= cfg.threshold) for t in answers]
-    values_of = {"accuracy": correct, "reward": [t.reward for t in answers]}
-    for name in ("answer_tokens", "stopped"):
-        values_of[name] = [t.info[name] for t in answers]
-    means = [(name, sum(values) / len(answers)) for name, values in values_of.items()]
-    return [*means, (f"pass@{cfg.samples}", max(correct))]

@@ -6,8 +6,6 @@ from minirl import checkpoint
 from minirl.config.rl import RLConfig
 from minirl.data.images import sampling_stops
 from minirl.inputs import Inputs
-from minirl.log import Timer
-from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
@@ -21,12 +19,11 @@ class Generation:
     Args:
         cfg: the config of the run.
         inputs: what it names.
-        policy: the model whose weights the engine gets.
-        mesh: the ranks.
-        timer: gets the seconds of refits, and of waking and sleeping.
+        policy: the model whose weights the engine gets. Its timer gets the seconds of refits, and
+            of waking and sleeping, too.
     """
 
-    def __init__(self, cfg: RLConfig, inputs: Inputs, policy: Policy, mesh: Mesh, timer: Timer):
+    def __init__(self, cfg: RLConfig, inputs: Inputs, policy: Policy):
         dtype: str = cfg.engine.dtype
         if dtype == "auto":
             dtype = cfg.policy.dtype.replace("float64", "float32")  # vLLM has no float64
@@ -34,17 +31,17 @@ class Generation:
         self.engine = RolloutEngine(
             cfg.engine,
             inputs.folder,
-            mesh,
+            policy.mesh,
             dtype=dtype,
             reads_images=policy.vision is not None,
-            timer=timer,
+            timer=policy.timer,
         )
         self.refit = Refit(
             cfg.refit,
             policy.shards(),
             policy.parts(),
             self.engine,
-            mesh,
+            policy.mesh,
             check=cfg.debug.check_refit,
         )
         self.sampler = Sampler(self.engine, inputs.make_env, inputs.rewards, inputs.prompts, cfg)

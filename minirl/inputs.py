@@ -21,7 +21,7 @@ from minirl.data.images import Vision
 from minirl.data.prompts import Prompts, load_rows
 from minirl.data.rows import split
 from minirl.envs.registry import make_env
-from minirl.errors import UserError
+from minirl.errors import UserError, require
 from minirl.model import build, families, scratch
 from minirl.parallel import tensor
 from minirl.parallel.mesh import Mesh
@@ -42,7 +42,6 @@ class Inputs:
 
     Attributes:
         prompts, held_out: rows to train on and to evaluate on, as token ids.
-        num_dropped: prompts that were too long.
         make_env: makes the environment of an episode.
         rewards: scores answers, beside what the environment gives.
         estimator: of advantages.
@@ -50,6 +49,7 @@ class Inputs:
         ref, critic, reward_model: folders of the models beside the policy; None where the config
             names none.
         stop_ids: tokens that end an answer.
+        description: the numbers of prompts, for the log.
     """
 
     def __init__(self, cfg: RLConfig, mesh: Mesh):
@@ -58,7 +58,7 @@ class Inputs:
         check_output(Path(cfg.output), cfg.resume)
 
         # Rows, and what scores the answers to them.
-        train, held_out = load_splits(partial(load_rows, cfg=cfg.data), cfg.data, cfg.seed)
+        train, held_out = load_splits(load_rows, cfg.data, cfg.seed)
         self.make_env = make_env(cfg.env.name)
         self.rewards = make_rewards(cfg.reward)
         self.estimator = advantages.find(cfg.algo.advantage)
@@ -78,8 +78,9 @@ class Inputs:
         self.folder = files.folder
         self.ref = find(cfg.ref.model, setting="ref.model")
         self.critic = find(cfg.critic.model, setting="critic.model")
-        scorer = "" if cfg.rollout.replay else cfg.reward.model
-        self.reward_model = find(scorer, setting="reward.model", scores=True)
+        self.reward_model = find(
+            "" if cfg.rollout.replay else cfg.reward.model, setting="reward.model", scores=True
+        )
 
         # Prompts as token ids.
         as_tokens = partial(
@@ -87,19 +88,17 @@ class Inputs:
         )
         self.prompts = as_tokens(train)
         self.held_out = as_tokens(held_out, shuffle=False)
-        self.num_dropped = self.prompts.check_lengths("data.train", mesh)
-        held_out_setting = "data.eval" if cfg.data.eval else "data.train"
-        self.num_dropped += self.held_out.check_lengths(held_out_setting, mesh)
+        num_dropped = self.prompts.check_lengths("data.train", mesh)
+        num_dropped += self.held_out.check_lengths(
+            "data.eval" if cfg.data.eval else "data.train", mesh
+        )
+        self.description = (
+            f"{len(self.prompts.rows)} training prompts, {len(self.held_out.rows)} held out "
+            f"({num_dropped} dropped as too long)"
+        )
 
         make_scratch(cfg, max_len, mesh)
         self.stop_ids = chat.stop_token_ids(files.tokenizer, files.folder)
-
-    def describe(self) -> str:
-        """Return the numbers of prompts, for the log."""
-        return (
-            f"{len(self.prompts.rows)} training prompts, {len(self.held_out.rows)} held out "
-            f"({self.num_dropped} dropped as too long)"
-        )
 
 
 def check_output(output: Path, resume: bool) -> None:
@@ -117,18 +116,18 @@ def check_output(output: Path, resume: bool) -> None:
 
 
 def load_splits(
-    load: Callable[[str | list[str], str], Sequence[dict]], data: RowsConfig, seed: int
+    load: Callable[..., Sequence[dict]], data: RowsConfig, seed: int
 ) -> tuple[Sequence[dict], Sequence[dict]]:
     """Return the rows to train on and the held-out rows.
 
     Args:
-        load: reads a source, named by a setting in errors.
+        load: called as load(source, setting, data); the setting names the source in errors.
         data: the sources. Without `data.eval`, `data.held_out` rows of `data.train` are held out.
         seed: decides which.
     """
-    train = load(data.train, "data.train")
+    train = load(data.train, "data.train", data)
     if data.eval:
-        return train, load(data.eval, "data.eval")
+        return train, load(data.eval, "data.eval", data)
     return split(train, data.held_out, seed)
 
 
@@ -148,12 +147,11 @@ def find_model(
     """
     template = cfg.data.chat_template
     plain = cfg.data.input_template
-    config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase | None = None
     if cfg.policy.model == "scratch":
         folder = Path(cfg.output) / "scratch"
         made = scratch.make_tokenizer(cfg.policy.scratch.phrases)
-        config = scratch.make_config(cfg.policy.scratch, made, max_len)
+        config: PretrainedConfig = scratch.make_config(cfg.policy.scratch, made, max_len)
         tokenizer = chat.use_template(made, template, plain)
     else:
         folder = build.find_folder(cfg.policy.model, "policy.model")
@@ -230,11 +228,11 @@ def check_head(folder: Path, setting: str) -> None:
     A head that is missing would be made of zeros. A critic can learn from there; the scores of a
     reward model would all be 0.
     """
-    if build.SCORE not in build.Weights(folder).slices:
-        raise UserError(
-            f"{setting} = {folder} is no reward model: its weights have no {build.SCORE}; train "
-            "one with minirl.rm"
-        )
+    require(
+        build.SCORE in build.Weights(folder).slices,
+        f"{setting} = {folder} is no reward model: its weights have no {build.SCORE}; train one "
+        "with minirl.rm",
+    )
 
 
 def make_scratch(cfg: RLConfig | SupervisedConfig, max_len: int, mesh: Mesh) -> None:
@@ -243,10 +241,9 @@ def make_scratch(cfg: RLConfig | SupervisedConfig, max_len: int, mesh: Mesh) -> 
     Call it after the last check: a program that refuses its config leaves nothing behind.
     """
     mesh.barrier()  # every rank has looked at the output folder
-    if cfg.policy.model != "scratch":
-        return
-    folder = Path(cfg.output) / "scratch"
-    is_resumed = cfg.resume and folder.exists()  # other weights would be another run
-    if mesh.rank == 0 and not is_resumed:
-        scratch.make_model(cfg.policy.scratch, folder, max_len=max_len, seed=cfg.seed)
-    mesh.barrier()
+    if cfg.policy.model == "scratch":
+        folder = Path(cfg.output) / "scratch"
+        # A resumed run keeps the folder: other weights would be another run.
+        if mesh.rank == 0 and not (cfg.resume and folder.exists()):
+            scratch.make_model(cfg.policy.scratch, folder, max_len=max_len, seed=cfg.seed)
+        mesh.barrier()

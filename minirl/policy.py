@@ -32,6 +32,8 @@ from minirl.parallel.regions import CheckpointSlice
 from minirl.types import Packed, Trajectory
 
 Field = Literal["old_logprobs", "ref_logprobs", "values"]  # Of Packed, which `annotate` fills in.
+Metrics = dict[str, float]
+Minibatch = list[Packed]  # This rank's micro-batches of one optimizer step.
 
 
 def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:
@@ -97,14 +99,13 @@ class Policy:
     def _make_optimizer(self) -> Optimizer:
         """Return Muon for the layers' matrices, if configured, and AdamW for everything else."""
         cfg = self.cfg
-        parameters = list(self.model.parameters()) if self.trainable else []
         in_layers: set[torch.nn.Parameter] = set()
         if cfg.optimizer == "muon":
             for layer in build.layers(self.model):
                 in_layers.update(layer.parameters())
 
         matrices, vectors, hidden = [], [], []
-        for p in parameters:
+        for p in self.model.parameters() if self.trainable else ():
             if p.ndim < 2:
                 vectors.append(p)
             elif p in in_layers:
@@ -154,7 +155,7 @@ class Policy:
             yield
         self.model.train(was_training)
 
-    def annotate(self, minibatches: list[list[Packed]], field: Field) -> None:
+    def annotate(self, minibatches: list[Minibatch], field: Field) -> None:
         """Set a field of every micro-batch to this model's log-probs of the targets, or scores.
 
         With old_logprobs, `old_entropy` is set too.
@@ -170,7 +171,7 @@ class Policy:
                 else:
                     batch.values = outputs
 
-    def update(self, minibatch: list[Packed], loss: Loss, lr: float) -> dict[str, float]:
+    def update(self, minibatch: Minibatch, loss: Loss, lr: float) -> Metrics:
         """Make one optimizer step over the micro-batches of all ranks. Collective.
 
         A step whose gradient is not finite is skipped and counted in `skipped_updates`.
@@ -200,17 +201,22 @@ class Policy:
             self.num_updates += 1
         return metrics | {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not is_finite)}
 
-    def measure(self, minibatch: list[Packed], loss: Loss) -> dict[str, float]:
+    def measure(self, minibatch: Minibatch, loss: Loss) -> Metrics:
         """Return the loss and metrics that `update` would return, without a step. Collective."""
         with self.inference():
             return self._accumulate(minibatch, loss, backward=False)
 
-    def _accumulate(
-        self, minibatch: list[Packed], loss: Loss, *, backward: bool = True
-    ) -> dict[str, float]:
+    def _accumulate(self, minibatch: Minibatch, loss: Loss, *, backward: bool = True) -> Metrics:
         """Sum gradients over the micro-batches. Return the loss and its metrics."""
         unit = "pair" if loss.aggregation == "pair" else "token"  # what metrics are means over
-        denominator, num_units = self._count(minibatch, loss.aggregation, unit)
+
+        # The denominators of the loss and of its metrics, over all ranks.
+        counts = []
+        for batch in minibatch:
+            counts += [normalize.count(batch, loss.aggregation), normalize.count(batch, unit)]
+        totals = self.mesh.data_sums(torch.stack(counts).view(-1, 2).sum(0).cpu())
+        # Context ranks count shares, whose sum is whole but for rounding.
+        denominator, num_units = totals.round().clamp(min=1).tolist()
 
         # Values of each micro-batch stay on the device, so that none waits for the host.
         collected: dict[str, list[Tensor]] = defaultdict(list)
@@ -234,18 +240,7 @@ class Policy:
                 collected[name].append(in_loss.amax() if is_max else in_loss.sum())
         return self._reduce_metrics(collected, num_units)
 
-    def _count(self, minibatch: list[Packed], aggregation: str, unit: str) -> list[float]:
-        """Return the denominators of the loss and of its metrics, over all ranks."""
-        counts = []
-        for batch in minibatch:
-            per_batch = [normalize.count(batch, aggregation), normalize.count(batch, unit)]
-            counts.append(torch.stack(per_batch))
-        totals = self.mesh.data_sums(torch.stack(counts).sum(0).cpu()).tolist()
-        return [max(1.0, round(total)) for total in totals]  # context ranks count shares
-
-    def _reduce_metrics(
-        self, collected: dict[str, list[Tensor]], num_units: float
-    ) -> dict[str, float]:
+    def _reduce_metrics(self, collected: dict[str, list[Tensor]], num_units: float) -> Metrics:
         """Return means over all ranks of what the micro-batches collected (`_max`: maxima)."""
         local_sums = [functools.reduce(torch.add, values) for values in collected.values()]
         totals = self.mesh.data_sums(torch.stack(local_sums).cpu()).tolist()
@@ -269,10 +264,11 @@ class Policy:
 
     def parts(self) -> dict[str, list[CheckpointSlice]]:
         """Return, by name of `shards`, the weights of a checkpoint's files that it is made of."""
-        slices = {}
-        for name, t in self.shards().items():
-            slices[name] = families.checkpoint_slices(self.model.config, name, t.shape)
-        return slices
+        config = self.model.config
+        return {
+            name: families.checkpoint_slices(config, name, shard.shape)
+            for name, shard in self.shards().items()
+        }
 
     def averages(self) -> dict[str, Tensor]:
         """Return the moving averages of `shards`, by name; only inside `state_awake`.
@@ -286,22 +282,22 @@ class Policy:
 def make_minibatch(
     examples: list[Trajectory],
     policy: Policy,
-    mesh: Mesh,
     tokens_per_rank: int,
     *,
     pairs: bool = False,
-) -> list[Packed]:
+) -> Minibatch:
     """Return this rank's micro-batches of one optimizer step. Collective.
 
     Args:
         examples: of this rank, any number; they are spread over all ranks.
         policy: the model that will read them.
-        mesh: the ranks.
         tokens_per_rank: token budget of a micro-batch.
         pairs: every group is a pair, whose two sides stay in one micro-batch.
     """
-    (minibatch,) = exchange(examples, mesh, tokens_per_rank, whole_groups=pairs)
-    return [pack(micro, mesh.device, layout=policy.layout, pairs=pairs) for micro in minibatch]
+    (minibatch,) = exchange(examples, policy.mesh, tokens_per_rank, whole_groups=pairs)
+    return [
+        pack(micro, policy.mesh.device, layout=policy.layout, pairs=pairs) for micro in minibatch
+    ]
 
 
 def annotate_examples(

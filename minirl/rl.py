@@ -7,7 +7,6 @@ Every rank runs this program, holds a shard of the policy and has a vLLM engine 
 """
 
 import dataclasses
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -23,16 +22,16 @@ from minirl.evaluation import evaluate, means_of_step
 from minirl.generation import Generation
 from minirl.inputs import Inputs
 from minirl.parallel.mesh import Mesh
-from minirl.policy import Policy, learning_rate
+from minirl.policy import Metrics, Minibatch, Policy, learning_rate
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records
 from minirl.supervised import warm_start
-from minirl.trainer import Metrics, Program, TrainingRun
-from minirl.types import Packed, Trajectory
+from minirl.trainer import Program, TrainingRun
+from minirl.types import Trajectory
 
 # [minibatch][micro-batch] of this rank, as many on every rank. An optimizer step is made of a
 # minibatch, a forward and backward of a micro-batch.
-Minibatches = list[list[Packed]]
+Minibatches = list[Minibatch]
 
 
 class Trainer(Program):
@@ -44,13 +43,11 @@ class Trainer(Program):
         super().__init__(cfg, mesh)
         inputs = Inputs(cfg, mesh)
         self.inputs = inputs
-        self.prompts = inputs.prompts
-        self.generation: Generation | None = None  # None: rollout.replay runs without an engine
         self.reward_model: RewardModel | None = None
         with self.timer.phase("start"):
             self.policy = self.load_model(cfg.policy, inputs.folder)
-            if not cfg.rollout.replay:
-                self.generation = Generation(cfg, inputs, self.policy, mesh, self.timer)
+            # None: rollout.replay runs without an engine.
+            self.generation = None if cfg.rollout.replay else Generation(cfg, inputs, self.policy)
             if inputs.reward_model:
                 self.reward_model = RewardModel(
                     cfg.policy,
@@ -63,8 +60,9 @@ class Trainer(Program):
                     sequence_parallel=cfg.parallel.sequence,
                     timer=self.timer,
                 )
-            self.run = TrainingRun(cfg, self.policy, mesh, self.timer, inputs.describe())
-        self.log = self.run.log
+            self.run = TrainingRun(cfg, self.policy, inputs.description)
+        # The policy as RL finds it.
+        self.start_folder = self.run.output / "sft" if cfg.sft.num_steps else inputs.folder
         self.progress = self.run.progress
         if self.generation and cfg.rollout.ahead:
             self.generation.keep_episodes(self.run)
@@ -75,9 +73,9 @@ class Trainer(Program):
         self.curriculum: Curriculum | None = None
         if cfg.rollout.curriculum_floor:
             self.curriculum = Curriculum(
-                self.prompts, cfg.rollout.curriculum_floor, self.progress.outcomes
+                inputs.prompts, cfg.rollout.curriculum_floor, self.progress.outcomes
             )
-            self.prompts.order = self.curriculum
+            inputs.prompts.order = self.curriculum
         # `train` loads these two after the warm start, whose result they may begin with. They sleep
         # unless they work: then their shards are on the device beside the policy's, but never
         # beside the state of its optimizer.
@@ -93,8 +91,11 @@ class Trainer(Program):
             self.warm_start()
         self.load_reference(first_step)
         if cfg.algo.advantage == "gae":
-            self.load_critic()
-        self.log.progress("rl", cfg.num_steps, first_step)
+            folder = self.inputs.critic or self.start_folder
+            self.critic = self.load_model(cfg.critic, folder, score=True)
+            self.run.attach("critic", self.critic)  # and go on with that of the checkpoint
+            self.critic.sleeper.sleep()
+        self.run.log.progress("rl", cfg.num_steps, first_step)
         self.progress.add(self.timer.take())
 
         for step in range(first_step, cfg.num_steps):
@@ -118,54 +119,47 @@ class Trainer(Program):
     def collect(self, step: int) -> list[Trajectory]:
         """Return this rank's part of the step's episodes, scored. Collective.
 
-        If an evaluation is due, it comes first, while the engine is awake anyway.
+        If an evaluation is due, it comes first, while the engine is awake anyway. A ticket is the
+        number of a prompt in the run. Raises UserError if no rank has an episode to train on.
         """
         cfg = self.cfg
-        if self.generation is None:
+        generation = self.generation
+        if generation is None:
             with self.timer.phase("rollout"):
                 return records.load_step(Path(cfg.rollout.replay), step, self.mesh)
-        with self.generation.awake():
+
+        # 1. Sample, by the weights of this step.
+        first_ticket = step * cfg.rollout.prompts_per_step + self.progress.extra_tickets
+        with generation.awake():
             if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
-                self.evaluate(self.generation, step, "before_rl" if step == 0 else None)
-            trajectories, failures = self.sample(self.generation, step)
-        self._check_episodes(step, trajectories, failures)
+                self.evaluate(generation, step, "before_rl" if step == 0 else None)
+            with self.timer.phase("rollout"):
+                if self.curriculum:
+                    self.curriculum.start(first_ticket)
+                trajectories, next_ticket = generation.sampler.collect_step(
+                    first_ticket, generation.sampling, version=self.policy.num_updates
+                )
+            with self.timer.phase("idle"):
+                failures: list[str] = sum(self.mesh.gather(generation.sampler.runner.failures), [])
+        self.num_extra_prompts = next_ticket - first_ticket - cfg.rollout.prompts_per_step
+        self.progress.extra_tickets += self.num_extra_prompts
+
+        # 2. Some episodes may have failed, but not all.
+        if failures:
+            self.run.log.say(
+                f"step {step}: {len(failures)} episodes failed, the first because {failures[0]}"
+            )
+        if not any(self.mesh.gather(len(trajectories))):
+            why = failures[0] if failures else "the policy sampled no token in any"
+            raise UserError(f"step {step}: no episode can be trained on: {why}")
+
+        # 3. Score them, beyond what rewards were computed during generation.
         if self.reward_model:
             with self.timer.phase("prepare"):
                 self.reward_model.grade(trajectories)
         if cfg.rollout.dump:
             records.write_step(trajectories, self.run.output / "rollouts", step, self.mesh)
         return trajectories
-
-    def sample(self, generation: Generation, step: int) -> tuple[list[Trajectory], list[str]]:
-        """Return this rank's episodes, and why episodes failed on all ranks. Collective.
-
-        A ticket is the number of a prompt in the run. The engine must be awake.
-        """
-        num_prompts = self.cfg.rollout.prompts_per_step
-        with self.timer.phase("rollout"):
-            first_ticket = step * num_prompts + self.progress.extra_tickets
-            if self.curriculum:
-                self.curriculum.start(first_ticket)
-            trajectories, next_ticket = generation.sampler.collect_step(
-                first_ticket, generation.sampling, version=self.policy.num_updates
-            )
-        self.num_extra_prompts = next_ticket - first_ticket - num_prompts
-        self.progress.extra_tickets += self.num_extra_prompts
-        with self.timer.phase("idle"):
-            failures = self.mesh.gather(generation.sampler.runner.failures)
-        return trajectories, list(itertools.chain.from_iterable(failures))
-
-    def _check_episodes(
-        self, step: int, trajectories: list[Trajectory], failures: list[str]
-    ) -> None:
-        """Log how many episodes failed. Raises UserError if none is left on any rank."""
-        if failures:
-            self.log.say(
-                f"step {step}: {len(failures)} episodes failed, the first because {failures[0]}"
-            )
-        if not sum(self.mesh.gather(len(trajectories))):
-            why = failures[0] if failures else "the policy sampled no token in any"
-            raise UserError(f"step {step}: no episode can be trained on: {why}")
 
     def shape(self, trajectories: list[Trajectory]) -> None:
         """Make rewards of scores, as the section `reward` of the config asks. Collective.
@@ -179,10 +173,11 @@ class Trainer(Program):
         # The segments of an episode have the same reward; any of them stands for it.
         episodes = {(t.group, t.episode): t for t in trajectories}
         if self.curriculum:
-            results = []
-            for t in episodes.values():
-                results.append((self.curriculum[t.group], t.reward >= cfg.eval.threshold))
-            self.curriculum.record(list(itertools.chain.from_iterable(self.mesh.gather(results))))
+            results = [
+                (self.curriculum[t.group], t.reward >= cfg.eval.threshold)
+                for t in episodes.values()
+            ]
+            self.curriculum.record(sum(self.mesh.gather(results), []))
 
         table = torch.tensor(
             [(t.reward, t.info["answer_tokens"], t.info["stopped"]) for t in episodes.values()],
@@ -205,19 +200,19 @@ class Trainer(Program):
     def make_batches(self, trajectories: list[Trajectory]) -> Minibatches:
         """Spread the trajectories evenly over all ranks, and pack this rank's. Collective."""
         cfg = self.cfg
-        models = [self.policy, self.ref, self.critic]  # they read the same batches
-        windowed = any(model.layout.windowed for model in models if model)
+        # The models read the same batches.
+        windowed = any(
+            model.layout.windowed for model in (self.policy, self.ref, self.critic) if model
+        )
         layout = dataclasses.replace(self.policy.layout, windowed=windowed)
         minibatches = []
         for minibatch in exchange(
             trajectories, self.mesh, cfg.tokens_per_rank, cfg.algo.updates_per_step
         ):
-            minibatches.append(
-                [
-                    pack(micro, self.mesh.device, cfg.rollout.temperature, layout=layout)
-                    for micro in minibatch
-                ]
-            )
+            packed = []
+            for micro in minibatch:
+                packed.append(pack(micro, self.mesh.device, cfg.rollout.temperature, layout=layout))
+            minibatches.append(packed)
         return minibatches
 
     def annotate(self, minibatches: Minibatches) -> None:
@@ -238,7 +233,7 @@ class Trainer(Program):
         """Give every token its advantage, and choose the tokens of high entropy. Collective."""
         algo = self.cfg.algo
         advantages.assign(
-            list(itertools.chain.from_iterable(minibatches)),
+            sum(minibatches, []),
             self.inputs.estimator,
             algo,
             self.kl_coef,
@@ -264,9 +259,10 @@ class Trainer(Program):
             warmup_steps = cfg.critic.warmup_steps
             self.critic.sleeper.wake_parameters()
             loss = losses.value(cfg.critic.value_clip)
-            metrics = _update(self.critic, minibatches, loss, cfg.num_steps)
+            critic_metrics = _update(
+                self.critic, minibatches, loss, cfg.num_steps, prefix="critic_"
+            )
             self.critic.sleeper.sleep()
-            critic_metrics = {f"critic_{name}": value for name, value in metrics.items()}
         if step >= warmup_steps:
             loss = losses.policy(cfg.algo, cfg.env.max_tokens, self.kl_coef)
             policy_metrics = _update(self.policy, minibatches, loss, cfg.num_steps - warmup_steps)
@@ -286,7 +282,7 @@ class Trainer(Program):
             row["refit_bytes"] = self.generation.refit.bytes_received
 
         num_sampled = sum(int(t.sampled.sum()) for t in trajectories)
-        num_rows = sum(sum(b.lengths) for b in itertools.chain.from_iterable(minibatches))
+        num_rows = sum(sum(batch.lengths) for batch in sum(minibatches, []))
         generated, trained = np.sum(self.mesh.gather((num_sampled, num_rows)), axis=0).tolist()
         self.run.report(
             "rl",
@@ -304,7 +300,7 @@ class Trainer(Program):
             self.kl_coef = losses.adapt_kl_coef(self.kl_coef, metrics["ref_kl"], target)
             self.progress.kl_coef = self.kl_coef
 
-    def evaluate(self, generation: Generation, step: int, name: str | None = None) -> None:
+    def evaluate(self, generation: Generation, step: int, name: str | None) -> None:
         """Score held-out prompts; the engine must be awake. `name`: keep it for the summary."""
         cfg = self.cfg.eval
         sampling = dataclasses.replace(generation.sampling, temperature=cfg.temperature)
@@ -326,35 +322,24 @@ class Trainer(Program):
                 self.evaluate(self.generation, -1, "before_sft")
         self.progress.add(self.timer.take())
         with self.timer.phase("sft"):
-            num_tokens = warm_start(
-                self.cfg, self.policy, self.prompts, self.inputs.stop_ids, self.mesh, self.log
-            )
+            num_tokens = warm_start(self.cfg, self.inputs, self.policy, self.run.log)
             checkpoint.export(self.policy, self.run.output / "sft", self.mesh)
         # One phase, because its forward and backward are not RL's.
-        seconds = sum(self.timer.take().values())
-        self.progress.add({"sft": seconds}, sft=num_tokens)
+        self.progress.add({"sft": sum(self.timer.take().values())}, sft=num_tokens)
 
     def load_reference(self, step: int) -> None:
         """Load the frozen model that the KL is taken to, if the config asks for one.
 
         It is `ref.model`, or the policy as RL found it or as it was at its last refresh by `step`.
         """
-        folder = self.inputs.ref
-        if not (self.cfg.algo.kl_coef or folder):
+        if not (self.cfg.algo.kl_coef or self.inputs.ref):
             return
-        references = checkpoint.finished(self.run.output, "references")
-        refreshed = [path for n, path in references.items() if n <= step]
-        if refreshed:
-            folder = refreshed[-1]  # the newest one
-        self.ref = self.load_model(self.cfg.policy, folder or self._start(), trainable=False)
+        folder = self.inputs.ref or self.start_folder
+        for n, refreshed in checkpoint.finished(self.run.output, "references").items():
+            if n <= step:
+                folder = refreshed  # the newest one comes last
+        self.ref = self.load_model(self.cfg.policy, folder, trainable=False)
         self.ref.sleeper.sleep()
-
-    def load_critic(self) -> None:
-        """Load the critic, or go on with that of the checkpoint."""
-        folder = self.inputs.critic or self._start()
-        self.critic = self.load_model(self.cfg.critic, folder, score=True)
-        self.run.attach("critic", self.critic)
-        self.critic.sleeper.sleep()
 
     def refresh_reference(self, step: int) -> None:
         """Make the policy as it is after `step` steps the reference. Collective."""
@@ -375,16 +360,16 @@ class Trainer(Program):
         if self.generation:
             with self.generation.awake():
                 self.evaluate(self.generation, self.cfg.num_steps, "after_rl")
-        self.log.bar.close()  # the answers are printed where it stands
+        self.run.log.bar.close()  # the answers are printed where it stands
         evaluations = self.progress.evaluations
         accuracy = {name: result["scores"]["accuracy"] for name, result in evaluations.items()}
+        after_sft = accuracy.get("before_rl") if "before_sft" in accuracy else None
         if self.mesh.rank == 0:
             report.write_answers(self.run.output, evaluations)
-        had_warm_start = "before_sft" in accuracy
         self.run.finish(
             {
                 "accuracy before SFT": accuracy.get("before_sft"),
-                "accuracy after SFT": accuracy.get("before_rl") if had_warm_start else None,
+                "accuracy after SFT": after_sft,
                 "accuracy before RL": accuracy.get("before_rl"),
                 "accuracy after RL": accuracy.get("after_rl"),
             }
@@ -392,26 +377,24 @@ class Trainer(Program):
         if self.generation:
             self.generation.close()
 
-    def _start(self) -> Path:
-        """Return the folder of the policy as RL finds it."""
-        return self.run.output / "sft" if self.cfg.sft.num_steps else self.inputs.folder
 
-
-def _update(model: Policy, minibatches: Minibatches, loss: losses.Loss, num_steps: int) -> Metrics:
+def _update(
+    model: Policy, minibatches: Minibatches, loss: losses.Loss, num_steps: int, prefix: str = ""
+) -> Metrics:
     """Make an optimizer step on each minibatch; the model is trained for `num_steps` RL steps.
 
     Returns:
-        The mean of each metric over the updates; of names that end in `_max`, the maximum.
+        The mean of each metric over the updates; of names that end in `_max`, the maximum. Their
+        names begin with `prefix`.
     """
-    num_updates = num_steps * len(minibatches)
     updates = []
     for minibatch in minibatches:
-        lr = learning_rate(model.cfg, model.num_updates, num_updates)
+        lr = learning_rate(model.cfg, model.num_updates, num_steps * len(minibatches))
         updates.append(model.update(minibatch, loss, lr))
     metrics = {}
     for name in updates[0]:
         values = [update[name] for update in updates]
-        metrics[name] = max(values) if name.endswith("_max") else float(np.mean(values))
+        metrics[prefix + name] = max(values) if name.endswith("_max") else float(np.mean(values))
     return metrics
 
 

@@ -11,7 +11,6 @@ requests for rewards by the first command, and RL asks it by the flag below:
 """
 
 import sys
-from pathlib import Path
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from minirl.algo.losses import Loss
 from minirl.config.shared import PolicyConfig
 from minirl.config.supervised import RMConfig, ServeConfig
 from minirl.data import chat
-from minirl.errors import UserError
+from minirl.errors import require
 from minirl.inputs import check_head
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
@@ -38,11 +37,11 @@ class Trainer(PairTrainer):
     name = "rm"
     score_head = True
 
-    def check_model(self, folder: Path) -> None:
+    def check_model(self) -> None:
         """Refuse now what `transformers` could not load when the run has exported it."""
+        folder, config, tokenizer, _ = self.files
         where = f"policy.model = {folder}"
-        tokenizer = chat.load_tokenizer(folder, chats=False)
-        families.score_class(build.read_config(folder), where)
+        families.score_class(config, where)
         chat.filling_token_id(tokenizer, chat.stop_token_ids(tokenizer, folder), where)
 
     def make_loss(self) -> Loss:
@@ -52,17 +51,15 @@ class Trainer(PairTrainer):
 
 def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
     """Answer HTTP requests for the scores of texts until the process is ended."""
-    if mesh.world_size > 1:
-        raise UserError(
-            f"minirl.rm serve is one process, and there are {mesh.world_size} ranks; start one "
-            "server each, at ports of their own, and name all of them in reward.function, "
-            "separated by commas"
-        )
-    if cfg.tokens_per_batch < cfg.max_tokens:
-        raise UserError(
-            f"tokens_per_batch = {cfg.tokens_per_batch} must be at least "
-            f"max_tokens = {cfg.max_tokens}"
-        )
+    require(
+        mesh.world_size == 1,
+        f"minirl.rm serve is one process, and there are {mesh.world_size} ranks; start one server "
+        "each, at ports of their own, and name all of them in reward.function, separated by commas",
+    )
+    require(
+        cfg.tokens_per_batch >= cfg.max_tokens,
+        f"tokens_per_batch = {cfg.tokens_per_batch} must be at least max_tokens = {cfg.max_tokens}",
+    )
     folder = build.find_folder(cfg.model, "model")
     check_head(folder, "model")
     tokenizer = chat.load_tokenizer(folder, chats=False)
@@ -82,13 +79,8 @@ def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
         for text in texts:
             ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             tokens = np.array(ids[-cfg.max_tokens + 1 :], np.int32)
-            rows.append(
-                Trajectory(
-                    tokens=tokens,
-                    sampled=np.zeros(len(tokens), bool),
-                    logprobs=np.zeros(len(tokens), np.float32),
-                )
-            )
+            zeros = np.zeros(len(tokens), np.float32)
+            rows.append(Trajectory(tokens=tokens, sampled=zeros.astype(bool), logprobs=zeros))
         return model(rows)
 
     serve(score, cfg.host, cfg.port)

@@ -16,9 +16,7 @@ from minirl.config.parse import save_config
 from minirl.config.shared import PolicyConfig, TrainingConfig
 from minirl.log import Log, Timer, truncate
 from minirl.parallel.mesh import Mesh
-from minirl.policy import Policy
-
-Metrics = dict[str, float]
+from minirl.policy import Metrics, Policy
 
 
 @dataclass(kw_only=True)
@@ -50,22 +48,19 @@ class TrainingRun:
 
     Args:
         cfg: the config; with `resume`, policy and progress become those of the newest checkpoint.
-        policy: the trained model.
-        mesh: the ranks.
-        timer: has the seconds of each phase.
+        policy: the trained model; its mesh and timer are those of the run.
         description: what the first line of the log says of the data.
 
     Raises:
         UserError: the checkpoint is of another model or optimizer.
     """
 
-    def __init__(
-        self, cfg: TrainingConfig, policy: Policy, mesh: Mesh, timer: Timer, description: str
-    ):
+    def __init__(self, cfg: TrainingConfig, policy: Policy, description: str):
+        mesh = policy.mesh
         self.cfg = cfg
         self.policy = policy
         self.mesh = mesh
-        self.timer = timer
+        self.timer = policy.timer
         self.output = Path(cfg.output)
         self.first_step = 0
         self.progress = Progress()
@@ -164,13 +159,21 @@ class TrainingRun:
     def finish(self, scores: dict[str, float | None]) -> None:
         """Export the model, close the log, write the summary. Collective.
 
+        The moving average of the weights is exported, too, if there is one.
+
         Args:
             scores: held-out scores by title, with which the summary begins.
         """
         with self.timer.phase("checkpoint"):
             self.saver.wait()
         with self.timer.phase("export"):
-            self._export()
+            checkpoint.export(self.policy, self.output / "model", self.mesh)
+            if self.cfg.policy.ema_decay:
+                with self.policy.state_awake():
+                    folder = self.output / "model_ema"
+                    checkpoint.export(
+                        self.policy, folder, self.mesh, weights=self.policy.averages()
+                    )
         self.progress.add(self.timer.take())
         self.log.close()
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -189,15 +192,6 @@ class TrainingRun:
                     "model": str(self.output / "model"),
                 },
             )
-
-    def _export(self) -> None:
-        """Write the model as a Hugging Face folder, and its moving average if there is one."""
-        checkpoint.export(self.policy, self.output / "model", self.mesh)
-        if self.cfg.policy.ema_decay:
-            with self.policy.state_awake():
-                weights = self.policy.averages()
-                folder = self.output / "model_ema"
-                checkpoint.export(self.policy, folder, self.mesh, weights=weights)
 
 
 class Program(abc.ABC):

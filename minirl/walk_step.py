@@ -136,8 +136,8 @@ class Walk:
         self.mesh = mesh
         self.prompts = inputs.prompts
         self.policy = Policy(cfg.policy, inputs.folder, mesh)
-        warm_start(cfg, self.policy, inputs.prompts, inputs.stop_ids, mesh, Log(folder, rank=1))
-        self.generation = Generation(cfg, inputs, self.policy, mesh, self.policy.timer)
+        warm_start(cfg, inputs, self.policy, Log(folder, rank=1))
+        self.generation = Generation(cfg, inputs, self.policy)
         self.loss = losses.policy(cfg.algo, cfg.env.max_tokens)
 
     def step(self, broken: list[str]) -> bool:

@@ -492,7 +492,7 @@ def one_step(mesh, folder, source):
         mesh,
         seed=0,
     )
-    batches = make_minibatch(chats.examples(range(len(chats))), policy, mesh, 120)
+    batches = make_minibatch(chats.examples(range(len(chats))), policy, 120)
     return (
         policy.update(batches, losses.sft(), 1e-3)["loss"],
         len(batches),
