@@ -67,9 +67,9 @@ class Trainer(PairTrainer):
                     np.savez(partial, about=about, **logprobs)  # type: ignore[arg-type]
                     partial.rename(cache)
             for prefix, rows in self._splits().items():
-                for row in rows.encoded:
-                    for side in (0, 1):
-                        rows.logprobs[f"{row}-{side}"] = logprobs[f"{prefix}/{row}-{side}"]
+                for row, pair in rows.encoded.items():
+                    for t in pair:
+                        t.logprobs = logprobs[f"{prefix}/{row}-{t.episode}"]
         return None
 
     def make_loss(self) -> Loss:
@@ -86,7 +86,7 @@ class Trainer(PairTrainer):
                 self.ref.sleeper.sleep_parameters()
         else:
             for batch in batches:
-                batch.ref_logprobs = batch.engine_logprobs  # `Pairs.logprobs` came in their place
+                batch.ref_logprobs = batch.engine_logprobs  # the cache's are in their place
         return batches
 
     def _splits(self) -> dict[str, Pairs]:

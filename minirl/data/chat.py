@@ -9,6 +9,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from minirl.errors import UserError, require
 
+Messages = list[dict]  # A chat: each with a role and a content.
+RowPrompt = str | Messages
+
 
 def load_tokenizer(
     folder: Path, *, chats: bool = True, template: str = "", plain: str = ""
@@ -25,8 +28,8 @@ def load_tokenizer(
         UserError: there are chats to encode, and no template for them.
     """
     # Cleaning up would not give texts back as they were.
-    loaded = AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False)
-    tokenizer = use_template(loaded, template, plain)
+    tokenizer = AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False)
+    use_template(tokenizer, template, plain)
     if chats and tokenizer.chat_template is None:
         raise UserError(
             f"policy.model = {folder}: its tokenizer has no chat template; name a file with one by "
@@ -113,7 +116,7 @@ def filling_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], wh
     )
 
 
-def to_messages(prompt: str | list[dict], system_prompt: str) -> list[dict]:
+def to_messages(prompt: RowPrompt, system_prompt: str) -> Messages:
     """Return a prompt as messages, behind the system prompt unless it is empty or there is one."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if system_prompt and messages[0]["role"] != "system":
@@ -123,7 +126,7 @@ def to_messages(prompt: str | list[dict], system_prompt: str) -> list[dict]:
 
 def render(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict],
+    messages: Messages,
     *,
     header: bool = True,
     tools: list[dict] | None = None,
@@ -159,7 +162,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict],
+    messages: Messages,
     trained: list[int],
     stop_ids: list[int],
 ) -> tuple[list[int], list[bool]]:
@@ -199,8 +202,9 @@ def encode_chat(
         last = next((n for n in range(first, len(ids)) if ids[n] in stop_ids), None)
 
         # 2. The whole chat must begin as the one up to this turn does.
-        is_last_message = i == len(messages) - 1
-        through = text if is_last_message else render(tokenizer, messages[: i + 1], header=False)
+        through = text
+        if i < len(messages) - 1:
+            through = render(tokenizer, messages[: i + 1], header=False)
         end = 0 if last is None else spans[last][1]
         if not text.startswith(before) or through[:end] != text[:end]:
             raise UserError(
@@ -237,5 +241,5 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int
     """
     ids = tokenizer(text, verbose=False)["input_ids"]
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
-        ids = [*ids, tokenizer.eos_token_id]
+        ids.append(tokenizer.eos_token_id)
     return ids, [i > 0 for i in range(len(ids))]

@@ -46,10 +46,10 @@ class Curriculum(Order):
         ticket's row stays. The order of E_i / w_i, with E_i exponential, draws without repetition
         by weight: Efraimidis and Spirakis 2006.
         """
-        tries = np.zeros(self.num_rows)
-        right = np.zeros(self.num_rows)
+        outcomes = np.zeros((self.num_rows, 2))
         for row, outcome in self.outcomes.items():
-            tries[int(row)], right[int(row)] = outcome
+            outcomes[int(row)] = outcome
+        tries, right = outcomes.T
         p = (right + 1) / (tries + 2)
         weights = np.maximum(4 * p * (1 - p), self.floor)
         rng = np.random.default_rng([self.seed, ticket])
@@ -65,4 +65,4 @@ class Curriculum(Order):
         for row, right in results:
             outcome = self.outcomes.setdefault(str(row), [0, 0])
             outcome[0] += 1
-            outcome[1] += int(right)
+            outcome[1] += right

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from minirl.config.supervised import ChatsConfig
+from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat, images
 from minirl.data.images import ImageSpan, Vision
 from minirl.data.order import make_order
@@ -42,11 +42,30 @@ def load_chats(source: str | list[str], setting: str, cfg: ChatsConfig) -> Seque
 
 def _to_chat(raw: dict, source: Source, where: str, cfg: ChatsConfig) -> dict:
     messages = raw.get(cfg.messages_key)
+    prompt = column(raw, cfg.prompt_key)
     completion = column(raw, cfg.completion_key)
     text = raw.get(cfg.text_key)
     if messages is None and completion is None and isinstance(text, str):
         return {"text": text}
-    before, answer = _parts_of_chat(raw, where, cfg)
+
+    # 1. The messages outside the loss, and those whose answers may be in it.
+    if isinstance(completion, str | int | float):
+        completion = [{"role": "assistant", "content": str(completion)}]
+    before = []
+    if is_messages(messages):
+        answer = chat.to_messages(messages, cfg.system_prompt)
+    elif messages is None and is_prompt(prompt) and isinstance(completion, list):
+        before = chat.to_messages(prompt, cfg.system_prompt)
+        answer = completion
+    else:
+        raise UserError(
+            f"{where} has neither {cfg.messages_key!r} (data.messages_key: messages with role and "
+            f"content), nor {cfg.prompt_key!r} with {cfg.completion_key!r} (data.prompt_key, "
+            f"data.completion_key), nor {cfg.text_key!r} (data.text_key) (its keys: "
+            f"{', '.join(raw)}); set data.messages_key, prompt_key and completion_key, or text_key"
+        )
+
+    # 2. The turns in the loss.
     turns = with_images(before + answer, raw, where, cfg)
     if not is_messages(turns) or not all(isinstance(m["content"], str | list) for m in turns):
         raise UserError(
@@ -57,76 +76,13 @@ def _to_chat(raw: dict, source: Source, where: str, cfg: ChatsConfig) -> dict:
     trained = [i for i in range(len(before), len(turns)) if roles[i] == "assistant"]
     require(trained, f"{where}: no assistant turn follows")
     require(
-        any(role != "system" for role in roles[: trained[0]]),
+        set(roles[: trained[0]]) - {"system"},
         f"{where}: nothing is asked before the assistant's first turn",
     )
     return {
         "messages": turns[: trained[-1] + 1],
         "trained": trained if cfg.train_on == "all_turns" else trained[-1:],
     }
-
-
-def _parts_of_chat(raw: dict, where: str, cfg: ChatsConfig) -> tuple[list[dict], list[dict]]:
-    """Return a row's messages: (those outside the loss, those whose answers may be in it)."""
-    messages = raw.get(cfg.messages_key)
-    if is_messages(messages):
-        return [], chat.to_messages(messages, cfg.system_prompt)
-    prompt = column(raw, cfg.prompt_key)
-    completion = column(raw, cfg.completion_key)
-    if isinstance(completion, str | int | float):
-        completion = [{"role": "assistant", "content": str(completion)}]
-    if messages is not None or not is_prompt(prompt) or not isinstance(completion, list):
-        raise UserError(
-            f"{where} has neither {cfg.messages_key!r} (data.messages_key: messages with role and "
-            f"content), nor {cfg.prompt_key!r} with {cfg.completion_key!r} (data.prompt_key, "
-            f"data.completion_key), nor {cfg.text_key!r} (data.text_key) (its keys: "
-            f"{', '.join(raw)}); set data.messages_key, prompt_key and completion_key, or text_key"
-        )
-    return chat.to_messages(prompt, cfg.system_prompt), completion
-
-
-class Examples:
-    """Rows as token ids. Each rank encodes and keeps its share; all know how many there are."""
-
-    def __init__(
-        self,
-        rows: Sequence[dict],
-        encoded: dict[int, tuple],
-        mesh: Mesh,
-        why_none: str,
-        *,
-        seed: int,
-        shuffle: bool,
-    ):
-        """Gather which rows are trained on, and put them in order. Collective.
-
-        Args:
-            rows: all rows.
-            encoded: this rank's, by their numbers in `rows`, without those that are dropped.
-            mesh: the ranks.
-            why_none: the error message if every row of every rank is dropped.
-            seed: of the order.
-            shuffle: whether the order is for training.
-
-        Raises:
-            UserError: no row is left.
-        """
-        self.encoded = encoded
-        # Numbers of the rows that are trained on, of all ranks.
-        self.kept: list[int] = sorted(itertools.chain(*mesh.gather(list(encoded))))
-        require(self.kept, why_none)
-        self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def row(self, number: int) -> int:
-        """Return the number of the row that an example is."""
-        return self.kept[self.order[number]]
-
-    def numbers_here(self, numbers: range) -> list[int]:
-        """Return those of the examples that this rank holds."""
-        return [number for number in numbers if self.row(number) in self.encoded]
 
 
 def to_example(
@@ -148,7 +104,7 @@ def to_example(
         ids, mask = chat.encode_chat(tokenizer, row["messages"], row["trained"], stop_ids)
     sampled = np.array(mask, bool)
     spans: list[ImageSpan] = []
-    if vision is not None and urls:
+    if vision and urls:
         sampled_text = sampled[np.array(ids) != vision.token]
         ids, spans = vision.expand(ids, urls)
         sampled = np.zeros(len(ids), bool)
@@ -161,8 +117,11 @@ def to_example(
     )
 
 
-class Chats(Examples):
-    """Rows to imitate as token ids, cut to data.max_tokens."""
+class Chats:
+    """Rows to imitate as token ids, cut to data.max_tokens.
+
+    Each rank encodes and keeps its share; all know how many there are.
+    """
 
     def __init__(
         self,
@@ -170,40 +129,86 @@ class Chats(Examples):
         setting: str,
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: list[int],
-        cfg: ChatsConfig,
+        cfg: ChatsConfig | PairsConfig,
         mesh: Mesh,
         *,
         seed: int,
         shuffle: bool = True,
         vision: Vision | None = None,
+        score: bool = False,
     ):
-        """Encode this rank's share; drop rows with no token in the loss once they are cut.
+        """Encode this rank's share, and put the rows that are trained on in order. Collective.
+
+        Args:
+            rows: all rows, as `load_chats` returns them (`load_pairs` for pairs).
+            setting: `data.train` or `data.eval`, for error messages.
+            tokenizer: has the chat template.
+            stop_ids: tokens that end an answer.
+            cfg: has data.max_tokens.
+            mesh: the ranks.
+            seed: of the order.
+            shuffle: whether the order is for training.
+            vision: how the model reads images; None: it reads none.
+            score: a model with a score head reads the end of a sequence. One more token follows, so
+                that the last token has a row, which is the one that predicts it.
 
         Raises:
-            UserError: that leaves no row.
+            UserError: no row is left.
         """
-        encoded = {}
-        num_cut = 0
+        self.max_tokens = cfg.max_tokens
+        self.to_example = partial(to_example, tokenizer, vision, stop_ids=stop_ids)
+        self.lost_here = [0, 0]  # `num_lost` of this rank's share
+        # This rank's trajectories of a row, by its number in `rows`, without dropped rows.
+        self.encoded = {}
         for number in range(mesh.rank, len(rows), mesh.world_size):
-            t = to_example(tokenizer, vision, rows[number], stop_ids)
-            num_cut += len(t.tokens) > cfg.max_tokens
-            t.tokens = t.tokens[: cfg.max_tokens]
-            t.sampled = t.sampled[: cfg.max_tokens]
-            t.logprobs = t.logprobs[: cfg.max_tokens]
-            t.images = [span for span in t.images if span.start < cfg.max_tokens]
-            if t.sampled.any():
-                encoded[number] = (t,)
-        why_none = (
-            f"{setting}: none of the {len(rows)} rows has a token in the loss within "
-            f"data.max_tokens = {cfg.max_tokens}; raise it"
+            trajectories = self.encode(rows[number])
+            if trajectories:
+                self.encoded[number] = trajectories
+            for t in trajectories if score else []:
+                t.tokens = np.append(t.tokens, t.tokens[-1:])
+                t.sampled = np.append(t.sampled, True)
+                t.logprobs = np.zeros(len(t.tokens), np.float32)
+
+        # On all ranks: how many rows `encode` lost, by its two reasons; and which are trained on.
+        self.num_lost = tuple(map(sum, zip(*mesh.gather(self.lost_here), strict=True)))
+        self.kept = sorted(itertools.chain(*mesh.gather(list(self.encoded))))
+        require(self.kept, f"{setting}: {self.why_none(len(rows))}")
+        self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
+
+    def encode(self, row: dict) -> list[Trajectory]:
+        """Return a row's trajectory, cut; none if nothing in the loss is left.
+
+        `lost_here` counts the rows that are cut, and those that are dropped.
+        """
+        t = self.to_example(row)
+        self.lost_here[0] += len(t.tokens) > self.max_tokens
+        t.tokens = t.tokens[: self.max_tokens]
+        t.sampled = t.sampled[: self.max_tokens]
+        t.logprobs = t.logprobs[: self.max_tokens]
+        t.images = [span for span in t.images if span.start < self.max_tokens]
+        if t.sampled.any():
+            return [t]
+        self.lost_here[1] += 1
+        return []
+
+    def why_none(self, num_rows: int) -> str:
+        """Return the error message if every row of every rank is dropped."""
+        return (
+            f"none of the {num_rows} rows has a token in the loss within "
+            f"data.max_tokens = {self.max_tokens}; raise it"
         )
-        super().__init__(rows, encoded, mesh, why_none, seed=seed, shuffle=shuffle)
-        # How many rows were cut, and how many dropped, on all ranks.
-        self.num_lost = sum(mesh.gather(num_cut)), len(rows) - len(self.kept)
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def row(self, number: int) -> int:
+        """Return the number of the row that an example is."""
+        return self.kept[self.order[number]]
 
     def examples(self, numbers: range) -> list[Trajectory]:
-        """Return those of the examples that this rank holds."""
-        return [
-            replace(self.encoded[self.row(number)][0], group=number)
-            for number in self.numbers_here(numbers)
-        ]
+        """Return the trajectories of those examples that this rank holds."""
+        out = []
+        for number in numbers:
+            for t in self.encoded.get(self.row(number), []):
+                out.append(replace(t, group=number))
+        return out

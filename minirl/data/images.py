@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor
 
+from minirl.data.chat import Messages, RowPrompt
 from minirl.errors import UserError
 
 
@@ -96,7 +97,7 @@ def rgb(url: str) -> Image.Image:
         raise BadImage(f"an image cannot be read ({error}): {url[:60]!r}") from error
 
 
-def attach(messages: list[dict], images: Iterable[object]) -> list[dict]:
+def attach(messages: Messages, images: Iterable[object]) -> Messages:
     """Return the chat with these images in their places.
 
     An image's place is a part {"type": "image"} of a message's content that has no image yet. If
@@ -109,7 +110,12 @@ def attach(messages: list[dict], images: Iterable[object]) -> list[dict]:
     urls = [to_url(image) for image in images]
     num_places = sum(map(_is_place, _all_parts(messages)))
     if urls and not num_places:
-        messages = _add_places(messages, len(urls))
+        roles = [message["role"] for message in messages]
+        place = roles.index("user") if "user" in roles else -1
+        message = messages[place]
+        parts = _parts(message) or [{"type": "text", "text": message["content"]}]
+        messages = list(messages)
+        messages[place] = message | {"content": [{"type": "image"}] * len(urls) + parts}
     elif num_places != len(urls):
         raise BadImage(
             f"a chat with places for {num_places} images came with {len(urls)} of them: "
@@ -118,37 +124,24 @@ def attach(messages: list[dict], images: Iterable[object]) -> list[dict]:
     waiting = iter(urls)
     out = []
     for message in messages:
-        parts = [_fill(part, waiting) for part in _parts(message)]
+        parts = []
+        for part in _parts(message):
+            image = part.get("image")
+            if part["type"] == "image_url":
+                image = part["image_url"]["url"]
+            elif _is_place(part):
+                image = next(waiting)
+            parts.append({"type": "image", "image": to_url(image)} if image else part)
         out.append(message | {"content": parts} if parts else message)
     return out
 
 
-def _add_places(messages: list[dict], num: int) -> list[dict]:
-    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    at = users[0] if users else len(messages) - 1
-    parts = _parts(messages[at]) or [{"type": "text", "text": messages[at]["content"]}]
-    out = list(messages)
-    out[at] = messages[at] | {"content": [{"type": "image"}] * num + parts}
-    return out
-
-
-def _fill(part: dict, urls: Iterator[str]) -> dict:
-    """Return a part with its own image, or with the next of `urls` if it is a place for one."""
-    if part["type"] == "image_url":
-        image = part["image_url"]["url"]
-    elif _is_place(part):
-        image = next(urls)
-    else:
-        image = part.get("image")
-    return {"type": "image", "image": to_url(image)} if image else part
-
-
-def of_chat(messages: list[dict]) -> list[str]:
+def of_chat(messages: Messages) -> list[str]:
     """Return the data URLs of the images that `attach` put into a chat, in their order."""
     return [part["image"] for part in _all_parts(messages) if part["type"] == "image"]
 
 
-def plain(prompt: str | list[dict]) -> str | list[dict]:
+def plain(prompt: RowPrompt) -> RowPrompt:
     """Return a prompt for people: a message's content is a text, "[image]" stands for an image."""
     if isinstance(prompt, str):
         return prompt
@@ -163,7 +156,7 @@ def _parts(message: dict) -> list[dict]:
     return message["content"] if isinstance(message.get("content"), list) else []
 
 
-def _all_parts(messages: list[dict]) -> Iterator[dict]:
+def _all_parts(messages: Messages) -> Iterator[dict]:
     return itertools.chain(*map(_parts, messages))
 
 
@@ -181,8 +174,8 @@ class Vision:
         """
         self.max_images = max_images
         self.processor = AutoImageProcessor.from_pretrained(folder)
-        self.token: int = AutoConfig.from_pretrained(folder).image_token_id  # stands for an image
-        self.merge_size: int = self.processor.merge_size
+        self.token = AutoConfig.from_pretrained(folder).image_token_id  # stands for an image
+        self.merge_size = self.processor.merge_size
 
     def num_tokens(self, url: str) -> int:
         """Return how many tokens an image has.
@@ -221,17 +214,15 @@ class Vision:
                 f"a text with {num_places} tokens for images came with {len(urls)} images; a text "
                 "must not hold such tokens of its own"
             )
-        out: list[int] = []
+        out = list(ids)
         spans = []
-        waiting = iter(urls)
-        for token in ids:
-            if token != self.token:
-                out.append(token)
-                continue
-            url = next(waiting)
-            span = ImageSpan(begin + len(out), self.num_tokens(url), url)
-            spans.append(span)
-            out += [token] * span.num_tokens
+        end = 0  # behind the image before
+        for url in urls:
+            start = out.index(self.token, end)
+            num_tokens = self.num_tokens(url)
+            spans.append(ImageSpan(begin + start, num_tokens, url))
+            end = start + num_tokens
+            out[start : start + 1] = [self.token] * num_tokens
         return out, spans
 
     def batch(
@@ -248,64 +239,48 @@ class Vision:
             device: where the tensors are to be.
         """
         # 1. Each image once. One that begins behind the last row of a sequence is not needed.
-        needed = []
-        distinct: dict[str, None] = {}
+        numbers: dict[str, int] = {}
         for spans, tokens in sequences:
-            begun = [span for span in spans if span.start <= tokens.max()]
-            distinct |= dict.fromkeys(span.url for span in begun)
-            needed.append((begun, tokens))
+            for span in spans:
+                if span.start <= tokens.max():
+                    numbers.setdefault(span.url, len(numbers))
 
         # 2. Pixels, and how many tokens each image has in time, height and width.
         blank = Image.new("RGB", (self.merge_size * self.processor.patch_size,) * 2)
-        pictures = [rgb(url) for url in distinct] or [blank]
+        pictures = [rgb(url) for url in numbers] or [blank]
         patches = self.processor(pictures, return_tensors="pt")
         grids = patches["image_grid_thw"].numpy() // (1, self.merge_size, self.merge_size)
         first_features = np.cumsum([0, *grids.prod(axis=1)])
-        placed = {  # the blank image has no URL
-            url: (grid, first)
-            for url, grid, first in zip(distinct, grids, first_features, strict=False)
-        }
 
-        # 3. The rows of all sequences, end to end.
-        parts = [_place(spans, tokens, placed) for spans, tokens in needed]
-        features_of, positions_of = zip(*parts, strict=True)
-        features = np.concatenate(features_of)
-        rows = np.flatnonzero(features >= 0)
+        # 3. The rows of all sequences, end to end: the feature of each (-1 if it is no part of an
+        # image), and its positions in time, height and width.
+        features_of = []
+        positions_of = []
+        for spans, tokens in sequences:
+            length = max([tokens.max() + 1, *(span.start + span.num_tokens for span in spans)])
+            features = np.full(length, -1)
+            positions = np.tile(np.arange(length), (3, 1))
+            for start, num_tokens, url in spans:
+                if url not in numbers:
+                    continue
+                end = start + num_tokens
+                number = numbers[url]
+                features[start:end] = first_features[number] + np.arange(num_tokens)
+                # What follows goes on behind the longer side.
+                positions[:, end:] += grids[number, 1:].max() - num_tokens
+                of_image = np.indices(grids[number]).reshape(3, -1)
+                positions[:, start:end] = positions[0, start] + of_image
+            features_of.append(features[tokens])
+            positions_of.append(positions[:, tokens])
+        all_features = np.concatenate(features_of)
+        rows = np.flatnonzero(all_features >= 0)
         return ImageBatch(
             pixels=patches["pixel_values"].to(device),
             grids=patches["image_grid_thw"].to(device),
             rows=torch.from_numpy(rows).to(device),
-            features=torch.from_numpy(features[rows]).to(device),
+            features=torch.from_numpy(all_features[rows]).to(device),
             positions=torch.from_numpy(np.concatenate(positions_of, axis=1)).to(device),
         )
-
-
-def _place(
-    spans: list[ImageSpan], tokens: np.ndarray, placed: dict[str, tuple[np.ndarray, int]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return what the rows of a sequence read of its images, and their rotary positions.
-
-    Args:
-        spans: the images.
-        tokens: int64 [rows], the rows' tokens in the trajectory.
-        placed: data URL -> (int64 [3], its tokens in time, height and width; the number of its
-            first feature).
-
-    Returns:
-        (int64 [rows], the feature of each row, -1 if it is no part of an image; int64 [3, rows],
-        the positions in time, height and width).
-    """
-    length = max([tokens.max() + 1, *(span.start + span.num_tokens for span in spans)])
-    features = np.full(length, -1)
-    positions = np.tile(np.arange(length), (3, 1))
-    for start, num_tokens, url in spans:
-        end = start + num_tokens
-        grid, first_feature = placed[url]
-        features[start:end] = first_feature + np.arange(num_tokens)
-        # What follows goes on behind the longer side.
-        positions[:, end:] += grid[1:].max() - num_tokens
-        positions[:, start:end] = positions[0, start] + np.indices(tuple(grid)).reshape(3, -1)
-    return features[tokens], positions[:, tokens]
 
 
 def sampling_stops(stop_ids: list[int], vision: Vision | None) -> tuple[int, ...]:

@@ -1,7 +1,5 @@
 """Prompts for RL: from rows in anyone's columns to token ids."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from functools import partial
 
@@ -11,14 +9,7 @@ from minirl.config.shared import DataConfig
 from minirl.data import chat, images
 from minirl.data.images import Vision
 from minirl.data.order import make_order
-from minirl.data.rows import (
-    column,
-    is_messages,
-    is_prompt,
-    open_rows,
-    take,
-    with_images,
-)
+from minirl.data.rows import column, is_messages, is_prompt, open_rows, take, with_images
 from minirl.data.sources import Source
 from minirl.errors import UserError
 from minirl.parallel.mesh import Mesh
@@ -40,11 +31,7 @@ def load_rows(source: str | list[str], setting: str, cfg: DataConfig) -> Sequenc
         UserError: a source cannot be read, or a row has no prompt.
     """
     make_row = partial(_to_prompt, cfg=cfg, several=isinstance(source, list))
-    return open_rows(source, setting, make_row, cfg.max_samples, distinct=_digest)
-
-
-def _digest(row: dict) -> bytes:
-    return hashlib.blake2b(json.dumps(row["prompt"]).encode(), digest_size=16).digest()
+    return open_rows(source, setting, make_row, cfg.max_samples, distinct_prompts=True)
 
 
 def _to_prompt(raw: dict, source: Source, where: str, cfg: DataConfig, several: bool) -> dict:
@@ -104,9 +91,9 @@ class Prompts:
         """Return the token ids of a row's prompt, up to where the assistant begins."""
         messages = self.messages(row)
         ids = chat.encode(self.tokenizer, chat.render(self.tokenizer, messages))
-        if self.vision is None:
-            return ids
-        return self.vision.expand(ids, images.of_chat(messages))[0]
+        if self.vision:
+            ids, _ = self.vision.expand(ids, images.of_chat(messages))
+        return ids
 
     def check_lengths(self, setting: str, mesh: Mesh) -> int:
         """Encode every prompt once and drop those longer than data.max_prompt_tokens.

@@ -3,12 +3,14 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from minirl.config.shared import RowsConfig
-from minirl.data import chat, images
+from minirl.data.chat import Messages, RowPrompt, to_messages
+from minirl.data.images import BadImage, attach
 from minirl.data.sources import Source, open_source
 from minirl.errors import UserError, require
 
@@ -25,20 +27,14 @@ OTHER_NAMES = {
 MakeRow = Callable[[dict, Source, str], dict]
 
 
+@dataclass(eq=False)
 class Rows(Sequence[dict]):
     """Rows of some sources, each made when it is asked for; memory holds only where they are."""
 
-    def __init__(self, sources: list[Source], make_row: MakeRow, locations: np.ndarray):
-        """Store where the rows are.
-
-        Args:
-            sources: what the rows are read from.
-            make_row: makes a row of what its source holds.
-            locations: int64 [N, 2], the number of each row's source and its number in that source.
-        """
-        self.sources = sources
-        self.make_row = make_row
-        self.locations = locations
+    sources: list[Source]  # What the rows are read from.
+    make_row: MakeRow  # Makes a row of what its source holds.
+    # int64 [N, 2]: the number of each row's source and its number in that source.
+    locations: np.ndarray
 
     def __len__(self) -> int:
         return len(self.locations)
@@ -58,7 +54,7 @@ class Rows(Sequence[dict]):
 def take(rows: Sequence[dict], numbers: Iterable[int]) -> Sequence[dict]:
     """Return the rows with these numbers; `Rows` are not read for it."""
     if isinstance(rows, Rows):
-        return Rows(rows.sources, rows.make_row, rows.locations[np.fromiter(numbers, np.int64)])
+        return replace(rows, locations=rows.locations[np.fromiter(numbers, np.int64)])
     return [rows[number] for number in numbers]
 
 
@@ -68,7 +64,7 @@ def open_rows(
     make_row: MakeRow,
     max_samples: int,
     *,
-    distinct: Callable[[dict], object] | None = None,
+    distinct_prompts: bool = False,
 ) -> Sequence[dict]:
     """Return the rows of one or several sources, end to end.
 
@@ -79,7 +75,7 @@ def open_rows(
         setting: what asks for them, `data.train` or `data.eval`, for error messages.
         make_row: makes a row of what its source holds.
         max_samples: only so many rows of each source, its first; 0: all.
-        distinct: keep only the first of the rows that this maps to the same value; None: keep all.
+        distinct_prompts: keep only the first of the rows with the same prompt.
 
     Raises:
         UserError: a source cannot be read or has no rows, a row is not as it should be, or only
@@ -95,13 +91,16 @@ def open_rows(
         )
     locations = []
     for i, opened in enumerate(sources):
-        num_rows = min(len(opened.rows), max_samples or len(opened.rows))
-        require(num_rows, f"{opened.label}: no rows")
-        locations.append(np.stack([np.full(num_rows, i), np.arange(num_rows)], axis=1))
+        numbers = np.arange(len(opened.rows))[: max_samples or None]
+        require(len(numbers), f"{opened.label}: no rows")
+        locations.append(np.stack([np.full_like(numbers, i), numbers], axis=1))
     rows = Rows(sources, make_row, np.concatenate(locations))
-    first: dict[object, int] = {}  # the first row of each distinct value
+    first: dict[object, int] = {}  # the first row of each name
     for number, row in enumerate(rows):
-        first.setdefault(distinct(row) if distinct else number, number)
+        name: object = number
+        if distinct_prompts:
+            name = hashlib.sha256(json.dumps(row["prompt"]).encode()).digest()
+        first.setdefault(name, number)
     return take(rows, first.values())
 
 
@@ -149,7 +148,7 @@ def column(row: dict, key: str) -> Any:
     return None
 
 
-def is_messages(value: object) -> TypeGuard[list[dict]]:
+def is_messages(value: object) -> TypeGuard[Messages]:
     """Return whether this is a list of messages with role and content, and not empty."""
     return (
         isinstance(value, list)
@@ -158,14 +157,12 @@ def is_messages(value: object) -> TypeGuard[list[dict]]:
     )
 
 
-def is_prompt(value: object) -> TypeGuard[str | list[dict]]:
+def is_prompt(value: object) -> TypeGuard[RowPrompt]:
     """Return whether this is a text or a list of messages, and not empty."""
     return is_messages(value) or (isinstance(value, str) and bool(value))
 
 
-def with_images(
-    prompt: str | list[dict], row: dict, where: str, cfg: RowsConfig
-) -> str | list[dict]:
+def with_images(prompt: RowPrompt, row: dict, where: str, cfg: RowsConfig) -> RowPrompt:
     """Return the prompt with the images of its row: data.images_key, or the one in `image`.
 
     A text with images becomes messages.
@@ -173,12 +170,12 @@ def with_images(
     Raises:
         UserError: an image cannot be read, or images and places for them do not match.
     """
-    found = row.get(cfg.images_key)
-    if not found:
-        found = [] if row.get("image") is None else [row["image"]]
-    if isinstance(prompt, str) and not found:
+    row_images = row.get(cfg.images_key)
+    if not row_images and row.get("image") is not None:
+        row_images = [row["image"]]
+    if isinstance(prompt, str) and not row_images:
         return prompt
     try:
-        return images.attach(chat.to_messages(prompt, ""), found)
-    except images.BadImage as error:
+        return attach(to_messages(prompt, ""), row_images or [])
+    except BadImage as error:
         raise UserError(f"{where}: {error}") from error

@@ -20,6 +20,7 @@ file's rows.
 import csv
 import difflib
 import json
+import math
 import os
 import re
 import sys
@@ -32,8 +33,8 @@ from urllib.parse import parse_qsl
 
 import datasets
 import numpy as np
-import reasoning_gym
-from reasoning_gym.factory import DATASETS
+from datasets.exceptions import DatasetsError
+from reasoning_gym.factory import DATASETS, create_dataset
 
 from minirl.errors import UserError, require
 
@@ -71,11 +72,27 @@ def open_source(text: str, setting: str) -> Source:
     place, _, query = text.partition("?")
     path = Path(place)
     generator = place.removeprefix(GYM)
+    is_generated = place.startswith(GYM)
     is_hub_id = re.fullmatch(HUB_ID, place) and path.suffix not in FILES
-    options, weight = _parse_options(query, label)
+
+    # 1. The options that every source has.
+    weight = None
+    try:
+        options = dict(parse_qsl(query, strict_parsing=bool(query)))
+        if "weight" in options:
+            weight = float(options.pop("weight"))
+            if not 0 < weight < math.inf:
+                raise ValueError(f"weight = {weight} is not above 0 and finite")
+    except ValueError as error:
+        raise UserError(
+            f"{label}: {error}; options are written ?name=value&name=value, and weight is a number "
+            "above 0"
+        ) from error
     name = options.pop("name", path.stem if path.is_file() else generator)
+
+    # 2. Its rows.
     rows: Sequence
-    if place.startswith(GYM):
+    if is_generated:
         rows = _generate(generator, options, label)
     elif path.is_file():
         if options:
@@ -90,30 +107,7 @@ def open_source(text: str, setting: str) -> Source:
             f"{setting} = {text!r}: no such file; give a JSONL, JSON, Parquet or CSV file, a "
             f"folder or hub id of datasets or {GYM}NAME"
         )
-    return Source(
-        label=label,
-        name=name,
-        weight=weight,
-        is_generated=place.startswith(GYM),
-        rows=rows,
-    )
-
-
-def _parse_options(query: str, label: str) -> tuple[dict[str, str], float | None]:
-    """Return what follows the `?` of a source: (its options but for the weight, its weight)."""
-    try:
-        options = dict(parse_qsl(query, strict_parsing=bool(query)))
-        if "weight" not in options:
-            return options, None
-        weight = float(options.pop("weight"))
-        if not 0 < weight < float("inf"):
-            raise ValueError(f"weight = {weight} is not above 0 and finite")
-    except ValueError as error:
-        raise UserError(
-            f"{label}: {error}; options are written ?name=value&name=value, and weight is a number "
-            "above 0"
-        ) from error
-    return options, weight
+    return Source(label=label, name=name, weight=weight, is_generated=is_generated, rows=rows)
 
 
 class JsonLines(Sequence):
@@ -123,15 +117,15 @@ class JsonLines(Sequence):
         """Find the lines of the file; `label` begins an error message."""
         self.label = label
         self.file = path.open("rb")
-        found = array("q")
+        places = array("q")
         start = 0
         # Lines of bytes are cut at line feeds only, not at the separators that texts may hold.
         for number, line in enumerate(self.file, start=1):
             if line.strip():
-                found.extend((start, len(line), number))
+                places.extend((start, len(line), number))
             start += len(line)
         # int64 [N, 3]: of each line its first byte, how many bytes it has, and its number.
-        self.lines = np.array(found, np.int64).reshape(-1, 3)
+        self.lines = np.array(places, np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -150,43 +144,38 @@ def _read_file(path: Path, label: str) -> Sequence:
         if path.suffix == ".parquet":
             return datasets.Dataset.from_parquet(str(path))
         if path.suffix == ".csv":
-            return _read_csv(path, label)
+            csv.field_size_limit(sys.maxsize)
+            with path.open(newline="", encoding="utf-8-sig") as file:
+                rows = list(csv.DictReader(file, strict=True))
+            require(
+                not any(None in row or None in row.values() for row in rows),
+                f"{label}: a row has more or fewer values than the first line has names",
+            )
+            return rows
         if path.suffix == ".json":
             text = path.read_text(encoding="utf-8").lstrip()
             if text.startswith("["):
                 return json.loads(text)
-    except (datasets.exceptions.DatasetsError, csv.Error, ValueError) as error:
+    except (DatasetsError, csv.Error, ValueError) as error:
         raise UserError(f"{label}: not a good {path.suffix} file: {error}") from error
     return JsonLines(path, label)
 
 
-def _read_csv(path: Path, label: str) -> list[dict]:
-    csv.field_size_limit(sys.maxsize)
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = list(csv.DictReader(file, strict=True))
-    require(
-        not any(None in row or None in row.values() for row in rows),
-        f"{label}: a row has more or fewer values than the first line has names",
-    )
-    return rows
-
-
 def _load_dataset(path: Path, options: dict[str, str], label: str) -> datasets.Dataset:
-    unknown = options.keys() - {"split", "subset"}
-    if unknown:
+    split = options.pop("split", None)
+    subset = options.pop("subset", None)
+    if options:
         raise UserError(
-            f"{label}: a data set has no option {min(unknown)}; it has split, subset, weight and "
+            f"{label}: a data set has no option {min(options)}; it has split, subset, weight and "
             "name"
         )
     is_saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-    split = options.get("split")
-    subset = options.get("subset")
     try:
         if is_saved:
             loaded = datasets.load_from_disk(str(path))
         else:
             loaded = datasets.load_dataset(str(path), subset, split=split)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+    except (DatasetsError, OSError, ValueError) as error:
         raise UserError(
             f"{label}: no file or folder of that name, and no data set that can be loaded: {error}"
         ) from error
@@ -211,10 +200,10 @@ def _generate(name: str, options: dict[str, str], label: str) -> list[dict]:
         raise UserError(f"{label}: reasoning-gym has no {name!r}{hint}")
     try:
         values = {key: option(value) for key, value in options.items()}
-        entries = list(reasoning_gym.create_dataset(name, **{"size": 1000, "seed": 1, **values}))
+        entries = create_dataset(name, **({"size": 1000, "seed": 1} | values))
+        return [entry | {"prompt": entry["question"]} for entry in entries]
     except (TypeError, ValueError, AssertionError) as error:
         raise UserError(f"{label}: {error}") from error
-    return [{**entry, "prompt": entry["question"]} for entry in entries]
 
 
 def option(value: str) -> Any:
