@@ -34,8 +34,8 @@ def finished(run: Path, kind: str = "checkpoints") -> dict[int, Path]:
     """Return the whole checkpoints (or `references`) of a run folder by step, oldest first."""
     steps = {}
     for path in run.glob(f"{kind}/step-*"):
-        if re.fullmatch(r"step-\d+", path.name):
-            steps[int(path.name.removeprefix("step-"))] = path
+        if match := re.fullmatch(r"step-(\d+)", path.name):
+            steps[int(match[1])] = path
     return dict(sorted(steps.items()))
 
 
@@ -124,7 +124,13 @@ class Saver(contextlib.AbstractContextManager):
             partial.mkdir(parents=True)
             (partial / "progress.json").write_text(json.dumps(description))
         self.mesh.barrier()
-        random_states = {name: get() for name, (get, _) in _random_states().items()}
+        random_states = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            random_states["cuda"] = torch.cuda.get_rng_state()
         torch.save(random_states, partial / f"random-{self.mesh.rank}.pt")
         torch.save(self.rollouts(), partial / f"rollouts-{self.mesh.rank}.pt")
 
@@ -230,11 +236,13 @@ def load_checkpoint(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
     """
     description = restore(checkpoint, policy)
     path = checkpoint / f"random-{mesh.rank}.pt"
-    # A run resumed on more ranks than it was saved on starts the new ones from their seed.
-    saved = torch.load(path, weights_only=False) if path.exists() else {}
-    for name, (_, set_state) in _random_states().items():
-        if name in saved:
-            set_state(saved[name])
+    if path.exists():  # or else the run has more ranks now: the new ones start from their seed
+        random_states = torch.load(path, weights_only=False)
+        random.setstate(random_states["python"])
+        np.random.set_state(random_states["numpy"])
+        torch.set_rng_state(random_states["torch"])
+        if "cuda" in random_states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random_states["cuda"])
     return description
 
 
@@ -343,15 +351,3 @@ def saved_shapes(checkpoint: Path, prefix: str = "") -> dict[str, torch.Size]:
         if name.startswith(start) and isinstance(entry, TensorStorageMetadata):
             shapes[name.removeprefix(start)] = entry.size
     return shapes
-
-
-def _random_states() -> dict[str, tuple[Callable, Callable]]:
-    """Return the functions that get and set the state of each source of random numbers."""
-    states: dict[str, tuple[Callable, Callable]] = {
-        "python": (random.getstate, random.setstate),
-        "numpy": (np.random.get_state, np.random.set_state),
-        "torch": (torch.get_rng_state, torch.set_rng_state),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = (torch.cuda.get_rng_state, torch.cuda.set_rng_state)
-    return states

@@ -21,6 +21,8 @@ EDGES = [8]
 for _ in range(64):
     EDGES.append(max(EDGES[-1] + 8, EDGES[-1] * 6 // 5))
 
+Ragged = list[np.ndarray]  # Row numbers, int64, of each pair or sequence.
+
 # (images of each sequence's trajectory, tokens of it that are rows here), device -> batch
 ImageReader = Callable[[list[tuple[list[ImageSpan], np.ndarray]], torch.device], ImageBatch]
 
@@ -46,10 +48,6 @@ class _Chunk:
     earlier: np.ndarray  # Keys of the sequence's rows before them.
     prompt: np.ndarray  # Keys of the shared prompt.
 
-    @property
-    def has_long_prompt(self) -> bool:
-        return len(self.prompt) > SHORT_PROMPT
-
 
 def on_device(values: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Copy an array to a device, without waiting for the copy."""
@@ -63,28 +61,26 @@ def build(
 
     Args:
         sequences: how many rows each has on all ranks together, and the number of the sequence
-            that holds the shared prompt's rows before them, if there is one.
+            that holds the shared prompt's rows before them, if there is one: an earlier sequence.
         layout: what the model asks for.
         device: where the blocks go.
     """
     chunks = _chunks(sequences, layout.context)
+    rows = [c.rows for c in chunks]
     windowed_block = None
     if layout.windowed:
         seen = [np.concatenate([c.prompt, c.earlier, c.keys]) for c in chunks]
-        windowed_block = _block([c.rows for c in chunks], seen, True, device)
+        windowed_block = _block(rows, seen, True, device)
     if layout.context and layout.context.ring:
-        return _ring(sequences, layout.context, device), windowed_block
+        return _ring(rows, device), windowed_block
 
     # Block 1, causal: each chunk's own keys, behind those of a prompt short enough to repeat.
     keys = []
-    queries_are_keys = layout.context is None
     for c in chunks:
-        if len(c.prompt) and not c.has_long_prompt:
-            keys.append(np.concatenate([c.prompt, c.keys]))
-            queries_are_keys = False
-        else:
-            keys.append(c.keys)
-    blocks = [_block([c.rows for c in chunks], keys, True, device, queries_are_keys)]
+        repeats_prompt = len(c.prompt) <= SHORT_PROMPT
+        keys.append(np.concatenate([c.prompt, c.keys]) if repeats_prompt else c.keys)
+    nothing_repeats = sum(map(len, keys)) == sum(map(len, rows))
+    blocks = [_block(rows, keys, True, device, layout.context is None and nothing_repeats)]
 
     # Block 2, of context ranks: a chunk in the middle of its sequence sees all that comes before.
     late = [c for c in chunks if len(c.earlier)]
@@ -94,7 +90,7 @@ def build(
     # Block 3: long shared prompts. Siblings see the same keys, so their queries are one pair.
     queries = []
     prompts = []
-    with_long_prompt = [c for c in chunks if c.has_long_prompt]
+    with_long_prompt = [c for c in chunks if len(c.prompt) > SHORT_PROMPT]
     for _, group in itertools.groupby(with_long_prompt, key=lambda c: c.prompt[0]):
         siblings = list(group)
         queries.append(np.concatenate([c.rows for c in siblings]))
@@ -106,37 +102,35 @@ def build(
 
 def _chunks(sequences: list[tuple[int, int | None]], context: Context | None) -> list[_Chunk]:
     """Return what lies side by side on this rank, sequence by sequence."""
-    chunks_of = [cp.chunks(num_rows, context) for num_rows, _ in sequences]
-    lengths = [sum(map(len, chunks)) for chunks in chunks_of]
-    gathered: list[np.ndarray] = []  # Where the rows of each sequence are in the gathered keys.
-    for (num_rows, _), start in zip(sequences, np.cumsum(lengths) - lengths, strict=True):
-        gathered.append(cp.gathered_positions(num_rows, start, sum(lengths), context))
-
+    num_rows_padded = sum(cp.padded(num_rows, context) for num_rows, _ in sequences)
+    rows_per_rank = num_rows_padded // context.size if context else num_rows_padded
+    gathered: Ragged = []  # Where the rows of each sequence are in the gathered keys.
     out = []
     row = 0
-    for (_, shared), keys, chunks in zip(sequences, gathered, chunks_of, strict=True):
+    for num_rows, shared in sequences:
+        keys = cp.gathered_positions(num_rows, row, rows_per_rank, context)
+        gathered.append(keys)
         # A prompt's keys without the padding of its last chunks.
         prompt = keys[:0] if shared is None else gathered[shared][: sequences[shared][0]]
-        for rows in chunks:
+        for rows in cp.chunks(num_rows, context):
             here = np.arange(row, row + len(rows))
             out.append(_Chunk(here, keys[rows], keys[: rows[0]], prompt))
             row += len(rows)
     return out
 
 
-def _ring(
-    sequences: list[tuple[int, int | None]], context: Context, device: torch.device
-) -> tuple[Block, ...]:
+def _ring(halves: Ragged, device: torch.device) -> tuple[Block, ...]:
     """Return the three blocks of a context ring, for a rank's rows in zigzag.
+
+    `halves` are the rows of the two chunks of each sequence in turn.
 
     A rank's own rows are in order, so plain causal. All rows see the first halves of an earlier
     rank, whose second halves come later than all of them. Of a later rank only the second halves
     see anything, and that is everything.
     """
-    lengths = [cp.padded(num_rows, context) // context.size for num_rows, _ in sequences]
-    rows = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
-    first_halves = [r[: len(r) // 2] for r in rows]
-    second_halves = [r[len(r) // 2 :] for r in rows]
+    first_halves = halves[::2]
+    second_halves = halves[1::2]
+    rows = [np.concatenate(both) for both in zip(first_halves, second_halves, strict=True)]
     return (
         _block(rows, rows, True, device, queries_are_keys=True),
         _block(rows, first_halves, False, device),
@@ -145,21 +139,20 @@ def _ring(
 
 
 def _block(
-    queries: list[np.ndarray],
-    keys: list[np.ndarray],
+    queries: Ragged,
+    keys: Ragged,
     causal: bool,
     device: torch.device,
     queries_are_keys: bool = False,
 ) -> Block:
     """Return the block of pairs of query rows and the key rows that they see.
 
-    `queries_are_keys`: query i is the key i.
+    `causal`: the queries are all rows in order. `queries_are_keys`: query i is the key i.
     """
-    rows = np.concatenate(queries)
     rectangles, places = _rectangles(queries, keys, causal, device)
     return Block(
         causal=causal,
-        rows=None if causal and _counts_up(rows) else on_device(rows, device),
+        rows=None if causal else on_device(np.concatenate(queries), device),
         key_rows=None if queries_are_keys else on_device(np.concatenate(keys), device),
         cu_queries=_running_sum(queries, device),
         cu_keys=_running_sum(keys, device),
@@ -169,35 +162,30 @@ def _block(
     )
 
 
-def _running_sum(parts: list[np.ndarray], device: torch.device) -> Tensor:
+def _running_sum(parts: Ragged, device: torch.device) -> Tensor:
     return on_device(np.cumsum([0, *map(len, parts)]), device, torch.int32)
 
 
-def _counts_up(rows: np.ndarray, first: int = 0) -> bool:
-    return bool((rows == np.arange(first, first + len(rows))).all())
-
-
-def _row_index(parts: list[np.ndarray], device: torch.device) -> tuple[RowIndex, np.ndarray]:
+def _row_index(parts: Ragged, device: torch.device) -> tuple[RowIndex, np.ndarray]:
     """Return row numbers as a rectangle [B, L], and which of its places only fill, bool [B, L]."""
-    lengths = np.array([len(part) for part in parts])
+    lengths = np.array([[len(part)] for part in parts])
+    starts = np.cumsum(lengths, axis=0) - lengths
     place = np.arange(lengths.max())
-    starts = np.cumsum(lengths) - lengths
-    ends_repeated = np.minimum(place, lengths[:, None] - 1)
-    rows = np.concatenate(parts)[starts[:, None] + ends_repeated]
-    first = int(rows[0, 0])
-    counts_up = _counts_up(rows.reshape(-1), first)
-    index = RowIndex(on_device(rows, device), first if counts_up else None)
-    return index, place >= lengths[:, None]
+    ends_repeated = np.minimum(place, lengths - 1)
+    rows = np.concatenate(parts)[starts + ends_repeated]
+    counts_up = (np.diff(rows.ravel()) == 1).all()
+    index = RowIndex(on_device(rows, device), int(rows[0, 0]) if counts_up else None)
+    return index, place >= lengths
 
 
 def _rectangles(
-    queries: list[np.ndarray], keys: list[np.ndarray], causal: bool, device: torch.device
+    queries: Ragged, keys: Ragged, causal: bool, device: torch.device
 ) -> tuple[tuple[Rectangle, ...], Tensor | None]:
     """Return `Block.rectangles`, of pairs of like size, and `Block.places`."""
-    num_queries = np.array([len(q) for q in queries])
-    num_keys = np.array([len(k) for k in keys])
-    edges = [np.searchsorted(EDGES, num_queries), np.searchsorted(EDGES, num_keys)]
-    sizes = np.stack([num_keys > num_queries, *edges], axis=1)
+    num_queries = np.array([[len(q)] for q in queries])
+    num_keys = np.array([[len(k)] for k in keys])
+    edges = np.searchsorted(EDGES, np.hstack([num_queries, num_keys]))
+    sizes = np.hstack([num_keys > num_queries, edges])
     rectangles = []
     places = [np.empty(0, np.int64)] * len(queries)
     num_places = 0  # In the rectangles so far.
@@ -207,10 +195,10 @@ def _rectangles(
         key_index, hidden = _row_index([keys[i] for i in members], device)
         if causal:
             num_before = (num_keys - num_queries)[members]  # Keys that the first query sees.
-            last = num_before[:, None] + np.arange(filling.shape[1])
+            last = num_before + np.arange(filling.shape[1])
             needs_last = num_before.any()
         else:
-            last = num_keys[members, None] - 1
+            last = num_keys[members] - 1
             needs_last = hidden.any()
         rectangles.append(
             Rectangle(
@@ -221,8 +209,8 @@ def _rectangles(
             )
         )
         for i in members:
-            places[i] = num_places + np.arange(num_queries[i])
+            places[i] = num_places + np.arange(len(queries[i]))
             num_places += filling.shape[1]
     order = np.concatenate(places)
-    in_order = len(order) == num_places and _counts_up(order)
+    in_order = np.array_equal(order, np.arange(num_places))
     return tuple(rectangles), None if in_order else on_device(order, device)

@@ -8,7 +8,7 @@ import itertools
 import pickle
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -38,6 +38,9 @@ class _Header(NamedTuple):
     num_prompt: int  # Tokens.
     num_tokens: int
     num_sampled: int
+
+
+_Destinations = dict[_Header, int]  # Trajectories of a micro-batch -> their data-parallel ranks.
 
 
 def pieces(
@@ -107,7 +110,7 @@ def partition(lengths: list[int], num_ranks: int, budget: int) -> list[list[list
             f"tokens_per_rank (times parallel.context) = {budget} cannot hold a sequence of "
             f"{max(lengths)} tokens; raise it"
         )
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     num_micro = max(1, -(-sum(lengths) // (num_ranks * budget)))
     while True:
         bins: list[list[int]] = [[] for _ in range(num_micro * num_ranks)]
@@ -145,95 +148,93 @@ def exchange(
     Returns:
         [minibatch][micro-batch] -> the trajectories that this rank trains on.
     """
-    headers_here = [_header(t, mesh.rank, i) for i, t in enumerate(trajectories)]
+    # 1. All ranks make the same plan: minibatches of micro-batches.
+    headers_here = []
+    for i, t in enumerate(trajectories):
+        header = _Header(
+            t.group,
+            t.episode,
+            t.segment,
+            mesh.rank,
+            i,
+            zlib.crc32(_shared(t)),
+            _prompt_length(t),
+            len(t.tokens),
+            int(t.sampled.sum()),
+        )
+        headers_here.append(header)
     headers = sorted(itertools.chain.from_iterable(mesh.gather(headers_here)))
     groups = np.unique([h.group for h in headers])
-    destination: dict[_Header, int] = {}  # data-parallel rank
-    plan: list[list[list[_Header]]] = []  # of this rank: [minibatch][micro-batch]
+    plan = []
     for chosen in map(set, np.array_split(groups, num_minibatches)):
         members = [h for h in headers if h.group in chosen]
-        plan.append([])
-        for micro_batch in _micro_batches(members, mesh, budget, whole_groups):
-            for data_rank, on_rank in enumerate(micro_batch):
-                destination |= dict.fromkeys(on_rank, data_rank)
-            plan[-1].append(micro_batch[mesh.rank // mesh.num_copies])
+        plan.append(_micro_batches(members, mesh, budget, whole_groups))
 
-    received = _send(trajectories, destination, mesh)
+    # 2. Trajectories go where they are trained on.
+    received = _send(trajectories, itertools.chain.from_iterable(plan), mesh)
     group_tokens: Counter[int] = Counter()
     for h in headers:
         group_tokens[h.group] += h.num_sampled
-    batches: list[list[list[Trajectory]]] = []
+    for h, t in received.items():
+        t.group_tokens = group_tokens[h.group]
+
+    # 3. This rank's part of the plan.
+    batches = []
     for minibatch in plan:
-        batches.append([])
-        for members in minibatch:
-            batches[-1].append([received[h] for h in members])
-    for t in received.values():
-        t.group_tokens = group_tokens[t.group]
+        batch = []
+        for micro_batch in minibatch:
+            batch.append([received[h] for h in micro_batch if h in received])
+        batches.append(batch)
     return batches
-
-
-def _header(t: Trajectory, rank: int, number: int) -> _Header:
-    return _Header(
-        t.group,
-        t.episode,
-        t.segment,
-        rank,
-        number,
-        zlib.crc32(_shared(t)),
-        _prompt_length(t),
-        len(t.tokens),
-        int(t.sampled.sum()),
-    )
 
 
 def _micro_batches(
     headers: list[_Header], mesh: Mesh, budget: int, whole_groups: bool
-) -> Iterator[list[list[_Header]]]:
-    """Yield micro-batches: [data-parallel rank] -> its trajectories."""
+) -> list[_Destinations]:
+    """Return the micro-batches of a minibatch, on all ranks."""
     budget *= mesh.context_size
     table = [(h.prompt, h.num_prompt, h.num_tokens) for h in headers]
     groups = [h.group for h in headers] if whole_groups else None
     members, lengths = pieces(table, mesh.data_size, budget, groups=groups)
+    micro_batches = []
     for bins in partition(lengths, mesh.data_size, budget):
-        micro_batch = []
-        for numbers in bins:
-            on_rank = itertools.chain.from_iterable(members[piece] for piece in numbers)
-            micro_batch.append([headers[i] for i in on_rank])
-        yield micro_batch
+        destinations = {}
+        for data_rank, numbers in enumerate(bins):
+            for i in itertools.chain.from_iterable(members[piece] for piece in numbers):
+                destinations[headers[i]] = data_rank
+        micro_batches.append(destinations)
+    return micro_batches
 
 
 def _send(
-    trajectories: list[Trajectory], destination: dict[_Header, int], mesh: Mesh
+    trajectories: list[Trajectory], micro_batches: Iterable[_Destinations], mesh: Mesh
 ) -> dict[_Header, Trajectory]:
     """Send each trajectory to its data-parallel rank; return those that arrive here.
 
     What is of use only where it was sampled stays there.
     """
-    outgoing: list[list[Trajectory]] = [[] for _ in range(mesh.world_size)]
-    incoming: list[list[_Header]] = [[] for _ in range(mesh.world_size)]
-    for header, data_rank in destination.items():
-        if header.rank == mesh.rank:
-            t = replace(trajectories[header.number], versions=None, info={})
-            first = data_rank * mesh.num_copies
-            for to_rank in outgoing[first : first + mesh.num_copies]:
-                to_rank.append(t)
-        if data_rank == mesh.rank // mesh.num_copies:
-            incoming[header.rank].append(header)
-    messages = mesh.all_to_all([pickle.dumps(to_rank) for to_rank in outgoing])
-    received: dict[_Header, Trajectory] = {}
-    for headers, message in zip(incoming, messages, strict=True):
-        received |= zip(headers, pickle.loads(message), strict=True)
+    outgoing: list[dict[_Header, Trajectory]] = [{} for _ in range(mesh.world_size)]
+    for destinations in micro_batches:
+        for header, data_rank in destinations.items():
+            if header.rank == mesh.rank:
+                t = replace(trajectories[header.number], versions=None, info={})
+                first = data_rank * mesh.num_copies
+                for to_rank in outgoing[first : first + mesh.num_copies]:
+                    to_rank[header] = t
+    received = {}
+    for message in mesh.all_to_all([pickle.dumps(to_rank) for to_rank in outgoing]):
+        received |= pickle.loads(message)
     return received
 
 
 def _prompt_length(t: Trajectory) -> int:
     """Return the tokens before the first sampled one; 1 if none is, so that nothing is shared."""
-    return int(t.sampled.argmax()) if t.sampled.any() else 1
+    return max(1, int(t.sampled.argmax()))
 
 
 def _shared(t: Trajectory) -> bytes:
     """Return what is equal where siblings may share rows: the prompt but its last token."""
-    num = max(0, _prompt_length(t) - 1)
+    num = _prompt_length(t) - 1
     urls = [image.url for image in t.images if image.start < num]
     return t.tokens[:num].tobytes() + "".join(urls).encode()
 
@@ -251,10 +252,6 @@ class _Sequence:
     def num_rows(self) -> int:
         return self.stop - self.start
 
-    @property
-    def num_loss_tokens(self) -> int:
-        return int(self.trajectory.sampled[self.start + 1 : self.stop + 1].sum())
-
 
 def _sequences(trajectories: list[Trajectory], *, share: bool) -> list[_Sequence]:
     """Return prompts that siblings share, then everything with rows of its own.
@@ -267,7 +264,7 @@ def _sequences(trajectories: list[Trajectory], *, share: bool) -> list[_Sequence
     prompts: list[_Sequence] = []
     branches: list[_Sequence] = []
     for siblings in groups.values():
-        start = max(0, _prompt_length(siblings[0]) - 1)
+        start = _prompt_length(siblings[0]) - 1
         shared = None
         if share and len(siblings) > 1 and start > 0:
             shared = len(prompts)
@@ -293,8 +290,9 @@ def _filler(num_rows: int) -> _Sequence:
 def _lay_out(trajectories: list[Trajectory], layout: Layout) -> list[_Sequence]:
     """Return the sequences of a micro-batch, with one that fills the rows up if it has to."""
     context = layout.context
-    on_ring = context is not None and context.ring  # where no rank has all keys of a prompt
-    sequences = _sequences(trajectories, share=not on_ring) or [_filler(1)]
+    # On a ring no rank has all keys of a prompt.
+    share = not (context and context.ring)
+    sequences = _sequences(trajectories, share=share) or [_filler(1)]
     num_ranks = context.size if context else 1
     rows_on_rank = sum(cp.padded(q.num_rows, context) for q in sequences) // num_ranks
     missing = -rows_on_rank % layout.multiple
@@ -305,37 +303,20 @@ def _lay_out(trajectories: list[Trajectory], layout: Layout) -> list[_Sequence]:
     return sequences
 
 
-def _column(
-    sequences: list[_Sequence], rows: list[np.ndarray], arrays: list[np.ndarray], shift: int = 0
-) -> np.ndarray:
-    """Return the values of this rank's rows, end to end.
+def _column(arrays: list[np.ndarray], places: np.ndarray, is_token: np.ndarray) -> np.ndarray:
+    """Return the values of this rank's rows.
 
     Args:
-        sequences: of the micro-batch.
-        rows: of each sequence, those on this rank.
         arrays: [L] of each sequence's trajectory.
-        shift: 0: the value of the row's own token; 1: that of the token after it.
+        places: int64 [T]: where each row's value is in the arrays, laid end to end.
+        is_token: bool [T]: False in rows that only fill.
 
     Returns:
         [T], 0 in rows that only fill.
     """
-    columns = []
-    for q, r, values in zip(sequences, rows, arrays, strict=True):
-        is_token = r < q.num_rows
-        column = np.zeros(len(r), values.dtype)
-        column[is_token] = values[q.start + shift + r[is_token]]
-        columns.append(column)
-    return np.concatenate(columns)
-
-
-def _pair_numbers(sequences: list[_Sequence]) -> np.ndarray:
-    """Return `Packed.pairs`: each group's two answers, by episode."""
-    answers = []
-    for i, q in enumerate(sequences):
-        t = q.trajectory
-        if q.stop == len(t.tokens) - 1 and t.sampled.any():  # neither a prompt nor a filler
-            answers.append((t.group, t.episode, i))
-    return np.array([i for _, _, i in sorted(answers)], np.int64).reshape(-1, 2)
+    column = np.concatenate(arrays)[places]
+    column[~is_token] = 0
+    return column
 
 
 def pack(
@@ -362,41 +343,52 @@ def pack(
     """
     sequences = _lay_out(trajectories, layout)
     owners = [q.trajectory for q in sequences]
-    rows = [np.concatenate(cp.chunks(q.num_rows, layout.context)) for q in sequences]
-    positions = [q.start + r for q, r in zip(sequences, rows, strict=True)]
-    is_last = [p == len(t.tokens) - 2 for t, p in zip(owners, positions, strict=True)]
+    ids = tuple((t.group, t.episode, t.segment) for t in owners)
+    in_loss = [q.trajectory.sampled[q.start + 1 : q.stop + 1] for q in sequences]
+    loss_tokens = np.array([mask.sum() for mask in in_loss])
+
+    # Rows, and where their tokens and targets are in the trajectories laid end to end.
+    spans = [q.start + np.concatenate(cp.chunks(q.num_rows, layout.context)) for q in sequences]
+    lengths = tuple(map(len, spans))
+    positions = np.concatenate(spans)
     tokens = [t.tokens for t in owners]
-    loss_mask = _column(sequences, rows, [t.sampled for t in owners], shift=1)
-    turn_rewards = [t.turn_rewards for t in owners if t.turn_rewards is not None]
-    loss_tokens = np.array([q.num_loss_tokens for q in sequences])
-    logprobs = _column(sequences, rows, [t.logprobs for t in owners], shift=1)
+    num_tokens = np.array([len(t.tokens) for t in owners])
+    starts = np.cumsum(num_tokens) - num_tokens
+    is_token = positions < np.repeat([q.stop for q in sequences], lengths)
+    is_last = positions == np.repeat(num_tokens - 2, lengths)
+    places = np.where(is_token, positions + np.repeat(starts, lengths), 0)
+    loss_mask = _column([t.sampled for t in owners], places + 1, is_token)
+    logprobs = _column([t.logprobs for t in owners], places + 1, is_token)
     blocks, windowed_block = build([(q.num_rows, q.shared) for q in sequences], layout, device)
     batch = Packed(
-        inputs=on_device(_column(sequences, rows, tokens), device),
-        targets=on_device(_column(sequences, rows, tokens, shift=1), device),
-        positions=on_device(np.concatenate(positions), device),
+        inputs=on_device(_column(tokens, places, is_token), device),
+        targets=on_device(_column(tokens, places + 1, is_token), device),
+        positions=on_device(positions, device),
         loss_mask=on_device(loss_mask, device, torch.bool),
         loss_rows=on_device(np.flatnonzero(loss_mask), device),
-        lengths=tuple(map(len, rows)),
+        lengths=lengths,
         loss_tokens=on_device(loss_tokens, device),
         group_tokens=on_device(np.array([t.group_tokens for t in owners]), device),
         rewards=on_device(np.array([t.reward for t in owners]), device, torch.float64),
-        sequence_ids=tuple((t.group, t.episode, t.segment) for t in owners),
+        sequence_ids=ids,
         blocks=blocks,
         windowed_block=windowed_block,
         context=layout.context,
         temperature=temperature,
         engine_logprobs=on_device(logprobs, device, torch.float32),
-        is_last_row=on_device(np.concatenate(is_last), device, torch.bool),
+        is_last_row=on_device(is_last, device, torch.bool),
     )
+    turn_rewards = [t.turn_rewards for t in owners if t.turn_rewards is not None]
     if len(turn_rewards) == len(owners):
-        column = _column(sequences, rows, turn_rewards, shift=1)
+        column = _column(turn_rewards, places + 1, is_token)
         batch.turn_rewards = on_device(column, device, torch.float32)
     if layout.images:
-        spans = [(t.images, p) for t, p in zip(owners, positions, strict=True)]
-        batch.images = layout.images(spans, device)
+        images = [t.images for t in owners]
+        batch.images = layout.images(list(zip(images, spans, strict=True)), device)
     if pairs:
-        batch.pairs = on_device(_pair_numbers(sequences), device)
+        # Prompts and fillers have nothing in the loss.
+        answers = sorted(np.flatnonzero(loss_tokens), key=ids.__getitem__)
+        batch.pairs = on_device(np.array(answers, np.int64).reshape(-1, 2), device)
     return batch
 
 
@@ -414,13 +406,11 @@ def unpack(values: Tensor, trajectories: list[Trajectory], batch: Packed) -> lis
     lengths = [len(t.tokens) for t in trajectories]
     starts = np.cumsum(lengths) - lengths
     start_of = {}
-    for t, start in zip(trajectories, starts.tolist(), strict=True):
+    for t, start in zip(trajectories, starts, strict=True):
         start_of[t.group, t.episode, t.segment] = start
     # A sequence that only fills rows has no start, and no rows in the loss.
     start_of_sequence = [start_of.get(ids, 0) for ids in batch.sequence_ids]
-    start_of_row = torch.tensor(start_of_sequence, device=values.device).repeat_interleave(
-        torch.tensor(batch.lengths, device=values.device)
-    )
+    start_of_row = on_device(np.repeat(start_of_sequence, batch.lengths), values.device)
     places = start_of_row + batch.positions + 1
     whole = values.new_zeros(sum(lengths))
     whole = whole.index_copy(0, places[batch.loss_rows], values[batch.loss_rows])
