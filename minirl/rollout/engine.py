@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,8 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
+
+NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +93,9 @@ class RolloutEngine:
         self.on_cuda = mesh.device.type == "cuda"
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        with vllm_patches.keep_random_state_and_threads(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # vLLM's imports warn, whatever the settings are
+        # vLLM's imports warn, whatever the settings are.
+        quiet = warnings.catch_warnings(action="ignore")
+        with vllm_patches.keep_random_state_and_threads(), quiet:
             logging.getLogger("vllm").setLevel(logging.ERROR)
             import vllm
 
@@ -107,8 +110,7 @@ class RolloutEngine:
                     f"the vLLM engine did not start with engine.* = {cfg} for {folder}: {error}"
                 ) from error
         self.vllm = vllm
-        worker = self.llm.llm_engine.model_executor.driver_worker.worker
-        self.model = worker.model_runner.get_model()
+        self.model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
         self.tp_size = cfg.tensor_parallel_size
         self.num_replicas = mesh.world_size // self.tp_size
         self.replica = mesh.rank // self.tp_size
@@ -163,7 +165,7 @@ class RolloutEngine:
     # ----------------------------------------------------------------------------------------------
     # weights
 
-    def load_weights(self, named: Iterator[tuple[str, Tensor]]) -> None:
+    def load_weights(self, named: NamedTensors) -> None:
         """Run vLLM's own loader for this model.
 
         Args:
@@ -287,8 +289,10 @@ class RolloutEngine:
             return []
         outputs = []
         for output in self.llm.llm_engine.step():
-            for s in output.outputs:
-                outputs.append(_output(output.request_id, s.token_ids, s.logprobs, s.finish_reason))
+            sample = output.outputs[0]  # Each request is for one.
+            outputs.append(
+                _output(output.request_id, sample.token_ids, sample.logprobs, sample.finish_reason)
+            )
         return outputs
 
     def unfinished(self) -> list[EngineOutput]:

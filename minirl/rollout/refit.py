@@ -11,11 +11,12 @@
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,96 +27,7 @@ from minirl.config.rl import RefitConfig
 from minirl.parallel.fsdp import local, local_region
 from minirl.parallel.mesh import Mesh, all_gather_single
 from minirl.parallel.regions import CheckpointSlice, Region, intersect, split_by_size, view_of
-from minirl.rollout.engine import RolloutEngine
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A region of one of the trainer's weights that the engine wants.
-
-    Dimension d of the engine's target reads dimension axes[d] of the weight.
-    """
-
-    name: str  # Of the weight.
-    region: Region
-    axes: tuple[int, ...]
-
-
-class _Recorder(TorchDispatchMode):
-    """Records every copy from a meta tensor instead of carrying it out."""
-
-    def __init__(self, name_of: dict[int, str]):
-        """`name_of`: the storage of a meta tensor -> its weight."""
-        super().__init__()
-        self.name_of = name_of
-        self.copies: list[tuple[str, Tensor, Tensor]] = []  # (weight, view of it, target)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is not torch.ops.aten.copy_.default or args[1].device.type != "meta":
-            return func(*args, **(kwargs or {}))
-        target = args[0]
-        source = args[1]
-        name = self.name_of.get(source.untyped_storage()._cdata)
-        if name is None or source.shape != target.shape:
-            raise NotImplementedError(
-                "the engine's loader computes with a weight instead of slicing it, "
-                "which a refit cannot plan"
-            )
-        self.copies.append((name, source, target.detach()))
-        return target
-
-
-def record(
-    engine: RolloutEngine, shapes: dict[str, torch.Size], slices: dict[str, list[CheckpointSlice]]
-) -> list[tuple[Copy, Tensor]]:
-    """Return what the engine's loader does with whole weights.
-
-    It is offered the weights of the checkpoint's files, each a view of one of the trainer's: one
-    expert's matrix is a region of the fused tensor.
-
-    Args:
-        engine: whose loader runs.
-        shapes: of the trainer's whole weights, by name.
-        slices: what each of them is in a checkpoint's files.
-
-    Returns:
-        Each copy with the view of the engine's parameter that it fills.
-    """
-    weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    recorder = _Recorder({t.untyped_storage()._cdata: name for name, t in weights.items()})
-    with recorder:
-        engine.load_weights(_in_files(weights, slices))
-    return [(_to_copy(name, shapes[name], view), target) for name, view, target in recorder.copies]
-
-
-def _in_files(
-    weights: dict[str, Tensor], slices: dict[str, list[CheckpointSlice]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a checkpoint's files: names there, and views of whole weights."""
-    for name, weight in weights.items():
-        for part in slices[name]:
-            yield part.name, part.of(weight)
-
-
-def _to_copy(name: str, shape: torch.Size, view: Tensor) -> Copy:
-    """Read a strided view of a contiguous weight of this shape as a region of it."""
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    offset = torch.unravel_index(torch.tensor(view.storage_offset()), shape)
-    size = [1] * len(shape)
-    axes = []
-    # A dimension of size 1 fits whatever the stride is, so that these come last.
-    free = sorted(range(len(shape)), key=lambda d: shape[d] == 1)
-    for length, stride in zip(view.shape, view.stride(), strict=True):
-        fitting = [d for d in free if strides[d] == stride or length == shape[d] == 1]
-        if not fitting:
-            raise NotImplementedError(
-                f"{name}: the engine's loader takes a view that is not a region of the weight"
-            )
-        axis = fitting[0]
-        free.remove(axis)
-        axes.append(axis)
-        size[axis] = length
-    return Copy(name, Region(tuple(map(int, offset)), tuple(size)), tuple(axes))
+from minirl.rollout.engine import NamedTensors, RolloutEngine
 
 
 @dataclass(frozen=True)
@@ -131,24 +43,99 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Arrival(_Piece):
-    """A piece on the rank that wants it: part of `copy`, which fills `target`."""
+    """A piece on the rank that wants it."""
 
-    copy: Copy
-    target: Tensor
-
-    def scatter(self, values: Tensor) -> None:
-        """Write the region's values (in the weight's axes) to where the engine wants them."""
-        axes = self.copy.axes
-        part = self.target
-        for d, axis in enumerate(axes):
-            start = self.region.offset[axis] - self.copy.region.offset[axis]
-            part = part.narrow(d, start, self.region.size[axis])
-        # The loader indexed the other dimensions away: one expert of many.
-        dropped = [d for d in range(values.ndim) if d not in axes]
-        part.copy_(values.permute(*axes, *dropped).reshape(part.shape))
+    target: Tensor  # The part of the engine that it fills, with the dimensions of the weight.
 
 
 AnyPiece = TypeVar("AnyPiece", bound=_Piece)
+# What each of the trainer's weights is in a checkpoint's files.
+Slices = dict[str, list[CheckpointSlice]]
+# A list of pieces for each weight and peer.
+Pieces = dict[tuple[str, int], list[AnyPiece]]
+
+
+class _Recorder(TorchDispatchMode):
+    """Records every copy from a meta tensor instead of carrying it out."""
+
+    def __init__(self, weights: dict[str, Tensor]):
+        """`weights`: the meta tensors, by name."""
+        super().__init__()
+        self.weights = weights
+        self.name_of = {t.untyped_storage()._cdata: name for name, t in weights.items()}
+        self.arrivals: list[_Arrival] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.copy_.default or args[1].device.type != "meta":
+            return func(*args, **(kwargs or {}))
+        target = args[0]
+        source = args[1]
+        name = self.name_of.get(source.untyped_storage()._cdata)
+        if name is None or source.shape != target.shape:
+            raise NotImplementedError(
+                "the engine's loader computes with a weight instead of slicing it, "
+                "which a refit cannot plan"
+            )
+        self.arrivals.append(_to_arrival(name, self.weights[name], source, target.detach()))
+        return target
+
+
+def record(engine: RolloutEngine, shards: dict[str, Tensor], slices: Slices) -> list[_Arrival]:
+    """Return what the engine's loader does with whole weights.
+
+    It is offered the weights of the checkpoint's files, each a view of one of the trainer's: one
+    expert's matrix is a region of the fused tensor.
+
+    Args:
+        engine: whose loader runs.
+        shards: the trainer's weights by name; only their whole shapes count.
+        slices: what each of them is in a checkpoint's files.
+
+    Returns:
+        Each region that the loader copies, with where it goes in this rank's engine.
+    """
+    weights = {name: torch.empty(p.shape, device="meta") for name, p in shards.items()}
+    recorder = _Recorder(weights)
+    with recorder:
+        engine.load_weights(_in_files(weights.items(), slices))
+    return recorder.arrivals
+
+
+def _in_files(weights: NamedTensors, slices: Slices) -> NamedTensors:
+    """Yield the weights of a checkpoint's files: names there, and views of whole weights."""
+    for name, weight in weights:
+        for part in slices[name]:
+            yield part.name, part.of(weight)
+
+
+def _to_arrival(name: str, weight: Tensor, view: Tensor, target: Tensor) -> _Arrival:
+    """Read a strided view of a contiguous weight as a region of it.
+
+    Args:
+        name: of the weight.
+        weight: any tensor of its shape.
+        view: without the dimensions that the loader indexed away (one expert of many), in any
+            order.
+        target: what the view is copied to, of the same shape.
+    """
+    size = [1] * weight.ndim
+    target_strides = [0] * weight.ndim
+    # A dimension of size 1 fits whatever the stride is, so that these come last.
+    free = sorted(range(weight.ndim), key=lambda d: weight.shape[d] == 1)
+    for i, length in enumerate(view.shape):
+        stride = view.stride(i)
+        fitting = [d for d in free if weight.stride(d) == stride or length == weight.shape[d] == 1]
+        if not fitting:
+            raise NotImplementedError(
+                f"{name}: the engine's loader takes a view that is not a region of the weight"
+            )
+        axis = fitting[0]
+        free.remove(axis)
+        size[axis] = length
+        target_strides[axis] = target.stride(i)
+    offset = np.unravel_index(int(view.storage_offset()), weight.shape)
+    region = Region(tuple(map(int, offset)), tuple(size))
+    return _Arrival(name, region, target.as_strided(size, target_strides))
 
 
 class Refit:
@@ -161,7 +148,7 @@ class Refit:
         self,
         cfg: RefitConfig,
         shards: dict[str, Tensor],
-        slices: dict[str, list[CheckpointSlice]],
+        slices: Slices,
         engine: RolloutEngine,
         mesh: Mesh,
         *,
@@ -190,29 +177,28 @@ class Refit:
         self.check = check
         self.bytes_received = 0  # By this rank in the last call.
         self.peak_bytes = 0  # Of the buffers of the last call.
-        recorded = record(engine, {name: p.shape for name, p in shards.items()}, slices)
+        recorded = record(engine, shards, slices)
         self._check_coverage(recorded)
         self.dtypes = self._wire_dtypes(recorded)
         self._buckets = self._split_into_buckets()
         # The region of each weight that each rank's shard is.
         self._regions = mesh.gather({name: local_region(p) for name, p in shards.items()})
-        # Pieces by weight and peer.
-        self._send: dict[tuple[str, int], list[_Piece]] = defaultdict(list)
-        self._receive: dict[tuple[str, int], list[_Arrival]] = defaultdict(list)
+        self._send: Pieces[_Piece] = defaultdict(list)
+        self._receive: Pieces[_Arrival] = defaultdict(list)
         self._plan(recorded)
 
     # ----------------------------------------------------------------------------------------------
     # plan
 
-    def _check_coverage(self, recorded: list[tuple[Copy, Tensor]]) -> None:
+    def _check_coverage(self, recorded: list[_Arrival]) -> None:
         """Raise RuntimeError unless a refit writes every element of every engine parameter.
 
         One that it does not write would keep its random start. Rows that only make the vocabulary
         divisible are set to 0 here.
         """
-        covered: dict[int, int] = defaultdict(int)
-        for _, target in recorded:
-            covered[target.untyped_storage().data_ptr()] += target.numel()
+        covered: Counter[int] = Counter()
+        for arrival in recorded:
+            covered[arrival.target.untyped_storage().data_ptr()] += arrival.numel()
         padding = self.engine.padding()
         for name, parameter in self.engine.parameters().items():
             filled = covered[parameter.untyped_storage().data_ptr()]
@@ -225,13 +211,13 @@ class Refit:
             if num_padding:
                 parameter[-num_padding // parameter.shape[1] :].zero_()
 
-    def _wire_dtypes(self, recorded: list[tuple[Copy, Tensor]]) -> dict[str, torch.dtype]:
+    def _wire_dtypes(self, recorded: list[_Arrival]) -> dict[str, torch.dtype]:
         """Return the dtype that each weight has in the engine, which is also that on the wire.
 
         By the trainer's names, in the same order on all ranks. A router's correction may be wider
         than the other weights.
         """
-        wanted = {(copy.name, target.dtype) for copy, target in recorded}
+        wanted = {(arrival.name, arrival.target.dtype) for arrival in recorded}
         wanted = wanted.union(*self.mesh.gather(wanted))  # What any rank's engine wants.
         dtype_of = dict(wanted)
         if len(wanted) != len(dtype_of):
@@ -243,25 +229,24 @@ class Refit:
         buckets: list[list[str]] = []
         for dtype in dict.fromkeys(self.dtypes.values()):
             names = [name for name in self.dtypes if self.dtypes[name] == dtype]
-            buckets += split_by_size(names, self._wire_bytes, self.cfg.bucket_mb * 2**20)
+            max_numel = self.cfg.bucket_mb * 2**20 / dtype.itemsize
+            buckets += split_by_size(names, lambda name: self.shards[name].numel(), max_numel)
         return buckets
 
-    def _wire_bytes(self, name: str) -> int:
-        return self.shards[name].numel() * self.dtypes[name].itemsize
-
-    def _plan(self, recorded: list[tuple[Copy, Tensor]]) -> None:
+    def _plan(self, recorded: list[_Arrival]) -> None:
         """Note what this rank sends and receives, in an order that both ends derive alike."""
         rank = self.mesh.rank
-        targets = [target for _, target in recorded]
-        for receiver, copies in enumerate(self.mesh.gather([copy for copy, _ in recorded])):
-            for i, copy in enumerate(copies):
-                for held, sender in self._nearest_holders(copy.name, receiver).items():
-                    region = intersect(copy.region, held)
+        wanted = [_Piece(arrival.name, arrival.region) for arrival in recorded]
+        for receiver, pieces in enumerate(self.mesh.gather(wanted)):
+            for i, piece in enumerate(pieces):
+                for held, sender in self._nearest_holders(piece.name, receiver).items():
+                    region = intersect(piece.region, held)
                     if region and sender == rank:
-                        self._send[copy.name, receiver].append(_Piece(copy.name, region))
+                        self._send[piece.name, receiver].append(_Piece(piece.name, region))
                     if region and receiver == rank:
-                        arrival = _Arrival(copy.name, region, copy, targets[i])
-                        self._receive[copy.name, sender].append(arrival)
+                        target = view_of(recorded[i].target, region, piece.region.offset)
+                        arrival = _Arrival(piece.name, region, target)
+                        self._receive[piece.name, sender].append(arrival)
 
     def _nearest_holders(self, name: str, receiver: int) -> dict[Region, int]:
         """Return the nearest rank that holds each region of a weight; the receiver is nearest."""
@@ -287,12 +272,10 @@ class Refit:
         exchange = self._all_to_all if self.cfg.transport == "all_to_all" else self._all_gather
         for bucket in self._buckets:
             for name in bucket:
-                for piece in self._receive[name, self.mesh.rank]:
-                    piece.scatter(self._view(piece))  # What this rank has needs no wire.
+                for arrival in self._receive[name, self.mesh.rank]:
+                    arrival.target.copy_(self._view(arrival))  # What this rank has needs no wire.
             if self.mesh.world_size > 1:
-                received, buffers = exchange(bucket)
-                self.bytes_received += received
-                self.peak_bytes = max(self.peak_bytes, buffers)
+                exchange(bucket)
         if self.check:
             self._compare_with_oracle()
 
@@ -301,30 +284,30 @@ class Refit:
         held = self._regions[self.mesh.rank][piece.name]
         return view_of(local(self.shards[piece.name]), piece.region, held.offset)
 
-    def _all_to_all(self, bucket: list[str]) -> tuple[int, int]:
-        """Send each rank just what its engine lacks.
+    def _buffers(self, bucket: list[str], num_out: int, num_in: int) -> tuple[Tensor, Tensor]:
+        """Return flat buffers to send and to receive so many elements of a bucket."""
+        dtype = self.dtypes[bucket[0]]
+        send_buffer = torch.empty(num_out, dtype=dtype, device=self.mesh.device)
+        receive_buffer = send_buffer.new_empty(num_in)
+        self.peak_bytes = max(self.peak_bytes, send_buffer.nbytes + receive_buffer.nbytes)
+        return send_buffer, receive_buffer
 
-        Returns:
-            Bytes that this rank received, and bytes of the buffers.
-        """
+    def _all_to_all(self, bucket: list[str]) -> None:
+        """Send each rank just what its engine lacks."""
         outgoing = self._by_peer(self._send, bucket)
         incoming = self._by_peer(self._receive, bucket)
         num_out = [_numel(pieces) for pieces in outgoing]
         num_in = [_numel(pieces) for pieces in incoming]
-        dtype = self.dtypes[bucket[0]]
-        send_buffer = torch.empty(sum(num_out), dtype=dtype, device=self.mesh.device)
-        receive_buffer = send_buffer.new_empty(sum(num_in))
+        send_buffer, receive_buffer = self._buffers(bucket, sum(num_out), sum(num_in))
 
         for piece, slot in _slots(send_buffer, itertools.chain(*outgoing)):
             slot.copy_(self._view(piece))  # Casts to the dtype of the wire.
         dist.all_to_all_single(receive_buffer, send_buffer, num_in, num_out)
         for arrival, slot in _slots(receive_buffer, itertools.chain(*incoming)):
-            arrival.scatter(slot)
-        return receive_buffer.nbytes, send_buffer.nbytes + receive_buffer.nbytes
+            arrival.target.copy_(slot)
+        self.bytes_received += receive_buffer.nbytes
 
-    def _by_peer(
-        self, pieces: dict[tuple[str, int], list[AnyPiece]], bucket: list[str]
-    ) -> list[list[AnyPiece]]:
+    def _by_peer(self, pieces: Pieces[AnyPiece], bucket: list[str]) -> list[list[AnyPiece]]:
         """Return the pieces of a bucket for each peer; none for this rank, which needs no wire."""
         by_peer: list[list[AnyPiece]] = [[] for _ in range(self.mesh.world_size)]
         for peer, part in enumerate(by_peer):
@@ -333,17 +316,13 @@ class Refit:
                     part += pieces[name, peer]
         return by_peer
 
-    def _all_gather(self, bucket: list[str]) -> tuple[int, int]:
-        """Send every rank every shard; each takes what its engine wants.
-
-        Returns:
-            Bytes that this rank received, and bytes of the buffers.
-        """
-        held = [self._held(rank, bucket) for rank in range(self.mesh.world_size)]
-        longest = max(_numel(pieces) for pieces in held)
-        dtype = self.dtypes[bucket[0]]
-        send_buffer = torch.zeros(longest, dtype=dtype, device=self.mesh.device)
-        receive_buffer = send_buffer.new_empty(longest * self.mesh.world_size)
+    def _all_gather(self, bucket: list[str]) -> None:
+        """Send every rank every shard; each takes what its engine wants."""
+        held = []  # The shards of the bucket's weights, whole, for each rank.
+        for regions in self._regions:
+            held.append([_Piece(name, regions[name]) for name in bucket])
+        longest = max(map(_numel, held))
+        send_buffer, receive_buffer = self._buffers(bucket, longest, longest * len(held))
 
         for piece, slot in _slots(send_buffer, held[self.mesh.rank]):
             slot.copy_(self._view(piece))  # Casts to the dtype of the wire.
@@ -352,13 +331,8 @@ class Refit:
             if sender != self.mesh.rank:
                 for shard, slot in _slots(row, held[sender]):
                     for arrival in self._receive[shard.name, sender]:
-                        arrival.scatter(view_of(slot, arrival.region, shard.region.offset))
-        received = receive_buffer.nbytes - send_buffer.nbytes
-        return received, receive_buffer.nbytes + send_buffer.nbytes
-
-    def _held(self, rank: int, bucket: list[str]) -> list[_Piece]:
-        """Return a rank's shards of the bucket's weights, whole."""
-        return [_Piece(name, self._regions[rank][name]) for name in bucket]
+                        arrival.target.copy_(view_of(slot, arrival.region, shard.region.offset))
+        self.bytes_received += receive_buffer.nbytes - send_buffer.nbytes
 
     def _compare_with_oracle(self) -> None:
         """Raise RuntimeError naming the engine parameters that differ from a full gather."""
@@ -397,7 +371,7 @@ def _slots(buffer: Tensor, pieces: Iterable[AnyPiece]) -> Iterator[tuple[AnyPiec
 @torch.no_grad()
 def full_gather(
     shards: dict[str, Tensor],
-    slices: dict[str, list[CheckpointSlice]],
+    slices: Slices,
     engine: RolloutEngine,
     dtypes: dict[str, torch.dtype],
 ) -> None:
@@ -406,10 +380,10 @@ def full_gather(
     It is the oracle of `Refit`. Collective.
     """
 
-    def gathered() -> Iterator[tuple[str, Tensor]]:
+    def gathered() -> NamedTensors:
         for name, dtype in dtypes.items():
             shard = shards[name]
             whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
-            yield from _in_files({name: whole.to(dtype)}, slices)
+            yield name, whole.to(dtype)
 
-    engine.load_weights(gathered())
+    engine.load_weights(_in_files(gathered(), slices))
