@@ -221,7 +221,7 @@ def _send(
                 first = data_rank * mesh.num_copies
                 for to_rank in outgoing[first : first + mesh.num_copies]:
                     to_rank[header] = t
-    received = {}
+    received: dict = {}
     for message in mesh.all_to_all([pickle.dumps(to_rank) for to_rank in outgoing]):
         received |= pickle.loads(message)
     return received
