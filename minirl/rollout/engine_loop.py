@@ -137,7 +137,9 @@ class EngineLoop:
             # several turns of the loop.
             for _ in range(8):
                 await asyncio.sleep(0)
-            if self._can_step():
+            # What is repeatable waits for all episodes that are at work.
+            may_step = self._may_step and not (self.repeatable and self.active_episodes)
+            if may_step and (self._waiting or self._running):
                 self._tick()
             else:
                 await self._news.wait()
@@ -148,12 +150,6 @@ class EngineLoop:
         self._waiting = []
         self._tick(more=False)
         return task.result()
-
-    def _can_step(self) -> bool:
-        """Return whether there is work for the engine, and it need not wait for episodes."""
-        if not self._may_step or (self.repeatable and self.active_episodes):
-            return False
-        return bool(self._waiting or self._running)
 
     def _tick(self, more: bool = True) -> bool:
         """Abort and add requests, then step the engine; on all ranks of the engine alike.
@@ -177,11 +173,10 @@ class EngineLoop:
             `RolloutEngine.add` for each new one.
         """
         aborted = []
-        for request_id, (_, future) in self._running.items():
+        for request_id, (_, future) in list(self._running.items()):
             if future.cancelled() or not more:
+                del self._running[request_id]
                 aborted.append(request_id)
-        for request_id in aborted:
-            del self._running[request_id]
 
         waiting = [entry for entry in self._waiting if not entry[1].cancelled()]
         self._waiting = []
@@ -191,7 +186,7 @@ class EngineLoop:
         for request, future in waiting:
             request_id = str(next(self._request_numbers))
             self._running[request_id] = request, future
-            added.append((request_id, *_remaining(request), request.on_tokens is not None))
+            added.append((request_id, *_remaining(request)))
         return more, aborted, added
 
     def _record(self, outputs: list[EngineOutput]) -> None:
@@ -203,20 +198,21 @@ class EngineLoop:
             if request_id not in self._running:
                 continue
             request, future = self._running[request_id]
-            request.done.tokens += tokens
-            request.done.logprobs += logprobs
-            request.done.versions += [self.version] * len(tokens)
+            done = request.done
+            done.tokens += tokens
+            done.logprobs += logprobs
+            done.versions += [self.version] * len(tokens)
             if request.on_tokens:
                 request.on_tokens()
             if finish_reason:
                 del self._running[request_id]
-                request.done.stopped = finish_reason == "stop"
+                done.stopped = finish_reason == "stop"
                 if not future.done():
-                    future.set_result(request.done)
+                    future.set_result(done)
 
 
-def _remaining(request: Request) -> tuple[list[int], Sampling, int, tuple[str, ...]]:
-    """Return prompt, sampling, seed and images for what is still to be sampled of a request.
+def _remaining(request: Request) -> tuple:
+    """Return the arguments of `RolloutEngine.add` for what is still to be sampled of a request.
 
     A request that goes on gets another seed, because the numbers of the first are used up. (The
     factor is that of Knuth's multiplicative hash, so that neighbouring seeds do not meet.)
@@ -225,7 +221,8 @@ def _remaining(request: Request) -> tuple[list[int], Sampling, int, tuple[str, .
     prompt = unexpanded(request.tokens, request.images) + request.done.tokens
     sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - num_tokens)
     seed = (request.seed + 2654435761 * num_tokens) % 2**32
-    return prompt, sampling, seed, tuple(image.url for image in request.images)
+    images = [image.url for image in request.images]
+    return prompt, sampling, seed, images, request.on_tokens is not None
 
 
 async def in_thread(function: Callable, *arguments: object) -> Any:

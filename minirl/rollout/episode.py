@@ -4,14 +4,13 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from minirl.data.images import BadImage, attach, plain, to_url
 from minirl.envs.base import Agent, Env, Result, State
 from minirl.errors import UserError
 from minirl.rewards.functions import Rewards
-from minirl.rollout.conversation import Completion, Conversation, Segment
+from minirl.rollout.conversation import Conversation, Segment, decode
 from minirl.rollout.engine import Sampling
 from minirl.rollout.engine_loop import EngineLoop, Request, in_thread
 from minirl.types import Trajectory
@@ -68,7 +67,7 @@ class Episode:
     def restored(self, saved: "tuple[Episode, list[Segment]] | list[Trajectory]") -> "Episode":
         """Return the episode that was `saved`; this one is a new one of the same number."""
         if isinstance(saved, list):
-            return dataclasses.replace(self, outcome=functools.partial(list, saved))
+            return dataclasses.replace(self, outcome=lambda: saved)
         unfinished, self.conversation.segments = saved
         unfinished.conversation = self.conversation
         return unfinished
@@ -167,10 +166,11 @@ class EpisodeRunner:
                 return
             segment = e.segment
             if segment is None:
-                segment = self._observe(e, await self._call(e.env.reset, e.row))
+                first = await self._call(e.env.reset, e.row)
+                segment = self._observe(e, Result(observation=first))
                 e.row = {**e.row, "rendered_prompt": segment.text}
-            while segment := await self._turn(e, segment):
-                pass
+            while segment:
+                segment = await self._turn(e, segment)
         finally:
             await self._call(e.env.close)
 
@@ -189,7 +189,12 @@ class EpisodeRunner:
             return None
         completion = await self.engine_loop.generate_for_episode(e.request)
         e.request = None
-        self._append(e, segment, completion)
+        text = segment.append_completion(completion, e.conversation.tokenizer)
+        e.answer = decode(e.conversation.tokenizer, completion.tokens, skip_special_tokens=True)
+        e.stopped = completion.stopped
+        if e.messages:
+            e.messages = [*e.messages, {"role": "assistant", "content": text}]
+        e.turn += 1
         vision = e.conversation.vision
         if vision and vision.token in completion.tokens:
             # The engine would take it for the place of an image.
@@ -208,7 +213,7 @@ class EpisodeRunner:
         e.sampling = dataclasses.replace(e.sampling, **result.sampling)
         if result.done or result.truncated:
             return None
-        return self._observe(e, result.observation, result.messages, result.images)
+        return self._observe(e, result)
 
     def _next_request(self, e: Episode, segment: Segment) -> Request | None:
         """Return the request for the next completion; None if a budget leaves no room for one."""
@@ -230,15 +235,6 @@ class EpisodeRunner:
             name=(e.ticket, e.number),
         )
 
-    def _append(self, e: Episode, segment: Segment, completion: Completion) -> None:
-        """Append a completion to the episode."""
-        text = segment.append_completion(completion, e.conversation.tokenizer)
-        e.answer = _plain_text(e, completion.tokens)
-        e.stopped = completion.stopped
-        if e.messages:
-            e.messages = [*e.messages, {"role": "assistant", "content": text}]
-        e.turn += 1
-
     def _apply_result(self, e: Episode, result: Result) -> None:
         """Add what the environment gave for the last completion."""
         if not isinstance(result, Result) or not all(
@@ -255,23 +251,13 @@ class EpisodeRunner:
         e.truncated = result.truncated
         e.info = e.info | {name: float(value) for name, value in result.info.items()}
 
-    def _observe(
-        self,
-        e: Episode,
-        observation: object,
-        messages: list[dict] | None = None,
-        images: Sequence[object] = (),
-    ) -> Segment:
-        """Append what the environment shows, and return the segment that goes on.
-
-        Args:
-            e: the episode.
-            observation: anything, because the environment is the user's code.
-            messages: the whole chat, in place of the one so far.
-            images: those that the observation or the messages have places for.
-        """
+    def _observe(self, e: Episode, result: Result) -> Segment:
+        """Append what the environment shows, and return the segment that goes on."""
+        observation: Any = result.observation  # Anything: the environment is the user's code.
+        is_chat = isinstance(observation, list) and observation and isinstance(observation[0], dict)
+        messages = result.messages
         history = e.messages if messages is None else []
-        if type(observation) is str or (messages is None and _is_chat(observation)):
+        if type(observation) is str or (messages is None and is_chat):
             if e.segment and not e.messages:
                 raise EnvFailed(
                     "it began with tokens or a Raw text and goes on with the message "
@@ -279,10 +265,10 @@ class EpisodeRunner:
                 )
             messages = chat.to_messages(observation, "" if e.segment else self.system_prompt)
         if messages:
-            e.messages = history + attach(messages, images)
+            e.messages = history + attach(messages, result.images)
             e.segment = e.conversation.continue_with_messages(e.messages)
         elif observation and isinstance(observation, list | str):
-            urls = [to_url(image) for image in images]
+            urls = [to_url(image) for image in result.images]
             e.segment = e.conversation.append_raw(observation, e.segment, urls)
         else:
             raise EnvFailed(
@@ -305,7 +291,13 @@ class EpisodeRunner:
         e.turn = sum(segment.num_completions for segment in segments)
         e.stopped = True
         if segments:
-            e.answer = _plain_text(e, _last_sampled(segments[-1]))
+            # The sampled tokens at the end: the last completion.
+            last = segments[-1]
+            begin = len(last.tokens)
+            while begin and last.sampled[begin - 1]:
+                begin -= 1
+            tokenizer = e.conversation.tokenizer
+            e.answer = decode(tokenizer, last.tokens[begin:], skip_special_tokens=True)
 
     async def _call(self, function: Callable, *arguments: object) -> Any:
         """Call a function of the environment, in a thread unless it is asynchronous.
@@ -335,24 +327,6 @@ class EpisodeRunner:
                 ) from error
 
 
-def _is_chat(observation: object) -> TypeGuard[list[dict]]:
-    """Return whether an observation is a list of messages."""
-    return bool(isinstance(observation, list) and observation and isinstance(observation[0], dict))
-
-
-def _plain_text(e: Episode, tokens: list[int]) -> str:
-    """Return tokens as a text without special tokens."""
-    return str(e.conversation.tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-def _last_sampled(segment: Segment) -> list[int]:
-    """Return the sampled tokens at the end of a segment: its last completion."""
-    begin = len(segment.tokens)
-    while begin and segment.sampled[begin - 1]:
-        begin -= 1
-    return segment.tokens[begin:]
-
-
 def sample_seed(*numbers: int) -> int:
     """Return a seed of its own for every sample, the same whichever rank generates it."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint32)[0])
+    return np.random.SeedSequence(numbers).generate_state(1).item()

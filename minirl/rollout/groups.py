@@ -2,14 +2,16 @@
 
 import asyncio
 import contextlib
-import itertools
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minirl.envs.base import Agent
 from minirl.rollout.episode import Episode, EpisodeRunner
 from minirl.types import Trajectory
+
+# Takes the number of groups that are finished on this rank.
+IsEnough = Callable[[int], bool]
 
 
 @dataclass
@@ -19,7 +21,7 @@ class Group:
     ticket: int
     version: int  # Optimizer steps that the weights had seen when it began.
     episodes: list[Episode]
-    tasks: list[asyncio.Task] | None = None  # None: none of its episodes runs here yet.
+    tasks: list[asyncio.Task] = field(default_factory=list)  # Of the episodes that run here.
 
     @property
     def finished(self) -> bool:
@@ -32,8 +34,7 @@ class Group:
         Raises:
             UserError: a reward function failed.
         """
-        parts = [e.outcome() for e in self.episodes if e.outcome]
-        return list(itertools.chain.from_iterable(parts))
+        return sum([e.outcome() for e in self.episodes if e.outcome], [])
 
     def pickled(self) -> bytes:
         """Return it for a checkpoint.
@@ -62,9 +63,7 @@ class GroupScheduler:
         self._episode_of: dict[asyncio.Task, tuple[Group, Episode]] = {}
         self._ended: asyncio.Queue[asyncio.Task] = asyncio.Queue()
 
-    async def run(
-        self, new_groups: Iterator[Group], room: int, is_enough: Callable[[int], bool]
-    ) -> list[Group]:
+    async def run(self, new_groups: Iterator[Group], room: int, is_enough: IsEnough) -> list[Group]:
         """Run the unfinished groups and new ones, until there are enough or no more.
 
         Args:
@@ -83,7 +82,7 @@ class GroupScheduler:
         if self.groups:  # Otherwise what is paused is another scheduler's.
             self.runner.engine_loop.resume()
         for group in self.groups.values():
-            if group.tasks is None:
+            if not group.tasks:
                 self._start(group)
         self._num_finished = sum(group.finished for group in self.groups.values())
         while not (self._error or is_enough(self._num_finished)):
@@ -108,7 +107,7 @@ class GroupScheduler:
 
     def replace(self, old: Group, new: Group) -> None:
         """Give up a group, and take another one of the same ticket in its place."""
-        if old.tasks is not None:
+        if old.tasks:
             self._num_active -= sum(not e.outcome for e in old.episodes)
             for task in old.tasks:
                 task.cancel()
@@ -117,7 +116,6 @@ class GroupScheduler:
     def _start(self, group: Group) -> None:
         """Start a task for each episode that has not ended."""
         self.groups[group.ticket] = group
-        group.tasks = []
         for episode in group.episodes:
             if episode.outcome:
                 continue
@@ -126,7 +124,7 @@ class GroupScheduler:
             # request. When an agent, which asks through the endpoint, will do so is unknown.
             if not isinstance(episode.env, Agent):
                 self.runner.engine_loop.active_episodes += 1
-            task = asyncio.get_running_loop().create_task(self.runner.run(episode))
+            task = asyncio.create_task(self.runner.run(episode))
             self._episode_of[task] = group, episode
             task.add_done_callback(self._ended.put_nowait)
             group.tasks.append(task)

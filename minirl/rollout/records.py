@@ -32,12 +32,10 @@ def write_step(trajectories: list[Trajectory], folder: Path, step: int, mesh: Me
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"step-{step}-rank-{mesh.rank}.jsonl").open("w") as file:
         for t in trajectories:
-            file.write(json.dumps(_to_record(t)) + "\n")
+            file.write(json.dumps(_to_record(t), default=np.ndarray.tolist) + "\n")
 
 
 def _to_record(t: Trajectory) -> dict:
-    if t.turn_rewards is None or t.versions is None:
-        raise ValueError("only a trajectory of the sampler can be written")
     return {
         "group": t.group,
         "episode": t.episode,
@@ -46,11 +44,11 @@ def _to_record(t: Trajectory) -> dict:
         "reward": t.reward,
         "images": t.images,
         "info": t.info,
-        "tokens": t.tokens.tolist(),
-        "sampled": t.sampled.tolist(),
-        "logprobs": t.logprobs.tolist(),
-        "rewards": t.turn_rewards.tolist(),
-        "versions": t.versions.tolist(),
+        "tokens": t.tokens,
+        "sampled": t.sampled,
+        "logprobs": t.logprobs,
+        "rewards": t.turn_rewards,
+        "versions": t.versions,
     }
 
 

@@ -22,7 +22,7 @@ from minirl.rollout.conversation import Conversation
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.episode import Episode, EpisodeRunner
-from minirl.rollout.groups import Group, GroupScheduler
+from minirl.rollout.groups import Group, GroupScheduler, IsEnough
 from minirl.types import Trajectory
 
 
@@ -141,13 +141,18 @@ class Sampler:
         Returns:
             This rank's part of the trajectories, and the first ticket of the next step.
         """
+        assert isinstance(self.cfg, RLConfig)  # Only training has steps.
         cfg = self.cfg.rollout
         self.engine_loop.version = version
         make_group = partial(
             self._make_group, self.prompts, cfg.samples_per_prompt, sampling, version
         )
         self.runner.failures.clear()
-        self._restart_stale_groups(make_group, version)
+        # Begin anew what began more than rollout.max_staleness steps ago.
+        oldest = version - cfg.max_staleness * self.cfg.algo.updates_per_step
+        for group in list(self.training.groups.values()):
+            if group.version < oldest:
+                self.training.replace(group, make_group(group.ticket))
         num_new = max(0, cfg.prompts_per_step + cfg.ahead - self._num_unfinished())
         last = first + num_new + cfg.extra_prompts
 
@@ -169,14 +174,6 @@ class Sampler:
             for part in self.mesh.gather(own):
                 is_varied |= part
         return self._choose(finished, is_varied), first
-
-    def _restart_stale_groups(self, make_group: Callable[[int], Group], version: int) -> None:
-        """Begin those groups anew that began more than rollout.max_staleness steps ago."""
-        assert isinstance(self.cfg, RLConfig)  # Only training has steps.
-        oldest = version - self.cfg.rollout.max_staleness * self.cfg.algo.updates_per_step
-        for group in list(self.training.groups.values()):
-            if group.version < oldest:
-                self.training.replace(group, make_group(group.ticket))
 
     def _num_unfinished(self) -> int:
         """Return how many groups of training all ranks can go on with. Collective."""
@@ -230,9 +227,7 @@ class Sampler:
         """
         num_groups = self.mesh.gather(len(scheduler.groups))[:: self.engine.tp_size]  # Of engines.
         if self.pulls:
-            number = next(self.counter_numbers)
-            own_tickets = self._pull(number, tickets)
-            is_enough = self._count(number, num_needed)
+            own_tickets, is_enough = self._pull(tickets, num_needed)
         else:
             own_tickets, is_enough = self._deal(tickets, num_groups, num_needed)
         if not self.engine.is_leader:
@@ -244,20 +239,23 @@ class Sampler:
         room = min(self.engine.cfg.max_num_seqs, share * num_samples) - num_samples + 1
         return self.engine_loop.run(scheduler.run(map(make_group, own_tickets), room, is_enough))
 
-    def _pull(self, number: int, tickets: range) -> Iterator[int]:
-        """Yield the next ticket that no engine has taken.
+    def _pull(self, tickets: range, num_needed: int) -> tuple[Iterator[int], IsEnough]:
+        """Share tickets by counters on torchrun's store, so that long completions balance.
 
-        They share one counter on torchrun's store, so that long completions balance themselves.
+        Args:
+            tickets: of all engines.
+            num_needed: groups that all engines together must finish.
+
+        Returns:
+            The tickets that no engine has taken when this one asks, and whether the finished groups
+            of all engines are enough.
         """
-        while (taken := self.mesh.store.add(f"minirl/tickets/{number}", 1) - 1) < len(tickets):
-            yield tickets[taken]
-
-    def _count(self, number: int, num_needed: int) -> Callable[[int], bool]:
-        """Return a function that takes how many groups this engine has finished.
-
-        It adds up those of all engines, and returns whether they are enough.
-        """
+        number = next(self.counter_numbers)
         counted = 0
+
+        def own_tickets() -> Iterator[int]:
+            while (taken := self.mesh.store.add(f"minirl/tickets/{number}", 1) - 1) < len(tickets):
+                yield tickets[taken]
 
         def is_enough(num_finished: int) -> bool:
             nonlocal counted
@@ -265,11 +263,11 @@ class Sampler:
             counted = num_finished
             return self.mesh.store.add(f"minirl/finished/{number}", new) >= num_needed
 
-        return is_enough
+        return own_tickets(), is_enough
 
     def _deal(
         self, tickets: range, num_groups: list[int], num_needed: int
-    ) -> tuple[Iterator[int], Callable[[int], bool]]:
+    ) -> tuple[Iterator[int], IsEnough]:
         """Share tickets by their number, which is repeatable.
 
         Args:
@@ -348,9 +346,7 @@ def spread(num: int, loads: list[int]) -> list[list[int]]:
         What each gets.
     """
     dealt: list[list[int]] = [[] for _ in loads]
-    totals = list(loads)
     for i in range(num):
-        least = totals.index(min(totals))
+        least = min(range(len(loads)), key=lambda place: loads[place] + len(dealt[place]))
         dealt[least].append(i)
-        totals[least] += 1
     return dealt

@@ -14,13 +14,12 @@ from minirl.types import Trajectory
 def describe(t: Trajectory) -> str:
     """Return a trajectory as a text: where it is from, what it earned, prompt and completion."""
     place = f"group {t.group} episode {t.episode} segment {t.segment}"
-    num_sampled = int(t.sampled.sum())
     head = [
         f"── {place}: reward {t.reward:.4g}",
-        f"{num_sampled} of {len(t.tokens)} tokens sampled",
+        f"{t.sampled.sum()} of {len(t.tokens)} tokens sampled",
         f"weights of update {t.version}",
     ]
-    values = {**t.info, **t.info.get("env", {}), **t.info.get("rewards", {})}
+    values = t.info | t.info.get("env", {}) | t.info.get("rewards", {})
     for name, value in values.items():
         if isinstance(value, int | float):
             head.append(f"{name} {value:.4g}")

@@ -154,7 +154,7 @@ def _apply_plain_experts(
         topk_weights: [T, k].
         topk_ids: [T, k].
     """
-    total = torch.zeros(hidden_states.shape, dtype=torch.float32)
+    total = torch.zeros_like(hidden_states, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
         rows, slot = (topk_ids == expert).nonzero(as_tuple=True)
         gate, up = linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
