@@ -21,7 +21,6 @@ from minirl.data import chat
 from minirl.errors import UserError, require
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
-from minirl.parallel.regions import CheckpointSlice
 from minirl.policy import Policy
 
 
@@ -89,43 +88,35 @@ def _write_folder(
     sizes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     plan = split_torch_state_dict_into_shards(sizes, max_shard_size=int(max_file_gb * 2**30))
 
-    partial = folder.with_name(folder.name + ".partial")
+    partial = Path(f"{folder}.partial")
     if mesh.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     mesh.barrier()
     for i, (file, names) in enumerate(plan.filename_to_tensors.items()):
         is_writer = i % mesh.world_size == mesh.rank
-        whole = read(names, is_writer)
+        weights = {}
+        for name, t in read(names, is_writer).items():
+            # A router's correction is float32 in any file: rounded it would choose other experts.
+            if not name.endswith("e_score_correction_bias"):
+                t = t.to(dtype)
+            for part in slices[name]:
+                weights[part.name] = part.of(t).clone(memory_format=torch.contiguous_format)
         if is_writer:
-            _write_file(partial / file, whole, slices, dtype)
+            save_file(weights, partial / file, metadata={"format": "pt"})
     mesh.barrier()
     if mesh.rank == 0:
         if plan.is_sharded:
-            file_of_weight: dict[str, str] = {}
+            file_of_weight = {}
             for name, file in plan.tensor_to_filename.items():
-                file_of_weight |= {part.name: file for part in slices[name]}
+                for part in slices[name]:
+                    file_of_weight[part.name] = file
             index = {"metadata": plan.metadata, "weight_map": file_of_weight}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
         _write_companions(source, partial, dtype, score=build.SCORE in shapes)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     mesh.barrier()
-
-
-def _write_file(
-    path: Path,
-    whole: dict[str, Tensor],
-    slices: dict[str, list[CheckpointSlice]],
-    dtype: torch.dtype,
-) -> None:
-    weights = {}
-    for name, t in whole.items():
-        if not families.keeps_precision(name):
-            t = t.to(dtype)
-        for part in slices[name]:
-            weights[part.name] = part.of(t).clone(memory_format=torch.contiguous_format)
-    save_file(weights, path, metadata={"format": "pt"})
 
 
 def _write_companions(source: Path, folder: Path, dtype: torch.dtype, *, score: bool) -> None:
@@ -137,8 +128,8 @@ def _write_companions(source: Path, folder: Path, dtype: torch.dtype, *, score: 
         config.architectures = [families.score_class(config, str(source))]
         config.num_labels = 1
         stops = chat.stop_token_ids(tokenizer, source)
-        pad_token_id = chat.filling_token_id(tokenizer, stops, str(source))
-        config.pad_token_id = tokenizer.pad_token_id = pad_token_id
+        config.pad_token_id = chat.filling_token_id(tokenizer, stops, str(source))
+        tokenizer.pad_token_id = config.pad_token_id
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if (source / "generation_config.json").exists():
@@ -181,8 +172,7 @@ def choose(run: Path, step: int | None, best: bool) -> Path:
         step = scored["step"]
     elif step is None:
         step = max(steps)
-    if step not in steps:
-        raise UserError(f"--step {step}: {run} has no such checkpoint; use one of {list(steps)}")
+    require(step in steps, f"--step {step}: {run} has no such checkpoint; use one of {list(steps)}")
     return steps[step]
 
 
@@ -202,14 +192,15 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
         source = run / "scratch"
     else:
         source = build.find_folder(policy.model, "policy.model")
-    output = Path(cfg.output) if cfg.output else run / f"model-{checkpoint.name}"
+    output = Path(cfg.output or run / f"model-{checkpoint.name}")
     require(not output.exists(), f"--output {output} exists; name another folder or remove it")
     mesh.barrier()  # all ranks have looked
 
     shapes = saved_shapes(checkpoint)
     if build.read_config(source).tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
-    master_dtype = torch.float64 if policy.dtype == "float64" else torch.float32
+    dtype = getattr(torch, policy.dtype)
+    master_dtype = torch.promote_types(dtype, torch.float32)
 
     def read(names: list[str], is_writer: bool) -> dict[str, Tensor]:
         if not is_writer:
@@ -221,6 +212,6 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
             dcp.load({"model": whole}, checkpoint_id=checkpoint / "state", no_dist=True)
         return whole
 
-    _write_folder(output, shapes, read, source, getattr(torch, policy.dtype), mesh)
+    _write_folder(output, shapes, read, source, dtype, mesh)
     if mesh.rank == 0:
         print(output)

@@ -12,7 +12,6 @@ import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from pathlib import Path
 
 import numpy as np
@@ -67,9 +66,12 @@ def find_best(run: Path) -> dict | None:
 
     None if there is none, or if it is gone.
     """
-    path = run / "checkpoints" / "best.json"
-    best = json.loads(path.read_text()) if path.exists() else None
-    return best if best and best["step"] in finished(run) else None
+    path = run / "checkpoints/best.json"
+    if path.exists():
+        best = json.loads(path.read_text())
+        if best["step"] in finished(run):
+            return best
+    return None
 
 
 class Saver(contextlib.AbstractContextManager):
@@ -92,7 +94,7 @@ class Saver(contextlib.AbstractContextManager):
         # afterwards.
         self.others: dict[str, Policy] = {}
         # Of the newest checkpoint, finished or under way.
-        self.step: int | None = max(finished(run), default=None)
+        self.step = max(finished(run), default=None)
         self.rollouts: Callable[[], list[bytes]] = list  # This rank's unfinished episodes.
         best = find_best(run)
         self.best = best if best and cfg.best_metric in ("", best["metric"]) else None
@@ -111,8 +113,8 @@ class Saver(contextlib.AbstractContextManager):
             The checkpoint's folder, which in the background is not there yet.
         """
         self.wait()
-        final = self.run / "checkpoints" / f"step-{step}"
-        partial = final.with_name(final.name + ".partial")
+        final = self.run / f"checkpoints/step-{step}"
+        partial = Path(f"{final}.partial")
         self.step = step
 
         # 1. What is small: a description, random states, unfinished episodes.
@@ -135,7 +137,7 @@ class Saver(contextlib.AbstractContextManager):
         torch.save(self.rollouts(), partial / f"rollouts-{self.mesh.rank}.pt")
 
         # 2. Models and optimizers.
-        state: dict[str, object] = {}
+        state: dict = {}
         with contextlib.ExitStack() as stack:
             for name, model in ({"policy": self.policy} | self.others).items():
                 model.sleeper.wake_parameters()
@@ -159,9 +161,10 @@ class Saver(contextlib.AbstractContextManager):
         try:
             write()  # ends on each rank when all have written
         except dcp.CheckpointException as error:
-            failures = []
-            for rank, (cause, _) in error.failures.items():
-                failures.append(f"rank {rank}: {type(cause).__name__}: {cause}")
+            failures = [
+                f"rank {rank}: {type(cause).__name__}: {cause}"
+                for rank, (cause, _) in error.failures.items()
+            ]
             raise UserError(
                 f"checkpoint {final} could not be written ({'; '.join(failures)}); {partial} is "
                 "not whole and will not be resumed from"
@@ -174,9 +177,9 @@ class Saver(contextlib.AbstractContextManager):
     def _rotate(self) -> None:
         """Delete checkpoints beyond the newest and the best, and what was left half written."""
         steps = finished(self.run)
-        kept = set(list(steps)[-self.cfg.keep :])
+        kept = list(steps)[-self.cfg.keep :]
         if self.best:
-            kept.add(self.best["step"])
+            kept.append(self.best["step"])
         for step, path in steps.items():
             if step not in kept:
                 shutil.rmtree(path)
@@ -188,15 +191,16 @@ class Saver(contextlib.AbstractContextManager):
 
         They count for the checkpoint of that very step, if it is the newest.
         """
-        if not self.cfg.best_metric or step != self.step:
+        metric = self.cfg.best_metric
+        if not metric or step != self.step:
             return
         self.wait()
-        value = scores[self.cfg.best_metric]
-        sign = -1 if self.cfg.best_metric in LOWER_IS_BETTER else 1
+        value = scores[metric]
+        sign = -1 if metric in LOWER_IS_BETTER else 1
         if math.isfinite(value) and (self.best is None or sign * value > sign * self.best["value"]):
-            self.best = {"step": step, "metric": self.cfg.best_metric, "value": value}
+            self.best = {"step": step, "metric": metric, "value": value}
             if self.mesh.rank == 0:
-                partial = self.run / "checkpoints" / "best.partial"
+                partial = self.run / "checkpoints/best.partial"
                 partial.write_text(json.dumps(self.best))
                 partial.rename(partial.with_suffix(".json"))
                 self._rotate()
@@ -219,10 +223,11 @@ class Saver(contextlib.AbstractContextManager):
         """
         if error is None:
             self.wait()
-        elif self.pending and self.pending in wait_for([self.pending], 60).done:
-            failure = self.pending.exception()
-            if failure:
-                error.add_note(str(failure))
+        elif self.pending:
+            with contextlib.suppress(TimeoutError):
+                failure = self.pending.exception(60)
+                if failure:
+                    error.add_note(str(failure))
 
 
 def load_checkpoint(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:

@@ -27,6 +27,11 @@ Ragged = list[np.ndarray]  # Row numbers, int64, of each pair or sequence.
 ImageReader = Callable[[list[tuple[list[ImageSpan], np.ndarray]], torch.device], ImageBatch]
 
 
+# Rows of a sequence on all ranks together, and the number of the earlier sequence that holds the
+# rows before them, a shared prompt's, if there is one.
+Extent = tuple[int, int | None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """What a model on its mesh asks of the rows of a micro-batch."""
@@ -55,13 +60,12 @@ def on_device(values: np.ndarray, device: torch.device, dtype: torch.dtype = tor
 
 
 def build(
-    sequences: list[tuple[int, int | None]], layout: Layout, device: torch.device
+    sequences: list[Extent], layout: Layout, device: torch.device
 ) -> tuple[tuple[Block, ...], Block | None]:
     """Return `blocks` and `windowed_block` of `Packed`, for sequences that lie end to end.
 
     Args:
-        sequences: how many rows each has on all ranks together, and the number of the sequence
-            that holds the shared prompt's rows before them, if there is one: an earlier sequence.
+        sequences: of the micro-batch, in order.
         layout: what the model asks for.
         device: where the blocks go.
     """
@@ -100,7 +104,7 @@ def build(
     return tuple(blocks), windowed_block
 
 
-def _chunks(sequences: list[tuple[int, int | None]], context: Context | None) -> list[_Chunk]:
+def _chunks(sequences: list[Extent], context: Context | None) -> list[_Chunk]:
     """Return what lies side by side on this rank, sequence by sequence."""
     num_rows_padded = sum(cp.padded(num_rows, context) for num_rows, _ in sequences)
     rows_per_rank = num_rows_padded // context.size if context else num_rows_padded

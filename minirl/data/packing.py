@@ -120,7 +120,7 @@ def partition(lengths: list[int], num_ranks: int, budget: int) -> list[list[list
             heapq.heapreplace(heap, (load + lengths[i], b))
             bins[b].append(i)
         if max(heap)[0] <= budget:
-            return [bins[m * num_ranks : (m + 1) * num_ranks] for m in range(num_micro)]
+            return [bins[i : i + num_ranks] for i in range(0, len(bins), num_ranks)]
         num_micro += 1
 
 
@@ -200,8 +200,9 @@ def _micro_batches(
     for bins in partition(lengths, mesh.data_size, budget):
         destinations = {}
         for data_rank, numbers in enumerate(bins):
-            for i in itertools.chain.from_iterable(members[piece] for piece in numbers):
-                destinations[headers[i]] = data_rank
+            for piece in numbers:
+                for i in members[piece]:
+                    destinations[headers[i]] = data_rank
         micro_batches.append(destinations)
     return micro_batches
 
@@ -290,9 +291,8 @@ def _filler(num_rows: int) -> _Sequence:
 def _lay_out(trajectories: list[Trajectory], layout: Layout) -> list[_Sequence]:
     """Return the sequences of a micro-batch, with one that fills the rows up if it has to."""
     context = layout.context
-    # On a ring no rank has all keys of a prompt.
-    share = not (context and context.ring)
-    sequences = _sequences(trajectories, share=share) or [_filler(1)]
+    on_ring = context and context.ring  # where no rank has all keys of a prompt
+    sequences = _sequences(trajectories, share=not on_ring) or [_filler(1)]
     num_ranks = context.size if context else 1
     rows_on_rank = sum(cp.padded(q.num_rows, context) for q in sequences) // num_ranks
     missing = -rows_on_rank % layout.multiple
@@ -303,20 +303,29 @@ def _lay_out(trajectories: list[Trajectory], layout: Layout) -> list[_Sequence]:
     return sequences
 
 
-def _column(arrays: list[np.ndarray], places: np.ndarray, is_token: np.ndarray) -> np.ndarray:
-    """Return the values of this rank's rows.
+def _column(
+    sequences: list[_Sequence],
+    positions: list[np.ndarray],
+    arrays: list[np.ndarray],
+    shift: int = 1,
+) -> np.ndarray:
+    """Return the values of this rank's rows, end to end.
 
     Args:
+        sequences: of the micro-batch.
+        positions: of each sequence, those of its rows on this rank.
         arrays: [L] of each sequence's trajectory.
-        places: int64 [T]: where each row's value is in the arrays, laid end to end.
-        is_token: bool [T]: False in rows that only fill.
+        shift: 0: the value of the row's own token; 1: that of the token after it.
 
     Returns:
         [T], 0 in rows that only fill.
     """
-    column = np.concatenate(arrays)[places]
-    column[~is_token] = 0
-    return column
+    columns = []
+    for q, places, values in zip(sequences, positions, arrays, strict=True):
+        column = values.take(places + shift, mode="clip")
+        column[places >= q.stop] = 0
+        columns.append(column)
+    return np.concatenate(columns)
 
 
 def pack(
@@ -343,51 +352,41 @@ def pack(
     """
     sequences = _lay_out(trajectories, layout)
     owners = [q.trajectory for q in sequences]
-    ids = tuple((t.group, t.episode, t.segment) for t in owners)
+    positions = [q.start + np.concatenate(cp.chunks(q.num_rows, layout.context)) for q in sequences]
+    is_last = [p == len(t.tokens) - 2 for t, p in zip(owners, positions, strict=True)]
+    tokens = [t.tokens for t in owners]
+    loss_mask = _column(sequences, positions, [t.sampled for t in owners])
+    logprobs = _column(sequences, positions, [t.logprobs for t in owners])
+    turn_rewards = [t.turn_rewards for t in owners if t.turn_rewards is not None]
     in_loss = [q.trajectory.sampled[q.start + 1 : q.stop + 1] for q in sequences]
     loss_tokens = np.array([mask.sum() for mask in in_loss])
-
-    # Rows, and where their tokens and targets are in the trajectories laid end to end.
-    spans = [q.start + np.concatenate(cp.chunks(q.num_rows, layout.context)) for q in sequences]
-    lengths = tuple(map(len, spans))
-    positions = np.concatenate(spans)
-    tokens = [t.tokens for t in owners]
-    num_tokens = np.array([len(t.tokens) for t in owners])
-    starts = np.cumsum(num_tokens) - num_tokens
-    is_token = positions < np.repeat([q.stop for q in sequences], lengths)
-    is_last = positions == np.repeat(num_tokens - 2, lengths)
-    places = np.where(is_token, positions + np.repeat(starts, lengths), 0)
-    loss_mask = _column([t.sampled for t in owners], places + 1, is_token)
-    logprobs = _column([t.logprobs for t in owners], places + 1, is_token)
     blocks, windowed_block = build([(q.num_rows, q.shared) for q in sequences], layout, device)
     batch = Packed(
-        inputs=on_device(_column(tokens, places, is_token), device),
-        targets=on_device(_column(tokens, places + 1, is_token), device),
-        positions=on_device(positions, device),
+        inputs=on_device(_column(sequences, positions, tokens, shift=0), device),
+        targets=on_device(_column(sequences, positions, tokens), device),
+        positions=on_device(np.concatenate(positions), device),
         loss_mask=on_device(loss_mask, device, torch.bool),
         loss_rows=on_device(np.flatnonzero(loss_mask), device),
-        lengths=lengths,
+        lengths=tuple(map(len, positions)),
         loss_tokens=on_device(loss_tokens, device),
         group_tokens=on_device(np.array([t.group_tokens for t in owners]), device),
         rewards=on_device(np.array([t.reward for t in owners]), device, torch.float64),
-        sequence_ids=ids,
+        sequence_ids=tuple((t.group, t.episode, t.segment) for t in owners),
         blocks=blocks,
         windowed_block=windowed_block,
         context=layout.context,
         temperature=temperature,
         engine_logprobs=on_device(logprobs, device, torch.float32),
-        is_last_row=on_device(is_last, device, torch.bool),
+        is_last_row=on_device(np.concatenate(is_last), device, torch.bool),
     )
-    turn_rewards = [t.turn_rewards for t in owners if t.turn_rewards is not None]
     if len(turn_rewards) == len(owners):
-        column = _column(turn_rewards, places + 1, is_token)
+        column = _column(sequences, positions, turn_rewards)
         batch.turn_rewards = on_device(column, device, torch.float32)
     if layout.images:
-        images = [t.images for t in owners]
-        batch.images = layout.images(list(zip(images, spans, strict=True)), device)
-    if pairs:
-        # Prompts and fillers have nothing in the loss.
-        answers = sorted(np.flatnonzero(loss_tokens), key=ids.__getitem__)
+        spans = [(t.images, p) for t, p in zip(owners, positions, strict=True)]
+        batch.images = layout.images(spans, device)
+    if pairs:  # all that is in the loss is an answer
+        answers = sorted(np.flatnonzero(loss_tokens), key=batch.sequence_ids.__getitem__)
         batch.pairs = on_device(np.array(answers, np.int64).reshape(-1, 2), device)
     return batch
 

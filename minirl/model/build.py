@@ -4,7 +4,6 @@ Build on the meta device, shard by FSDP2, and let each rank read its own slices 
 """
 
 import functools
-import itertools
 import json
 import re
 from collections.abc import Callable
@@ -180,13 +179,29 @@ def load_weights(
     Raises:
         UserError: the files hold other names or shapes than the model.
     """
+    # 1. The files hold the model's weights, all of them and nothing else.
     weights = Weights(folder)
     slices = {}
+    in_model = {}
     for name, t in tensors(model).items():
         if name != SCORE or SCORE in weights.slices:
             slices[name] = families.checkpoint_slices(model.config, name, t.shape)
-    _check_fit(model, weights, list(itertools.chain.from_iterable(slices.values())), folder)
+            for part in slices[name]:
+                in_model[part.name] = list(part.to_file(part.region).size)
+    in_files = {name: weight.get_shape() for name, weight in weights.slices.items()}
+    wrong = [name for name, shape in in_model.items() if in_files.get(name) != shape]
+    # Some old files keep buffers that are a function of the config, some new ones layers that only
+    # a speculating engine uses, and a tied head may be there as well.
+    unused = model._keys_to_ignore_on_load_unexpected or []
+    pattern = "|".join([r"^lm_head\.weight$", r"rotary_emb\.inv_freq$", *unused])
+    extra = [name for name in in_files.keys() - in_model if not re.search(pattern, name)]
+    require(
+        not wrong and not extra,
+        f"policy.model = {folder}: the weights do not fit its config.json; missing or of another "
+        f"shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}",
+    )
 
+    # 2. Each rank fills its shards.
     model.to_empty(device="cpu" if cpu_offload else device)
     _init_buffers(model, device)
     with torch.no_grad():
@@ -196,26 +211,6 @@ def load_weights(
             else:
                 t.zero_()
     return weights.bytes_read
-
-
-def _check_fit(
-    model: PreTrainedModel, weights: Weights, slices: list[CheckpointSlice], folder: Path
-) -> None:
-    """Raise UserError if the files lack a slice of the model or hold what it has no place for."""
-    expected = {part.name: list(part.to_file(part.region).size) for part in slices}
-    in_files = {name: weight.get_shape() for name, weight in weights.slices.items()}
-    wrong = [name for name, shape in expected.items() if in_files.get(name) != shape]
-
-    # Some old files keep buffers that are a function of the config, some new ones layers that only
-    # a speculating engine uses, and a tied head may be there as well.
-    passed_over = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])]
-    pattern = re.compile("|".join([r"^lm_head\.weight$", *passed_over]))
-    extra = [name for name in in_files.keys() - expected.keys() if not pattern.search(name)]
-    require(
-        not wrong and not extra,
-        f"policy.model = {folder}: the weights do not fit its config.json; missing or of another "
-        f"shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}",
-    )
 
 
 def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -258,9 +253,9 @@ def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) ->
     values = tower.pooler_output.index_select(0, features).to(embedded.dtype)
     embedded = embedded.index_copy(0, rows, values)
 
-    deepstack: dict[str, object] = {}
+    deepstack: dict = {}
     if "deepstack_features" in tower:
-        is_image = torch.zeros_like(embedded[:, 0], dtype=torch.bool).index_fill(0, rows, True)
+        is_image = embedded.new_zeros(len(embedded), dtype=torch.bool).index_fill(0, rows, True)
         deepstack["visual_pos_masks"] = is_image[None]
         deepstack["deepstack_visual_embeds"] = [
             outputs.index_select(0, features) for outputs in tower.deepstack_features
@@ -279,7 +274,7 @@ def packed_forward(
     batch: Packed,
     entropy_gradient: bool = False,
     *,
-    tp: TensorParallel | None = None,
+    tp: TensorParallel | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target and the entropy of its distribution.
 
@@ -296,10 +291,11 @@ def packed_forward(
         Both [T], 0 where the target is not in the loss.
     """
     hidden = last_hidden(self, batch, tp)
-    hidden = tp.gather_tokens(hidden)[0] if tp else hidden[0]
+    if tp:
+        hidden = tp.gather_tokens(hidden)
     scale, softcap = families.FAMILIES[self.config.model_type].head(self.config)
     logprobs, entropy = logprob_entropy(
-        hidden.index_select(0, batch.loss_rows),
+        hidden[0].index_select(0, batch.loss_rows),
         fsdp.local(self.lm_head.weight),
         batch.targets[batch.loss_rows],
         batch.temperature / scale,
@@ -307,10 +303,10 @@ def packed_forward(
         entropy_gradient=entropy_gradient,
         group=tp.group if tp else None,
     )
-    num_rows = len(batch.inputs)
+    zeros = logprobs.new_zeros(len(batch.inputs))
     return (
-        logprobs.new_zeros(num_rows).index_copy(0, batch.loss_rows, logprobs),
-        entropy.new_zeros(num_rows).index_copy(0, batch.loss_rows, entropy),
+        zeros.index_copy(0, batch.loss_rows, logprobs),
+        zeros.index_copy(0, batch.loss_rows, entropy),
     )
 
 
@@ -319,15 +315,16 @@ def score_forward(
     batch: Packed,
     entropy_gradient: bool = False,
     *,
-    tp: TensorParallel | None = None,
+    tp: TensorParallel | None,
 ) -> tuple[Tensor, None]:
     """Return the score of what has been read up to each row, in place of `packed_forward`.
 
     Returns:
         [T], 0 where the target is not in the loss; and no entropy.
     """
-    hidden = last_hidden(self, batch, tp)
-    scores = tp.gather_tokens(self.score(hidden)) if tp else self.score(hidden)
+    scores = self.score(last_hidden(self, batch, tp))
+    if tp:
+        scores = tp.gather_tokens(scores)
     return scores[0].masked_fill(~batch.loss_mask, 0), None
 
 
@@ -353,8 +350,8 @@ def build_model(
     """
     compute_dtype = getattr(torch, cfg.dtype)
     master_dtype = compute_dtype
-    if trainable and compute_dtype != torch.float64:
-        master_dtype = torch.float32
+    if trainable:
+        master_dtype = torch.promote_types(compute_dtype, torch.float32)
 
     # 1. On the meta device, without memory.
     config = families.without_dropout(read_config(folder))
@@ -400,8 +397,8 @@ def _make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: boo
         )
         if score:
             del model.lm_head
-            hidden_size = config.get_text_config().hidden_size
-            model.score = ScoreHead(hidden_size, 1, bias=False, dtype=dtype)
+            text = config.get_text_config()
+            model.score = ScoreHead(text.hidden_size, 1, bias=False, dtype=dtype)
     for b in buffers(model).values():  # rounded to bfloat16 they would choose other experts
         b.data = b.to(torch.promote_types(b.dtype, torch.float32))
     return model

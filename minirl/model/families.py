@@ -11,7 +11,6 @@ through the engine.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -36,14 +35,13 @@ class ExpertNames(NamedTuple):
     down: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
+class Family(NamedTuple):
     """What minirl has to know of a model family beyond its config."""
 
     # Config values, or products of them, that parallel.tensor splits.
     divided: tuple[str, ...] = DENSE
     # Tensor-parallel styles that the library's own plan lacks.
-    plan: dict[str, str] = field(default_factory=dict)
+    plan: dict[str, str] = {}
     # Config -> (factor of the head's logits besides 1 / temperature, c where logits are
     # c * tanh(logits / c) or else None).
     head: Callable[[PretrainedConfig], tuple[float, float | None]] = lambda config: (1.0, None)
@@ -53,7 +51,7 @@ class Family:
     engine_window_differs: bool = False
     engine_on_cpu: bool = True
     # Beginnings of the model's names -> what the files have instead.
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = {}
 
 
 _MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
@@ -75,6 +73,7 @@ _QWEN3_VL = {
 }
 _DENSE = Family()
 _GEMMA = Family(head=lambda config: (1.0, config.final_logit_softcapping))
+_COHERE = Family(head=lambda config: (config.logit_scale, None))
 _BY_FEATURES = Family(divided=(*FEATURES, "intermediate_size"))
 _DEEPSEEK = Family(
     divided=(*DENSE, "n_routed_experts", "n_shared_experts * moe_intermediate_size"),
@@ -82,7 +81,7 @@ _DEEPSEEK = Family(
 )
 _QWEN2_VL = Family(files={"model.visual.": "visual.", "model.language_model.": "model."})
 
-FAMILIES: dict[str, Family] = {
+FAMILIES = {
     "llama": _DENSE,
     "mistral": _DENSE,
     "qwen2": _DENSE,
@@ -100,8 +99,8 @@ FAMILIES: dict[str, Family] = {
     "olmo2": _BY_FEATURES,
     "olmo3": _BY_FEATURES,
     "granite": Family(head=lambda config: (1 / config.logits_scaling, None)),
-    "cohere": Family(head=lambda config: (config.logit_scale, None)),
-    "cohere2": Family(head=lambda config: (config.logit_scale, None), engine_window_differs=True),
+    "cohere": _COHERE,
+    "cohere2": _COHERE._replace(engine_window_differs=True),
     "mixtral": Family(divided=(*HEADS, "num_local_experts"), experts=_MIXTRAL),
     "qwen2_moe": Family(
         divided=(*HEADS, "num_experts", "shared_expert_intermediate_size"),
@@ -156,49 +155,8 @@ def check_supported(
         UserError: the config breaks one of the rules below.
     """
     _check_config(config, where)
-    _check_engine(config, where, tensor_parallel, max_model_len, device)
 
-
-def _check_config(config: PretrainedConfig, where: str) -> None:
-    """Refuse what the trainer cannot compute, packed, as the library does it unpacked."""
-    why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
-    require(
-        config.model_type in FAMILIES,
-        f"{where}: family {config.model_type!r} is not supported{why}; "
-        f"supported are {', '.join(FAMILIES)}",
-    )
-
-    values = config.get_text_config().to_dict()
-    require(
-        "quantization_config" not in values,
-        f"{where} is quantised; train the unquantised checkpoint",
-    )
-
-    require(
-        not values.get("use_bidirectional_attention"),
-        f"{where}: use_bidirectional_attention is set, and tokens would see the future; "
-        "packed attention is causal",
-    )
-
-    parameters = values.get("rope_parameters") or {}
-    of_layer_types = [p for p in parameters.values() if isinstance(p, dict)]
-    for rope in of_layer_types or [parameters]:
-        require(
-            rope.get("rope_type") not in ("dynamic", "longrope"),
-            f"{where}: rope_type = {rope.get('rope_type')!r} takes its frequencies from the "
-            "longest position of a batch, so a sequence's log-probs would depend on what it is "
-            "packed with; use a checkpoint with another rope_type",
-        )
-
-
-def _check_engine(
-    config: PretrainedConfig,
-    where: str,
-    tensor_parallel: int,
-    max_model_len: int,
-    device: str | None,
-) -> None:
-    """Refuse what the engine does not run, or computes in another way than the trainer."""
+    # What the engine does not run, or computes in another way than the trainer.
     family = FAMILIES[config.model_type]
     require(
         device != "cpu" or family.engine_on_cpu,
@@ -237,6 +195,38 @@ def _check_engine(
     )
 
 
+def _check_config(config: PretrainedConfig, where: str) -> None:
+    """Refuse what the trainer cannot compute, packed, as the library does it unpacked."""
+    why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
+    require(
+        config.model_type in FAMILIES,
+        f"{where}: family {config.model_type!r} is not supported{why}; "
+        f"supported are {', '.join(FAMILIES)}",
+    )
+
+    values = config.get_text_config().to_dict()
+    require(
+        "quantization_config" not in values,
+        f"{where} is quantised; train the unquantised checkpoint",
+    )
+
+    require(
+        not values.get("use_bidirectional_attention"),
+        f"{where}: use_bidirectional_attention is set, and tokens would see the future; "
+        "packed attention is causal",
+    )
+
+    parameters = values.get("rope_parameters") or {}
+    for rope in [parameters, *parameters.values()]:  # one for each type of layer, in some models
+        if isinstance(rope, dict):
+            require(
+                rope.get("rope_type") not in ("dynamic", "longrope"),
+                f"{where}: rope_type = {rope.get('rope_type')!r} takes its frequencies from the "
+                "longest position of a batch, so a sequence's log-probs would depend on what it is "
+                "packed with; use a checkpoint with another rope_type",
+            )
+
+
 def divided(config: PretrainedConfig) -> dict[str, int]:
     """Return what parallel.tensor splits: config values, or products of them, by their names."""
     text = config.get_text_config()
@@ -265,9 +255,7 @@ def checkpoint_slices(
             return _expert_slices(family.experts, name, shape)
         name = name.replace(".mlp.", f".{family.experts.block}.")
     for in_model, in_files in family.files.items():
-        if name.startswith(in_model):
-            name = in_files + name.removeprefix(in_model)
-            break
+        name = name.replace(in_model, in_files)
     return [CheckpointSlice(name, Region((0,) * len(shape), tuple(shape)))]
 
 
@@ -283,14 +271,6 @@ def _expert_slices(experts: ExpertNames, name: str, shape: torch.Size) -> list[C
             region = Region((number, i * rows, 0), (1, rows, shape[2]))
             slices.append(CheckpointSlice(in_files, region, fused=True))
     return slices
-
-
-def keeps_precision(name: str) -> bool:
-    """Return whether a tensor is float32 in files of any dtype.
-
-    It is if it is a router's correction, which in bfloat16 would choose other experts.
-    """
-    return name.endswith("e_score_correction_bias")
 
 
 def score_class(config: PretrainedConfig, where: str) -> str:
@@ -317,8 +297,7 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     They would make the trainer's log-probs differ from the engine's, and a resumed run from an
     uninterrupted one.
     """
-    parts = [config] + [getattr(config, name) for name in config.sub_configs]
-    for part in parts:
+    for part in [config] + [getattr(config, name) for name in config.sub_configs]:
         for name, value in vars(part).items():
             if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(part, name, 0.0)

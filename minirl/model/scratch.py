@@ -35,9 +35,7 @@ def make_tokenizer(phrases: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in special]
-    )
+    tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token=END, chat_template=TEMPLATE
