@@ -27,13 +27,18 @@ def start_ranks() -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "minirl.walk", *sys.argv[1:]]
     with tempfile.TemporaryDirectory() as folder:  # for all that torchrun would leave
-        quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        env = os.environ | quiet | {"TMPDIR": folder}
-        return subprocess.run(command, env=env).returncode
+        quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TMPDIR": folder}
+        return subprocess.run(command, env=os.environ | quiet).returncode
 
 
-def run_rank(broken: list[str]) -> bool:
-    """Make the step on this rank; return whether plain PyTorch agrees."""
+def main() -> None:
+    """Parse flags; start two ranks, or make the step on this one."""
+    parser = argparse.ArgumentParser(description="One GRPO step with real numbers.")
+    parser.add_argument("--break", dest="broken", nargs="+", choices=BREAKS, default=[])
+    broken = parser.parse_args().broken
+    if "RANK" not in os.environ:
+        sys.exit(start_ranks())
+
     # Imports of ten seconds, which the process that starts the ranks does not need.
     import torch.distributed as dist
 
@@ -45,15 +50,7 @@ def run_rank(broken: list[str]) -> bool:
         equal = Walk(Path(folder), mesh).step(broken)
     if dist.is_initialized():  # some versions of vLLM destroy the default group with the engine
         dist.destroy_process_group()
-    return equal
-
-
-def main() -> None:
-    """Parse flags, and walk on two ranks."""
-    parser = argparse.ArgumentParser(description="One GRPO step with real numbers.")
-    parser.add_argument("--break", dest="broken", nargs="+", choices=BREAKS, default=[])
-    broken = parser.parse_args().broken
-    sys.exit(not run_rank(broken) if "RANK" in os.environ else start_ranks())
+    sys.exit(not equal)
 
 
 if __name__ == "__main__":
