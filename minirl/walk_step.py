@@ -120,10 +120,10 @@ class Walk(Trainer):
         cfg = load_config(RLConfig, str(folder / "walk.yaml"))
         cfg.output = mesh.gather(str(folder / "run"))[0]
         super().__init__(cfg, mesh)
-        self.to_text: Callable = self.prompts.tokenizer.convert_ids_to_tokens
+        self.to_text: Callable = self.inputs.prompts.tokenizer.convert_ids_to_tokens
         self.loss = losses.policy(cfg.algo, cfg.env.max_tokens)
-        warm_start(cfg, self.inputs, self.policy, self.log)
-        self.log.close()
+        warm_start(cfg, self.inputs, self.policy, self.run.log)
+        self.run.log.close()
 
     def step(self, broken: list[str]) -> bool:
         """Make the step; return whether plain PyTorch agrees."""
@@ -157,20 +157,27 @@ class Walk(Trainer):
         self.generation.refit()
         show("   out   embedding: policy {:+.6f}, engine {:+.6f}", trained, in_engine)
 
+    def sample(self, first_ticket: int) -> list[Trajectory]:
+        """Return this rank's episodes of a step. The engine must be awake."""
+        sampler = self.generation.sampler
+        return sampler.collect_step(
+            first_ticket, self.generation.sampling, version=self.policy.num_updates
+        )[0]
+
     def roll_out(self) -> list[Trajectory]:
         """Sample a group of answers to each prompt; they are scored as soon as they end."""
         station(
             "3. Rollout: answers to prompts",
-            Trainer.sample,
+            Trainer.collect,
             Sampler.collect_step,
             RolloutEngine.step,
         )
         with self.generation.awake():
-            trajectories, _ = self.sample(self.generation, 0)
+            trajectories = self.sample(0)
         first_group = trajectories[:4]
-        row = self.prompts.row(trajectories[0].group)
+        row = self.inputs.prompts.row(trajectories[0].group)
         show("   in    {0[prompt]}   (answer: {0[answer]})", row)
-        show("         {}", self.to_text(self.prompts.encode(row)))
+        show("         {}", self.to_text(self.inputs.prompts.encode(row)))
         for t in first_group:
             show("   out   {}", self.to_text(t.tokens[t.sampled]))
 
@@ -294,7 +301,7 @@ class Walk(Trainer):
         mismatches = []
         for refit in (lambda: None, self.generation.refit):
             with self.generation.engine.awake(refit, self.policy.sleeper):
-                trajectories, _ = self.sample(self.generation, 1)
+                trajectories = self.sample(self.cfg.rollout.prompts_per_step)
             following = self.make_batches(trajectories)[0][0]
             self.assign_advantages([[following]])
             mismatches.append(self.policy.measure([following], self.loss)["mismatch"])
