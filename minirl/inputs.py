@@ -229,7 +229,7 @@ def check_head(folder: Path, setting: str) -> None:
     reward model would all be 0.
     """
     require(
-        build.SCORE in build.Weights(folder).slices,
+        build.SCORE in build.open_weights(folder),
         f"{setting} = {folder} is no reward model: its weights have no {build.SCORE}; train one "
         "with minirl.rm",
     )

@@ -323,7 +323,7 @@ class Trainer(Program):
         self.progress.add(self.timer.take())
         with self.timer.phase("sft"):
             num_tokens = warm_start(self.cfg, self.inputs, self.policy, self.run.log)
-            checkpoint.export(self.policy, self.run.output / "sft", self.mesh)
+            checkpoint.export(self.policy, self.run.output / "sft")
         # One phase, because its forward and backward are not RL's.
         self.progress.add({"sft": sum(self.timer.take().values())}, sft=num_tokens)
 
@@ -344,7 +344,7 @@ class Trainer(Program):
     def refresh_reference(self, step: int) -> None:
         """Make the policy as it is after `step` steps the reference. Collective."""
         folder = self.run.output / "references" / f"step-{step}"
-        checkpoint.export(self.policy, folder, self.mesh)
+        checkpoint.export(self.policy, folder)
         if self.mesh.rank == 0:
             # The first checkpoint may still be under way, and need the first reference.
             no_checkpoint = 0 if self.cfg.checkpoint.every else step

@@ -66,7 +66,7 @@ class TrainingRun:
         self.progress = Progress()
         self.resumed_from = checkpoint.find(self.output) if cfg.resume else None
         if self.resumed_from:
-            saved = checkpoint.load_checkpoint(self.resumed_from, policy, mesh)
+            saved = checkpoint.load_checkpoint(self.resumed_from, policy)
             self.first_step = saved["step"]
             self.progress = Progress(**saved["progress"])
 
@@ -78,7 +78,7 @@ class TrainingRun:
                 keep_before=self.first_step,
                 keep_sft=self.resumed_from is not None,
             )
-        self.saver = checkpoint.Saver(self.output, cfg.checkpoint, policy, mesh)
+        self.saver = checkpoint.Saver(self.output, cfg.checkpoint, policy)
         self.log = Log(self.output, rank=mesh.rank, first_step=self.first_step)
 
         num_parameters = sum(p.numel() for p in policy.model.parameters())
@@ -167,13 +167,11 @@ class TrainingRun:
         with self.timer.phase("checkpoint"):
             self.saver.wait()
         with self.timer.phase("export"):
-            checkpoint.export(self.policy, self.output / "model", self.mesh)
+            checkpoint.export(self.policy, self.output / "model")
             if self.cfg.policy.ema_decay:
                 with self.policy.state_awake():
                     folder = self.output / "model_ema"
-                    checkpoint.export(
-                        self.policy, folder, self.mesh, weights=self.policy.averages()
-                    )
+                    checkpoint.export(self.policy, folder, weights=self.policy.averages())
         self.progress.add(self.timer.take())
         self.log.close()
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

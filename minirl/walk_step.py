@@ -251,7 +251,7 @@ class Walk(Trainer):
             plain_step,
         )
         folder = self.run.output / "model"
-        checkpoint.export(self.policy, folder, self.mesh)
+        checkpoint.export(self.policy, folder)
         plain = plain_step(folder, sum(self.mesh.gather(trajectories), []), self.cfg)
         wrong = {name: self.try_broken(batch, name) for name in broken if name != "stale-engine"}
         right = self.update(0, [[batch]])

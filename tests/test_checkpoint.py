@@ -20,7 +20,8 @@ import tiny
 from harness import RankFailed, ranks
 from minirl import checkpoint
 from minirl.algo import losses
-from minirl.checkpoint.state import state_dict_of
+from minirl.checkpoint.export import choose, export_checkpoint
+from minirl.checkpoint.state import find_best, state_dict_of
 from minirl.config.parse import save_config
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig, ParallelConfig, PolicyConfig
@@ -73,14 +74,14 @@ def save(mesh, folder, run, sequence, background):
     policy = make(mesh, folder, sequence)
     for _ in range(2):
         update(policy, mesh)
-    saver = checkpoint.Saver(run, CheckpointConfig(background=background), policy, mesh)
+    saver = checkpoint.Saver(run, CheckpointConfig(background=background), policy)
     begin, write = threading.Event(), dcp.FileSystemWriter.write_data
     if background:
         dcp.FileSystemWriter.write_data = lambda *args: begin.wait() and write(*args)
     saver.save(2, {"note": 7})
     assert (checkpoint.find(run) is None) == background
     state, num_updates = whole(state_dict_of(policy)), policy.num_updates
-    checkpoint.export(policy, run / "exported", mesh, max_file_gb=1e-4)
+    checkpoint.export(policy, run / "exported", max_file_gb=1e-4)
     loss = update(policy, mesh)  # overwrites what is being written
     if background:
         for t in [*policy.shards().values(), *policy.optimizer.tensors()]:
@@ -92,7 +93,7 @@ def save(mesh, folder, run, sequence, background):
 
 def resume(mesh, folder, run, sequence):
     policy = make(mesh, folder, sequence)
-    saved = checkpoint.load_checkpoint(checkpoint.find(run), policy, mesh)
+    saved = checkpoint.load_checkpoint(checkpoint.find(run), policy)
     assert saved["progress"] == {"note": 7} and saved["step"] == 2
     state = whole(state_dict_of(policy))
     return state, policy.num_updates, update(policy, mesh)
@@ -147,11 +148,11 @@ def save_before_the_first_update(mesh, folder, run):
     for way in ("never saved", "saved", "resumed"):
         policy = Policy(PolicyConfig(dtype="float64", ema_decay=0.9), folder, mesh)
         if way == "saved":
-            saver = checkpoint.Saver(run, CheckpointConfig(), policy, mesh)
+            saver = checkpoint.Saver(run, CheckpointConfig(), policy)
             saver.save(1, {})
             saver.wait()
         elif way == "resumed":
-            checkpoint.load_checkpoint(checkpoint.find(run), policy, mesh)
+            checkpoint.load_checkpoint(checkpoint.find(run), policy)
         for _ in range(2):
             update(policy, mesh)
         weights.append(whole(state_dict_of(policy)))
@@ -174,7 +175,7 @@ def test_an_optimizer_that_has_not_stepped_takes_its_first_step_after_a_checkpoi
 def rotate(mesh, folder, run, cfg, scores, first=0):
     """Save at steps 1, 2, ... of which `scores` has one each, as a loop does: a score comes after
     its step was saved."""
-    saver = checkpoint.Saver(run, cfg, make(mesh, folder, False), mesh)
+    saver = checkpoint.Saver(run, cfg, make(mesh, folder, False))
     there = []
     for step, score in enumerate(scores, start=first + 1):
         saver.save(step, {})
@@ -203,11 +204,7 @@ def test_the_newest_and_the_best_stay(tmp_path, background):
         [2, 5, 6],
         [6, 7],
     ]  # an equal score later is no better
-    assert (
-        best
-        == checkpoint.find_best(tmp_path / "run")
-        == {"step": 7, "metric": "accuracy", "value": 0.9}
-    )
+    assert best == find_best(tmp_path / "run") == {"step": 7, "metric": "accuracy", "value": 0.9}
     (tmp_path / "run" / "checkpoints" / "step-6.partial").mkdir()
     there, best = ranks(1, rotate, folder, tmp_path / "run", cfg, [0.3, 0.2, 0.9], 7)[
         0
@@ -241,13 +238,13 @@ def test_what_is_not_whole_is_not_resumed(tmp_path):
     (tmp_path / "checkpoints" / "best.json").write_text(
         '{"step": 100, "metric": "accuracy", "value": 1.0}'
     )
-    assert checkpoint.find_best(tmp_path) is None
+    assert find_best(tmp_path) is None
 
 
 def fail(mesh, folder, run, background, use):
     """Rank 1 cannot write."""
     saver = checkpoint.Saver(
-        run, CheckpointConfig(background=background), make(mesh, folder, False), mesh
+        run, CheckpointConfig(background=background), make(mesh, folder, False)
     )
     saver.save(1, {})
     saver.wait()
@@ -291,7 +288,7 @@ def test_a_failed_write_is_reported(tmp_path, background, use, kind):
 
 
 def crash(mesh, folder, run):
-    saver = checkpoint.Saver(run, CheckpointConfig(), make(mesh, folder, False), mesh)
+    saver = checkpoint.Saver(run, CheckpointConfig(), make(mesh, folder, False))
     publish = saver._publish
     saver._publish = lambda *args: (time.sleep(0.5), publish(*args))
     with saver:
@@ -307,7 +304,7 @@ def test_a_run_that_fails_leaves_the_checkpoint_under_way(tmp_path):
 
 
 def die(mesh, folder, run):
-    saver = checkpoint.Saver(run, CheckpointConfig(), make(mesh, folder, False), mesh)
+    saver = checkpoint.Saver(run, CheckpointConfig(), make(mesh, folder, False))
     saver.save(1, {})
     saver.wait()
     dcp.FileSystemWriter.write_data = lambda *args: os._exit(9)
@@ -327,7 +324,7 @@ def test_killed_while_it_writes(tmp_path):
 
 
 def load_into(mesh, folder, run):
-    checkpoint.load_checkpoint(checkpoint.find(run), make(mesh, folder, False), mesh)
+    checkpoint.load_checkpoint(checkpoint.find(run), make(mesh, folder, False))
 
 
 def test_another_shape_is_refused_with_both(tmp_path):
@@ -355,20 +352,20 @@ def train_and_save(mesh, folder, run, tied):
     cfg = RLConfig(output=str(run))
     cfg.policy.model, cfg.policy.dtype = str(folder), "bfloat16"
     policy = Policy(cfg.policy, folder, mesh)
-    saver = checkpoint.Saver(run, CheckpointConfig(keep=2, best_metric="accuracy"), policy, mesh)
+    saver = checkpoint.Saver(run, CheckpointConfig(keep=2, best_metric="accuracy"), policy)
     for step, score in ((1, 0.5), (2, 0.9), (3, 0.1), (4, 0.2)):
         update(policy, mesh)
         saver.save(step, {})
         saver.score(step, {"accuracy": score})
         if step in (2, 4):
             saver.wait()
-            checkpoint.export(policy, run / f"live-{step}", mesh)
+            checkpoint.export(policy, run / f"live-{step}")
     if mesh.rank == 0:
         save_config(cfg, run / "config.yaml")
 
 
-def export_checkpoint(mesh, *values):
-    checkpoint.export_checkpoint(ExportConfig(command="export", **dict(values)), mesh)
+def export_as_told(mesh, *values):
+    export_checkpoint(ExportConfig(command="export", **dict(values)), mesh)
 
 
 def test_export_of_a_checkpoint(tmp_path):
@@ -377,9 +374,7 @@ def test_export_of_a_checkpoint(tmp_path):
     ended = alone("minirl.checkpoint", ["export", run], tmp_path / "log").end(120)
     assert ended.code == 0, ended.err
     assert ended.out.strip() == str(run / "model-step-4") and "warn" not in ended.err.lower()
-    ranks(
-        2, export_checkpoint, ("run", str(run)), ("best", True), ("output", str(tmp_path / "best"))
-    )
+    ranks(2, export_as_told, ("run", str(run)), ("best", True), ("output", str(tmp_path / "best")))
     for exported, live in (
         (tmp_path / "best", run / "live-2"),
         (run / "model-step-4", run / "live-4"),
@@ -398,16 +393,16 @@ def test_export_of_a_checkpoint(tmp_path):
 
 def test_export_refuses_what_is_not_there(tmp_path):
     with pytest.raises(UserError, match="is not the folder of a run: it has no config.yaml"):
-        checkpoint.choose(tmp_path / "none", None, False)
+        choose(tmp_path / "none", None, False)
     (tmp_path / "config.yaml").write_text("policy: {model: nowhere}")
     (tmp_path / "checkpoints" / "step-9.partial").mkdir(parents=True)
     with pytest.raises(UserError, match="has no finished checkpoint"):
-        checkpoint.choose(tmp_path, None, False)
+        choose(tmp_path, None, False)
     for step in (4, 12):
         (tmp_path / "checkpoints" / f"step-{step}").mkdir()
     assert (
-        checkpoint.choose(tmp_path, None, False).name == "step-12"
-        and checkpoint.choose(tmp_path, 4, False).name == "step-4"
+        choose(tmp_path, None, False).name == "step-12"
+        and choose(tmp_path, 4, False).name == "step-4"
     )
     for step, best, message in (
         (9, False, r"--step 9: .* use one of \[4, 12\]"),
@@ -415,11 +410,11 @@ def test_export_refuses_what_is_not_there(tmp_path):
         (4, True, "name two"),
     ):
         with pytest.raises(UserError, match=message):
-            checkpoint.choose(tmp_path, step, best)
+            choose(tmp_path, step, best)
     (tmp_path / "checkpoints" / "best.json").write_text(
         json.dumps({"step": 4, "metric": "loss", "value": 1.0})
     )
-    assert checkpoint.choose(tmp_path, None, True).name == "step-4"
+    assert choose(tmp_path, None, True).name == "step-4"
     ended = fork(
         "minirl.checkpoint",
         ["export", tmp_path, "--output", tmp_path / "checkpoints"],

@@ -311,4 +311,4 @@ def export_with_head(mesh, folder, output):
     policy = Policy(PolicyConfig(dtype="float32"), folder, mesh, score=True)
     with torch.no_grad():
         policy.shards()["score.weight"].to_local().copy_(torch.linspace(-0.1, 0.1, 128)[None])
-    checkpoint.export(policy, output, mesh)
+    checkpoint.export(policy, output)

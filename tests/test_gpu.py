@@ -88,7 +88,7 @@ def test_ring_emulated_on_one_device_equals_one_rank(size):
         steps = ((block, flash["k"][source], flash["v"][source]) for block, source in hops)
         out, lse = attend(q, steps, options)
         for block, source in hops:
-            into = gradients[0][rank], gradients[1][source], gradients[2][source]
+            into = [gradients[0][rank], gradients[1][source], gradients[2][source]]
             kernels.backward(
                 into,
                 flash["dout"][rank],
@@ -224,13 +224,11 @@ def test_state_at_rest_sleep_and_offload_train_alike(tmp_path, settings):
                 policy.sleeper.sleep_optimizer()
                 policy.sleeper.sleep_parameters()
                 policy.sleeper.wake_parameters()
-        with checkpoint.Saver(
-            tmp_path / str(len(history)), CheckpointConfig(), policy, mesh
-        ) as saver:
+        with checkpoint.Saver(tmp_path / str(len(history)), CheckpointConfig(), policy) as saver:
             saver.save(3, {})
-        checkpoint.load_checkpoint(checkpoint.find(tmp_path / str(len(history))), policy, mesh)
+        checkpoint.load_checkpoint(checkpoint.find(tmp_path / str(len(history))), policy)
         with policy.state_awake():
-            checkpoint.export(policy, tmp_path / "ema", mesh, weights=policy.averages())
+            checkpoint.export(policy, tmp_path / "ema", weights=policy.averages())
     assert history[0][2] < history[0][0] and history[1] == pytest.approx(history[0], rel=0.02)
 
 

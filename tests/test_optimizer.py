@@ -208,14 +208,14 @@ def save(mesh, folder, run, settings):
     update(policy, mesh, 2)
     saved = state(policy)
     # Written while the two updates overwrite what it copied.
-    with checkpoint.Saver(run, CheckpointConfig(), policy, mesh) as saver:
+    with checkpoint.Saver(run, CheckpointConfig(), policy) as saver:
         saver.save(2, {})
         return saved, update(policy, mesh, 2)[-1]["loss"], gathered(policy)
 
 
 def resume(mesh, folder, run, settings):
     policy = make(mesh, folder, settings)
-    checkpoint.load_checkpoint(checkpoint.find(run), policy, mesh)
+    checkpoint.load_checkpoint(checkpoint.find(run), policy)
     return state(policy), update(policy, mesh, 2)[-1]["loss"], gathered(policy)
 
 
@@ -395,7 +395,7 @@ def average(mesh, folder, settings, num_steps, out):
     with policy.state_awake():
         averages = policy.averages()
         assert all(averages[n].placements == p.placements for n, p in policy.shards().items())
-        checkpoint.export(policy, out, mesh, weights=averages)
+        checkpoint.export(policy, out, weights=averages)
         return weights, whole(averages)
 
 

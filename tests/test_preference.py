@@ -17,6 +17,7 @@ import tiny
 from harness import RankFailed, ranks
 from minirl import checkpoint, dpo, rm
 from minirl.algo import preference
+from minirl.checkpoint.export import export_checkpoint
 from minirl.config.parse import parse_flags
 from minirl.config.shared import ExportConfig, ParallelConfig, PolicyConfig, RewardConfig
 from minirl.config.supervised import (
@@ -483,7 +484,7 @@ def scored(mesh, folder, output, rows):
     batches = [pack(m, mesh.device, layout=policy.layout, pairs=True) for m in micros]
     for _ in range(3):
         policy.update(batches, preference.reward_model(RewardModelLossConfig()), 1e-3)
-    checkpoint.export(policy, output, mesh)
+    checkpoint.export(policy, output)
     out = []
     for model in (
         policy,
@@ -548,9 +549,7 @@ def run(mesh, module, given):
 
 
 def export(mesh, run, output):
-    checkpoint.export_checkpoint(
-        ExportConfig(command="export", run=str(run), output=str(output)), mesh
-    )
+    export_checkpoint(ExportConfig(command="export", run=str(run), output=str(output)), mesh)
 
 
 def flags(folder, output, *more):
@@ -770,7 +769,7 @@ def export_scored(mesh, folder, out):
     policy = Policy(PolicyConfig(dtype="float32"), folder, mesh, score=True)
     with torch.no_grad():
         policy.shards()["score.weight"].normal_(generator=torch.Generator().manual_seed(3))
-    checkpoint.export(policy, out, mesh)
+    checkpoint.export(policy, out)
 
 
 def test_a_served_model_gives_the_scores_of_transformers(tmp_path):

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness import ranks
-from minirl import checkpoint
+from minirl.checkpoint.state import find_best
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.validate import resolve_lengths
@@ -326,12 +326,12 @@ def test_resumed_run_is_the_uninterrupted_run(run, repeated):
     assert (resumed.folder / "model" / "model.safetensors").read_bytes() == (
         run.folder / "model" / "model.safetensors"
     ).read_bytes()
-    assert checkpoint.find_best(resumed.folder) == checkpoint.find_best(run.folder)
+    assert find_best(resumed.folder) == find_best(run.folder)
     best = max(
         (row for row in run.rows("eval") if row["step"] in (SAVED, NUM_STEPS)),
         key=lambda row: row["accuracy"],
     )  # the first of equals
-    assert checkpoint.find_best(run.folder) == {
+    assert find_best(run.folder) == {
         "step": best["step"],
         "metric": "accuracy",
         "value": best["accuracy"],

@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tiny
 from harness import RankFailed, ranks
-from minirl import checkpoint
 from minirl.algo import losses
+from minirl.checkpoint.state import find_best
 from minirl.config.parse import parse_flags
 from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, SFTConfig
@@ -683,9 +683,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path):
         and len(summary["peak_rss_mb_by_rank"]) == 2
     )
     assert (output / "curves.png").exists() and list((output / "tensorboard").iterdir())
-    assert checkpoint.find_best(output)["value"] == min(
-        row["loss"] for row in rows_of(output, "eval")[1:]
-    )
+    assert find_best(output)["value"] == min(row["loss"] for row in rows_of(output, "eval")[1:])
 
     again = tmp_path / "again"
     shutil.copytree(output, again)

@@ -1,6 +1,7 @@
 """Tiny random models of every family on the allow-list, as Hugging Face folders."""
 
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils.logging import disable_progress_bar
 
 from minirl.data.images import to_url
+from minirl.model import build
 from minirl.model.scratch import make_tokenizer
 
 COMMON = {
@@ -245,3 +247,19 @@ def make_vision(
         chat_template=TEMPLATE,
     ).save_pretrained(folder)
     return folder
+
+
+def load_counting_bytes(model, folder, device):
+    """Load weights, and return the bytes read from files."""
+    num_bytes = []
+    view_of = build.view_of
+
+    def counting_view_of(t, *region):
+        view = view_of(t, *region)
+        if not isinstance(t, torch.Tensor):  # a weight in a file
+            num_bytes.append(view.nbytes)
+        return view
+
+    with mock.patch.object(build, "view_of", counting_view_of):
+        build.load_weights(model, folder, device)
+    return sum(num_bytes)

@@ -1,11 +1,10 @@
 """Checkpoints of a run: resumable state (`state.py`) and Hugging Face folders (`export.py`)."""
 
-from minirl.checkpoint.export import choose, export, export_checkpoint
+from minirl.checkpoint.export import export
 from minirl.checkpoint.state import (
     Saver,
     drop_references,
     find,
-    find_best,
     finished,
     load_checkpoint,
     load_rollouts,
@@ -14,12 +13,9 @@ from minirl.checkpoint.state import (
 
 __all__ = [
     "Saver",
-    "choose",
     "drop_references",
     "export",
-    "export_checkpoint",
     "find",
-    "find_best",
     "finished",
     "load_checkpoint",
     "load_rollouts",

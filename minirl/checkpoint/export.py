@@ -12,7 +12,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from minirl.checkpoint.state import find_best, finished, saved_shapes
 from minirl.config.parse import load_config
@@ -27,7 +27,6 @@ from minirl.policy import Policy
 def export(
     policy: Policy,
     folder: Path,
-    mesh: Mesh,
     *,
     weights: dict[str, Tensor] | None = None,
     max_file_gb: float = 4.0,
@@ -37,7 +36,6 @@ def export(
     Args:
         policy: the model; weights are written in the dtype of its forward.
         folder: replaced if it exists.
-        mesh: the ranks.
         weights: others than the policy's, by the same names.
         max_file_gb: size of a safetensors file, in GiB.
     """
@@ -54,7 +52,7 @@ def export(
 
     shapes = {name: shard.shape for name, shard in shards.items()}
     dtype = getattr(torch, policy.cfg.dtype)
-    _write_folder(folder, shapes, gather, policy.folder, dtype, mesh, max_file_gb)
+    _write_folder(folder, shapes, gather, policy.folder, dtype, policy.mesh, max_file_gb)
 
 
 def _write_folder(
@@ -113,17 +111,16 @@ def _write_folder(
                     file_of_weight[part.name] = file
             index = {"metadata": plan.metadata, "weight_map": file_of_weight}
             (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        _write_companions(source, partial, dtype, score=build.SCORE in shapes)
+        config.dtype = dtype
+        _write_companions(config, source, partial, score=build.SCORE in shapes)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
     mesh.barrier()
 
 
-def _write_companions(source: Path, folder: Path, dtype: torch.dtype, *, score: bool) -> None:
+def _write_companions(config: PretrainedConfig, source: Path, folder: Path, *, score: bool) -> None:
     """Write config, tokenizer, generation config and image processor."""
-    config = AutoConfig.from_pretrained(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    config.dtype = dtype
     if score:
         config.architectures = [families.score_class(config, str(source))]
         config.num_labels = 1

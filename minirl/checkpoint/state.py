@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from minirl.config.shared import CheckpointConfig
 from minirl.errors import UserError, require
-from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 
 LOWER_IS_BETTER = ("loss", "perplexity")
@@ -85,11 +84,11 @@ class Saver(contextlib.AbstractContextManager):
     `score` and a good end of the `with` block begin with one.
     """
 
-    def __init__(self, run: Path, cfg: CheckpointConfig, policy: Policy, mesh: Mesh):
+    def __init__(self, run: Path, cfg: CheckpointConfig, policy: Policy):
         self.run = run
         self.cfg = cfg
         self.policy = policy
-        self.mesh = mesh
+        self.mesh = policy.mesh
         # More models whose state is saved, by name (a critic). They may sleep, and sleep
         # afterwards.
         self.others: dict[str, Policy] = {}
@@ -114,7 +113,7 @@ class Saver(contextlib.AbstractContextManager):
         """
         self.wait()
         final = self.run / f"checkpoints/step-{step}"
-        partial = Path(f"{final}.partial")
+        partial = final.with_suffix(".partial")
         self.step = step
 
         # 1. What is small: a description, random states, unfinished episodes.
@@ -230,7 +229,7 @@ class Saver(contextlib.AbstractContextManager):
                     error.add_note(str(failure))
 
 
-def load_checkpoint(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
+def load_checkpoint(checkpoint: Path, policy: Policy) -> dict:
     """Restore policy, optimizer and random state.
 
     Returns:
@@ -240,7 +239,7 @@ def load_checkpoint(checkpoint: Path, policy: Policy, mesh: Mesh) -> dict:
         UserError: it is a checkpoint of another model or optimizer.
     """
     description = restore(checkpoint, policy)
-    path = checkpoint / f"random-{mesh.rank}.pt"
+    path = checkpoint / f"random-{policy.mesh.rank}.pt"
     if path.exists():  # or else the run has more ranks now: the new ones start from their seed
         random_states = torch.load(path, weights_only=False)
         random.setstate(random_states["python"])
@@ -351,8 +350,8 @@ def saved_shapes(checkpoint: Path, prefix: str = "") -> dict[str, torch.Size]:
     """Return the shape of every weight of a model; a tied head may be there under both names."""
     entries = dcp.FileSystemReader(checkpoint / "state").read_metadata().state_dict_metadata
     start = f"{prefix}model."
-    shapes = {}
-    for name, entry in entries.items():
-        if name.startswith(start) and isinstance(entry, TensorStorageMetadata):
-            shapes[name.removeprefix(start)] = entry.size
-    return shapes
+    return {
+        name.removeprefix(start): entry.size
+        for name, entry in entries.items()
+        if name.startswith(start) and isinstance(entry, TensorStorageMetadata)
+    }

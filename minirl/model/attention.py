@@ -77,7 +77,7 @@ def packed_attention(
             f"{type(module).__name__} asks packed attention for {', '.join(refused)}, which it "
             "does not support"
         )
-    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     blocks, window = _visible(pack, sliding_window)
     options = Options(scale, window, softcap)
@@ -85,7 +85,7 @@ def packed_attention(
     ring = context if context and context.ring and not window else None
     if context and not ring:
         k, v = gather_keys(k, v, context)
-    if ring and softcap is None and ring_package.available(q):
+    if ring and kernels.flash_can(q, options) and ring_package.kernel():
         out = ring_package.ring(q, k, v, blocks[0], scale, ring)
     else:
         out = Attention.apply(q, k, v, blocks, options, ring)
@@ -178,8 +178,7 @@ class Attention(torch.autograd.Function):
             kernels.backward(gradients, dout, q, k_here, v_here, out, lse, block, ctx.options)
             if ctx.ring:  # the gradients of keys and values follow them
                 gradients[1:] = RingTransfer(gradients[1:], ctx.ring).wait()
-        dq, dk, dv = gradients
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(k.dtype), None, None, None
+        return *(gradient.to(q.dtype) for gradient in gradients), None, None, None
 
 
 def _steps(k: Tensor, v: Tensor, blocks: tuple[Block, ...], ring: Context | None) -> Steps:

@@ -95,46 +95,35 @@ class CausalModel(PreTrainedModel):
     set_requires_gradient_sync: Callable[[bool], None]  # Of FSDPModule.
 
 
-class Weights:
-    """A lazy reader of a checkpoint's safetensors files.
+def open_weights(folder: Path) -> dict[str, Any]:
+    """Open the safetensors files of a model's folder, and read none of their weights yet.
 
-    It reads only the bytes of the slices that are asked for.
+    Returns:
+        Name of a weight -> what has its shape (`get_shape`) and reads what an index asks for.
+
+    Raises:
+        UserError: a file cannot be read.
     """
-
-    def __init__(self, folder: Path):
-        self.bytes_read = 0
-        # Name of a weight -> what has its shape (`get_shape`) and reads what an index asks for.
-        self.slices: dict[str, Any] = {}
-        for path in _weight_files(folder):
-            try:
-                file = safe_open(path, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise UserError(f"policy.model: cannot read {path}: {error}") from error
-            names = file.keys()
-            for name in names:
-                self.slices[name] = file.get_slice(name)
-
-    def fill(self, t: Tensor, slices: list[CheckpointSlice]) -> None:
-        """Read this rank's shard of a parameter, in place, from the file weights it is made of."""
-        shard = fsdp.local_region(t)
-        for part in slices:
-            common = intersect(part.region, shard)
-            if common is None:  # a small tensor may leave a rank with nothing
-                continue
-            target = view_of(fsdp.local(t), common, shard.offset)
-            values = view_of(self.slices[part.name], part.to_file(common))
-            self.bytes_read += values.nbytes
-            target.copy_(values.view(target.shape))
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that an index names, or else the single file, or else all there are."""
+    # The files that an index names, or else the single file, or else all there are.
+    paths = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
     if index.exists():
         file_of_weight = json.loads(index.read_text())["weight_map"]
-        return sorted({folder / file for file in file_of_weight.values()})
-    single = folder / "model.safetensors"
-    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+        paths = sorted({folder / file for file in file_of_weight.values()})
+    elif single.exists():
+        paths = [single]
+
+    weights = {}
+    for path in paths:
+        try:
+            file = safe_open(path, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"policy.model: cannot read {path}: {error}") from error
+        names = file.keys()
+        for name in names:
+            weights[name] = file.get_slice(name)
+    return weights
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
@@ -149,8 +138,8 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the few buffers that are no function of the config: a router's correction."""
     persistent = {}
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
                 persistent[f"{prefix}.{name}"] = buffer
     return persistent
 
@@ -160,9 +149,10 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | buffers(model)
 
 
+@torch.no_grad()
 def load_weights(
     model: PreTrainedModel, folder: Path, device: torch.device, *, cpu_offload: bool = False
-) -> int:
+) -> None:
     """Materialise a sharded meta model and fill this rank's shards.
 
     A score head that the folder lacks, because it holds a language model, starts at 0.
@@ -173,28 +163,28 @@ def load_weights(
         device: where the model computes.
         cpu_offload: parameters are kept on the host (buffers are not).
 
-    Returns:
-        The bytes read from files.
-
     Raises:
         UserError: the files hold other names or shapes than the model.
     """
     # 1. The files hold the model's weights, all of them and nothing else.
-    weights = Weights(folder)
+    weights = open_weights(folder)
     slices = {}
     in_model = {}
     for name, t in tensors(model).items():
-        if name != SCORE or SCORE in weights.slices:
+        if name != SCORE or SCORE in weights:
             slices[name] = families.checkpoint_slices(model.config, name, t.shape)
             for part in slices[name]:
                 in_model[part.name] = list(part.to_file(part.region).size)
-    in_files = {name: weight.get_shape() for name, weight in weights.slices.items()}
-    wrong = [name for name, shape in in_model.items() if in_files.get(name) != shape]
+    wrong = [
+        name
+        for name, shape in in_model.items()
+        if name not in weights or weights[name].get_shape() != shape
+    ]
     # Some old files keep buffers that are a function of the config, some new ones layers that only
     # a speculating engine uses, and a tied head may be there as well.
     unused = model._keys_to_ignore_on_load_unexpected or []
     pattern = "|".join([r"^lm_head\.weight$", r"rotary_emb\.inv_freq$", *unused])
-    extra = [name for name in in_files.keys() - in_model if not re.search(pattern, name)]
+    extra = [name for name in weights.keys() - in_model if not re.search(pattern, name)]
     require(
         not wrong and not extra,
         f"policy.model = {folder}: the weights do not fit its config.json; missing or of another "
@@ -204,13 +194,23 @@ def load_weights(
     # 2. Each rank fills its shards.
     model.to_empty(device="cpu" if cpu_offload else device)
     _init_buffers(model, device)
-    with torch.no_grad():
-        for name, t in tensors(model).items():
-            if name in slices:
-                weights.fill(t, slices[name])
-            else:
-                t.zero_()
-    return weights.bytes_read
+    for name, t in tensors(model).items():
+        if name in slices:
+            _fill(t, slices[name], weights)
+        else:
+            t.zero_()
+
+
+def _fill(t: Tensor, slices: list[CheckpointSlice], weights: dict[str, Any]) -> None:
+    """Read this rank's shard of a parameter, in place, and only its bytes of the files."""
+    shard = fsdp.local_region(t)
+    for part in slices:
+        common = intersect(part.region, shard)
+        if common is None:  # a small tensor may leave a rank with nothing
+            continue
+        target = view_of(fsdp.local(t), common, shard.offset)
+        values = view_of(weights[part.name], part.to_file(common))
+        target.copy_(values.view(target.shape))
 
 
 def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -220,9 +220,8 @@ def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:
     for module in model.modules():
         if module._buffers:
             model._init_weights(module)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+    for buffer in model.buffers():
+        buffer.data = buffer.to(device)
 
 
 def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) -> Tensor:

@@ -55,9 +55,9 @@ def _one_by_one(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
     sizes = counts.tolist()
     num_rows = sum(sizes)
-    outs = []
-    for rows, matrix in zip(x[:num_rows].split(sizes), weight, strict=True):
-        outs.append(rows @ matrix.t())
+    outs = [
+        rows @ matrix.t() for rows, matrix in zip(x[:num_rows].split(sizes), weight, strict=True)
+    ]
     outs.append(x.new_zeros(len(x) - num_rows, weight.shape[1]))
     return torch.cat(outs)
 

@@ -183,10 +183,11 @@ def check_supported(
 
     # vLLM gives each rank whole heads. Key-value heads are split or, where there are fewer of them
     # than ranks, replicated.
-    works = []
-    for n in range(1, heads + 1):
-        if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0):
-            works.append(n)
+    works = [
+        n
+        for n in range(1, heads + 1)
+        if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+    ]
     require(
         tensor_parallel in works,
         f"engine.tensor_parallel_size = {tensor_parallel} does not divide "
@@ -250,27 +251,24 @@ def checkpoint_slices(
         shape: of the whole parameter, not of a shard.
     """
     family = FAMILIES[config.model_type]
-    if family.experts:
-        if ".mlp.experts." in name:
-            return _expert_slices(family.experts, name, shape)
-        name = name.replace(".mlp.", f".{family.experts.block}.")
+    experts = family.experts
+    layer, _, fused = name.partition(".mlp.experts.")
+    if experts and fused:  # [experts, rows, columns]: gate and up, or down
+        matrices = (experts.gate, experts.up) if fused == "gate_up_proj" else (experts.down,)
+        rows = shape[1] // len(matrices)
+        slices = []
+        for number in range(shape[0]):
+            for i, matrix in enumerate(matrices):
+                in_files = f"{layer}.{experts.block}.experts.{number}.{matrix}.weight"
+                region = Region((number, i * rows, 0), (1, rows, shape[2]))
+                slices.append(CheckpointSlice(in_files, region, fused=True))
+        return slices
+
+    if experts:
+        name = name.replace(".mlp.", f".{experts.block}.")
     for in_model, in_files in family.files.items():
         name = name.replace(in_model, in_files)
     return [CheckpointSlice(name, Region((0,) * len(shape), tuple(shape)))]
-
-
-def _expert_slices(experts: ExpertNames, name: str, shape: torch.Size) -> list[CheckpointSlice]:
-    """Return the slices of a fused tensor [experts, rows, columns]: gate and up, or down."""
-    layer, _, fused = name.partition(".mlp.experts.")
-    matrices = (experts.gate, experts.up) if fused == "gate_up_proj" else (experts.down,)
-    rows = shape[1] // len(matrices)
-    slices = []
-    for number in range(shape[0]):
-        for i, matrix in enumerate(matrices):
-            in_files = f"{layer}.{experts.block}.experts.{number}.{matrix}.weight"
-            region = Region((number, i * rows, 0), (1, rows, shape[2]))
-            slices.append(CheckpointSlice(in_files, region, fused=True))
-    return slices
 
 
 def score_class(config: PretrainedConfig, where: str) -> str:

@@ -9,7 +9,6 @@ With p = exp(s - lse):
     dv = p' do;  dp = do v';  ds = p (dp - sum(do out));  dq = ds k;  dk = ds' q.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +42,7 @@ def forward(
     Returns:
         The output [N, H, D] of the block's N queries, and the log-sum-exp [N, H] of their scores.
     """
-    if _flash_can(q, options):
+    if flash_can(q, options):
         # FlashAttention-2 over running lengths, the kernels inside torch (no package needed). With
         # more keys than queries its causal mask lies at the bottom right, as `Block.causal` says.
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -76,7 +75,7 @@ def forward(
 
 
 def backward(
-    gradients: Sequence[Tensor],
+    gradients: list[Tensor],
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -99,7 +98,7 @@ def backward(
         block: which rows see which.
         options: of the layer.
     """
-    if _flash_can(q, options):
+    if flash_can(q, options):
         _flash_backward(gradients, dout, q, k, v, out, lse, block, options)
         return
     for r in block.rectangles:
@@ -255,7 +254,8 @@ def eager_backward(
 # running lengths: CUDA
 
 
-def _flash_can(q: Tensor, options: Options) -> bool:
+def flash_can(q: Tensor, options: Options) -> bool:
+    """Return whether FlashAttention computes what a layer asks for such queries."""
     return (
         q.is_cuda
         and q.dtype in (torch.bfloat16, torch.float16)
@@ -278,7 +278,7 @@ def _flash_options(block: Block, options: Options) -> dict[str, float]:
 
 
 def _flash_backward(
-    gradients: Sequence[Tensor],
+    gradients: list[Tensor],
     dout: Tensor,
     q: Tensor,
     k: Tensor,

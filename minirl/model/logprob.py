@@ -56,16 +56,6 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float |
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
-def _logsumexp(z: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the log-sum-exp over all columns on all ranks, [N]."""
-    local = torch.logsumexp(z, dim=1)
-    if group is None:
-        return local
-    gathered = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(gathered, local, group)
-    return torch.stack(gathered).logsumexp(0)
-
-
 class _LogprobEntropy(torch.autograd.Function):
     """Log-probs and entropies with their gradients.
 
@@ -102,7 +92,11 @@ class _LogprobEntropy(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk)
             z = p = ctx.last_chunk = None  # frees one chunk before the next is computed
             z = _logits(hidden[rows], weight, temperature, softcap)
-            log_sum[rows] = _logsumexp(z, group)
+            log_sum[rows] = z.logsumexp(1)
+            if group is not None:  # over the columns of all ranks
+                parts = [torch.empty_like(log_sum[rows]) for _ in range(group.size())]
+                dist.all_gather(parts, log_sum[rows], group)
+                log_sum[rows] = torch.stack(parts).logsumexp(0)
             target_z = z.gather(1, targets[rows, None])[:, 0].masked_fill(ctx.elsewhere[rows], 0)
             p = (z - log_sum[rows, None]).exp_()
             ctx.last_chunk = z, p

@@ -10,7 +10,6 @@ import sys
 import types
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from minirl.model.attention_blocks import Block
@@ -18,7 +17,7 @@ from minirl.parallel.mesh import Context
 
 
 @functools.cache
-def _function() -> Any:
+def kernel() -> Any:
     """Return its `zigzag_ring_flash_attn_varlen_func`, None without the package or flash-attn."""
     spec = importlib.util.find_spec("ring_flash_attn")
     if spec is None or importlib.util.find_spec("flash_attn") is None:
@@ -32,13 +31,8 @@ def _function() -> Any:
     return module.zigzag_ring_flash_attn_varlen_func
 
 
-def available(q: Tensor) -> bool:
-    """Return whether `ring` works for such queries."""
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and _function() is not None
-
-
 def ring(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, context: Context) -> Tensor:
-    """Attend around a ring of ranks, if `available`; not in float32, where its backward is wrong.
+    """Attend around a ring of ranks by the `kernel`; not in float32, where its backward is wrong.
 
     Args:
         q: queries [T, H, D].
@@ -51,7 +45,7 @@ def ring(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, context: C
     Returns:
         The output [T, H, D].
     """
-    return _function()(
+    return kernel()(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
