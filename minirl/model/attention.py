@@ -77,7 +77,10 @@ def packed_attention(
             f"{type(module).__name__} asks packed attention for {', '.join(refused)}, which it "
             "does not support"
         )
-    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    # Squeezed, not indexed: the backward of an index copies the whole.
+    q = query.squeeze(0).transpose(0, 1)
+    k = key.squeeze(0).transpose(0, 1)
+    v = value.squeeze(0).transpose(0, 1)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     blocks, window = _visible(pack, sliding_window)
     options = Options(scale, window, softcap)
