@@ -35,6 +35,9 @@ Field = Literal["old_logprobs", "ref_logprobs", "values"]  # Of Packed, which `a
 Metrics = dict[str, float]
 Minibatch = list[Packed]  # This rank's micro-batches of one optimizer step.
 
+# `policy.accumulate` auto keeps the whole gradient on a rank if it takes no more than this.
+WHOLE_GRADIENT_BYTES = 4 * 2**30
+
 
 def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:
     """Return the learning rate of optimizer step `step` (from 0) of `num_steps`.
@@ -84,6 +87,7 @@ class Policy:
         self.model = build.build_model(
             cfg, folder, mesh, trainable=trainable, score=score, sequence_parallel=sequence_parallel
         )
+        self.accumulates_sharded = self._accumulates_sharded()
         self.vision = Vision(folder) if families.reads_images(self.model.config) else None
         # What `pack` must make of micro-batches for this model.
         self.layout = Layout(
@@ -95,6 +99,13 @@ class Policy:
         self.optimizer = self._make_optimizer()
         self.num_updates = 0
         self.sleeper = fsdp.Sleeper(self.model, lambda: self.optimizer.tensors())
+
+    def _accumulates_sharded(self) -> bool:
+        """Return whether gradients are reduced after every micro-batch (`policy.accumulate`)."""
+        if self.cfg.accumulate != "auto":
+            return self.cfg.accumulate == "sharded"
+        num_bytes = sum(p.nbytes for p in self.model.parameters()) // self.mesh.tensor.size()
+        return num_bytes > WHOLE_GRADIENT_BYTES
 
     def _make_optimizer(self) -> Optimizer:
         """Return Muon for the layers' matrices, if configured, and AdamW for everything else."""
@@ -221,7 +232,9 @@ class Policy:
         # Values of each micro-batch stay on the device, so that none waits for the host.
         collected: dict[str, list[Tensor]] = defaultdict(list)
         for i, batch in enumerate(minibatch):
-            self.model.set_requires_gradient_sync(i == len(minibatch) - 1)
+            is_last = i == len(minibatch) - 1
+            self.model.set_requires_gradient_sync(is_last or self.accumulates_sharded)
+            self.model.set_requires_all_reduce(is_last)  # over replicas: once a step either way
             with self.timer.phase("forward"):
                 logprobs, entropy = self.model(batch, loss.entropy_gradient)
                 token_loss, metrics = loss.token_loss(batch, logprobs, entropy)

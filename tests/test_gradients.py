@@ -4,6 +4,7 @@ everything."""
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
@@ -16,6 +17,7 @@ from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.data import blocks
 from minirl.data.packing import exchange, pack
+from minirl.parallel import fsdp
 from minirl.policy import Policy
 from minirl.types import Trajectory
 
@@ -223,6 +225,69 @@ def test_every_mesh_is_one_process(expected, mesh):
                 assert result["metrics"][metric] == pytest.approx(
                     wanted["metrics"][metric], rel=1e-11
                 )
+
+
+# --------------------------------------------------------------------------------------------------
+# what is kept between micro-batches
+
+
+def whole_gradients(model) -> int:
+    """Return the number of elements of the gradients that this rank keeps whole."""
+    num = 0
+    for module in model.modules():
+        group = (
+            module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        )
+        for p in group.fsdp_params if group else ():
+            gathered = getattr(p, "_unsharded_param", None)
+            for kept in (p.unsharded_accumulated_grad, getattr(gathered, "grad", None)):
+                num += 0 if kept is None else fsdp.local(kept).numel()
+    return num
+
+
+def accumulate(mesh, folder, mode):
+    """One step; also what is kept whole before the last micro-batch."""
+    LlamaRMSNorm.forward = exact_norm
+    cfg = PolicyConfig(dtype="float64", max_grad_norm=0.0, accumulate=mode)
+    policy = Policy(cfg, folder, mesh)
+    grads = {}
+
+    def keep_gradients():
+        grads.update({n: p.grad.full_tensor() for n, p in policy.shards().items()})
+
+    kept = []
+    synchronise = policy.model.set_requires_all_reduce
+
+    def note_what_is_kept(is_last):
+        kept.append(whole_gradients(policy.model))
+        synchronise(is_last)
+
+    policy.optimizer.step = keep_gradients
+    policy.model.set_requires_all_reduce = note_what_is_kept
+    own = trajectories()[mesh.rank :: mesh.world_size]
+    micros = [[t] for t in own]
+    if mesh.world_size > 1:
+        (micros,) = exchange(own, mesh, 40 // mesh.context_size)
+    policy.update(batches_of(micros, policy), losses.policy(AlgoConfig(), 20), lr=1e-3)
+    num_parameters = sum(p.numel() for p in policy.model.parameters())
+    return {"grads": grads, "kept": kept, "num_parameters": num_parameters}
+
+
+@pytest.mark.parametrize(
+    "mesh", ["dp 2", "tp 2", "cp 2, ring", "dp 2 x tp 2", "hsdp 2 x 2", "hsdp 2 x 2 x tp 2"]
+)
+def test_gradients_reduced_after_every_micro_batch_are_those_reduced_once(tmp_path, mesh):
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    world, parallel = MESHES[mesh]
+    (expected,) = ranks(1, accumulate, folder, "whole")
+    for mode in ("sharded", "whole", "auto"):
+        for result in ranks(world, accumulate, folder, mode, parallel=parallel):
+            assert len(result["kept"]) >= 3
+            assert worst(result["grads"], expected["grads"]) < 1e-12
+            if mode == "sharded":
+                assert result["kept"] == [0] * len(result["kept"])
+            else:  # as much as there is; this model is far below the size that auto shards
+                assert result["kept"][-1] >= result["num_parameters"] // parallel.tensor
 
 
 # --------------------------------------------------------------------------------------------------

@@ -57,15 +57,15 @@ def head_inputs(num, dtype=torch.float64):
 
 
 @pytest.mark.parametrize(
-    "chunk_elements", [1, 37 * 20, 2**24], ids=["chunks of 16", "chunks of 20", "one chunk"]
+    "chunk_bytes", [1, 37 * 8 * 20, 2**26], ids=["chunks of 16", "chunks of 20", "one chunk"]
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("softcap", [None, 2.5])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_logprobs_and_entropy_equal_a_naive_softmax_with_gradients(
-    monkeypatch, chunk_elements, temperature, softcap, entropy_gradient
+    monkeypatch, chunk_bytes, temperature, softcap, entropy_gradient
 ):
-    monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setitem(logprob.CHUNK_BYTES, "cpu", chunk_bytes)
     hidden, weight, targets, (a, b) = head_inputs(53)
     got = logprob.logprob_entropy(
         hidden, weight, targets, temperature, softcap=softcap, entropy_gradient=entropy_gradient

@@ -56,6 +56,11 @@ class PolicyConfig:
     #: Keep shards, gradients and optimizer state in host memory; a layer is on the device only
     #: while it computes. For models that do not fit otherwise.
     cpu_offload: bool = False
+    #: Gradients between the micro-batches of a step. whole: every rank keeps all of them, 4 bytes a
+    #: parameter (shared by its tensor-parallel ranks), and they are reduced once a step. sharded:
+    #: reduced after every micro-batch, so that a rank keeps its shard only. auto: whole up to
+    #: 4 GiB.
+    accumulate: Literal["auto", "sharded", "whole"] = "auto"
     #: muon: for the matrices of layers, with AdamW for the rest. Its steps are scaled to the size
     #: of AdamW's, so the same `lr` and `weight_decay` serve both.
     optimizer: Literal["adamw", "muon"] = "adamw"

@@ -77,7 +77,10 @@ def packed_attention(
             f"{type(module).__name__} asks packed attention for {', '.join(refused)}, which it "
             "does not support"
         )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    # Squeezed, not indexed: the backward of an index copies the whole.
+    q = query.squeeze(0).transpose(0, 1)
+    k = key.squeeze(0).transpose(0, 1)
+    v = value.squeeze(0).transpose(0, 1)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     blocks, window = _visible(pack, sliding_window)
     options = Options(scale, window, softcap)
@@ -178,7 +181,8 @@ class Attention(torch.autograd.Function):
             kernels.backward(gradients, dout, q, k_here, v_here, out, lse, block, ctx.options)
             if ctx.ring:  # the gradients of keys and values follow them
                 gradients[1:] = RingTransfer(gradients[1:], ctx.ring).wait()
-        return *(gradient.to(q.dtype) for gradient in gradients), None, None, None
+        dq, dk, dv = gradients
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(k.dtype), None, None, None
 
 
 def _steps(k: Tensor, v: Tensor, blocks: tuple[Block, ...], ring: Context | None) -> Steps:

@@ -92,7 +92,8 @@ class CausalModel(PreTrainedModel):
     model: Any  # Its layers; for a model that reads images, `visual` and `language_model`.
     lm_head: nn.Linear
     score: ScoreHead  # Instead of `lm_head`.
-    set_requires_gradient_sync: Callable[[bool], None]  # Of FSDPModule.
+    set_requires_gradient_sync: Callable[[bool], None]  # Of FSDPModule, as the next.
+    set_requires_all_reduce: Callable[[bool], None]
 
 
 def open_weights(folder: Path) -> dict[str, Any]:
@@ -220,8 +221,8 @@ def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:
     for module in model.modules():
         if module._buffers:
             model._init_weights(module)
-    for buffer in model.buffers():
-        buffer.data = buffer.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) -> Tensor:
@@ -241,7 +242,7 @@ def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) ->
 
     tower = model.model.visual(images.pixels, grid_thw=images.grids)
     language_model = model.model.language_model
-    embedded = language_model.embed_tokens(batch.inputs[None])[0]
+    embedded = language_model.embed_tokens(batch.inputs[None]).squeeze(0)
     rows = images.rows
     features = images.features
     if tp and tp.sequence:  # this rank has a part of the rows only
@@ -294,7 +295,7 @@ def packed_forward(
         hidden = tp.gather_tokens(hidden)
     scale, softcap = families.FAMILIES[self.config.model_type].head(self.config)
     logprobs, entropy = logprob_entropy(
-        hidden[0].index_select(0, batch.loss_rows),
+        hidden.squeeze(0).index_select(0, batch.loss_rows),
         fsdp.local(self.lm_head.weight),
         batch.targets[batch.loss_rows],
         batch.temperature / scale,
@@ -324,7 +325,7 @@ def score_forward(
     scores = self.score(last_hidden(self, batch, tp))
     if tp:
         scores = tp.gather_tokens(scores)
-    return scores[0].masked_fill(~batch.loss_mask, 0), None
+    return scores.squeeze(0).masked_fill(~batch.loss_mask, 0), None
 
 
 def build_model(

@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 2**24  # Logits alive at once (64 MB in float32).
+# Logits of a chunk, by kind of device. Each chunk adds to the gradient of the whole head, which is
+# read and written for it; chunks that are too small would spend their time on that.
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}
 
 
 def logprob_entropy(
@@ -56,6 +58,15 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float |
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`, which is float32 where `a` and `b` may be bfloat16."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        # In the matmul itself: the product is neither rounded nor written out before the sum.
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += torch.mm(a, b)
+
+
 class _LogprobEntropy(torch.autograd.Function):
     """Log-probs and entropies with their gradients.
 
@@ -81,10 +92,11 @@ class _LogprobEntropy(torch.autograd.Function):
             targets = targets - group.rank() * weight.shape[0]
         ctx.elsewhere = (targets < 0) | (targets >= weight.shape[0])  # all False without a group
         targets = targets.masked_fill(ctx.elsewhere, 0)
-        ctx.chunk = max(16, CHUNK_ELEMENTS // weight.shape[0])
         logprobs = hidden.new_empty(
             len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32)
         )
+        bytes_per_row = weight.shape[0] * logprobs.itemsize
+        ctx.chunk = max(16, CHUNK_BYTES[hidden.device.type] // bytes_per_row)
         log_sum = torch.empty_like(logprobs)
         mean = torch.empty_like(logprobs)  # sum(p z)
         ctx.last_chunk = None
@@ -138,7 +150,7 @@ class _LogprobEntropy(torch.autograd.Function):
                 grad.mul_(1 - (z * (ctx.temperature / ctx.softcap)).square_())
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[rows])
-            grad_weight += torch.mm(grad.t(), hidden[rows])
+            _add_product(grad_weight, grad.t(), hidden[rows])
         if ctx.group is not None:
             dist.all_reduce(grad_hidden, group=ctx.group)
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
