@@ -205,7 +205,11 @@ def clip_gradient(ratio, advantage, low, high, dual):
 def test_ppo_clip_equals_its_formula_and_gradient(low, high, dual):
     r, a = (x.flatten() for x in np.meshgrid(RATIOS, [-1.7, 0.6]))
     ratio = torch.tensor(r, requires_grad=True)
-    loss = losses.ppo_clip(ratio, torch.tensor(a), low, high, dual)
+    loss = losses.ppo_clip(
+        ratio,
+        torch.tensor(a),
+        AlgoConfig(clip_low=low, clip_high=high, dual_clip=dual),
+    )
     np.testing.assert_allclose(
         loss.detach(),
         [clip_formula(x, y, low, high, dual) for x, y in zip(r, a, strict=True)],

@@ -199,8 +199,7 @@ def assign(
         for batch, penalty in zip(batches, penalties, strict=True):
             values.append(estimator(batch, token_rewards(batch, penalty), cfg))
         if cfg.advantage in WHITENED:
-            masks = [batch.loss_mask for batch in batches]
-            values = whiten(values, masks, sum_over_ranks, max_over_ranks)
+            values = whiten(values, batches, sum_over_ranks, max_over_ranks)
     else:
         values = _by_group(batches, penalties, estimator, gather)
 
@@ -241,13 +240,13 @@ def _is_last_token(sequence: Tensor) -> Tensor:
 
 
 def whiten(
-    values: list[Tensor], masks: list[Tensor], sum_over_ranks: Reduce, max_over_ranks: Reduce
+    values: list[Tensor], batches: list[Packed], sum_over_ranks: Reduce, max_over_ranks: Reduce
 ) -> list[Tensor]:
     """Return (A - mean) / (deviation + 1e-8) over all tokens in the loss, on all ranks.
 
     Where all are equal, the result is exactly 0.
     """
-    in_loss = [value[mask].double() for value, mask in zip(values, masks, strict=True)]
+    in_loss = [v[batch.loss_mask].double() for v, batch in zip(values, batches, strict=True)]
     tokens = torch.cat(in_loss).cpu()
 
     bounds = [tokens.max(), (-tokens).max()] if len(tokens) else [-torch.inf, -torch.inf]

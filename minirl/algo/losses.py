@@ -72,9 +72,7 @@ def adapt_kl_coef(coef: float, measured: float, target: float) -> float:
     return coef * (1 + 0.1 * error)
 
 
-def ppo_clip(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
-) -> Tensor:
+def ppo_clip(ratio: Tensor, advantages: Tensor, cfg: AlgoConfig) -> Tensor:
     """Return -min(r A, clip(r, 1 - low, 1 + high) A), [T].
 
     Schulman et al. 2017 (arXiv 1707.06347), eq. 7. Separate bounds are DAPO's clip-higher (arXiv
@@ -82,10 +80,11 @@ def ppo_clip(
     so that one token with a huge ratio cannot dominate the batch: Ye et al. 2020 (arXiv
     1912.09729), eq. 5.
     """
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * advantages
     loss = -torch.minimum(ratio * advantages, clipped)
-    if dual_clip:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+    if cfg.dual_clip:
+        bounded = torch.minimum(loss, -cfg.dual_clip * advantages)
+        loss = torch.where(advantages < 0, bounded, loss)
     return loss
 
 
@@ -99,14 +98,13 @@ def sequence_ratio(log_ratio: Tensor, batch: Packed) -> Tensor:
     return to_rows(means.exp(), batch)
 
 
-def cispo(
-    ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
+def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, cfg: AlgoConfig) -> Tensor:
     """Return -sg(clip(r, 1 - low, 1 + high)) A log policy, [T].
 
     A clipped token keeps a gradient, of bounded weight. MiniMax 2025 (arXiv 2506.13585), eq. 4.
     """
-    return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs
+    weight = ratio.detach().clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    return -weight * advantages * logprobs
 
 
 def mark_high_entropy(
@@ -150,9 +148,9 @@ def policy(cfg: AlgoConfig, max_tokens: int, kl_coef: float | None = None) -> Lo
         else:
             ratio = (logprobs - old).exp()
         if cfg.loss == "cispo":
-            loss = cispo(ratio, logprobs, batch.advantages, cfg.clip_low, cfg.clip_high)
+            loss = cispo(ratio, logprobs, batch.advantages, cfg)
         else:
-            loss = ppo_clip(ratio, batch.advantages, cfg.clip_low, cfg.clip_high, cfg.dual_clip)
+            loss = ppo_clip(ratio, batch.advantages, cfg)
         metrics = _policy_metrics(cfg, batch, logprobs, old, ratio, entropy)
 
         # 2. Correct for the engine having sampled from slightly other probabilities.

@@ -7,13 +7,7 @@ config.
 
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, ParallelConfig
-from minirl.config.supervised import (
-    ChatsConfig,
-    DPOConfig,
-    PairsConfig,
-    RMConfig,
-    SupervisedConfig,
-)
+from minirl.config.supervised import ChatsConfig, DPOConfig, PairsConfig, SupervisedConfig
 from minirl.errors import require
 
 SFT_SCORES = ("loss", "perplexity")
@@ -53,35 +47,18 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
     )
 
 
-def validate_supervised(
-    cfg: SupervisedConfig,
-    world_size: int,
-    rows_together: int = 1,
-    scores: tuple[str, ...] = SFT_SCORES,
-) -> None:
-    """Refuse what cannot work in minirl.sft, and in what builds on it.
-
-    Args:
-        cfg: the settings.
-        world_size: number of ranks.
-        rows_together: rows of data.max_tokens that a micro-batch must hold.
-        scores: names of the held-out scores.
+def validate_supervised(cfg: SupervisedConfig, world_size: int) -> None:
+    """Refuse what cannot work in minirl.sft, minirl.rm and minirl.dpo.
 
     Raises:
         UserError: for the first rule that is broken.
     """
     validate_templates(cfg.data)
-    setting = "data.max_tokens" if rows_together == 1 else f"{rows_together} * data.max_tokens"
-    _training(cfg, world_size, setting, rows_together * cfg.data.max_tokens, scores)
-
-
-def validate_pairs(cfg: RMConfig | DPOConfig, world_size: int) -> None:
-    """Refuse what cannot work in minirl.rm and minirl.dpo.
-
-    Raises:
-        UserError: for the first rule that is broken.
-    """
-    validate_supervised(cfg, world_size, 2, PAIR_SCORES)
+    longest = cfg.data.max_tokens
+    if isinstance(cfg.data, PairsConfig):  # a micro-batch holds both sides of a pair
+        _training(cfg, world_size, "2 * data.max_tokens", 2 * longest, PAIR_SCORES)
+    else:
+        _training(cfg, world_size, "data.max_tokens", longest, SFT_SCORES)
 
     if isinstance(cfg, DPOConfig):
         require(
