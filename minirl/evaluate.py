@@ -69,7 +69,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         top_k=cfg.rollout.top_k,
         min_p=cfg.rollout.min_p,
     )
-    result = evaluate(sampler, prompts, cfg.eval, sampling, mesh, reward_model)
+    result = evaluate(sampler, prompts, cfg.eval, sampling, reward_model)
     if mesh.rank == 0:
         summary = {
             "model": cfg.model,

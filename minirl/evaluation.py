@@ -78,7 +78,6 @@ def evaluate(
     prompts: Prompts,
     cfg: EvalConfig,
     sampling: Sampling,
-    mesh: Mesh,
     reward_model: RewardModel | None,
 ) -> dict:
     """Sample `cfg.samples` answers to every prompt and score them. Collective.
@@ -119,8 +118,8 @@ def evaluate(
             info = t.info
             answer = {"prompt": info["prompt"], "answer": info["completion"], "reward": t.reward}
             answers.append((t.group, answer))
-    in_order = sorted(sum(mesh.gather(answers), []), key=lambda numbered: numbered[0])
+    in_order = sorted(sum(sampler.mesh.gather(answers), []), key=lambda numbered: numbered[0])
     return {
-        "scores": breakdown(episodes, cfg.threshold, mesh, values),
+        "scores": breakdown(episodes, cfg.threshold, sampler.mesh, values),
         "answers": [answer for _, answer in in_order],
     }

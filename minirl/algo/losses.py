@@ -126,19 +126,17 @@ def mark_high_entropy(
         batch.high_entropy_mask = batch.old_entropy >= lowest
 
 
-def policy(cfg: AlgoConfig, max_tokens: int, kl_coef: float | None = None) -> Loss:
+def policy(cfg: AlgoConfig, max_tokens: int) -> Loss:
     """Return the policy loss that the config asks for.
 
     The old log-probs are the trainer's own before the first update (`batch.old_logprobs`). With one
     update per batch they equal the current ones, so the batch need not carry them.
 
     Args:
-        cfg: the section `algo` of the config.
+        cfg: the section `algo` of the config, with the present weight of the KL.
         max_tokens: sampled tokens of an episode at most, for aggregation `fixed`.
-        kl_coef: what an adaptive controller made of cfg.kl_coef; None: cfg.kl_coef itself.
     """
     corrected = correction.resolve(cfg.correction)
-    kl_coef = cfg.kl_coef if kl_coef is None else kl_coef
 
     def token_loss(batch: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
         # 1. The ratio to the old policy, and the surrogate.
@@ -168,8 +166,8 @@ def policy(cfg: AlgoConfig, max_tokens: int, kl_coef: float | None = None) -> Lo
         # 4. KL to the reference, at every token.
         if batch.ref_logprobs is not None:
             ref_kl = kl_loss(logprobs, old, batch.ref_logprobs, cfg.kl_estimator)
-            if kl_coef and cfg.kl_in == "loss":
-                loss = loss + kl_coef * ref_kl
+            if cfg.kl_coef and cfg.kl_in == "loss":
+                loss = loss + cfg.kl_coef * ref_kl
             metrics["ref_kl"] = ref_kl.detach()
         return loss, metrics
 

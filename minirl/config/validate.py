@@ -136,16 +136,17 @@ def validate_parallel(parallel: ParallelConfig, world_size: int) -> None:
     )
 
 
-def _budget(tokens_per_rank: int, context: int, setting: str, longest: int) -> None:
+def _budget(cfg: RLConfig | SupervisedConfig, setting: str, longest: int) -> None:
     """Refuse a micro-batch that cannot hold a sequence of the `longest` tokens of a setting."""
-    budget = f"tokens_per_rank = {tokens_per_rank}"
+    context = cfg.parallel.context
+    num_tokens = cfg.tokens_per_rank * context
+    budget = f"tokens_per_rank = {num_tokens}"
     if context > 1:
         budget = (
-            f"tokens_per_rank * parallel.context = {tokens_per_rank} * {context} = "
-            f"{tokens_per_rank * context}"
+            f"tokens_per_rank * parallel.context = {cfg.tokens_per_rank} * {context} = {num_tokens}"
         )
     require(
-        tokens_per_rank * context >= longest,
+        num_tokens >= longest,
         f"{budget} cannot hold one sequence of {setting} = {longest} tokens; raise "
         "tokens_per_rank or parallel.context, or lower the lengths",
     )
@@ -168,7 +169,7 @@ def _training(
         scores: names of the held-out scores.
     """
     validate_parallel(cfg.parallel, world_size)
-    _budget(cfg.tokens_per_rank, cfg.parallel.context, setting, longest)
+    _budget(cfg, setting, longest)
 
     require(
         not cfg.policy.cpu_offload or cfg.policy.optimizer_state != "offload",
@@ -204,8 +205,7 @@ def _training(
 def _reward(cfg: RLConfig) -> None:
     if cfg.reward.model:
         _budget(
-            cfg.tokens_per_rank,
-            cfg.parallel.context,
+            cfg,
             "engine.max_model_len + 1, for the end that reward.model reads,",
             cfg.engine.max_model_len + 1,
         )
