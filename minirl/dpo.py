@@ -37,10 +37,10 @@ class Trainer(PairTrainer):
         UserError.
         """
         cfg = self.cfg
-        folder = find_other_model(
-            cfg.reference, self.files.config, cfg.parallel.tensor, "reference"
+        folder = (
+            find_other_model(cfg.reference, self.files.config, cfg.parallel.tensor, "reference")
+            or self.files.folder
         )
-        folder = folder or self.files.folder
         with self.timer.phase("reference"):
             if not cfg.reference_cache:
                 return self.load_model(cfg.policy, folder, trainable=False)

@@ -132,9 +132,7 @@ class Trainer(Program):
             with self.timer.phase("rollout"):
                 if self.curriculum:
                     self.curriculum.start(first_ticket)
-                trajectories, next_ticket = generation.sampler.collect_step(
-                    first_ticket, generation.sampling, version=self.policy.num_updates
-                )
+                trajectories, next_ticket = generation.collect_step(first_ticket)
             with self.timer.phase("idle"):
                 failures: list[str] = sum(self.mesh.gather(generation.sampler.runner.failures), [])
         self.num_extra_prompts = next_ticket - first_ticket - cfg.rollout.prompts_per_step

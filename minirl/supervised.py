@@ -7,7 +7,6 @@ of its. `warm_start` is the short form before RL.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -46,7 +45,7 @@ class SupervisedTrainer(Program):
             # 1. Find and check what the config names.
             validate_supervised(cfg, mesh.world_size)
             check_output(Path(cfg.output), cfg.resume)
-            load: Callable[..., Sequence[dict]] = load_pairs if self.pairs else load_chats
+            load = load_pairs if self.pairs else load_chats
             train, held_out = load_splits(load, cfg.data, cfg.seed)
             rows = itertools.chain(train, held_out)
             has_chats = any("messages" in row or "prompt" in row for row in rows)

@@ -20,14 +20,13 @@ from minirl.config.rl import AlgoConfig
 from minirl.types import Packed
 
 Metrics = dict[str, Tensor]
-TokenLoss = Callable[[Packed, Tensor, Tensor], tuple[Tensor, Metrics]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
     """A token loss and how its values become one number."""
 
-    token_loss: TokenLoss
+    token_loss: Callable[[Packed, Tensor, Tensor], tuple[Tensor, Metrics]]
     aggregation: str = "token"  # See `normalize.weights`.
     fixed_length: int = 1  # The constant length of aggregation `fixed`.
     # Whether the loss has a term in the entropy; costs one more buffer in the head's backward.

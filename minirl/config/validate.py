@@ -10,9 +10,6 @@ from minirl.config.shared import DataConfig, EvaluateConfig, ParallelConfig
 from minirl.config.supervised import ChatsConfig, DPOConfig, PairsConfig, SupervisedConfig
 from minirl.errors import require
 
-SFT_SCORES = ("loss", "perplexity")
-PAIR_SCORES = ("loss", "accuracy", "margin")
-
 # ------------------------------------------------------------------------------------- entry points
 
 
@@ -56,9 +53,10 @@ def validate_supervised(cfg: SupervisedConfig, world_size: int) -> None:
     validate_templates(cfg.data)
     longest = cfg.data.max_tokens
     if isinstance(cfg.data, PairsConfig):  # a micro-batch holds both sides of a pair
-        _training(cfg, world_size, "2 * data.max_tokens", 2 * longest, PAIR_SCORES)
+        scores = ("loss", "accuracy", "margin")
+        _training(cfg, world_size, "2 * data.max_tokens", 2 * longest, scores)
     else:
-        _training(cfg, world_size, "data.max_tokens", longest, SFT_SCORES)
+        _training(cfg, world_size, "data.max_tokens", longest, ("loss", "perplexity"))
 
     if isinstance(cfg, DPOConfig):
         require(
