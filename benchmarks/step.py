@@ -39,7 +39,7 @@ class CpuTimer(Timer):
     `intervals` has a dict for each `take`, which a program calls once a step.
     """
 
-    def __init__(self, device: torch.device | None = None):
+    def __init__(self, device: torch.device):
         super().__init__(device)
         self.intervals: list[dict[str, float]] = []
         self._cpu: dict[str, float] = defaultdict(float)

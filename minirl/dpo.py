@@ -16,7 +16,7 @@ from minirl import cli
 from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config.supervised import DPOConfig
-from minirl.data.pairs import Pairs
+from minirl.data.examples import Chats
 from minirl.errors import UserError
 from minirl.inputs import find_other_model
 from minirl.policy import Minibatch, Policy, annotate_examples
@@ -37,10 +37,10 @@ class Trainer(PairTrainer):
         UserError.
         """
         cfg = self.cfg
-        folder = find_other_model(
-            cfg.reference, self.files.config, cfg.parallel.tensor, "reference"
+        folder = (
+            find_other_model(cfg.reference, self.files.config, cfg.parallel.tensor, "reference")
+            or self.files.folder
         )
-        folder = folder or self.files.folder
         with self.timer.phase("reference"):
             if not cfg.reference_cache:
                 return self.load_model(cfg.policy, folder, trainable=False)
@@ -89,7 +89,7 @@ class Trainer(PairTrainer):
                 batch.ref_logprobs = batch.engine_logprobs  # the cache's are in their place
         return batches
 
-    def _splits(self) -> dict[str, Pairs]:
+    def _splits(self) -> dict[str, Chats]:
         return {"train": self.rows, "held_out": self.held_out}
 
     def _compute_logprobs(self, reference: Policy) -> dict[str, np.ndarray]:

@@ -44,8 +44,10 @@ def breakdown(
         source = t.info["source"]
         if source:
             score = t.info.get("score", t.reward)  # in training, the reward before it was shaped
-            values.append((f"source/{source}/accuracy", score >= threshold))
-            values.append((f"source/{source}/reward", score))
+            values += [
+                (f"source/{source}/accuracy", score >= threshold),
+                (f"source/{source}/reward", score),
+            ]
     values_of: dict[str, list[float]] = defaultdict(list)
     for name, value in sorted(sum(mesh.gather(values), [])):
         values_of[name].append(value)
@@ -66,8 +68,7 @@ def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) 
         rewards_of_group[t.group].add(t.reward)
         for name in ("answer_tokens", "stopped", "staleness"):
             values.append((name, t.info[name]))
-        values.append(("reward", t.info["score"]))
-        values.append(("shaped_reward", t.reward))
+        values += [("reward", t.info["score"]), ("shaped_reward", t.reward)]
     for rewards in rewards_of_group.values():
         values.append(("equal_groups", len(rewards) == 1))
     return breakdown(episodes, threshold, mesh, values)
@@ -78,7 +79,6 @@ def evaluate(
     prompts: Prompts,
     cfg: EvalConfig,
     sampling: Sampling,
-    mesh: Mesh,
     reward_model: RewardModel | None,
 ) -> dict:
     """Sample `cfg.samples` answers to every prompt and score them. Collective.
@@ -119,8 +119,8 @@ def evaluate(
             info = t.info
             answer = {"prompt": info["prompt"], "answer": info["completion"], "reward": t.reward}
             answers.append((t.group, answer))
-    in_order = sorted(sum(mesh.gather(answers), []), key=lambda numbered: numbered[0])
+    in_order = sorted(sum(sampler.mesh.gather(answers), []), key=lambda numbered: numbered[0])
     return {
-        "scores": breakdown(episodes, cfg.threshold, mesh, values),
+        "scores": breakdown(episodes, cfg.threshold, sampler.mesh, values),
         "answers": [answer for _, answer in in_order],
     }

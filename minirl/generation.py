@@ -11,6 +11,7 @@ from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 from minirl.trainer import TrainingRun
+from minirl.types import Trajectory
 
 
 class Generation:
@@ -54,6 +55,12 @@ class Generation:
     def awake(self) -> contextlib.AbstractContextManager[None]:
         """Give the engine the policy's weights; inside the block it may generate. Collective."""
         return self.engine.awake(self.refit, self.policy.sleeper)
+
+    def collect_step(self, first_ticket: int) -> tuple[list[Trajectory], int]:
+        """Return what `Sampler.collect_step` does, at the weights of this step. Collective."""
+        return self.sampler.collect_step(
+            first_ticket, self.sampling, version=self.policy.num_updates
+        )
 
     def keep_episodes(self, run: TrainingRun) -> None:
         """Put unfinished episodes into the checkpoints, and go on with those of a resumed one."""

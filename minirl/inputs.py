@@ -204,19 +204,18 @@ def find_other_model(
     config = build.read_config(folder)
     families.check_supported(config, f"{setting} = {model}")
     tensor.check_divides(families.divided(config), tensor_parallel)
-    if families.reads_images(config) != families.reads_images(policy):
-        raise UserError(
-            f"{setting} = {model} is of family {config.model_type}, and the policy of "
-            f"{policy.model_type}: only one of them reads images; take another model"
-        )
+    require(
+        families.reads_images(config) == families.reads_images(policy),
+        f"{setting} = {model} is of family {config.model_type}, and the policy of "
+        f"{policy.model_type}: only one of them reads images; take another model",
+    )
     size = config.get_text_config().vocab_size
     policy_size = policy.get_text_config().vocab_size
-    if size != policy_size:
-        raise UserError(
-            f"{setting} = {model} has a vocabulary of {size}, and the policy's is of "
-            f"{policy_size}: the policy's tokens mean nothing there; take a model with the same "
-            "tokenizer"
-        )
+    require(
+        size == policy_size,
+        f"{setting} = {model} has a vocabulary of {size}, and the policy's is of {policy_size}: "
+        "the policy's tokens mean nothing there; take a model with the same tokenizer",
+    )
     if scores:
         check_head(folder, setting)
     return folder

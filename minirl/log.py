@@ -18,8 +18,8 @@ from tqdm import tqdm
 class Timer:
     """Wall seconds by phase. Phases nest; a phase's time excludes that of the phases inside it."""
 
-    def __init__(self, device: torch.device | None = None):
-        self.device = device or torch.device("cpu")
+    def __init__(self, device: torch.device):
+        self.device = device
         self.began = time.perf_counter()
         self.wall: dict[str, float] = defaultdict(float)
         self._mark = self.began  # when the last interval was added to its phase
@@ -61,8 +61,7 @@ class Log:
     object a step) and `tensorboard/`.
     """
 
-    def __init__(self, folder: Path, *, rank: int, first_step: int = 0):
-        self.folder = folder
+    def __init__(self, folder: Path, *, rank: int, first_step: int):
         self.rank = rank
         self.bar = tqdm(disable=True)
         if rank == 0:

@@ -133,7 +133,7 @@ def write(
 
 
 def table(summary: dict, scores: dict[str, float | None]) -> str:
-    """Return the closing table; None is shown as a dash."""
+    """Return the closing table: decimals only of small numbers, and a dash for None."""
     blocks = [
         {f"held-out {title}": value for title, value in scores.items()},
         {f"tokens/s, {kind}": v for kind, v in summary["tokens_per_second_by_phase"].items()},
@@ -146,13 +146,12 @@ def table(summary: dict, scores: dict[str, float | None]) -> str:
     lines = [rule]
     for block in blocks:
         for name, value in block.items():
-            lines.append(f"{name:<{width}}  {_format(value):>10}")
+            if value is None:
+                shown = "-"
+            elif abs(value) < 10:
+                shown = f"{value:.3f}"
+            else:
+                shown = f"{value:,.0f}"
+            lines.append(f"{name:<{width}}  {shown:>10}")
         lines.append(rule)
     return "\n".join(lines)
-
-
-def _format(value: float | None) -> str:
-    """Return three decimals of a small number, thousands of a large one."""
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.0f}"

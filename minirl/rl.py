@@ -50,15 +50,11 @@ class Trainer(Program):
             self.generation = None if cfg.rollout.replay else Generation(cfg, inputs, self.policy)
             if inputs.reward_model:
                 self.reward_model = RewardModel(
-                    cfg.policy,
-                    inputs.reward_model,
-                    mesh,
+                    self.load_model(cfg.policy, inputs.reward_model, trainable=False, score=True),
                     inputs.stop_ids,
                     inputs.prompts.tokenizer.eos_token_id,
                     cfg.tokens_per_rank,
                     weight=cfg.reward.model_weight,
-                    sequence_parallel=cfg.parallel.sequence,
-                    timer=self.timer,
                 )
             self.run = TrainingRun(cfg, self.policy, inputs.description)
         # The policy as RL finds it.
@@ -67,9 +63,9 @@ class Trainer(Program):
         if self.generation and cfg.rollout.ahead:
             self.generation.keep_episodes(self.run)
 
-        self.kl_coef = cfg.algo.kl_coef
+        self.algo = cfg.algo  # with the weight of the KL as it is adapted
         if cfg.algo.kl_target and self.progress.kl_coef is not None:
-            self.kl_coef = self.progress.kl_coef  # as adapted before the checkpoint
+            self.algo = dataclasses.replace(cfg.algo, kl_coef=self.progress.kl_coef)
         self.curriculum: Curriculum | None = None
         if cfg.rollout.curriculum_floor:
             self.curriculum = Curriculum(
@@ -136,9 +132,7 @@ class Trainer(Program):
             with self.timer.phase("rollout"):
                 if self.curriculum:
                     self.curriculum.start(first_ticket)
-                trajectories, next_ticket = generation.sampler.collect_step(
-                    first_ticket, generation.sampling, version=self.policy.num_updates
-                )
+                trajectories, next_ticket = generation.collect_step(first_ticket)
             with self.timer.phase("idle"):
                 failures: list[str] = sum(self.mesh.gather(generation.sampler.runner.failures), [])
         self.num_extra_prompts = next_ticket - first_ticket - cfg.rollout.prompts_per_step
@@ -209,15 +203,17 @@ class Trainer(Program):
         for minibatch in exchange(
             trajectories, self.mesh, cfg.tokens_per_rank, cfg.algo.updates_per_step
         ):
-            packed = []
-            for micro in minibatch:
-                packed.append(pack(micro, self.mesh.device, cfg.rollout.temperature, layout=layout))
-            minibatches.append(packed)
+            minibatches.append(
+                [
+                    pack(micro, self.mesh.device, cfg.rollout.temperature, layout=layout)
+                    for micro in minibatch
+                ]
+            )
         return minibatches
 
     def annotate(self, minibatches: Minibatches) -> None:
         """Add what the models say of the tokens before the step's first update. Collective."""
-        algo = self.cfg.algo
+        algo = self.algo
         if algo.updates_per_step > 1 or algo.entropy_share or advantages.need_old_logprobs(algo):
             self.policy.annotate(minibatches, "old_logprobs")
         if self.ref:
@@ -231,19 +227,17 @@ class Trainer(Program):
 
     def assign_advantages(self, minibatches: Minibatches) -> None:
         """Give every token its advantage, and choose the tokens of high entropy. Collective."""
-        algo = self.cfg.algo
         advantages.assign(
             sum(minibatches, []),
             self.inputs.estimator,
-            algo,
-            self.kl_coef,
+            self.algo,
             sum_over_ranks=self.mesh.data_sums,
             max_over_ranks=self.mesh.maxima,
             gather=self.mesh.gather,
         )
-        if algo.entropy_share:
+        if self.algo.entropy_share:
             for minibatch in minibatches:
-                losses.mark_high_entropy(minibatch, algo.entropy_share, self.mesh.gather)
+                losses.mark_high_entropy(minibatch, self.algo.entropy_share, self.mesh.gather)
 
     def update(self, step: int, minibatches: Minibatches) -> Metrics:
         """Train the critic, if there is one, and the policy, unless the critic still warms up.
@@ -264,7 +258,7 @@ class Trainer(Program):
             )
             self.critic.sleeper.sleep()
         if step >= warmup_steps:
-            loss = losses.policy(cfg.algo, cfg.env.max_tokens, self.kl_coef)
+            loss = losses.policy(self.algo, cfg.env.max_tokens)
             policy_metrics = _update(self.policy, minibatches, loss, cfg.num_steps - warmup_steps)
         return policy_metrics | critic_metrics
 
@@ -277,7 +271,7 @@ class Trainer(Program):
     ) -> None:
         """Log means over the episodes of all ranks, and the metrics of the updates. Collective."""
         row = means_of_step(trajectories, self.cfg.eval.threshold, self.mesh)
-        row |= {"extra_prompts": self.num_extra_prompts, "kl_coef": self.kl_coef, **metrics}
+        row |= {"extra_prompts": self.num_extra_prompts, "kl_coef": self.algo.kl_coef, **metrics}
         if self.generation:
             row["refit_bytes"] = self.generation.refit.bytes_received
 
@@ -295,10 +289,11 @@ class Trainer(Program):
 
     def adapt_kl_coef(self, metrics: Metrics) -> None:
         """Move the weight of the KL towards `algo.kl_target`, if the policy was updated."""
-        target = self.cfg.algo.kl_target
+        target = self.algo.kl_target
         if target and "ref_kl" in metrics:
-            self.kl_coef = losses.adapt_kl_coef(self.kl_coef, metrics["ref_kl"], target)
-            self.progress.kl_coef = self.kl_coef
+            kl_coef = losses.adapt_kl_coef(self.algo.kl_coef, metrics["ref_kl"], target)
+            self.algo = dataclasses.replace(self.algo, kl_coef=kl_coef)
+            self.progress.kl_coef = kl_coef
 
     def evaluate(self, generation: Generation, step: int, name: str | None) -> None:
         """Score held-out prompts; the engine must be awake. `name`: keep it for the summary."""
@@ -310,7 +305,6 @@ class Trainer(Program):
                 self.inputs.held_out,
                 cfg,
                 sampling,
-                self.mesh,
                 self.reward_model,
             )
         self.run.record_evaluation(step, result["scores"], ("accuracy", "reward"), name, result)

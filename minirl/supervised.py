@@ -7,7 +7,6 @@ of its. `warm_start` is the short form before RL.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +14,8 @@ import numpy as np
 
 from minirl.algo import losses
 from minirl.config.rl import RLConfig
-from minirl.config.supervised import DPOConfig, RMConfig, SupervisedConfig
-from minirl.config.validate import validate_pairs, validate_supervised
+from minirl.config.supervised import SupervisedConfig
+from minirl.config.validate import validate_supervised
 from minirl.data import chat
 from minirl.data.examples import Chats, load_chats, to_example
 from minirl.data.pairs import Pairs, load_pairs
@@ -44,15 +43,9 @@ class SupervisedTrainer(Program):
         max_tokens = cfg.data.max_tokens
         with self.timer.phase("start"):
             # 1. Find and check what the config names.
-            load: Callable[..., Sequence[dict]] = load_chats
-            encode: Callable[..., Chats | Pairs] = Chats
-            if isinstance(cfg, RMConfig | DPOConfig):
-                validate_pairs(cfg, mesh.world_size)
-                load = load_pairs
-                encode = partial(Pairs, score=self.score_head)
-            else:
-                validate_supervised(cfg, mesh.world_size)
+            validate_supervised(cfg, mesh.world_size)
             check_output(Path(cfg.output), cfg.resume)
+            load = load_pairs if self.pairs else load_chats
             train, held_out = load_splits(load, cfg.data, cfg.seed)
             rows = itertools.chain(train, held_out)
             has_chats = any("messages" in row or "prompt" in row for row in rows)
@@ -66,13 +59,14 @@ class SupervisedTrainer(Program):
 
             # 2. Rows as token ids.
             as_tokens = partial(
-                encode,
+                Pairs if self.pairs else Chats,
                 tokenizer=files.tokenizer,
                 stop_ids=chat.stop_token_ids(files.tokenizer, files.folder) if has_chats else [],
                 cfg=cfg.data,
                 mesh=mesh,
                 seed=cfg.seed,
                 vision=files.vision,
+                score=self.score_head,
             )
             self.files = files
             self.rows = as_tokens(train, "data.train")
@@ -158,8 +152,6 @@ class SupervisedTrainer(Program):
 class PairTrainer(SupervisedTrainer):
     """What reward models and DPO share: rows are pairs."""
 
-    rows: Pairs
-    held_out: Pairs
     pairs = True
     lost = "{} with more than {} tokens and {} with two equal sides dropped"
 

@@ -195,7 +195,6 @@ class TrainingRun:
 class Program(abc.ABC):
     """A training program: the constructor makes its `run`, and `train` is the algorithm."""
 
-    cfg: TrainingConfig
     run: TrainingRun
 
     def __init__(self, cfg: TrainingConfig, mesh: Mesh):

@@ -22,14 +22,13 @@ from minirl.generation import Generation
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
-from minirl.policy import Policy
+from minirl.policy import Metrics, Policy
 from minirl.rewards.functions import score_reasoning_gym
 from minirl.rl import Trainer
 from minirl.rollout.engine import RolloutEngine
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 from minirl.supervised import warm_start
-from minirl.trainer import Metrics
 from minirl.types import UNSET, Packed, Trajectory
 
 # As in a file for `minirl.rl --config`. The trainer computes in float64, so that plain PyTorch
@@ -157,13 +156,6 @@ class Walk(Trainer):
         self.generation.refit()
         show("   out   embedding: policy {:+.6f}, engine {:+.6f}", trained, in_engine)
 
-    def sample(self, first_ticket: int) -> list[Trajectory]:
-        """Return this rank's episodes of a step. The engine must be awake."""
-        sampler = self.generation.sampler
-        return sampler.collect_step(
-            first_ticket, self.generation.sampling, version=self.policy.num_updates
-        )[0]
-
     def roll_out(self) -> list[Trajectory]:
         """Sample a group of answers to each prompt; they are scored as soon as they end."""
         station(
@@ -173,7 +165,7 @@ class Walk(Trainer):
             RolloutEngine.step,
         )
         with self.generation.awake():
-            trajectories = self.sample(0)
+            trajectories, _ = self.generation.collect_step(0)
         first_group = trajectories[:4]
         row = self.inputs.prompts.row(trajectories[0].group)
         show("   in    {0[prompt]}   (answer: {0[answer]})", row)
@@ -301,7 +293,8 @@ class Walk(Trainer):
         mismatches = []
         for refit in (lambda: None, self.generation.refit):
             with self.generation.engine.awake(refit, self.policy.sleeper):
-                trajectories = self.sample(self.cfg.rollout.prompts_per_step)
+                first_ticket = self.cfg.rollout.prompts_per_step
+                trajectories, _ = self.generation.collect_step(first_ticket)
             following = self.make_batches(trajectories)[0][0]
             self.assign_advantages([[following]])
             mismatches.append(self.policy.measure([following], self.loss)["mismatch"])

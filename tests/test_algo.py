@@ -122,7 +122,6 @@ def assign_on_rank(mesh, owners):
             [batch],
             advantages.find(name),
             AlgoConfig(advantage=name),
-            0.0,
             sum_over_ranks=mesh.data_sums,
             max_over_ranks=mesh.maxima,
             gather=mesh.gather,
@@ -162,7 +161,6 @@ def test_an_estimator_is_found_by_name_or_in_a_file(tmp_path):
         [batch],
         advantages.find(name),
         AlgoConfig(advantage=name),
-        0.0,
         sum_over_ranks=alone,
         max_over_ranks=alone,
         gather=lambda value: [value],
@@ -205,7 +203,11 @@ def clip_gradient(ratio, advantage, low, high, dual):
 def test_ppo_clip_equals_its_formula_and_gradient(low, high, dual):
     r, a = (x.flatten() for x in np.meshgrid(RATIOS, [-1.7, 0.6]))
     ratio = torch.tensor(r, requires_grad=True)
-    loss = losses.ppo_clip(ratio, torch.tensor(a), low, high, dual)
+    loss = losses.ppo_clip(
+        ratio,
+        torch.tensor(a),
+        AlgoConfig(clip_low=low, clip_high=high, dual_clip=dual),
+    )
     np.testing.assert_allclose(
         loss.detach(),
         [clip_formula(x, y, low, high, dual) for x, y in zip(r, a, strict=True)],

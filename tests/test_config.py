@@ -14,7 +14,6 @@ from minirl.config.shared import EvaluateConfig, ExportConfig, PolicyConfig, Sam
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.config.validate import (
     resolve_lengths,
-    validate_pairs,
     validate_rl,
     validate_sampling,
     validate_supervised,
@@ -252,8 +251,8 @@ def test_every_recipe_loads_and_can_work_on_two_ranks(path):
     {
         RLConfig: lambda: check_rl(cfg, 2),
         SFTConfig: lambda: validate_supervised(cfg, 2),
-        RMConfig: lambda: validate_pairs(cfg, 2),
-        DPOConfig: lambda: validate_pairs(cfg, 2),
+        RMConfig: lambda: validate_supervised(cfg, 2),
+        DPOConfig: lambda: validate_supervised(cfg, 2),
         EvaluateConfig: lambda: check_sampling(cfg),
     }[type(cfg)]()
     assert (

@@ -148,7 +148,6 @@ def step(mesh, folder, budget, sequence):
         batches,
         advantages.find("gae"),
         algo,
-        0.1,
         sum_over_ranks=mesh.data_sums,
         max_over_ranks=mesh.maxima,
         gather=mesh.gather,

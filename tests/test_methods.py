@@ -370,7 +370,6 @@ def test_reinforce_pp_equals_its_formula(coef, gamma):
                 kl_in="reward",
                 kl_estimator="k1",
             ),
-            coef,
             **ALONE,
         )
         assert_equal_tokens(by_token(batches, whole), expected)
@@ -383,7 +382,7 @@ def test_equal_rewards_give_reinforce_pp_exactly_zero():
         t.reward = 0.1
     batches = packed(whole, 2)
     advantages.assign(
-        batches, advantages.find("reinforce_pp"), AlgoConfig(advantage="reinforce_pp"), 0.0, **ALONE
+        batches, advantages.find("reinforce_pp"), AlgoConfig(advantage="reinforce_pp"), **ALONE
     )
     assert all((b.advantages == 0).all() for b in batches)
 
@@ -395,7 +394,6 @@ def test_distillation_is_minus_the_reverse_kl():
         batches,
         advantages.find("on_policy_distill"),
         AlgoConfig(advantage="on_policy_distill"),
-        0.0,
         **ALONE,
     )
     assert_equal_tokens(
@@ -427,7 +425,6 @@ def test_group_estimators_with_the_kl_in_the_reward(estimator):
         batches,
         advantages.find("rloo"),
         AlgoConfig(advantage="rloo", kl_coef=0.2, kl_in="reward", kl_estimator=estimator),
-        0.2,
         **ALONE,
     )
     assert_equal_tokens(
@@ -478,7 +475,6 @@ def spread(mesh, budget):
             batches,
             advantages.find(name),
             AlgoConfig(advantage=name, gamma=0.9, kl_coef=coef, kl_in="reward"),
-            coef,
             sum_over_ranks=mesh.data_sums,
             max_over_ranks=mesh.maxima,
             gather=mesh.gather,

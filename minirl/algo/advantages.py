@@ -24,7 +24,6 @@ from minirl.types import Packed
 
 Reduce = Callable[[Tensor], Tensor]  # A CPU tensor of every rank to their sum or maximum.
 Gather = Callable[[object], list]  # A value of every rank to all of them, in rank order.
-Estimator = Callable[[Tensor, Tensor], Tensor]  # (rewards, groups)
 
 # Token estimators whose advantages get mean 0 and deviation 1 over the tokens of the global batch.
 WHITENED = ("reinforce_pp", "gae")
@@ -175,7 +174,6 @@ def assign(
     batches: list[Packed],
     estimator: Callable[..., Tensor],
     cfg: AlgoConfig,
-    kl_coef: float,
     *,
     sum_over_ranks: Reduce,
     max_over_ranks: Reduce,
@@ -187,20 +185,18 @@ def assign(
         batches: with what the estimator needs: old and reference log-probs (`need_old_logprobs`),
             values.
         estimator: as `find` returned it for cfg.advantage.
-        cfg: the section `algo` of the config.
-        kl_coef: weight of the KL, where cfg.kl_in is reward.
+        cfg: the section `algo` of the config, with the present weight of the KL.
         sum_over_ranks: adds a CPU tensor over the ranks that hold different tokens.
         max_over_ranks: takes its maximum over all ranks.
         gather: returns a value of every rank.
     """
-    penalties = [_kl_penalty(batch, cfg, kl_coef) for batch in batches]
+    penalties = [_kl_penalty(batch, cfg) for batch in batches]
     if cfg.advantage in TOKEN_ESTIMATORS:
         values = []
         for batch, penalty in zip(batches, penalties, strict=True):
             values.append(estimator(batch, token_rewards(batch, penalty), cfg))
         if cfg.advantage in WHITENED:
-            masks = [batch.loss_mask for batch in batches]
-            values = whiten(values, masks, sum_over_ranks, max_over_ranks)
+            values = whiten(values, batches, sum_over_ranks, max_over_ranks)
     else:
         values = _by_group(batches, penalties, estimator, gather)
 
@@ -210,11 +206,11 @@ def assign(
         batch.advantages = torch.where(batch.loss_mask, value, 0.0).to(dtype)
 
 
-def _kl_penalty(batch: Packed, cfg: AlgoConfig, kl_coef: float) -> Tensor:
+def _kl_penalty(batch: Packed, cfg: AlgoConfig) -> Tensor:
     """Return what each token pays for its KL to the reference, float64 [T]; 0 if in the loss."""
-    if cfg.kl_in != "reward" or not kl_coef:
+    if cfg.kl_in != "reward" or not cfg.kl_coef:
         return torch.zeros_like(batch.engine_logprobs, dtype=torch.float64)
-    penalty = kl_coef * kl(batch.old_logprobs, batch.ref_logprobs, cfg.kl_estimator)
+    penalty = cfg.kl_coef * kl(batch.old_logprobs, batch.ref_logprobs, cfg.kl_estimator)
     return torch.where(batch.loss_mask, penalty, 0.0).double()
 
 
@@ -241,13 +237,13 @@ def _is_last_token(sequence: Tensor) -> Tensor:
 
 
 def whiten(
-    values: list[Tensor], masks: list[Tensor], sum_over_ranks: Reduce, max_over_ranks: Reduce
+    values: list[Tensor], batches: list[Packed], sum_over_ranks: Reduce, max_over_ranks: Reduce
 ) -> list[Tensor]:
     """Return (A - mean) / (deviation + 1e-8) over all tokens in the loss, on all ranks.
 
     Where all are equal, the result is exactly 0.
     """
-    in_loss = [value[mask].double() for value, mask in zip(values, masks, strict=True)]
+    in_loss = [v[batch.loss_mask].double() for v, batch in zip(values, batches, strict=True)]
     tokens = torch.cat(in_loss).cpu()
 
     bounds = [tokens.max(), (-tokens).max()] if len(tokens) else [-torch.inf, -torch.inf]
@@ -265,7 +261,7 @@ def whiten(
 
 
 def _by_group(
-    batches: list[Packed], penalties: list[Tensor], estimator: Estimator, gather: Gather
+    batches: list[Packed], penalties: list[Tensor], estimator: Callable[..., Tensor], gather: Gather
 ) -> list[Tensor]:
     """Return the advantages [T] of each micro-batch from an estimator that compares siblings.
 

@@ -5,7 +5,7 @@ bfloat16, and more if the engine's weights are older), which biases the policy g
 r = pi_trainer / pi_engine corrects it, at a variance that must be bounded.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,23 +46,18 @@ def resolve(cfg: CorrectionConfig) -> Correction:
     Raises:
         UserError: for bounds outside which every token would lie.
     """
-    preset = PRESETS[cfg.preset]
-    low = preset.low if cfg.low is None else cfg.low
-    high = preset.high if cfg.high is None else cfg.high
+    changes = {name: value for name, value in vars(cfg).items() if value is not None}
+    del changes["preset"]
+    correction = replace(PRESETS[cfg.preset], **changes)
+    low = correction.low
+    high = correction.high
     require(
         0 <= low <= 1 <= high and cfg.divergence > 0,
         f"algo.correction: low = {low}, high = {high}, divergence = {cfg.divergence}; equal "
         "probabilities have ratio 1 and divergence 0, so low must be in [0, 1], high at least 1 "
         "and divergence above 0",
     )
-    return Correction(
-        level=cfg.level or preset.level,
-        mode=cfg.mode or preset.mode,
-        gate=cfg.gate or preset.gate,
-        low=low,
-        high=high,
-        divergence=cfg.divergence,
-    )
+    return correction
 
 
 def divergence(old: Tensor, engine: Tensor, gate: str) -> Tensor:

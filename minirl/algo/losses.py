@@ -20,14 +20,13 @@ from minirl.config.rl import AlgoConfig
 from minirl.types import Packed
 
 Metrics = dict[str, Tensor]
-TokenLoss = Callable[[Packed, Tensor, Tensor], tuple[Tensor, Metrics]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
     """A token loss and how its values become one number."""
 
-    token_loss: TokenLoss
+    token_loss: Callable[[Packed, Tensor, Tensor], tuple[Tensor, Metrics]]
     aggregation: str = "token"  # See `normalize.weights`.
     fixed_length: int = 1  # The constant length of aggregation `fixed`.
     # Whether the loss has a term in the entropy; costs one more buffer in the head's backward.
@@ -72,9 +71,7 @@ def adapt_kl_coef(coef: float, measured: float, target: float) -> float:
     return coef * (1 + 0.1 * error)
 
 
-def ppo_clip(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
-) -> Tensor:
+def ppo_clip(ratio: Tensor, advantages: Tensor, cfg: AlgoConfig) -> Tensor:
     """Return -min(r A, clip(r, 1 - low, 1 + high) A), [T].
 
     Schulman et al. 2017 (arXiv 1707.06347), eq. 7. Separate bounds are DAPO's clip-higher (arXiv
@@ -82,10 +79,11 @@ def ppo_clip(
     so that one token with a huge ratio cannot dominate the batch: Ye et al. 2020 (arXiv
     1912.09729), eq. 5.
     """
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high) * advantages
     loss = -torch.minimum(ratio * advantages, clipped)
-    if dual_clip:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+    if cfg.dual_clip:
+        bounded = torch.minimum(loss, -cfg.dual_clip * advantages)
+        loss = torch.where(advantages < 0, bounded, loss)
     return loss
 
 
@@ -99,14 +97,13 @@ def sequence_ratio(log_ratio: Tensor, batch: Packed) -> Tensor:
     return to_rows(means.exp(), batch)
 
 
-def cispo(
-    ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
+def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, cfg: AlgoConfig) -> Tensor:
     """Return -sg(clip(r, 1 - low, 1 + high)) A log policy, [T].
 
     A clipped token keeps a gradient, of bounded weight. MiniMax 2025 (arXiv 2506.13585), eq. 4.
     """
-    return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages * logprobs
+    weight = ratio.detach().clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    return -weight * advantages * logprobs
 
 
 def mark_high_entropy(
@@ -128,19 +125,17 @@ def mark_high_entropy(
         batch.high_entropy_mask = batch.old_entropy >= lowest
 
 
-def policy(cfg: AlgoConfig, max_tokens: int, kl_coef: float | None = None) -> Loss:
+def policy(cfg: AlgoConfig, max_tokens: int) -> Loss:
     """Return the policy loss that the config asks for.
 
     The old log-probs are the trainer's own before the first update (`batch.old_logprobs`). With one
     update per batch they equal the current ones, so the batch need not carry them.
 
     Args:
-        cfg: the section `algo` of the config.
+        cfg: the section `algo` of the config, with the present weight of the KL.
         max_tokens: sampled tokens of an episode at most, for aggregation `fixed`.
-        kl_coef: what an adaptive controller made of cfg.kl_coef; None: cfg.kl_coef itself.
     """
     corrected = correction.resolve(cfg.correction)
-    kl_coef = cfg.kl_coef if kl_coef is None else kl_coef
 
     def token_loss(batch: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
         # 1. The ratio to the old policy, and the surrogate.
@@ -150,9 +145,9 @@ def policy(cfg: AlgoConfig, max_tokens: int, kl_coef: float | None = None) -> Lo
         else:
             ratio = (logprobs - old).exp()
         if cfg.loss == "cispo":
-            loss = cispo(ratio, logprobs, batch.advantages, cfg.clip_low, cfg.clip_high)
+            loss = cispo(ratio, logprobs, batch.advantages, cfg)
         else:
-            loss = ppo_clip(ratio, batch.advantages, cfg.clip_low, cfg.clip_high, cfg.dual_clip)
+            loss = ppo_clip(ratio, batch.advantages, cfg)
         metrics = _policy_metrics(cfg, batch, logprobs, old, ratio, entropy)
 
         # 2. Correct for the engine having sampled from slightly other probabilities.
@@ -170,8 +165,8 @@ def policy(cfg: AlgoConfig, max_tokens: int, kl_coef: float | None = None) -> Lo
         # 4. KL to the reference, at every token.
         if batch.ref_logprobs is not None:
             ref_kl = kl_loss(logprobs, old, batch.ref_logprobs, cfg.kl_estimator)
-            if kl_coef and cfg.kl_in == "loss":
-                loss = loss + kl_coef * ref_kl
+            if cfg.kl_coef and cfg.kl_in == "loss":
+                loss = loss + cfg.kl_coef * ref_kl
             metrics["ref_kl"] = ref_kl.detach()
         return loss, metrics
 

@@ -7,17 +7,8 @@ config.
 
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, ParallelConfig
-from minirl.config.supervised import (
-    ChatsConfig,
-    DPOConfig,
-    PairsConfig,
-    RMConfig,
-    SupervisedConfig,
-)
+from minirl.config.supervised import ChatsConfig, DPOConfig, PairsConfig, SupervisedConfig
 from minirl.errors import require
-
-SFT_SCORES = ("loss", "perplexity")
-PAIR_SCORES = ("loss", "accuracy", "margin")
 
 # ------------------------------------------------------------------------------------- entry points
 
@@ -53,35 +44,19 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
     )
 
 
-def validate_supervised(
-    cfg: SupervisedConfig,
-    world_size: int,
-    rows_together: int = 1,
-    scores: tuple[str, ...] = SFT_SCORES,
-) -> None:
-    """Refuse what cannot work in minirl.sft, and in what builds on it.
-
-    Args:
-        cfg: the settings.
-        world_size: number of ranks.
-        rows_together: rows of data.max_tokens that a micro-batch must hold.
-        scores: names of the held-out scores.
+def validate_supervised(cfg: SupervisedConfig, world_size: int) -> None:
+    """Refuse what cannot work in minirl.sft, minirl.rm and minirl.dpo.
 
     Raises:
         UserError: for the first rule that is broken.
     """
     validate_templates(cfg.data)
-    setting = "data.max_tokens" if rows_together == 1 else f"{rows_together} * data.max_tokens"
-    _training(cfg, world_size, setting, rows_together * cfg.data.max_tokens, scores)
-
-
-def validate_pairs(cfg: RMConfig | DPOConfig, world_size: int) -> None:
-    """Refuse what cannot work in minirl.rm and minirl.dpo.
-
-    Raises:
-        UserError: for the first rule that is broken.
-    """
-    validate_supervised(cfg, world_size, 2, PAIR_SCORES)
+    longest = cfg.data.max_tokens
+    if isinstance(cfg.data, PairsConfig):  # a micro-batch holds both sides of a pair
+        scores = ("loss", "accuracy", "margin")
+        _training(cfg, world_size, "2 * data.max_tokens", 2 * longest, scores)
+    else:
+        _training(cfg, world_size, "data.max_tokens", longest, ("loss", "perplexity"))
 
     if isinstance(cfg, DPOConfig):
         require(
@@ -159,16 +134,17 @@ def validate_parallel(parallel: ParallelConfig, world_size: int) -> None:
     )
 
 
-def _budget(tokens_per_rank: int, context: int, setting: str, longest: int) -> None:
+def _budget(cfg: RLConfig | SupervisedConfig, setting: str, longest: int) -> None:
     """Refuse a micro-batch that cannot hold a sequence of the `longest` tokens of a setting."""
-    budget = f"tokens_per_rank = {tokens_per_rank}"
+    context = cfg.parallel.context
+    num_tokens = cfg.tokens_per_rank * context
+    budget = f"tokens_per_rank = {num_tokens}"
     if context > 1:
         budget = (
-            f"tokens_per_rank * parallel.context = {tokens_per_rank} * {context} = "
-            f"{tokens_per_rank * context}"
+            f"tokens_per_rank * parallel.context = {cfg.tokens_per_rank} * {context} = {num_tokens}"
         )
     require(
-        tokens_per_rank * context >= longest,
+        num_tokens >= longest,
         f"{budget} cannot hold one sequence of {setting} = {longest} tokens; raise "
         "tokens_per_rank or parallel.context, or lower the lengths",
     )
@@ -191,7 +167,7 @@ def _training(
         scores: names of the held-out scores.
     """
     validate_parallel(cfg.parallel, world_size)
-    _budget(cfg.tokens_per_rank, cfg.parallel.context, setting, longest)
+    _budget(cfg, setting, longest)
 
     require(
         not cfg.policy.cpu_offload or cfg.policy.optimizer_state != "offload",
@@ -227,8 +203,7 @@ def _training(
 def _reward(cfg: RLConfig) -> None:
     if cfg.reward.model:
         _budget(
-            cfg.tokens_per_rank,
-            cfg.parallel.context,
+            cfg,
             "engine.max_model_len + 1, for the end that reward.model reads,",
             cfg.engine.max_model_len + 1,
         )
