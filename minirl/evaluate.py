@@ -21,6 +21,7 @@ from minirl.evaluation import evaluate
 from minirl.inputs import ModelFiles, find_other_model
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
+from minirl.policy import Policy
 from minirl.rewards.functions import make_rewards
 from minirl.rewards.model import RewardModel
 from minirl.rollout.engine import RolloutEngine, Sampling
@@ -52,9 +53,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     reward_model = None
     if scorer:
         reward_model = RewardModel(
-            PolicyConfig(dtype=dtype),
-            scorer,
-            mesh,
+            Policy(PolicyConfig(dtype=dtype), scorer, mesh, trainable=False, score=True),
             stop_ids,
             tokenizer.eos_token_id,
             max(16384, cfg.engine.max_model_len + 1),

@@ -50,15 +50,11 @@ class Trainer(Program):
             self.generation = None if cfg.rollout.replay else Generation(cfg, inputs, self.policy)
             if inputs.reward_model:
                 self.reward_model = RewardModel(
-                    cfg.policy,
-                    inputs.reward_model,
-                    mesh,
+                    self.load_model(cfg.policy, inputs.reward_model, trainable=False, score=True),
                     inputs.stop_ids,
                     inputs.prompts.tokenizer.eos_token_id,
                     cfg.tokens_per_rank,
                     weight=cfg.reward.model_weight,
-                    sequence_parallel=cfg.parallel.sequence,
-                    timer=self.timer,
                 )
             self.run = TrainingRun(cfg, self.policy, inputs.description)
         # The policy as RL finds it.

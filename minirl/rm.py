@@ -24,6 +24,7 @@ from minirl.errors import require
 from minirl.inputs import check_head
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
+from minirl.policy import Policy
 from minirl.rewards.http import serve
 from minirl.rewards.model import RewardModel
 from minirl.supervised import PairTrainer
@@ -64,9 +65,7 @@ def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
     check_head(folder, "model")
     tokenizer = chat.load_tokenizer(folder, chats=False)
     model = RewardModel(
-        PolicyConfig(dtype=cfg.dtype),
-        folder,
-        mesh,
+        Policy(PolicyConfig(dtype=cfg.dtype), folder, mesh, trainable=False, score=True),
         chat.stop_token_ids(tokenizer, folder),
         tokenizer.eos_token_id,
         cfg.tokens_per_batch,
@@ -77,7 +76,7 @@ def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
         """Score whole texts: prompts with their chat template, followed by answers."""
         rows = []
         for text in texts:
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = chat.encode(tokenizer, text)
             tokens = np.array(ids[-cfg.max_tokens + 1 :], np.int32)
             zeros = np.zeros(len(tokens), np.float32)
             rows.append(Trajectory(tokens=tokens, sampled=zeros.astype(bool), logprobs=zeros))

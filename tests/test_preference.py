@@ -227,10 +227,8 @@ def step(mesh, folder, budget, sequence, score):
         ref.annotate([batches], "ref_logprobs")
     scores = []
     if score:
-        judge = rm.RewardModel(
-            cfg, folder, mesh, [9], 1, budget or 1000, sequence_parallel=sequence
-        )
-        judge.model = policy
+        judge = rm.RewardModel(policy, [9], 1, budget or 1000)
+        policy.sleeper.wake_parameters()
         scores = [((t.group, t.episode), x) for t, x in zip(own, judge(own), strict=True)]
     measured = policy.measure(batches, loss)
     metrics = policy.update(batches, loss, lr=1e-3)
@@ -421,7 +419,7 @@ def encode(mesh, rows, max_tokens, score):
     )
     return {
         "kept": pairs.kept,
-        "lost": pairs.num_lost,
+        "lost": tuple(pairs.num_lost),
         "examples": [
             (t.group, t.episode, t.tokens.tolist(), t.sampled.tolist(), t.reward)
             for t in pairs.examples(range(2 * len(pairs)))

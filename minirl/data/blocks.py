@@ -1,14 +1,13 @@
 """Who sees whom in a packed micro-batch, as blocks of row numbers that attention kernels take."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minirl.data.images import ImageBatch, ImageSpan
+from minirl.data.images import Vision
 from minirl.model.attention_blocks import Block, Rectangle, RowIndex
 from minirl.parallel import context as cp
 from minirl.parallel.mesh import Context
@@ -23,10 +22,6 @@ for _ in range(64):
 
 Ragged = list[np.ndarray]  # Row numbers, int64, of each pair or sequence.
 
-# (images of each sequence's trajectory, tokens of it that are rows here), device -> batch
-ImageReader = Callable[[list[tuple[list[ImageSpan], np.ndarray]], torch.device], ImageBatch]
-
-
 # Rows of a sequence on all ranks together, and the number of the earlier sequence that holds the
 # rows before them, a shared prompt's, if there is one.
 Extent = tuple[int, int | None]
@@ -40,8 +35,7 @@ class Layout:
     multiple: int = 1
     context: Context | None = None
     windowed: bool = False  # Some layers see a sliding window, and want `Packed.windowed_block`.
-    # `Vision.batch` (data/images.py) of a model that reads images.
-    images: ImageReader | None = None
+    vision: Vision | None = None  # Of a model that reads images.
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,10 @@
 """A trained reward model as a reward: it runs in process, on the mesh of the trainer."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 
-from minirl.config.shared import PolicyConfig
 from minirl.errors import UserError
-from minirl.log import Timer
-from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy, annotate_examples
 from minirl.types import Trajectory
 
@@ -21,45 +17,29 @@ class RewardModel:
 
     def __init__(
         self,
-        cfg: PolicyConfig,
-        folder: Path,
-        mesh: Mesh,
+        model: Policy,
         stop_ids: list[int],
         eos_token_id: int | None,
         tokens_per_rank: int,
         *,
         weight: float = 1.0,
-        sequence_parallel: bool = False,
-        timer: Timer | None = None,
     ):
-        """Load the model and offload it.
+        """Offload the model.
 
         Args:
-            cfg: As Policy has it, like `folder`, `mesh`, `sequence_parallel` and `timer`.
-            folder: Of the trained model.
-            mesh: Whose ranks share the work.
+            model: With a score head, and not to be trained. The ranks of its mesh share the work.
             stop_ids: Tokens that end a completion.
             eos_token_id: Appended to a completion that no stop token ends; None: the first of
                 `stop_ids` is.
             tokens_per_rank: Budget of a micro-batch; a sequence has at most one token less.
             weight: Of the score in the sum of rewards.
-            sequence_parallel: Shard activations between tensor-parallel regions.
-            timer: Of the program.
         """
-        self.model = Policy(
-            cfg,
-            folder,
-            mesh,
-            trainable=False,
-            score=True,
-            sequence_parallel=sequence_parallel,
-            timer=timer,
-        )
+        self.model = model
         self.stop_ids = stop_ids
         self.end_id = stop_ids[0] if eos_token_id is None else eos_token_id
         self.tokens_per_rank = tokens_per_rank
         self.weight = weight
-        self.model.sleeper.sleep_parameters()
+        model.sleeper.sleep_parameters()
 
     def __call__(self, trajectories: list[Trajectory]) -> list[float]:
         """Return the scores of this rank's sequences; all ranks share the work. Collective."""
