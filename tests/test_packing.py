@@ -402,7 +402,7 @@ def table_of(rows):
 
 
 def cut(table, num_ranks, budget):
-    """Return the pieces of sequences with these prompts, as numbers of sequences, and their rows."""
+    """Return the pieces of the sequences of a table, by their numbers, and the pieces' rows."""
     headers = [_Header(0, 0, 0, 0, i, *row, 0) for i, row in enumerate(table.tolist())]
     members, sizes = pieces(headers, num_ranks, budget)
     return [[header.number for header in piece] for piece in members], sizes

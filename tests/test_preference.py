@@ -246,7 +246,7 @@ def pack_apart(pair, device):
 
     share = packing._sequences
     packing._sequences = lambda rows, share: [
-        packing._Sequence(t, 0, len(t.tokens) - 1) for t in rows
+        packing.Sequence(t, 0, len(t.tokens) - 1) for t in rows
     ]
     try:
         return pack(pair, device, pairs=True)

@@ -9,7 +9,7 @@ import pickle
 import zlib
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minirl.data.blocks import Layout, build, on_device
+from minirl.data.blocks import Layout, Sequence, build, on_device
 from minirl.errors import UserError
 from minirl.parallel import context as cp
 from minirl.parallel.mesh import Mesh
@@ -147,18 +147,19 @@ def exchange(
     # 1. All ranks make the same plan: minibatches of micro-batches.
     headers_here = []
     for i, t in enumerate(trajectories):
-        header = _Header(
-            t.group,
-            t.episode,
-            t.segment,
-            mesh.rank,
-            i,
-            zlib.crc32(_shared(t)),
-            _prompt_length(t),
-            len(t.tokens),
-            int(t.sampled.sum()),
+        headers_here.append(
+            _Header(
+                t.group,
+                t.episode,
+                t.segment,
+                mesh.rank,
+                i,
+                zlib.crc32(_shared(t)),
+                _prompt_length(t),
+                len(t.tokens),
+                int(t.sampled.sum()),
+            )
         )
-        headers_here.append(header)
     headers = sorted(itertools.chain.from_iterable(mesh.gather(headers_here)))
     groups = np.unique([h.group for h in headers])
     plan = []
@@ -171,8 +172,8 @@ def exchange(
     group_tokens: Counter[int] = Counter()
     for h in headers:
         group_tokens[h.group] += h.num_sampled
-    for h, t in received.items():
-        t.group_tokens = group_tokens[h.group]
+    for t in received.values():
+        t.group_tokens = group_tokens[t.group]
 
     # 3. This rank's part of the plan.
     batches = []
@@ -233,21 +234,7 @@ def _shared(t: Trajectory) -> bytes:
     return t.tokens[:num].tobytes() + "".join(urls).encode()
 
 
-@dataclass(frozen=True)
-class _Sequence:
-    """Rows start .. stop of a trajectory (row t: token t in, token t + 1 out)."""
-
-    trajectory: Trajectory
-    start: int
-    stop: int
-    shared: int | None = None  # Number of the sequence that holds the rows before `start`.
-
-    @property
-    def num_rows(self) -> int:
-        return self.stop - self.start
-
-
-def _sequences(trajectories: list[Trajectory], *, share: bool) -> list[_Sequence]:
+def _sequences(trajectories: list[Trajectory], *, share: bool) -> list[Sequence]:
     """Return prompts that siblings share, then everything with rows of its own.
 
     Siblings are side by side.
@@ -255,21 +242,21 @@ def _sequences(trajectories: list[Trajectory], *, share: bool) -> list[_Sequence
     groups: dict[bytes, list[Trajectory]] = {}
     for t in sorted(trajectories, key=_prompt_length):
         groups.setdefault(_shared(t), []).append(t)
-    prompts: list[_Sequence] = []
-    branches: list[_Sequence] = []
+    prompts: list[Sequence] = []
+    branches: list[Sequence] = []
     for siblings in groups.values():
         start = _prompt_length(siblings[0]) - 1
         shared = None
         if share and len(siblings) > 1 and start > 0:
             shared = len(prompts)
-            prompts.append(_Sequence(siblings[0], 0, start))
+            prompts.append(Sequence(siblings[0], 0, start))
         else:
             start = 0
-        branches += [_Sequence(t, start, len(t.tokens) - 1, shared) for t in siblings]
+        branches += [Sequence(t, start, len(t.tokens) - 1, shared) for t in siblings]
     return prompts + branches
 
 
-def _filler(num_rows: int) -> _Sequence:
+def _filler(num_rows: int) -> Sequence:
     """Return a sequence outside the loss."""
     zeros = np.zeros(num_rows + 1, np.float32)
     trajectory = Trajectory(
@@ -278,10 +265,10 @@ def _filler(num_rows: int) -> _Sequence:
         logprobs=zeros,
         turn_rewards=zeros,
     )
-    return _Sequence(trajectory, 0, num_rows)
+    return Sequence(trajectory, 0, num_rows)
 
 
-def _lay_out(trajectories: list[Trajectory], layout: Layout) -> list[_Sequence]:
+def _lay_out(trajectories: list[Trajectory], layout: Layout) -> list[Sequence]:
     """Return the sequences of a micro-batch, with one that fills the rows up if it has to."""
     context = layout.context
     on_ring = context and context.ring  # where no rank has all keys of a prompt
@@ -297,7 +284,7 @@ def _lay_out(trajectories: list[Trajectory], layout: Layout) -> list[_Sequence]:
 
 
 def _column(
-    sequences: list[_Sequence],
+    sequences: list[Sequence],
     positions: list[np.ndarray],
     arrays: list[np.ndarray],
     shift: int = 1,
@@ -352,7 +339,7 @@ def pack(
     logprobs = _column(sequences, positions, [t.logprobs for t in owners])
     turn_rewards = [t.turn_rewards for t in owners if t.turn_rewards is not None]
     loss_tokens = [q.trajectory.sampled[q.start + 1 : q.stop + 1].sum() for q in sequences]
-    blocks, windowed_block = build([(q.num_rows, q.shared) for q in sequences], layout, device)
+    blocks, windowed_block = build(sequences, layout, device)
     batch = Packed(
         inputs=on_device(_column(sequences, positions, tokens, shift=0), device),
         targets=on_device(_column(sequences, positions, tokens), device),
