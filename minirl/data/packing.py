@@ -147,19 +147,18 @@ def exchange(
     # 1. All ranks make the same plan: minibatches of micro-batches.
     headers_here = []
     for i, t in enumerate(trajectories):
-        headers_here.append(
-            _Header(
-                t.group,
-                t.episode,
-                t.segment,
-                mesh.rank,
-                i,
-                zlib.crc32(_shared(t)),
-                _prompt_length(t),
-                len(t.tokens),
-                int(t.sampled.sum()),
-            )
+        header = _Header(
+            t.group,
+            t.episode,
+            t.segment,
+            mesh.rank,
+            i,
+            zlib.crc32(_shared(t)),
+            _prompt_length(t),
+            len(t.tokens),
+            int(t.sampled.sum()),
         )
+        headers_here.append(header)
     headers = sorted(itertools.chain.from_iterable(mesh.gather(headers_here)))
     groups = np.unique([h.group for h in headers])
     plan = []
