@@ -96,9 +96,7 @@ def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
     families.check_supported(
         config, f"model = {folder}", cfg.engine.tensor_parallel_size, device=mesh.device.type
     )
-    tokenizer = chat.load_tokenizer(
-        folder, template=cfg.data.chat_template, plain=cfg.data.input_template
-    )
+    tokenizer = chat.load_tokenizer(folder, cfg.data)
     vision = Vision(folder, cfg.engine.max_images) if families.reads_images(config) else None
     return ModelFiles(folder, config, tokenizer, vision)
 

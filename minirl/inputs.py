@@ -145,14 +145,12 @@ def find_model(
     Raises:
         UserError: there is no such model, or it does not work with the settings.
     """
-    template = cfg.data.chat_template
-    plain = cfg.data.input_template
     tokenizer: PreTrainedTokenizerBase | None = None
     if cfg.policy.model == "scratch":
         folder = Path(cfg.output) / "scratch"
         made = scratch.make_tokenizer(cfg.policy.scratch.phrases)
         config: PretrainedConfig = scratch.make_config(cfg.policy.scratch, made, max_len)
-        tokenizer = chat.use_template(made, template, plain)
+        tokenizer = chat.use_template(made, cfg.data)
     else:
         folder = build.find_folder(cfg.policy.model, "policy.model")
         config = build.read_config(folder)
@@ -171,7 +169,7 @@ def find_model(
 
     vision = Vision(folder, max_images) if families.reads_images(config) else None
     if tokenizer is None:
-        tokenizer = chat.load_tokenizer(folder, chats=chats, template=template, plain=plain)
+        tokenizer = chat.load_tokenizer(folder, cfg.data, chats=chats)
     return ModelFiles(folder, config, tokenizer, vision)
 
 

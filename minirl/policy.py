@@ -94,7 +94,7 @@ class Policy:
             multiple=mesh.tensor.size() if sequence_parallel else 1,
             context=mesh.context,
             windowed=families.windowed(self.model.config),
-            images=self.vision.batch if self.vision else None,
+            vision=self.vision,
         )
         self.optimizer = self._make_optimizer()
         self.num_updates = 0

@@ -76,7 +76,7 @@ def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
         """Score whole texts: prompts with their chat template, followed by answers."""
         rows = []
         for text in texts:
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = chat.encode(tokenizer, text)
             tokens = np.array(ids[-cfg.max_tokens + 1 :], np.int32)
             zeros = np.zeros(len(tokens), np.float32)
             rows.append(Trajectory(tokens=tokens, sampled=zeros.astype(bool), logprobs=zeros))

@@ -16,7 +16,14 @@ import pytest
 import tiny
 from harness import ranks
 from minirl.config.rl import RefitConfig
-from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateConfig, RolloutConfig
+from minirl.config.shared import (
+    DataConfig,
+    EngineConfig,
+    EnvConfig,
+    EvaluateConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from minirl.data import chat
 from minirl.data.packing import pack
 from minirl.data.prompts import Prompts
@@ -75,19 +82,18 @@ def test_openrlhf_reward_file(file, returned):
             r = torch.tensor([float(q[len(p):] == str(y)) for q, p, y in triples])
             return {returned}
     """)
-    rewards = make_rewards(f"openrlhf:{path}")
+    rewards = make_rewards(RewardConfig(function=f"openrlhf:{path}"))
     assert (rewards(ROW, "42"), rewards(ROW, "43")) == (1.0, 0.0)
 
 
 def test_openrlhf_reward_file_that_fails_is_told(file):
     with pytest.raises(UserError, match="has no function reward_func"):
-        make_rewards(f"openrlhf:{file('x = 1')}")
+        make_rewards(RewardConfig(function=f"openrlhf:{file('x = 1')}"))
     with pytest.raises(UserError, match="no file none.py"):
-        make_rewards("openrlhf:none.py")
+        make_rewards(RewardConfig(function="openrlhf:none.py"))
     with pytest.raises(UserError, match="raised KeyError: 'rewards'"):
-        make_rewards(f"openrlhf:{file('def reward_func(queries, prompts, labels): return {}')}")(
-            ROW, ""
-        )
+        path = file("def reward_func(queries, prompts, labels): return {}")
+        make_rewards(RewardConfig(function=f"openrlhf:{path}"))(ROW, "")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -190,23 +196,26 @@ def test_trl_rewards_get_columns_as_lists(file):
         def two(completions, **kwargs):
             return [0.0, 1.0]
     """)
-    assert make_rewards(f"trl:{path}:texts")(ROW, "42") == 2.0
-    assert make_rewards(f"trl:{path}:chats")(CHAT, "42") == 1.0
-    assert make_rewards(f"trl:{path}:later")(ROW, "42") == 0.5
-    assert make_rewards(f"trl:{path}:none")(ROW, "42") == 0.0  # does not apply
+    assert make_rewards(RewardConfig(function=f"trl:{path}:texts"))(ROW, "42") == 2.0
+    assert make_rewards(RewardConfig(function=f"trl:{path}:chats"))(CHAT, "42") == 1.0
+    assert make_rewards(RewardConfig(function=f"trl:{path}:later"))(ROW, "42") == 0.5
+    assert (
+        make_rewards(RewardConfig(function=f"trl:{path}:none"))(ROW, "42") == 0.0
+    )  # does not apply
     with pytest.raises(UserError, match="raised TypeError: .*completion_ids"):
-        make_rewards(f"trl:{path}:tokens")(ROW, "42")
+        make_rewards(RewardConfig(function=f"trl:{path}:tokens"))(ROW, "42")
     with pytest.raises(UserError, match="raised ValueError: too many values"):
-        make_rewards(f"trl:{path}:two")(ROW, "42")
+        make_rewards(RewardConfig(function=f"trl:{path}:two"))(ROW, "42")
     with pytest.raises(UserError, match="has no function three"):
-        make_rewards(f"trl:{path}:three")
+        make_rewards(RewardConfig(function=f"trl:{path}:three"))
 
 
 def test_trl_rewards_of_the_package(file):
     pytest.importorskip("trl")
     path = file("from trl.rewards import accuracy_reward, think_format_reward")
     format, accuracy = (
-        make_rewards(f"trl:{path}:{name}") for name in ("think_format_reward", "accuracy_reward")
+        make_rewards(RewardConfig(function=f"trl:{path}:{name}"))
+        for name in ("think_format_reward", "accuracy_reward")
     )
     assert [format(CHAT, text) for text in ("<think>\nhm\n</think>\n42", "42")] == [1.0, 0.0]
     row = {**CHAT, "solution": r"$\frac{1}{2}$"}
@@ -237,7 +246,7 @@ GENERATORS = [
 @pytest.mark.parametrize("name", GENERATORS)
 def test_reasoning_gym_rows_and_their_own_grader(name):
     rows = open_source(f"reasoning_gym:{name}?size=3&seed=7", "data.train").rows
-    rewards = make_rewards("reasoning_gym")
+    rewards = make_rewards(RewardConfig(function="reasoning_gym"))
     assert len(rows) == 3 and len({row["prompt"] for row in rows}) == 3
     assert [r["prompt"] for r in rows] != [
         r["prompt"] for r in open_source(f"reasoning_gym:{name}?size=3&seed=8", "data.train").rows
@@ -400,7 +409,9 @@ def rollout_program(mesh, folder, names, reward):
             rollout=RolloutConfig(max_tokens=6),
             env=EnvConfig(name=name, max_turns=3, max_tokens=100, on_error="raise"),
         )
-        sampler = Sampler(engine, make_env(name), make_rewards(reward), prompts, cfg)
+        sampler = Sampler(
+            engine, make_env(name), make_rewards(RewardConfig(function=reward)), prompts, cfg
+        )
         with engine.awake(
             Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True),
             policy.sleeper,

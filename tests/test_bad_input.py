@@ -12,6 +12,7 @@ import tiny
 from harness import RankFailed, ranks
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
+from minirl.config.shared import RewardConfig
 from minirl.errors import UserError
 from minirl.rewards.functions import make_rewards
 from minirl.rl import Trainer
@@ -365,7 +366,7 @@ def test_output_that_is_a_file(world):
 )
 def test_reward_must_be_a_number(tmp_path, function, says):
     (tmp_path / "reward.py").write_text(function)
-    rewards = make_rewards(f"{tmp_path}/reward.py:f")
+    rewards = make_rewards(RewardConfig(function=f"{tmp_path}/reward.py:f"))
     with pytest.raises(UserError) as failed:
         rewards({"prompt": "two and two", "answer": "4"}, "five")
     for text in (

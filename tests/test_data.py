@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import reasoning_gym
 
-from minirl.config.shared import DataConfig
+from minirl.config.shared import DataConfig, RewardConfig
 from minirl.data.curriculum import Curriculum
 from minirl.data.prompts import Prompts, load_rows
 from minirl.data.rows import split
@@ -310,7 +310,9 @@ def test_a_prompt_above_the_limit_is_refused_with_its_length_and_row():
 
 
 def reward(name, completion, answer):
-    return functions.make_rewards(name)({"prompt": "q", "answer": answer}, completion)
+    return functions.make_rewards(RewardConfig(function=name))(
+        {"prompt": "q", "answer": answer}, completion
+    )
 
 
 @pytest.mark.parametrize(
@@ -373,7 +375,7 @@ def test_math_verify_works_in_threads():
 
 def test_reasoning_gym_scores_with_the_generator_s_own_grader():
     (row, *_) = load("reasoning_gym:spell_backward?size=3&seed=1")
-    graded = functions.make_rewards("reasoning_gym")
+    graded = functions.make_rewards(RewardConfig(function="reasoning_gym"))
     assert graded(row, f" {row['answer']}\n") == 1
     own = reasoning_gym.create_dataset("spell_backward", size=3, seed=1).score_answer
     for completion in ("", "zzz", row["answer"][:-1]):
@@ -395,7 +397,7 @@ def test_a_function_of_a_file_is_called_with_prompt_completion_and_row(tmp_path)
         "def score(prompt, completion, row):\n"
         "    return len(prompt) + 10 * len(completion) + 100 * row['x']\n",
     )
-    graded = functions.make_rewards(f"{file}:score")
+    graded = functions.make_rewards(RewardConfig(function=f"{file}:score"))
     row = {"prompt": "ab", "x": 3}
     assert graded(row, "abcd") == 342.0
 
@@ -428,13 +430,13 @@ def test_a_reward_that_cannot_be_had_is_refused(tmp_path, body, function, messag
     if body is not None:
         written(tmp_path, body)
     with pytest.raises(UserError, match=rf"reward.function = .*{message}"):
-        functions.make_rewards(function.format(folder=tmp_path))
+        functions.make_rewards(RewardConfig(function=function.format(folder=tmp_path)))
 
 
 def test_a_file_that_is_not_python_is_refused(tmp_path):
     file = written(tmp_path, "def score(*_): return 1.0\n", "my_reward.txt")
     with pytest.raises(UserError, match="my_reward.txt"):
-        functions.make_rewards(f"{file}:score")
+        functions.make_rewards(RewardConfig(function=f"{file}:score"))
 
 
 def test_a_file_with_a_dataclass_and_postponed_annotations_imports(tmp_path):
@@ -445,7 +447,9 @@ def test_a_file_with_a_dataclass_and_postponed_annotations_imports(tmp_path):
         "from dataclasses import dataclass\n\n@dataclass\nclass Score:\n    value: float\n\n"
         "def score(prompt, completion, row):\n    return Score(0.5).value\n",
     )
-    assert functions.make_rewards(f"{file}:score")({"prompt": "q"}, "a") == 0.5
+    assert (
+        functions.make_rewards(RewardConfig(function=f"{file}:score"))({"prompt": "q"}, "a") == 0.5
+    )
 
 
 def graded_by(function):

@@ -18,6 +18,7 @@ import torch
 import yaml
 
 from harness import two_at_once
+from minirl.config.shared import RewardConfig
 from minirl.envs import tools
 from minirl.envs.base import Env, Result, State
 from minirl.envs.registry import make_env
@@ -209,7 +210,9 @@ def test_a_program_as_an_answer_is_graded_by_its_tests():
     (result,) = play(make_env("tools:python")(), {"prompt": "?"}, [answer])
     assert (
         result.done
-        and make_rewards("python_tests")({"prompt": "?", "tests": "assert double(4) == 8"}, answer)
+        and make_rewards(RewardConfig(function="python_tests"))(
+            {"prompt": "?", "tests": "assert double(4) == 8"}, answer
+        )
         == 1.0
     )
 

@@ -132,6 +132,7 @@ def test_sleep_refit_and_logprobs(tmp_path):
         EnvConfig,
         EvaluateConfig,
         PolicyConfig,
+        RewardConfig,
     )
     from minirl.data import chat
     from minirl.data.prompts import Prompts
@@ -156,7 +157,7 @@ def test_sleep_refit_and_logprobs(tmp_path):
     sampler = Sampler(
         engine,
         make_env("single_turn"),
-        make_rewards("exact"),
+        make_rewards(RewardConfig(function="exact")),
         prompts,
         EvaluateConfig(engine=engine.cfg, env=EnvConfig(max_tokens=32)),
     )

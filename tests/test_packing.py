@@ -14,7 +14,7 @@ from harness import RankFailed, ranks
 from minirl.algo import normalize
 from minirl.data import blocks
 from minirl.data.blocks import Layout
-from minirl.data.packing import exchange, pack, partition, pieces
+from minirl.data.packing import _Header, exchange, pack, partition, pieces
 from minirl.errors import UserError
 from minirl.parallel.mesh import Context
 from minirl.types import Trajectory
@@ -401,6 +401,13 @@ def table_of(rows):
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
+def cut(table, num_ranks, budget):
+    """Return the pieces of the sequences of a table, by their numbers, and the pieces' rows."""
+    headers = [_Header(0, 0, 0, 0, i, *row, 0) for i, row in enumerate(table.tolist())]
+    members, sizes = pieces(headers, num_ranks, budget)
+    return [[header.number for header in piece] for piece in members], sizes
+
+
 def rows_when_packed(table, members):
     """Distinct rows: a prompt of P tokens has P - 1 rows in common, an answer L - P of its own."""
     prompts = {int(table[i, 0]): int(table[i, 1]) - 1 for i in members}
@@ -411,12 +418,12 @@ def test_a_group_that_fits_is_one_piece_with_the_prompt_counted_once():
     group = [[11, 10, 15], [11, 10, 13], [11, 10, 16]]
     others = [[100 + i, 2, 16] for i in range(20)]
     table = table_of(group + others)
-    members, sizes = pieces(table, 1, 1000)
+    members, sizes = cut(table, 1, 1000)
     assert (members[0], sizes[0]) == ([0, 1, 2], 9 + 5 + 3 + 6)
     # the budget holds 17 rows, not 23
-    assert pieces(table, 1, 18)[0][:2] == [[0, 1], [2]]
+    assert cut(table, 1, 18)[0][:2] == [[0, 1], [2]]
     # nor does a sixteenth of the 341 rows in all
-    assert pieces(table, 4, 1000)[0][:2] == [[0, 1], [2]]
+    assert cut(table, 4, 1000)[0][:2] == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize(("num_ranks", "budget"), [(1, 10_000), (2, 300), (4, 10_000), (8, 90)])
@@ -429,7 +436,7 @@ def test_pieces_hold_each_sequence_once_never_mix_prompts_and_keep_the_limits(nu
         for n in rng.integers(1, 50, rng.integers(1, 9))
     ]
     table = table_of(rows)
-    members, sizes = pieces(table, num_ranks, budget)
+    members, sizes = cut(table, num_ranks, budget)
     assert [i for piece in members for i in piece] == list(range(len(table)))
     share = (table[:, 2] - 1).sum() / num_ranks
     for piece, size in zip(members, sizes, strict=True):
@@ -441,12 +448,12 @@ def test_pieces_hold_each_sequence_once_never_mix_prompts_and_keep_the_limits(nu
 def test_another_prompt_in_the_same_group_is_a_piece_of_its_own():
     """An environment may rewrite the prompt of an episode; nothing is shared then."""
     prompts = [[1, 8, 12], [1, 8, 13], [2, 8, 12], [2, 8, 14], [1, 8, 20]]
-    members, _ = pieces(table_of(prompts + [[3, 2, 400]]), 1, 1000)
+    members, _ = cut(table_of(prompts + [[3, 2, 400]]), 1, 1000)
     assert members == [[0, 1], [2, 3], [4], [5]]
 
 
 def test_nothing_makes_no_pieces():
-    assert pieces(table_of([]), 2, 100) == pieces([], 2, 100) == ([], [])
+    assert pieces([], 2, 100) == ([], [])
 
 
 # --------------------------------------------------------------------------------------------------

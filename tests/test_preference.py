@@ -247,7 +247,7 @@ def pack_apart(pair, device):
 
     share = packing._sequences
     packing._sequences = lambda rows, share: [
-        packing._Sequence(t, 0, len(t.tokens) - 1) for t in rows
+        packing.Sequence(t, 0, len(t.tokens) - 1) for t in rows
     ]
     try:
         return pack(pair, device, pairs=True)
@@ -420,7 +420,7 @@ def encode(mesh, rows, max_tokens, score):
     )
     return {
         "kept": pairs.kept,
-        "lost": pairs.num_lost,
+        "lost": tuple(pairs.num_lost),
         "examples": [
             (t.group, t.episode, t.tokens.tolist(), t.sampled.tolist(), t.reward)
             for t in pairs.examples(range(2 * len(pairs)))

@@ -18,6 +18,7 @@ from minirl.config.shared import (
     EvaluateConfig,
     ParallelConfig,
     PolicyConfig,
+    RewardConfig,
     RolloutConfig,
 )
 from minirl.data import chat
@@ -170,7 +171,9 @@ def make_sampler(engine, prompts, tickets, **env):
         rollout=RolloutConfig(tickets=tickets, max_tokens=20),
         env=EnvConfig(**{"max_tokens": 1000, **env}),
     )
-    return Sampler(engine, make_env(cfg.env.name), make_rewards("exact"), prompts, cfg)
+    return Sampler(
+        engine, make_env(cfg.env.name), make_rewards(RewardConfig(function="exact")), prompts, cfg
+    )
 
 
 def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options, tickets):

@@ -384,7 +384,7 @@ def encode(mesh, rows, max_tokens):
     return {
         "own": {n: (t.tokens, t.sampled) for n, (t,) in chats.encoded.items()},
         "kept": chats.kept,
-        "lost": chats.num_lost,
+        "lost": tuple(chats.num_lost),
         "steps": [
             [
                 (t.group, t.tokens.tolist(), t.sampled.tolist())

@@ -12,7 +12,7 @@ import pytest
 
 from minirl.config.parse import load_config, parse_flags, save_config
 from minirl.config.rl import RLConfig
-from minirl.config.shared import DataConfig, EvaluateConfig
+from minirl.config.shared import DataConfig, EvaluateConfig, RowsConfig
 from minirl.config.supervised import ChatsConfig
 from minirl.config.validate import validate_templates
 from minirl.data import chat
@@ -419,14 +419,16 @@ def test_a_chat_template_from_a_file(tmp_path):
         "{% for m in messages %}[{{ m.content }}]{% endfor %}"
         "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}"
     )
-    tokenizer = chat.use_template(make_tokenizer([]), str(tmp_path / "t.jinja"), "")
+    tokenizer = chat.use_template(
+        make_tokenizer([]), RowsConfig(chat_template=f"{tmp_path}/t.jinja")
+    )
     assert tokenizer.decode(chat.encode(tokenizer, chat.render(tokenizer, [USER]))) == "[1+1]"
     with pytest.raises(UserError, match="the chat template refuses a chat: no"):
         chat.encode(tokenizer, chat.render(tokenizer, [{"role": "user", "content": "bad"}]))
     with pytest.raises(UserError, match="data.chat_template = '.*none.jinja' cannot be read"):
-        chat.use_template(tokenizer, str(tmp_path / "none.jinja"), "")
+        chat.use_template(tokenizer, RowsConfig(chat_template=f"{tmp_path}/none.jinja"))
     before = tokenizer.chat_template
-    assert chat.use_template(tokenizer, "", "").chat_template == before
+    assert chat.use_template(tokenizer, RowsConfig()).chat_template == before
 
 
 def test_a_plain_template_has_the_prompt_and_then_the_answer():
@@ -434,7 +436,9 @@ def test_a_plain_template_has_the_prompt_and_then_the_answer():
     with_bos = make_tokenizer([])
     with_bos.add_special_tokens({"bos_token": "<|user|>"})
     for tokenizer in (make_tokenizer([]), with_bos):
-        tokenizer = chat.use_template(tokenizer, "", plain.replace("{{ {%", "{ {%"))
+        tokenizer = chat.use_template(
+            tokenizer, RowsConfig(input_template=plain.replace("{{ {%", "{ {%"))
+        )
         text = "Q: \"{{ 1+1 }}\"\n{ {% 'é' %}\nA: "
         ids = chat.encode(
             tokenizer, chat.render(tokenizer, [{"role": "user", "content": "{{ 1+1 }}"}])

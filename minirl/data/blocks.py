@@ -1,17 +1,17 @@
 """Who sees whom in a packed micro-batch, as blocks of row numbers that attention kernels take."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minirl.data.images import ImageBatch, ImageSpan
+from minirl.data.images import Vision
 from minirl.model.attention_blocks import Block, Rectangle, RowIndex
 from minirl.parallel import context as cp
 from minirl.parallel.mesh import Context
+from minirl.types import Trajectory
 
 # A shared prompt of at most so many keys is repeated before each answer's own keys: one call of a
 # kernel instead of two and a merge (15 % faster at 59 keys, even at 200, on CPU).
@@ -23,13 +23,20 @@ for _ in range(64):
 
 Ragged = list[np.ndarray]  # Row numbers, int64, of each pair or sequence.
 
-# (images of each sequence's trajectory, tokens of it that are rows here), device -> batch
-ImageReader = Callable[[list[tuple[list[ImageSpan], np.ndarray]], torch.device], ImageBatch]
 
+@dataclass(frozen=True)
+class Sequence:
+    """Rows start .. stop of a trajectory (row t: token t in, token t + 1 out)."""
 
-# Rows of a sequence on all ranks together, and the number of the earlier sequence that holds the
-# rows before them, a shared prompt's, if there is one.
-Extent = tuple[int, int | None]
+    trajectory: Trajectory
+    start: int
+    stop: int
+    shared: int | None = None  # Number of the earlier sequence that holds the rows before `start`.
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows, on all context ranks together."""
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +47,7 @@ class Layout:
     multiple: int = 1
     context: Context | None = None
     windowed: bool = False  # Some layers see a sliding window, and want `Packed.windowed_block`.
-    # `Vision.batch` (data/images.py) of a model that reads images.
-    images: ImageReader | None = None
+    vision: Vision | None = None  # Of a model that reads images.
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ def on_device(values: np.ndarray, device: torch.device, dtype: torch.dtype = tor
 
 
 def build(
-    sequences: list[Extent], layout: Layout, device: torch.device
+    sequences: list[Sequence], layout: Layout, device: torch.device
 ) -> tuple[tuple[Block, ...], Block | None]:
     """Return `blocks` and `windowed_block` of `Packed`, for sequences that lie end to end.
 
@@ -104,19 +110,21 @@ def build(
     return tuple(blocks), windowed_block
 
 
-def _chunks(sequences: list[Extent], context: Context | None) -> list[_Chunk]:
+def _chunks(sequences: list[Sequence], context: Context | None) -> list[_Chunk]:
     """Return what lies side by side on this rank, sequence by sequence."""
-    num_rows_padded = sum(cp.padded(num_rows, context) for num_rows, _ in sequences)
+    num_rows_padded = sum(cp.padded(q.num_rows, context) for q in sequences)
     rows_per_rank = num_rows_padded // context.size if context else num_rows_padded
     gathered: Ragged = []  # Where the rows of each sequence are in the gathered keys.
     out = []
     row = 0
-    for num_rows, shared in sequences:
-        keys = cp.gathered_positions(num_rows, row, rows_per_rank, context)
+    for q in sequences:
+        keys = cp.gathered_positions(q.num_rows, row, rows_per_rank, context)
         gathered.append(keys)
         # A prompt's keys without the padding of its last chunks.
-        prompt = keys[:0] if shared is None else gathered[shared][: sequences[shared][0]]
-        for rows in cp.chunks(num_rows, context):
+        prompt = keys[:0]
+        if q.shared is not None:
+            prompt = gathered[q.shared][: sequences[q.shared].num_rows]
+        for rows in cp.chunks(q.num_rows, context):
             here = np.arange(row, row + len(rows))
             out.append(_Chunk(here, keys[rows], keys[: rows[0]], prompt))
             row += len(rows)

@@ -7,6 +7,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from minirl.config.shared import RowsConfig
 from minirl.errors import UserError, require
 
 Messages = list[dict]  # A chat: each with a role and a content.
@@ -14,22 +15,22 @@ RowPrompt = str | Messages
 
 
 def load_tokenizer(
-    folder: Path, *, chats: bool = True, template: str = "", plain: str = ""
+    folder: Path, data: RowsConfig | None = None, *, chats: bool = True
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a model's folder.
 
     Args:
         folder: of the model (policy.model).
+        data: may have another chat template, as in `use_template`.
         chats: whether there are chats to encode.
-        template: as `path` of `use_template`.
-        plain: as in `use_template`.
 
     Raises:
         UserError: there are chats to encode, and no template for them.
     """
     # Cleaning up would not give texts back as they were.
     tokenizer = AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False)
-    use_template(tokenizer, template, plain)
+    if data:
+        use_template(tokenizer, data)
     if chats and tokenizer.chat_template is None:
         raise UserError(
             f"policy.model = {folder}: its tokenizer has no chat template; name a file with one by "
@@ -38,16 +39,14 @@ def load_tokenizer(
     return tokenizer
 
 
-def use_template(
-    tokenizer: PreTrainedTokenizerBase, path: str, plain: str
-) -> PreTrainedTokenizerBase:
-    """Give the tokenizer another chat template, unless `path` and `plain` are both empty.
+def use_template(tokenizer: PreTrainedTokenizerBase, data: RowsConfig) -> PreTrainedTokenizerBase:
+    """Give the tokenizer another chat template, if `data` has one.
 
     Args:
         tokenizer: changed in place.
-        path: file with a Jinja template (data.chat_template).
-        plain: text with the prompt in place of its `{}`, followed by an answer and the
-            end-of-sequence token (data.input_template).
+        data: has data.chat_template, a file with a Jinja template, and data.input_template, a text
+            with the prompt in place of its `{}`, followed by an answer and the end-of-sequence
+            token.
 
     Returns:
         The tokenizer.
@@ -55,19 +54,20 @@ def use_template(
     Raises:
         UserError: the file cannot be read.
     """
-    if path:
+    if data.chat_template:
         try:
-            tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+            tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                f"data.chat_template = {path!r} cannot be read ({error}); give a text file with a "
-                "Jinja template"
+                f"data.chat_template = {data.chat_template!r} cannot be read ({error}); give a "
+                "text file with a Jinja template"
             ) from error
-    if plain:
+    if data.input_template:
         # A chat begins as a plain text of this tokenizer does: with its first token, if it has one.
         begins = tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
         begin = json.dumps(tokenizer.bos_token if begins else "")
-        around_prompt = [json.dumps(text, ensure_ascii=False) for text in plain.split("{}")]
+        texts = data.input_template.split("{}")
+        around_prompt = [json.dumps(text, ensure_ascii=False) for text in texts]
         tokenizer.chat_template = (
             "{% if messages[0].role != 'user' or messages|length > 2 %}"
             "{{ raise_exception('data.input_template takes a prompt that is one text and an "

@@ -123,6 +123,12 @@ class Chats:
     Each rank encodes and keeps its share; all know how many there are.
     """
 
+    # The error if every row of every rank is dropped: of how many rows, and why.
+    none_left = (
+        "none of the {num_rows} rows has a token in the loss within "
+        "data.max_tokens = {max_tokens}; raise it"
+    )
+
     def __init__(
         self,
         rows: Sequence[dict],
@@ -170,9 +176,12 @@ class Chats:
                 t.logprobs = np.zeros(len(t.tokens), np.float32)
 
         # On all ranks: how many rows `encode` lost, by its two reasons; and which are trained on.
-        self.num_lost = tuple(map(sum, zip(*mesh.gather(self.lost_here), strict=True)))
+        self.num_lost = np.sum(mesh.gather(self.lost_here), axis=0)
         self.kept = sorted(itertools.chain(*mesh.gather(list(self.encoded))))
-        require(self.kept, f"{setting}: {self.why_none(len(rows))}")
+        why = self.none_left.format(
+            num_rows=len(rows), max_tokens=cfg.max_tokens, num_lost=self.num_lost
+        )
+        require(self.kept, f"{setting}: {why}")
         self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
 
     def encode(self, row: dict) -> list[Trajectory]:
@@ -190,13 +199,6 @@ class Chats:
             return [t]
         self.lost_here[1] += 1
         return []
-
-    def why_none(self, num_rows: int) -> str:
-        """Return the error message if every row of every rank is dropped."""
-        return (
-            f"none of the {num_rows} rows has a token in the loss within "
-            f"data.max_tokens = {self.max_tokens}; raise it"
-        )
 
     def __len__(self) -> int:
         return len(self.kept)

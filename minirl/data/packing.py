@@ -9,7 +9,7 @@ import pickle
 import zlib
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minirl.data.blocks import Layout, build, on_device
+from minirl.data.blocks import Layout, Sequence, build, on_device
 from minirl.errors import UserError
 from minirl.parallel import context as cp
 from minirl.parallel.mesh import Mesh
@@ -44,46 +44,42 @@ _Destinations = dict[_Header, int]  # Trajectories of a micro-batch -> their dat
 
 
 def pieces(
-    table: list[tuple[int, int, int]],
-    num_ranks: int,
-    budget: int,
-    *,
-    groups: list[int] | None = None,
-) -> tuple[list[list[int]], list[int]]:
+    headers: list[_Header], num_ranks: int, budget: int, *, whole_groups: bool = False
+) -> tuple[list[list[_Header]], list[int]]:
     """Cut groups into pieces that stay together and share their prompt's rows.
 
     A piece is at most a quarter of a rank's share, so that ranks can be balanced, and within the
     budget.
 
     Args:
-        table: hash of the prompt, its tokens, and all tokens of each sequence; in the order of
-            groups.
+        headers: of the sequences, in the order of groups.
         num_ranks: how many ranks share the work.
         budget: most rows of a micro-batch.
-        groups: of each sequence: a piece is then a whole group, whatever its size.
+        whole_groups: a piece is a whole group, whatever its size.
 
     Returns:
         The sequences of each piece, and its rows.
     """
-    lengths = [length - 1 for _, _, length in table]
+    lengths = [h.num_tokens - 1 for h in headers]
     share = sum(lengths) // (4 * num_ranks)
     limit = max(min(budget, share), max(lengths, default=0))
-    members: list[list[int]] = []
+    members: list[list[_Header]] = []
     rows: list[int] = []
-    current = None  # the prompt whose rows are in the last piece
-    for i, (prompt, num_prompt, length) in enumerate(table):
-        branch = length - num_prompt  # rows from the last prompt token on
-        if groups is None:
-            joins = prompt == current and rows[-1] + branch <= limit
+    first: _Header | None = None  # Of the last piece, which has the rows of its prompt.
+    for h, length in zip(headers, lengths, strict=True):
+        branch = h.num_tokens - h.num_prompt  # rows from the last prompt token on
+        shares = first and h.prompt == first.prompt
+        if whole_groups:
+            joins = first and h.group == first.group
         else:
-            joins = i > 0 and groups[i] == groups[i - 1]
+            joins = shares and rows[-1] + branch <= limit
         if joins:
-            members[-1].append(i)
-            rows[-1] += branch if prompt == current else length - 1
+            members[-1].append(h)
+            rows[-1] += branch if shares else length
         else:
-            current = prompt
-            members.append([i])
-            rows.append(length - 1)
+            first = h
+            members.append([h])
+            rows.append(length)
     return members, rows
 
 
@@ -175,8 +171,8 @@ def exchange(
     group_tokens: Counter[int] = Counter()
     for h in headers:
         group_tokens[h.group] += h.num_sampled
-    for h, t in received.items():
-        t.group_tokens = group_tokens[h.group]
+    for t in received.values():
+        t.group_tokens = group_tokens[t.group]
 
     # 3. This rank's part of the plan.
     batches = []
@@ -193,16 +189,13 @@ def _micro_batches(
 ) -> list[_Destinations]:
     """Return the micro-batches of a minibatch, on all ranks."""
     budget *= mesh.context_size
-    table = [(h.prompt, h.num_prompt, h.num_tokens) for h in headers]
-    groups = [h.group for h in headers] if whole_groups else None
-    members, lengths = pieces(table, mesh.data_size, budget, groups=groups)
+    members, lengths = pieces(headers, mesh.data_size, budget, whole_groups=whole_groups)
     micro_batches = []
     for bins in partition(lengths, mesh.data_size, budget):
-        destinations = {}
+        destinations: _Destinations = {}
         for data_rank, numbers in enumerate(bins):
             for piece in numbers:
-                for i in members[piece]:
-                    destinations[headers[i]] = data_rank
+                destinations |= dict.fromkeys(members[piece], data_rank)
         micro_batches.append(destinations)
     return micro_batches
 
@@ -240,21 +233,7 @@ def _shared(t: Trajectory) -> bytes:
     return t.tokens[:num].tobytes() + "".join(urls).encode()
 
 
-@dataclass(frozen=True)
-class _Sequence:
-    """Rows start .. stop of a trajectory (row t: token t in, token t + 1 out)."""
-
-    trajectory: Trajectory
-    start: int
-    stop: int
-    shared: int | None = None  # Number of the sequence that holds the rows before `start`.
-
-    @property
-    def num_rows(self) -> int:
-        return self.stop - self.start
-
-
-def _sequences(trajectories: list[Trajectory], *, share: bool) -> list[_Sequence]:
+def _sequences(trajectories: list[Trajectory], *, share: bool) -> list[Sequence]:
     """Return prompts that siblings share, then everything with rows of its own.
 
     Siblings are side by side.
@@ -262,21 +241,21 @@ def _sequences(trajectories: list[Trajectory], *, share: bool) -> list[_Sequence
     groups: dict[bytes, list[Trajectory]] = {}
     for t in sorted(trajectories, key=_prompt_length):
         groups.setdefault(_shared(t), []).append(t)
-    prompts: list[_Sequence] = []
-    branches: list[_Sequence] = []
+    prompts: list[Sequence] = []
+    branches: list[Sequence] = []
     for siblings in groups.values():
         start = _prompt_length(siblings[0]) - 1
         shared = None
         if share and len(siblings) > 1 and start > 0:
             shared = len(prompts)
-            prompts.append(_Sequence(siblings[0], 0, start))
+            prompts.append(Sequence(siblings[0], 0, start))
         else:
             start = 0
-        branches += [_Sequence(t, start, len(t.tokens) - 1, shared) for t in siblings]
+        branches += [Sequence(t, start, len(t.tokens) - 1, shared) for t in siblings]
     return prompts + branches
 
 
-def _filler(num_rows: int) -> _Sequence:
+def _filler(num_rows: int) -> Sequence:
     """Return a sequence outside the loss."""
     zeros = np.zeros(num_rows + 1, np.float32)
     trajectory = Trajectory(
@@ -285,10 +264,10 @@ def _filler(num_rows: int) -> _Sequence:
         logprobs=zeros,
         turn_rewards=zeros,
     )
-    return _Sequence(trajectory, 0, num_rows)
+    return Sequence(trajectory, 0, num_rows)
 
 
-def _lay_out(trajectories: list[Trajectory], layout: Layout) -> list[_Sequence]:
+def _lay_out(trajectories: list[Trajectory], layout: Layout) -> list[Sequence]:
     """Return the sequences of a micro-batch, with one that fills the rows up if it has to."""
     context = layout.context
     on_ring = context and context.ring  # where no rank has all keys of a prompt
@@ -304,7 +283,7 @@ def _lay_out(trajectories: list[Trajectory], layout: Layout) -> list[_Sequence]:
 
 
 def _column(
-    sequences: list[_Sequence],
+    sequences: list[Sequence],
     positions: list[np.ndarray],
     arrays: list[np.ndarray],
     shift: int = 1,
@@ -358,9 +337,8 @@ def pack(
     loss_mask = _column(sequences, positions, [t.sampled for t in owners])
     logprobs = _column(sequences, positions, [t.logprobs for t in owners])
     turn_rewards = [t.turn_rewards for t in owners if t.turn_rewards is not None]
-    in_loss = [q.trajectory.sampled[q.start + 1 : q.stop + 1] for q in sequences]
-    loss_tokens = np.array([mask.sum() for mask in in_loss])
-    blocks, windowed_block = build([(q.num_rows, q.shared) for q in sequences], layout, device)
+    loss_tokens = [q.trajectory.sampled[q.start + 1 : q.stop + 1].sum() for q in sequences]
+    blocks, windowed_block = build(sequences, layout, device)
     batch = Packed(
         inputs=on_device(_column(sequences, positions, tokens, shift=0), device),
         targets=on_device(_column(sequences, positions, tokens), device),
@@ -368,7 +346,7 @@ def pack(
         loss_mask=on_device(loss_mask, device, torch.bool),
         loss_rows=on_device(np.flatnonzero(loss_mask), device),
         lengths=tuple(map(len, positions)),
-        loss_tokens=on_device(loss_tokens, device),
+        loss_tokens=on_device(np.array(loss_tokens), device),
         group_tokens=on_device(np.array([t.group_tokens for t in owners]), device),
         rewards=on_device(np.array([t.reward for t in owners]), device, torch.float64),
         sequence_ids=tuple((t.group, t.episode, t.segment) for t in owners),
@@ -382,9 +360,9 @@ def pack(
     if len(turn_rewards) == len(owners):
         column = _column(sequences, positions, turn_rewards)
         batch.turn_rewards = on_device(column, device, torch.float32)
-    if layout.images:
+    if layout.vision:
         spans = [(t.images, p) for t, p in zip(owners, positions, strict=True)]
-        batch.images = layout.images(spans, device)
+        batch.images = layout.vision.batch(spans, device)
     if pairs:  # all that is in the loss is an answer
         answers = sorted(np.flatnonzero(loss_tokens), key=batch.sequence_ids.__getitem__)
         batch.pairs = on_device(np.array(answers, np.int64).reshape(-1, 2), device)

@@ -78,11 +78,16 @@ def _to_pair(raw: dict, source: Source, where: str, cfg: PairsConfig) -> dict:
     pair["prompt"] = before
     for side, whole in zip(SIDES, (chosen, rejected), strict=True):
         answer = whole[len(before) :]
-        if not before or not _is_answer(answer):
-            raise UserError(
-                f"{where}: the {side} side must answer the prompt that both share, and end by an "
-                "assistant's turn that is not empty; its content must be a text"
-            )
+        are_texts = all(isinstance(message["content"], str) for message in answer)
+        require(
+            before
+            and answer
+            and are_texts
+            and answer[-1]["role"] == "assistant"
+            and answer[-1]["content"].strip(),
+            f"{where}: the {side} side must answer the prompt that both share, and end by an "
+            "assistant's turn that is not empty; its content must be a text",
+        )
         pair[side] = answer
     return pair
 
@@ -127,21 +132,17 @@ def _whole_chat(before: Messages, answer: RowPrompt, cfg: PairsConfig) -> Messag
     return whole if whole[: len(before)] == before else [*before, *answer]
 
 
-def _is_answer(messages: Messages) -> bool:
-    """Return whether these are texts, of which the last is an assistant's and not empty."""
-    return (
-        bool(messages)
-        and all(isinstance(message["content"], str) for message in messages)
-        and messages[-1]["role"] == "assistant"
-        and bool(messages[-1]["content"].strip())
-    )
-
-
 class Pairs(Chats):
     """Pairs as token ids: two trajectories of each row.
 
     Episode 0 is the chosen side, and its reward is the margin; episode 1 is the rejected one.
     """
+
+    none_left = (
+        "of {num_rows} pairs none is left: {num_lost[0]} have a side of more than "
+        "data.max_tokens = {max_tokens} tokens, {num_lost[1]} have a chosen side equal to the "
+        "rejected one"
+    )
 
     def encode(self, row: dict) -> list[Trajectory]:
         """Return both sides with the answer as sampled; none if too long, or equal in all tokens.
@@ -174,12 +175,3 @@ class Pairs(Chats):
             rejected.sampled[:first] = False
         chosen.reward = row["margin"]
         return sides
-
-    def why_none(self, num_rows: int) -> str:
-        """Return the error message if every pair of every rank is dropped."""
-        num_long, num_equal = self.num_lost
-        return (
-            f"of {num_rows} pairs none is left: {num_long} have a side of more than "
-            f"data.max_tokens = {self.max_tokens} tokens, {num_equal} have a chosen side equal to "
-            "the rejected one"
-        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
-RowPrompt = str | list[dict]  # A row's prompt: a text, or messages.
+from minirl.data.chat import RowPrompt
+
 # Of the prompt, the completion and the row.
 RewardFunction = Callable[[RowPrompt, str, dict], float]

@@ -108,16 +108,12 @@ def grade(function: RewardFunction, name: str, row: dict, completion: str) -> fl
     return float(value)
 
 
-def make_rewards(cfg: RewardConfig | str) -> Rewards:
+def make_rewards(cfg: RewardConfig) -> Rewards:
     """Return the sum that `reward.function` and `reward.weights` describe.
-
-    Args:
-        cfg: A text stands for a config with this `function`.
 
     Raises:
         UserError: A function is not found, or functions and weights do not fit.
     """
-    cfg = RewardConfig(function=cfg) if isinstance(cfg, str) else cfg
     names = [cfg.function] if isinstance(cfg.function, str) else cfg.function
     names = [name for name in names if name]
     settings = f"reward.function = {cfg.function}, reward.weights = {cfg.weights}"

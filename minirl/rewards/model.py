@@ -27,7 +27,7 @@ class RewardModel:
         """Offload the model.
 
         Args:
-            model: Trained, with a score head; the ranks of its mesh share the work.
+            model: With a score head, and not to be trained. The ranks of its mesh share the work.
             stop_ids: Tokens that end a completion.
             eos_token_id: Appended to a completion that no stop token ends; None: the first of
                 `stop_ids` is.
@@ -39,7 +39,7 @@ class RewardModel:
         self.end_id = stop_ids[0] if eos_token_id is None else eos_token_id
         self.tokens_per_rank = tokens_per_rank
         self.weight = weight
-        self.model.sleeper.sleep_parameters()
+        model.sleeper.sleep_parameters()
 
     def __call__(self, trajectories: list[Trajectory]) -> list[float]:
         """Return the scores of this rank's sequences; all ranks share the work. Collective."""
