@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -29,8 +30,9 @@ from minirl.rewards.http import bind
 from minirl.rollout import anthropic
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.engine import Sampling
+from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.protocol import BadRequest, CompletionRequest, event
-from minirl.rollout.response import MODEL, Generate, PendingResponse, SessionState
+from minirl.rollout.response import MODEL, PendingResponse, SessionState
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -40,10 +42,7 @@ MESSAGES = "/v1/messages"  # Anthropic's
 class _Server(uvicorn.Server):
     """A server that leaves the signals to the program."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
+    capture_signals: Any = contextlib.nullcontext
 
 
 class Endpoint:
@@ -51,28 +50,24 @@ class Endpoint:
 
     def __init__(
         self,
-        generate: Generate,
+        engine_loop: EngineLoop,
         tokenizer: PreTrainedTokenizerBase,
         cfg: EndpointConfig,
-        *,
-        max_model_len: int,
         vision: Vision | None = None,
     ):
         """Bind the address; requests wait until `start`.
 
         Args:
-            generate: Samples a completion (the engine loop's).
+            engine_loop: Samples completions.
             tokenizer: With the chat template.
             cfg: The address.
-            max_model_len: Most tokens of a prompt and its completion together.
             vision: How the model reads images, if it does.
 
         Raises:
             UserError: The address is not free.
         """
-        self.generate = generate
+        self.engine_loop = engine_loop
         self.tokenizer = tokenizer
-        self.max_model_len = max_model_len
         self.vision = vision
         self._sessions: dict[str, SessionState] = {}
         self._socket = bind(cfg.host, cfg.port, "endpoint.")
@@ -119,8 +114,7 @@ class Endpoint:
             seed=seed,
             sampling=sampling,
             conversation=Conversation(self.tokenizer, self.vision),
-            generate=self.generate,
-            max_model_len=self.max_model_len,
+            engine_loop=self.engine_loop,
         )
         return Session(base_url=self.base_url, api_key=key, model=MODEL)
 
