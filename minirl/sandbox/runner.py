@@ -136,8 +136,7 @@ def _watch(
         The output, and why the process has to be ended if it does not end by itself.
     """
     pipe = process.stdout
-    if pipe is None:
-        raise ValueError("the process has no pipe to read from")
+    assert pipe  # as `_run` has asked for
     output = b""
     next_look = 0.0
     with pipe, selectors.DefaultSelector() as selector:
