@@ -24,6 +24,7 @@ import numpy as np
 from minirl.data.images import ImageSpan
 from minirl.errors import UserError
 from minirl.parallel.mesh import Mesh
+from minirl.rollout.conversation import to_arrays
 from minirl.types import Trajectory
 
 
@@ -61,11 +62,7 @@ def _to_trajectory(record: dict) -> Trajectory:
         reward=record["reward"],
         images=[ImageSpan(*image) for image in record["images"]],
         info=record["info"],
-        tokens=np.array(record["tokens"], np.int32),
-        sampled=np.array(record["sampled"], np.bool_),
-        logprobs=np.array(record["logprobs"], np.float32),
-        turn_rewards=np.array(record["rewards"], np.float32),
-        versions=np.array(record["versions"], np.int32),
+        **to_arrays(record | {"turn_rewards": record["rewards"]}),
     )
 
 
