@@ -61,6 +61,7 @@ class Scripted:
         self.engine = SimpleNamespace(cfg=SimpleNamespace(max_model_len=max_model_len))
         self.tokenizer = make_tokenizer([])
         self.tokenizer.chat_template = TEMPLATE
+        self.prompts = SimpleNamespace(tokenizer=self.tokenizer, vision=None)
         self.texts, self.requests, self.live = list(texts), [], 0
 
     async def generate(self, request):
@@ -91,7 +92,7 @@ def play(program, *texts, max_model_len=4000):
     async def main():
         engine = Scripted(*texts, max_model_len=max_model_len)
         sampling = Sampling(max_tokens=3000, stop_token_ids=(engine.tokenizer.eos_token_id,))
-        endpoint = Endpoint(engine, engine.tokenizer, EndpointConfig())
+        endpoint = Endpoint(engine, engine.prompts, EndpointConfig())
         await endpoint.start()
         session = endpoint.open((5, 6), sampling)
         root = session.base_url.removesuffix("/v1")
@@ -506,14 +507,14 @@ async def until(condition):
 
 def test_the_program_keeps_its_signals_and_connections_outlast_a_pause():
     loop, engine = asyncio.new_event_loop(), Scripted("one", "two", "three")
-    endpoint = Endpoint(engine, engine.tokenizer, EndpointConfig())
+    endpoint = Endpoint(engine, engine.prompts, EndpointConfig())
     handler = signal.getsignal(signal.SIGINT)
     loop.run_until_complete(endpoint.start())
     assert signal.getsignal(signal.SIGINT) is handler
     with socket.socket() as taken, pytest.raises(UserError, match="endpoint.port = "):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        other = Endpoint(engine, engine.tokenizer, EndpointConfig(port=taken.getsockname()[1]))
+        other = Endpoint(engine, engine.prompts, EndpointConfig(port=taken.getsockname()[1]))
         loop.run_until_complete(other.start())
     session, answers = endpoint.open((1,), Sampling(max_tokens=2, stop_token_ids=())), []
 
@@ -560,7 +561,7 @@ def engine_program(mesh, folder):
     driver.generate = ask
 
     sampling = Sampling(max_tokens=12, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)))
-    endpoint = Endpoint(driver, tokenizer, EndpointConfig())
+    endpoint = Endpoint(driver, SimpleNamespace(tokenizer=tokenizer, vision=None), EndpointConfig())
     out = {}
     with engine.awake(
         Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh), policy.sleeper

@@ -17,6 +17,7 @@ minirl.rollout.show FILE` prints them.
 
 import json
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -33,24 +34,21 @@ def write_step(trajectories: list[Trajectory], folder: Path, step: int, mesh: Me
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"step-{step}-rank-{mesh.rank}.jsonl").open("w") as file:
         for t in trajectories:
-            file.write(json.dumps(_to_record(t), default=np.ndarray.tolist) + "\n")
-
-
-def _to_record(t: Trajectory) -> dict:
-    return {
-        "group": t.group,
-        "episode": t.episode,
-        "segment": t.segment,
-        "version": t.version,
-        "reward": t.reward,
-        "images": t.images,
-        "info": t.info,
-        "tokens": t.tokens,
-        "sampled": t.sampled,
-        "logprobs": t.logprobs,
-        "rewards": t.turn_rewards,
-        "versions": t.versions,
-    }
+            record = {
+                "group": t.group,
+                "episode": t.episode,
+                "segment": t.segment,
+                "version": t.version,
+                "reward": t.reward,
+                "images": t.images,
+                "info": t.info,
+                "tokens": t.tokens,
+                "sampled": t.sampled,
+                "logprobs": t.logprobs,
+                "rewards": t.turn_rewards,
+                "versions": t.versions,
+            }
+            file.write(json.dumps(record, default=np.ndarray.tolist) + "\n")
 
 
 def _to_trajectory(record: dict) -> Trajectory:
@@ -99,4 +97,4 @@ def load_step(folder: Path, step: int, mesh: Mesh) -> list[Trajectory]:
         trajectories += read_file(path)
     groups = sorted({t.group for t in trajectories})[mesh.rank :: mesh.world_size]
     own = [t for t in trajectories if t.group in groups]
-    return sorted(own, key=lambda t: (t.group, t.episode, t.segment))
+    return sorted(own, key=attrgetter("group", "episode", "segment"))

@@ -64,9 +64,7 @@ class Sampler:
         if engine.is_leader and isinstance(make_env(), Agent):
             from minirl.rollout.server import Endpoint  # Slow to import; only agents need it.
 
-            self.endpoint = Endpoint(
-                self.engine_loop, prompts.tokenizer, cfg.endpoint, prompts.vision
-            )
+            self.endpoint = Endpoint(self.engine_loop, prompts, cfg.endpoint)
             self.engine_loop.loop.run_until_complete(self.endpoint.start())
         self.runner = EpisodeRunner(self.engine_loop, rewards, cfg, self.endpoint)
         self.training = GroupScheduler(self.runner)

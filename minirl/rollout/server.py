@@ -20,10 +20,9 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from transformers import PreTrainedTokenizerBase
 
 from minirl.config.shared import EndpointConfig
-from minirl.data.images import Vision
+from minirl.data.prompts import Prompts
 from minirl.envs.base import Session
 from minirl.errors import UserError
 from minirl.rewards.http import bind
@@ -48,27 +47,19 @@ class _Server(uvicorn.Server):
 class Endpoint:
     """An OpenAI-compatible (and Anthropic) server of this rank's engine."""
 
-    def __init__(
-        self,
-        engine_loop: EngineLoop,
-        tokenizer: PreTrainedTokenizerBase,
-        cfg: EndpointConfig,
-        vision: Vision | None = None,
-    ):
+    def __init__(self, engine_loop: EngineLoop, prompts: Prompts, cfg: EndpointConfig):
         """Bind the address; requests wait until `start`.
 
         Args:
             engine_loop: Samples completions.
-            tokenizer: With the chat template.
+            prompts: Have the tokenizer, and how the model reads images.
             cfg: The address.
-            vision: How the model reads images, if it does.
 
         Raises:
             UserError: The address is not free.
         """
         self.engine_loop = engine_loop
-        self.tokenizer = tokenizer
-        self.vision = vision
+        self.prompts = prompts
         self._sessions: dict[str, SessionState] = {}
         self._socket = bind(cfg.host, cfg.port, "endpoint.")
         self.base_url = f"http://{cfg.host}:{self._socket.getsockname()[1]}/v1"
@@ -93,7 +84,6 @@ class Endpoint:
                 timeout_graceful_shutdown=5,
             )
         )
-        self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Serve in the running event loop."""
@@ -104,8 +94,7 @@ class Endpoint:
         for key in list(self._sessions):
             self.close(key)
         self._server.should_exit = True
-        if self._serving:
-            await self._serving
+        await self._serving
 
     def open(self, seed: tuple[int, ...], sampling: Sampling) -> Session:
         """Open a session whose samples follow from `seed` and the order of its requests."""
@@ -113,7 +102,7 @@ class Endpoint:
         self._sessions[key] = SessionState(
             seed=seed,
             sampling=sampling,
-            conversation=Conversation(self.tokenizer, self.vision),
+            conversation=Conversation(self.prompts.tokenizer, self.prompts.vision),
             engine_loop=self.engine_loop,
         )
         return Session(base_url=self.base_url, api_key=key, model=MODEL)
