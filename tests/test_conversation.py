@@ -319,7 +319,6 @@ class Play(Env):
                 env=EnvConfig(max_turns=100, max_tokens=10**6, on_error="raise"),
                 data=DataConfig(system_prompt=self.system),
             ),
-            0,
         )
         sampling = Sampling(max_tokens=10**6, stop_token_ids=())
         self.e = Episode(
@@ -662,7 +661,8 @@ def test_tools_are_part_of_the_chat():
             strict=True,
         ):
             messages = messages + more
-            segment = c.continue_with_messages(messages, given)
+            prompt = chat.render(tokenizer, messages, tools=given)
+            segment = c.append_prompt(c.tokenize_prompt(prompt, ()))
             assert c.segments.index(segment) == n
             whole = tokenizer.apply_chat_template(
                 messages, tools=given, tokenize=False, add_generation_prompt=True

@@ -57,9 +57,11 @@ def _no_proxy(monkeypatch):
 class Scripted:
     """In place of the engine: answers by script, a token each time the loop comes round."""
 
-    def __init__(self, *texts):
+    def __init__(self, *texts, max_model_len=99):
+        self.engine = SimpleNamespace(cfg=SimpleNamespace(max_model_len=max_model_len))
         self.tokenizer = make_tokenizer([])
         self.tokenizer.chat_template = TEMPLATE
+        self.prompts = SimpleNamespace(tokenizer=self.tokenizer, vision=None)
         self.texts, self.requests, self.live = list(texts), [], 0
 
     async def generate(self, request):
@@ -88,11 +90,9 @@ def play(program, *texts, max_model_len=4000):
     """Run program(world): an endpoint whose engine says `texts`, a session, clients of it."""
 
     async def main():
-        engine = Scripted(*texts)
+        engine = Scripted(*texts, max_model_len=max_model_len)
         sampling = Sampling(max_tokens=3000, stop_token_ids=(engine.tokenizer.eos_token_id,))
-        endpoint = Endpoint(
-            engine.generate, engine.tokenizer, EndpointConfig(), max_model_len=max_model_len
-        )
+        endpoint = Endpoint(engine, engine.prompts, EndpointConfig())
         await endpoint.start()
         session = endpoint.open((5, 6), sampling)
         root = session.base_url.removesuffix("/v1")
@@ -507,19 +507,14 @@ async def until(condition):
 
 def test_the_program_keeps_its_signals_and_connections_outlast_a_pause():
     loop, engine = asyncio.new_event_loop(), Scripted("one", "two", "three")
-    endpoint = Endpoint(engine.generate, engine.tokenizer, EndpointConfig(), max_model_len=99)
+    endpoint = Endpoint(engine, engine.prompts, EndpointConfig())
     handler = signal.getsignal(signal.SIGINT)
     loop.run_until_complete(endpoint.start())
     assert signal.getsignal(signal.SIGINT) is handler
     with socket.socket() as taken, pytest.raises(UserError, match="endpoint.port = "):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        other = Endpoint(
-            engine.generate,
-            engine.tokenizer,
-            EndpointConfig(port=taken.getsockname()[1]),
-            max_model_len=99,
-        )
+        other = Endpoint(engine, engine.prompts, EndpointConfig(port=taken.getsockname()[1]))
         loop.run_until_complete(other.start())
     session, answers = endpoint.open((1,), Sampling(max_tokens=2, stop_token_ids=())), []
 
@@ -557,13 +552,16 @@ def engine_program(mesh, folder):
         dtype="float32",
     )
     driver, asked = EngineLoop(engine, repeatable=False), []
+    generate = driver.generate
 
     def ask(request):
         asked.append(request)
-        return driver.generate(request)
+        return generate(request)
+
+    driver.generate = ask
 
     sampling = Sampling(max_tokens=12, stop_token_ids=tuple(chat.stop_token_ids(tokenizer, folder)))
-    endpoint = Endpoint(ask, tokenizer, EndpointConfig(), max_model_len=128)
+    endpoint = Endpoint(driver, SimpleNamespace(tokenizer=tokenizer, vision=None), EndpointConfig())
     out = {}
     with engine.awake(
         Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh), policy.sleeper

@@ -20,18 +20,17 @@ def to_chat(body: JSONObject) -> JSONObject:
         messages.append({"role": "system", "content": body["system"]})
     for message in body["messages"]:
         messages += _to_chat_messages(message)
-    tools = []
-    for tool in body.get("tools") or ():
-        tools.append(
-            {
-                "type": "function",
-                "function": {
-                    "name": tool["name"],
-                    "description": tool.get("description", ""),
-                    "parameters": tool["input_schema"],
-                },
-            }
-        )
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool["name"],
+                "description": tool.get("description", ""),
+                "parameters": tool["input_schema"],
+            },
+        }
+        for tool in body.get("tools") or ()
+    ]
     tool_choice = body.get("tool_choice")
     return {
         "messages": messages,

@@ -14,7 +14,7 @@ before it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -23,6 +23,15 @@ from minirl.data import chat, images
 from minirl.data.images import ImageSpan, Vision
 from minirl.errors import UserError
 from minirl.types import Trajectory
+
+# Of a trajectory's arrays.
+_DTYPES = {
+    "tokens": np.int32,
+    "sampled": np.bool_,
+    "logprobs": np.float32,
+    "turn_rewards": np.float32,
+    "versions": np.int32,
+}
 
 
 @dataclass
@@ -129,15 +138,21 @@ def decode_after(
 
     Only the last of those are decoded again, from the nearest one at which a character begins.
     """
-    border = len(before) - 1
-    context = decode(tokenizer, before[border:], **options)
-    while context.startswith("\ufffd") and border > 0:  # in the middle of a character
-        border -= 1
+    border = 0
+    context = ""
+    for border in reversed(range(len(before))):
         context = decode(tokenizer, before[border:], **options)
+        if not context.startswith("\ufffd"):  # else it begins in the middle of a character
+            break
     text = decode(tokenizer, before[border:] + tokens, **options)
     if text.startswith(context):
         return text[len(context) :]
     return decode(tokenizer, tokens, **options)
+
+
+def to_arrays(lists: dict[str, Any], end: int | None = None) -> dict[str, Any]:
+    """Return the arrays of a trajectory, made of the first `end` values of the lists."""
+    return {name: np.array(lists[name][:end], dtype) for name, dtype in _DTYPES.items()}
 
 
 class Conversation:
@@ -148,9 +163,7 @@ class Conversation:
         self.vision = vision
         self.segments: list[Segment] = []
 
-    def continue_with_messages(
-        self, messages: list[dict], tools: list[dict] | None = None
-    ) -> Segment:
+    def continue_with_messages(self, messages: list[dict]) -> Segment:
         """Append the prompt of the next completion: the whole chat so far, and its header.
 
         Returns:
@@ -159,10 +172,10 @@ class Conversation:
         Raises:
             UserError: The template refuses the chat, or its images do not fit.
         """
-        text = chat.render(self.tokenizer, messages, tools=tools)
+        text = chat.render(self.tokenizer, messages)
         return self.append_prompt(self.tokenize_prompt(text, images.of_chat(messages)))
 
-    def tokenize_prompt(self, prompt: str | list[int], urls: Sequence[str] = ()) -> Prompt:
+    def tokenize_prompt(self, prompt: str | list[int], urls: Sequence[str]) -> Prompt:
         """Tokenize a prompt as it continues a segment, and append nothing.
 
         Args:
@@ -266,11 +279,7 @@ class Conversation:
                 continue
             trajectories.append(
                 Trajectory(
-                    tokens=np.array(segment.tokens[:end], np.int32),
-                    sampled=np.array(segment.sampled[:end], np.bool_),
-                    logprobs=np.array(segment.logprobs[:end], np.float32),
-                    turn_rewards=np.array(segment.turn_rewards[:end], np.float32),
-                    versions=np.array(segment.versions[:end], np.int32),
+                    **to_arrays(vars(segment), end),
                     images=[image for image in segment.images if image.start < end],
                     info=info,
                     reward=reward,

@@ -41,7 +41,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to sample one completion."""
+    """How to sample one completion, by the names of vLLM."""
 
     max_tokens: int
     stop_token_ids: tuple[int, ...]
@@ -103,8 +103,7 @@ class RolloutEngine:
             if not self.on_cuda:
                 vllm_patches.patch_cpu(mesh)
             try:
-                # Any: the types of the two versions differ.
-                self.llm: Any = vllm.LLM(**self._arguments(folder, dtype, load_weights))
+                self.llm = vllm.LLM(**self._arguments(folder, dtype, load_weights))
             except (ValueError, RuntimeError) as error:
                 raise UserError(
                     f"the vLLM engine did not start with engine.* = {cfg} for {folder}: {error}"
@@ -259,12 +258,7 @@ class RolloutEngine:
         """
         kinds = self.vllm.sampling_params.RequestOutputKind
         params = self.vllm.SamplingParams(
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=list(sampling.stop_token_ids),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
+            **vars(sampling) | {"stop_token_ids": list(sampling.stop_token_ids)},
             seed=seed,
             logprobs=0,
             detokenize=False,
@@ -295,16 +289,14 @@ class RolloutEngine:
             )
         return outputs
 
-    def unfinished(self) -> list[EngineOutput]:
-        """Return what has been sampled for requests that are neither finished nor streamed."""
+    def unfinished(self) -> Iterator[EngineOutput]:
+        """Yield what has been sampled for requests that are neither finished nor streamed."""
         final_only = self.vllm.sampling_params.RequestOutputKind.FINAL_ONLY
-        outputs = []
         for state in self.llm.llm_engine.output_processor.request_states.values():
             if state.output_kind == final_only:
                 tokens = state.detokenizer.output_token_ids
                 logprobs = state.logprobs_processor.logprobs
-                outputs.append(_output(state.external_req_id, tokens, logprobs, None))
-        return outputs
+                yield _output(state.external_req_id, tokens, logprobs, None)
 
     def tensor_parallel_broadcast(self, value: Any) -> Any:
         """Return the leader's value, which can be pickled, on all ranks of this engine."""

@@ -8,7 +8,7 @@ and sends the others, before each step, the requests to add and to abort.
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,9 +29,9 @@ class Request:
     tokens: list[int]  # Of the prompt.
     sampling: Sampling
     seed: int
-    images: Sequence[ImageSpan] = ()  # Of the prompt.
+    images: Sequence[ImageSpan]  # Of the prompt.
     # Requests that wait together are added in the order of their names, so that runs repeat.
-    name: tuple[int, ...] = ()
+    name: tuple[int, ...]
     on_tokens: Callable[[], None] | None = None  # Called after each step that brought tokens.
     done: Completion = field(default_factory=Completion)  # What has been sampled so far.
 
@@ -85,7 +85,7 @@ class EngineLoop:
 
         engine.max_model_len must have room for at least one token of it.
         """
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        future = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         self._news.set()
         return await future
@@ -178,18 +178,19 @@ class EngineLoop:
                 del self._running[request_id]
                 aborted.append(request_id)
 
-        waiting = [entry for entry in self._waiting if not entry[1].cancelled()]
-        self._waiting = []
         if self.repeatable:
-            waiting.sort(key=lambda entry: entry[0].name)  # Not by who asked first.
+            self._waiting.sort(key=lambda entry: entry[0].name)  # Not by who asked first.
         added = []
-        for request, future in waiting:
+        for request, future in self._waiting:
+            if future.cancelled():
+                continue
             request_id = str(next(self._request_numbers))
             self._running[request_id] = request, future
             added.append((request_id, *_remaining(request)))
+        self._waiting = []
         return more, aborted, added
 
-    def _record(self, outputs: list[EngineOutput]) -> None:
+    def _record(self, outputs: Iterable[EngineOutput]) -> None:
         """Append the engine's new tokens to their requests, and wake the callers of finished ones.
 
         Only the leader has requests. An output may also be of one that has just been aborted.

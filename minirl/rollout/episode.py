@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from minirl.config.shared import SamplingConfig
+from minirl.config.rl import RLConfig
+from minirl.config.shared import EvaluateConfig
 from minirl.data import chat
 from minirl.data.images import BadImage, attach, plain, to_url
 from minirl.envs.base import Agent, Env, Result, State
@@ -23,7 +24,7 @@ from minirl.rewards.functions import Rewards
 from minirl.rollout.conversation import Conversation, Segment, decode
 from minirl.rollout.engine import Sampling
 from minirl.rollout.engine_loop import EngineLoop, Request, in_thread
-from minirl.types import Trajectory
+from minirl.types import UNSET, Trajectory
 
 
 class EnvFailed(Exception):
@@ -39,7 +40,7 @@ class Episode:
     row: dict
     env: Env
     conversation: Conversation
-    segment: Segment | None = None  # The one that goes on; None: it has not begun.
+    segment: Segment = UNSET  # The one that goes on, once it has begun.
     messages: list[dict] = field(default_factory=list)
     sampling: Sampling
     request: Request | None = None  # For the completion that is being sampled.
@@ -86,8 +87,7 @@ class EpisodeRunner:
         self,
         engine_loop: EngineLoop,
         rewards: Rewards,
-        cfg: SamplingConfig,
-        seed: int,
+        cfg: RLConfig | EvaluateConfig,
         endpoint: Any = None,
     ):
         """Make the runner.
@@ -95,15 +95,15 @@ class EpisodeRunner:
         Args:
             engine_loop: samples completions.
             rewards: score episodes that have ended.
-            cfg: of the program.
-            seed: of all samples, together with ticket, number and turn.
+            cfg: of the program. Its seed is that of all samples, together with ticket, number and
+                turn.
             endpoint: that of server.py, for agents.
         """
         self.engine_loop = engine_loop
         self.rewards = rewards
         self.cfg = cfg.env
         self.system_prompt = cfg.data.system_prompt
-        self.seed = seed
+        self.seed = cfg.seed
         self.endpoint = endpoint
         self.threads = asyncio.Semaphore(self.cfg.threads)
         self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
@@ -164,32 +164,31 @@ class EpisodeRunner:
             if isinstance(e.env, Agent):
                 await self._run_agent(e, e.env)
                 return
-            segment = e.segment
-            if segment is None:
+            if not e.segment:
                 first = await self._call(e.env.reset, e.row)
-                segment = self._observe(e, Result(observation=first))
-                e.row = {**e.row, "rendered_prompt": segment.text}
-            while segment:
-                segment = await self._turn(e, segment)
+                self._observe(e, Result(observation=first))
+                e.row = {**e.row, "rendered_prompt": e.segment.text}
+            while await self._turn(e):
+                pass
         finally:
             await self._call(e.env.close)
 
     # ----------------------------------------------------------------------------------------------
     # a turn
 
-    async def _turn(self, e: Episode, segment: Segment) -> Segment | None:
+    async def _turn(self, e: Episode) -> bool:
         """Sample a completion, and let the environment reply to it.
 
-        Returns the segment for the next turn. None: this was the last one, or there was no room.
+        Returns whether another turn follows. False: this was the last one, or there was no room.
         """
         if e.request is None:  # Otherwise an interrupted one goes on.
-            e.request = self._next_request(e, segment)
+            e.request = self._next_request(e)
         if e.request is None:
             e.truncated = True
-            return None
+            return False
         completion = await self.engine_loop.generate_for_episode(e.request)
         e.request = None
-        text = segment.append_completion(completion, e.conversation.tokenizer)
+        text = e.segment.append_completion(completion, e.conversation.tokenizer)
         e.answer = decode(e.conversation.tokenizer, completion.tokens, skip_special_tokens=True)
         e.stopped = completion.stopped
         if e.messages:
@@ -199,7 +198,7 @@ class EpisodeRunner:
         if vision and vision.token in completion.tokens:
             # The engine would take it for the place of an image.
             e.truncated = True
-            return None
+            return False
         state = State(
             row=e.row, answer=e.answer, stopped=e.stopped, turn=e.turn - 1, messages=e.messages
         )
@@ -212,24 +211,25 @@ class EpisodeRunner:
             )
         e.sampling = dataclasses.replace(e.sampling, **result.sampling)
         if result.done or result.truncated:
-            return None
-        return self._observe(e, result)
+            return False
+        self._observe(e, result)
+        return True
 
-    def _next_request(self, e: Episode, segment: Segment) -> Request | None:
+    def _next_request(self, e: Episode) -> Request | None:
         """Return the request for the next completion; None if a budget leaves no room for one."""
         room = min(
             e.sampling.max_tokens,
             self.cfg.max_tokens - e.conversation.num_sampled(),
-            self.engine_loop.engine.cfg.max_model_len - len(segment.tokens),
+            self.engine_loop.engine.cfg.max_model_len - len(e.segment.tokens),
         )
         if room < 1 or e.turn >= self.cfg.max_turns:
             return None
         vision = e.conversation.vision
-        if vision and len(segment.images) > vision.max_images:
+        if vision and len(e.segment.images) > vision.max_images:
             return None
         return Request(
-            tokens=segment.tokens,
-            images=segment.images,
+            tokens=e.segment.tokens,
+            images=e.segment.images,
             sampling=dataclasses.replace(e.sampling, max_tokens=room),
             seed=sample_seed(self.seed, e.ticket, e.number, e.turn),
             name=(e.ticket, e.number),
@@ -251,8 +251,8 @@ class EpisodeRunner:
         e.truncated = result.truncated
         e.info = e.info | {name: float(value) for name, value in result.info.items()}
 
-    def _observe(self, e: Episode, result: Result) -> Segment:
-        """Append what the environment shows, and return the segment that goes on."""
+    def _observe(self, e: Episode, result: Result) -> None:
+        """Append what the environment shows to the segment that goes on, or to a new one."""
         observation: Any = result.observation  # Anything: the environment is the user's code.
         is_chat = isinstance(observation, list) and observation and isinstance(observation[0], dict)
         messages = result.messages
@@ -275,7 +275,6 @@ class EpisodeRunner:
                 f"it is not done and said {observation!r}; give an observation: a text, messages "
                 "or tokens"
             )
-        return e.segment
 
     # ----------------------------------------------------------------------------------------------
     # calls of the user's code

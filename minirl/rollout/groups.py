@@ -68,7 +68,7 @@ class GroupScheduler:
 
         Args:
             new_groups: one is taken only when it can begin.
-            room: a new group begins while fewer episodes than this go on.
+            room: a new group begins while fewer episodes than this go on, or none.
             is_enough: takes the number of finished groups. Those of other ranks count, too, so
                 that its result may change between two calls.
 
@@ -86,7 +86,7 @@ class GroupScheduler:
                 self._start(group)
         self._num_finished = sum(group.finished for group in self.groups.values())
         while not (self._error or is_enough(self._num_finished)):
-            while not self._num_active or self._num_active < room:
+            while self._num_active < max(1, room):
                 new_group = next(new_groups, None)
                 if new_group is None:
                     break

@@ -205,7 +205,7 @@ class Choice:
             # In the form of Qwen and Hermes models. If one of them cannot be read there are none at
             # all, so that the client sees the text.
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                calls = [json.loads(call) for call in _TOOL_CALLS.findall(self.text)]
+                calls = map(json.loads, _TOOL_CALLS.findall(self.text))
                 self.tool_calls = [
                     (call["name"], dict(call.get("arguments", {}))) for call in calls
                 ]

@@ -17,6 +17,7 @@ minirl.rollout.show FILE` prints them.
 
 import json
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ import numpy as np
 from minirl.data.images import ImageSpan
 from minirl.errors import UserError
 from minirl.parallel.mesh import Mesh
+from minirl.rollout.conversation import to_arrays
 from minirl.types import Trajectory
 
 
@@ -32,24 +34,21 @@ def write_step(trajectories: list[Trajectory], folder: Path, step: int, mesh: Me
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"step-{step}-rank-{mesh.rank}.jsonl").open("w") as file:
         for t in trajectories:
-            file.write(json.dumps(_to_record(t), default=np.ndarray.tolist) + "\n")
-
-
-def _to_record(t: Trajectory) -> dict:
-    return {
-        "group": t.group,
-        "episode": t.episode,
-        "segment": t.segment,
-        "version": t.version,
-        "reward": t.reward,
-        "images": t.images,
-        "info": t.info,
-        "tokens": t.tokens,
-        "sampled": t.sampled,
-        "logprobs": t.logprobs,
-        "rewards": t.turn_rewards,
-        "versions": t.versions,
-    }
+            record = {
+                "group": t.group,
+                "episode": t.episode,
+                "segment": t.segment,
+                "version": t.version,
+                "reward": t.reward,
+                "images": t.images,
+                "info": t.info,
+                "tokens": t.tokens,
+                "sampled": t.sampled,
+                "logprobs": t.logprobs,
+                "rewards": t.turn_rewards,
+                "versions": t.versions,
+            }
+            file.write(json.dumps(record, default=np.ndarray.tolist) + "\n")
 
 
 def _to_trajectory(record: dict) -> Trajectory:
@@ -61,11 +60,7 @@ def _to_trajectory(record: dict) -> Trajectory:
         reward=record["reward"],
         images=[ImageSpan(*image) for image in record["images"]],
         info=record["info"],
-        tokens=np.array(record["tokens"], np.int32),
-        sampled=np.array(record["sampled"], np.bool_),
-        logprobs=np.array(record["logprobs"], np.float32),
-        turn_rewards=np.array(record["rewards"], np.float32),
-        versions=np.array(record["versions"], np.int32),
+        **to_arrays(record | {"turn_rewards": record["rewards"]}),
     )
 
 
@@ -102,4 +97,4 @@ def load_step(folder: Path, step: int, mesh: Mesh) -> list[Trajectory]:
         trajectories += read_file(path)
     groups = sorted({t.group for t in trajectories})[mesh.rank :: mesh.world_size]
     own = [t for t in trajectories if t.group in groups]
-    return sorted(own, key=lambda t: (t.group, t.episode, t.segment))
+    return sorted(own, key=attrgetter("group", "episode", "segment"))

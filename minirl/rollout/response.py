@@ -2,16 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from starlette.types import Receive
 
 from minirl.rollout.conversation import Completion, Conversation, Prompt
 from minirl.rollout.engine import Sampling
-from minirl.rollout.engine_loop import Request
+from minirl.rollout.engine_loop import EngineLoop, Request
 from minirl.rollout.episode import sample_seed
 from minirl.rollout.protocol import (
     BadRequest,
@@ -23,7 +22,6 @@ from minirl.rollout.protocol import (
 )
 
 MODEL = "policy"
-Generate = Callable[[Request], Coroutine[Any, Any, Completion]]
 
 
 @dataclass(kw_only=True)
@@ -33,8 +31,7 @@ class SessionState:
     seed: tuple[int, ...]
     sampling: Sampling
     conversation: Conversation
-    generate: Generate
-    max_model_len: int
+    engine_loop: EngineLoop
     # The completions as they were sampled, by `completion_key`.
     sampled_texts: dict[str, str] = field(default_factory=dict)
     # One for each request so far.
@@ -92,7 +89,7 @@ class PendingResponse:
 
     def _max_tokens(self, prompt: Prompt) -> int:
         """Return the most tokens to sample. Raises BadRequest if the prompt is too long."""
-        max_model_len = self.session.max_model_len
+        max_model_len = self.session.engine_loop.engine.cfg.max_model_len
         room = max_model_len - len(prompt.tokens)
         if room < 1:
             raise BadRequest(
@@ -112,7 +109,7 @@ class PendingResponse:
         """Sample all choices, then append them to the conversation."""
         async with asyncio.TaskGroup() as group:
             for choice in self.choices:
-                task = group.create_task(self.session.generate(choice.engine_request))
+                task = group.create_task(self.session.engine_loop.generate(choice.engine_request))
                 if self.request.stream or self.request.stop:  # else the text can wait for the end
                     choice.engine_request.on_tokens = partial(self._on_tokens, choice, task)
         conversation = self.session.conversation

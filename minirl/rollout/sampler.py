@@ -64,15 +64,9 @@ class Sampler:
         if engine.is_leader and isinstance(make_env(), Agent):
             from minirl.rollout.server import Endpoint  # Slow to import; only agents need it.
 
-            self.endpoint = Endpoint(
-                self.engine_loop.generate,
-                prompts.tokenizer,
-                cfg.endpoint,
-                max_model_len=engine.cfg.max_model_len,
-                vision=prompts.vision,
-            )
+            self.endpoint = Endpoint(self.engine_loop, prompts, cfg.endpoint)
             self.engine_loop.loop.run_until_complete(self.endpoint.start())
-        self.runner = EpisodeRunner(self.engine_loop, rewards, cfg, cfg.seed, self.endpoint)
+        self.runner = EpisodeRunner(self.engine_loop, rewards, cfg, self.endpoint)
         self.training = GroupScheduler(self.runner)
         self.counter_numbers = itertools.count()  # One for each pair of counters on the store.
 
@@ -346,7 +340,9 @@ def spread(num: int, loads: list[int]) -> list[list[int]]:
         What each gets.
     """
     dealt: list[list[int]] = [[] for _ in loads]
+    loads = list(loads)
     for i in range(num):
-        least = min(range(len(loads)), key=lambda place: loads[place] + len(dealt[place]))
+        least = loads.index(min(loads))
         dealt[least].append(i)
+        loads[least] += 1
     return dealt

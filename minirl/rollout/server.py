@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -19,18 +20,18 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from transformers import PreTrainedTokenizerBase
 
 from minirl.config.shared import EndpointConfig
-from minirl.data.images import Vision
+from minirl.data.prompts import Prompts
 from minirl.envs.base import Session
 from minirl.errors import UserError
 from minirl.rewards.http import bind
 from minirl.rollout import anthropic
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.engine import Sampling
+from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.protocol import BadRequest, CompletionRequest, event
-from minirl.rollout.response import MODEL, Generate, PendingResponse, SessionState
+from minirl.rollout.response import MODEL, PendingResponse, SessionState
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -40,40 +41,25 @@ MESSAGES = "/v1/messages"  # Anthropic's
 class _Server(uvicorn.Server):
     """A server that leaves the signals to the program."""
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
+    capture_signals: Any = contextlib.nullcontext
 
 
 class Endpoint:
     """An OpenAI-compatible (and Anthropic) server of this rank's engine."""
 
-    def __init__(
-        self,
-        generate: Generate,
-        tokenizer: PreTrainedTokenizerBase,
-        cfg: EndpointConfig,
-        *,
-        max_model_len: int,
-        vision: Vision | None = None,
-    ):
+    def __init__(self, engine_loop: EngineLoop, prompts: Prompts, cfg: EndpointConfig):
         """Bind the address; requests wait until `start`.
 
         Args:
-            generate: Samples a completion (the engine loop's).
-            tokenizer: With the chat template.
+            engine_loop: Samples completions.
+            prompts: Have the tokenizer, and how the model reads images.
             cfg: The address.
-            max_model_len: Most tokens of a prompt and its completion together.
-            vision: How the model reads images, if it does.
 
         Raises:
             UserError: The address is not free.
         """
-        self.generate = generate
-        self.tokenizer = tokenizer
-        self.max_model_len = max_model_len
-        self.vision = vision
+        self.engine_loop = engine_loop
+        self.prompts = prompts
         self._sessions: dict[str, SessionState] = {}
         self._socket = bind(cfg.host, cfg.port, "endpoint.")
         self.base_url = f"http://{cfg.host}:{self._socket.getsockname()[1]}/v1"
@@ -98,7 +84,6 @@ class Endpoint:
                 timeout_graceful_shutdown=5,
             )
         )
-        self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Serve in the running event loop."""
@@ -109,8 +94,7 @@ class Endpoint:
         for key in list(self._sessions):
             self.close(key)
         self._server.should_exit = True
-        if self._serving:
-            await self._serving
+        await self._serving
 
     def open(self, seed: tuple[int, ...], sampling: Sampling) -> Session:
         """Open a session whose samples follow from `seed` and the order of its requests."""
@@ -118,9 +102,8 @@ class Endpoint:
         self._sessions[key] = SessionState(
             seed=seed,
             sampling=sampling,
-            conversation=Conversation(self.tokenizer, self.vision),
-            generate=self.generate,
-            max_model_len=self.max_model_len,
+            conversation=Conversation(self.prompts.tokenizer, self.prompts.vision),
+            engine_loop=self.engine_loop,
         )
         return Session(base_url=self.base_url, api_key=key, model=MODEL)
 

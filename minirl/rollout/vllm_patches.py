@@ -1,7 +1,6 @@
 """What is changed in vLLM, and why: each patch is a function.
 
-A patched class is an `Any` here, because a type checker allows no assignment to a method. vLLM is
-imported late, after the engine has set its environment.
+vLLM is imported late, after the engine has set its environment.
 """
 
 import contextlib
@@ -45,8 +44,7 @@ def patch_transformers_base() -> None:
     """
     from vllm.model_executor.models.transformers.base import Base
 
-    base: Any = Base
-    base._decorate_cls_for_torch_compile = lambda self, *args, **kwargs: None
+    Base._decorate_cls_for_torch_compile = lambda self, *args, **kwargs: None
 
 
 def patch_cpu(mesh: Mesh) -> None:
@@ -88,7 +86,7 @@ def _patch_shared_memory(mesh: Mesh) -> None:
     """
     from vllm.distributed.device_communicators import cpu_communicator
 
-    shared_memory: Any = cpu_communicator._CPUSHMDistributed
+    shared_memory = cpu_communicator._CPUSHMDistributed
     job = mesh.gather(f"{os.getpid()}-{time.time_ns()}")[0]
 
     def make_group_name(communicator: Any) -> str:
@@ -123,7 +121,7 @@ def _patch_cpu_experts() -> None:
 
         CPUFusedMOE.__init__ = refuse
         return
-    experts: Any = cpu_moe.CPUUnquantizedExperts
+    experts = cpu_moe.CPUUnquantizedExperts
     experts.process_weights_after_loading = lambda self, layer: None
     experts._padded_intermediate_size = classmethod(
         lambda cls, config: config.intermediate_size_per_partition

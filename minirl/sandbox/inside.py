@@ -21,10 +21,9 @@ import resource
 import struct
 import sys
 import traceback
+from errno import ENOSYS, EPERM
 from pathlib import Path
 
-EPERM = 1
-ENOSYS = 38
 CLONE_THREAD = 0x10000
 
 # Numbers of system calls: (x86_64, aarch64); None where there is no such call.

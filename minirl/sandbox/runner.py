@@ -56,7 +56,6 @@ class ProgramResult:
     # ok; error (an exception, or an exit code other than 0); timeout; disk; killed (by a signal).
     status: str
     output: str  # Standard output and error in the order they came, cut at the end.
-    seconds: float
 
 
 # By exit code, or minus the signal that ended the process. Another signal: killed; code: error.
@@ -88,7 +87,7 @@ def check_supported() -> None:
 
 
 def _run(program: str, limits: Limits) -> ProgramResult:
-    start = time.monotonic()
+    end = time.monotonic() + limits.seconds
     folder = tempfile.mkdtemp(prefix="minirl-")
     Path(folder, "main.py").write_text(program, encoding="utf-8", errors="surrogatepass")
     settings = {
@@ -111,7 +110,7 @@ def _run(program: str, limits: Limits) -> ProgramResult:
         env={"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
     )
     try:
-        output, status = _watch(process, folder, limits, start + limits.seconds)
+        output, status = _watch(process, folder, limits, end)
     finally:
         process.kill()  # it has no children
         code = process.wait()
@@ -122,7 +121,7 @@ def _run(program: str, limits: Limits) -> ProgramResult:
         text += "\n... (cut)"
     if status is None:
         status = STATUSES.get(code, "error" if code > 0 else "killed")
-    return ProgramResult(status, text, time.monotonic() - start)
+    return ProgramResult(status, text)
 
 
 def _watch(
@@ -136,8 +135,7 @@ def _watch(
         The output, and why the process has to be ended if it does not end by itself.
     """
     pipe = process.stdout
-    if pipe is None:
-        raise ValueError("the process has no pipe to read from")
+    assert pipe  # as `_run` has asked for
     output = b""
     next_look = 0.0
     with pipe, selectors.DefaultSelector() as selector:
