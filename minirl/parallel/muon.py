@@ -50,17 +50,16 @@ class Muon(torch.optim.Optimizer):
         mesh: Mesh,
         *,
         lr: float,
-        momentum: float = 0.95,
         weight_decay: float,
     ):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": weight_decay})
         self.mesh = mesh
         # Of each parameter the region of each rank. Ranks with equal ones hold copies.
         regions = zip(*mesh.gather([local_region(p) for p in params]), strict=True)
         self._regions = dict(zip(params, regions, strict=True))
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
+    def step(self) -> None:  # type: ignore[override]  # no closure
         """Update all parameters that have a gradient. Collective."""
         for group in self.param_groups:
             matrices = [p for p in group["params"] if p.grad is not None]
