@@ -59,7 +59,7 @@ class Muon(torch.optim.Optimizer):
         self._regions = dict(zip(params, regions, strict=True))
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]  # no closure
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
         """Update all parameters that have a gradient. Collective."""
         for group in self.param_groups:
             matrices = [p for p in group["params"] if p.grad is not None]
