@@ -117,7 +117,7 @@ class Policy:
             parts.append(torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=True))
         if self.trainable and hidden:
             parts.append(Muon(hidden, self.mesh, lr=cfg.lr, weight_decay=cfg.weight_decay))
-        return Optimizer(parts, rest=cfg.optimizer_state, average=cfg.ema_decay > 0)
+        return Optimizer(parts, cfg)
 
     def start_phase(self, cfg: PolicyConfig) -> None:
         """Forget the optimizer's state and take the settings of another phase (RL after SFT)."""
@@ -211,7 +211,7 @@ class Policy:
         denominator, num_units = totals.round().clamp(min=1).tolist()
 
         # Values of each micro-batch stay on the device, so that none waits for the host.
-        collected: dict[str, list[Tensor]] = defaultdict(list)
+        collected = defaultdict(list)
         for i, batch in enumerate(minibatch):
             self.model.set_requires_gradient_sync(i == len(minibatch) - 1)
             with self.timer.phase("forward"):

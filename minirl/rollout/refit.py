@@ -275,12 +275,19 @@ class Refit:
         held = self._regions[self.mesh.rank][piece.name]
         return view_of(local(self.shards[piece.name]), piece.region, held.offset)
 
-    def _buffers(self, bucket: list[str], num_out: int, num_in: int) -> tuple[Tensor, Tensor]:
-        """Return flat buffers to send and to receive so many elements of a bucket."""
+    def _buffers(
+        self, bucket: list[str], pieces: Iterable[_Piece], num_out: int, num_in: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return a flat buffer that begins with pieces of a bucket, and one to receive others.
+
+        num_out, num_in: their elements.
+        """
         dtype = self.dtypes[bucket[0]]
         send_buffer = torch.empty(num_out, dtype=dtype, device=self.mesh.device)
         receive_buffer = send_buffer.new_empty(num_in)
         self.peak_bytes = max(self.peak_bytes, send_buffer.nbytes + receive_buffer.nbytes)
+        for piece, slot in _slots(send_buffer, pieces):
+            slot.copy_(self._view(piece))  # Casts to the dtype of the wire.
         return send_buffer, receive_buffer
 
     def _all_to_all(self, bucket: list[str]) -> None:
@@ -289,10 +296,9 @@ class Refit:
         incoming = self._by_peer(self._receive, bucket)
         num_out = [_numel(pieces) for pieces in outgoing]
         num_in = [_numel(pieces) for pieces in incoming]
-        send_buffer, receive_buffer = self._buffers(bucket, sum(num_out), sum(num_in))
-
-        for piece, slot in _slots(send_buffer, itertools.chain(*outgoing)):
-            slot.copy_(self._view(piece))  # Casts to the dtype of the wire.
+        send_buffer, receive_buffer = self._buffers(
+            bucket, itertools.chain(*outgoing), sum(num_out), sum(num_in)
+        )
         dist.all_to_all_single(receive_buffer, send_buffer, num_in, num_out)
         for arrival, slot in _slots(receive_buffer, itertools.chain(*incoming)):
             arrival.target.copy_(slot)
@@ -313,10 +319,9 @@ class Refit:
         for regions in self._regions:
             held.append([_Piece(name, regions[name]) for name in bucket])
         longest = max(map(_numel, held))
-        send_buffer, receive_buffer = self._buffers(bucket, longest, longest * len(held))
-
-        for piece, slot in _slots(send_buffer, held[self.mesh.rank]):
-            slot.copy_(self._view(piece))  # Casts to the dtype of the wire.
+        send_buffer, receive_buffer = self._buffers(
+            bucket, held[self.mesh.rank], longest, longest * len(held)
+        )
         all_gather_single(receive_buffer, send_buffer)
         for sender, row in enumerate(receive_buffer.split(longest)):
             if sender != self.mesh.rank:
