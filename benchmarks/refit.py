@@ -20,7 +20,7 @@ from minirl.model import build, scratch
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 from minirl.rollout.engine import RolloutEngine
-from minirl.rollout.refit import Refit, full_gather
+from minirl.rollout.refit import Refit
 
 REPEATS = 10
 MASTER_BYTES = 4  # of a weight in the trainer, float32
@@ -53,7 +53,7 @@ def measure(cfg: RLConfig, mesh: Mesh, folder: Path) -> None:
         times = timed(refit, mesh)
         rows.append((transport, *times, refit.bytes_received / MIB, refit.peak_bytes / MIB))
 
-    times = timed(lambda: full_gather(shards, parts, engine, refit.dtypes), mesh)
+    times = timed(refit.full_gather, mesh)
     num_elements = sum(p.numel() for p in shards.values())
     received = num_elements * MASTER_BYTES * (mesh.world_size - 1) / mesh.world_size
     # One weight at a time is whole, as the trainer has it and as the engine wants it.

@@ -5,7 +5,6 @@
 
 import contextlib
 import functools
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -31,7 +30,6 @@ from minirl.parallel.optimizer import Optimizer
 from minirl.parallel.regions import CheckpointSlice
 from minirl.types import Packed, Trajectory
 
-Field = Literal["old_logprobs", "ref_logprobs", "values"]  # Of Packed, which `annotate` fills in.
 Metrics = dict[str, float]
 Minibatch = list[Packed]  # This rank's micro-batches of one optimizer step.
 
@@ -110,13 +108,10 @@ class Policy:
     def _make_optimizer(self) -> Optimizer:
         """Return Muon for the layers' matrices, if configured, and AdamW for everything else."""
         cfg = self.cfg
-        in_layers: set[torch.nn.Parameter] = set()
-        if cfg.optimizer == "muon":
-            for layer in build.layers(self.model):
-                in_layers.update(layer.parameters())
-
+        layers = build.layers(self.model) if cfg.optimizer == "muon" else []
+        in_layers = set(torch.nn.ModuleList(layers).parameters())
         matrices, vectors, hidden = [], [], []
-        for p in self.model.parameters() if self.trainable else ():
+        for p in self.model.parameters():
             if p.ndim < 2:
                 vectors.append(p)
             elif p in in_layers:
@@ -124,17 +119,16 @@ class Policy:
             else:
                 matrices.append(p)
 
-        groups = []
-        if matrices:
-            groups.append({"params": matrices, "weight_decay": cfg.weight_decay})
-        if vectors:
-            groups.append({"params": vectors, "weight_decay": 0.0})
         parts: list[torch.optim.Optimizer] = []
-        if groups:
+        if self.trainable:
+            groups = [
+                {"params": matrices, "weight_decay": cfg.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ]
             parts.append(torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=True))
-        if hidden:
+        if self.trainable and hidden:
             parts.append(Muon(hidden, self.mesh, lr=cfg.lr, weight_decay=cfg.weight_decay))
-        return Optimizer(parts, rest=cfg.optimizer_state, average=cfg.ema_decay > 0)
+        return Optimizer(parts, cfg)
 
     def start_phase(self, cfg: PolicyConfig) -> None:
         """Forget the optimizer's state and take the settings of another phase (RL after SFT)."""
@@ -147,15 +141,13 @@ class Policy:
         self.sleeper.wake_optimizer()  # or a later wake would bring back what is gone now
         self.optimizer = self._make_optimizer()
 
-    @contextlib.contextmanager
-    def state_awake(self) -> Iterator[None]:
+    def state_awake(self) -> contextlib.AbstractContextManager[None]:
         """Keep the optimizer's state on the device inside the block, even if it slept before.
 
         Checkpoints and `averages` need it.
         """
         self.sleeper.wake_optimizer()
-        with self.optimizer.awake():
-            yield
+        return self.optimizer.awake()
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
@@ -166,21 +158,21 @@ class Policy:
             yield
         self.model.train(was_training)
 
-    def annotate(self, minibatches: list[Minibatch], field: Field) -> None:
+    def annotate(
+        self,
+        minibatches: list[Minibatch],
+        field: Literal["old_logprobs", "ref_logprobs", "values"],
+    ) -> None:
         """Set a field of every micro-batch to this model's log-probs of the targets, or scores.
 
         With old_logprobs, `old_entropy` is set too.
         """
         with self.inference():
-            for batch in itertools.chain.from_iterable(minibatches):
+            for batch in sum(minibatches, []):
                 outputs, entropy = self.model(batch)
+                setattr(batch, field, outputs)
                 if field == "old_logprobs":
-                    batch.old_logprobs = outputs
                     batch.old_entropy = entropy
-                elif field == "ref_logprobs":
-                    batch.ref_logprobs = outputs
-                else:
-                    batch.values = outputs
 
     def update(self, minibatch: Minibatch, loss: Loss, lr: float) -> Metrics:
         """Make one optimizer step over the micro-batches of all ranks. Collective.
@@ -199,7 +191,7 @@ class Policy:
         with self.timer.phase("sleep_wake"):
             self.sleeper.wake_optimizer()
         with self.timer.phase("optimizer"):
-            grad_norm = fsdp.clip_grad_norm(list(self.model.parameters()), self.cfg.max_grad_norm)
+            grad_norm = fsdp.clip_grad_norm(self.model.parameters(), self.cfg.max_grad_norm)
             is_finite = math.isfinite(grad_norm)
             for part in self.optimizer.parts:
                 for group in part.param_groups:
@@ -230,7 +222,7 @@ class Policy:
         denominator, num_units = totals.round().clamp(min=1).tolist()
 
         # Values of each micro-batch stay on the device, so that none waits for the host.
-        collected: dict[str, list[Tensor]] = defaultdict(list)
+        collected = defaultdict(list)
         for i, batch in enumerate(minibatch):
             is_last = i == len(minibatch) - 1
             self.model.set_requires_gradient_sync(is_last or self.accumulates_sharded)
@@ -277,9 +269,8 @@ class Policy:
 
     def parts(self) -> dict[str, list[CheckpointSlice]]:
         """Return, by name of `shards`, the weights of a checkpoint's files that it is made of."""
-        config = self.model.config
         return {
-            name: families.checkpoint_slices(config, name, shard.shape)
+            name: families.checkpoint_slices(self.model.config, name, shard.shape)
             for name, shard in self.shards().items()
         }
 

@@ -1,6 +1,6 @@
 """FSDP2 as minirl uses it: gradients are summed, masters are float32, storages can be offloaded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -111,7 +111,7 @@ def num_copies(t: Tensor) -> int:
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: list[nn.Parameter], max_norm: float) -> float:
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
     """Return the global 2-norm of the sharded gradients, which it scales down to `max_norm`.
 
     It takes one all-reduce of a scalar. torch's own works only while all parameters live on one
@@ -162,16 +162,16 @@ class Sleeper:
         self._state_on_host: HostCopies = []
         self._parameters_on_host: HostCopies = []
 
-    def sleep_optimizer(self) -> int:
-        """Offload the optimizer's state, and return the bytes moved."""
-        return self._offload(self.optimizer_state(), self._state_on_host)
+    def sleep_optimizer(self) -> None:
+        """Offload the optimizer's state."""
+        self._offload(self.optimizer_state(), self._state_on_host)
 
-    def sleep_parameters(self) -> int:
-        """Offload the parameters, and return the bytes moved."""
+    def sleep_parameters(self) -> None:
+        """Offload the parameters."""
         for module in self.model.modules():
             if self.active and isinstance(module, FSDPModule):
                 module.reshard()  # the root stays gathered after a forward
-        return self._offload([local(p) for p in self.model.parameters()], self._parameters_on_host)
+        self._offload([local(p) for p in self.model.parameters()], self._parameters_on_host)
 
     def sleep(self) -> None:
         """Offload the optimizer's state and the parameters."""
@@ -186,9 +186,9 @@ class Sleeper:
         """Reload the parameters, if they are offloaded."""
         self._reload(self._parameters_on_host)
 
-    def _offload(self, tensors: list[Tensor], on_host: HostCopies) -> int:
+    def _offload(self, tensors: list[Tensor], on_host: HostCopies) -> None:
         if not self.active:
-            return 0
+            return
         on_cuda = torch.cuda.is_available()
         storages = {}  # by address, as views share theirs
         for t in tensors:
@@ -196,18 +196,15 @@ class Sleeper:
             # With CPU offload the shards are on the host already.
             if storage.nbytes() and (t.is_cuda or not on_cuda):
                 storages[storage.data_ptr()] = storage
-        num_bytes = 0
         for storage in storages.values():
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
             copy = host.untyped_storage().copy_(storage, non_blocking=True)
             on_host.append((storage, copy))
-            num_bytes += copy.nbytes()
         if on_cuda:
             torch.cuda.synchronize()
         for storage in storages.values():
             storage.resize_(0)
         torch.cuda.empty_cache()  # which does nothing without CUDA
-        return num_bytes
 
     def _reload(self, on_host: HostCopies) -> None:
         for storage, copy in on_host:

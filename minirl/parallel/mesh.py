@@ -94,7 +94,7 @@ class Mesh:
 
     def gather(self, value: object) -> list:
         """Return a small picklable value of every rank, in rank order."""
-        out: list = [None] * self.world_size
+        out = [None] * self.world_size
         dist.all_gather_object(out, value, group=self.host_group)
         return out
 

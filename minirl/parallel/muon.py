@@ -50,10 +50,9 @@ class Muon(torch.optim.Optimizer):
         mesh: Mesh,
         *,
         lr: float,
-        momentum: float = 0.95,
         weight_decay: float,
     ):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": weight_decay})
         self.mesh = mesh
         # Of each parameter the region of each rank. Ranks with equal ones hold copies.
         regions = zip(*mesh.gather([local_region(p) for p in params]), strict=True)

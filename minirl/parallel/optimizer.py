@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from minirl.config.shared import PolicyConfig
 from minirl.parallel.fsdp import local
 from minirl.parallel.regions import split_by_size
 
@@ -29,31 +30,25 @@ class Optimizer:
     mesh, and to within a level on another mesh, whose blocks of elements are others.
     """
 
-    def __init__(
-        self,
-        parts: list[torch.optim.Optimizer],
-        *,
-        rest: str,
-        average: bool,
-    ):
+    def __init__(self, parts: list[torch.optim.Optimizer], cfg: PolicyConfig):
         """Take over the optimizers.
 
         Args:
             parts: the optimizers.
-            rest: where their state is between steps. device: stays as it is. offload: in host
-                memory. 8bit: on the device in one byte an element (see `quantize`).
-            average: keep an exponential moving average of the parameters as one more entry of the
-                state, `ema`, in their dtype and shards. It begins as the weights after the first
-                update; set `ema_decay` before each further one.
+            cfg: `optimizer_state` is where their state is between steps. device: stays as it is.
+                offload: in host memory. 8bit: on the device in one byte an element (see
+                `quantize`). With `ema_decay` an exponential moving average of the parameters is one
+                more entry of the state, `ema`, in their dtype and shards. It begins as the weights
+                after the first update; set the attribute `ema_decay` before each further one.
         """
         self.parts = parts
-        self.rest = rest
+        self.rest = cfg.optimizer_state
         # Parameters whose stored state comes back for a step at the same time.
         self.elements_at_once = 2**28
         self.ema_decay = 0.0
         # (parameter, key of its state) -> the host's copy, or codes and scales of 8 bits.
         self._stored: dict[tuple[Tensor, str], tuple[Tensor, ...]] = {}
-        if average:
+        if cfg.ema_decay:
             for part in parts:
                 part.register_step_post_hook(self._average)
 
@@ -99,7 +94,7 @@ class Optimizer:
     def averages(self) -> dict[Tensor, Tensor]:
         """Return the moving average of every parameter that has been updated.
 
-        Only with `average`, and inside `awake`.
+        Only if they are kept, and inside `awake`.
         """
         averages = {}
         for part in self.parts:

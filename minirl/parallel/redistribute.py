@@ -37,21 +37,14 @@ def move(
 
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        group: dist.ProcessGroup,
-        source: Placement,
-        target: Placement,
-        grad: Placement,
-    ) -> Tensor:
+    def forward(ctx, x, group, source, target, grad):
         ctx.group = group
         ctx.grad = grad
         ctx.source = Replicate() if source.is_partial() else source
         return _redistribute(x, group, source, target)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
+    def backward(ctx, grad):
         return _redistribute(grad, ctx.group, ctx.grad, ctx.source), None, None, None, None
 
 

@@ -110,11 +110,11 @@ def _shard_all(
     tp: TensorParallel,
     placement: Placement,
     *,
-    partial_grad: bool = False,
+    view: Callable[[Tensor], Tensor] = local,
 ) -> Forward:
     """Shard a module's parameters alike, and return its forward on this rank's local tensors.
 
-    partial_grad: this rank sees only a part of the contributions to their gradients.
+    view: makes of a parameter what the forward uses.
     """
     for name in module._parameters:
         _shard(module, name, tp, placement)
@@ -122,9 +122,9 @@ def _shard_all(
 
     def forward(*args: object, **kwargs: object) -> Any:
         parameters: dict = module._parameters
-        dtensors = dict(parameters)
+        dtensors = {name: p for name, p in parameters.items() if p is not None}
         for name, p in dtensors.items():
-            parameters[name] = local(p, partial=partial_grad)  # None stays None
+            parameters[name] = view(p)
         try:
             return plain(*args, **kwargs)
         finally:
@@ -157,15 +157,11 @@ def _one_head_column(module: nn.Linear, tp: TensorParallel, num_heads: int) -> F
     For fewer key-value heads than ranks: each rank has the whole weight, and uses a head's rows.
     """
     head = tp.group.rank() * num_heads // tp.group.size()
-    _shard_all(module, tp, Replicate())
 
-    def forward(x: Tensor) -> Tensor:
-        weight = local(module.weight, partial=True).chunk(num_heads)[head]
-        if module.bias is None:
-            return F.linear(x, weight)
-        return F.linear(x, weight, local(module.bias, partial=True).chunk(num_heads)[head])
+    def rows_of_head(p: Tensor) -> Tensor:
+        return local(p, partial=True).chunk(num_heads)[head]
 
-    return forward
+    return _shard_all(module, tp, Replicate(), view=rows_of_head)
 
 
 def _row_sums(module: nn.Linear, tp: TensorParallel) -> Forward:
@@ -371,4 +367,5 @@ def _find_style(
     # norm sees this rank's heads, a router this rank's experts. Outside, a norm sees this rank's
     # tokens or all.
     partial_grad = block in blocks.partial if block in blocks.all else tp.sequence
-    return partial(_shard_all, placement=Replicate(), partial_grad=partial_grad)
+    view = partial(local, partial=partial_grad)
+    return partial(_shard_all, placement=Replicate(), view=view)

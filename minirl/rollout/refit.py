@@ -49,8 +49,6 @@ class _Arrival(_Piece):
 
 
 AnyPiece = TypeVar("AnyPiece", bound=_Piece)
-# What each of the trainer's weights is in a checkpoint's files.
-Slices = dict[str, list[CheckpointSlice]]
 # A list of pieces for each weight and peer.
 Pieces = dict[tuple[str, int], list[AnyPiece]]
 
@@ -78,34 +76,6 @@ class _Recorder(TorchDispatchMode):
             )
         self.arrivals.append(_to_arrival(name, self.weights[name], source, target.detach()))
         return target
-
-
-def record(engine: RolloutEngine, shards: dict[str, Tensor], slices: Slices) -> list[_Arrival]:
-    """Return what the engine's loader does with whole weights.
-
-    It is offered the weights of the checkpoint's files, each a view of one of the trainer's: one
-    expert's matrix is a region of the fused tensor.
-
-    Args:
-        engine: whose loader runs.
-        shards: the trainer's weights by name; only their whole shapes count.
-        slices: what each of them is in a checkpoint's files.
-
-    Returns:
-        Each region that the loader copies, with where it goes in this rank's engine.
-    """
-    weights = {name: torch.empty(p.shape, device="meta") for name, p in shards.items()}
-    recorder = _Recorder(weights)
-    with recorder:
-        engine.load_weights(_in_files(weights.items(), slices))
-    return recorder.arrivals
-
-
-def _in_files(weights: NamedTensors, slices: Slices) -> NamedTensors:
-    """Yield the weights of a checkpoint's files: names there, and views of whole weights."""
-    for name, weight in weights:
-        for part in slices[name]:
-            yield part.name, part.of(weight)
 
 
 def _to_arrival(name: str, weight: Tensor, view: Tensor, target: Tensor) -> _Arrival:
@@ -148,7 +118,7 @@ class Refit:
         self,
         cfg: RefitConfig,
         shards: dict[str, Tensor],
-        slices: Slices,
+        slices: dict[str, list[CheckpointSlice]],
         engine: RolloutEngine,
         mesh: Mesh,
         *,
@@ -177,7 +147,7 @@ class Refit:
         self.check = check
         self.bytes_received = 0  # By this rank in the last call.
         self.peak_bytes = 0  # Of the buffers of the last call.
-        recorded = record(engine, shards, slices)
+        recorded = self._record()
         self._check_coverage(recorded)
         self.dtypes = self._wire_dtypes(recorded)
         self._buckets = self._split_into_buckets()
@@ -186,6 +156,27 @@ class Refit:
         self._send: Pieces[_Piece] = defaultdict(list)
         self._receive: Pieces[_Arrival] = defaultdict(list)
         self._plan(recorded)
+
+    # ----------------------------------------------------------------------------------------------
+    # record
+
+    def _record(self) -> list[_Arrival]:
+        """Return each region that the engine's loader copies, with where it goes in this engine.
+
+        The loader is offered the weights of the checkpoint's files, each a view of one of the
+        trainer's: one expert's matrix is a region of the fused tensor.
+        """
+        weights = {name: torch.empty(p.shape, device="meta") for name, p in self.shards.items()}
+        recorder = _Recorder(weights)
+        with recorder:
+            self.engine.load_weights(self._in_files(weights.items()))
+        return recorder.arrivals
+
+    def _in_files(self, weights: NamedTensors) -> NamedTensors:
+        """Yield the weights of a checkpoint's files: names there, and views of whole weights."""
+        for name, weight in weights:
+            for part in self.slices[name]:
+                yield part.name, part.of(weight)
 
     # ----------------------------------------------------------------------------------------------
     # plan
@@ -284,12 +275,19 @@ class Refit:
         held = self._regions[self.mesh.rank][piece.name]
         return view_of(local(self.shards[piece.name]), piece.region, held.offset)
 
-    def _buffers(self, bucket: list[str], num_out: int, num_in: int) -> tuple[Tensor, Tensor]:
-        """Return flat buffers to send and to receive so many elements of a bucket."""
+    def _buffers(
+        self, bucket: list[str], pieces: Iterable[_Piece], num_out: int, num_in: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return a flat buffer that begins with pieces of a bucket, and one to receive others.
+
+        num_out, num_in: their elements.
+        """
         dtype = self.dtypes[bucket[0]]
         send_buffer = torch.empty(num_out, dtype=dtype, device=self.mesh.device)
         receive_buffer = send_buffer.new_empty(num_in)
         self.peak_bytes = max(self.peak_bytes, send_buffer.nbytes + receive_buffer.nbytes)
+        for piece, slot in _slots(send_buffer, pieces):
+            slot.copy_(self._view(piece))  # Casts to the dtype of the wire.
         return send_buffer, receive_buffer
 
     def _all_to_all(self, bucket: list[str]) -> None:
@@ -298,10 +296,9 @@ class Refit:
         incoming = self._by_peer(self._receive, bucket)
         num_out = [_numel(pieces) for pieces in outgoing]
         num_in = [_numel(pieces) for pieces in incoming]
-        send_buffer, receive_buffer = self._buffers(bucket, sum(num_out), sum(num_in))
-
-        for piece, slot in _slots(send_buffer, itertools.chain(*outgoing)):
-            slot.copy_(self._view(piece))  # Casts to the dtype of the wire.
+        send_buffer, receive_buffer = self._buffers(
+            bucket, itertools.chain(*outgoing), sum(num_out), sum(num_in)
+        )
         dist.all_to_all_single(receive_buffer, send_buffer, num_in, num_out)
         for arrival, slot in _slots(receive_buffer, itertools.chain(*incoming)):
             arrival.target.copy_(slot)
@@ -322,10 +319,9 @@ class Refit:
         for regions in self._regions:
             held.append([_Piece(name, regions[name]) for name in bucket])
         longest = max(map(_numel, held))
-        send_buffer, receive_buffer = self._buffers(bucket, longest, longest * len(held))
-
-        for piece, slot in _slots(send_buffer, held[self.mesh.rank]):
-            slot.copy_(self._view(piece))  # Casts to the dtype of the wire.
+        send_buffer, receive_buffer = self._buffers(
+            bucket, held[self.mesh.rank], longest, longest * len(held)
+        )
         all_gather_single(receive_buffer, send_buffer)
         for sender, row in enumerate(receive_buffer.split(longest)):
             if sender != self.mesh.rank:
@@ -341,7 +337,7 @@ class Refit:
         refitted = {name: p.clone() for name, p in engine.items()}
         for p in engine.values():
             p.fill_(torch.nan)
-        full_gather(self.shards, self.slices, self.engine, self.dtypes)
+        self.full_gather()
         wrong = []
         for name, p in engine.items():
             filled = p.numel() - padding.get(name, 0)
@@ -353,6 +349,20 @@ class Refit:
                 f"refit differs from the full gather in {len(wrong)} engine parameters: "
                 f"{', '.join(wrong[:5])}"
             )
+
+    def full_gather(self) -> None:
+        """Refit the obvious way: gather each weight whole on every rank, for the engine's loader.
+
+        It is the oracle of a refit. Collective.
+        """
+        self.engine.load_weights(self._in_files(self._whole_weights()))
+
+    def _whole_weights(self) -> NamedTensors:
+        """Yield the weights, gathered one at a time."""
+        for name, dtype in self.dtypes.items():
+            shard = self.shards[name]
+            whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
+            yield name, whole.to(dtype)
 
 
 def _numel(pieces: Iterable[_Piece]) -> int:
@@ -366,24 +376,3 @@ def _slots(buffer: Tensor, pieces: Iterable[AnyPiece]) -> Iterator[tuple[AnyPiec
         stop = start + piece.numel()
         yield piece, buffer[start:stop].view(piece.region.size)
         start = stop
-
-
-@torch.no_grad()
-def full_gather(
-    shards: dict[str, Tensor],
-    slices: Slices,
-    engine: RolloutEngine,
-    dtypes: dict[str, torch.dtype],
-) -> None:
-    """Refit the obvious way: gather each weight whole on every rank, for the engine's own loader.
-
-    It is the oracle of `Refit`. Collective.
-    """
-
-    def gathered() -> NamedTensors:
-        for name, dtype in dtypes.items():
-            shard = shards[name]
-            whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
-            yield name, whole.to(dtype)
-
-    engine.load_weights(_in_files(gathered(), slices))
