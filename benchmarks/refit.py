@@ -49,7 +49,7 @@ def measure(cfg: RLConfig, mesh: Mesh, folder: Path) -> None:
     rows = []
     for transport in ("all_to_all", "all_gather"):
         cfg.refit.transport = transport
-        refit = Refit(cfg.refit, shards, parts, engine, mesh)
+        refit = Refit(cfg.refit, shards, parts, engine)
         times = timed(refit, mesh)
         rows.append((transport, *times, refit.bytes_received / MIB, refit.peak_bytes / MIB))
 

@@ -17,7 +17,7 @@ from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Chats
-from minirl.errors import UserError
+from minirl.errors import require
 from minirl.inputs import find_other_model
 from minirl.policy import Minibatch, Policy, annotate_examples
 from minirl.supervised import PairTrainer
@@ -51,11 +51,11 @@ class Trainer(PairTrainer):
                     logprobs = dict(arrays)
                 saved = json.loads(str(logprobs.pop("about", "{}")))
                 different = [name for name in contents if saved.get(name) != contents[name]]
-                if different:
-                    raise UserError(
-                        f"reference_cache = {cache} is of another run: its {', '.join(different)} "
-                        "differ; name another file or remove it"
-                    )
+                require(
+                    not different,
+                    f"reference_cache = {cache} is of another run: its {', '.join(different)} "
+                    "differ; name another file or remove it",
+                )
             else:
                 reference = self.load_model(cfg.policy, folder, trainable=False)
                 logprobs = self._compute_logprobs(reference)

@@ -113,14 +113,17 @@ def evaluate(
         values.append((f"pass@{cfg.samples}", max(correct)))
 
     # 2. Answers to read, in the order of their prompts.
-    answers = []
-    for t in trajectories:
+    answers = {}
+    for t in episodes:
         if t.group < NUM_SHOWN and t.episode == 0:
-            info = t.info
-            answer = {"prompt": info["prompt"], "answer": info["completion"], "reward": t.reward}
-            answers.append((t.group, answer))
-    in_order = sorted(sum(sampler.mesh.gather(answers), []), key=lambda numbered: numbered[0])
+            answers[t.group] = {
+                "prompt": t.info["prompt"],
+                "answer": t.info["completion"],
+                "reward": t.reward,
+            }
+    for of_rank in sampler.mesh.gather(answers):
+        answers |= of_rank
     return {
         "scores": breakdown(episodes, cfg.threshold, sampler.mesh, values),
-        "answers": [answer for _, answer in in_order],
+        "answers": [answers[group] for group in sorted(answers)],
     }

@@ -2,7 +2,6 @@
 
 import contextlib
 
-from minirl import checkpoint
 from minirl.config.rl import RLConfig
 from minirl.data.images import sampling_stops
 from minirl.inputs import Inputs
@@ -10,7 +9,6 @@ from minirl.policy import Policy
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
-from minirl.trainer import TrainingRun
 from minirl.types import Trajectory
 
 
@@ -42,7 +40,6 @@ class Generation:
             policy.shards(),
             policy.parts(),
             self.engine,
-            policy.mesh,
             check=cfg.debug.check_refit,
         )
         self.sampler = Sampler(self.engine, inputs.make_env, inputs.rewards, inputs.prompts, cfg)
@@ -61,12 +58,6 @@ class Generation:
         return self.sampler.collect_step(
             first_ticket, self.sampling, version=self.policy.num_updates
         )
-
-    def keep_episodes(self, run: TrainingRun) -> None:
-        """Put unfinished episodes into the checkpoints, and go on with those of a resumed one."""
-        run.saver.rollouts = self.sampler.state
-        if run.resumed_from:
-            self.sampler.load(checkpoint.load_rollouts(run.resumed_from), self.sampling)
 
     def close(self) -> None:
         """Stop the sampler and the engine."""

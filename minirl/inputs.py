@@ -103,12 +103,12 @@ class Inputs:
 
 def check_output(output: Path, resume: bool) -> None:
     """Refuse the folder of another run. Raises UserError."""
-    is_folder = output.is_dir()
-    if is_folder:
+    in_the_way = [output.name] if output.exists() else []
+    if output.is_dir():
+        if resume:
+            return
         in_the_way = [path.name for path in output.iterdir() if path.name != "scratch"]
-    else:
-        in_the_way = [output.name] if output.exists() else []
-    if in_the_way and not (resume and is_folder):
+    if in_the_way:
         raise UserError(
             f"output = {output} holds {in_the_way[0]} of another run; choose another folder with "
             "--output, or go on with it by --resume"

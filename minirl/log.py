@@ -130,9 +130,9 @@ def truncate(path: Path, *, keep_before: int, keep_sft: bool) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text().splitlines(keepends=True):
         row = json.loads(line)
         is_warm_start = row["phase"] == "sft" or row["step"] < 0
         if keep_sft if is_warm_start else row["step"] < keep_before:
-            kept.append(json.dumps(row) + "\n")
+            kept.append(line)
     path.write_text("".join(kept))

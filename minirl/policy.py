@@ -85,7 +85,10 @@ class Policy:
         self.model = build.build_model(
             cfg, folder, mesh, trainable=trainable, score=score, sequence_parallel=sequence_parallel
         )
-        self.accumulates_sharded = self._accumulates_sharded()
+        # Whether gradients stay whole on every rank until the last micro-batch of a step.
+        whole_bytes = sum(p.nbytes for p in self.model.parameters()) // mesh.tensor.size()
+        fits = whole_bytes <= WHOLE_GRADIENT_BYTES
+        self.accumulates_whole = {"whole": True, "sharded": False, "auto": fits}[cfg.accumulate]
         self.vision = Vision(folder) if families.reads_images(self.model.config) else None
         # What `pack` must make of micro-batches for this model.
         self.layout = Layout(
@@ -97,13 +100,6 @@ class Policy:
         self.optimizer = self._make_optimizer()
         self.num_updates = 0
         self.sleeper = fsdp.Sleeper(self.model, lambda: self.optimizer.tensors())
-
-    def _accumulates_sharded(self) -> bool:
-        """Return whether gradients are reduced after every micro-batch (`policy.accumulate`)."""
-        if self.cfg.accumulate != "auto":
-            return self.cfg.accumulate == "sharded"
-        num_bytes = sum(p.nbytes for p in self.model.parameters()) // self.mesh.tensor.size()
-        return num_bytes > WHOLE_GRADIENT_BYTES
 
     def _make_optimizer(self) -> Optimizer:
         """Return Muon for the layers' matrices, if configured, and AdamW for everything else."""
@@ -170,9 +166,13 @@ class Policy:
         with self.inference():
             for batch in sum(minibatches, []):
                 outputs, entropy = self.model(batch)
-                setattr(batch, field, outputs)
                 if field == "old_logprobs":
+                    batch.old_logprobs = outputs
                     batch.old_entropy = entropy
+                elif field == "ref_logprobs":
+                    batch.ref_logprobs = outputs
+                else:
+                    batch.values = outputs
 
     def update(self, minibatch: Minibatch, loss: Loss, lr: float) -> Metrics:
         """Make one optimizer step over the micro-batches of all ranks. Collective.
@@ -225,7 +225,7 @@ class Policy:
         collected = defaultdict(list)
         for i, batch in enumerate(minibatch):
             is_last = i == len(minibatch) - 1
-            self.model.set_requires_gradient_sync(is_last or self.accumulates_sharded)
+            self.model.set_requires_gradient_sync(is_last or not self.accumulates_whole)
             self.model.set_requires_all_reduce(is_last)  # over replicas: once a step either way
             with self.timer.phase("forward"):
                 logprobs, entropy = self.model(batch, loss.entropy_gradient)

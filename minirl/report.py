@@ -113,9 +113,7 @@ def write(
         seconds: of rank 0, by phase.
         common: more entries of the summary.
     """
-    summary: dict = {}
-    for title, value in scores.items():
-        summary[title.lower().replace(" ", "_")] = value
+    summary: dict = {title.lower().replace(" ", "_"): value for title, value in scores.items()}
     if "generated" in tokens:
         in_steps = sum(value for name, value in seconds.items() if name not in OUTSIDE_STEPS)
         summary["tokens_per_second"] = tokens["generated"] / max(in_steps, 1e-9)

@@ -22,22 +22,17 @@ from pathlib import Path
 BREAKS = ("loss-scale", "logprob-temperature", "stale-engine")
 
 
-def start_ranks() -> int:
-    """Run this program on two ranks by torchrun; return the exit code."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "minirl.walk", *sys.argv[1:]]
-    with tempfile.TemporaryDirectory() as folder:  # for all that torchrun would leave
-        quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TMPDIR": folder}
-        return subprocess.run(command, env=os.environ | quiet).returncode
-
-
 def main() -> None:
     """Parse flags; start two ranks, or make the step on this one."""
     parser = argparse.ArgumentParser(description="One GRPO step with real numbers.")
     parser.add_argument("--break", dest="broken", nargs="+", choices=BREAKS, default=[])
     broken = parser.parse_args().broken
     if "RANK" not in os.environ:
-        sys.exit(start_ranks())
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", "2", "-m", "minirl.walk", *sys.argv[1:]]
+        with tempfile.TemporaryDirectory() as folder:  # for all that torchrun would leave
+            quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TMPDIR": folder}
+            sys.exit(subprocess.run(command, env=os.environ | quiet).returncode)
 
     # Imports of ten seconds, which the process that starts the ranks does not need.
     import torch.distributed as dist

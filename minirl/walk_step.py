@@ -293,8 +293,7 @@ class Walk(Trainer):
         mismatches = []
         for refit in (lambda: None, self.generation.refit):
             with self.generation.engine.awake(refit, self.policy.sleeper):
-                first_ticket = self.cfg.rollout.prompts_per_step
-                trajectories, _ = self.generation.collect_step(first_ticket)
+                trajectories, _ = self.generation.collect_step(self.cfg.rollout.prompts_per_step)
             following = self.make_batches(trajectories)[0][0]
             self.assign_advantages([[following]])
             mismatches.append(self.policy.measure([following], self.loss)["mismatch"])

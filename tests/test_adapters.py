@@ -413,7 +413,7 @@ def rollout_program(mesh, folder, names, reward):
             engine, make_env(name), make_rewards(RewardConfig(function=reward)), prompts, cfg
         )
         with engine.awake(
-            Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True),
+            Refit(RefitConfig(), policy.shards(), policy.parts(), engine, check=True),
             policy.sleeper,
         ):
             trajectories = sampler.collect(prompts, range(4), 2, sampling)

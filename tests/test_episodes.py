@@ -301,7 +301,7 @@ def set_up(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts
             dtype="float32",
             reads_images=policy.vision is not None,
         )
-        parts = policy, eng, Refit(RefitConfig(), policy.shards(), policy.parts(), eng, mesh)
+        parts = policy, eng, Refit(RefitConfig(), policy.shards(), policy.parts(), eng)
     eng, vision = parts[1], parts[0].vision and images.Vision(folder, 4)
     cfg = config(
         engine=eng.cfg,

@@ -149,7 +149,7 @@ def test_sleep_refit_and_logprobs(tmp_path):
     policy = Policy(PolicyConfig(dtype="bfloat16"), folder, mesh)
     cfg = EngineConfig(max_model_len=128, gpu_memory_utilization=0.3)
     engine = RolloutEngine(cfg, folder, mesh, dtype="bfloat16")
-    refit = Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True)
+    refit = Refit(RefitConfig(), policy.shards(), policy.parts(), engine, check=True)
     tokenizer = chat.load_tokenizer(folder)
     prompts = Prompts(
         [{"prompt": "x" * n, "answer": ""} for n in range(1, 9)], tokenizer, DataConfig(), seed=0

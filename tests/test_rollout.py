@@ -89,7 +89,6 @@ def refit_program(mesh, a, b, tp, dtype):
             policy.shards(),
             policy.parts(),
             engine,
-            mesh,
             check=True,
         )
         for p in engine.parameters().values():
@@ -157,7 +156,7 @@ def incomplete_refit(mesh, folder):
     engine = RolloutEngine(EngineConfig(**ENGINE), folder, mesh, dtype="float32")
     shards, parts = policy.shards(), policy.parts()
     del shards["model.layers.1.mlp.up_proj.weight"], parts["model.layers.1.mlp.up_proj.weight"]
-    Refit(RefitConfig(), shards, parts, engine, mesh)
+    Refit(RefitConfig(), shards, parts, engine)
 
 
 def test_refit_names_what_it_would_leave_unfilled(tmp_path):
@@ -203,7 +202,7 @@ def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options
         temperature=temperature,
     )
     with engine.awake(
-        Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh, check=True),
+        Refit(RefitConfig(), policy.shards(), policy.parts(), engine, check=True),
         policy.sleeper,
     ):
         trajectories = sampler.collect(prompts, range(7, 7 + len(rows)), num_samples, sampling)

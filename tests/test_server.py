@@ -564,7 +564,7 @@ def engine_program(mesh, folder):
     endpoint = Endpoint(driver, SimpleNamespace(tokenizer=tokenizer, vision=None), EndpointConfig())
     out = {}
     with engine.awake(
-        Refit(RefitConfig(), policy.shards(), policy.parts(), engine, mesh), policy.sleeper
+        Refit(RefitConfig(), policy.shards(), policy.parts(), engine), policy.sleeper
     ):
         driver.run(endpoint.start())
         out["chat"] = driver.run(agent(endpoint, sampling))

@@ -192,9 +192,10 @@ def assign(
     """
     penalties = [_kl_penalty(batch, cfg) for batch in batches]
     if cfg.advantage in TOKEN_ESTIMATORS:
-        values = []
-        for batch, penalty in zip(batches, penalties, strict=True):
-            values.append(estimator(batch, token_rewards(batch, penalty), cfg))
+        values = [
+            estimator(batch, token_rewards(batch, penalty), cfg)
+            for batch, penalty in zip(batches, penalties, strict=True)
+        ]
         if cfg.advantage in WHITENED:
             values = whiten(values, batches, sum_over_ranks, max_over_ranks)
     else:
@@ -231,9 +232,7 @@ def token_rewards(batch: Packed, penalty: Tensor) -> Tensor:
 
 def _is_last_token(sequence: Tensor) -> Tensor:
     """Return where an ascending int64 [N] of sequence numbers ends each sequence, bool [N]."""
-    is_last = torch.ones_like(sequence, dtype=torch.bool)
-    is_last[:-1] = sequence[1:] != sequence[:-1]
-    return is_last
+    return sequence.diff(append=sequence.new_tensor([-1])) != 0
 
 
 def whiten(

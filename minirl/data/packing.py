@@ -145,9 +145,8 @@ def exchange(
         [minibatch][micro-batch] -> the trajectories that this rank trains on.
     """
     # 1. All ranks make the same plan: minibatches of micro-batches.
-    headers_here = []
-    for i, t in enumerate(trajectories):
-        header = _Header(
+    headers_here = [
+        _Header(
             t.group,
             t.episode,
             t.segment,
@@ -158,7 +157,8 @@ def exchange(
             len(t.tokens),
             int(t.sampled.sum()),
         )
-        headers_here.append(header)
+        for i, t in enumerate(trajectories)
+    ]
     headers = sorted(itertools.chain.from_iterable(mesh.gather(headers_here)))
     groups = np.unique([h.group for h in headers])
     plan = []
@@ -382,9 +382,10 @@ def unpack(values: Tensor, trajectories: list[Trajectory], batch: Packed) -> lis
     """
     lengths = [len(t.tokens) for t in trajectories]
     starts = np.cumsum(lengths) - lengths
-    start_of = {}
-    for t, start in zip(trajectories, starts, strict=True):
-        start_of[t.group, t.episode, t.segment] = start
+    start_of = {
+        (t.group, t.episode, t.segment): start
+        for t, start in zip(trajectories, starts, strict=True)
+    }
     # A sequence that only fills rows has no start, and no rows in the loss.
     start_of_sequence = [start_of.get(ids, 0) for ids in batch.sequence_ids]
     start_of_row = on_device(np.repeat(start_of_sequence, batch.lengths), values.device)

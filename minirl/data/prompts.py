@@ -11,7 +11,7 @@ from minirl.data.images import Vision
 from minirl.data.order import make_order
 from minirl.data.rows import column, is_messages, is_prompt, open_rows, take, with_images
 from minirl.data.sources import Source
-from minirl.errors import UserError
+from minirl.errors import UserError, require
 from minirl.parallel.mesh import Mesh
 
 
@@ -121,11 +121,11 @@ class Prompts:
                 )
             too_long.append(number)
         dropped: set[int] = set().union(*mesh.gather(too_long))
-        if len(dropped) == len(self.rows):
-            raise UserError(
-                f"{setting}: all {len(dropped)} prompts have more than "
-                f"data.max_prompt_tokens = {limit} tokens; raise it"
-            )
+        require(
+            len(dropped) < len(self.rows),
+            f"{setting}: all {len(dropped)} prompts have more than "
+            f"data.max_prompt_tokens = {limit} tokens; raise it",
+        )
         if dropped:
             self.rows = take(self.rows, [n for n in range(len(self.rows)) if n not in dropped])
             self.order = make_order(self.rows, seed=self.seed, shuffle=self.shuffle)

@@ -122,11 +122,11 @@ def split(rows: Sequence[dict], held_out: int, seed: int) -> tuple[Sequence[dict
         text = f"{seed} {json.dumps(row.get('prompt', row))}"
         hashes.append(hashlib.sha256(text.encode()).digest())
     last = {name: number for number, name in enumerate(hashes)}
-    if held_out >= len(last):
-        raise UserError(
-            f"data.held_out = {held_out} leaves nothing of the {len(last)} distinct prompts in "
-            "data.train; lower it or set data.eval"
-        )
+    require(
+        held_out < len(last),
+        f"data.held_out = {held_out} leaves nothing of the {len(last)} distinct prompts in "
+        "data.train; lower it or set data.eval",
+    )
     chosen = dict.fromkeys(sorted(last)[:held_out])
     train = [number for number, name in enumerate(hashes) if name not in chosen]
     return take(rows, train), take(rows, [last[name] for name in chosen])

@@ -25,7 +25,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from minirl.data.chat import to_messages
 from minirl.envs.base import Env, Result, State
-from minirl.errors import UserError
+from minirl.errors import UserError, require
 
 
 def begin_session(url: str) -> ClientConnection:
@@ -129,9 +129,9 @@ class OpenEnv(Env):
         fields.pop("metadata", None)
         if not self.observation:
             return json.dumps(fields, ensure_ascii=False)
-        if self.observation not in fields:
-            raise UserError(
-                f"env.name = openenv:{self.url}: its observations have no {self.observation!r}; "
-                f"they have {', '.join(fields)}"
-            )
+        require(
+            self.observation in fields,
+            f"env.name = openenv:{self.url}: its observations have no {self.observation!r}; "
+            f"they have {', '.join(fields)}",
+        )
         return str(fields[self.observation])

@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl
 from minirl.config.lookup import find_function
 from minirl.data.sources import option
 from minirl.envs.base import Env
-from minirl.errors import UserError
+from minirl.errors import UserError, require
 
 # Shipped environments, imported when they are asked for.
 ENVS = {
@@ -48,11 +48,11 @@ def make_env(name: str) -> Callable[[], Env]:
         env = make()
     except (TypeError, ValueError) as error:
         raise UserError(f"env.name = {name}: {error}") from error
-    if not isinstance(env, Env):
-        raise UserError(
-            f"env.name = {name} makes {type(env).__name__}, which is neither an Env nor an Agent "
-            "(minirl.envs)"
-        )
+    require(
+        isinstance(env, Env),
+        f"env.name = {name} makes {type(env).__name__}, which is neither an Env nor an Agent "
+        "(minirl.envs)",
+    )
     close: Callable = env.close  # an environment may make it an ordinary function
     if not inspect.iscoroutinefunction(close):
         close()

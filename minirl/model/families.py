@@ -10,6 +10,7 @@ packed against unpacked, on two ranks, and through load and export; `tests/test_
 through the engine.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -234,9 +235,9 @@ def divided(config: PretrainedConfig) -> dict[str, int]:
     head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
     sizes = {}
     for product in ("vocab_size", *FAMILIES[config.model_type].divided):
-        sizes[product] = 1
-        for name in product.split(" * "):
-            sizes[product] *= head_dim if name == "head_dim" else getattr(text, name)
+        sizes[product] = math.prod(
+            head_dim if name == "head_dim" else getattr(text, name) for name in product.split(" * ")
+        )
     return sizes
 
 

@@ -1,5 +1,6 @@
 """FSDP2 as minirl uses it: gradients are summed, masters are float32, storages can be offloaded."""
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -103,11 +104,11 @@ def num_copies(t: Tensor) -> int:
     """Return the number of ranks that hold the same block of a tensor."""
     if not isinstance(t, DTensor):
         return 1
-    copies = 1
-    for axis, placement in enumerate(t.placements):
-        if placement.is_replicate():
-            copies *= t.device_mesh.size(axis)
-    return copies
+    return math.prod(
+        t.device_mesh.size(axis)
+        for axis, placement in enumerate(t.placements)
+        if placement.is_replicate()
+    )
 
 
 @torch.no_grad()

@@ -84,9 +84,7 @@ class Optimizer:
         """Return the local tensors of all state, also those of stored state."""
         out = []
         for part in self.parts:
-            for _, _, t in _entries(part, part.state):
-                if t.ndim:
-                    out.append(t)
+            out += [t for _, _, t in _entries(part, part.state) if t.ndim]
         for stored in self._stored.values():
             out += stored
         return out
@@ -96,10 +94,9 @@ class Optimizer:
 
         Only if they are kept, and inside `awake`.
         """
-        averages = {}
+        averages: dict[Tensor, Tensor] = {}
         for part in self.parts:
-            for p, state in part.state.items():
-                averages[p] = state["ema"]
+            averages |= {p: state["ema"] for p, state in part.state.items()}
         return averages
 
     @torch.no_grad()

@@ -61,10 +61,11 @@ def view_of(t: Any, region: Region, origin: tuple[int, ...] | None = None) -> Te
         origin: where the first element of `t` lies in the whole tensor; None: `t` is the whole.
     """
     origin = origin or (0,) * len(region.offset)
-    slices = []
-    for start, size, first in zip(*region, origin, strict=True):
-        slices.append(slice(start - first, start - first + size))
-    return t[tuple(slices)]
+    slices = tuple(
+        slice(start - first, start - first + size)
+        for start, size, first in zip(*region, origin, strict=True)
+    )
+    return t[slices]
 
 
 def split_by_size(

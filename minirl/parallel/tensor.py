@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -32,9 +32,6 @@ from torch.distributed.tensor import (
 from minirl.errors import UserError
 from minirl.parallel.fsdp import local
 from minirl.parallel.redistribute import move
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 REPLICABLE = "num_key_value_heads"  # Where they are fewer than ranks, each is on several.
 # Dimensions of hidden states [1, T, H].
@@ -302,7 +299,7 @@ class _Blocks:
         return name.rpartition(".")[0]
 
 
-def apply(model: "PreTrainedModel", tp: TensorParallel, plan: dict[str, str]) -> None:
+def apply(model: Any, tp: TensorParallel, plan: dict[str, str]) -> None:
     """Make every parameter of a causal language model a DTensor over the tensor axis.
 
     Args:

@@ -100,11 +100,11 @@ def grade(function: RewardFunction, name: str, row: dict, completion: str) -> fl
         raise UserError(
             f"reward.function = {name} raised {type(error).__name__}: {error} for {inputs}"
         ) from error
-    if not valid:
-        raise UserError(
-            f"reward.function = {name} returned {value!r} for {inputs}; "
-            "it must return one finite number"
-        )
+    require(
+        valid,
+        f"reward.function = {name} returned {value!r} for {inputs}; "
+        "it must return one finite number",
+    )
     return float(value)
 
 

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from minirl.config.shared import RewardConfig
-from minirl.errors import UserError
+from minirl.errors import UserError, require
 from minirl.rewards import RowPrompt
 
 
@@ -40,10 +40,10 @@ class RemoteReward:
         urls = [url.strip() for url in name.split(",")]
         for url in urls:
             parts = urlsplit(url)
-            if not parts.scheme.startswith("http") or not parts.hostname:
-                raise UserError(
-                    f"reward.function = {name}: {url!r} is not of the form http://host:port/path"
-                )
+            require(
+                parts.scheme.startswith("http") and parts.hostname,
+                f"reward.function = {name}: {url!r} is not of the form http://host:port/path",
+            )
         self.name = name
         self.cfg = cfg
         self.client = httpx.Client(timeout=cfg.timeout_seconds)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from minirl.errors import UserError
+from minirl.errors import require
 from minirl.policy import Policy, annotate_examples
 from minirl.types import Trajectory
 
@@ -76,15 +76,15 @@ class RewardModel:
         self.model.sleeper.wake_parameters()
         scores = self(trajectories)
         self.model.sleeper.sleep_parameters()
-        last_scores = {}
-        for t, score in zip(trajectories, scores, strict=True):  # Segments are in their order.
-            last_scores[t.group, t.episode] = score
+        last_scores = {  # Segments are in their order.
+            (t.group, t.episode): score for t, score in zip(trajectories, scores, strict=True)
+        }
         for t in trajectories:
             score = last_scores[t.group, t.episode]
-            if not math.isfinite(score):
-                raise UserError(
-                    f"reward.model = {self.model.folder} scored {score} for prompt "
-                    f"{str(t.info['prompt'])[:80]!r}, completion {t.info['completion'][:80]!r}"
-                )
+            require(
+                math.isfinite(score),
+                f"reward.model = {self.model.folder} scored {score} for prompt "
+                f"{str(t.info['prompt'])[:80]!r}, completion {t.info['completion'][:80]!r}",
+            )
             t.info.setdefault("rewards", {})["model"] = score
             t.reward += self.weight * score

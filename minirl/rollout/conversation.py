@@ -277,9 +277,16 @@ class Conversation:
             end = segment.end()
             if not end:
                 continue
+            lists = {
+                "tokens": segment.tokens,
+                "sampled": segment.sampled,
+                "logprobs": segment.logprobs,
+                "turn_rewards": segment.turn_rewards,
+                "versions": segment.versions,
+            }
             trajectories.append(
                 Trajectory(
-                    **to_arrays(vars(segment), end),
+                    **to_arrays(lists, end),
                     images=[image for image in segment.images if image.start < end],
                     info=info,
                     reward=reward,

@@ -258,7 +258,12 @@ class RolloutEngine:
         """
         kinds = self.vllm.sampling_params.RequestOutputKind
         params = self.vllm.SamplingParams(
-            **vars(sampling) | {"stop_token_ids": list(sampling.stop_token_ids)},
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             seed=seed,
             logprobs=0,
             detokenize=False,

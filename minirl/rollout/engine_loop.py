@@ -47,6 +47,7 @@ class EngineLoop:
         loop: the asyncio loop.
         version: optimizer steps that the engine's weights have seen.
         active_episodes: episodes that are at work and not waiting for a completion.
+        may_step: False: do not step the engine any more in this run.
     """
 
     def __init__(self, engine: RolloutEngine, *, repeatable: bool):
@@ -63,7 +64,7 @@ class EngineLoop:
         self.version = 0
         self.active_episodes = 0
         self._request_numbers = itertools.count()
-        self._may_step = True
+        self.may_step = True
         self._news = asyncio.Event()  # Something has changed that may allow a step.
         self._waiting: list[_Entry] = []  # Not added to the engine yet.
         self._running: dict[str, _Entry] = {}  # In the engine, by the engine's request id.
@@ -118,17 +119,13 @@ class EngineLoop:
             pass
         return None
 
-    def pause(self) -> None:
-        """Do not step the engine any more in this run."""
-        self._may_step = False
-
     def resume(self) -> None:
         """Go on with the requests that earlier runs left unfinished."""
         self._waiting = self._paused + self._waiting
         self._paused = []
 
     async def _drive(self, main: Coroutine) -> Any:
-        self._may_step = True
+        self.may_step = True
         task = asyncio.ensure_future(main)
         task.add_done_callback(lambda _: self._news.set())
         while not task.done():
@@ -138,7 +135,7 @@ class EngineLoop:
             for _ in range(8):
                 await asyncio.sleep(0)
             # What is repeatable waits for all episodes that are at work.
-            may_step = self._may_step and not (self.repeatable and self.active_episodes)
+            may_step = self.may_step and not (self.repeatable and self.active_episodes)
             if may_step and (self._waiting or self._running):
                 self._tick()
             else:

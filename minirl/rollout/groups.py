@@ -95,7 +95,7 @@ class GroupScheduler:
                 break
             await self._collect_finished(0.02)  # Not longer: other ranks may have done enough.
         else:
-            self.runner.engine_loop.pause()
+            self.runner.engine_loop.may_step = False
         while self.runner.engine_loop.active_episodes:  # An environment's step is not interrupted.
             await self._collect_finished(0.001)
         if self._error:

@@ -17,13 +17,12 @@ minirl.rollout.show FILE` prints them.
 
 import json
 from collections.abc import Iterator
-from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 
 from minirl.data.images import ImageSpan
-from minirl.errors import UserError
+from minirl.errors import UserError, require
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.conversation import to_arrays
 from minirl.types import Trajectory
@@ -51,19 +50,6 @@ def write_step(trajectories: list[Trajectory], folder: Path, step: int, mesh: Me
             file.write(json.dumps(record, default=np.ndarray.tolist) + "\n")
 
 
-def _to_trajectory(record: dict) -> Trajectory:
-    return Trajectory(
-        group=record["group"],
-        episode=record["episode"],
-        segment=record["segment"],
-        version=record["version"],
-        reward=record["reward"],
-        images=[ImageSpan(*image) for image in record["images"]],
-        info=record["info"],
-        **to_arrays(record | {"turn_rewards": record["rewards"]}),
-    )
-
-
 def read_file(path: Path) -> Iterator[Trajectory]:
     """Yield the trajectories of a file.
 
@@ -72,7 +58,17 @@ def read_file(path: Path) -> Iterator[Trajectory]:
     """
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
-            yield _to_trajectory(json.loads(line))
+            record = json.loads(line)
+            yield Trajectory(
+                group=record["group"],
+                episode=record["episode"],
+                segment=record["segment"],
+                version=record["version"],
+                reward=record["reward"],
+                images=[ImageSpan(*image) for image in record["images"]],
+                info=record["info"],
+                **to_arrays(record | {"turn_rewards": record["rewards"]}),
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path}: line {number} is not a trajectory (rollout/records.py has the form): "
@@ -87,14 +83,14 @@ def load_step(folder: Path, step: int, mesh: Mesh) -> list[Trajectory]:
         UserError: the folder has no file of this step.
     """
     files = sorted(folder.glob(f"step-{step}-rank-*.jsonl"))
-    if not files:
-        raise UserError(
-            f"rollout.replay = {folder} has no step-{step}-rank-*.jsonl; lower num_steps, or dump "
-            "more steps by rollout.dump"
-        )
+    require(
+        files,
+        f"rollout.replay = {folder} has no step-{step}-rank-*.jsonl; lower num_steps, or dump "
+        "more steps by rollout.dump",
+    )
     trajectories: list[Trajectory] = []
     for path in files:
         trajectories += read_file(path)
     groups = sorted({t.group for t in trajectories})[mesh.rank :: mesh.world_size]
     own = [t for t in trajectories if t.group in groups]
-    return sorted(own, key=attrgetter("group", "episode", "segment"))
+    return sorted(own, key=lambda t: (t.group, t.episode, t.segment))

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minirl.config.rl import RefitConfig
 from minirl.parallel.fsdp import local, local_region
-from minirl.parallel.mesh import Mesh, all_gather_single
+from minirl.parallel.mesh import all_gather_single
 from minirl.parallel.regions import CheckpointSlice, Region, intersect, split_by_size, view_of
 from minirl.rollout.engine import NamedTensors, RolloutEngine
 
@@ -120,7 +120,6 @@ class Refit:
         shards: dict[str, Tensor],
         slices: dict[str, list[CheckpointSlice]],
         engine: RolloutEngine,
-        mesh: Mesh,
         *,
         check: bool = False,
     ):
@@ -131,8 +130,7 @@ class Refit:
             shards: the trainer's weights by its names.
             slices: what each of them is in a checkpoint's files, which is what the engine's loader
                 knows.
-            engine: to fill.
-            mesh: of all ranks.
+            engine: to fill; its mesh has all ranks.
             check: compare with a full gather after each call.
 
         Raises:
@@ -143,7 +141,7 @@ class Refit:
         self.shards = shards
         self.slices = slices
         self.engine = engine
-        self.mesh = mesh
+        self.mesh = engine.mesh
         self.check = check
         self.bytes_received = 0  # By this rank in the last call.
         self.peak_bytes = 0  # Of the buffers of the last call.
@@ -152,7 +150,7 @@ class Refit:
         self.dtypes = self._wire_dtypes(recorded)
         self._buckets = self._split_into_buckets()
         # The region of each weight that each rank's shard is.
-        self._regions = mesh.gather({name: local_region(p) for name, p in shards.items()})
+        self._regions = self.mesh.gather({name: local_region(p) for name, p in shards.items()})
         self._send: Pieces[_Piece] = defaultdict(list)
         self._receive: Pieces[_Arrival] = defaultdict(list)
         self._plan(recorded)

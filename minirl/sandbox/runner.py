@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from minirl.errors import UserError
+from minirl.errors import require
 
 INSIDE = Path(__file__).with_name("inside.py")
 # What Python and compiled packages read while they start.
@@ -79,11 +79,11 @@ def run(program: str, limits: Limits) -> ProgramResult:
 def check_supported() -> None:
     """Raise UserError on a machine without Landlock or seccomp."""
     result = _run("print('kept in')", Limits(seconds=30))
-    if (result.status, result.output) != ("ok", "kept in\n"):
-        raise UserError(
-            "programs need a sandbox of Landlock and seccomp (Linux 5.13 or later on x86_64 or "
-            f"aarch64), and it did not start: {result.output[-300:]}"
-        )
+    require(
+        (result.status, result.output) == ("ok", "kept in\n"),
+        "programs need a sandbox of Landlock and seccomp (Linux 5.13 or later on x86_64 or "
+        f"aarch64), and it did not start: {result.output[-300:]}",
+    )
 
 
 def _run(program: str, limits: Limits) -> ProgramResult:
