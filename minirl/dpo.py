@@ -63,8 +63,11 @@ class Trainer(PairTrainer):
                     # The file is there in whole or not at all. The ending is what savez would add.
                     partial = cache.with_name(cache.name + ".partial.npz")
                     partial.parent.mkdir(parents=True, exist_ok=True)
-                    about = json.dumps(contents)
-                    np.savez(partial, about=about, **logprobs)  # type: ignore[arg-type]
+                    np.savez(
+                        partial,
+                        about=json.dumps(contents),
+                        **logprobs,  # type: ignore[arg-type]  # none is named allow_pickle
+                    )
                     partial.rename(cache)
             for prefix, rows in self._splits().items():
                 for row, pair in rows.encoded.items():

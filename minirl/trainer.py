@@ -170,8 +170,9 @@ class TrainingRun:
             checkpoint.export(self.policy, self.output / "model")
             if self.cfg.policy.ema_decay:
                 with self.policy.state_awake():
-                    folder = self.output / "model_ema"
-                    checkpoint.export(self.policy, folder, weights=self.policy.averages())
+                    checkpoint.export(
+                        self.policy, self.output / "model_ema", weights=self.policy.averages()
+                    )
         self.progress.add(self.timer.take())
         self.log.close()
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
