@@ -92,8 +92,8 @@ def play(program, *texts, max_model_len=4000):
     async def main():
         engine = Scripted(*texts, max_model_len=max_model_len)
         sampling = Sampling(max_tokens=3000, stop_token_ids=(engine.tokenizer.eos_token_id,))
+        engine.loop = asyncio.get_running_loop()
         endpoint = Endpoint(engine, engine.prompts, EndpointConfig())
-        await endpoint.start()
         session = endpoint.open((5, 6), sampling)
         root = session.base_url.removesuffix("/v1")
         async with (
@@ -507,15 +507,15 @@ async def until(condition):
 
 def test_the_program_keeps_its_signals_and_connections_outlast_a_pause():
     loop, engine = asyncio.new_event_loop(), Scripted("one", "two", "three")
-    endpoint = Endpoint(engine, engine.prompts, EndpointConfig())
+    engine.loop = loop
     handler = signal.getsignal(signal.SIGINT)
-    loop.run_until_complete(endpoint.start())
+    endpoint = Endpoint(engine, engine.prompts, EndpointConfig())
+    loop.run_until_complete(asyncio.sleep(0.05))
     assert signal.getsignal(signal.SIGINT) is handler
     with socket.socket() as taken, pytest.raises(UserError, match="endpoint.port = "):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        other = Endpoint(engine, engine.prompts, EndpointConfig(port=taken.getsockname()[1]))
-        loop.run_until_complete(other.start())
+        Endpoint(engine, engine.prompts, EndpointConfig(port=taken.getsockname()[1]))
     session, answers = endpoint.open((1,), Sampling(max_tokens=2, stop_token_ids=())), []
 
     def agent():
@@ -566,7 +566,6 @@ def engine_program(mesh, folder):
     with engine.awake(
         Refit(RefitConfig(), policy.shards(), policy.parts(), engine), policy.sleeper
     ):
-        driver.run(endpoint.start())
         out["chat"] = driver.run(agent(endpoint, sampling))
         out["asked"] = [(r.tokens, r.done.tokens, r.done.logprobs) for r in asked]
         sessions = [endpoint.open((7, i), sampling) for i in range(20)]

@@ -232,7 +232,7 @@ def token_rewards(batch: Packed, penalty: Tensor) -> Tensor:
 
 def _is_last_token(sequence: Tensor) -> Tensor:
     """Return where an ascending int64 [N] of sequence numbers ends each sequence, bool [N]."""
-    return sequence.diff(append=sequence.new_tensor([-1])) != 0
+    return sequence.diff(append=sequence.new_full((1,), -1)) != 0
 
 
 def whiten(

@@ -36,6 +36,7 @@ class Curriculum(Order):
         super().__init__(len(prompts.rows), seed=prompts.seed, shuffle=True)
         self.floor = floor
         self.outcomes = outcomes
+        self.first = 0  # The ticket whose row is the first of `_rows`.
         self.start(0)
 
     def start(self, ticket: int) -> None:
@@ -53,7 +54,7 @@ class Curriculum(Order):
         weights = np.maximum(4 * p * (1 - p), self.floor)
         rng = np.random.default_rng([self.seed, ticket])
         keys = rng.exponential(size=self.num_rows) / weights
-        self.first = ticket  # its row is the first of `_rows`
+        self.first = ticket
         self._rows = np.argsort(keys, kind="stable")
 
     def __getitem__(self, number: int) -> int:

@@ -65,7 +65,6 @@ class Sampler:
             from minirl.rollout.server import Endpoint  # Slow to import; only agents need it.
 
             self.endpoint = Endpoint(self.engine_loop, prompts, cfg.endpoint)
-            self.engine_loop.loop.run_until_complete(self.endpoint.start())
         self.runner = EpisodeRunner(self.engine_loop, rewards, cfg, self.endpoint)
         self.training = GroupScheduler(self.runner)
         self.counter_numbers = itertools.count()  # One for each pair of counters on the store.

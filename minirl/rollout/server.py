@@ -7,7 +7,6 @@ loop, so it stands still while the trainer trains, and clients wait: give them a
 longer than a step.
 """
 
-import asyncio
 import contextlib
 import json
 import secrets
@@ -48,7 +47,7 @@ class Endpoint:
     """An OpenAI-compatible (and Anthropic) server of this rank's engine."""
 
     def __init__(self, engine_loop: EngineLoop, prompts: Prompts, cfg: EndpointConfig):
-        """Bind the address; requests wait until `start`.
+        """Bind the address, and serve whenever the engine's loop runs.
 
         Args:
             engine_loop: Samples completions.
@@ -61,8 +60,8 @@ class Endpoint:
         self.engine_loop = engine_loop
         self.prompts = prompts
         self._sessions: dict[str, SessionState] = {}
-        self._socket = bind(cfg.host, cfg.port, "endpoint.")
-        self.base_url = f"http://{cfg.host}:{self._socket.getsockname()[1]}/v1"
+        bound_socket = bind(cfg.host, cfg.port, "endpoint.")
+        self.base_url = f"http://{cfg.host}:{bound_socket.getsockname()[1]}/v1"
         posts = [
             Route(path, self._post, methods=["POST"]) for path in (CHAT, COMPLETIONS, MESSAGES)
         ]
@@ -84,10 +83,7 @@ class Endpoint:
                 timeout_graceful_shutdown=5,
             )
         )
-
-    async def start(self) -> None:
-        """Serve in the running event loop."""
-        self._serving = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
+        self._serving = engine_loop.loop.create_task(self._server.serve([bound_socket]))
 
     async def stop(self) -> None:
         """Close the open sessions and stop serving."""
