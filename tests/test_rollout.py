@@ -26,7 +26,7 @@ from minirl.data.images import Vision, attach
 from minirl.data.packing import pack
 from minirl.data.prompts import Prompts
 from minirl.envs.registry import make_env
-from minirl.model.build import Weights
+from minirl.model.build import fill_shard, open_weights
 from minirl.model.families import FAMILIES as ALL_FAMILIES
 from minirl.policy import Policy
 from minirl.rewards.functions import make_rewards
@@ -54,10 +54,10 @@ def make_policy(folder, mesh):
 
 def overwrite(policy, folder):
     """Give the policy the weights of another checkpoint, in place, as an optimizer would."""
-    weights = Weights(folder)
+    weights = open_weights(folder)
     with torch.no_grad():
         for name, p in policy.shards().items():
-            weights.fill(p, policy.parts()[name])
+            fill_shard(p, policy.parts()[name], weights)
 
 
 def greedy(engine, vision=None, num=6, length=24):

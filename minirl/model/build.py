@@ -197,12 +197,12 @@ def load_weights(
     _init_buffers(model, device)
     for name, t in tensors(model).items():
         if name in slices:
-            _fill(t, slices[name], weights)
+            fill_shard(t, slices[name], weights)
         else:
             t.zero_()
 
 
-def _fill(t: Tensor, slices: list[CheckpointSlice], weights: dict[str, Any]) -> None:
+def fill_shard(t: Tensor, slices: list[CheckpointSlice], weights: dict[str, Any]) -> None:
     """Read this rank's shard of a parameter, in place, and only its bytes of the files."""
     shard = fsdp.local_region(t)
     for part in slices:
