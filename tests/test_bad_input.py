@@ -387,26 +387,17 @@ def test_wrong_value_of_a_flag(world):
     assert not (world / "value").exists()
 
 
-def test_wrong_flag_is_told_though_rank_0_is_late(world):
-    """torchrun ends all ranks when the first one leaves; here rank 1 finds the mistake two seconds
-    before rank 0, who is to tell it."""
+@pytest.fixture(scope="module")
+def under_torchrun(world):
+    """Two programs at once, as one of them mostly imports while the other waits."""
     (world / "late").mkdir()
     (world / "late" / "sitecustomize.py").write_text(
         "import os, time\ntime.sleep(2 * (os.environ.get('RANK') == '0'))\n"
     )
     flags = ["--config", QUICKSTART, "--output", world / "flag", "--rollout.max-tokenz", "8"]
-    ended = torchrun(
-        "minirl.rl", flags, world / "log" / "flag", env={"PYTHONPATH": str(world / "late")}
-    ).end(90)
-    assert ended.code != 0
-    assert ended.err.count("Unrecognized options: --rollout.max-tokenz, 8") == 1, ended.err
-    assert "exitcode  : 2" in ended.err and PACKAGE not in ended.err
-    assert not (world / "flag").exists()
+    late = {"PYTHONPATH": str(world / "late")}
+    wrong_flag = torchrun("minirl.rl", flags, world / "log" / "flag", env=late)
 
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks with a CPU engine each")
-def test_reward_that_fails_on_one_rank_ends_all(world):
-    """Rank 0 is waiting for rank 1 when that fails; its own loss of rank 1 is not worth a word."""
     (world / "one_rank.py").write_text(
         "import os, time\n\ndef grade(prompt, completion, row):\n    if os.environ['RANK'] == "
         "'1':\n"
@@ -423,9 +414,27 @@ def test_reward_that_fails_on_one_rank_ends_all(world):
         "--reward.function",
         f"{world}/one_rank.py:grade",
     ]
-    run = torchrun("minirl.rl", flags, world / "log" / "one_rank")
-    run.wait_for((world / "one_rank" / "metrics.jsonl").exists, 120)
-    ended = run.end(60)
+    failing_reward = torchrun("minirl.rl", flags, world / "log" / "one_rank")
+    yield {"wrong flag": wrong_flag, "failing reward": failing_reward}
+    for running in (wrong_flag, failing_reward):
+        running.end(0)
+
+
+def test_wrong_flag_is_told_though_rank_0_is_late(world, under_torchrun):
+    """torchrun ends all ranks when the first one leaves; here rank 1 finds the mistake two seconds
+    before rank 0, who is to tell it."""
+    ended = under_torchrun["wrong flag"].end(90)
+    assert ended.code != 0
+    assert ended.err.count("Unrecognized options: --rollout.max-tokenz, 8") == 1, ended.err
+    assert "exitcode  : 2" in ended.err and PACKAGE not in ended.err
+    assert not (world / "flag").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks with a CPU engine each")
+def test_reward_that_fails_on_one_rank_ends_all(world, under_torchrun):
+    """Rank 0 is waiting for rank 1 when that fails; its own loss of rank 1 is not worth a word."""
+    ended = under_torchrun["failing reward"].end(180)
+    assert (world / "one_rank" / "metrics.jsonl").exists()  # it was under way
     assert ended.code == 1  # torchrun's own; the rank's is 2
     assert len(ended.errors()) == 1, ended.err
     assert (

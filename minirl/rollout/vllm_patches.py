@@ -53,8 +53,12 @@ def patch_cpu(mesh: Mesh) -> None:
     _patch_cpu_experts()
     _patch_shared_memory(mesh)
 
+    from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
+    # To look at a model's class, vLLM starts another Python on every rank, so that no import begins
+    # CUDA in this one. There is none here, and those imports take ten seconds.
+    registry._run_in_subprocess = lambda inspect: inspect()
     # Otherwise the first generation waits for a C++ compiler.
     type(current_platform).simple_compile_backend = "eager"
     # vLLM looks for kernels in the `__dict__` of everything loaded; of llvmlite's library that
