@@ -1,8 +1,8 @@
 """The forkserver's imports, before it forks ranks: everything that an engine or a program imports
 late, which would take seconds in each of them.
 
-All objects are then frozen. Garbage collections, of which vLLM makes several when it starts, walk
-through a rank's own objects only, and copy no memory of the forkserver's."""
+All objects are then frozen. Garbage collections, of which vLLM makes several when an engine starts
+and ends, walk through a rank's own objects only, and copy no memory of the forkserver's."""
 
 import atexit
 import contextlib
@@ -64,7 +64,13 @@ for name in MODULES:
 if on_cpu:
     # imports dynamo's parts; on a GPU it would start CUDA, which no fork survives
     torch.compile(torch.sin, backend="eager")(torch.ones(1))
+    # looks through all modules, most of an engine's start; a fork finds it done. vLLM 0.26 has none
+    with contextlib.suppress(AttributeError):
+        current_platform.register_triton_kernel_overrides()
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 gc.collect()
 gc.freeze()
+# For good: an engine that ends would thaw them, and look through all of them twice.
+gc.unfreeze = lambda: None
 # In the forkserver alone: the libraries that find what it leaks would fill the screen.
 atexit.register(os._exit, 0)
