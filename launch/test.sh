@@ -2,4 +2,5 @@
 # Runs the tests in .venv, which it makes if it is missing. Arguments go to pytest:
 #   bash launch/test.sh tests/test_algo.py -k ppo
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
-exec .venv/bin/python -m pytest "$@"
+# The tests of a file stay in one process, and share what its fixtures have computed.
+exec .venv/bin/python -m pytest -n auto --dist loadfile "$@"

@@ -11,3 +11,11 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
 )
+
+
+def pytest_xdist_auto_num_workers(config) -> int:
+    """How many processes `-n auto` runs tests in. Most tests keep one core busy, some two. What
+    needs a GPU needs all of its memory."""
+    if config.option.markexpr == "gpu":
+        return 0
+    return min(4, len(os.sched_getaffinity(0)))
