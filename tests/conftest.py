@@ -2,6 +2,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.update(
     OMP_NUM_THREADS="1",
@@ -13,6 +15,7 @@ os.environ.update(
 )
 
 
+@pytest.hookimpl(optionalhook=True)  # of a plugin that may not be installed
 def pytest_xdist_auto_num_workers(config) -> int:
     """How many processes `-n auto` runs tests in. Most tests keep one core busy, some two. What
     needs a GPU needs all of its memory."""
