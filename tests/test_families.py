@@ -9,6 +9,7 @@ import re
 import shutil
 import traceback
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from minirl.data import images
 from minirl.data.images import ImageSpan
 from minirl.data.packing import pack
 from minirl.errors import UserError
-from minirl.model import experts, families
+from minirl.model import experts, families, fused
 from minirl.model.families import FAMILIES
 from minirl.parallel import tensor
 from minirl.policy import Policy
@@ -128,28 +129,33 @@ def batch_of(policy):
 
 def differences(mesh, folder, sequence, dtype="float64"):
     """Worst log-prob or entropy, worst gradient relative to its parameter's largest, and that
-    parameter."""
-    policy = Policy(
-        PolicyConfig(dtype=dtype, activation_checkpointing=sequence),
-        folder,
-        mesh,
-        sequence_parallel=sequence,
-    )
-    batch, weights, rows = batch_of(policy)
-    values = torch.stack(policy.model(batch, True))
-    (values * weights).sum().div(
-        mesh.data_size
-    ).backward()  # all ranks have the same batch, and gradients are summed
-    kind = AutoModelForImageTextToText if policy.vision else AutoModelForCausalLM
+    parameter. With `sequence` the model has fused kernels (their formulas, on CPU)."""
+    # Before the policy is built: fused rotary positions are those of the library's models, too.
+    reads_images = families.reads_images(AutoConfig.from_pretrained(folder))
+    vision = images.Vision(folder) if reads_images else None
+    kind = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
     oracle = kind.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     wanted, grads = hugging_face(
         oracle,
-        sequences(policy.vision),
+        sequences(vision),
         0.8,
-        policy.vision and functools.partial(for_hugging_face, policy.vision),
+        vision and functools.partial(for_hugging_face, vision),
     )
+
+    with mock.patch.object(fused, "choose", lambda *_: fused.LIGER if sequence else None):
+        policy = Policy(
+            PolicyConfig(dtype=dtype, activation_checkpointing="selective" if sequence else "off"),
+            folder,
+            mesh,
+            sequence_parallel=sequence,
+        )
+    batch, weights, rows = batch_of(policy)
+    values = torch.stack(policy.model(batch, True))
+    (values * weights).sum().div(
+        mesh.data_size
+    ).backward()  # all ranks have the same batch, and gradients are summed
     wanted = torch.tensor(
         [wanted[t.group, t.episode, i - 1] for _, t, i in rows], dtype=torch.float64
     ).t()

@@ -335,7 +335,7 @@ def compare(mesh, folder):
                 norm.forward = exact_norm  # of the packed model, too
         for shared in (True, False):
             expected, wanted = hugging_face(oracle, model_batch(shared), 0.8)
-            for checkpointing in (False, True):
+            for checkpointing in ("off", "selective", "full"):
                 policy = Policy(
                     PolicyConfig(
                         model=str(folder), dtype=dtype, activation_checkpointing=checkpointing
@@ -367,7 +367,7 @@ def test_packed_forward_and_gradients_equal_hugging_face(tmp_path, name):
     family, config = MODELS[name]
     folder = tiny.make(tmp_path / "model", family, **config)
     (results,) = ranks(1, compare, folder)
-    assert len(results) == 8
+    assert len(results) == 12
     for how, (logprobs, entropy, gradient, parameter) in results.items():
         value_tolerance, gradient_tolerance = TOLERANCES[how[0]]
         assert logprobs < value_tolerance, how

@@ -36,6 +36,15 @@ class ExpertNames(NamedTuple):
     down: str
 
 
+class Fused(NamedTuple):
+    """What model/fused.py may take the place of; see `install` there."""
+
+    # Of RMSNorm: what is added to the weight, and whether the product is rounded, not its factor.
+    norm_offset: float = 0.0
+    norm_wide: bool = False
+    rotary: bool = True  # `apply_rotary_pos_emb` turns halves, and all of them.
+
+
 class Family(NamedTuple):
     """What minirl has to know of a model family beyond its config."""
 
@@ -53,6 +62,7 @@ class Family(NamedTuple):
     engine_on_cpu: bool = True
     # Beginnings of the model's names -> what the files have instead.
     files: dict[str, str] = {}
+    fused: Fused = Fused()
 
 
 _MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
@@ -73,9 +83,14 @@ _QWEN3_VL = {
     "model.language_model.layers.*.mlp.down_proj": "rowwise",
 }
 _DENSE = Family()
-_GEMMA = Family(head=lambda config: (1.0, config.final_logit_softcapping))
-_COHERE = Family(head=lambda config: (config.logit_scale, None))
+_PARTIAL = Fused(rotary=False)  # Turns a part of each head, or other pairs than halves.
+_GEMMA = Family(
+    head=lambda config: (1.0, config.final_logit_softcapping),
+    fused=Fused(norm_offset=1.0, norm_wide=True),
+)
+_COHERE = Family(head=lambda config: (config.logit_scale, None), fused=_PARTIAL)
 _BY_FEATURES = Family(divided=(*FEATURES, "intermediate_size"))
+_OLMO = _BY_FEATURES._replace(fused=Fused(norm_wide=True))
 _DEEPSEEK = Family(
     divided=(*DENSE, "n_routed_experts", "n_shared_experts * moe_intermediate_size"),
     experts=_EXPERTS,
@@ -88,17 +103,17 @@ FAMILIES = {
     "qwen2": _DENSE,
     "qwen3": _DENSE,
     "smollm3": _DENSE,
-    "gemma": _DENSE,
-    "glm": _DENSE,
-    "glm4": _DENSE,
+    "gemma": _DENSE._replace(fused=_GEMMA.fused),
+    "glm": _DENSE._replace(fused=_PARTIAL),
+    "glm4": _DENSE._replace(fused=_PARTIAL),
     "seed_oss": _DENSE,
     "exaone4": _DENSE,
-    "ernie4_5": _DENSE,
+    "ernie4_5": _DENSE._replace(fused=_PARTIAL),
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
-    "phi3": _BY_FEATURES,
-    "olmo2": _BY_FEATURES,
-    "olmo3": _BY_FEATURES,
+    "phi3": _BY_FEATURES._replace(fused=_PARTIAL),
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
     "granite": Family(head=lambda config: (1 / config.logits_scaling, None)),
     "cohere": _COHERE,
     "cohere2": _COHERE._replace(engine_window_differs=True),
@@ -110,13 +125,16 @@ FAMILIES = {
     ),
     "qwen3_moe": Family(divided=(*HEADS, "num_experts"), experts=_EXPERTS),
     "olmoe": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS),
-    "glm4_moe": _DEEPSEEK,
+    "glm4_moe": _DEEPSEEK._replace(fused=_PARTIAL),
     "dots1": _DEEPSEEK,
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
     "qwen3_vl": Family(plan=_QWEN3_VL),
     "minimax_m2": Family(
-        divided=(*FEATURES, "num_local_experts"), experts=_MIXTRAL, engine_on_cpu=False
+        divided=(*FEATURES, "num_local_experts"),
+        experts=_MIXTRAL,
+        engine_on_cpu=False,
+        fused=_PARTIAL,
     ),
 }
 

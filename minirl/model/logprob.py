@@ -135,6 +135,7 @@ class _LogprobEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=log_sum.dtype)
         for start in reversed(range(0, len(hidden), ctx.chunk)):
             rows = slice(start, start + ctx.chunk)
+            z = p = grad = None  # frees one chunk before the next is computed
             if ctx.last_chunk is None:
                 z = _logits(hidden[rows], weight, ctx.temperature, ctx.softcap)
                 p = (z - log_sum[rows, None]).exp_()
@@ -151,6 +152,7 @@ class _LogprobEntropy(torch.autograd.Function):
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[rows])
             _add_product(grad_weight, grad.t(), hidden[rows])
+        z = p = grad = None
         if ctx.group is not None:
             dist.all_reduce(grad_hidden, group=ctx.group)
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None

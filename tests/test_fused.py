@@ -1,0 +1,121 @@
+"""Fused norms, activations and rotary positions: their backward formulas, and where they are put.
+
+That every family is the same with them is shown in test_families.py (under sequence parallelism),
+that liger's kernels compute the formulas in test_gpu.py.
+"""
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import tiny
+from harness import ranks
+from minirl.config.shared import PolicyConfig
+from minirl.errors import UserError
+from minirl.model import fused
+from minirl.policy import Policy
+from test_families import batch_of
+
+CPU = torch.device("cpu")
+
+
+def randn(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+CASES = {
+    "llama's norm": (
+        fused.LIGER.rms_norm,
+        fused.rms_norm_formula,
+        [(2, 5, 8), (8,)],
+        (1e-6, 0.0, False),
+    ),
+    "gemma's norm": (
+        fused.LIGER.rms_norm,
+        fused.rms_norm_formula,
+        [(2, 5, 8), (8,)],
+        (1e-6, 1.0, True),
+    ),
+    "silu": (fused.LIGER.gated, fused.gated_formula, [(7, 6), (7, 6)], ("silu",)),
+    "gelu": (fused.LIGER.gated, fused.gated_formula, [(7, 6), (7, 6)], ("gelu",)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_backward_by_hand_is_that_of_autograd(name):
+    torch.manual_seed(0)
+    function, formula, shapes, rest = CASES[name]
+    assert_same(function, formula, [randn(*shape) for shape in shapes], *rest)
+
+
+def test_rotation_is_turned_back():
+    torch.manual_seed(0)
+    angles = torch.randn(1, 5, 4, dtype=torch.float64).repeat(1, 1, 2)
+    query = randn(1, 5, 3, 8).transpose(1, 2)  # as the library's layers lay it out
+    key = randn(1, 5, 2, 8).transpose(1, 2)
+    assert_same(fused.LIGER.rotate, fused.rotate_formula, [query, key], angles.cos(), angles.sin())
+
+
+def assert_same(function, formula, inputs, *rest):
+    wanted = tree_leaves(formula(*inputs, *rest))
+    directions = [torch.randn_like(want) for want in wanted]
+    gradients = torch.autograd.grad(wanted, inputs, directions)
+    # Last, because the backward of a gate writes over its inputs.
+    outs = tree_leaves(function(*inputs, *rest))
+    torch.testing.assert_close(outs, wanted, rtol=1e-13, atol=1e-13)
+    ours = torch.autograd.grad(outs, inputs, directions)
+    torch.testing.assert_close(ours, gradients, rtol=1e-12, atol=1e-13)
+
+
+def count_calls(mesh, folder):
+    calls = dict.fromkeys(fused.Kernels._fields, 0)
+
+    def counted(name):
+        def call(*args):
+            calls[name] += 1
+            return getattr(fused.FORMULAS, name)(*args)
+
+        return call
+
+    kernels = fused.Kernels(*map(counted, fused.Kernels._fields))
+    fused.choose = lambda *_: kernels
+    policy = Policy(PolicyConfig(dtype="float32"), folder, mesh)
+    policy.model(batch_of(policy)[0])
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("family", "norms", "gated", "rotations"),
+    [
+        ("llama", 5, 2, 2),
+        ("qwen3", 9, 2, 2),  # each layer has two more, of queries and keys
+        ("gemma2", 9, 2, 2),
+        ("cohere", 0, 2, 0),  # its norms take the mean away, its rotations turn pairs
+        ("glm4", 9, 0, 0),  # a single matrix for gate and up
+        ("qwen3_moe", 9, 0, 2),
+        ("glm4_moe", 9, 2, 0),  # one dense layer, and a shared expert in the other
+    ],
+)
+def test_what_is_replaced(tmp_path, family, norms, gated, rotations):
+    tiny.make(tmp_path, family)
+    (calls,) = ranks(1, count_calls, tmp_path)
+    assert calls == {"rms_norm": norms, "gated": gated, "rotate": rotations}
+
+
+def test_liger_is_refused_without_a_gpu_and_auto_does_without_it():
+    assert fused.choose("auto", CPU) is fused.choose("torch", CPU) is None
+    with pytest.raises(UserError, match="policy.kernels = liger needs a GPU and the package liger"):
+        fused.choose("liger", CPU)
+
+
+def test_compiled_formulas_are_the_formulas():
+    x = torch.randn(3, 8)
+    compiled = fused.choose("compile", CPU)
+    weight = torch.randn(8)
+    torch.testing.assert_close(
+        compiled.rms_norm(x, weight, 1e-6, 0.0, False),
+        fused.rms_norm_formula(x, weight, 1e-6, 0.0, False),
+    )
+    torch.testing.assert_close(
+        compiled.gated(x, x + 1, "silu"), fused.gated_formula(x, x + 1, "silu")
+    )
