@@ -1,23 +1,53 @@
 """What only a CUDA device can show: `launch/test.sh -m gpu`. Skipped elsewhere."""
 
+import functools
+import time
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import test_fused
 import tiny
+from minirl.config.shared import PolicyConfig
 from minirl.data.blocks import Layout
 from minirl.data.packing import pack
-from minirl.model import experts, kernels
+from minirl.log import Timer
+from minirl.model import build, experts, flash, flash_package, fused, kernels
 from minirl.model.attention import Attention, attend, packed_attention
-from minirl.model.kernels import Options
-from minirl.parallel.mesh import Context
+from minirl.model.attention_blocks import Options
+from minirl.parallel.mesh import Context, join_world, make_mesh
+from minirl.parallel.offload import HostMemory, Sleeper
+from minirl.policy import Policy
 from minirl.types import Trajectory
 from test_families import mixture_inputs
+from test_packing import groups
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+
+
+needs_flash2 = pytest.mark.skipif(
+    torch.cuda.is_available() and flash_package.flash2() is None, reason="no flash-attn"
+)
+needs_liger = pytest.mark.skipif(not fused.has_liger(), reason="no liger-kernel")
+
+
+def assert_close(got, wanted, share):
+    """No element differs by more than this share of the largest."""
+    for x, y in zip(tree_leaves(got), tree_leaves(wanted), strict=True):
+        assert x.shape == y.shape
+        assert (x.float() - y).abs().max() < share * y.abs().max()
+
+
+def own_mesh():
+    if torch.distributed.is_initialized():
+        return make_mesh(torch.device("cuda", 0))
+    return join_world()
 
 
 def siblings(seed=0):
@@ -39,23 +69,73 @@ def siblings(seed=0):
     return out
 
 
-@pytest.mark.parametrize("window", [None, 24])
-def test_flash_attention_over_shared_prompts_equals_the_formula_in_float32(window):
+def attend_and_back(dtype, window=None, softcap=None, head_dim=64):
+    """The output of a layer and the gradients; in float32, which no kernel there takes, by the
+    formula."""
     device = torch.device("cuda")
     batch = pack(siblings(), device, layout=Layout(windowed=window is not None))
     torch.manual_seed(0)
-    inputs = [torch.randn(1, heads, len(batch.inputs), 64, device=device) for heads in (8, 2, 2)]
-    grad = torch.randn(1, len(batch.inputs), 8, 64, device=device)
+    shapes = [(1, heads, len(batch.inputs), head_dim) for heads in (8, 2, 2)]
+    leaves = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
+    grad = torch.randn(1, len(batch.inputs), 8, head_dim, device=device).to(dtype)
+    options = {"pack": batch, "scaling": 0.125, "sliding_window": window, "softcap": softcap}
+    out, _ = packed_attention(torch.nn.Identity(), *leaves, None, **options)
+    gradients = torch.autograd.grad(out, leaves, grad)
+    by_formula = any("padded" in vars(block) for block in batch.blocks)
+    assert by_formula == (dtype == torch.float32) or window
+    return out, *gradients
 
-    def run(dtype):  # float32 is what no kernel there takes
-        leaves = [x.to(dtype).requires_grad_() for x in inputs]
-        out, _ = packed_attention(
-            torch.nn.Identity(), *leaves, None, pack=batch, scaling=0.125, sliding_window=window
-        )
-        return out, *torch.autograd.grad(out, leaves, grad.to(dtype))
 
-    for flash, exact in zip(run(torch.bfloat16), run(torch.float32), strict=True):
-        assert (flash.float() - exact).abs().max() < 0.02 * exact.abs().max()
+@pytest.mark.parametrize("window", [None, 24])
+def test_flash_attention_over_shared_prompts_equals_the_formula_in_float32(window):
+    """On Hopper that is FlashAttention-3, if it is installed."""
+    exact = attend_and_back(torch.float32, window)
+    assert_close(attend_and_back(torch.bfloat16, window), exact, 0.02)
+
+
+@needs_flash2
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("window", [None, 24])
+def test_softcaps_by_flash_attn_equal_the_formula_in_float32(window, head_dim):
+    exact = attend_and_back(torch.float32, window, 2.0, head_dim)
+    assert_close(attend_and_back(torch.bfloat16, window, 2.0, head_dim), exact, 0.02)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("softcap", [None, pytest.param(2.0, marks=needs_flash2)])
+def test_deterministic_gradients_are_the_same_each_time(softcap, head_dim):
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = attend_and_back(torch.bfloat16, None, softcap, head_dim)
+        for _ in range(5):
+            again = attend_and_back(torch.bfloat16, None, softcap, head_dim)
+            assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("context", [Context(None, 0, 2, ring=True), Context(None, 1, 2)])
+def test_pairs_of_one_query_equal_the_formula_in_float32(context):
+    """Where FlashAttention-2 has a path for decoding (`flash._longest`)."""
+    device = torch.device("cuda")
+    blocks = pack(groups([(2, [2]), (1, [3])]), device, layout=Layout(context=context)).blocks
+    singles = [b for b in blocks if b.longest[0] == 1 and not b.causal]
+    assert singles
+    torch.manual_seed(0)
+    for block in singles:
+        inputs = [torch.randn(20, heads, 64, device=device) for heads in (8, 2, 2)]
+        dout, out, lse = (torch.randn(20, 8, *rest, device=device) for rest in ((64,), (64,), ()))
+
+        def run(dtype, block=block, inputs=inputs, whole=(dout, out, lse)):
+            q, k, v = (x.to(dtype) for x in inputs)
+            gradients = [torch.zeros_like(x) for x in inputs]
+            results = kernels.forward(q, k, v, block, Options(0.125))
+            dout, out = (x.to(dtype) for x in whole[:2])
+            kernels.backward(gradients, dout, q, k, v, out, whole[2], block, Options(0.125))
+            return results, gradients
+
+        assert flash.can(inputs[0].bfloat16(), Options(0.125))
+        assert_close(run(torch.bfloat16), run(torch.float32), 0.02)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -131,21 +211,18 @@ def test_sleep_refit_and_logprobs(tmp_path):
         EngineConfig,
         EnvConfig,
         EvaluateConfig,
-        PolicyConfig,
         RewardConfig,
     )
     from minirl.data import chat
     from minirl.data.prompts import Prompts
     from minirl.envs.registry import make_env
-    from minirl.parallel.mesh import join_world
-    from minirl.policy import Policy
     from minirl.rewards.functions import make_rewards
     from minirl.rollout.engine import RolloutEngine, Sampling
     from minirl.rollout.refit import Refit
     from minirl.rollout.sampler import Sampler
 
     folder = tiny.make(tmp_path / "model", hidden_size=256, head_dim=64, dtype=torch.bfloat16)
-    mesh = join_world()
+    mesh = own_mesh()
     policy = Policy(PolicyConfig(dtype="bfloat16"), folder, mesh)
     cfg = EngineConfig(max_model_len=128, gpu_memory_utilization=0.3)
     engine = RolloutEngine(cfg, folder, mesh, dtype="bfloat16")
@@ -196,13 +273,10 @@ def test_state_at_rest_sleep_and_offload_train_alike(tmp_path, settings):
     awake."""
     from minirl import checkpoint
     from minirl.algo import losses
-    from minirl.config.shared import CheckpointConfig, PolicyConfig
-    from minirl.parallel.mesh import join_world, make_mesh
-    from minirl.policy import Policy
+    from minirl.config.shared import CheckpointConfig
 
     folder = tiny.make(tmp_path / "model", hidden_size=256, head_dim=64)
-    device = torch.device("cuda", 0)
-    mesh = make_mesh(device) if torch.distributed.is_initialized() else join_world()
+    mesh = own_mesh()
     tokens = np.random.default_rng(0).integers(5, 200, 100).astype(np.int32)
     batch = pack(
         [
@@ -213,7 +287,7 @@ def test_state_at_rest_sleep_and_offload_train_alike(tmp_path, settings):
                 group=0,
             )
         ],
-        device,
+        mesh.device,
     )
     history = []
     for given in ({"optimizer": settings.get("optimizer", "adamw")}, settings):
@@ -243,3 +317,143 @@ def test_grouped_experts_equal_one_at_a_time_in_float32():
         results.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
     for grouped, exact in zip(*results, strict=True):
         assert (grouped.float() - exact).abs().max() < 0.04 * exact.abs().max()
+
+
+# --------------------------------------------------------------------------------------------------
+# fused kernels
+
+
+def fused_inputs(name):
+    """(function, formula, inputs in bfloat16, other arguments) of one of liger's kernels."""
+    torch.manual_seed(0)
+    if name == "rotation":
+        angles = torch.randn(1, 70, 32, device="cuda").repeat(1, 1, 2)
+        query, key = (torch.randn(1, 70, heads, 64, device="cuda") for heads in (8, 2))
+        inputs = [query.transpose(1, 2), key.transpose(1, 2)]  # as the library lays them out
+        return fused.LIGER.rotate, fused.rotate_formula, inputs, (angles.cos(), angles.sin())
+    function, formula, shapes, rest = test_fused.CASES[name]
+    wider = [(*shape[:-1], 384) for shape in shapes]
+    return function, formula, [torch.randn(shape, device="cuda") for shape in wider], rest
+
+
+@needs_liger
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("name", [*test_fused.CASES, "rotation"])
+def test_liger_kernels_equal_the_formulas_in_float32(name, selective):
+    """Selective checkpointing computes them a second time in backward."""
+    function, formula, inputs, rest = fused_inputs(name)
+    inputs = [x.bfloat16() for x in inputs]
+    rest = tree_map(lambda x: x.bfloat16() if isinstance(x, torch.Tensor) else x, rest)
+    exact_rest = tree_map(lambda x: x.float() if isinstance(x, torch.Tensor) else x, rest)
+    leaves = [x.float().requires_grad_() for x in inputs]
+    exact = tree_leaves(formula(*leaves, *exact_rest))
+    directions = [torch.randn_like(x).bfloat16() for x in exact]
+    wanted = torch.autograd.grad(exact, leaves, [x.float() for x in directions])
+
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    # From a product and into one, as in a model: a gate's backward writes over its inputs.
+    if selective:
+        keep = functools.partial(create_selective_checkpoint_contexts, build.KEPT)
+        call = functools.partial(checkpoint, use_reentrant=False, context_fn=keep)
+        outs = tree_leaves(call(lambda *x: function(*(t * 1 for t in x), *rest), *leaves))
+    else:
+        outs = tree_leaves(function(*(x * 1 for x in leaves), *rest))
+    assert all(x.dtype == torch.bfloat16 for x in outs)
+    assert_close(outs, exact, 0.02)
+    assert_close(torch.autograd.grad(outs, leaves, directions), wanted, 0.03)
+
+
+@needs_liger
+@pytest.mark.parametrize("checkpointing", ["off", "selective", "full"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_a_model_trains_alike_by_liger_and_by_the_library(tmp_path, family, checkpointing):
+    from minirl.algo import losses
+
+    folder = tiny.make(tmp_path / "model", family)
+    mesh = own_mesh()
+    history = []
+    for given in ("torch", "liger"):
+        cfg = PolicyConfig(kernels=given, activation_checkpointing=checkpointing)
+        policy = Policy(cfg, folder, mesh)
+        batch = pack(siblings(), mesh.device, layout=policy.layout)
+        history.append([policy.update([batch], losses.sft(), lr=1e-3)["loss"] for _ in range(3)])
+    assert history[0][2] < history[0][0] and history[1] == pytest.approx(history[0], rel=0.02)
+
+
+# --------------------------------------------------------------------------------------------------
+# memory and time
+
+
+def test_host_memory_is_pinned_and_gives_back_what_it_got():
+    device = torch.device("cuda")
+    memory = HostMemory()
+    tensors = [torch.randn(size, device=device) for size in (3, 2**20 + 5, 77)]
+    tensors.append(torch.arange(9, device=device, dtype=torch.uint8))
+    wanted = [t.clone() for t in tensors]
+    for _ in range(2):
+        before = torch.cuda.memory_allocated(device)
+        for name, t in enumerate(tensors):
+            memory.keep(name, t)
+        num_bytes = memory.num_bytes
+        torch.cuda.synchronize()
+        for t in tensors:
+            t.untyped_storage().resize_(0)
+        assert torch.cuda.memory_allocated(device) <= before - 4 * 2**20
+        for name, t in enumerate(tensors):
+            memory.bring_back(name, t)
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for x, y in zip(tensors, wanted, strict=True))
+    assert memory.num_bytes == num_bytes  # The second time it makes none.
+    assert all(chunk.is_pinned() for chunk in memory._chunks)
+
+
+def test_what_sleeps_leaves_the_device():
+    model = torch.nn.Linear(2048, 2048, device="cuda")
+    state = [torch.randn(2048, 2048, device="cuda")]
+    view = model.weight.view(-1)
+    wanted = model.weight.detach().clone(), state[0].clone()
+    sleeper = Sleeper(model, lambda: state)
+    torch.cuda.synchronize()
+    awake = torch.cuda.memory_allocated()
+    sleeper.sleep()
+    assert torch.cuda.memory_allocated() <= awake - 2 * 2048 * 2048 * 4
+    assert sleeper.host_bytes >= 2 * 2048 * 2048 * 4
+    sleeper.wake_parameters()
+    sleeper.wake_optimizer()
+    sleeper.wake_optimizer()  # which is awake
+    assert torch.equal(model.weight, wanted[0]) and torch.equal(state[0], wanted[1])
+    assert torch.equal(view, wanted[0].view(-1))
+
+
+def test_the_timer_counts_the_device_without_waiting_for_it():
+    timer = Timer(torch.device("cuda"))
+    cycles = 200_000_000  # about a tenth of a second
+    torch.cuda._sleep(1000)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    with timer.phase("outer"):
+        torch.cuda._sleep(cycles)
+        with timer.phase("inner"):
+            torch.cuda._sleep(3 * cycles)
+    on_host = time.perf_counter() - began
+    seconds = timer.take()
+    assert seconds["inner"] == pytest.approx(3 * seconds["outer"], rel=0.2)
+    assert on_host < 0.2 * seconds["outer"]
+    assert timer.take().keys() <= {"outer", "inner"} and not sum(timer.take().values())
+
+
+def test_the_memory_of_each_phase_is_noted():
+    timer = Timer(torch.device("cuda"))
+    start = torch.cuda.memory_allocated()
+    gib = 2**30
+    with timer.phase("large"):
+        torch.empty(gib, dtype=torch.uint8, device="cuda")
+    with timer.phase("small"):
+        torch.empty(gib // 4, dtype=torch.uint8, device="cuda")
+    timer.note_device("now")
+    memory = timer.take_memory()
+    assert memory["large_allocated"] == pytest.approx(start / gib + 1, abs=0.01)
+    assert memory["small_allocated"] == pytest.approx(start / gib + 0.25, abs=0.01)
+    assert memory["large_reserved"] >= memory["large_allocated"]
+    assert memory["now"] >= memory["small_reserved"]
+    assert timer.take_memory() == {}

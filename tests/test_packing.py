@@ -253,12 +253,13 @@ def test_rectangles_hold_the_pairs_of_their_block(whole, layout):
     batch = pack(whole, CPU, layout=layout)
     for block in (*batch.blocks, batch.windowed_block):
         expected = sorted(pairs(block, len(batch.inputs)))
-        flat = torch.cat([r.queries.rows.flatten() for r in block.rectangles])
-        assert (flat if block.places is None else flat[block.places]).tolist() == (
+        flat = torch.cat([r.queries.rows.flatten() for r in block.padded.rectangles])
+        places = block.padded.places
+        assert (flat if places is None else flat[places]).tolist() == (
             list(range(len(batch.inputs))) if block.rows is None else block.rows.tolist()
         )
         got = []
-        for r in block.rectangles:
+        for r in block.padded.rectangles:
             everything = (
                 torch.arange(r.queries.rows.shape[1])[None]
                 if block.causal

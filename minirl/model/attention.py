@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from minirl.model import kernels, ring_package
-from minirl.model.attention_blocks import Block
-from minirl.model.kernels import Options
+from minirl.model import flash, kernels, ring_package
+from minirl.model.attention_blocks import Block, Options
 from minirl.parallel.context import RingTransfer, gather_keys
 from minirl.parallel.mesh import Context
 from minirl.types import Packed
@@ -88,7 +87,7 @@ def packed_attention(
     ring = context if context and context.ring and not window else None
     if context and not ring:
         k, v = gather_keys(k, v, context)
-    if ring and kernels.flash_can(q, options) and ring_package.kernel():
+    if ring and not softcap and flash.can(q, options) and ring_package.kernel():
         out = ring_package.ring(q, k, v, blocks[0], scale, ring)
     else:
         out = Attention.apply(q, k, v, blocks, options, ring)
@@ -123,12 +122,16 @@ def attend(q: Tensor, steps: Steps, options: Options) -> tuple[Tensor, Tensor]:
         The output [T, H, D], and the log-sum-exp [T, H] of the scores.
     """
     block, k, v = next(steps)
-    out, lse = kernels.forward(q, k, v, block, options)
+    first_out, first_lse = kernels.forward(q, k, v, block, options)
+    out = first_out
+    lse = first_lse
     for block, k, v in steps:
         rows = block.rows
         assert rows is not None  # only the first block has all rows
         part, part_lse = kernels.forward(q, k, v, block, options)
-        out = out.to(torch.promote_types(out.dtype, torch.float32))
+        if out is first_out:  # which selective checkpointing keeps, so it must not change
+            out = out.to(torch.promote_types(out.dtype, torch.float32), copy=True)
+            lse = lse.clone()
         before = lse.index_select(0, rows)
         total = torch.logaddexp(before, part_lse)
         kept_share = (before - total).exp_()[..., None]

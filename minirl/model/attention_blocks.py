@@ -1,6 +1,9 @@
-"""The plan of a packed attention: which query rows see which key rows, in the kernels' form."""
+"""What a kernel is asked: which query rows see which key rows, and how scores are made."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,6 +30,14 @@ class Rectangle:
     last: Tensor | None
 
 
+class Padded(NamedTuple):
+    """The pairs of a block, for kernels that want equal lengths."""
+
+    rectangles: tuple[Rectangle, ...]
+    # int64 [N]: where each query is in the rectangles laid end to end; None if in order.
+    places: Tensor | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Block:
     """Part of an attention: ragged pairs of some query rows and the key rows that they see.
@@ -47,6 +58,24 @@ class Block:
     cu_keys: Tensor  # int32 [pairs + 1]: the same of their keys.
     # Most queries and most keys of a pair, on the host so that no layer waits for the device.
     longest: tuple[int, int]
-    rectangles: tuple[Rectangle, ...]  # The same pairs for kernels that want equal lengths.
-    # int64 [N]: where each query is in the rectangles laid end to end; None if in order.
-    places: Tensor | None
+    # Lays the pairs in rectangles, on the device of the rows.
+    pad: Callable[[], Padded]
+
+    @cached_property
+    def padded(self) -> Padded:
+        """Return the same pairs in rectangles.
+
+        They are made for the first kernel that asks. FlashAttention, which takes the running sums,
+        never does.
+        """
+        return self.pad()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a layer asks of its attention."""
+
+    scale: float  # Scores are q k' scale.
+    # Keys that a query sees, itself included; only for a causal block that has all of them.
+    window: int | None = None
+    softcap: float | None = None  # Scores s become cap tanh(s / cap); Gemma 2, arXiv 2408.00118.

@@ -9,22 +9,11 @@ With p = exp(s - lse):
     dv = p' do;  dp = do v';  ds = p (dp - sum(do out));  dq = ds k;  dk = ds' q.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from minirl.model.attention_blocks import Block, Rectangle, RowIndex
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a layer asks of its attention."""
-
-    scale: float  # Scores are q k' scale.
-    # Keys that a query sees, itself included; only for a causal block that has all of them.
-    window: int | None = None
-    softcap: float | None = None  # Scores s become cap tanh(s / cap); Gemma 2, arXiv 2408.00118.
+from minirl.model import flash
+from minirl.model.attention_blocks import Block, Options, Rectangle, RowIndex
 
 
 def forward(
@@ -42,25 +31,11 @@ def forward(
     Returns:
         The output [N, H, D] of the block's N queries, and the log-sum-exp [N, H] of their scores.
     """
-    if flash_can(q, options):
-        # FlashAttention-2 over running lengths, the kernels inside torch (no package needed). With
-        # more keys than queries its causal mask lies at the bottom right, as `Block.causal` says.
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            _pairs(q, block.rows),
-            _pairs(k, block.key_rows),
-            _pairs(v, block.key_rows),
-            block.cu_queries,
-            block.cu_keys,
-            *block.longest,
-            0.0,
-            block.causal,
-            False,
-            **_flash_options(block, options),
-        )
-        return out, lse.t()
+    if flash.can(q, options):
+        return flash.forward(q, k, v, block, options)
     outs = []
     lses = []
-    for r in block.rectangles:
+    for r in block.padded.rectangles:
         inputs = _heads(q, r.queries), _heads(k, r.keys), _heads(v, r.keys)
         bias = _bias(r, block, options, q)
         if _cpu_can(q, options):
@@ -98,10 +73,10 @@ def backward(
         block: which rows see which.
         options: of the layer.
     """
-    if flash_can(q, options):
-        _flash_backward(gradients, dout, q, k, v, out, lse, block, options)
+    if flash.can(q, options):
+        flash.backward(gradients, dout, q, k, v, out, lse, block, options)
         return
-    for r in block.rectangles:
+    for r in block.padded.rectangles:
         do = _heads(dout, r.queries)
         if r.filling is not None:  # these repeat a row, whose gradient then would count twice
             do = do.masked_fill(r.filling[:, None, :, None], 0)
@@ -155,7 +130,8 @@ def _add_heads(total: Tensor, x: Tensor, index: RowIndex) -> None:
 def _in_order(parts: list[Tensor], block: Block) -> Tensor:
     """Return the rows of all rectangles in the order of the block's queries."""
     rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return rows if block.places is None else rows.index_select(0, block.places)
+    places = block.padded.places
+    return rows if places is None else rows.index_select(0, places)
 
 
 def _bias(r: Rectangle, block: Block, options: Options, like: Tensor) -> Tensor | None:
@@ -248,67 +224,3 @@ def eager_backward(
     dk = (ds.mT @ _grouped(q, k).to(p.dtype)).sum(2)
     dv = (p.mT @ do).sum(2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-# --------------------------------------------------------------------------------------------------
-# running lengths: CUDA
-
-
-def flash_can(q: Tensor, options: Options) -> bool:
-    """Return whether FlashAttention computes what a layer asks for such queries."""
-    return (
-        q.is_cuda
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] <= 256
-        and options.softcap is None
-    )
-
-
-def _pairs(x: Tensor, rows: Tensor | None, dim: int = 0) -> Tensor:
-    """Lay the rows of a block end to end, pair by pair."""
-    return (x if rows is None else x.index_select(dim, rows)).contiguous()
-
-
-def _flash_options(block: Block, options: Options) -> dict[str, float]:
-    return {
-        "scale": options.scale,
-        "window_size_left": (options.window or 0) - 1,
-        "window_size_right": 0 if block.causal else -1,
-    }
-
-
-def _flash_backward(
-    gradients: list[Tensor],
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    block: Block,
-    options: Options,
-) -> None:
-    block_gradients = torch.ops.aten._flash_attention_backward(
-        _pairs(dout, block.rows),
-        _pairs(q, block.rows),
-        _pairs(k, block.key_rows),
-        _pairs(v, block.key_rows),
-        _pairs(out, block.rows),
-        _pairs(lse.t(), block.rows, 1),
-        block.cu_queries,
-        block.cu_keys,
-        *block.longest,
-        0.0,
-        block.causal,
-        # The random state of a dropout that there is not.
-        torch.zeros(2, dtype=torch.uint64, device=q.device),
-        torch.empty(0, device=q.device),
-        **_flash_options(block, options),
-    )
-    for total, rows, gradient in zip(
-        gradients, (block.rows, block.key_rows, block.key_rows), block_gradients, strict=True
-    ):
-        if rows is None:
-            total.add_(gradient)
-        else:
-            total.index_add_(0, rows, gradient.to(total.dtype))

@@ -10,6 +10,7 @@ import sys
 import types
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from minirl.model.attention_blocks import Block
@@ -53,5 +54,6 @@ def ring(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, context: C
         block.longest[0],
         softmax_scale=scale,
         causal=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
         group=context.group,
     )
