@@ -14,26 +14,56 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+# A point of time: in seconds of the host, or on the device, whose kernels run behind the host.
+Moment = float | torch.cuda.Event
+
 
 class Timer:
-    """Wall seconds by phase. Phases nest; a phase's time excludes that of the phases inside it."""
+    """Seconds by phase. Phases nest; a phase's time excludes that of the phases inside it.
+
+    On CUDA the time is that of the device: events are put between its kernels, and are read in
+    `take`, so that the host never waits in between. There the most memory of each phase is counted,
+    too.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.began = time.perf_counter()
-        self.wall: dict[str, float] = defaultdict(float)
-        self._mark = self.began  # when the last interval was added to its phase
+        self._mark = self._now()  # when the last interval was added to its phase
         self._stack: list[str] = []
+        self._intervals: list[tuple[str, Moment, Moment]] = []
+        self._memory: dict[str, float] = {}  # GiB.
+
+    def _now(self) -> Moment:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _add_interval(self) -> None:
         """Add the time since the last call to the innermost phase."""
-        if self.device.type == "cuda":
-            # Kernels run behind the host; without this their time would count in a later phase.
-            torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
+        now = self._now()
         if self._stack:
-            self.wall[self._stack[-1]] += now - self._mark
+            self._intervals.append((self._stack[-1], self._mark, now))
+            self._add_memory(self._stack[-1])
         self._mark = now
+
+    def _add_memory(self, phase: str) -> None:
+        """Note the most memory since the last call as that of a phase."""
+        if self.device.type == "cuda":
+            self._note(f"{phase}_allocated", torch.cuda.max_memory_allocated(self.device))
+            self._note(f"{phase}_reserved", torch.cuda.max_memory_reserved(self.device))
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _note(self, name: str, num_bytes: int) -> None:
+        self._memory[name] = max(self._memory.get(name, 0.0), num_bytes / 2**30)
+
+    def note_device(self, name: str) -> None:
+        """Note what is used of the whole device now, by this process and all others."""
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            self._note(name, total - free)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -47,11 +77,32 @@ class Timer:
             self._stack.pop()
 
     def take(self) -> dict[str, float]:
-        """Return wall seconds by phase since the last call."""
+        """Return seconds by phase since the last call. On CUDA it waits for the device."""
         self._add_interval()
-        taken = dict(self.wall)
-        self.wall.clear()
-        return taken
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        seconds: dict[str, float] = defaultdict(float)
+        for name, first, last in self._intervals:
+            seconds[name] += _seconds_between(first, last)
+        self._intervals.clear()
+        return dict(seconds)
+
+    def take_memory(self) -> dict[str, float]:
+        """Return the most memory since the last call, in GiB; nothing without CUDA.
+
+        PHASE_allocated is that of tensors, PHASE_reserved what torch has taken from the device for
+        them, and other names are those of `note_device`.
+        """
+        memory = dict(self._memory)
+        self._memory.clear()
+        return memory
+
+
+def _seconds_between(first: Moment, last: Moment) -> float:
+    if isinstance(first, float) or isinstance(last, float):
+        assert isinstance(first, float) and isinstance(last, float)
+        return last - first
+    return first.elapsed_time(last) / 1000
 
 
 class Log:
@@ -109,7 +160,7 @@ class Log:
     def say(self, message: str) -> None:
         """Print a message on the console of rank 0, above the progress bar."""
         if self.rank == 0:
-            tqdm.write(f"minirl: {message}", file=sys.stderr)
+            say(message)
 
     def close(self) -> None:
         """Close the progress bar and the files."""
@@ -117,6 +168,11 @@ class Log:
         if self.rank == 0:
             self.board.close()
             self.file.close()
+
+
+def say(message: str) -> None:
+    """Print a message on the console, above a progress bar if there is one."""
+    tqdm.write(f"minirl: {message}", file=sys.stderr)
 
 
 def truncate(path: Path, *, keep_before: int, keep_sft: bool) -> None:

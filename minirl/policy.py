@@ -8,6 +8,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +27,7 @@ from minirl.model import build, families
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.muon import Muon
+from minirl.parallel.offload import Sleeper
 from minirl.parallel.optimizer import Optimizer
 from minirl.parallel.regions import CheckpointSlice
 from minirl.types import Packed, Trajectory
@@ -49,6 +51,14 @@ def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:
     done = (step - cfg.lr_warmup_steps) / max(1, num_steps - cfg.lr_warmup_steps)
     cosine = 1 + math.cos(math.pi * min(1.0, done))
     return cfg.lr * (cfg.lr_min_ratio + (1 - cfg.lr_min_ratio) * cosine / 2)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What a step's micro-batches add up to on this rank."""
+
+    values: dict[str, Tensor]  # Scalars on the device, by name of the metric.
+    num_units: float  # Tokens (or pairs) in the loss, on all ranks, that metrics are means over.
 
 
 class Policy:
@@ -99,7 +109,7 @@ class Policy:
         )
         self.optimizer = self._make_optimizer()
         self.num_updates = 0
-        self.sleeper = fsdp.Sleeper(self.model, lambda: self.optimizer.tensors())
+        self.sleeper = Sleeper(self.model, lambda: self.optimizer.tensors())
 
     def _make_optimizer(self) -> Optimizer:
         """Return Muon for the layers' matrices, if configured, and AdamW for everything else."""
@@ -187,30 +197,38 @@ class Policy:
         Returns:
             The loss, means of its metrics over the tokens (or pairs) in the loss, grad_norm, lr.
         """
-        metrics = self._accumulate(minibatch, loss)
+        sums = self._accumulate(minibatch, loss)
         with self.timer.phase("sleep_wake"):
             self.sleeper.wake_optimizer()
         with self.timer.phase("optimizer"):
-            grad_norm = fsdp.clip_grad_norm(self.model.parameters(), self.cfg.max_grad_norm)
-            is_finite = math.isfinite(grad_norm)
-            for part in self.optimizer.parts:
-                for group in part.param_groups:
-                    group["lr"] = lr
-            warmed_up = (1 + self.num_updates) / (10 + self.num_updates)
-            self.optimizer.ema_decay = min(self.cfg.ema_decay, warmed_up)
-            if is_finite:
-                self.optimizer.step()
-            self.model.zero_grad()
-            self.num_updates += 1
-        return metrics | {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not is_finite)}
+            sums.values["grad_norm"] = fsdp.grad_norm(self.model.parameters())
+            metrics = self._reduce_metrics(sums)
+            self._step(metrics["grad_norm"], lr)
+        is_finite = math.isfinite(metrics["grad_norm"])
+        return metrics | {"lr": lr, "skipped_updates": float(not is_finite)}
+
+    def _step(self, grad_norm: float, lr: float) -> None:
+        """Step the optimizer, unless the gradient is not finite, and drop the gradient."""
+        for part in self.optimizer.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+        warmed_up = (1 + self.num_updates) / (10 + self.num_updates)
+        self.optimizer.ema_decay = min(self.cfg.ema_decay, warmed_up)
+        max_norm = self.cfg.max_grad_norm
+        if math.isfinite(grad_norm):
+            if max_norm and grad_norm > max_norm:
+                fsdp.scale_gradients(self.model.parameters(), max_norm / grad_norm)
+            self.optimizer.step()
+        self.model.zero_grad()
+        self.num_updates += 1
 
     def measure(self, minibatch: Minibatch, loss: Loss) -> Metrics:
         """Return the loss and metrics that `update` would return, without a step. Collective."""
         with self.inference():
-            return self._accumulate(minibatch, loss, backward=False)
+            return self._reduce_metrics(self._accumulate(minibatch, loss, backward=False))
 
-    def _accumulate(self, minibatch: Minibatch, loss: Loss, *, backward: bool = True) -> Metrics:
-        """Sum gradients over the micro-batches. Return the loss and its metrics."""
+    def _accumulate(self, minibatch: Minibatch, loss: Loss, *, backward: bool = True) -> _Sums:
+        """Sum gradients over the micro-batches. Return the loss and its metrics, on the device."""
         unit = "pair" if loss.aggregation == "pair" else "token"  # what metrics are means over
 
         # The denominators of the loss and of its metrics, over all ranks.
@@ -243,22 +261,30 @@ class Policy:
                     in_loss = values.index_select(0, batch.loss_rows).double()
                 is_max = name.endswith("_max") and len(in_loss)
                 collected[name].append(in_loss.amax() if is_max else in_loss.sum())
-        return self._reduce_metrics(collected, num_units)
+        sums = {name: functools.reduce(torch.add, values) for name, values in collected.items()}
+        maxima = {
+            name: torch.stack(values).amax()
+            for name, values in collected.items()
+            if name.endswith("_max")
+        }
+        return _Sums(sums | maxima, num_units)
 
-    def _reduce_metrics(self, collected: dict[str, list[Tensor]], num_units: float) -> Metrics:
-        """Return means over all ranks of what the micro-batches collected (`_max`: maxima)."""
-        local_sums = [functools.reduce(torch.add, values) for values in collected.values()]
-        totals = self.mesh.data_sums(torch.stack(local_sums).cpu()).tolist()
-        means = dict(zip(collected, totals, strict=True))
-        for name in means:
-            if name != "loss":  # divided by its denominator before
-                means[name] /= num_units
-        names = [name for name in collected if name.endswith("_max")]
-        if names:
-            local_maxima = torch.stack([torch.stack(collected[name]).amax() for name in names])
-            maxima = self.mesh.maxima(local_maxima.cpu()).tolist()
-            means |= zip(names, maxima, strict=True)
-        return means
+    def _reduce_metrics(self, sums: _Sums) -> Metrics:
+        """Return means over all ranks of what `_accumulate` returned (`_max`: maxima)."""
+        # All at once: the host waits for the device here, and nowhere else in a step.
+        names = list(sums.values)
+        local_values = torch.stack([value.double() for value in sums.values.values()]).cpu()
+        totals = self.mesh.data_sums(local_values.clone()).tolist()
+        maxima = self.mesh.maxima(local_values).tolist()
+        metrics = {}
+        for name, total, maximum in zip(names, totals, maxima, strict=True):
+            if name == "grad_norm" or name.endswith("_max"):
+                metrics[name] = maximum  # every rank has the same norm
+            elif name == "loss":
+                metrics[name] = total  # divided by its denominator before
+            else:
+                metrics[name] = total / sums.num_units
+        return metrics
 
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's part of all that a checkpoint holds, by the model's names.

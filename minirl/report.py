@@ -45,6 +45,12 @@ def slowest(seconds: list[dict[str, float]], **tokens: int) -> dict[str, float]:
     return metrics
 
 
+def highest(memory: list[dict[str, float]]) -> dict[str, float]:
+    """Return the most GiB of any rank, by what they are of, out of those of each rank."""
+    names = sorted(set().union(*memory))
+    return {name: max(of_rank.get(name, 0.0) for of_rank in memory) for name in names}
+
+
 def speeds(tokens: dict[str, int], seconds: dict[str, float]) -> dict[str, float]:
     """Return tokens per second by kind, over the phases that generate or train on them."""
     per_second = {}
@@ -136,6 +142,7 @@ def table(summary: dict, scores: dict[str, float | None]) -> str:
         {f"held-out {title}": value for title, value in scores.items()},
         {f"tokens/s, {kind}": v for kind, v in summary["tokens_per_second_by_phase"].items()},
         {f"seconds, {name}": value for name, value in summary["seconds"].items()},
+        {f"GPU GiB, {name}": value for name, value in summary["gpu_memory_gib"].items()},
         {"peak memory of a rank, MiB": summary["peak_rss_mb"]},
     ]
     width = max(len(name) for name in set().union(*blocks))

@@ -67,7 +67,7 @@ def step(mesh, folder, algo, budget, checkpointing, reshard, num_steps=1, sequen
     cfg = PolicyConfig(
         model=str(folder),
         dtype="float64",
-        activation_checkpointing=checkpointing,
+        activation_checkpointing="full" if checkpointing else "off",
         reshard_after_forward=reshard,
         max_grad_norm=0.0,
     )

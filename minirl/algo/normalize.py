@@ -30,7 +30,7 @@ def sequence_sums(values: Tensor, batch: Packed) -> Tensor:
 
 def to_rows(per_sequence: Tensor, batch: Packed) -> Tensor:
     """Return each sequence's value at each of its rows: [S] -> [T]."""
-    lengths = torch.tensor(batch.lengths, device=per_sequence.device)
+    lengths = torch.tensor(batch.lengths).to(per_sequence.device, non_blocking=True)
     return torch.repeat_interleave(per_sequence, lengths, output_size=len(batch.inputs))
 
 

@@ -1,12 +1,12 @@
-"""FSDP2 as minirl uses it: gradients are summed, masters are float32, storages can be offloaded."""
+"""FSDP2 as minirl uses it: gradients are summed, masters are float32."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -19,9 +19,6 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from minirl.parallel.regions import Region
-
-# Storages that are on the host at present, each with its copy there.
-HostCopies = list[tuple[UntypedStorage, UntypedStorage]]
 
 
 def shard(
@@ -112,18 +109,14 @@ def num_copies(t: Tensor) -> int:
 
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Return the global 2-norm of the sharded gradients, which it scales down to `max_norm`.
+def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the global 2-norm of the sharded gradients, a scalar on their device. Collective.
 
     It takes one all-reduce of a scalar. torch's own works only while all parameters live on one
     mesh, and reduces once per parameter group.
 
     Args:
         parameters: on any meshes; those without a gradient are left out.
-        max_norm: 0: scale nothing.
-
-    Returns:
-        The norm before scaling.
     """
     whole = [p.grad for p in parameters if p.grad is not None]
     grads = [local(grad) for grad in whole]
@@ -137,80 +130,10 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     else:
         total = grads[0].new_zeros((), dtype=wide)
     dist.all_reduce(total)
-    norm = total.sqrt().item()
-    if max_norm and norm > max_norm:
-        torch._foreach_mul_(grads, max_norm / norm)
-    return norm
+    return total.sqrt()
 
 
-class Sleeper:
-    """Offloads storages to host memory and reloads them.
-
-    No tensor object changes, so FSDP, optimizer and views stay valid.
-    """
-
-    def __init__(self, model: nn.Module, optimizer_state: Callable[[], list[Tensor]]):
-        """Remember what to offload.
-
-        Args:
-            model: the sharded model.
-            optimizer_state: returns the local tensors of the optimizer's state.
-        """
-        self.model = model
-        self.optimizer_state = optimizer_state
-        # Without CUDA there is no other memory to move to, and nothing is offloaded.
-        self.active = torch.cuda.is_available()
-        self._state_on_host: HostCopies = []
-        self._parameters_on_host: HostCopies = []
-
-    def sleep_optimizer(self) -> None:
-        """Offload the optimizer's state."""
-        self._offload(self.optimizer_state(), self._state_on_host)
-
-    def sleep_parameters(self) -> None:
-        """Offload the parameters."""
-        for module in self.model.modules():
-            if self.active and isinstance(module, FSDPModule):
-                module.reshard()  # the root stays gathered after a forward
-        self._offload([local(p) for p in self.model.parameters()], self._parameters_on_host)
-
-    def sleep(self) -> None:
-        """Offload the optimizer's state and the parameters."""
-        self.sleep_optimizer()
-        self.sleep_parameters()
-
-    def wake_optimizer(self) -> None:
-        """Reload the optimizer's state, if it is offloaded."""
-        self._reload(self._state_on_host)
-
-    def wake_parameters(self) -> None:
-        """Reload the parameters, if they are offloaded."""
-        self._reload(self._parameters_on_host)
-
-    def _offload(self, tensors: list[Tensor], on_host: HostCopies) -> None:
-        if not self.active:
-            return
-        on_cuda = torch.cuda.is_available()
-        storages = {}  # by address, as views share theirs
-        for t in tensors:
-            storage = t.untyped_storage()
-            # With CPU offload the shards are on the host already.
-            if storage.nbytes() and (t.is_cuda or not on_cuda):
-                storages[storage.data_ptr()] = storage
-        for storage in storages.values():
-            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
-            copy = host.untyped_storage().copy_(storage, non_blocking=True)
-            on_host.append((storage, copy))
-        if on_cuda:
-            torch.cuda.synchronize()
-        for storage in storages.values():
-            storage.resize_(0)
-        torch.cuda.empty_cache()  # which does nothing without CUDA
-
-    def _reload(self, on_host: HostCopies) -> None:
-        for storage, copy in on_host:
-            storage.resize_(copy.nbytes())
-            storage.copy_(copy, non_blocking=True)
-        if on_host and torch.cuda.is_available():
-            torch.cuda.synchronize()
-        on_host.clear()
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply all gradients by a number."""
+    torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)

@@ -136,6 +136,8 @@ def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = 
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+        # Convolutions of float32 by float32, as matrix products are; torch would take TF32.
+        torch.backends.cudnn.allow_tf32 = False
         backend = "cpu:gloo,cuda:nccl"
     else:
         device = torch.device("cpu")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from minirl.config.shared import PolicyConfig
 from minirl.parallel.fsdp import local
+from minirl.parallel.offload import HostMemory
 from minirl.parallel.regions import split_by_size
 
 BLOCK = 256  # Elements that share a scale.
@@ -46,8 +47,11 @@ class Optimizer:
         # Parameters whose stored state comes back for a step at the same time.
         self.elements_at_once = 2**28
         self.ema_decay = 0.0
-        # (parameter, key of its state) -> the host's copy, or codes and scales of 8 bits.
-        self._stored: dict[tuple[Tensor, str], tuple[Tensor, ...]] = {}
+        # (parameter, key of its state) -> codes and scales of 8 bits.
+        self._codes: dict[tuple[Tensor, str], tuple[Tensor, Tensor]] = {}
+        # The same of state that is in host memory.
+        self._on_host: set[tuple[Tensor, str]] = set()
+        self._host_memory = HostMemory()
         if cfg.ema_decay:
             for part in parts:
                 part.register_step_post_hook(self._average)
@@ -85,7 +89,7 @@ class Optimizer:
         out = []
         for part in self.parts:
             out += [t for _, _, t in _entries(part, part.state) if t.ndim]
-        for stored in self._stored.values():
+        for stored in self._codes.values():
             out += stored
         return out
 
@@ -107,10 +111,10 @@ class Optimizer:
         """
         for p, key, t in _entries(part, params):
             if self.rest == "offload" and t.ndim:
-                host = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
-                self._stored[p, key] = (host.copy_(t, non_blocking=True),)
+                self._host_memory.keep((p, key), t)
+                self._on_host.add((p, key))
             elif self.rest == "8bit" and key in SIGNED and p.numel() >= SMALL:
-                self._stored[p, key] = quantize(t, signed=SIGNED[key])
+                self._codes[p, key] = quantize(t, signed=SIGNED[key])
             else:
                 continue
             t.untyped_storage().resize_(0)
@@ -119,12 +123,13 @@ class Optimizer:
     def _restore(self, part: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
         """Bring the stored state of parameters back into its tensors."""
         for p, key, t in _entries(part, params):
-            if (p, key) in self._stored:
-                first, *scales = self._stored.pop((p, key))
+            if (p, key) in self._on_host:
+                self._on_host.remove((p, key))
+                self._host_memory.bring_back((p, key), t)
+            elif (p, key) in self._codes:
+                codes, scales = self._codes.pop((p, key))
                 t.untyped_storage().resize_(t.nbytes)
-                if scales:
-                    first = dequantize(first, scales[0], t, signed=SIGNED[key])
-                t.copy_(first, non_blocking=True)
+                t.copy_(dequantize(codes, scales, t, signed=SIGNED[key]))
 
     @torch.no_grad()
     def _average(self, part: torch.optim.Optimizer, *_: object) -> None:
