@@ -46,7 +46,13 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     # 2. Load the models.
     dtype = "bfloat16" if cfg.engine.dtype == "auto" else cfg.engine.dtype
     engine = RolloutEngine(
-        cfg.engine, folder, mesh, dtype=dtype, load_weights=True, reads_images=vision is not None
+        cfg.engine,
+        folder,
+        mesh,
+        dtype=dtype,
+        load_weights=True,
+        reads_images=vision is not None,
+        num_answers=len(rows) * cfg.eval.samples,
     )
     sampler = Sampler(engine, env_maker, rewards, prompts, cfg)
     stop_ids = chat.stop_token_ids(tokenizer, folder)
@@ -61,14 +67,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         )
 
     # 3. Sample, score, write.
-    sampling = Sampling(
-        max_tokens=cfg.rollout.max_tokens,
-        stop_token_ids=sampling_stops(stop_ids, vision),
-        temperature=cfg.eval.temperature,
-        top_p=cfg.rollout.top_p,
-        top_k=cfg.rollout.top_k,
-        min_p=cfg.rollout.min_p,
-    )
+    sampling = _sampling(cfg, sampling_stops(stop_ids, vision))
     result = evaluate(sampler, prompts, cfg.eval, sampling, reward_model)
     if mesh.rank == 0:
         summary = {
@@ -99,6 +98,17 @@ def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
     tokenizer = chat.load_tokenizer(folder, cfg.data)
     vision = Vision(folder, cfg.engine.max_images) if families.reads_images(config) else None
     return ModelFiles(folder, config, tokenizer, vision)
+
+
+def _sampling(cfg: EvaluateConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
+    return Sampling(
+        max_tokens=cfg.rollout.max_tokens,
+        stop_token_ids=stop_token_ids,
+        temperature=cfg.eval.temperature,
+        top_p=cfg.rollout.top_p,
+        top_k=cfg.rollout.top_k,
+        min_p=cfg.rollout.min_p,
+    )
 
 
 if __name__ == "__main__":

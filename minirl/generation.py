@@ -27,12 +27,17 @@ class Generation:
         if dtype == "auto":
             dtype = cfg.policy.dtype.replace("float64", "float32")  # vLLM has no float64
         self.policy = policy
+        # vLLM asks for its share of the device to be free when it starts. So the policy sleeps
+        # meanwhile, and wakes when the engine does not need its memory any more.
+        policy.sleeper.sleep()
         self.engine = RolloutEngine(
             cfg.engine,
             inputs.folder,
             policy.mesh,
             dtype=dtype,
             reads_images=policy.vision is not None,
+            num_answers=cfg.rollout.samples_per_prompt
+            * (cfg.rollout.prompts_per_step + cfg.rollout.extra_prompts + cfg.rollout.ahead),
             timer=policy.timer,
         )
         self.refit = Refit(
@@ -42,6 +47,8 @@ class Generation:
             self.engine,
             check=cfg.debug.check_refit,
         )
+        self.engine.sleep()
+        policy.sleeper.wake_parameters()
         self.sampler = Sampler(self.engine, inputs.make_env, inputs.rewards, inputs.prompts, cfg)
         self.sampling = Sampling(
             max_tokens=cfg.rollout.max_tokens,

@@ -2,7 +2,9 @@
 Few processes, many checks."""
 
 import contextlib
+import dataclasses
 from importlib.metadata import packages_distributions, version
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ from minirl.model.build import fill_shard, open_weights
 from minirl.model.families import FAMILIES as ALL_FAMILIES
 from minirl.policy import Policy
 from minirl.rewards.functions import make_rewards
-from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rollout.engine import RolloutEngine, Sampling, resolve_num_seqs
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 
@@ -320,3 +322,173 @@ def test_many_prompts_in_little_memory(tmp_path):
     )
     assert len(r["trajectories"]) == 120 and r["mismatch"] < 1e-4
     assert np.unique([t[0] for t in r["trajectories"]]).size == 60
+
+
+# --------------------------------------------------------------------------------------------------
+# as on CUDA
+
+
+class NoEvent:
+    """On CPU everything has happened when a call returns."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def record(self, *_):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+class NoStream:
+    def wait_stream(self, stream):
+        pass
+
+
+def schedule_ahead():
+    """Let vLLM schedule a step while the one before runs, as it does on CUDA.
+
+    Its CPU platform sets `async_scheduling` to False whatever is asked for, and its runner would
+    copy tokens on a stream of their own.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_set(config):
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_set)
+    torch.Event = torch.cuda.Event = NoEvent
+    torch.cuda.Stream = torch.cuda.current_stream = NoStream
+    torch.cuda.stream = contextlib.nullcontext
+
+
+def generate(engine, prefix, num=6):
+    """{number: (tokens, log-probs)} of requests of several lengths, drawn at random."""
+    for i in range(num):
+        sampling = Sampling(max_tokens=8 + 4 * i, stop_token_ids=(), temperature=0.8)
+        engine.add(f"{prefix}-{i}", [5 + i, 60 + i, 100], sampling, seed=i)
+    out = {}
+    while len(out) < num:
+        for request_id, tokens, logprobs, reason in engine.step():
+            assert reason == "length"
+            out[int(request_id.split("-")[1])] = tokens, logprobs
+    return out
+
+
+def life_of_an_engine(mesh, a, b, ahead):
+    if ahead:
+        schedule_ahead()
+    policy = make_policy(a, mesh)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    engine = RolloutEngine(EngineConfig(**ENGINE), a, mesh, dtype="float32")
+    core = engine.llm.llm_engine.engine_core.engine_core
+    assert core.async_scheduling == (core.batch_queue is not None) == ahead
+    refit = Refit(RefitConfig(), policy.shards(), policy.parts(), engine, check=True)
+    results = {"precision": torch.backends.cuda.matmul.fp32_precision}
+    assert torch.set_float32_matmul_precision.__module__ == "torch"
+    with engine.awake(refit, policy.sleeper):
+        results["first"] = generate(engine, "first")
+
+    # Requests are dropped with answers running, and a step scheduled ahead. `awake` raises if keys
+    # of the old weights are left.
+    with engine.awake(refit, policy.sleeper):
+        for i in range(6):
+            sampling = Sampling(max_tokens=40, stop_token_ids=(), temperature=0.8)
+            engine.add(f"dropped-{i}", [5 + i, 60 + i, 100], sampling, seed=i)
+        for _ in range(5):
+            engine.step()
+        results["unfinished"] = {
+            int(output.request_id.split("-")[1]): (output.tokens, output.logprobs)
+            for output in engine.unfinished()
+        }
+        assert bool(core.batch_queue) == ahead
+        engine.abort([f"dropped-{i}" for i in range(6)])
+        assert engine.step() == []
+        assert engine.llm.reset_prefix_cache()
+        results["after abort"] = generate(engine, "again")
+
+    # Asleep and awake under other weights, as on CUDA.
+    overwrite(policy, b)
+    assert bool(core.batch_queue) == ahead  # a step after the last answers
+    engine.llm.sleep(level=2)
+    engine._asleep = True
+    with engine.awake(refit, policy.sleeper):
+        results["other weights"] = generate(engine, "other")
+    overwrite(policy, a)
+    with engine.awake(refit, policy.sleeper):
+        results["back"] = generate(engine, "back")
+    return results
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lives")
+    a = tiny.make(folder / "a", seed=0)
+    b = tiny.make(folder / "b", seed=1)
+    with two_at_once(
+        {ahead: (1, life_of_an_engine, a, b, ahead) for ahead in (False, True)}
+    ) as results:
+        yield {ahead: results[ahead].result()[0] for ahead in results}
+
+
+def test_scheduling_ahead_changes_no_token(lives):
+    for when in ("first", "after abort", "other weights", "back"):
+        plain, ahead = lives[False][when], lives[True][when]
+        assert plain.keys() == ahead.keys()
+        for i in plain:
+            assert plain[i][0] == ahead[i][0] and len(plain[i][0]) == len(plain[i][1]) == 8 + 4 * i
+            assert plain[i][1] == pytest.approx(ahead[i][1], abs=1e-5)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_is_none_the_worse_for_aborts_and_sleep(lives, ahead):
+    life = lives[ahead]
+    assert life["after abort"] == life["first"] == life["back"]
+    assert life["other weights"] != life["first"]
+    for i, (tokens, logprobs) in life["unfinished"].items():
+        assert len(tokens) == len(logprobs) >= 3
+        num = min(len(tokens), 8 + 4 * i)
+        assert tokens[:num] == life["first"][i][0][:num]
+
+
+def test_an_engine_leaves_the_precision_of_float32_alone(lives):
+    assert lives[False]["precision"] == "tf32"
+
+
+def cuda_arguments(mesh, folder, eager):
+    """The arguments for CUDA, as this version of vLLM understands them."""
+    from vllm.config import CompilationConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    engine = RolloutEngine.__new__(RolloutEngine)
+    engine.cfg = EngineConfig(max_model_len=64, max_num_seqs=300, enforce_eager=eager)
+    engine.on_cuda, engine.reads_images = True, True
+    arguments = engine._arguments(folder, "bfloat16", False)
+    unknown = arguments.keys() - {field.name for field in dataclasses.fields(EngineArgs)}
+    graphs = CompilationConfig(**arguments.get("compilation_config", {}))
+    return unknown, graphs.max_cudagraph_capture_size
+
+
+@pytest.mark.parametrize(("eager", "largest"), [(False, 304), (True, None)])
+def test_vllm_knows_the_arguments_for_cuda(tmp_path, eager, largest):
+    assert ranks(1, cuda_arguments, tmp_path, eager) == [(set(), largest)]
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "num_answers", "expected"),
+    [
+        ("cpu", 0, 9000, 256),
+        ("cuda", 0, 0, 256),
+        ("cuda", 0, 1201, 301),  # of 4 engines
+        ("cuda", 0, 9000, 1024),
+        ("cuda", 7, 9000, 7),
+    ],
+)
+def test_num_seqs_from_the_share_of_a_step(device, given, num_answers, expected):
+    mesh = SimpleNamespace(device=torch.device(device), world_size=8)
+    cfg = EngineConfig(max_num_seqs=given, tensor_parallel_size=2)
+    assert resolve_num_seqs(cfg, mesh, num_answers).max_num_seqs == expected

@@ -5,8 +5,10 @@ through the calls used here; where they differ, the difference is in these two f
 """
 
 import contextlib
+import dataclasses
 import gc
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,8 +24,8 @@ from minirl.config.shared import EngineConfig
 from minirl.data.images import rgb
 from minirl.errors import UserError
 from minirl.log import Timer
-from minirl.parallel.fsdp import Sleeper
 from minirl.parallel.mesh import Mesh
+from minirl.parallel.offload import Sleeper
 from minirl.rollout import vllm_patches
 
 # Read when vLLM is imported or builds its engine. The engine core must live in this process, or its
@@ -35,6 +37,10 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
+
+# Bounds of `engine.max_num_seqs` = 0.
+FEWEST_SEQS = 256
+MOST_SEQS = 1024
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -79,14 +85,25 @@ class RolloutEngine:
         dtype: str,
         load_weights: bool = False,
         reads_images: bool = False,
+        num_answers: int = 0,
         timer: Timer | None = None,
     ):
         """Start vLLM. Collective over all ranks, which agree on the size of the KV cache.
 
+        Args:
+            cfg: of the engine.
+            folder: of the model.
+            mesh: of all ranks.
+            dtype: of the weights.
+            load_weights: read the weights from the folder.
+            reads_images: the model reads images, and is asked about some.
+            num_answers: answers that all engines together are asked for at once, about.
+            timer: gets the seconds of refits, and of waking and sleeping.
+
         Raises:
             UserError: vLLM refuses the model, or there is not enough memory.
         """
-        self.cfg = cfg
+        self.cfg = cfg = resolve_num_seqs(cfg, mesh, num_answers)
         self.mesh = mesh
         self.timer = timer or Timer(mesh.device)
         self.reads_images = reads_images
@@ -95,7 +112,7 @@ class RolloutEngine:
             os.environ.setdefault(name, value)
         # vLLM's imports warn, whatever the settings are.
         quiet = warnings.catch_warnings(action="ignore")
-        with vllm_patches.keep_random_state_and_threads(), quiet:
+        with vllm_patches.keep_process_state(), quiet:
             logging.getLogger("vllm").setLevel(logging.ERROR)
             import vllm
 
@@ -107,6 +124,7 @@ class RolloutEngine:
             except (ValueError, RuntimeError) as error:
                 raise UserError(
                     f"the vLLM engine did not start with engine.* = {cfg} for {folder}: {error}"
+                    f"{self._memory_report()}"
                 ) from error
         self.vllm = vllm
         self.model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
@@ -115,6 +133,23 @@ class RolloutEngine:
         self.replica = mesh.rank // self.tp_size
         self.is_leader = mesh.rank % self.tp_size == 0
         self._asleep = False
+
+    def _memory_report(self) -> str:
+        """Return who has the device's memory, and what to change, as the end of an error."""
+        if not self.on_cuda:
+            return ""
+        free, total = (num / 2**30 for num in torch.cuda.mem_get_info())
+        trainer = torch.cuda.memory_reserved() / 2**30
+        others = total - free - trainer
+        share = self.cfg.gpu_memory_utilization
+        return (
+            f"\n{free:.1f} of the device's {total:.1f} GiB are free: this process's tensors have "
+            f"{trainer:.1f}, CUDA's contexts and other processes {others:.1f}. "
+            f"engine.gpu_memory_utilization = {share} asks for {share * total:.1f}: lower it, or "
+            "end the other processes; if the engine's weights do not fit, raise "
+            "engine.tensor_parallel_size; if the KV cache does not, lower engine.max_model_len. "
+            "`python -m minirl.plan` shows what takes what"
+        )
 
     def _arguments(self, folder: Path, dtype: str, load_weights: bool) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM`."""
@@ -142,6 +177,12 @@ class RolloutEngine:
             }
         if cfg.kv_cache_gb or not self.on_cuda:
             arguments["kv_cache_memory_bytes"] = int((cfg.kv_cache_gb or 1.0) * 2**30)
+        if self.on_cuda and not cfg.enforce_eager:
+            # A CUDA graph for every number of running sequences. By itself vLLM makes them for up
+            # to twice as many tokens, but for 512 at most. Its sizes are multiples of 16 (up to
+            # 256, of 8), and a limit between two of them would leave out the largest numbers.
+            largest = 16 * math.ceil(cfg.max_num_seqs / 16)
+            arguments["compilation_config"] = {"max_cudagraph_capture_size": largest}
         if self.on_cuda:
             return arguments | {
                 "enable_sleep_mode": cfg.sleep_level > 0,
@@ -192,6 +233,12 @@ class RolloutEngine:
                 num_padding[f"{name}.weight"] = num_rows * module.embedding_dim
         return num_padding
 
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Return how many tokens the KV cache holds."""
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        return cache.num_gpu_blocks * cache.block_size
+
     @contextlib.contextmanager
     def awake(self, refit: Callable[[], None], sleeper: Sleeper) -> Iterator[None]:
         """Give the engine the policy's weights; inside the context it may generate.
@@ -219,16 +266,25 @@ class RolloutEngine:
             if self._asleep:
                 self.llm.wake_up(["kv_cache"])
         self._asleep = False
+        self.timer.note_device("engine_awake")
         # Cached keys and values, and what the tower made of images, are of the old weights.
-        self.llm.reset_prefix_cache()
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError(
+                "vLLM kept cached keys of the old weights, because requests are still running"
+            )
         if self.reads_images:
             self.llm.llm_engine.reset_encoder_cache()
         yield
         with self.timer.phase("sleep_wake"):
-            if self.on_cuda and self.cfg.sleep_level:
-                self.llm.sleep(level=self.cfg.sleep_level)
-                self._asleep = True
+            self.sleep()
             sleeper.wake_parameters()
+
+    def sleep(self) -> None:
+        """Free the engine's memory, as engine.sleep_level says, until `awake`."""
+        if self.on_cuda and self.cfg.sleep_level:
+            self.llm.sleep(level=self.cfg.sleep_level)
+            self._asleep = True
+            self.timer.note_device("engine_asleep")
 
     # ----------------------------------------------------------------------------------------------
     # generation
@@ -266,6 +322,7 @@ class RolloutEngine:
             min_p=sampling.min_p,
             seed=seed,
             logprobs=0,
+            flat_logprobs=True,
             detokenize=False,
             output_kind=kinds.DELTA if stream else kinds.FINAL_ONLY,
         )
@@ -320,9 +377,32 @@ class RolloutEngine:
         self.vllm.distributed.destroy_model_parallel()
 
 
+def resolve_num_seqs(cfg: EngineConfig, mesh: Mesh, num_answers: int) -> EngineConfig:
+    """Replace max_num_seqs = 0 by what it stands for.
+
+    Args:
+        cfg: of the engine.
+        mesh: of all ranks.
+        num_answers: answers that all engines together are asked for at once.
+    """
+    if cfg.max_num_seqs:
+        return cfg
+    share = 0
+    if mesh.device.type == "cuda":
+        num_engines = mesh.world_size // cfg.tensor_parallel_size
+        share = math.ceil(num_answers / num_engines)
+    num_seqs = min(max(share, FEWEST_SEQS), MOST_SEQS)
+    return dataclasses.replace(cfg, max_num_seqs=num_seqs)
+
+
 def _output(
-    request_id: str, tokens: Sequence[int], logprobs: Sequence[dict] | None, reason: str | None
+    request_id: str, tokens: Sequence[int], logprobs: Any, reason: str | None
 ) -> EngineOutput:
-    """Return an output of vLLM, whose log-probs are a dict for each token."""
-    values = [entry[token].logprob for entry, token in zip(logprobs or (), tokens, strict=True)]
+    """Return an output of vLLM.
+
+    Its log-probs are in one list, and each token's begin with its own (`vllm.logprobs`,
+    FlatLogprobs). Otherwise vLLM would make a dict and an object for each token.
+    """
+    starts = logprobs.start_indices if logprobs else ()
+    values = [logprobs.logprobs[start] for start, _ in zip(starts, tokens, strict=True)]
     return EngineOutput(request_id, list(tokens), values, reason)

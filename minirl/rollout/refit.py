@@ -187,10 +187,10 @@ class Refit:
         """
         covered: Counter[int] = Counter()
         for arrival in recorded:
-            covered[arrival.target.untyped_storage().data_ptr()] += arrival.numel()
+            covered[arrival.target.untyped_storage()._cdata] += arrival.numel()
         padding = self.engine.padding()
         for name, parameter in self.engine.parameters().items():
-            filled = covered[parameter.untyped_storage().data_ptr()]
+            filled = covered[parameter.untyped_storage()._cdata]
             num_padding = padding.get(name, 0)
             if filled != parameter.numel() - num_padding:
                 raise RuntimeError(

@@ -22,17 +22,22 @@ from minirl.parallel.mesh import Mesh
 
 
 @contextlib.contextmanager
-def keep_random_state_and_threads() -> Iterator[None]:
+def keep_process_state() -> Iterator[None]:
     """Undo what starting vLLM changes in this process.
 
     It seeds the global generators, and its CPU build sets one thread and disables
-    `torch.set_num_threads`.
+    `torch.set_num_threads`. It also would set the precision of float32 products, by a function that
+    does nothing meanwhile: which precision it was cannot be read by the same function if the user
+    has set it by another.
     """
     with contextlib.ExitStack() as after, torch.random.fork_rng(devices=()):
         after.callback(random.setstate, random.getstate())
         after.callback(np.random.set_state, np.random.get_state())
         after.callback(setattr, torch, "set_num_threads", torch.set_num_threads)
         after.callback(torch.set_num_threads, torch.get_num_threads())
+        set_precision = torch.set_float32_matmul_precision
+        after.callback(setattr, torch, "set_float32_matmul_precision", set_precision)
+        torch.set_float32_matmul_precision = lambda precision: None
         yield
 
 
