@@ -15,6 +15,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import tyro
@@ -33,7 +34,7 @@ class Load:
     hidden_size: int = 128
     num_layers: int = 2
     dtype: str = "float32"
-    activation_checkpointing: bool = False
+    activation_checkpointing: Literal["off", "selective", "full"] = "off"
 
 
 def write_rows(path: Path, length: int, num_rows: int) -> None:
@@ -72,8 +73,7 @@ def train(load: Load, size: int, engine: str, folder: Path) -> tuple[list[float]
     command = [*torchrun, "--nproc-per-node", str(size), "-m", "minirl.sft"]
     for name, value in settings.items():
         command += [f"--{name}", str(value)]
-    if load.activation_checkpointing:
-        command.append("--policy.activation-checkpointing")
+    command += ["--policy.activation-checkpointing", load.activation_checkpointing]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
         sys.exit(ended.stderr[-3000:])
@@ -84,7 +84,7 @@ def train(load: Load, size: int, engine: str, folder: Path) -> tuple[list[float]
 
 
 def main(load: Load) -> None:
-    how = f"{load.dtype}{', activation checkpointing' * load.activation_checkpointing}"
+    how = f"{load.dtype}, activation checkpointing {load.activation_checkpointing}"
     shape = f"{load.num_layers} layers of {load.hidden_size}"
     print(f"one row of {load.length} tokens a step, {shape}, {how}")
     print(f"{'ranks':>5} {'engine':<11} {'loss':>15} {'tokens/s':>9} {'peak MiB of each rank':<30}")

@@ -79,7 +79,7 @@ class Load:
     """In a step, over all ranks."""
     tokens: int = 8192
     """Budget of a micro-batch, over the ranks that share a sequence."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Literal["off", "selective", "full"] = "off"
     reshard_after_forward: bool = True
     steps: int = 3
     folder: str = ""
@@ -137,7 +137,7 @@ def formulas(
     """Return the bytes that a rank receives in a step, by axis."""
     config: Any = policy.model.config
     num_layers = config.num_hidden_layers
-    again = load.activation_checkpointing
+    again = load.activation_checkpointing != "off"
     rows = sum(len(batch.inputs) for batch in batches)
     loss_rows = sum(len(batch.loss_rows) for batch in batches)
     b = {"bfloat16": 2, "float32": 4, "float64": 8}[load.dtype]
@@ -312,7 +312,7 @@ def main(load: Load) -> None:
         run_rank(load, parse(load.meshes[0]))
         return
     how = f"{load.sequences} sequences of {load.length} tokens, {load.dtype}, {load.ranks} ranks"
-    how += ", activation checkpointing" * load.activation_checkpointing
+    how += f", activation checkpointing {load.activation_checkpointing}"
     how += ", parameters stay gathered" * (not load.reshard_after_forward)
     print(how)
     head = f"{'mesh':<16} {'micro':>5} {'tokens/s':>9} {'peak MiB':>9}"

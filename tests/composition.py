@@ -78,7 +78,7 @@ def features_of(settings: dict) -> set[str]:
         "Muon": settings.get("optimizer") == "muon",
         "offloaded state": settings.get("optimizer_state") == "offload",
         "8-bit state": settings.get("optimizer_state") == "8bit",
-        "checkpointing": settings.get("activation_checkpointing", False),
+        "checkpointing": settings.get("activation_checkpointing", "off") != "off",
     }
     return {name for name, on in names.items() if on}
 

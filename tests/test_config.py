@@ -241,23 +241,24 @@ def test_a_file_with_any_one_setting_at_its_default_changes_nothing(tmp_path, cl
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
-def test_every_recipe_loads_and_can_work_on_two_ranks(path):
-    """Its own head says with which program it runs."""
+def test_every_recipe_loads_and_can_work_on_its_ranks(path):
+    """Its own head says with which program it runs, and on how many ranks; those without, on 2."""
     commands = re.findall(
-        rf"-m minirl\.(\w+) --config configs/{re.escape(path.name)}\b", path.read_text()
+        rf"(?:--nproc-per-node (\d+) )?-m minirl\.(\w+) --config configs/{re.escape(path.name)}\b",
+        path.read_text(),
     )
     assert commands, "the recipe does not say how to run it"
-    cfg = load_config(PROGRAMS[commands[0]], str(path))
+    num_ranks = int(commands[0][0] or 2)
+    program = PROGRAMS[commands[0][1]]
+    cfg = load_config(program, str(path))
     {
-        RLConfig: lambda: check_rl(cfg, 2),
-        SFTConfig: lambda: validate_supervised(cfg, 2),
-        RMConfig: lambda: validate_supervised(cfg, 2),
-        DPOConfig: lambda: validate_supervised(cfg, 2),
+        RLConfig: lambda: check_rl(cfg, num_ranks),
+        SFTConfig: lambda: validate_supervised(cfg, num_ranks),
+        RMConfig: lambda: validate_supervised(cfg, num_ranks),
+        DPOConfig: lambda: validate_supervised(cfg, num_ranks),
         EvaluateConfig: lambda: check_sampling(cfg),
     }[type(cfg)]()
-    assert (
-        cfg.output != PROGRAMS[commands[0]]().output
-    )  # two recipes would otherwise write to one folder
+    assert cfg.output != program().output  # two recipes would otherwise write to one folder
 
 
 # --------------------------------------------------------------------------------------------------
@@ -308,7 +309,10 @@ IMPOSSIBLE = [
     ({"eval__temperature": -1.0}, "eval.temperature = -1.0 should be greater than or equal to 0"),
     ({"eval__every": -1}, "eval.every = -1 should be greater than or equal to 0"),
     ({"reward__threads": 0}, "reward.threads = 0 should be greater than 0"),
-    ({"engine__max_num_seqs": 0}, "engine.max_num_seqs = 0 should be greater than 0"),
+    (
+        {"engine__max_num_seqs": -1},
+        "engine.max_num_seqs = -1 should be greater than or equal to 0",
+    ),
     (
         {"engine__tensor_parallel_size": 0},
         "engine.tensor_parallel_size = 0 should be greater than 0",

@@ -228,7 +228,9 @@ def step(mesh, folder, budget):
     stay_float64()
     policy = Policy(
         PolicyConfig(
-            dtype="float64", max_grad_norm=0.0, activation_checkpointing=mesh.world_size > 1
+            dtype="float64",
+            max_grad_norm=0.0,
+            activation_checkpointing="full" if mesh.world_size > 1 else "off",
         ),
         folder,
         mesh,

@@ -424,6 +424,7 @@ ASIDE = [
     "--rollout.tickets",
     "pull",
     "--policy.activation-checkpointing",
+    "full",
     "--policy.lr-warmup-steps",
     0,
     "--eval.every",

@@ -19,6 +19,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Checkpointing = Literal["auto", "off", "selective", "full"]
 
 
 @dataclass(kw_only=True)
@@ -47,9 +48,15 @@ class PolicyConfig:
     #: Dtype of forward and backward. Master weights, gradients and optimizer state are float32
     #: (with float64, which is for proofs, everything is float64).
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
-    #: Keep only the inputs of layers and recompute the rest in backward: less memory, about a third
-    #: more time.
-    activation_checkpointing: bool = False
+    #: What is recomputed in backward instead of being kept since forward. full: all but the inputs
+    #: of layers; least memory, about a third more time. selective: all but the results of matrix
+    #: products and attention; about a third of the memory, little more time. auto: the first of
+    #: off, selective and full that fits the GPU (`python -m minirl.plan`); off on CPU.
+    activation_checkpointing: Checkpointing = "auto"
+    #: What computes norms, activations and rotary positions. torch: the library's modules, an
+    #: operator at a time. liger: a kernel each (package liger-kernel, GPU). compile: the same by
+    #: torch.compile. auto: liger where it can be had, else torch.
+    kernels: Literal["auto", "torch", "liger", "compile"] = "auto"
     #: Free gathered parameters between forward and backward (ZeRO-3). False keeps them (ZeRO-2),
     #: which is faster if they fit.
     reshard_after_forward: bool = True
@@ -108,11 +115,15 @@ class EngineConfig:
     #: Longest context in tokens, prompts and answers together. 0: data.max_prompt_tokens +
     #: env.max_tokens.
     max_model_len: NonNegativeInt = 0
-    max_num_seqs: PositiveInt = 256  # Sequences that an engine generates at once.
+    #: Sequences that an engine generates at once. 0: on CUDA its share of a step's answers, between
+    #: 256 and 1024; on CPU 256. More fill a large GPU better, and cost CUDA graphs and logits. vLLM
+    #: starts no more than its KV cache has room for.
+    max_num_seqs: NonNegativeInt = 0
     #: Memory of the KV cache on each rank. 0: on CUDA what gpu_memory_utilization leaves, on CPU
     #: one GB.
     kv_cache_gb: NonNegativeFloat = 0.0
-    gpu_memory_utilization: PositiveShare = 0.6  # CUDA: share of the device for the engine.
+    #: CUDA: share of the device for the engine, which has it while the trainer sleeps.
+    gpu_memory_utilization: PositiveShare = 0.85
     #: Images in a context, for a model that reads them. An episode that shows more is truncated.
     max_images: PositiveInt = 4
     enforce_eager: bool = False  # CUDA: run without CUDA graphs. The CPU build always does.

@@ -15,6 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minirl.config.shared import PolicyConfig
 from minirl.errors import UserError, require
-from minirl.model import attention, experts, families
+from minirl.model import attention, experts, families, fused
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp, tensor
 from minirl.parallel.mesh import Mesh
@@ -37,6 +38,17 @@ from minirl.types import Packed
 SCORE = "score.weight"
 # What a model's folder must hold -> the pattern of its files.
 _NEEDED = {"config.json": "config.json", "weights": "*.safetensors", "tokenizer": "tokenizer*"}
+# Operators whose results selective checkpointing keeps: those that take time.
+aten = torch.ops.aten
+KEPT = [
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._grouped_mm.default,
+    aten._flash_attention_forward.default,
+    torch.ops.minirl.flash_attention_forward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
 # Weights in other formats, which a download leaves out.
 _UNUSED = ["*.bin", "*.pth", "*.gguf", "original/*", "consolidated*"]
 
@@ -65,8 +77,8 @@ def find_folder(model: str, setting: str) -> Path:
     return folder
 
 
-def read_config(folder: Path) -> PretrainedConfig:
-    """Read a model's config.json.
+def read_config(folder: Path | str) -> PretrainedConfig:
+    """Read a model's config.json, from a folder or, by its id, from the hub.
 
     Raises:
         UserError: it cannot be read, or this version of transformers does not know its model type.
@@ -193,13 +205,24 @@ def load_weights(
     )
 
     # 2. Each rank fills its shards.
-    model.to_empty(device="cpu" if cpu_offload else device)
-    _init_buffers(model, device)
+    allocate(model, device, cpu_offload=cpu_offload)
     for name, t in tensors(model).items():
         if name in slices:
             fill_shard(t, slices[name], weights)
         else:
             t.zero_()
+
+
+def allocate(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool) -> None:
+    """Give a sharded meta model memory, which is not filled, and its buffers their values.
+
+    Args:
+        model: on the meta device.
+        device: where the model computes.
+        cpu_offload: parameters are kept on the host (buffers are not).
+    """
+    model.to_empty(device="cpu" if cpu_offload else device)
+    _init_buffers(model, device)
 
 
 def fill_shard(t: Tensor, slices: list[CheckpointSlice], weights: dict[str, Any]) -> None:
@@ -356,11 +379,14 @@ def build_model(
     # 1. On the meta device, without memory.
     config = families.without_dropout(read_config(folder))
     families.check_supported(config, f"policy.model = {folder}")
-    model = _make_meta_model(config, master_dtype, score=score)
+    model = make_meta_model(config, master_dtype, score=score)
     model.requires_grad_(trainable)
-    if cfg.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if cfg.activation_checkpointing in ("selective", "full"):
+        model.gradient_checkpointing_enable(_checkpointing(cfg.activation_checkpointing))
     model.train(trainable)
+    kernels = fused.choose(cfg.kernels, mesh.device)
+    if kernels:
+        fused.install(model, kernels)
 
     # 2. Split over tensor-parallel ranks, then sharded over the others.
     tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
@@ -385,7 +411,16 @@ def build_model(
     return model
 
 
-def _make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool) -> CausalModel:
+def _checkpointing(which: str) -> dict[str, Any]:
+    """Return the arguments of the library's checkpointing."""
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if which == "selective":
+        arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, KEPT)
+    return arguments
+
+
+def make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool) -> CausalModel:
+    """Return a model of the library without memory, with a score head instead of its own or not."""
     reads_images = families.reads_images(config)
     auto_class = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
     with torch.device("meta"):
