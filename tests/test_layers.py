@@ -42,6 +42,7 @@ LAYERS = {
     "evaluation.py": 8,
     "trainer.py": 8,
     "supervised.py": 8,
+    "plan/*": 8,
     "evaluate.py": 9,
     "sft.py": 9,
     "rm.py": 9,
@@ -94,11 +95,14 @@ DOORS = {
         "rollout/protocol.py": {"PreTrainedTokenizerBase"},
         "rollout/server.py": {"PreTrainedTokenizerBase"},
         "inputs.py": {"PretrainedConfig", "PreTrainedTokenizerBase"},
+        "plan/*": {"PretrainedConfig", "logging"},
         "walk_step.py": {"AutoModelForCausalLM"},  # for the plain step beside minirl's
     },
     "jinja2": {"data/chat.py": None},
-    "PIL": {"data/images.py": None},
+    "PIL": {"data/images.py": None, "plan/dryrun.py": {"Image"}},
     "ring_flash_attn": {"model/ring_package.py": None},
+    "flash_attn": {"model/flash_package.py": None},
+    "flash_attn_3": {"model/flash_package.py": None},
     "huggingface_hub": {
         "model/build.py": None,
         "checkpoint/export.py": {"split_torch_state_dict_into_shards"},
@@ -126,8 +130,13 @@ DOORS = {
         "config/parse.py": None,
         "config/*": None,
     },
-    "torch.distributed.fsdp": {"parallel/fsdp.py": None},
-    "torch.distributed.device_mesh": {"parallel/*": None},
+    "torch.distributed.fsdp": {
+        "parallel/fsdp.py": None,
+        "parallel/offload.py": {"FSDPModule"},
+        "plan/dryrun.py": {"FSDPState"},
+    },
+    "torch.distributed.device_mesh": {"parallel/*": None, "plan/dryrun.py": {"DeviceMesh"}},
+    "liger_kernel": {"model/fused.py": None},
 }
 # Handlers that catch everything, and why nothing narrower would do.
 BROAD = {
@@ -137,6 +146,8 @@ BROAD = {
     "sandbox/inside.py:main": "an untrusted program may raise anything, and is told so",
     "rewards/functions.py:grade": "so may a user's reward function; the user is told the input",
     "rollout/episode.py:_call": "and a user's environment, of which only one episode ends",
+    "plan/dryrun.py:_result": "a job that crashes is a result of its own, whatever it is; the "
+    "process is for all jobs",
     "rollout/engine_loop.py:work": "whatever it is, it is raised again where the thread was "
     "asked for",
 }

@@ -1,0 +1,143 @@
+"""What GPUs have, from their data sheets, and what share of it kernels reach."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from minirl.errors import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A GPU and what connects it. Speeds are the peaks of the data sheets."""
+
+    name: str
+    memory_gib: float  # As the driver reports it.
+    tflops: float  # bfloat16 matrix products without sparsity.
+    bandwidth_gb: float  # GB/s of its memory.
+    link_gb: float  # GB/s in one direction to the other GPUs of a node.
+    host_gb: float  # GB/s to the memory of the host.
+    host_memory_gib: float  # Of the host, for each of its GPUs.
+    network_gb: float = 50.0  # GB/s in one direction to other nodes: 400 Gb/s for each GPU.
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card(
+            name="h200",
+            memory_gib=139.8,
+            tflops=989,
+            bandwidth_gb=4800,
+            link_gb=450,
+            host_gb=55,
+            host_memory_gib=240,
+        ),
+        Card(
+            name="h100",
+            memory_gib=79.2,
+            tflops=989,
+            bandwidth_gb=3350,
+            link_gb=450,
+            host_gb=55,
+            host_memory_gib=240,
+        ),
+        Card(
+            name="a100-80",
+            memory_gib=79.2,
+            tflops=312,
+            bandwidth_gb=2039,
+            link_gb=300,
+            host_gb=25,
+            host_memory_gib=120,
+        ),
+        Card(
+            name="l40s",
+            memory_gib=44.5,
+            tflops=362,
+            bandwidth_gb=864,
+            link_gb=25,
+            host_gb=25,
+            host_memory_gib=120,
+        ),
+        Card(
+            name="rtx4090",
+            memory_gib=23.5,
+            tflops=165,
+            bandwidth_gb=1008,
+            link_gb=12,
+            host_gb=25,
+            host_memory_gib=60,
+        ),
+    )
+}
+
+# Shares of the peaks that good kernels reach. FlashAttention-2 was written for the A100; on Hopper
+# it computes at 350 (forward) and 300 TFLOP/s.
+REACHED = {
+    "matmul": 0.70,
+    "attention forward": 0.36,
+    "attention backward": 0.30,
+    "memory": 0.80,
+    "wire": 0.75,
+}
+SHORTEST_KERNEL = 2e-6  # Seconds from one kernel to the next, however little there is to do.
+SHORTEST_COLLECTIVE = 2e-5
+# That the engine's scheduler takes beside the device for a token of each answer, and for each.
+HOST_SECONDS_PER_STEP = 2e-3
+HOST_SECONDS_PER_ANSWER = 1e-5
+HOST_ADAMW_GB = 10.0  # GB/s that a rank's cores move in AdamW on the host.
+
+
+def find_card(
+    name: str,
+    memory_gb: float = 0.0,
+    tflops: float = 0.0,
+    bandwidth_gb: float = 0.0,
+    host_memory_gb: float = 0.0,
+) -> Card:
+    """Return a card of the table, with other figures where they are given.
+
+    Args:
+        name: of the table.
+        memory_gb: memory in GB of 10^9 bytes, as it is sold; 0: that of the table.
+        tflops: as `Card` has it; 0: that of the table.
+        bandwidth_gb: as `Card` has it; 0: that of the table.
+        host_memory_gb: memory of the host for each GPU, in GB of 10^9 bytes; 0: that of the table.
+
+    Raises:
+        UserError: the table has no such card.
+    """
+    require(
+        name in CARDS,
+        f"--gpu {name!r} is not a known card; choose one of {', '.join(CARDS)} (another card: the "
+        "most similar one, with --memory-gb, --tflops and --bandwidth-gb of its data sheet)",
+    )
+    given: dict[str, Any] = {}
+    if memory_gb:
+        given["memory_gib"] = memory_gb * 1e9 / 2**30
+    if host_memory_gb:
+        given["host_memory_gib"] = host_memory_gb * 1e9 / 2**30
+    if tflops:
+        given["tflops"] = tflops
+    if bandwidth_gb:
+        given["bandwidth_gb"] = bandwidth_gb
+    return dataclasses.replace(CARDS[name], **given)
+
+
+def of_device(name: str, memory_bytes: int) -> Card:
+    """Return the card of the table that a device is, or the first one with the device's name.
+
+    Args:
+        name: as the driver gives it, such as "NVIDIA H200".
+        memory_bytes: of the device.
+    """
+    memory_gib = memory_bytes / 2**30
+    words = name.lower().replace("geforce ", "").replace("rtx ", "rtx").split()
+    for card in CARDS.values():
+        if card.name.partition("-")[0] in words:
+            return dataclasses.replace(card, memory_gib=memory_gib)
+    unknown = next(iter(CARDS.values()))
+    return dataclasses.replace(
+        unknown, name=f"{name} (taken for {unknown.name})", memory_gib=memory_gib
+    )

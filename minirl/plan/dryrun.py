@@ -1,0 +1,395 @@
+"""minirl's own steps on pretended GPUs: no device, no weights and no data are needed.
+
+    python -m minirl.plan.dryrun < jobs.json > results.json
+
+Build, pack, annotate and update run as they do in training, as rank 0 of as many ranks as wanted,
+on tensors without values. torch's fake process group answers collectives. It is a process of its
+own because `pretend_cuda` and what `_join_alone` replaces are not put back.
+"""
+
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from minirl.algo import losses, preference
+from minirl.cli import BAD_INPUT
+from minirl.config.parse import fill_config
+from minirl.config.rl import AlgoConfig
+from minirl.config.shared import ParallelConfig
+from minirl.config.supervised import DPOLossConfig, RewardModelLossConfig
+from minirl.data.images import ImageBatch, ImageSpan, Vision, to_url
+from minirl.data.packing import pack
+from minirl.errors import UserError, require
+from minirl.log import Timer
+from minirl.model import build, fused
+from minirl.model.logprob import CHUNK_BYTES
+from minirl.parallel import fsdp
+from minirl.parallel.mesh import Mesh, make_mesh
+from minirl.parallel.optimizer import dynamic_code
+from minirl.plan import kinds
+from minirl.plan.engine import PretendedEngine, RefitMesh, regions_of_all_ranks
+from minirl.plan.kinds import END, MIDDLE, START
+from minirl.plan.load import Job, Load
+from minirl.plan.meter import Meter
+from minirl.plan.pretend import pretend_cuda
+from minirl.policy import Minibatch, Policy
+from minirl.rollout.refit import Refit
+from minirl.types import Trajectory
+
+DEVICE = torch.device("cuda", 0)
+
+
+# --------------------------------------------------------------------------------------------------
+# a world of which only this rank is there
+
+
+class _LoneMesh(Mesh):
+    """A mesh whose other ranks say what this one says."""
+
+    def sums(self, values: Tensor) -> Tensor:
+        return values
+
+    def maxima(self, values: Tensor) -> Tensor:
+        return values
+
+    def gather(self, value: object) -> list:
+        return [value] * self.world_size
+
+    def barrier(self) -> None:
+        pass
+
+
+def _join_alone(world_size: int, parallel: ParallelConfig) -> Mesh:
+    """Be rank 0 of a world whose collectives do nothing."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    mesh = make_mesh(DEVICE, parallel)
+    return _LoneMesh(**vars(mesh))
+
+
+def _replace_groups_and_weights() -> None:
+    """Make every new group a fake one, and every model's weights memory without values."""
+    new_group: Any = dist.new_group
+    everywhere: Any = dist
+    everywhere.new_group = lambda *args, **kwargs: new_group(*args, **{**kwargs, "backend": "fake"})
+
+    def load_weights(
+        model: Any, folder: Path, device: torch.device, *, cpu_offload: bool = False
+    ) -> None:
+        build.allocate(model, device, cpu_offload=cpu_offload)
+
+    build.load_weights = load_weights
+    fused.has_liger = lambda: True
+    vision: Any = Vision
+    vision.batch = _real_batch(Vision.batch)
+    # Rank 0 is the first along every axis of every mesh that it is in. torch looks it up in a
+    # tensor, whose values it would not find.
+    device_mesh: Any = DeviceMesh
+    device_mesh._compute_coordinates_from_mesh = staticmethod(lambda ranks, _: (0,) * ranks.ndim)
+    device_mesh._get_mesh_tensor_from_full_mesh = staticmethod(lambda meshes, _=None: meshes[0])
+
+
+def _real_batch(batch: Callable[..., ImageBatch]) -> Any:
+    """Return `Vision.batch` as it makes real pixels, and puts them on the pretended device then."""
+
+    def make(vision: Vision, sequences: list, device: torch.device) -> ImageBatch:
+        with _disable_current_modes():
+            images = batch(vision, sequences, torch.device("cpu"))
+        return ImageBatch(**{name: t.to(device) for name, t in vars(images).items()})
+
+    return make
+
+
+class _PhaseTimer(Timer):
+    """Tells the meter which phase it is."""
+
+    def __init__(self, meter: Meter):
+        super().__init__(DEVICE)
+        self.meter = meter
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        before = self.meter.phase, self.meter.part
+        self.meter.phase = name
+        self.meter.part = START
+        yield
+        self.meter.phase, self.meter.part = before
+
+
+# --------------------------------------------------------------------------------------------------
+# a run
+
+
+def trajectories(load: Load, *, vision: Vision | None = None) -> list[Trajectory]:
+    """Return sequences that fill a micro-batch of one rank.
+
+    Args:
+        load: how long they are, and how many there may be.
+        vision: puts an image into every prompt.
+    """
+    rng = np.random.default_rng(0)
+    out: list[Trajectory] = []
+    for number in range(load.num_answers):
+        group, episode = divmod(number, load.samples)
+        tokens = rng.integers(5, 50, load.sequence).astype(np.int32)
+        tokens[: load.prompt] = 5 + group % 40
+        sampled = np.arange(load.sequence) >= load.prompt
+        images = [_show(tokens, load, vision, group)] if vision else []
+        out.append(
+            Trajectory(
+                tokens=tokens,
+                sampled=sampled,
+                logprobs=np.zeros(load.sequence, np.float32),
+                group=group,
+                episode=episode,
+                group_tokens=load.samples * int(sampled.sum()),
+                images=images,
+            )
+        )
+    return out
+
+
+def _show(tokens: np.ndarray, load: Load, vision: Vision, group: int) -> ImageSpan:
+    """Put an image into a prompt, in place: one of half its length, if there is one so small."""
+    processor = vision.processor
+    side = math.isqrt(load.prompt // 2) * vision.merge_size * processor.patch_size
+    url = to_url(Image.new("RGB", (side, side), (group % 256, 0, 0)))
+    num_tokens = vision.num_tokens(url)
+    require(
+        num_tokens + 2 <= load.prompt,
+        f"a prompt of {load.prompt} tokens has no room for an image, which has {num_tokens} tokens "
+        "at least; plan for longer prompts",
+    )
+    tokens[1 : 1 + num_tokens] = vision.token
+    return ImageSpan(1, num_tokens, url)
+
+
+def _minibatch(job: Job, policy: Policy) -> Minibatch:
+    """Return the micro-batches of a step, which are all alike."""
+    pairs = job.loss in ("reward", "dpo")
+    examples = trajectories(job.load, vision=policy.vision)
+    return [_micro_batch(examples, policy, pairs=pairs) for _ in range(job.load.num_micro)]
+
+
+def _micro_batch(examples: list[Trajectory], policy: Policy, *, pairs: bool) -> Any:
+    batch = pack(examples, DEVICE, layout=policy.layout, pairs=pairs)
+    zeros = torch.zeros(len(batch.inputs), device=DEVICE)
+    batch.advantages = zeros
+    batch.ref_logprobs = zeros
+    batch.values = zeros
+    batch.returns = zeros
+    return batch
+
+
+def _count_gradients(policy: Policy) -> list[int]:
+    """Return a list that gets the bytes of gradients when the optimizer steps."""
+    counted: list[int] = []
+    step = policy.optimizer.step
+
+    def count_and_step() -> None:
+        gradients = [fsdp.local(p.grad) for p in policy.model.parameters() if p.grad is not None]
+        counted.append(_device_bytes(gradients))
+        step()
+
+    policy.optimizer.step = count_and_step  # type: ignore[method-assign]
+    return counted
+
+
+def _make_loss(job: Job) -> losses.Loss:
+    make: dict[str, Callable[[], losses.Loss]] = {
+        "policy": lambda: losses.policy(AlgoConfig(), job.load.sequence),
+        "value": lambda: losses.value(0.2),
+        "sft": losses.sft,
+        "reward": lambda: preference.reward_model(RewardModelLossConfig()),
+        "dpo": lambda: preference.dpo(DPOLossConfig()),
+    }
+    return make[job.loss]()
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Build a model and make two steps with it; the second one is what is measured.
+
+    Returns:
+        "phases": name -> peak bytes, what is alive at the peak ("kinds": by what it is for, which
+        adds up to the peak; "at_peak": by operator and shape), the same of the phase's
+        "parts", and work by kind of kernel;
+        "waits": where the host waits for the device in a step;
+        "parameter_bytes", "optimizer_bytes": of shards and the optimizer's state on the device,
+        between two steps; "gradient_bytes": of gradients there when the optimizer steps;
+        "after_first_step", "between_steps", "asleep": bytes by device; "num_micro": micro-batches
+        of a step; "rows", "loss_rows": of one of them; "parameters": of the whole model; "refit":
+        bytes of the engine's weights, of what came from other ranks, and of buffers.
+    """
+    mesh = _join_alone(job.world_size, job.parallel)
+    CHUNK_BYTES["cuda"] = job.head_chunk_bytes
+    dynamic_code.cache_clear()  # or it would hand out tensors of another job
+    meter = Meter(job.card, job.gpus_per_node)
+    with FakeTensorMode(allow_non_fake_inputs=True), meter:
+        policy = _make_policy(job, mesh, _PhaseTimer(meter))
+        shards = [fsdp.local(p) for p in policy.model.parameters()]
+        meter.name(shards, kinds.PARAMETERS)
+        with policy.timer.phase("pack"):
+            minibatch = _minibatch(job, policy)
+        _step(job, policy, minibatch)
+        meter.name(policy.optimizer.tensors(), kinds.OPTIMIZER)
+        gradient_bytes = _count_gradients(policy)
+        after_first = dict(meter.allocated)
+        meter.phases.clear()
+        meter.waits.clear()
+        with _parts(policy, meter):
+            _step(job, policy, minibatch)
+        between = dict(meter.allocated)
+        waits = meter.waits.copy()
+        asleep = _sleep(policy, meter)
+        refit = _refit(job, policy) if job.refit else {}
+        with policy.timer.phase("asleep"):
+            policy.sleeper.wake_optimizer()
+        return {
+            "phases": {name: phase.as_dict() for name, phase in meter.phases.items()},
+            "waits": [[why, where, num] for (why, where), num in waits.items()],
+            "parameter_bytes": _device_bytes(shards),
+            "optimizer_bytes": _device_bytes(policy.optimizer.tensors()),
+            "gradient_bytes": sum(gradient_bytes),
+            "after_first_step": after_first,
+            "between_steps": between,
+            "asleep": asleep,
+            "refit": refit,
+            "parameters": sum(p.numel() for p in policy.model.parameters()),
+            "rows": len(minibatch[0].inputs),
+            "loss_rows": len(minibatch[0].loss_rows),
+            "num_micro": len(minibatch),
+        }
+
+
+@contextmanager
+def _parts(policy: Policy, meter: Meter) -> Iterator[None]:
+    """Tell the meter which part of a phase it is.
+
+    Forward is in its middle from the first layer on, and at its end from the last one on; backward
+    is at its end when only the root's gradients are left.
+    """
+
+    def first_layer(*_: object) -> None:
+        if meter.phase in ("forward", "annotate"):
+            meter.part = MIDDLE
+
+    def last_layer(*_: object) -> None:
+        if meter.phase in ("forward", "annotate"):
+            meter.part = END
+
+    plain = FSDPState._root_post_backward_final_callback
+
+    def only_root(state: FSDPState) -> None:
+        meter.part = END
+        plain(state)
+
+    layers = build.layers(policy.model)
+    hooks = [
+        layers[0].register_forward_pre_hook(first_layer),
+        layers[-1].register_forward_pre_hook(last_layer),
+    ]
+    root: Any = FSDPState
+    root._root_post_backward_final_callback = only_root
+    yield
+    root._root_post_backward_final_callback = plain
+    for hook in hooks:
+        hook.remove()
+
+
+def _make_policy(job: Job, mesh: Mesh, timer: Timer) -> Policy:
+    return Policy(
+        job.policy,
+        Path(job.folder),
+        mesh,
+        trainable=job.loss != "frozen",
+        score=job.loss in ("value", "reward"),
+        sequence_parallel=job.parallel.sequence,
+        timer=timer,
+    )
+
+
+def _sleep(policy: Policy, meter: Meter) -> dict[str, int]:
+    """Return the bytes by device while all sleeps, and wake the parameters."""
+    with policy.timer.phase("asleep"):
+        policy.sleeper.sleep()
+        allocated = dict(meter.allocated)
+        policy.sleeper.wake_parameters()
+    return allocated
+
+
+def _refit(job: Job, policy: Policy) -> dict[str, int]:
+    """Refit an engine whose ranks all have whole weights, while the optimizer's state sleeps."""
+    assert job.refit
+    shards = policy.shards()
+    regions = regions_of_all_ranks(shards, job.world_size, job.parallel)
+    mesh = RefitMesh(**vars(policy.mesh), regions=regions)
+    dtype = getattr(torch, job.policy.dtype.replace("float64", "float32"))
+    with policy.timer.phase("refit"):
+        engine: Any = PretendedEngine(mesh, shards, policy.parts(), dtype)
+        refit = Refit(job.refit, shards, policy.parts(), engine)
+        refit()
+    return {
+        "engine_bytes": _device_bytes(list(engine.parameters().values())),
+        "received_bytes": refit.bytes_received,
+        "buffer_bytes": refit.peak_bytes,
+    }
+
+
+def _device_bytes(tensors: list[Tensor]) -> int:
+    """Return the bytes of tensors on the device; what is stored elsewhere has empty storages."""
+    return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors if t.is_cuda)
+
+
+def _step(job: Job, policy: Policy, minibatch: Minibatch) -> None:
+    if job.loss in ("policy", "frozen", "value"):
+        with policy.timer.phase("annotate"):
+            policy.annotate([minibatch], "values" if job.loss == "value" else "old_logprobs")
+    if job.loss != "frozen":
+        policy.update(minibatch, _make_loss(job), 1e-6)
+
+
+def _result(job: Job) -> dict[str, Any]:
+    """Return what `run` does; if it fails, {"error": why, "traceback": where}."""
+    try:
+        return run(job)
+    except UserError as error:
+        return {"error": str(error), "traceback": ""}
+    except Exception as error:  # a job that crashes is a result, too; the others go on
+        return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+
+
+def main() -> None:
+    """Read jobs from stdin, and write a result for each of them to stdout, as JSON.
+
+    Raises:
+        UserError: the jobs are no jobs, or no device can be pretended here.
+    """
+    jobs = [fill_config(Job, values) for values in json.load(sys.stdin)]
+    pretend_cuda()
+    _replace_groups_and_weights()
+    json.dump([_result(job) for job in jobs], sys.stdout)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        print(f"minirl: error: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT)

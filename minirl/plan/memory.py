@@ -1,0 +1,307 @@
+"""How much memory a model's training step takes on a rank, by closed formulas.
+
+T are the rows of a micro-batch on a rank, N those of them that are in the loss, P the model's
+parameters, e the bytes of an element in `policy.dtype`.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from minirl.config.shared import ParallelConfig, PolicyConfig
+from minirl.model.logprob import CHUNK_BYTES
+from minirl.plan import kinds
+from minirl.plan.cards import Card
+from minirl.plan.load import Load, LossName
+from minirl.plan.shape import Shape
+from minirl.policy import WHOLE_GRADIENT_BYTES
+
+WIDE = 4  # Bytes of an element of masters, gradients and logits.
+AT_ONCE = 2**28  # Elements of stored state that are restored for a step at once.
+
+
+class PerRow(NamedTuple):
+    """Elements for each row of a layer, in multiples of its widths."""
+
+    hidden: float  # Of the hidden size.
+    between: float  # Of the hidden size, between blocks: sequence parallelism splits them.
+    heads: float  # Of the widths of queries and keys.
+    head_norms: float  # Of the same, where queries and keys are normed.
+    merged: float  # Of the queries' width, in rows that see a prompt which others see, too.
+    gate: float  # Of the width of the gated product.
+    expert_hidden: float  # Of the hidden size, for each expert of a token.
+    expert: float  # Of the width of an expert, for each of a token.
+
+
+# What a layer keeps from forward to backward, by activation checkpointing; without any, by kernels.
+KEPT = {
+    "liger": PerRow(2, 2, 2, 1, 0, 3, 2, 4),
+    "torch": PerRow(2, 6, 2, 3, 0, 4, 2, 4),
+    "selective": PerRow(2, 1, 2, 0, 1, 2, 1, 2),
+    "full": PerRow(0, 1, 0, 0, 0, 0, 0, 0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model and what is done with it, as `load.Job`, with its shape and the card at hand."""
+
+    shape: Shape
+    card: Card
+    gpus_per_node: int
+    world_size: int
+    policy: PolicyConfig
+    parallel: ParallelConfig
+    load: Load
+    loss: LossName
+    liger: bool  # Norms, gates and rotary positions are one kernel each.
+    checkpointing: str  # off, selective or full.
+
+
+class Rows:
+    """How many rows a micro-batch has on a rank.
+
+    Attributes:
+        all: T.
+        in_loss: N.
+        merged: share of T whose attention is merged of two blocks of keys: rows that see a prompt
+            which others see, too.
+    """
+
+    def __init__(self, load: Load, context: int):
+        num_rows = load.rows(load.num_answers)
+        num_in_loss = load.num_answers * load.answer
+        self.all = num_rows / context
+        self.in_loss = num_in_loss / context
+        self.merged = num_in_loss / num_rows if load.samples > 1 else 0.0
+        if context > 1:  # What other ranks hold is merged, too.
+            self.merged = 1.5
+
+
+class Memory:
+    """Bytes of what is on a rank's device."""
+
+    def __init__(self, job: Job):
+        shape = job.shape
+        policy = job.policy
+        self.job = job
+        self.rows = Rows(job.load, job.parallel.context)
+        self.element = getattr(torch, policy.dtype).itemsize
+        self.tensor = job.parallel.tensor
+        self.shards = max(1, job.world_size // (job.parallel.replicate * self.tensor))
+        self.trains = job.loss != "frozen"
+
+        # Parameters of a rank's tensor part, and the shard of it.
+        whole = shape.parameters / self.tensor
+        shard = whole / self.shards
+        master = max(WIDE, self.element) if self.trains else self.element
+        on_device = not policy.cpu_offload
+        self.parameters = shard * master * on_device
+        in_state = {"device": 2.0 * master, "8bit": 2.0 + 2.0 * master / 256, "offload": 0.0}
+        self.optimizer = shard * in_state[policy.optimizer_state] * on_device * self.trains
+        if policy.optimizer == "muon":  # One moment of the layers' matrices, two of the rest.
+            self.optimizer *= 0.5 + 0.5 * shape.root_parameters / shape.parameters
+        if policy.ema_decay:
+            self.optimizer += shard * master * on_device * self.trains
+        self.keeps_whole = accumulates_whole(policy, shape.parameters, self.tensor)
+        self.gradient = shard * master * on_device
+        if self.keeps_whole and job.load.num_micro > 1:
+            self.gradient = whole * master
+
+        # Gathered in the dtype of computation.
+        vocabulary = shape.vocabulary * shape.hidden / self.tensor
+        self.root = shape.root_parameters / self.tensor
+        self.head = vocabulary if job.loss not in ("value", "reward") else 0.0
+        self.layer = shape.layer_parameters / self.tensor
+        self.experts = shape.expert_parameters / self.tensor
+
+    def per_row(self, kept: PerRow) -> float:
+        """Return bytes for each row of a layer."""
+        shape = self.job.shape
+        heads = shape.queries + shape.keys
+        between = self.tensor if self.job.parallel.sequence else 1
+        split = (
+            kept.heads * heads
+            + kept.head_norms * heads * shape.head_norms
+            + kept.merged * shape.queries * self.rows.merged
+            + kept.gate * shape.feed_forward
+        )
+        for_experts = kept.expert_hidden * shape.hidden + kept.expert * shape.expert
+        return self.element * (
+            kept.hidden * shape.hidden
+            + kept.between * shape.hidden / between
+            + split / self.tensor
+            + for_experts * shape.experts_of_token
+        )
+
+    def phases(self) -> dict[str, dict[str, float]]:
+        """Return what is alive at the peak of each phase."""
+        phases = {"annotate": _largest(self._forward_moments(keeps=False))}
+        if self.trains:
+            phases["forward"] = _largest(self._forward_moments(keeps=True))
+            phases["backward"] = _largest(self._backward_moments())
+            phases["optimizer"] = {
+                **self._state(),
+                kinds.OPTIMIZER: self.optimizer + self._restored(),
+                kinds.GRADIENTS: self._sharded_gradient(),
+            }
+        return phases
+
+    def _restored(self) -> float:
+        """Return the bytes of stored state that is restored for a step at the same time."""
+        bytes_of_state = {"device": 0, "offload": 2 * WIDE, "8bit": 5 * WIDE}
+        shape = self.job.shape
+        if self.job.policy.optimizer == "muon":  # A whole matrix and its products.
+            return 3 * WIDE * shape.hidden * max(shape.feed_forward, shape.expert)
+        at_once = max(AT_ONCE, shape.vocabulary * shape.hidden)
+        on_rank = min(at_once, shape.parameters) / self.tensor / self.shards
+        return on_rank * bytes_of_state[self.job.policy.optimizer_state]
+
+    def _state(self) -> dict[str, float]:
+        return {kinds.PARAMETERS: self.parameters, kinds.OPTIMIZER: self.optimizer}
+
+    def _sharded_gradient(self) -> float:
+        if self.job.policy.cpu_offload:
+            return 0.0
+        return self.job.shape.parameters * WIDE / self.tensor / self.shards
+
+    def _kept(self) -> tuple[float, float]:
+        """Return the bytes that a layer keeps, and those that it adds while it is recomputed."""
+        which = "liger" if self.job.liger else "torch"
+        everything = self.per_row(KEPT[which]) * self.rows.all
+        if self.job.checkpointing == "off":
+            return everything, 0.0
+        of_row = KEPT[self.job.checkpointing]
+        kept = self.per_row(of_row) * self.rows.all
+        # What was kept of experts is let go of while they are computed again.
+        experts = PerRow(0, 0, 0, 0, 0, 0, of_row.expert_hidden, of_row.expert)
+        let_go = self.per_row(experts) * self.rows.all
+        return kept, max(0.0, everything - kept - let_go)
+
+    def chunk(self) -> float:
+        """Return the bytes of a chunk of logits; for a score head, of wide hidden states."""
+        if not self.head:
+            return self.job.shape.hidden * self.rows.all * WIDE
+        of_row = self.job.shape.vocabulary / self.tensor * WIDE
+        num_rows = max(16, CHUNK_BYTES["cuda"] // of_row)
+        return min(num_rows, self.rows.in_loss) * of_row
+
+    def _gathered_layers(self, fewest: int) -> float:
+        num = fewest
+        if not self.job.policy.reshard_after_forward:
+            num = self.job.shape.num_layers
+        return num * self.layer * self.element
+
+    def _forward_moments(self, *, keeps: bool) -> list[dict[str, float]]:
+        """Return what is alive at the start of forward, in its layers, and at its end."""
+        shape = self.job.shape
+        hidden = shape.hidden * self.rows.all * self.element
+        kept, _ = self._kept()
+        base = self._state()
+        if keeps and self.job.load.num_micro > 1:
+            base[kinds.GRADIENTS] = self.gradient
+        activations = kept * shape.num_layers if keeps else 0.0
+        root = self.root * self.element
+        start = {
+            **base,
+            # The flat result of the all-gather, and the parameters that it is copied to.
+            kinds.GATHERED: 2 * root + self._gathered_layers(2),
+            kinds.ACTIVATIONS: hidden,
+        }
+        # A layer computes, and two more are on the way or not yet freed.
+        first_layers = {
+            **base,
+            kinds.GATHERED: root + self._gathered_layers(3),
+            kinds.ACTIVATIONS: 2 * hidden,
+        }
+        last_layers = {
+            **base,
+            kinds.GATHERED: root + self._gathered_layers(2),
+            kinds.ACTIVATIONS: hidden + activations,
+        }
+        end = {
+            **base,
+            kinds.GATHERED: root + self._gathered_layers(1),
+            kinds.ACTIVATIONS: hidden * (1 + keeps) + activations + self._in_loss(),
+            kinds.HEAD: (3 if self.head else 1) * self.chunk(),
+        }
+        return [start, first_layers, last_layers, end]
+
+    def _in_loss(self) -> float:
+        """Return the bytes of the hidden states of rows in the loss."""
+        return self.job.shape.hidden * self.rows.in_loss * self.element if self.head else 0.0
+
+    def _backward_moments(self) -> list[dict[str, float]]:
+        """Return what is alive in the backward of the head, of the last layers, of the root."""
+        shape = self.job.shape
+        base = self._state()
+        base[kinds.GRADIENTS] = self.gradient if self.job.load.num_micro > 1 else 0.0
+        kept, recomputed = self._kept()
+        hidden = shape.hidden * self.rows.all * self.element
+        root = self.root * self.element
+        chunk = self.chunk()
+        head = {
+            **base,
+            kinds.GATHERED: root + self._gathered_layers(1),
+            kinds.ACTIVATIONS: hidden + kept * shape.num_layers + 2 * self._in_loss(),
+            kinds.HEAD: (2.5 if self.head else 2) * chunk + self.head * WIDE,
+        }
+        cast = {**head, kinds.HEAD: self.head * (WIDE + self.element)}
+        # The last layer computes, and the one before it is being gathered.
+        last_layer = {
+            **base,
+            kinds.GATHERED: root + self._gathered_layers(2),
+            kinds.ACTIVATIONS: hidden + kept * shape.num_layers + recomputed + self._gradients(),
+            kinds.HEAD: self.head * self.element,
+            kinds.GRADIENTS: base[kinds.GRADIENTS] + self._layer_gradients(),
+        }
+        # So does the one before it, while the gradients of the last one are reduced.
+        reduced = 0.0 if self.keeps_whole and self.job.load.num_micro > 1 else WIDE
+        layers = {
+            **base,
+            kinds.GATHERED: root + self._gathered_layers(2),
+            kinds.ACTIVATIONS: hidden + kept * self._layers_kept() + recomputed + self._gradients(),
+            kinds.HEAD: self.head * self.element,
+            kinds.GRADIENTS: base[kinds.GRADIENTS] + self._layer_gradients() + self.layer * reduced,
+        }
+        # The embedding's gradient is dense. All of the root is cast and reduced at once.
+        both = self.root if self.root > 1.5 * self.head else 2 * self.head
+        end = {
+            **self._state(),
+            kinds.HEAD: self.head * self.element,
+            kinds.GRADIENTS: max(base[kinds.GRADIENTS], self._sharded_gradient())
+            + (both - self.head) * self.element
+            + self.root * WIDE,
+        }
+        return [head, cast, last_layer, layers, end]
+
+    def _layers_kept(self) -> int:
+        """Return how many layers still keep their activations when the fullest one computes."""
+        num_layers = self.job.shape.num_layers
+        return num_layers - 1 if self.job.checkpointing == "off" else num_layers
+
+    def _layer_gradients(self) -> float:
+        """Return the bytes of gradients of a layer's largest matrices, before they are reduced."""
+        shape = self.job.shape
+        if shape.experts:
+            return self.experts * self.element
+        return shape.hidden * shape.feed_forward / self.tensor * self.element
+
+    def _gradients(self) -> float:
+        """Return the bytes of gradients of activations, less what is not needed any more."""
+        shape = self.job.shape
+        of_row = shape.hidden + shape.feed_forward / self.tensor
+        if shape.experts:
+            of_row = -2.0 * shape.experts_of_token * shape.expert
+        return of_row * self.rows.all * self.element
+
+
+def accumulates_whole(policy: PolicyConfig, num_parameters: int, tensor: int) -> bool:
+    """Return whether a rank keeps whole gradients between micro-batches, as `Policy` decides."""
+    fits = WIDE * num_parameters // tensor <= WHOLE_GRADIENT_BYTES
+    return {"whole": True, "sharded": False, "auto": fits}[policy.accumulate]
+
+
+def _largest(moments: list[dict[str, float]]) -> dict[str, float]:
+    return max(moments, key=lambda parts: sum(parts.values()))

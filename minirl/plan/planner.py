@@ -1,0 +1,327 @@
+"""Whether a run fits its GPUs, and how long a step takes.
+
+What each model costs comes from the formulas or from a dry run. Here is what is on a GPU at the
+same time, and what takes turns.
+"""
+
+from dataclasses import dataclass
+
+from minirl.config.shared import Checkpointing
+from minirl.errors import require
+from minirl.plan import kinds
+from minirl.plan.cards import (
+    HOST_SECONDS_PER_ANSWER,
+    HOST_SECONDS_PER_STEP,
+    REACHED,
+    SHORTEST_COLLECTIVE,
+    Card,
+)
+from minirl.plan.formulas import Cost
+from minirl.plan.memory import accumulates_whole
+from minirl.plan.shape import Shape
+from minirl.plan.workload import Role, Workload
+from minirl.rollout.engine import MOST_SEQS
+
+GIB = 2**30
+# What no dry run sees. Sizes are usual ones: they depend on driver, NCCL and vLLM.
+CONTEXT = 0.6 * GIB  # CUDA's context and loaded kernels.
+NCCL = 1.5 * GIB  # Buffers of its communicators.
+GRAPHS = 1.0 * GIB  # The engine's CUDA graphs, which stay while it sleeps.
+ENGINE_WORKSPACE = 1.5 * GIB  # Activations of the engine's largest batch.
+FRAGMENTS = 0.03  # Share of the card that is lost between blocks of memory.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run takes on its fullest GPU."""
+
+    workload: Workload
+    card: Card
+    checkpointing: Checkpointing  # of the policy: off, selective or full.
+    whole_gradient: bool
+    memory: dict[str, float]  # Most bytes at once, by phase.
+    alive: dict[str, dict[str, float]]  # What they are.
+    on_host: float  # Bytes in the host's memory for each GPU: what sleeps there, or lives there.
+    kv_tokens: int | None  # Tokens in the KV cache of an engine; None: there is no engine.
+    seconds: dict[str, float]  # Of a step, by phase.
+    wire: dict[str, float]  # Bytes that pass the link of a GPU in a step, by phase.
+    share_of_peak: float  # Of the card's multiplications, in forward and backward.
+    by_dry_run: bool
+
+    @property
+    def limit(self) -> float:
+        """Return the bytes that a GPU has for all this."""
+        return self.card.memory_gib * GIB * (1 - FRAGMENTS)
+
+    @property
+    def largest(self) -> str:
+        """Return the phase that needs most memory."""
+        return max(self.memory, key=lambda phase: self.memory[phase])
+
+    @property
+    def lacks(self) -> str:
+        """Return what does not fit; empty: all does."""
+        if self.memory[self.largest] > self.limit:
+            return (
+                f"{self.largest} needs {self.memory[self.largest] / GIB:.1f} GiB of "
+                f"{self.limit / GIB:.1f}"
+            )
+        if self.on_host > self.card.host_memory_gib * GIB:
+            return (
+                f"{self.on_host / GIB:.1f} GiB in the host's memory for each GPU, which has "
+                f"{self.card.host_memory_gib:.1f}"
+            )
+        engine = self.workload.engine
+        if engine and self.kv_tokens is not None and self.kv_tokens < engine.max_model_len:
+            return (
+                f"the KV cache holds {max(0, self.kv_tokens):,} tokens, less than one context of "
+                f"engine.max_model_len = {engine.max_model_len:,}"
+            )
+        return ""
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the seconds of a step."""
+        return sum(self.seconds.values())
+
+
+def assemble(
+    workload: Workload,
+    shapes: dict[str, Shape],
+    costs: dict[str, Cost],
+    card: Card,
+    *,
+    checkpointing: Checkpointing,
+    by_dry_run: bool,
+) -> Plan:
+    """Return the plan of a run.
+
+    Args:
+        workload: what the run does.
+        shapes: of its models, by their roles' names.
+        costs: of the same.
+        card: the GPUs.
+        checkpointing: of the policy's activations.
+        by_dry_run: costs are a dry run's, not the formulas'.
+    """
+    engine = _Engine(workload, shapes["policy"], card)
+    alive = _alive(workload, costs, engine)
+    seconds = _seconds(workload, costs, engine, card)
+    policy = costs["policy"]
+    computing = policy.seconds["forward"] + policy.seconds["backward"]
+    cfg = workload.cfg
+    return Plan(
+        workload=workload,
+        card=card,
+        checkpointing=checkpointing,
+        whole_gradient=workload.load.num_micro > 1
+        and accumulates_whole(cfg.policy, shapes["policy"].parameters, cfg.parallel.tensor),
+        memory={phase: sum(parts.values()) for phase, parts in alive.items()},
+        alive=alive,
+        on_host=sum(_on_host(workload, role, shapes[role.name]) for role in workload.roles)
+        + (engine.weights if workload.engine and workload.engine.sleep_level == 1 else 0.0),
+        kv_tokens=engine.kv_tokens if workload.engine else None,
+        seconds=seconds,
+        wire=_wire(workload, costs, engine),
+        share_of_peak=policy.flops / computing / (card.tflops * 1e12),
+        by_dry_run=by_dry_run,
+    )
+
+
+def check_lower_bound(workload: Workload, shape: Shape, card: Card) -> None:
+    """Refuse a run whose sharded state and one layer alone do not fit.
+
+    Raises:
+        UserError: it cannot fit, whatever its batches are.
+    """
+    cfg = workload.cfg
+    if cfg.policy.cpu_offload:
+        return
+    shard = shape.parameters * cfg.parallel.replicate / workload.world_size
+    bytes_of_state = {"device": 16, "8bit": 10, "offload": 8}[cfg.policy.optimizer_state]
+    if cfg.policy.optimizer == "muon" and bytes_of_state > 8:
+        bytes_of_state = (bytes_of_state + 8) // 2
+    needed = shard * bytes_of_state + 2 * shape.layer_parameters / cfg.parallel.tensor + CONTEXT
+    memory = card.memory_gib * GIB
+    require(
+        needed <= memory,
+        f"policy.model = {cfg.policy.model}: {shape.parameters / 1e9:.1f}B parameters on "
+        f"{workload.world_size} ranks of {card.memory_gib:.1f} GiB: weights, gradients and the "
+        f"optimizer's state alone are {shard * bytes_of_state / GIB:.1f} GiB a rank "
+        f"(policy.optimizer_state = {cfg.policy.optimizer_state}, parallel.replicate = "
+        f"{cfg.parallel.replicate}); take more GPUs, policy.optimizer_state = offload or 8bit, "
+        "or policy.cpu_offload. `python -m minirl.plan` tries them",
+    )
+
+
+class _Engine:
+    """An engine on one GPU, or its part of one that several share."""
+
+    def __init__(self, workload: Workload, shape: Shape, card: Card):
+        self.workload = workload
+        self.shape = shape
+        self.card = card
+        self.cfg = workload.engine
+        self.weights = 0.0
+        self.received = 0.0
+        self.total = 0.0
+        self.kv_tokens = 0
+        if self.cfg is None:
+            return
+        ranks = self.cfg.tensor_parallel_size
+        element = 4 if self.cfg.dtype == "float32" else 2
+        self.weights = shape.parameters * element / ranks
+        # Of a refit: this rank has its own shard already.
+        self.received = self.weights * (1 - 1 / workload.world_size)
+        kv_heads = max(1.0, shape.kv_heads / ranks)
+        self.kv_bytes = 2 * kv_heads * shape.head_dim * element * shape.num_layers
+        self.total = self.cfg.gpu_memory_utilization * card.memory_gib * GIB
+        cache = self.total - self.weights - ENGINE_WORKSPACE - GRAPHS - CONTEXT
+        if self.cfg.kv_cache_gb:
+            cache = self.cfg.kv_cache_gb * GIB
+            self.total = cache + self.weights + ENGINE_WORKSPACE + GRAPHS + CONTEXT
+        self.kv_tokens = int(cache // self.kv_bytes)
+
+    def seconds(self) -> float:
+        """Return the seconds of generating a step's answers.
+
+        Each step of the engine reads the weights and all cached keys and values once. Prompts are
+        read once for all their answers.
+        """
+        if self.cfg is None:
+            return 0.0
+        workload = self.workload
+        ranks = self.cfg.tensor_parallel_size
+        num_engines = workload.world_size // ranks
+        num_sequences = workload.num_sequences / num_engines
+        load = workload.load
+        length = load.prompt + workload.answer / 2
+        at_once = min(
+            num_sequences,
+            self.cfg.max_num_seqs or MOST_SEQS,
+            max(1.0, self.kv_tokens / length),
+        )
+        waves = max(1.0, num_sequences / at_once)
+        bandwidth = self.card.bandwidth_gb * 1e9 * REACHED["memory"]
+        flops = self.card.tflops * 1e12 * REACHED["matmul"]
+        work_of_token = 2 * self.shape.active_parameters / ranks
+        reading = (self.weights + at_once * length * self.kv_bytes) / bandwidth
+        step = max(reading, at_once * work_of_token / flops)
+        step += HOST_SECONDS_PER_STEP + HOST_SECONDS_PER_ANSWER * at_once
+        if ranks > 1:  # A sum after attention and one after the feed-forward.
+            summed = 2 * at_once * self.shape.hidden * 2 * (1 - 1 / ranks)
+            sending = summed / (self.card.link_gb * 1e9 * REACHED["wire"])
+            step += 2 * self.shape.num_layers * (SHORTEST_COLLECTIVE + sending)
+        prompts = num_sequences / load.samples * load.prompt
+        return waves * workload.answer * step + prompts * work_of_token / flops
+
+
+def _alive(
+    workload: Workload, costs: dict[str, Cost], engine: _Engine
+) -> dict[str, dict[str, float]]:
+    """Return what is on the device in each phase."""
+    policy = costs["policy"]
+    always = {"CUDA context": CONTEXT}
+    if workload.world_size > 1:
+        always["NCCL"] = NCCL
+    phases: dict[str, dict[str, float]] = {}
+    asleep = dict(always)
+    if workload.engine:
+        phases["rollout"] = {"engine": engine.total, "NCCL": always.get("NCCL", 0.0)}
+        phases["refit"] = {
+            **always,
+            "engine's weights": engine.weights,
+            "engine's graphs": GRAPHS,
+            kinds.PARAMETERS: policy.parameters,
+            "buffers": 2.0 * workload.bucket_bytes,
+        }
+        asleep["engine's graphs"] = GRAPHS
+        if workload.engine.sleep_level == 0:
+            asleep["engine"] = engine.total
+
+    # The optimizer's state sleeps until the first step, if an engine has put it to sleep.
+    for phase in ("forward", "backward", "optimizer"):
+        parts = dict(policy.alive[phase])
+        if workload.engine and workload.num_updates == 1 and phase != "optimizer":
+            parts.pop(kinds.OPTIMIZER, None)
+        phases[phase] = asleep | parts
+    if workload.annotates:
+        parts = dict(policy.alive["annotate"])
+        if workload.engine:
+            parts.pop(kinds.OPTIMIZER, None)
+        phases["annotate"] = asleep | parts
+    for role in workload.others:
+        cost = costs[role.name]
+        beside = {"policy's parameters": policy.parameters}
+        if not workload.engine:
+            beside["policy's optimizer state"] = policy.optimizer
+        names = ("backward", "optimizer") if role.loss == "value" else ("annotate",)
+        for phase in names:
+            phases[f"{role.name}, {phase}"] = asleep | beside | cost.alive[phase]
+    return phases
+
+
+def _on_host(workload: Workload, role: Role, shape: Shape) -> float:
+    """Return the bytes of a model in the host's memory: what sleeps there, or lives there."""
+    shard = shape.parameters * workload.cfg.parallel.replicate / workload.world_size
+    if role.loss == "frozen":
+        return 2 * shard
+    state = {"device": 8, "8bit": 2, "offload": 8}[role.policy.optimizer_state]
+    if role.policy.cpu_offload:
+        return (4 + 4 + state) * shard  # Gradients, too.
+    if workload.engine:
+        return (4 + state) * shard
+    return state * shard if role.policy.optimizer_state == "offload" else 0.0
+
+
+def _seconds(
+    workload: Workload, costs: dict[str, Cost], engine: _Engine, card: Card
+) -> dict[str, float]:
+    """Return the seconds of a step's phases: the longer of computing and sending."""
+    num_micro = workload.load.num_micro * workload.num_updates
+    host = card.host_gb * 1e9
+    seconds: dict[str, float] = {}
+    policy = costs["policy"]
+    if workload.engine:
+        seconds["rollout"] = engine.seconds()
+        moved = 2 * (policy.parameters + policy.optimizer)
+        seconds["refit"] = engine.received / (card.link_gb * 1e9 * REACHED["wire"])
+        for role in workload.others:
+            cost = costs[role.name]
+            moved += 2 * (cost.parameters + cost.optimizer)
+        if workload.engine.sleep_level == 1:
+            moved += 2 * engine.weights
+        seconds["sleep_wake"] = moved / host
+
+    annotate = 0.0
+    if workload.annotates:
+        annotate += _longer(policy, "annotate")
+    for role in workload.others:
+        annotate += _longer(costs[role.name], "annotate")
+    if annotate:
+        seconds["annotate"] = num_micro * annotate
+
+    trained = [policy] + [costs[role.name] for role in workload.others if role.loss == "value"]
+    for phase in ("forward", "backward"):
+        seconds[phase] = num_micro * sum(_longer(cost, phase) for cost in trained)
+    seconds["optimizer"] = workload.num_updates * sum(
+        _longer(cost, "optimizer") for cost in trained
+    )
+    return seconds
+
+
+def _longer(cost: Cost, phase: str) -> float:
+    return max(cost.seconds[phase], cost.wire_seconds[phase])
+
+
+def _wire(workload: Workload, costs: dict[str, Cost], engine: _Engine) -> dict[str, float]:
+    """Return the bytes that pass the link of a GPU in a step, by phase."""
+    num_micro = workload.load.num_micro * workload.num_updates
+    wire: dict[str, float] = {}
+    if workload.engine:
+        wire["refit"] = engine.received
+    if workload.annotates:
+        wire["annotate"] = num_micro * costs["policy"].wire["annotate"]
+    for phase in ("forward", "backward"):
+        wire[phase] = num_micro * costs["policy"].wire[phase]
+    return wire

@@ -1,0 +1,157 @@
+"""What of a model decides how much memory and work it takes."""
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from minirl.model import build
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a model. Numbers of parameters are exact; "of a layer" is of the last one."""
+
+    num_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feed_forward: int  # Width of the gated product that every token passes.
+    experts: int  # 0: no mixture.
+    experts_of_token: int
+    expert: int  # Width of the gated product of an expert.
+    vocabulary: int
+    head_norms: bool  # Queries and keys are normed.
+    parameters: int
+    root_parameters: int  # Of embedding, head and last norm.
+    layer_parameters: int
+    expert_parameters: int  # Of a layer, in all its experts.
+
+    @property
+    def queries(self) -> int:
+        """Return the width of all queries of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Return the width of all keys of a token."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def active_layer_parameters(self) -> float:
+        """Return how many parameters of a layer a token passes."""
+        share = self.experts_of_token / self.experts if self.experts else 0.0
+        return self.layer_parameters - self.expert_parameters * (1 - share)
+
+    @property
+    def active_parameters(self) -> float:
+        """Return how many parameters of the layers and the head a token passes."""
+        return self.num_layers * self.active_layer_parameters + self.hidden * self.vocabulary
+
+
+def read_shape(config: PretrainedConfig, *, score: bool = False) -> Shape:
+    """Return the sizes of a model, from its config alone.
+
+    Args:
+        config: of a family that minirl supports.
+        score: with a score head in place of the language model's.
+    """
+    text = config.get_text_config()
+    values = text.to_dict()
+    few, more = layer_counts(config)
+    smaller = _Counts(cut(config, few), score=score)
+    larger = _Counts(cut(config, more), score=score)
+    rest = 0
+    if few < more:
+        rest = (larger.total - smaller.total) * (text.num_hidden_layers - more) // (more - few)
+    expert_width = values.get("moe_intermediate_size") or values["intermediate_size"]
+    num_experts = larger.num_experts
+    shared = values.get("shared_expert_intermediate_size") or 0
+    shared += (values.get("n_shared_experts") or 0) * expert_width
+    return Shape(
+        num_layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        head_dim=values.get("head_dim") or text.hidden_size // text.num_attention_heads,
+        feed_forward=shared if num_experts else values["intermediate_size"],
+        experts=num_experts,
+        experts_of_token=values["num_experts_per_tok"] if num_experts else 0,
+        expert=expert_width if num_experts else 0,
+        vocabulary=text.vocab_size,
+        head_norms=larger.head_norms,
+        parameters=larger.total + rest,
+        root_parameters=larger.root,
+        layer_parameters=larger.of_layer,
+        expert_parameters=larger.of_experts,
+    )
+
+
+def layer_counts(config: PretrainedConfig) -> tuple[int, int]:
+    """Return two numbers of layers, from which that of the whole model can be extrapolated.
+
+    The layers between the two are as the rest of the model's: its first layers may be dense where
+    the others are mixtures, and every sixth may see no window. One layer is too few, because FSDP
+    gathers the next one while one computes. A model that is as small as that is taken whole: then
+    both are its number of layers.
+    """
+    values = config.get_text_config().to_dict()
+    first = values.get("first_k_dense_replace") or 0
+    period = math.lcm(values.get("decoder_sparse_step") or 1, _period(values.get("layer_types")))
+    num_layers = values["num_hidden_layers"]
+    few = first + max(2, period)
+    few += (num_layers - few) % period  # so that whole periods are left
+    more = few + max(2, period)
+    if more > num_layers:
+        return num_layers, num_layers
+    return few, more
+
+
+def cut(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """Return the config of the same model with fewer layers."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers = num_layers
+    values = text.to_dict()
+    if values.get("layer_types"):
+        text.layer_types = values["layer_types"][:num_layers]
+    return config
+
+
+def _period(kinds: list[str] | None) -> int:
+    """Return after how many layers their kinds repeat."""
+    kinds = kinds or [""]
+    for period in range(1, len(kinds)):
+        if all(kinds[i] == kinds[i - period] for i in range(period, len(kinds))):
+            return period
+    return len(kinds)
+
+
+class _Counts:
+    """Numbers of parameters of a model."""
+
+    def __init__(self, config: PretrainedConfig, *, score: bool):
+        model = build.make_meta_model(config, torch.float32, score=score)
+        layers = build.layers(model)
+        last = layers[-1]
+        in_layers = sum(_count(layer) for layer in layers)
+        self.total = _count(model)
+        self.root = self.total - in_layers
+        self.of_layer = _count(last)
+        self.of_experts = 0
+        self.num_experts = 0
+        self.head_norms = False
+        for name, p in last.named_parameters():
+            if p.ndim == 3:  # experts are the only tensors of three dimensions
+                self.of_experts += p.numel()
+                self.num_experts = len(p)
+            if name.endswith("q_norm.weight"):
+                self.head_norms = True
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

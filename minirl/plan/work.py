@@ -1,0 +1,217 @@
+"""How long a model's training step takes on a rank, and what it sends, by closed formulas.
+
+Numbers such as "10 elements a row and feature" are what the dry run of Qwen3 and Llama layers
+moves.
+"""
+
+from minirl.plan.cards import HOST_ADAMW_GB, REACHED, SHORTEST_KERNEL
+from minirl.plan.memory import WIDE, Job, Memory, PerRow
+
+# What is read and written between matrix products, in forward, backward and when a layer is
+# computed again.
+MOVED = {
+    ("liger", "forward"): PerRow(4, 6, 2, 2, 31.75, 3, 11, 11),
+    ("liger", "backward"): PerRow(8, 13, 7, 3, 9, 5, 15, 33),
+    ("liger", "again"): PerRow(4, 3, 2, 2, 31.75, 3, 8, 11),
+    ("torch", "forward"): PerRow(4, 38, 2, 18, 31.75, 5, 11, 11),
+    ("torch", "backward"): PerRow(8, 99, 7, 46, 9, 23, 15, 33),
+    ("torch", "again"): PerRow(4, 35, 2, 18, 31.75, 5, 8, 11),
+}
+# The keys' gradients are summed over the queries that share them.
+MOVED_KEYS_BACKWARD = 5
+# Bytes read and written for each logit; `again` for those of all chunks but the last.
+LOGITS = {"forward": 36, "backward": 18, "again": 16}
+HEAD_GRADIENT = 15  # Bytes read and written for each parameter of the head.
+ADAMW = 36  # Bytes read and written for each parameter: it, its gradient, two moments.
+QUANTIZE = 172  # The same of two moments to 8 bits and back.
+KERNELS_OF_STEP = 22  # Of a step of the optimizer, for each layer.
+
+
+class Work:
+    """What a rank computes and sends."""
+
+    def __init__(self, job: Job, memory: Memory):
+        self.job = job
+        self.memory = memory
+        self.rows = memory.rows
+        self.kernels = "liger" if job.liger else "torch"
+        of_row = job.shape.vocabulary / memory.tensor * WIDE
+        num_chunks = -(-self.rows.in_loss * of_row // max(1.0, memory.chunk()))
+        # Share of the logits that backward computes again.
+        self.logits_again = 1 - 1 / max(1.0, num_chunks)
+
+    def flops(self) -> float:
+        """Return the work of forward and backward that a model of this size needs."""
+        return 3 * (self._layers_flops() + self._head_flops()) + 3.5 * self._attention_flops()
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase on the device."""
+        forward = self._layers() + self._between("forward") + self._attention(4, "forward")
+        forward += self._gathering(self.job.shape.parameters)
+        head = self._head()
+        logits = self.rows.in_loss * self.memory.head / self.job.shape.hidden
+        forward += head + self._moving(LOGITS["forward"] * logits)
+        seconds = {"annotate": forward}
+        if not self.memory.trains:
+            return seconds
+
+        backward = 2 * self._layers() + self._between("backward") + self._attention(10, "backward")
+        if self.job.checkpointing != "off":
+            backward += self._between("again")
+        if self.job.checkpointing == "full":
+            # It stops before the last product, whose result nothing needs.
+            shape = self.job.shape
+            last = shape.hidden * shape.feed_forward / shape.active_layer_parameters
+            backward += self._layers() * (1 - last) + self._attention(4, "forward")
+        backward += (2 + self.logits_again) * head
+        moved = LOGITS["backward"] + LOGITS["again"] * self.logits_again
+        backward += self._moving(moved * logits + HEAD_GRADIENT * self.memory.head)
+        if self.job.policy.reshard_after_forward:
+            in_layers = self.job.shape.parameters - self.job.shape.root_parameters
+            backward += self._gathering(in_layers)
+        backward += self._reducing()
+        shard = self.job.shape.parameters / self.memory.tensor / self.memory.shards
+        seconds["forward"] = forward
+        seconds["backward"] = backward
+        seconds["optimizer"] = self._stepping(shard)
+        return seconds
+
+    def _stepping(self, shard: float) -> float:
+        """Return the seconds of a step of the optimizer, with so many parameters on a rank."""
+        policy = self.job.policy
+        if policy.cpu_offload:
+            return ADAMW * shard / (HOST_ADAMW_GB * 1e9)
+        seconds = self._moving(ADAMW * shard)
+        seconds += KERNELS_OF_STEP * self.job.shape.num_layers * SHORTEST_KERNEL
+        if policy.optimizer_state == "8bit":
+            seconds += self._moving(QUANTIZE * shard)
+        if policy.optimizer_state == "offload":
+            seconds += 2 * 2 * WIDE * shard / (self.job.card.host_gb * 1e9)
+        if policy.optimizer == "muon":
+            # Five iterations of three products of the smaller side.
+            seconds += self._computing(15 * self.job.shape.hidden * shard)
+        return seconds
+
+    # ----------------------------------------------------------------------------------------------
+    # on the device
+
+    def _layers_flops(self) -> float:
+        """Return the work of the layers' matrix products, forward."""
+        shape = self.job.shape
+        matrices = shape.active_layer_parameters / self.memory.tensor
+        return 2 * self.rows.all * matrices * shape.num_layers
+
+    def _head_flops(self) -> float:
+        return 2 * self.rows.in_loss * self.memory.head
+
+    def _attention_flops(self) -> float:
+        """Return the work of attention, forward."""
+        load = self.job.load
+        answer = load.answer
+        # Each answer's tokens see the prompt, and those before them.
+        num_answers = self.rows.in_loss * self.job.parallel.context / answer
+        pairs = num_answers * (answer * load.prompt + answer**2 / 2)
+        pairs += num_answers / load.samples * load.prompt**2 / 2
+        pairs /= self.job.parallel.context
+        return 4 * pairs * self.job.shape.queries / self.memory.tensor * self.job.shape.num_layers
+
+    def _layers(self) -> float:
+        """Return the seconds of the layers' matrix products, forward."""
+        shape = self.job.shape
+        # Every expert's weights are read, however few rows it has.
+        weights = self.memory.layer * self.memory.element * shape.num_layers
+        return max(self._computing(self._layers_flops()), self._moving(weights))
+
+    def _head(self) -> float:
+        return self._computing(self._head_flops())
+
+    def _attention(self, factor: int, direction: str) -> float:
+        reached = REACHED[f"attention {direction}"]
+        return self._attention_flops() * factor / 4 / (self.job.card.tflops * 1e12 * reached)
+
+    def _between(self, direction: str) -> float:
+        """Return the seconds of what lies between matrix products."""
+        shape = self.job.shape
+        of_row = self.memory.per_row(MOVED[self.kernels, direction])
+        if direction == "backward":
+            keys = MOVED_KEYS_BACKWARD * shape.keys / self.memory.tensor
+            of_row += keys * self.memory.element
+        return self._moving(of_row * self.rows.all * shape.num_layers)
+
+    def _gathering(self, num_parameters: float) -> float:
+        """Return the seconds of casting shards, and of copying parameters out of a gathering."""
+        whole = num_parameters / self.memory.tensor
+        return self._moving(whole * 4 + whole / self.memory.shards * 10)
+
+    def _reducing(self) -> float:
+        """Return the seconds of a micro-batch's share of adding up gradients."""
+        num_micro = self.job.load.num_micro
+        whole = self.job.shape.parameters / self.memory.tensor
+        bytes_of_step = 6 * num_micro + 12 * (num_micro - 1) / self.memory.shards
+        if self.memory.keeps_whole and num_micro > 1:
+            bytes_of_step = 6.0 + 10.0 * (num_micro - 1) + 8.0
+        return self._moving(whole * bytes_of_step / num_micro)
+
+    def _computing(self, flops: float) -> float:
+        return flops / (self.job.card.tflops * 1e12 * REACHED["matmul"])
+
+    def _moving(self, num_bytes: float) -> float:
+        return num_bytes / (self.job.card.bandwidth_gb * 1e9 * REACHED["memory"])
+
+    # ----------------------------------------------------------------------------------------------
+    # on the wire
+
+    def wire(self) -> dict[str, float]:
+        """Return the bytes that pass this rank's link in each phase."""
+        gathers, between = self._wire_of_forward()
+        wire = {"annotate": gathers + between}
+        if not self.memory.trains:
+            return wire
+        wire["forward"] = gathers + between
+        wire["backward"] = sum(self._wire_of_backward(gathers, between))
+        wire["optimizer"] = 0.0
+        return wire
+
+    def wire_seconds(self, wire: dict[str, float]) -> dict[str, float]:
+        """Return how long that takes where nothing else has to be waited for."""
+        nodes = self.job.world_size > self.job.gpus_per_node
+        speed = self.job.card.network_gb if nodes else self.job.card.link_gb
+        seconds = {name: size / (speed * 1e9 * REACHED["wire"]) for name, size in wire.items()}
+        if self.job.policy.cpu_offload:
+            # Shards come from the host for each pass, and gradients go there.
+            shard = self.job.shape.parameters / self.memory.tensor / self.memory.shards
+            passing = shard * WIDE / (self.job.card.host_gb * 1e9)
+            for name in seconds:
+                seconds[name] += passing * (2 if name == "backward" else 1)
+        return seconds
+
+    def _wire_of_forward(self) -> tuple[float, float]:
+        """Return the bytes of gathering parameters, and those between ranks of one sequence."""
+        shape = self.job.shape
+        memory = self.memory
+        # The root stays gathered until the backward of a step's last micro-batch.
+        gathered = shape.parameters - shape.root_parameters * (1 - 1 / self.job.load.num_micro)
+        gathers = gathered / memory.tensor * memory.element * (1 - 1 / memory.shards)
+        hidden = shape.hidden * self.rows.all * memory.element
+        # A sum after attention and one after the feed-forward, each there and back.
+        between = 4 * hidden * (1 - 1 / memory.tensor) * shape.num_layers
+        context = self.job.parallel.context
+        keys = 2 * shape.keys / memory.tensor * self.rows.all * memory.element
+        between += keys * (context - 1) * shape.num_layers
+        return gathers, between
+
+    def _wire_of_backward(self, gathers: float, between: float) -> tuple[float, float]:
+        memory = self.memory
+        job = self.job
+        whole = job.shape.parameters / memory.tensor
+        layers = (job.shape.parameters - job.shape.root_parameters) / memory.tensor
+        again = 0.0
+        if job.policy.reshard_after_forward:
+            again = layers * memory.element * (1 - 1 / memory.shards)
+        times = 1 / job.load.num_micro if memory.keeps_whole else 1.0
+        reduced = whole * WIDE * (1 - 1 / memory.shards) * times
+        replicate = job.parallel.replicate
+        over_replicas = 2 * whole / memory.shards * WIDE * (1 - 1 / replicate) / job.load.num_micro
+        if job.checkpointing != "off":
+            between *= 1.5
+        return again + reduced + over_replicas, between

@@ -1,0 +1,435 @@
+"""The CUDA paths, run without a GPU: every kind of training on pretended devices, in one process.
+
+A wrong signature, tensors on two devices and a new wait of the host fail here."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+import tiny
+from harness import ranks
+from minirl.algo import losses
+from minirl.config.rl import AlgoConfig
+from minirl.config.shared import ParallelConfig, PolicyConfig
+from minirl.data.packing import pack
+from minirl.errors import UserError
+from minirl.parallel import fsdp
+from minirl.plan import pretend
+from minirl.plan.dryrun import Load, trajectories
+from minirl.plan.engine import regions_of_all_ranks
+from minirl.policy import Policy
+from programs import ROOT
+
+NUM_LAYERS = 2
+LOAD = {"tokens": 256, "sequence": 64, "prompt": 16, "num_micro": 1}
+TWO_MICRO = LOAD | {"num_micro": 2}
+PAIRS = LOAD | {"samples": 2, "whole_groups": True}
+# A step of the optimizer: the denominators before it, metrics and the norm of the gradient behind.
+WAITS = {
+    ("a copy from the device", "policy.py _accumulate < policy.py update"): 1,
+    ("a copy from the device", "policy.py _reduce_metrics < policy.py update"): 1,
+}
+# The library's towers wait, in every forward pass: for grids, and in each layer for lengths.
+TOWER = "model/build.py last_hidden < model/build.py packed_forward"
+QWEN2_VL_WAITS = {
+    ("a copy to the device", TOWER): 2,
+    ("a size that depends on values", TOWER): 2,
+    ("numbers", TOWER): 2 * (2 + 3 * NUM_LAYERS),
+}
+QWEN3_VL_WAITS = {
+    ("a copy to the device", TOWER): 2,
+    ("a size that depends on values", TOWER): 2 * (4 + 2),  # and masks of deepstack's rows
+    ("a number", TOWER): 2,
+    ("numbers", TOWER): 2 * (2 + 3 * NUM_LAYERS),
+    ("a size that depends on values", "policy.py _accumulate < policy.py update"): 3,
+}
+
+
+@dataclass
+class Kind:
+    """What is run, and what must come out."""
+
+    family: str = "qwen3"
+    tied: bool = False
+    job: dict = field(default_factory=dict)
+    waits: dict = field(default_factory=lambda: WAITS)
+    flash_calls: int = 1  # Calls of FlashAttention in a layer's forward.
+    recomputed: int = 0  # Of these, calls in backward.
+    optimizer_share: float | None = 2.0  # Bytes of its state for each byte of parameters.
+
+
+def policy(**settings):
+    return {"policy": settings}
+
+
+def parallel(**axes):
+    return {"parallel": axes}
+
+
+KINDS = {
+    "untied, whole accumulation": Kind(job=policy(accumulate="whole") | {"load": TWO_MICRO}),
+    "sharded accumulation": Kind(job=policy(accumulate="sharded") | {"load": TWO_MICRO}),
+    "tied, refit by all_to_all": Kind(tied=True, job={"refit": {"transport": "all_to_all"}}),
+    "torch kernels": Kind(job=policy(kernels="torch")),
+    "liger kernels, no checkpointing": Kind(
+        job=policy(kernels="liger", activation_checkpointing="off")
+    ),
+    "selective checkpointing": Kind(job=policy(activation_checkpointing="selective")),
+    "full checkpointing": Kind(job=policy(activation_checkpointing="full"), recomputed=1),
+    "muon": Kind(job=policy(optimizer="muon"), optimizer_share=None),
+    "8bit": Kind(job=policy(optimizer_state="8bit"), optimizer_share=None),
+    "muon in 8bit": Kind(
+        job=policy(optimizer_state="8bit", optimizer="muon"), optimizer_share=None
+    ),
+    "offload": Kind(job=policy(optimizer_state="offload"), optimizer_share=0.0),
+    "cpu_offload": Kind(job=policy(cpu_offload=True)),
+    "ema": Kind(job=policy(ema_decay=0.9), optimizer_share=3.0),
+    "tensor": Kind(job=parallel(tensor=2)),
+    "sequence parallel": Kind(job=parallel(tensor=2, sequence=True)),
+    "context, all_gather": Kind(job=parallel(context=2), flash_calls=2),
+    "context, ring": Kind(job=parallel(context=2, context_engine="ring"), flash_calls=2),
+    "hsdp": Kind(job=parallel(replicate=2) | {"load": TWO_MICRO}),
+    "mixture": Kind("qwen3_moe", job={"load": TWO_MICRO}),
+    "mixture, tensor, refit": Kind("qwen3_moe", job=parallel(tensor=2) | {"refit": {}}),
+    "glm4_moe": Kind("glm4_moe"),
+    "softcap": Kind("gemma2", tied=True, flash_calls=0),
+    "windows, refit by all_gather": Kind(
+        "gemma3_text", tied=True, job={"refit": {"transport": "all_gather"}}
+    ),
+    "critic": Kind(job={"loss": "value"}),
+    "reward": Kind(job={"loss": "reward", "load": PAIRS}),
+    "dpo": Kind(job={"loss": "dpo", "load": PAIRS}),
+    "sft": Kind(job={"loss": "sft"}),
+    "frozen": Kind(job={"loss": "frozen"}, waits={}, optimizer_share=0.0),
+    "images, qwen3_vl": Kind("qwen3_vl", waits=WAITS | QWEN3_VL_WAITS),
+    "images, qwen2_vl": Kind("qwen2_vl", waits=WAITS | QWEN2_VL_WAITS),
+}
+# The same on CPU, where everything is really allocated.
+REAL = {"dp": {}, "tp": {"tensor": 2}, "cp": {"context": 2}}
+WRONG = {
+    "an axis that does not divide": parallel(tensor=3),
+    "a prompt without room for an image": {"load": LOAD | {"prompt": 2}},
+    "no micro-batches": {"load": LOAD | {"num_micro": 0}},  # which no program asks for
+}
+
+
+def model_folder(root, family, tied):
+    folder = root / f"{family}-{tied}"
+    return folder if folder.exists() else tiny.make(folder, family, tied=tied)
+
+
+def dry_run(jobs, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "minirl.plan.dryrun"],
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | env,
+    )
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def results(models):
+    """Results by name, of one process."""
+    if pretend.compiler() is None:
+        pytest.skip("pretended devices need g++, which is not installed")
+    jobs = {}
+    for name, kind in KINDS.items():
+        folder = model_folder(models, kind.family, kind.tied)
+        jobs[name] = {"folder": str(folder), "load": LOAD} | kind.job
+    plain = str(model_folder(models, "qwen3", False))
+    for name, axes in REAL.items():
+        settings = policy(accumulate="sharded", dtype="float32") | parallel(**axes)
+        jobs[name] = {"folder": plain, "load": TWO_MICRO, "world_size": 2} | settings
+    for name, settings in WRONG.items():
+        family = "qwen2_vl" if "image" in name else "qwen3"
+        folder = model_folder(models, family, False)
+        jobs[name] = {"folder": str(folder), "load": LOAD} | settings
+    done = dry_run(list(jobs.values()))
+    assert done.returncode == 0, done.stderr
+    return dict(zip(jobs, json.loads(done.stdout), strict=True))
+
+
+def shapes_of(folder, kind):
+    """Shapes of the model's parameters, by transformers alone."""
+    config = AutoConfig.from_pretrained(folder)
+    reads_images = kind.family in tiny.TOWERS
+    auto_class = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto_class.from_config(config)
+        if kind.job.get("loss") in ("value", "reward"):
+            model.lm_head = torch.nn.Linear(config.hidden_size, 1, bias=False)
+    return [p.shape for p in model.parameters()]
+
+
+def first_shard(shape, num_shards):
+    """Elements of rank 0's shard: rows are dealt out evenly, rounded up."""
+    if len(shape) == 3 and shape[0] < num_shards:  # few experts, whose rows are sharded
+        return math.prod(shape) // num_shards
+    return math.ceil(shape[0] / num_shards) * math.prod(shape[1:])
+
+
+def work(result, phase, kind):
+    return result["phases"][phase]["work"].get(kind, {"kernels": 0, "flops": 0.0, "bytes": 0.0})
+
+
+def num_kernels(result, phase):
+    return sum(work["kernels"] for work in result["phases"][phase]["work"].values())
+
+
+def check_kernels(kind, result):
+    num_micro = kind.job.get("load", LOAD)["num_micro"]
+    num_calls = NUM_LAYERS * num_micro * kind.flash_calls
+    if kind.job.get("loss") in ("policy", "value", "frozen", None):
+        assert num_kernels(result, "annotate") > 0
+        assert work(result, "annotate", "attention forward")["kernels"] == num_calls
+    if kind.job.get("loss") == "frozen":
+        return
+    assert num_kernels(result, "forward") > 0
+    assert num_kernels(result, "backward") > 0
+    assert num_kernels(result, "optimizer") > 0
+    assert work(result, "forward", "attention forward")["kernels"] == num_calls
+    assert work(result, "backward", "attention backward")["kernels"] == num_calls
+    again = work(result, "backward", "attention forward")["kernels"]
+    assert again == num_calls * kind.recomputed
+    # Two products in backward for each in forward, and those that are recomputed.
+    flops = [work(result, phase, "matmul")["flops"] for phase in ("forward", "backward")]
+    assert flops[1] > 1.5 * flops[0] > 0
+
+
+def check_memory(kind, result, folder):
+    on_host = kind.job.get("policy", {}).get("cpu_offload", False)
+    parameters = result["parameter_bytes"]
+    if on_host:
+        assert parameters == result["optimizer_bytes"] == result["gradient_bytes"] == 0
+        assert result["between_steps"]["cpu"] >= 3 * 4 * result["parameters"] / 8
+    else:
+        assert parameters > 0
+        trained = kind.job.get("loss") != "frozen"
+        assert result["gradient_bytes"] == (parameters if trained else 0)
+        if kind.optimizer_share is not None:
+            assert result["optimizer_bytes"] == kind.optimizer_share * parameters
+    axes = kind.job.get("parallel", {})
+    shapes = shapes_of(folder, kind)
+    assert result["parameters"] == sum(map(math.prod, shapes))
+    if axes.get("tensor", 1) == 1 and not on_host:
+        num_shards = 8 // axes.get("replicate", 1)
+        itemsize = 2 if kind.job.get("loss") == "frozen" else 4
+        expected = sum(first_shard(shape, num_shards) for shape in shapes) * itemsize
+        assert parameters == expected
+
+    assert result["between_steps"] == result["after_first_step"], "a step leaves memory behind"
+    state = parameters + result["optimizer_bytes"]
+    assert result["asleep"]["cuda"] <= result["between_steps"]["cuda"] - state
+    assert result["asleep"]["cpu"] >= result["between_steps"]["cpu"]
+    for name, phase in result["phases"].items():
+        assert sum(phase["kinds"].values()) == phase["peak"], name
+
+
+def without_lines(waits):
+    """How often the host waits, by the reason and the functions."""
+    total = Counter()
+    for why, where, num in waits:
+        total[why, re.sub(r":\d+", "", where)] += num
+    return total
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kind(name, results, models):
+    """Each kind of training: kernels, memory by the shapes, and every wait of the host."""
+    kind, result = KINDS[name], results[name]
+    assert "error" not in result, f"{result['error']}\n{result['traceback']}"
+    check_kernels(kind, result)
+    check_memory(kind, result, model_folder(models, kind.family, kind.tied))
+    num_micro = kind.job.get("load", LOAD)["num_micro"]
+    expected = {key: num if key in WAITS else num * num_micro for key, num in kind.waits.items()}
+    assert without_lines(result["waits"]) == expected
+
+
+def test_attention_is_counted_pair_by_pair(results):
+    """Answers see themselves, causally, and the prompt before them once."""
+    load = TWO_MICRO
+    answers = results["untied, whole accumulation"]["loss_rows"] // (
+        load["sequence"] - load["prompt"]
+    )
+    shared, own = load["prompt"] - 1, load["sequence"] - load["prompt"]
+    pairs = shared * (shared + 1) // 2 + answers * (own * (own + 1) // 2 + own * shared)
+    heads_times_dim = 4 * 32
+    flops = 4 * pairs * heads_times_dim * NUM_LAYERS * load["num_micro"]
+    assert (
+        work(results["untied, whole accumulation"], "forward", "attention forward")["flops"]
+        == flops
+    )
+    assert (
+        work(results["untied, whole accumulation"], "backward", "attention backward")["flops"]
+        == 2.5 * flops
+    )
+
+
+def test_liger_launches_fewer_kernels(results):
+    plain, fused = results["torch kernels"], results["liger kernels, no checkpointing"]
+    for phase in ("annotate", "forward", "backward"):
+        assert num_kernels(fused, phase) < 0.8 * num_kernels(plain, phase)
+    assert work(fused, "forward", "rms_norm")["kernels"] == 4 * NUM_LAYERS + 1
+    assert work(plain, "forward", "rms_norm")["kernels"] == 0
+
+
+def test_checkpointing_keeps_less(results):
+    held = [
+        results[f"{which} checkpointing"]["phases"]["forward"]["kinds"]["activations"]
+        for which in ("liger kernels, no", "selective", "full")
+    ]
+    assert held[0] > held[1] > held[2]
+    backward = results["full checkpointing"]["phases"]["backward"]["kinds"]
+    assert backward["recomputed activations"] > 0
+
+
+def test_sharded_accumulation_keeps_no_whole_gradient(results):
+    """Before the second micro-batch a rank has its shards, or the whole float32 gradient."""
+    sharded, whole = (
+        results[f"{how} accumulation"]["phases"]["forward"]["kinds"]["gradients"]
+        for how in ("sharded", "untied, whole")
+    )
+    assert whole == 4 * results["untied, whole accumulation"]["parameters"]
+    assert sharded == results["sharded accumulation"]["parameter_bytes"]
+
+
+def test_optimizers_keep_what_they_say(results):
+    parameters = results["untied, whole accumulation"]["parameter_bytes"]
+    assert parameters < results["muon"]["optimizer_bytes"] < 2 * parameters
+    assert results["8bit"]["optimizer_bytes"] < 0.6 * parameters
+    assert results["muon in 8bit"]["optimizer_bytes"] < results["8bit"]["optimizer_bytes"]
+    assert results["offload"]["between_steps"]["cpu"] >= 2 * parameters
+
+
+def test_who_talks_to_whom(results):
+    """Collectives beyond those of plain data parallelism."""
+
+    def num(name, phase="forward"):
+        result = results[name]
+        num_micro = KINDS[name].job.get("load", LOAD)["num_micro"]
+        return work(result, phase, "NCCL")["kernels"] / num_micro
+
+    plain = num("selective checkpointing")
+    for name in ("tensor", "sequence parallel", "context, all_gather", "context, ring"):
+        assert num(name) > plain
+    twice = "untied, whole accumulation"  # of two micro-batches, as HSDP
+    assert num("hsdp") == num(twice)
+    assert num("hsdp", "backward") > num(twice, "backward")  # over replicas, too
+
+
+def test_a_mixture_multiplies_its_experts_at_once(results):
+    """Two products a layer for all experts together, beside those of attention and head."""
+    dense, mixture = (
+        work(results[name], "forward", "matmul")
+        for name in ("untied, whole accumulation", "mixture")
+    )
+    # gate, up and down become the router and two grouped products.
+    assert mixture["kernels"] == dense["kernels"]
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if "refit" in name])
+def test_refit(name, results):
+    """The engine gets every element once in bfloat16, all but rank 0's own over the wire."""
+    result = results[name]
+    refit = result["refit"]
+    assert refit["engine_bytes"] == 2 * result["parameters"]
+    missing = refit["engine_bytes"] - result["parameter_bytes"] // 2
+    if "all_gather" in name:  # padded to the largest shard
+        assert refit["received_bytes"] >= missing
+    else:
+        assert refit["received_bytes"] == missing
+    assert work(result, "refit", "NCCL")["kernels"] == 1  # all of it fits a bucket
+    assert result["phases"]["refit"]["kinds"]["engine and refit"] >= refit["engine_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("an axis that does not divide", "tensor = 1 \\* 1 \\* 3 = 3 does not divide the 8"),
+        ("a prompt without room for an image", "has no room for an image"),
+    ],
+)
+def test_a_job_that_cannot_run_says_why(name, message, results):
+    """And the other jobs of the process ran."""
+    assert re.search(message, results[name]["error"]) and results[name]["traceback"] == ""
+
+
+def test_a_job_that_crashes_is_a_result_of_its_own(results):
+    found = results["no micro-batches"]
+    assert "stack expects a non-empty TensorList" in found["error"]
+    assert "in _accumulate" in found["traceback"]
+
+
+def real_bytes(mesh, folder, parallel):
+    """What rank 0 really allocates, and whether the refit's plan knows the ranks' shards."""
+    cfg = PolicyConfig(dtype="float32", accumulate="sharded")
+    policy = Policy(cfg, folder, mesh)
+    shards = policy.shards()
+    regions = {name: fsdp.local_region(p) for name, p in shards.items()}
+    found = {"regions": mesh.gather(regions)}
+    found["planned"] = regions_of_all_ranks(shards, mesh.world_size, parallel)
+    found["parameter_bytes"] = sum(fsdp.local(p).nbytes for p in policy.model.parameters())
+    step = policy.optimizer.step
+
+    def count_and_step():
+        gradients = [fsdp.local(p.grad) for p in policy.model.parameters()]
+        found["gradient_bytes"] = sum(t.nbytes for t in gradients)
+        step()
+
+    policy.optimizer.step = count_and_step
+    minibatch = []
+    for _ in range(2):
+        batch = pack(trajectories(Load(**TWO_MICRO)), mesh.device, layout=policy.layout)
+        batch.advantages = torch.zeros(len(batch.inputs))
+        minibatch.append(batch)
+    policy.annotate([minibatch], "old_logprobs")
+    policy.update(minibatch, losses.policy(AlgoConfig(), LOAD["sequence"]), 1e-6)
+    found["optimizer_bytes"] = sum(t.nbytes for t in policy.optimizer.tensors())
+    return found
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_bytes_are_those_of_a_real_run(name, results, models):
+    """Two gloo ranks on CPU: parameters, optimizer and gradients within 1 %."""
+    assert "error" not in results[name], results[name]
+    axes = ParallelConfig(**REAL[name])
+    folder = model_folder(models, "qwen3", False)
+    real = ranks(2, real_bytes, folder, axes, parallel=axes)[0]
+    for what in ("parameter_bytes", "optimizer_bytes", "gradient_bytes"):
+        assert results[name][what] == pytest.approx(real[what], rel=0.01), what
+    assert real["planned"] == real["regions"]
+
+
+def test_without_a_compiler_there_is_one_message(tmp_path):
+    done = dry_run([], PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert len(lines) == 1
+    assert lines[0].startswith("minirl: error:") and "g++ is not installed" in lines[0]
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
+    fake = tmp_path / "g++"
+    fake.write_text("#!/bin/sh\necho 'no such header' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="cannot compile .*no such header"):
+        pretend.library()

@@ -1,0 +1,353 @@
+"""The planner: its formulas against dry runs of real sizes, what it says, advises and refuses.
+
+What the dry run counts is tested in `test_dryrun.py`."""
+
+import dataclasses
+import sys
+import time
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4MoeConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from benchmarks import fits
+from minirl.config.parse import fill_config
+from minirl.config.shared import ParallelConfig, PolicyConfig
+from minirl.errors import UserError
+from minirl.model import build
+from minirl.plan import __main__ as program
+from minirl.plan import cards, estimate, formulas, memory, pretend
+from minirl.plan.advice import advise, with_setting
+from minirl.plan.load import Load
+from minirl.plan.planner import GIB, check_lower_bound
+from minirl.plan.shape import cut, layer_counts, read_shape
+from minirl.plan.workload import Lengths, rl_workload, with_settings
+
+NUM_LAYERS = 4
+LOAD = Load(tokens=8192)
+LLAMA = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=NUM_LAYERS,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+)
+BIG = fits.MODELS["Qwen3-8B"]
+SMALL = fits.MODELS["Qwen3-0.6B"]
+MIXTURE = fits.MODELS["Qwen3-30B-A3B"]
+
+
+@dataclasses.dataclass
+class Case:
+    """A model with few layers, and what is done with it."""
+
+    model: object
+    policy: dict = dataclasses.field(default_factory=dict)
+    parallel: dict = dataclasses.field(default_factory=dict)
+    load: Load = dataclasses.field(default_factory=lambda: LOAD)
+    loss: str = "policy"
+    times: bool = True  # Seconds are compared, too.
+
+
+def checkpointing(which, **settings):
+    return {"activation_checkpointing": which, "accumulate": "sharded", **settings}
+
+
+CASES = {
+    "off": Case(BIG, checkpointing("off")),
+    "selective": Case(BIG, checkpointing("selective")),
+    "full": Case(BIG, checkpointing("full")),
+    "the library's modules": Case(LLAMA, checkpointing("off", kernels="torch")),
+    "whole gradients": Case(BIG, checkpointing("off", accumulate="whole")),
+    "one micro-batch, tied head": Case(
+        SMALL, checkpointing("off"), load=dataclasses.replace(LOAD, num_micro=1)
+    ),
+    "mixture": Case(MIXTURE, checkpointing("selective")),
+    "two tensor-parallel ranks": Case(BIG, checkpointing("selective"), {"tensor": 2}),
+    # The library's merging of blocks over a context is counted generously.
+    "two context ranks": Case(
+        BIG,
+        checkpointing("selective"),
+        {"context": 2},
+        Load(tokens=16384, sequence=4096),
+        times=False,
+    ),
+    "8 bits": Case(BIG, checkpointing("off", optimizer_state="8bit")),
+    "score head": Case(BIG, checkpointing("off"), loss="value", times=False),
+    "pairs": Case(
+        BIG,
+        checkpointing("off"),
+        load=dataclasses.replace(LOAD, samples=2, whole_groups=True),
+        loss="dpo",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def dry_runs(tmp_path_factory):
+    """The results of all cases, from one process."""
+    if not pretend.compiler():
+        pytest.skip("a dry run needs g++, which is not installed")
+    jobs = []
+    for case in CASES.values():
+        folder = tmp_path_factory.mktemp("model")
+        cut(case.model, NUM_LAYERS).save_pretrained(folder)
+        jobs.append(
+            {
+                "folder": str(folder),
+                "load": dataclasses.asdict(case.load),
+                "policy": case.policy,
+                "parallel": case.parallel,
+                "loss": case.loss,
+            }
+        )
+    return dict(zip(CASES, estimate.run_dry(jobs), strict=True))
+
+
+def cost_of(case):
+    policy = fill_config(PolicyConfig, case.policy)
+    return formulas.cost(
+        memory.Job(
+            shape=read_shape(cut(case.model, NUM_LAYERS), score=case.loss == "value"),
+            card=cards.CARDS["h200"],
+            gpus_per_node=8,
+            world_size=8,
+            policy=policy,
+            parallel=fill_config(ParallelConfig, case.parallel),
+            load=case.load,
+            loss=case.loss,
+            liger=policy.kernels != "torch",
+            checkpointing=policy.activation_checkpointing,
+        )
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_formulas_are_the_dry_run_within_3_percent(dry_runs, name):
+    case = CASES[name]
+    result = dry_runs[name]
+    cost = cost_of(case)
+    near = {"rel": 0.03}
+    assert cost.parameters == pytest.approx(result["parameter_bytes"], **near)
+    if cost.optimizer:
+        assert cost.optimizer == pytest.approx(result["optimizer_bytes"], **near)
+    for phase in ("forward", "backward", "optimizer"):
+        assert cost.peaks[phase] == pytest.approx(result["phases"][phase]["peak"], **near), phase
+    if case.times:
+        device = 0.0
+        for phase in ("forward", "backward"):
+            work = result["phases"][phase]["work"]
+            device += sum(w["seconds"] for kind, w in work.items() if kind not in ("NCCL", "PCIe"))
+        seconds = cost.seconds["forward"] + cost.seconds["backward"]
+        assert seconds * result["num_micro"] == pytest.approx(device, **near)
+        sent = result["phases"]["backward"]["work"]["NCCL"]["bytes"]
+        assert cost.wire["backward"] * result["num_micro"] == pytest.approx(sent, **near)
+
+
+SHORT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 13,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "few_and_more"),
+    [
+        (Qwen3Config(**SHORT), (2, 4)),
+        (Gemma2Config(**SHORT), (3, 5)),  # every second layer a window
+        (Gemma3TextConfig(**SHORT), (7, 13)),  # every sixth layer none
+        (Qwen3MoeConfig(**SHORT, decoder_sparse_step=2), (3, 5)),
+        (Glm4MoeConfig(**SHORT, first_k_dense_replace=3), (5, 7)),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else "",
+)
+def test_parameters_are_counted_from_a_few_layers(config, few_and_more):
+    model = build.make_meta_model(config, torch.float32, score=False)
+    assert read_shape(config).parameters == sum(p.numel() for p in model.parameters())
+    assert layer_counts(config) == few_and_more
+
+
+def workload_of(name="Qwen3-8B", num_gpus=8, **settings):
+    cfg = fits.job(name)
+    for setting, value in settings.items():
+        cfg = with_setting(cfg, setting.replace("__", "."), value)
+    return rl_workload(cfg, num_gpus, {"policy": fits.MODELS[name]})
+
+
+def plan_of(workload, card="h200"):
+    models = estimate.Models(workload)
+    return estimate.by_formulas(workload, models, cards.CARDS[card], 8)
+
+
+def test_formulas_take_less_than_a_tenth_of_a_second():
+    workload = workload_of("Qwen3-32B")
+    plan_of(workload)  # imports
+    began = time.process_time()
+    plan_of(workload)
+    assert time.process_time() - began < 0.1
+
+
+def test_auto_is_the_first_checkpointing_that_fits():
+    chosen = [plan_of(workload_of(), card).checkpointing for card in ("h200", "h100")]
+    assert chosen == ["off", "selective"]
+    wide = workload_of(policy__activation_checkpointing="off")
+    assert "backward needs" in plan_of(wide, "h100").lacks
+
+
+@pytest.mark.parametrize(("name", "card"), [("Qwen3-32B", "h100"), ("Qwen3-1.7B", "rtx4090")])
+def test_advice_makes_it_fit_when_it_is_followed(name, card):
+    workload = workload_of(name, 1 if card == "rtx4090" else 8)
+    models = estimate.Models(workload)
+    assert plan_of(workload, card).lacks
+    advised = advise(workload, models, cards.CARDS[card], 8, Lengths())
+    assert advised
+    for advice in advised:
+        cfg = workload.cfg
+        for setting, value in advice.changes:
+            cfg = with_setting(cfg, setting, value)
+        followed = with_settings(workload, cfg, Lengths())
+        plan = plan_of(followed, card)
+        assert not plan.lacks
+        assert plan.step_seconds == advice.plan.step_seconds
+
+
+def test_answers_that_do_not_fill_a_micro_batch_make_more_of_them():
+    load = workload_of(tokens_per_rank=4096).load  # 511 rows of a prompt, answers of 2,048
+    assert (load.num_answers, load.num_micro) == (1, 64)
+    load = workload_of(tokens_per_rank=16384).load
+    assert (load.num_answers, load.num_micro) == (7, 10)
+
+
+def test_the_lower_bound_refuses_what_no_batch_size_helps():
+    workload = workload_of("Qwen3-32B", 4)
+    shape = read_shape(fits.MODELS["Qwen3-32B"])
+    with pytest.raises(UserError, match=r"32\.8B parameters on 4 ranks .* 122\.0 GiB a rank"):
+        check_lower_bound(workload, shape, cards.CARDS["h100"])
+    check_lower_bound(workload, shape, cards.CARDS["h200"])
+    offload = workload_of("Qwen3-32B", 4, policy__optimizer_state="offload")
+    check_lower_bound(offload, shape, cards.CARDS["h100"])
+
+
+# --------------------------------------------------------------------------------------------------
+# the program
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """A config of a run whose model's folder holds nothing but config.json."""
+    BIG.save_pretrained(tmp_path / "model")
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"policy: {{model: {tmp_path / 'model'}}}\n"
+        "data: {train: rows.jsonl, max_prompt_tokens: 512}\n"
+        "rollout: {max_tokens: 1024}\n"
+    )
+    return path
+
+
+def run(capsys, monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["plan", *map(str, flags)])
+    code = program.main()
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_a_plan_without_weights(capsys, monkeypatch, config_file):
+    code, out, err = run(
+        capsys, monkeypatch, "--config", config_file, "--formulas", "--tokens-per-rank", 8192
+    )
+    assert (code, err) == (0, "")
+    for part in (
+        "fits with activation checkpointing off",
+        "KV cache of an engine",
+        "time of a step",
+        "GB on the wire",
+        "from closed formulas (no dry run: as --formulas asks)",
+    ):
+        assert part in out
+
+
+def test_a_plan_by_dry_run(capsys, monkeypatch, config_file):
+    if not pretend.compiler():
+        pytest.skip("a dry run needs g++, which is not installed")
+    flags = ["--config", config_file, "--policy.activation-checkpointing", "full"]
+    by_dry_run, _ = program.make_plan([str(flag) for flag in flags])
+    by_formulas, _ = program.make_plan([*(str(flag) for flag in flags), "--formulas"])
+    assert by_dry_run.by_dry_run
+    assert by_dry_run.memory == pytest.approx(by_formulas.memory, rel=0.03)
+    assert by_dry_run.step_seconds == pytest.approx(by_formulas.step_seconds, rel=0.03)
+    code, out, _ = run(capsys, monkeypatch, *flags)
+    assert code == 0
+    assert "from a dry run" in out
+
+
+def test_what_does_not_fit_ends_with_2_and_what_to_change(capsys, monkeypatch, config_file):
+    flags = ["--config", config_file, "--gpus", 1, "--gpu", "h100", "--formulas"]
+    code, out, _ = run(capsys, monkeypatch, *flags)
+    assert code == 2
+    assert "DOES NOT FIT: optimizer needs" in out
+    assert "--policy.optimizer-state offload" in out
+    code, out, _ = run(capsys, monkeypatch, *flags, "--memory-gb", 12, "--host-memory-gb", 30)
+    assert code == 2
+    assert "no settings that were tried make it fit" in out
+
+
+def test_without_a_compiler_it_says_that_these_are_formulas(capsys, monkeypatch, config_file):
+    monkeypatch.setattr(pretend, "compiler", lambda: None)
+    code, out, _ = run(capsys, monkeypatch, "--config", config_file)
+    assert code == 0
+    assert "from closed formulas (no dry run: g++ is not installed)" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gpu", "v100"], "--gpu 'v100' is not a known card; choose one of h200, h100"),
+        (["--policy.model", "scratch"], "policy.model = scratch is made from the rows"),
+        (["--policy.model", "/no/such/folder"], "/no/such/folder"),
+        (["--gpus", "6", "--parallel.tensor", "4"], "does not divide the 6 ranks"),
+        (["--gpus", "0"], "--gpus 0 must be at least 1"),
+        (["--gpus", "3", "--engine.tensor-parallel-size", "2"], "does not divide --gpus 3"),
+        (["--config", "no.yaml"], "no such file"),
+    ],
+)
+def test_mistakes_get_one_message(capsys, monkeypatch, config_file, flags, message):
+    code, out, err = run(capsys, monkeypatch, "--config", config_file, "--formulas", *flags)
+    assert (code, out) == (2, "")
+    assert err.startswith("minirl: error: ") and message in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "named", "program_name"),
+    [
+        ("rollout: {max_tokens: 8}", "a.yaml", "rl"),
+        ("data: {messages_key: m}", "a.yaml", "sft"),
+        ("algo: {beta: 0.1}", "a.yaml", "dpo"),
+        ("algo: {center_coef: 0.1}", "a.yaml", "rm"),
+        ("num_steps: 3", "my_sft.yaml", "sft"),
+        ("num_steps: 3", "a.yaml", "rl"),
+    ],
+)
+def test_the_program_is_the_one_that_has_the_settings(tmp_path, text, named, program_name):
+    path = tmp_path / named
+    path.write_text(text)
+    assert program._guess_program(str(path)) == program_name
+
+
+def test_a_device_is_found_by_its_name():
+    card = cards.of_device("NVIDIA H100 80GB HBM3", 79 * GIB)
+    assert (card.name, card.memory_gib, card.bandwidth_gb) == ("h100", 79.0, 3350)
+    assert cards.of_device("NVIDIA GeForce RTX 4090", 23 * GIB).name == "rtx4090"
+    assert "taken for" in cards.of_device("NVIDIA B300", 270 * GIB).name
