@@ -100,6 +100,16 @@ class Inputs:
         make_scratch(cfg, max_len, mesh)
         self.stop_ids = chat.stop_token_ids(files.tokenizer, files.folder)
 
+    def model_configs(self) -> dict[str, PretrainedConfig]:
+        """Return the configs of the models, by their roles."""
+        folders = {
+            "policy": self.folder,
+            "reference": self.ref,
+            "critic": self.critic,
+            "reward model": self.reward_model,
+        }
+        return {role: build.read_config(folder) for role, folder in folders.items() if folder}
+
 
 def check_output(output: Path, resume: bool) -> None:
     """Refuse the folder of another run. Raises UserError."""

@@ -22,6 +22,7 @@ from minirl.evaluation import evaluate, means_of_step
 from minirl.generation import Generation
 from minirl.inputs import Inputs
 from minirl.parallel.mesh import Mesh
+from minirl.plan.workload import rl_workload
 from minirl.policy import Metrics, Minibatch, Policy, learning_rate
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records
@@ -45,6 +46,7 @@ class Trainer(Program):
         self.inputs = inputs
         self.reward_model: RewardModel | None = None
         with self.timer.phase("start"):
+            self.announce(rl_workload(cfg, mesh.world_size, inputs.model_configs()))
             self.policy = self.load_model(cfg.policy, inputs.folder)
             # None: rollout.replay runs without an engine.
             self.generation = None if cfg.rollout.replay else Generation(cfg, inputs, self.policy)

@@ -23,6 +23,7 @@ from minirl.errors import require
 from minirl.inputs import Inputs, check_output, find_model, load_splits, make_scratch
 from minirl.log import Log
 from minirl.parallel.mesh import Mesh
+from minirl.plan.workload import supervised_workload
 from minirl.policy import Metrics, Minibatch, Policy, learning_rate, make_minibatch
 from minirl.trainer import Program, TrainingRun
 from minirl.types import Trajectory
@@ -79,6 +80,7 @@ class SupervisedTrainer(Program):
             # 3. Models.
             make_scratch(cfg, max_tokens, mesh)
             self.check_model()
+            self.announce(supervised_workload(cfg, mesh.world_size, {"policy": files.config}))
             self.policy = self.load_model(cfg.policy, files.folder, score=self.score_head)
             self.ref = self.load_reference()
             first, second = np.add(self.rows.num_lost, self.held_out.num_lost)

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from minirl import checkpoint, report
 from minirl.config.parse import save_config
-from minirl.config.shared import PolicyConfig, TrainingConfig
-from minirl.log import Log, Timer, truncate
+from minirl.config.shared import Checkpointing, PolicyConfig, TrainingConfig
+from minirl.log import Log, Timer, say, truncate
 from minirl.parallel.mesh import Mesh
+from minirl.plan.announce import announce
+from minirl.plan.workload import Workload
 from minirl.policy import Metrics, Policy
 
 
@@ -29,11 +31,17 @@ class Progress:
     tokens: dict[str, int] = field(default_factory=dict)  # Generated, trained, ...
     # Prompts that dynamic sampling took beyond rollout.prompts_per_step, in all steps.
     extra_tickets: int = 0
+    gpu_memory: dict[str, float] = field(default_factory=dict)  # Most GiB of a rank, by phase.
     kl_coef: float | None = None  # As adapted for algo.kl_target; None: it was not adapted.
     # Count, mean and squares about the mean of all rewards, for reward.normalize.
     reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     # Of the curriculum: number of the row -> [answers, right answers].
     outcomes: dict[str, list[int]] = field(default_factory=dict)
+
+    def add_memory(self, memory: dict[str, float]) -> None:
+        """Keep the largest value by name."""
+        for name, value in memory.items():
+            self.gpu_memory[name] = max(self.gpu_memory.get(name, 0.0), value)
 
     def add(self, seconds: dict[str, float], **tokens: int) -> None:
         """Add seconds by phase, and tokens by kind."""
@@ -119,9 +127,13 @@ class TrainingRun:
             tokens: of all ranks, by kind.
         """
         seconds = self.timer.take()
-        speeds = report.slowest(self.mesh.gather(seconds), **tokens)
-        self.log.scalars(phase, step, metrics | speeds, highlights)
+        of_ranks = self.mesh.gather((seconds, self.timer.take_memory()))
+        speeds = report.slowest([seconds for seconds, _ in of_ranks], **tokens)
+        memory = report.highest([memory for _, memory in of_ranks])
+        in_gib = {f"gpu_gib/{name}": value for name, value in memory.items()}
+        self.log.scalars(phase, step, metrics | speeds | in_gib, highlights)
         self.progress.add(seconds, **tokens)
+        self.progress.add_memory(memory)
 
     def record_evaluation(
         self,
@@ -185,6 +197,7 @@ class TrainingRun:
                 self.progress.tokens,
                 {name: round(value, 3) for name, value in longest_first},
                 {
+                    "gpu_memory_gib": self.progress.gpu_memory,
                     "peak_rss_mb": max(peak_mib),
                     "peak_rss_mb_by_rank": peak_mib,
                     "wall_seconds": time.perf_counter() - self.timer.began,
@@ -202,11 +215,29 @@ class Program(abc.ABC):
         self.cfg = cfg
         self.mesh = mesh
         self.timer = Timer(mesh.device)
+        # What policy.activation_checkpointing = auto stands for; `announce` finds it out.
+        self.checkpointing: Checkpointing = "off"
+
+    def announce(self, workload: Workload) -> None:
+        """Say what the planner's formulas find, and settle the kind of activation checkpointing.
+
+        Call it when the config is checked and no model is loaded yet.
+
+        Raises:
+            UserError: weights, gradients and optimizer state do not fit the ranks' devices.
+        """
+        plan, lines = announce(workload, self.mesh)
+        self.checkpointing = plan.checkpointing
+        if self.mesh.rank == 0:
+            for line in lines:
+                say(line)
 
     def load_model(
         self, cfg: PolicyConfig, folder: Path, *, trainable: bool = True, score: bool = False
     ) -> Policy:
         """Load a model onto the mesh of the run; arguments as `Policy` has them."""
+        if cfg.activation_checkpointing == "auto":
+            cfg = dataclasses.replace(cfg, activation_checkpointing=self.checkpointing)
         return Policy(
             cfg,
             folder,
