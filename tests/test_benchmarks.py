@@ -1,8 +1,10 @@
 """Every benchmark, started with its smallest load: the figures that it prints exist and are finite.
 
-Those that call torchrun get their ranks as forks instead, which saves ten seconds of imports each.
+Processes that they start are forks instead, which saves ten seconds of imports each.
 """
 
+import itertools
+import json
 import math
 import re
 import runpy
@@ -13,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import fits
+from minirl.plan.pretend import compiler
 from programs import ROOT, fork
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="smallest loads of a CPU")
 TINY = ["--policy.scratch.hidden-size", 32, "--policy.scratch.num-layers", 1]
 TASK = "reasoning_gym:spell_backward?min_word_len=3&max_word_len=3&size=40&seed=1"
-# Benchmark -> (ranks; 0: none, flags). `long`, `mesh` and `algorithms` start ranks themselves.
+# Benchmark -> (ranks; 0: none, flags).
 LOADS = {
     "attention": (0, ["--lengths", 3, 5, "--repeats", 1]),
     "images": (0, ["FOLDER/squares", "--num", 2]),
@@ -55,7 +59,17 @@ LOADS = {
         + ["--data.held-out", 2, "--data.train", TASK, "--rollout.prompts-per-step", 2]
         + ["--rollout.samples-per-prompt", 2, "--policy.lr-warmup-steps", 0],
     ),
+    "gpu": (0, ["--small", "--out", "FOLDER/gpu"]),
+    "dryrun": (0, ["--model", "Qwen3-0.6B", "--tokens", 1100, "--variants", 1]),
 }
+# Benchmarks that cannot do without a compiler.
+COMPILING = ("dryrun",)
+# Benchmarks that start processes, which become forks.
+STARTING = ("long", "mesh", "algorithms", "gpu")
+# Files that are parts of another one.
+PARTS = {"gpu_bench", "gpu_plan", "gpu_sections"}
+# The plan's figure beside a measured one: a pretended device needs a compiler.
+PLAN = " #" if compiler() else ""
 # Pieces of the output, in which # stands for a number.
 SHOWN = {
     "attention": ["2 sequences, 8 tokens", "packed # ms", "padded # ms", "dense # ms # x packed"],
@@ -67,27 +81,55 @@ SHOWN = {
     "long": ["2 ring # # # # #"],
     "mesh": ["dp 2 # # # fsdp # (#)"],
     "algorithms": ["grpo # # # # #"],
+    "gpu": [
+        "device copy on the device, read and written # GB/s",
+        f"step-tiny forward #{PLAN} ms step-tiny backward #{PLAN} ms",
+        f"step-tiny optimizer #{PLAN} ms",
+        f"step-tiny MFU, all, of 2 layers #{PLAN} %",
+        f"attention packed: forward #{PLAN} ms",
+        f"attention packed: backward #{PLAN} ms",
+        f"head tiny: forward and backward #{PLAN} ms",
+        f"layer-torch checkpointing full: backward #{PLAN} ms",
+        "layer-liger needs a GPU",
+        "weights refit # ms weights refit # GB/s",
+        f"grpo-tiny forward #{PLAN} ms",
+        "grpo-tiny rollout # ms",
+    ],
+    "dryrun": ["as it was: whole gradients", "| # | # | #% | # | # | # | 2 |"],
 }
 
 
 def test_every_benchmark_is_started():
     files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    assert files == set(LOADS) == set(SHOWN)
+    assert files - PARTS - {"fits"} == set(LOADS) == set(SHOWN)
+
+
+def test_what_fits_is_the_table_of_the_page():
+    """All of `fits`, which has no smaller load."""
+    page = (ROOT / "configs" / "README.md").read_text()
+    (printed,) = re.findall(r"^\| model \| GPUs \|.*\n(?:\|.*\n)+", page, re.MULTILINE)
+    assert printed.strip() == fits.table(), "put in what `python benchmarks/fits.py` prints"
 
 
 @pytest.fixture
 def forks(tmp_path, monkeypatch):
-    """`subprocess.run` of a torchrun command runs the program in forks."""
+    """`subprocess.run` of a Python program or of torchrun runs the program in forks."""
+    numbers = itertools.count()
 
     def run(command, **kwargs):
-        assert Path(command[0]).name == "torchrun"
-        num_ranks = int(command[command.index("--nproc-per-node") + 1])
-        program = command[command.index("--nproc-per-node") + 2 :]
+        num_ranks = 0
+        program = command[1:]
+        if Path(command[0]).name == "torchrun":
+            num_ranks = int(command[command.index("--nproc-per-node") + 1])
+            program = command[command.index("--nproc-per-node") + 2 :]
         if program[0] == "-m":
             module, *flags = program[1:]
         else:
             module, flags = f"benchmarks.{Path(program[0]).stem}", program[1:]
-        ended = fork(module, flags, tmp_path / "ranks", world=num_ranks)
+        log = tmp_path / f"fork{next(numbers)}"
+        ended = fork(module, flags, log, kwargs.get("timeout") or 120, world=num_ranks)
+        if file := kwargs.get("stdout"):
+            file.write(ended.out + ended.err)
         return subprocess.CompletedProcess(command, ended.code, ended.out, ended.err)
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -95,9 +137,11 @@ def forks(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", LOADS)
 def test_the_smallest_load_prints_finite_figures(name, tmp_path, forks, monkeypatch, capsys):
+    if name in COMPILING and not compiler():
+        pytest.skip("a dry run needs g++, which is not installed")
     num_ranks, flags = LOADS[name]
     flags = [str(flag).replace("FOLDER", str(tmp_path)) for flag in flags]
-    if name in ("long", "mesh", "algorithms"):
+    if name in STARTING:
         path = ROOT / "benchmarks" / f"{name}.py"
         monkeypatch.setattr(sys, "argv", [str(path), *flags])
         runpy.run_path(str(path), run_name="__main__")
@@ -112,3 +156,40 @@ def test_the_smallest_load_prints_finite_figures(name, tmp_path, forks, monkeypa
         match = re.search(pattern, words)
         assert match, f"{piece!r} is not in\n{out}"
         assert all(math.isfinite(float(n.strip(",").replace(",", ""))) for n in match.groups())
+
+
+def test_sections_of_the_gpu_benchmark_fail_alone(tmp_path, monkeypatch, capsys):
+    """A crash, a hang and the end of the time are lines of the table beside what was measured."""
+
+    def run(command, *, stdout, timeout, **kwargs):
+        section, folder, rows = (
+            command[command.index(flag) + 1] for flag in ("--section", "--folder", "--json")
+        )
+        (Path(folder) / "layers").mkdir(exist_ok=True)
+        row = {"section": section, "what": "figure", "value": 1.5, "unit": "ms"}
+        Path(rows).write_text(json.dumps(row) + "\n")
+        if section == "head":
+            raise subprocess.TimeoutExpired(command, timeout)
+        if section == "attention":
+            stdout.write("Traceback:\ntorch.OutOfMemoryError: CUDA out of memory\n[rank0] warns\n")
+            return subprocess.CompletedProcess(command, 1)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    path = ROOT / "benchmarks" / "gpu.py"
+    flags = ["--small", "--sections", "attention", "head", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [str(path), *flags])
+    gpu = runpy.run_path(str(path), run_name="__main__")
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[2:] == [
+        "device figure 1.500 ms",
+        "attention figure 1.500 ms",
+        "attention failed: torch.OutOfMemoryError: CUDA out of memory",
+        "head figure 1.500 ms",
+        "head not finished in 240 s",
+        "plan figure 1.500 ms",
+    ]
+    assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == 6
+
+    late = gpu["Sections"](gpu["Arguments"](minutes=0.1, out=str(tmp_path)), tmp_path)
+    assert late.run("head", 60)[0]["unit"] == "not run: out of time"

@@ -396,6 +396,10 @@ def flags(folder: Path, name: str) -> list[str]:
             0.1,
             "--engine.max-num-seqs",
             64,
+            "--engine.tensor-parallel-size",
+            1,
+            "--parallel.tensor",
+            1,
         ]
     if name == "search":
         given += ["--env.name", f"tools:search,calculate?corpus={corpus(folder)}"]

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import tiny
+from benchmarks import fits
 from harness import ranks, two_at_once
 from minirl import checkpoint, dpo, generation, rl, rm
 from minirl.config.parse import parse_flags
@@ -23,6 +24,8 @@ from minirl.config.shared import RolloutConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.errors import UserError
 from minirl.inputs import find_other_model
+from minirl.plan import __main__ as planner
+from minirl.plan.planner import GIB
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records, show
 from minirl.rollout.groups import Group, GroupScheduler
@@ -62,7 +65,18 @@ ENVIRONMENTS = (
     "guess",
     "python_tool",
     "images",
+    "qwen3_1.7b_1gpu",
+    "qwen3_8b_8gpu",
+    "qwen3_32b_8gpu",
+    "qwen3_30b_a3b_8gpu",
 )  # run by test_envs.py and test_images.py
+# Recipe -> (GPUs, of which card, model of benchmarks/fits.py).
+SIZED = {
+    "qwen3_1.7b_1gpu": (1, "h100", "Qwen3-1.7B"),
+    "qwen3_8b_8gpu": (8, "h100", "Qwen3-8B"),
+    "qwen3_32b_8gpu": (8, "h100", "Qwen3-32B"),
+    "qwen3_30b_a3b_8gpu": (8, "h200", "Qwen3-30B-A3B"),
+}
 SUPERVISED = {
     "sft": (SupervisedTrainer, SFTConfig),
     "rm": (rm.Trainer, RMConfig),
@@ -230,7 +244,7 @@ def train(mesh, cases: list[list[str]]) -> None:
     """Run one after the other with one engine, whose start would be most of the time."""
     make, engines = generation.RolloutEngine, []
 
-    def shared(cfg, folder, mesh, *, dtype, timer, reads_images):
+    def shared(cfg, folder, mesh, *, dtype, timer, reads_images, num_answers):
         if not engines:
             engines.append(make(cfg, folder, mesh, dtype=dtype, timer=timer))
             engines[0].close = lambda: None
@@ -354,6 +368,38 @@ def test_supervised_recipe_trains_two_steps(runs, name):
     assert [row["step"] for row in found] == [0, 1] and all(
         row["grad_norm"] > 0 and math.isfinite(row["loss"]) for row in found
     )
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_sized_recipe_fits_by_the_planner(name, tmp_path):
+    """And is the best that the planner knows for its model; its head says what the planner does."""
+    num_gpus, card, model = SIZED[name]
+    path = ROOT / "configs" / f"{name}.yaml"
+    command = f"--config configs/{name}.yaml --gpus {num_gpus} --gpu {card}"
+    head = path.read_text().partition("output:")[0]
+    assert f"-m minirl.plan {command}\n" in head
+
+    fits.MODELS[model].save_pretrained(tmp_path)
+    given = command.replace("configs/", f"{path.parent}/").split()
+    plan, advised = planner.make_plan([*given, "--formulas", "--policy.model", str(tmp_path)])
+    assert plan.lacks == ""
+    gib = f"{plan.memory[plan.largest] / GIB:.1f} of {plan.limit / GIB:.1f} GiB"
+    assert f"at most {gib} a GPU, {plan.step_seconds:.0f} s a step." in head
+    assert advised[0].changes == ()
+
+
+def test_printed_plan_is_what_the_planner_says(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "minirl" / "plan" / "README.md").read_text()
+    shown = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    fits.MODELS["Qwen3-32B"].save_pretrained(tmp_path)
+    flags = ["--config", str(ROOT / "configs" / "math.yaml"), "--policy.model", str(tmp_path)]
+    flags += ["--gpus", "8", "--gpu", "h100"]
+    monkeypatch.setattr("sys.argv", ["plan", *flags, "--formulas"])
+    assert planner.main() == 2
+    out = capsys.readouterr().out.replace(str(tmp_path), "Qwen/Qwen3-32B").splitlines()
+    for line in shown:
+        begin, _, end = line.partition("[...]")
+        assert any(real.startswith(begin) and real.endswith(end) for real in out), line
 
 
 def test_ppo_without_annotation_is_ppo_with_it(runs):

@@ -1,0 +1,128 @@
+"""Which models fit which GPUs, with which settings, by the planner's formulas.
+
+    python benchmarks/fits.py            # the table of configs/README.md
+
+The job is GRPO on 64 prompts of up to 512 tokens with 8 answers of up to 2,048 each.
+"""
+
+from typing import Any
+
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers.utils import logging
+
+from minirl.config.rl import RLConfig
+from minirl.config.shared import DataConfig, PolicyConfig, RolloutConfig
+from minirl.config.validate import resolve_lengths
+from minirl.plan import advice, cards, estimate
+from minirl.plan.planner import GIB
+from minirl.plan.workload import Lengths, rl_workload
+
+# (GPUs, of which card, a node's)
+MACHINES = {
+    "1 x 24 GB": (1, "rtx4090", 1),
+    "1 x 80 GB": (1, "h100", 1),
+    "8 x 80 GB": (8, "h100", 8),
+    "8 x 141 GB": (8, "h200", 8),
+    "4 nodes of 8 x 141 GB": (32, "h200", 8),
+}
+
+
+def dense(hidden: int, ffn: int, layers: int, heads: int, tied: bool) -> PretrainedConfig:
+    """Return the config of a Qwen3 model, all of which have 8 key-value heads of 128."""
+    return Qwen3Config(
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=tied,
+    )
+
+
+def mixture(hidden: int, expert: int, layers: int, heads: int) -> PretrainedConfig:
+    """Return the config of a Qwen3 mixture, all of which have 128 experts, 8 for a token."""
+    config: Any = Qwen3MoeConfig  # whose fields transformers fills in
+    return config(
+        vocab_size=151936,
+        hidden_size=hidden,
+        moe_intermediate_size=expert,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        tie_word_embeddings=False,
+    )
+
+
+MODELS = {
+    "Qwen3-0.6B": dense(1024, 3072, 28, 16, True),
+    "Qwen3-1.7B": dense(2048, 6144, 28, 16, True),
+    "Qwen3-4B": dense(2560, 9728, 36, 32, True),
+    "Qwen3-8B": dense(4096, 12288, 36, 32, False),
+    "Qwen3-14B": dense(5120, 17408, 40, 40, False),
+    "Qwen3-32B": dense(5120, 25600, 64, 64, False),
+    "Llama-3.3-70B": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
+    "Qwen3-30B-A3B": mixture(2048, 768, 48, 32),
+    "Qwen3-235B-A22B": mixture(4096, 1536, 94, 64),
+}
+
+
+def job(name: str) -> RLConfig:
+    """Return the config of the job with a model."""
+    cfg = RLConfig(
+        policy=PolicyConfig(model=name),
+        data=DataConfig(max_prompt_tokens=512),
+        rollout=RolloutConfig(prompts_per_step=64, samples_per_prompt=8, max_tokens=2048),
+    )
+    resolve_lengths(cfg)
+    return cfg
+
+
+def row(name: str, machine: str) -> str:
+    """Return a row of the table: the fastest settings that fit."""
+    num_gpus, card_name, per_node = MACHINES[machine]
+    card = cards.find_card(card_name)
+    cfg = job(name)
+    workload = rl_workload(cfg, num_gpus, {"policy": MODELS[name]})
+    models = estimate.Models(workload)
+    advised = advice.advise(workload, models, card, per_node, Lengths())
+    if not advised:
+        return f"| {name} | {machine} | does not fit | | | |"
+    best = advised[0]
+    plan = best.plan
+    flags = f"`{best.flags}`" if best.flags else ""
+    recomputed = plan.checkpointing
+    gib = f"{plan.memory[plan.largest] / GIB:.0f} of {plan.limit / GIB:.0f}"
+    return f"| {name} | {machine} | {flags} | {recomputed} | {gib} | {plan.step_seconds:.0f} |"
+
+
+def table() -> str:
+    """Return the table of configs/README.md."""
+    rows = [
+        "| model | GPUs | flags | `auto` checkpointing | GiB a GPU | s a step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in MODELS:
+        rows += [row(name, machine) for machine in MACHINES]
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Print the table."""
+    logging.set_verbosity_error()
+    print(table())
+
+
+if __name__ == "__main__":
+    main()
