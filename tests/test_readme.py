@@ -34,6 +34,7 @@ from minirl.config.supervised import DPOConfig, RMConfig, ServeConfig, SFTConfig
 from minirl.envs import Agent, Session, State
 from minirl.envs.registry import make_env
 from minirl.model.families import FAMILIES
+from minirl.plan import __main__ as plan
 from programs import ROOT, fork
 
 README = ROOT / "README.md"
@@ -55,9 +56,11 @@ PROGRAMS = {
     "minirl.dpo": DPOConfig,
     "minirl.evaluate": EvaluateConfig,
     "minirl.checkpoint": ExportConfig,
+    "minirl.plan": None,  # flags of its own, and those of what it plans
     "minirl.rollout.show": None,  # no flags
     "minirl.walk": None,  # flags of its own
 }
+PLAN_FLAGS = set(re.findall(r"--[\w-]+", plan._own_flags().format_help()))
 # Flags in the text that belong to no config of minirl.
 OTHER_FLAGS = {
     "--break",
@@ -66,6 +69,7 @@ OTHER_FLAGS = {
     "--find-links",
     "--fix",
     "--help",
+    *PLAN_FLAGS,
     "--nproc-per-node",
     "--write",
 }
@@ -267,6 +271,10 @@ def test_commands_have_flags_that_parse(page, monkeypatch, capsys):
 def parse_program(words: list[str]) -> None:
     """Words behind -m."""
     module, *flags = words
+    if module == "minirl.plan":
+        own, of_run = plan._own_flags().parse_known_args(flags)
+        parse_flags(RLConfig, ["--config", own.config, *of_run])
+        return
     cls = PROGRAMS[f"{module} serve" if flags[:1] == ["serve"] else module]
     if cls and flags != ["--help"]:
         parse_flags(cls, flags)

@@ -1,5 +1,6 @@
 """Who sees whom in a packed micro-batch, as blocks of row numbers that attention kernels take."""
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minirl.data.images import Vision
-from minirl.model.attention_blocks import Block, Rectangle, RowIndex
+from minirl.model.attention_blocks import Block, Padded, Rectangle, RowIndex
 from minirl.parallel import context as cp
 from minirl.parallel.mesh import Context
 from minirl.types import Trajectory
@@ -161,7 +162,6 @@ def _block(
 
     `causal`: the queries are all rows in order. `queries_are_keys`: query i is the key i.
     """
-    rectangles, places = _rectangles(queries, keys, causal, device)
     return Block(
         causal=causal,
         rows=None if causal else on_device(np.concatenate(queries), device),
@@ -169,8 +169,7 @@ def _block(
         cu_queries=_running_sum(queries, device),
         cu_keys=_running_sum(keys, device),
         longest=(max(map(len, queries)), max(map(len, keys))),
-        rectangles=rectangles,
-        places=places,
+        pad=functools.partial(_pad, queries, keys, causal, device),
     )
 
 
@@ -190,10 +189,8 @@ def _row_index(parts: Ragged, device: torch.device) -> tuple[RowIndex, np.ndarra
     return index, place >= lengths
 
 
-def _rectangles(
-    queries: Ragged, keys: Ragged, causal: bool, device: torch.device
-) -> tuple[tuple[Rectangle, ...], Tensor | None]:
-    """Return `Block.rectangles`, of pairs of like size, and `Block.places`."""
+def _pad(queries: Ragged, keys: Ragged, causal: bool, device: torch.device) -> Padded:
+    """Return `Block.padded`: rectangles of pairs of like size."""
     num_queries = np.array([[len(q)] for q in queries])
     num_keys = np.array([[len(k)] for k in keys])
     edges = np.searchsorted(EDGES, np.hstack([num_queries, num_keys]))
@@ -225,4 +222,4 @@ def _rectangles(
             num_places += filling.shape[1]
     order = np.concatenate(places)
     in_order = np.array_equal(order, np.arange(num_places))
-    return tuple(rectangles), None if in_order else on_device(order, device)
+    return Padded(tuple(rectangles), None if in_order else on_device(order, device))
