@@ -2,10 +2,12 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import PairsConfig, SupervisedConfig
 from minirl.model import families
@@ -125,19 +127,17 @@ def _longest(cfg: TrainingConfig) -> int:
     """Return how many tokens a micro-batch must hold at least."""
     if isinstance(cfg, SupervisedConfig):
         return cfg.data.max_tokens * (2 if isinstance(cfg.data, PairsConfig) else 1)
-    return vars(cfg)["engine"].max_model_len
+    assert isinstance(cfg, RLConfig)
+    return cfg.engine.max_model_len
 
 
 def _tensor_sizes(workload: Workload, gpus_per_node: int) -> list[int]:
     """Return sizes of `parallel.tensor` that divide the model, the ranks and a node."""
     parallel = workload.cfg.parallel
     ranks = workload.world_size // (parallel.context * parallel.replicate)
-    divided = families.divided(workload.policy.model).values()
-    return [
-        size
-        for size in SIZES
-        if ranks % size == 0 and gpus_per_node % size == 0 and all(n % size == 0 for n in divided)
-    ]
+    # A size divides all of these if it divides what they have in common.
+    common = math.gcd(ranks, gpus_per_node, *families.divided(workload.policy.model).values())
+    return [size for size in SIZES if common % size == 0]
 
 
 def _engine_sizes(workload: Workload, gpus_per_node: int) -> list[int]:

@@ -398,8 +398,10 @@ def _bytes_moved(
             changed += tensors
             if argument.is_out or name in _OVERWRITE:
                 only_written += tensors
-    is_read = [t for t in inputs if not any(t is other for other in only_written)]
-    is_new = [t for t in outputs if not any(t is other for other in inputs)]
+    not_read = set(map(id, only_written))
+    not_new = set(map(id, inputs))
+    is_read = [t for t in inputs if id(t) not in not_read]
+    is_new = [t for t in outputs if id(t) not in not_new]
     return _size(is_read) + _size([*changed, *is_new])
 
 

@@ -17,7 +17,6 @@ from minirl.plan.cards import (
     Card,
 )
 from minirl.plan.formulas import Cost
-from minirl.plan.memory import accumulates_whole
 from minirl.plan.shape import Shape
 from minirl.plan.workload import Role, Workload
 from minirl.rollout.engine import MOST_SEQS
@@ -38,7 +37,6 @@ class Plan:
     workload: Workload
     card: Card
     checkpointing: Checkpointing  # of the policy: off, selective or full.
-    whole_gradient: bool
     memory: dict[str, float]  # Most bytes at once, by phase.
     alive: dict[str, dict[str, float]]  # What they are.
     on_host: float  # Bytes in the host's memory for each GPU: what sleeps there, or lives there.
@@ -109,13 +107,10 @@ def assemble(
     seconds = _seconds(workload, costs, engine, card)
     policy = costs["policy"]
     computing = policy.seconds["forward"] + policy.seconds["backward"]
-    cfg = workload.cfg
     return Plan(
         workload=workload,
         card=card,
         checkpointing=checkpointing,
-        whole_gradient=workload.load.num_micro > 1
-        and accumulates_whole(cfg.policy, shapes["policy"].parameters, cfg.parallel.tensor),
         memory={phase: sum(parts.values()) for phase, parts in alive.items()},
         alive=alive,
         on_host=sum(_on_host(workload, role, shapes[role.name]) for role in workload.roles)
