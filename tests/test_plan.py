@@ -3,8 +3,10 @@
 What the dry run counts is tested in `test_dryrun.py`."""
 
 import dataclasses
+import re
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.errors import UserError
 from minirl.model import build
 from minirl.plan import __main__ as program
-from minirl.plan import cards, estimate, formulas, memory, pretend
+from minirl.plan import announce, cards, estimate, formulas, memory, page, pretend
 from minirl.plan.advice import advise, with_setting
 from minirl.plan.load import Load
 from minirl.plan.planner import GIB, check_lower_bound
@@ -238,6 +240,29 @@ def test_the_lower_bound_refuses_what_no_batch_size_helps():
     check_lower_bound(workload, shape, cards.CARDS["h200"])
     offload = workload_of("Qwen3-32B", 4, policy__optimizer_state="offload")
     check_lower_bound(offload, shape, cards.CARDS["h100"])
+
+
+def test_a_program_on_cpu_says_what_its_tensors_take(monkeypatch):
+    """And refuses what cannot fit the host, before it loads anything."""
+    mesh = SimpleNamespace(device=torch.device("cpu"), world_size=2)
+    monkeypatch.setattr(announce, "_share_of_host", lambda _: cards.of_device("CPU", 64 * GIB))
+    plan, lines = announce.announce(workload_of("Qwen3-0.6B", 2), mesh)
+    assert plan.checkpointing == "off"
+    assert len(lines) == 3
+    assert re.match(r"plan: (fits|may not fit): \d+\.\d\d GiB of tensors a rank of 64\.0", lines[0])
+    assert lines[1].startswith("plan: GiB a rank: activations")
+    with pytest.raises(UserError, match=r"Qwen3-32B: 32\.8B parameters on 2 ranks of 64\.0 GiB"):
+        announce.announce(workload_of("Qwen3-32B", 2), mesh)
+
+
+def test_a_program_on_a_gpu_says_memory_and_time():
+    plan = plan_of(workload_of(), "h100")
+    verdict, memory_line, time_line = page.short(plan)
+    assert verdict.startswith("plan: fits with activation checkpointing selective: at most")
+    assert "of 79.2 GiB: rollout 68.8" in memory_line and "KV cache" in memory_line
+    assert time_line.startswith(f"plan: {plan.step_seconds:.3g} s a step: rollout")
+    short_of_memory = plan_of(workload_of("Qwen3-32B"), "h100")
+    assert page.short(short_of_memory)[0].startswith("plan: DOES NOT FIT: refit needs")
 
 
 # --------------------------------------------------------------------------------------------------

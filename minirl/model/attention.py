@@ -108,7 +108,9 @@ def _visible(pack: Packed, window: int | None) -> tuple[tuple[Block, ...], int |
     return (windowed,), window
 
 
-def attend(q: Tensor, steps: Steps, options: Options) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, steps: Steps, options: Options, *, wide: bool = True
+) -> tuple[Tensor, Tensor]:
     """Attend to blocks one after the other, and merge what rows see in several.
 
     Merged in float32 at least: Rabe and Staats 2021 (arXiv 2112.05682), sec. 2.
@@ -117,6 +119,8 @@ def attend(q: Tensor, steps: Steps, options: Options) -> tuple[Tensor, Tensor]:
         q: queries [T, H, D].
         steps: blocks, each with keys and values [M, Hkv, D]. The first has all T rows as queries.
         options: of the layer.
+        wide: keep what is merged in float32 at least. Where a row is merged once only, that changes
+            nothing but the bytes that are moved.
 
     Returns:
         The output [T, H, D], and the log-sum-exp [T, H] of the scores.
@@ -130,15 +134,16 @@ def attend(q: Tensor, steps: Steps, options: Options) -> tuple[Tensor, Tensor]:
         assert rows is not None  # only the first block has all rows
         part, part_lse = kernels.forward(q, k, v, block, options)
         if out is first_out:  # which selective checkpointing keeps, so it must not change
-            out = out.to(torch.promote_types(out.dtype, torch.float32), copy=True)
+            dtype = torch.promote_types(out.dtype, torch.float32) if wide else out.dtype
+            out = out.to(dtype, copy=True)
             lse = lse.clone()
         before = lse.index_select(0, rows)
         total = torch.logaddexp(before, part_lse)
         kept_share = (before - total).exp_()[..., None]
         part_share = (part_lse - total).exp_()[..., None]
-        kept = out.index_select(0, rows) * kept_share
-        merged = kept.addcmul_(part.to(kept.dtype), part_share.to(kept.dtype))
-        out.index_copy_(0, rows, merged)
+        # In the dtype of the shares, whichever that of the outputs is.
+        merged = (out.index_select(0, rows) * kept_share).addcmul_(part, part_share)
+        out.index_copy_(0, rows, merged.to(out.dtype))
         lse.index_copy_(0, rows, total)
     return out.to(q.dtype), lse
 
@@ -164,7 +169,8 @@ class Attention(torch.autograd.Function):
         ring: Context | None,
     ) -> Tensor:
         """Return the output [T, H, D]."""
-        out, lse = attend(q, _steps(k, v, blocks, ring), options)
+        wide = ring is not None or len(blocks) > 2
+        out, lse = attend(q, _steps(k, v, blocks, ring), options, wide=wide)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.blocks = blocks
         ctx.options = options

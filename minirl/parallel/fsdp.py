@@ -1,6 +1,7 @@
 """FSDP2 as minirl uses it: gradients are summed, masters are float32."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 
@@ -121,14 +122,13 @@ def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     whole = [p.grad for p in parameters if p.grad is not None]
     grads = [local(grad) for grad in whole]
     wide = torch.float32 if grads[0].is_cuda else torch.float64
-    squares = []
+    norms = defaultdict(list)  # By the number of ranks that hold the same.
     for dtensor, grad, local_norm in zip(whole, grads, torch._foreach_norm(grads), strict=True):
         if grad.numel():
-            squares.append(local_norm.to(wide).square() / num_copies(dtensor))
-    if squares:
-        total = torch.stack(squares).sum()
-    else:
-        total = grads[0].new_zeros((), dtype=wide)
+            norms[num_copies(dtensor)].append(local_norm)
+    total = grads[0].new_zeros((), dtype=wide)
+    for copies, local_norms in norms.items():
+        total += torch.stack(local_norms).to(wide).square().sum() / copies
     dist.all_reduce(total)
     return total.sqrt()
 
