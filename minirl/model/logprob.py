@@ -58,13 +58,36 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, softcap: float |
     return logits.div_(temperature) if temperature != 1.0 else logits
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total`, which is float32 where `a` and `b` may be bfloat16."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        # In the matmul itself: the product is neither rounded nor written out before the sum.
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, adds: bool) -> None:
+    """Add a @ b to `total`, which is float32 where `a` and `b` may be bfloat16, or make it that."""
+    # On CUDA in the matmul itself: the product is neither rounded nor written out before the sum.
+    is_fused = a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
+    if is_fused and adds:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
+    elif is_fused:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    elif adds:
         total += torch.mm(a, b)
+    else:
+        total.copy_(torch.mm(a, b))
+
+
+def _grad_of_logprobs(
+    p: Tensor,
+    targets: Tensor,
+    by_logprob: Tensor,
+    by_target: Tensor,
+    *,
+    dtype: torch.dtype,
+    keeps_p: bool,
+) -> Tensor:
+    """Return (onehot - p) times the gradient of log-probs [N, 1], in `dtype`, perhaps in place."""
+    # The difference at a target is taken before it is rounded: p may be almost 1 there.
+    at_target = by_target - p.gather(1, targets) * by_logprob
+    in_place = dtype == p.dtype and not keeps_p
+    grad = p if in_place else torch.empty_like(p, dtype=dtype)
+    torch.mul(p, -by_logprob, out=grad)
+    return grad.scatter_(1, targets, at_target.to(dtype))
 
 
 class _LogprobEntropy(torch.autograd.Function):
@@ -100,19 +123,25 @@ class _LogprobEntropy(torch.autograd.Function):
         log_sum = torch.empty_like(logprobs)
         mean = torch.empty_like(logprobs)  # sum(p z)
         ctx.last_chunk = None
+        ctx.keeps_logits = entropy_gradient or softcap is not None  # for the gradient
         for start in range(0, len(hidden), ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             z = p = ctx.last_chunk = None  # frees one chunk before the next is computed
             z = _logits(hidden[rows], weight, temperature, softcap)
-            log_sum[rows] = z.logsumexp(1)
+            # One kernel, where logsumexp would be six; p = exp(z - log_sum), also of the largest z.
+            p = z.softmax(1)
+            largest = z.max(1, keepdim=True)
+            log_sum[rows] = (largest.values - p.gather(1, largest.indices).log_())[:, 0]
             if group is not None:  # over the columns of all ranks
-                parts = [torch.empty_like(log_sum[rows]) for _ in range(group.size())]
-                dist.all_gather(parts, log_sum[rows], group)
+                of_rank = log_sum[rows].clone()
+                parts = [torch.empty_like(of_rank) for _ in range(group.size())]
+                dist.all_gather(parts, of_rank, group)
                 log_sum[rows] = torch.stack(parts).logsumexp(0)
+                p.mul_((of_rank - log_sum[rows]).exp_()[:, None])
             target_z = z.gather(1, targets[rows, None])[:, 0].masked_fill(ctx.elsewhere[rows], 0)
-            p = (z - log_sum[rows, None]).exp_()
-            ctx.last_chunk = z, p
-            sums = torch.stack([target_z, torch.linalg.vecdot(p, z)])
+            mean_z = torch.mul(p, z, out=None if ctx.keeps_logits else z).sum(1)
+            ctx.last_chunk = (z if ctx.keeps_logits else None), p
+            sums = torch.stack([target_z, mean_z])
             if group is not None:
                 dist.all_reduce(sums, group=group)
             logprobs[rows] = sums[0] - log_sum[rows]
@@ -132,26 +161,37 @@ class _LogprobEntropy(torch.autograd.Function):
         hidden, weight, targets, log_sum, mean = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks, so never in bfloat16.
-        grad_weight = torch.zeros_like(weight, dtype=log_sum.dtype)
+        grad_weight = torch.empty_like(weight, dtype=log_sum.dtype)
+        if not len(hidden):
+            grad_weight.zero_()
+        by_logprob = grad_logprobs / ctx.temperature
+        by_entropy = grad_entropy / ctx.temperature
+        by_target = by_logprob.masked_fill(ctx.elsewhere, 0)
         for start in reversed(range(0, len(hidden), ctx.chunk)):
             rows = slice(start, start + ctx.chunk)
             z = p = grad = None  # frees one chunk before the next is computed
             if ctx.last_chunk is None:
                 z = _logits(hidden[rows], weight, ctx.temperature, ctx.softcap)
-                p = (z - log_sum[rows, None]).exp_()
+                p = torch.sub(z, log_sum[rows, None], out=None if ctx.keeps_logits else z).exp_()
             else:
                 z, p = ctx.last_chunk
                 ctx.last_chunk = None  # a second backward computes all
-            grad = torch.mul(p, -grad_logprobs[rows, None], out=None if ctx.entropy_gradient else p)
-            grad_targets = grad_logprobs[rows].masked_fill(ctx.elsewhere[rows], 0)
-            grad.scatter_add_(1, targets[rows, None], grad_targets[:, None])
+            grad = _grad_of_logprobs(
+                p,
+                targets[rows, None],
+                by_logprob[rows, None],
+                by_target[rows, None],
+                dtype=p.dtype if ctx.keeps_logits else hidden.dtype,
+                keeps_p=ctx.entropy_gradient,
+            )
             if ctx.entropy_gradient:
-                grad.addcmul_(p * (z - mean[rows, None]), grad_entropy[rows, None], value=-1)
+                grad.addcmul_(p * (z - mean[rows, None]), by_entropy[rows, None], value=-1)
             if ctx.softcap is not None:
                 grad.mul_(1 - (z * (ctx.temperature / ctx.softcap)).square_())
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            grad = grad.to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[rows])
-            _add_product(grad_weight, grad.t(), hidden[rows])
+            is_first = rows.stop >= len(hidden)
+            _add_product(grad_weight, grad.t(), hidden[rows], adds=not is_first)
         z = p = grad = None
         if ctx.group is not None:
             dist.all_reduce(grad_hidden, group=ctx.group)

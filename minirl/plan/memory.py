@@ -215,16 +215,18 @@ class Memory:
             kinds.GATHERED: root + self._gathered_layers(3),
             kinds.ACTIVATIONS: 2 * hidden,
         }
+        # What experts return, masked and in the order of tokens.
+        of_experts = 2 * shape.experts_of_token * hidden
         last_layers = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(2),
-            kinds.ACTIVATIONS: hidden + activations,
+            kinds.ACTIVATIONS: hidden + activations + of_experts,
         }
         end = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(1),
             kinds.ACTIVATIONS: hidden * (1 + keeps) + activations + self._in_loss(),
-            kinds.HEAD: (3 if self.head else 1) * self.chunk(),
+            kinds.HEAD: (2 if self.head else 1) * self.chunk(),
         }
         return [start, first_layers, last_layers, end]
 
@@ -245,7 +247,7 @@ class Memory:
             **base,
             kinds.GATHERED: root + self._gathered_layers(1),
             kinds.ACTIVATIONS: hidden + kept * shape.num_layers + 2 * self._in_loss(),
-            kinds.HEAD: (2.5 if self.head else 2) * chunk + self.head * WIDE,
+            kinds.HEAD: (1.5 if self.head else 2) * chunk + self.head * WIDE,
         }
         cast = {**head, kinds.HEAD: self.head * (WIDE + self.element)}
         # The last layer computes, and the one before it is being gathered.

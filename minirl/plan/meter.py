@@ -54,9 +54,14 @@ _MATMULS = {
 # Operators that touch only some rows of the largest tensor: those that read them, and those that
 # change them in place.
 _READ_ROWS = {"aten::embedding", "aten::gather", "aten::index_select"}
-_CHANGE_ROWS = {"aten::index_add_", "aten::index_copy_", "aten::scatter_add_"}
+_CHANGE_ROWS = {"aten::index_add_", "aten::index_copy_", "aten::scatter_", "aten::scatter_add_"}
 # Operators that change a tensor without reading it.
 _OVERWRITE = {"aten::_foreach_copy_", "aten::copy_", "aten::fill_", "aten::zero_"}
+# How often operators that are several passes read or write their largest tensor.
+_PASSES = {
+    "aten::_softmax": 4,  # The largest, the sum, and p.
+    "aten::logsumexp": 6,  # The largest; the differences, their exponentials and the sum of these.
+}
 ROWS = "copies of rows"
 WIRE = "NCCL"
 HOST = "PCIe"
@@ -386,21 +391,22 @@ def _bytes_moved(
         return 2.0 * outputs[0].nbytes
     if name in _CHANGE_ROWS:
         return 3.0 * inputs[-1].nbytes
+    if name in _PASSES:
+        return float(_PASSES[name] * inputs[0].nbytes)
     if name == "fsdp::all_gather_copy_in":  # into this rank's part of what is to be gathered
         return 2.0 * _size([t for t in inputs if t is not args[1]])
 
+    is_read: list[Tensor] = []
     changed: list[Tensor] = []
-    only_written: list[Tensor] = []
     for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        is_changed = argument.alias_info is not None and argument.alias_info.is_write
+        if is_changed:
             changed += tensors
-            if argument.is_out or name in _OVERWRITE:
-                only_written += tensors
-    not_read = set(map(id, only_written))
+        if not is_changed or not (argument.is_out or name in _OVERWRITE):
+            is_read += tensors
     not_new = set(map(id, inputs))
-    is_read = [t for t in inputs if id(t) not in not_read]
     is_new = [t for t in outputs if id(t) not in not_new]
     return _size(is_read) + _size([*changed, *is_new])
 

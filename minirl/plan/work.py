@@ -10,18 +10,19 @@ from minirl.plan.memory import WIDE, Job, Memory, PerRow
 # What is read and written between matrix products, in forward, backward and when a layer is
 # computed again.
 MOVED = {
-    ("liger", "forward"): PerRow(4, 6, 2, 2, 31.75, 3, 11, 11),
+    ("liger", "forward"): PerRow(4, 6, 2, 2, 17, 3, 11, 11),
     ("liger", "backward"): PerRow(8, 13, 7, 3, 9, 5, 15, 33),
-    ("liger", "again"): PerRow(4, 3, 2, 2, 31.75, 3, 8, 11),
-    ("torch", "forward"): PerRow(4, 38, 2, 18, 31.75, 5, 11, 11),
-    ("torch", "backward"): PerRow(8, 99, 7, 46, 9, 23, 15, 33),
-    ("torch", "again"): PerRow(4, 35, 2, 18, 31.75, 5, 8, 11),
+    ("liger", "again"): PerRow(4, 3, 2, 2, 17, 3, 8, 11),
+    ("torch", "forward"): PerRow(4, 38, 2, 18, 17, 5, 11, 11),
+    ("torch", "backward"): PerRow(8, 120, 7, 46, 9, 23, 15, 33),
+    ("torch", "again"): PerRow(4, 35, 2, 18, 17, 5, 8, 11),
 }
 # The keys' gradients are summed over the queries that share them.
 MOVED_KEYS_BACKWARD = 5
-# Bytes read and written for each logit; `again` for those of all chunks but the last.
-LOGITS = {"forward": 36, "backward": 18, "again": 16}
-HEAD_GRADIENT = 15  # Bytes read and written for each parameter of the head.
+# Bytes read and written for each logit; `again` for those of all chunks but the last, `parts` where
+# ranks hold parts of the vocabulary.
+LOGITS = {"forward": 36, "parts": 8, "backward": 6, "again": 20}
+HEAD_GRADIENT = 11  # Bytes read and written for each parameter of the head.
 ADAMW = 36  # Bytes read and written for each parameter: it, its gradient, two moments.
 QUANTIZE = 172  # The same of two moments to 8 bits and back.
 KERNELS_OF_STEP = 22  # Of a step of the optimizer, for each layer.
@@ -50,7 +51,8 @@ class Work:
         forward += self._gathering(self.job.shape.parameters)
         head = self._head()
         logits = self.rows.in_loss * self.memory.head / self.job.shape.hidden
-        forward += head + self._moving(LOGITS["forward"] * logits)
+        moved = LOGITS["forward"] + LOGITS["parts"] * (self.memory.tensor > 1)
+        forward += head + self._moving(moved * logits)
         seconds = {"annotate": forward}
         if not self.memory.trains:
             return seconds
