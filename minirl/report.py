@@ -138,12 +138,12 @@ def write(
 
 def table(summary: dict, scores: dict[str, float | None]) -> str:
     """Return the closing table: decimals only of small numbers, and a dash for None."""
+    of_gpu = {f"GPU GiB, {name}": value for name, value in summary["gpu_memory_gib"].items()}
     blocks = [
         {f"held-out {title}": value for title, value in scores.items()},
         {f"tokens/s, {kind}": v for kind, v in summary["tokens_per_second_by_phase"].items()},
         {f"seconds, {name}": value for name, value in summary["seconds"].items()},
-        {f"GPU GiB, {name}": value for name, value in summary["gpu_memory_gib"].items()},
-        {"peak memory of a rank, MiB": summary["peak_rss_mb"]},
+        summary["sizes"] | of_gpu | {"peak memory of a rank, MiB": summary["peak_rss_mb"]},
     ]
     width = max(len(name) for name in set().union(*blocks))
     rule = "-" * (width + 12)

@@ -281,6 +281,7 @@ class Trainer(Program):
         row |= {"extra_prompts": self.num_extra_prompts, "kl_coef": self.algo.kl_coef, **metrics}
         if self.generation:
             row["refit_bytes"] = self.generation.refit.bytes_received
+            row["kv_cache_tokens"] = self.generation.engine.kv_cache_tokens
 
         num_sampled = sum(int(t.sampled.sum()) for t in trajectories)
         num_rows = sum(sum(batch.lengths) for batch in sum(minibatches, []))
@@ -367,14 +368,16 @@ class Trainer(Program):
         after_sft = accuracy.get("before_rl") if "before_sft" in accuracy else None
         if self.mesh.rank == 0:
             report.write_answers(self.run.output, evaluations)
-        self.run.finish(
-            {
-                "accuracy before SFT": accuracy.get("before_sft"),
-                "accuracy after SFT": after_sft,
-                "accuracy before RL": accuracy.get("before_rl"),
-                "accuracy after RL": accuracy.get("after_rl"),
-            }
-        )
+        scores = {
+            "accuracy before SFT": accuracy.get("before_sft"),
+            "accuracy after SFT": after_sft,
+            "accuracy before RL": accuracy.get("before_rl"),
+            "accuracy after RL": accuracy.get("after_rl"),
+        }
+        sizes = {}
+        if self.generation:
+            sizes["KV cache of an engine, tokens"] = self.generation.engine.kv_cache_tokens
+        self.run.finish(scores, sizes)
         if self.generation:
             self.generation.close()
 

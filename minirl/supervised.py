@@ -118,7 +118,7 @@ class SupervisedTrainer(Program):
         for when, scores in run.progress.evaluations.items():
             for name, value in scores.items():
                 titled[f"{name} {when}"] = value
-        run.finish(titled)
+        run.finish(titled, sizes={})
 
     def evaluate(self, step: int, name: str | None) -> None:
         """Score held-out rows. Collective. `name`: keep the scores for the summary."""

@@ -168,13 +168,14 @@ class TrainingRun:
             verb = "writing" if cfg.background else "saved"
             self.log.say(f"step {num_steps}: {verb} {path}")
 
-    def finish(self, scores: dict[str, float | None]) -> None:
+    def finish(self, scores: dict[str, float | None], sizes: dict[str, int]) -> None:
         """Export the model, close the log, write the summary. Collective.
 
         The moving average of the weights is exported, too, if there is one.
 
         Args:
             scores: held-out scores by title, with which the summary begins.
+            sizes: by title, what has one size in the whole run.
         """
         with self.timer.phase("checkpoint"):
             self.saver.wait()
@@ -197,6 +198,7 @@ class TrainingRun:
                 self.progress.tokens,
                 {name: round(value, 3) for name, value in longest_first},
                 {
+                    "sizes": sizes,
                     "gpu_memory_gib": self.progress.gpu_memory,
                     "peak_rss_mb": max(peak_mib),
                     "peak_rss_mb_by_rank": peak_mib,

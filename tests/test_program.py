@@ -203,6 +203,7 @@ def test_metrics_of_every_step(run):
         )
         for name in (
             "refit_bytes",
+            "kv_cache_tokens",
             "time/refit",
             "time/rollout",
             "time/forward",
