@@ -30,7 +30,9 @@ MACHINES = {
 def dense(hidden: int, ffn: int, layers: int, heads: int, tied: bool) -> PretrainedConfig:
     """Return the config of a Qwen3 model, all of which have 8 key-value heads of 128."""
     return Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
         vocab_size=151936,
+        max_position_embeddings=40960,
         hidden_size=hidden,
         intermediate_size=ffn,
         num_hidden_layers=layers,

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from transformers import PretrainedConfig, Qwen3Config
 
+from benchmarks.fits import MODELS
 from minirl.algo import losses
 from minirl.config.parse import fill_config
 from minirl.config.rl import AlgoConfig, RLConfig
@@ -38,26 +39,10 @@ NUM_WARMUP = 2  # Steps that do not count.
 Dtype = Literal["float32", "bfloat16"]
 
 
-def qwen3(hidden: int, feed_forward: int, layers: int, heads: int, *, tied: bool) -> Qwen3Config:
-    return Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        hidden_size=hidden,
-        intermediate_size=feed_forward,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-        tie_word_embeddings=tied,
-    )
-
-
-# The models that are on the hub as Qwen/Qwen3-*.
 CONFIGS = {
-    "0.6B": qwen3(1024, 3072, 28, 16, tied=True),
-    "1.7B": qwen3(2048, 6144, 28, 16, tied=True),
-    "8B": qwen3(4096, 12288, 36, 32, tied=False),
+    "0.6B": MODELS["Qwen3-0.6B"],
+    "1.7B": MODELS["Qwen3-1.7B"],
+    "8B": MODELS["Qwen3-8B"],
     "tiny": Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         hidden_size=64,
