@@ -5,6 +5,7 @@
 Mesh, steps and files of a run are those of minirl.sft.
 """
 
+import dataclasses
 import hashlib
 import json
 import pickle
@@ -70,9 +71,9 @@ class Trainer(PairTrainer):
                     )
                     partial.rename(cache)
             for prefix, rows in self._splits().items():
-                for row, pair in rows.encoded.items():
-                    for t in pair:
-                        t.logprobs = logprobs[f"{prefix}/{row}-{t.episode}"]
+                for name, values in logprobs.items():
+                    if name.startswith(f"{prefix}/"):
+                        rows.reference_logprobs[name.removeprefix(f"{prefix}/")] = values
         return None
 
     def make_loss(self) -> Loss:
@@ -104,19 +105,25 @@ class Trainer(PairTrainer):
         computed = []
         for prefix, rows in self._splits().items():
             for first in range(0, len(rows), size):
-                examples = rows.examples(range(first, min(first + size, len(rows))))
+                block = range(first, min(first + size, len(rows)))
+                examples = []
+                for row, pair in rows.encoded_rows(block).items():
+                    examples += [dataclasses.replace(t, group=row) for t in pair]
                 for t, logprobs in annotate_examples(reference, examples, self.cfg.tokens_per_rank):
                     if self.mesh.rank % self.mesh.num_copies == 0:
-                        name = f"{prefix}/{rows.row(t.group)}-{t.episode}"
+                        name = f"{prefix}/{t.group}-{t.episode}"
                         computed.append((name, logprobs.astype(np.float32)))
         return dict(sum(self.mesh.gather(computed), []))
 
     def _describe_cache(self, folder: Path) -> dict[str, str]:
         """Return what the reference's log-probs depend on: dtype and hashes. Collective."""
         hashes = []
+        size = self.cfg.batch_size
         for rows in self._splits().values():
-            for n, pair in rows.encoded.items():
-                hashes.append((n, hashlib.sha256(pickle.dumps(pair)).hexdigest()))
+            for first in range(0, len(rows), size):
+                block = range(first, min(first + size, len(rows)))
+                for n, pair in rows.encoded_rows(block).items():
+                    hashes.append((n, hashlib.sha256(pickle.dumps(pair)).hexdigest()))
         in_order = sorted(sum(self.mesh.gather(hashes), []))
         data = hashlib.sha256(repr(in_order).encode())
         weights = hashlib.sha256()

@@ -14,11 +14,12 @@ from minirl.config.shared import EvaluateConfig, PolicyConfig
 from minirl.config.validate import resolve_lengths, validate_sampling
 from minirl.data import chat
 from minirl.data.images import Vision, sampling_stops
-from minirl.data.prompts import Prompts, load_rows
+from minirl.data.prompts import Prompts, open_prompts
+from minirl.data.rows import read_rows
 from minirl.envs.registry import make_env
 from minirl.errors import require
 from minirl.evaluation import evaluate
-from minirl.inputs import ModelFiles, find_other_model
+from minirl.inputs import MAY_BE_LONG, ModelFiles, PromptChecks, find_other_model
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
@@ -34,14 +35,18 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     resolve_lengths(cfg)
     validate_sampling(cfg)
     folder, config, tokenizer, vision = find_model(cfg, mesh)
-    rows = load_rows(cfg.data.eval, "data.eval", cfg.data)
     env_maker = make_env(cfg.env.name)
     rewards = make_rewards(cfg.reward)
     scorer = find_other_model(cfg.reward.model, config, 1, "reward.model", scores=True)
-    if env_maker().graded:
-        rewards.check_rows(rows)
+    graded = env_maker().graded
+    if graded:
+        rewards.check_supported()
+    checks = PromptChecks(rewards if graded else None, tokenizer, cfg.data)
+    opened = open_prompts(cfg.data.eval, "data.eval", cfg.data, mesh)
+    rows, _ = read_rows(opened, mesh, cfg.seed, mark=checks.mark)
+    checks.refuse_ungraded(rows)
     prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=vision)
-    num_dropped = prompts.check_lengths("data.eval", mesh)
+    num_dropped = prompts.check_lengths(mesh, MAY_BE_LONG)
 
     # 2. Load the models.
     dtype = "bfloat16" if cfg.engine.dtype == "auto" else cfg.engine.dtype

@@ -3,29 +3,30 @@
 Each function raises UserError at the first thing that is missing or cannot work.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from minirl.algo import advantages, correction
 from minirl.config.rl import RLConfig
-from minirl.config.shared import RowsConfig
+from minirl.config.shared import DataConfig, RowsConfig
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import resolve_lengths, validate_rl
 from minirl.data import chat
 from minirl.data.images import Vision
-from minirl.data.prompts import Prompts, load_rows
-from minirl.data.rows import split
+from minirl.data.prompts import LengthBound, Prompts, open_prompts
+from minirl.data.rows import Mark, Rows, errors_at, read_rows
 from minirl.envs.registry import make_env
 from minirl.errors import UserError, require
 from minirl.model import build, families, scratch
 from minirl.parallel import tensor
 from minirl.parallel.mesh import Mesh
-from minirl.rewards.functions import make_rewards
+from minirl.rewards.functions import Rewards, make_rewards
+
+Data = TypeVar("Data", bound=RowsConfig)
 
 
 class ModelFiles(NamedTuple):
@@ -57,18 +58,13 @@ class Inputs:
         validate_rl(cfg, mesh.world_size)
         check_output(Path(cfg.output), cfg.resume)
 
-        # Rows, and what scores the answers to them.
-        train, held_out = load_splits(load_rows, cfg.data, cfg.seed)
+        # What scores the answers.
         self.make_env = make_env(cfg.env.name)
         self.rewards = make_rewards(cfg.reward)
         self.estimator = advantages.find(cfg.algo.advantage)
-        if self.make_env().graded:
-            self.rewards.check_rows(itertools.chain(train, held_out))
-        if cfg.sft.num_steps and any(row.get("answer") is None for row in train):
-            raise UserError(
-                f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row "
-                f"(data.answer_key = {cfg.data.answer_key})"
-            )
+        graded = self.make_env().graded
+        if graded:
+            self.rewards.check_supported()
         correction.resolve(cfg.algo.correction)
 
         # Models. The rewards of dumped rollouts have the scores of a reward model in them.
@@ -82,16 +78,23 @@ class Inputs:
             "" if cfg.rollout.replay else cfg.reward.model, setting="reward.model", scores=True
         )
 
-        # Prompts as token ids.
+        # Rows, each of which is read once, and prompts as token ids.
+        checks = PromptChecks(self.rewards if graded else None, files.tokenizer, cfg.data)
+        train, held_out = load_splits(open_prompts, cfg.data, cfg.seed, mesh, checks.mark)
+        checks.refuse_ungraded(train)
+        checks.refuse_ungraded(held_out)
+        if cfg.sft.num_steps and train.first_marked(NO_ANSWER) is not None:
+            raise UserError(
+                f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row "
+                f"(data.answer_key = {cfg.data.answer_key})"
+            )
         as_tokens = partial(
             Prompts, tokenizer=files.tokenizer, cfg=cfg.data, seed=cfg.seed, vision=files.vision
         )
         self.prompts = as_tokens(train)
         self.held_out = as_tokens(held_out, shuffle=False)
-        num_dropped = self.prompts.check_lengths("data.train", mesh)
-        num_dropped += self.held_out.check_lengths(
-            "data.eval" if cfg.data.eval else "data.train", mesh
-        )
+        num_dropped = self.prompts.check_lengths(mesh, MAY_BE_LONG, num_tickets(cfg))
+        num_dropped += self.held_out.check_lengths(mesh, MAY_BE_LONG)
         self.description = (
             f"{len(self.prompts.rows)} training prompts, {len(self.held_out.rows)} held out "
             f"({num_dropped} dropped as too long)"
@@ -125,20 +128,81 @@ def check_output(output: Path, resume: bool) -> None:
         )
 
 
+# What is noted of a prompt's row while it is read.
+UNGRADED = 1  # A reward function cannot grade it.
+NO_ANSWER = 2
+MAY_BE_LONG = 4
+
+
+class PromptChecks:
+    """What is looked at in the rows of prompts while each is read once."""
+
+    def __init__(
+        self, rewards: Rewards | None, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig
+    ):
+        """`rewards`: what grades the answers; None: an environment does that itself."""
+        self.rewards = rewards
+        self.bound = LengthBound(tokenizer, cfg)
+
+    def mark(self, row: dict) -> int:
+        """Return the marks of a row."""
+        marks = 0
+        if self.bound.exceeds(row):
+            marks |= MAY_BE_LONG
+        if row.get("answer") is None:
+            marks |= NO_ANSWER
+        if self.rewards:
+            try:
+                self.rewards.check_row(row)
+            except UserError:
+                marks |= UNGRADED
+        return marks
+
+    def refuse_ungraded(self, rows: Rows) -> None:
+        """Raise the UserError of the first of these rows that no reward function can grade."""
+        number = rows.first_marked(UNGRADED)
+        if number is not None and self.rewards:
+            with errors_at(rows.place(number)):
+                self.rewards.check_row(rows[number])
+
+
+def num_tickets(cfg: RLConfig) -> int | None:
+    """Return how many tickets a run draws at most; None: it may draw any row."""
+    rollout = cfg.rollout
+    if rollout.curriculum_floor:
+        return None
+    per_step = rollout.prompts_per_step + rollout.extra_prompts
+    # Groups that are begun ahead may not be trained on when the run ends.
+    of_rollouts = (cfg.num_steps + 1 + rollout.max_staleness) * per_step + rollout.ahead
+    return max(of_rollouts, cfg.sft.num_steps * cfg.sft.batch_size)
+
+
 def load_splits(
-    load: Callable[..., Sequence[dict]], data: RowsConfig, seed: int
-) -> tuple[Sequence[dict], Sequence[dict]]:
-    """Return the rows to train on and the held-out rows.
+    open_rows: Callable[[str | list[str], str, Data, Mesh], Rows],
+    data: Data,
+    seed: int,
+    mesh: Mesh,
+    mark: Mark,
+) -> tuple[Rows, Rows]:
+    """Read all rows once; return those to train on and the held-out ones. Collective.
 
     Args:
-        load: called as load(source, setting, data); the setting names the source in errors.
+        open_rows: opens the rows of a source; the setting names it in errors.
         data: the sources. Without `data.eval`, `data.held_out` rows of `data.train` are held out.
         seed: decides which.
+        mesh: the ranks.
+        mark: what to note of each row.
+
+    Raises:
+        UserError: a source cannot be read, or a row is not as it should be.
     """
-    train = load(data.train, "data.train", data)
-    if data.eval:
-        return train, load(data.eval, "data.eval", data)
-    return split(train, data.held_out, seed)
+    train = open_rows(data.train, "data.train", data, mesh)
+    if not data.eval:
+        return read_rows(train, mesh, seed, data.held_out, mark)
+    held_out = open_rows(data.eval, "data.eval", data, mesh)
+    train, _ = read_rows(train, mesh, seed, mark=mark)
+    held_out, _ = read_rows(held_out, mesh, seed, mark=mark)
+    return train, held_out
 
 
 def find_model(

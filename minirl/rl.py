@@ -79,6 +79,7 @@ class Trainer(Program):
                 inputs.prompts, cfg.rollout.curriculum_floor, self.progress.outcomes
             )
             inputs.prompts.order = self.curriculum
+            self.run.outcomes = self.curriculum.save
         # `train` loads these two after the warm start, whose result they may begin with. They sleep
         # unless they work: then their shards are on the device beside the policy's, but never
         # beside the state of its optimizer.

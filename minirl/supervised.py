@@ -5,8 +5,8 @@ of its. `warm_start` is the short form before RL.
 """
 
 import dataclasses
-import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +16,9 @@ from minirl.algo import losses
 from minirl.config.rl import RLConfig
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import validate_supervised
-from minirl.data import chat
-from minirl.data.examples import Chats, load_chats, to_example
-from minirl.data.pairs import Pairs, load_pairs
+from minirl.data import chat, images
+from minirl.data.examples import Chats, StepExamples, open_chats, to_example
+from minirl.data.pairs import Pairs, open_pairs
 from minirl.errors import require
 from minirl.inputs import Inputs, check_output, find_model, load_splits, make_scratch
 from minirl.log import Log
@@ -41,15 +41,16 @@ class SupervisedTrainer(Program):
 
     def __init__(self, cfg: SupervisedConfig, mesh: Mesh):
         super().__init__(cfg, mesh)
+        self.has_said_lost = False
         max_tokens = cfg.data.max_tokens
         with self.timer.phase("start"):
             # 1. Find and check what the config names.
             validate_supervised(cfg, mesh.world_size)
             check_output(Path(cfg.output), cfg.resume)
-            load = load_pairs if self.pairs else load_chats
-            train, held_out = load_splits(load, cfg.data, cfg.seed)
-            rows = itertools.chain(train, held_out)
-            has_chats = any("messages" in row or "prompt" in row for row in rows)
+            open_rows = open_pairs if self.pairs else open_chats
+            train, held_out = load_splits(open_rows, cfg.data, cfg.seed, mesh, mark_row)
+            marks = np.concatenate([train.marks, held_out.marks])
+            has_chats = bool(np.any(marks & IS_CHAT))
             files = find_model(cfg, max_tokens, chats=has_chats)
             num_positions = files.config.get_text_config().max_position_embeddings
             require(
@@ -57,23 +58,27 @@ class SupervisedTrainer(Program):
                 f"data.max_tokens = {max_tokens} is more than the {num_positions} positions of "
                 f"policy.model = {cfg.policy.model}; lower it",
             )
+            require(
+                files.vision or not np.any(marks & HAS_IMAGES),
+                f"a chat has images, and policy.model = {cfg.policy.model} reads none; take a "
+                "model of a family that does",
+            )
 
-            # 2. Rows as token ids.
+            # 2. Rows as token ids, when a step needs them.
             as_tokens = partial(
                 Pairs if self.pairs else Chats,
                 tokenizer=files.tokenizer,
                 stop_ids=chat.stop_token_ids(files.tokenizer, files.folder) if has_chats else [],
                 cfg=cfg.data,
                 mesh=mesh,
+                thread=ThreadPoolExecutor(1, "encode"),
                 seed=cfg.seed,
                 vision=files.vision,
                 score=self.score_head,
             )
             self.files = files
-            self.rows = as_tokens(train, "data.train")
-            self.held_out = as_tokens(
-                held_out, "data.eval" if cfg.data.eval else "data.train", shuffle=False
-            )
+            self.rows = as_tokens(train)
+            self.held_out = as_tokens(held_out, shuffle=False)
             num_steps = math.ceil(cfg.num_epochs * len(self.rows) / cfg.batch_size)
             self.num_steps = cfg.num_steps or max(1, num_steps)
 
@@ -83,9 +88,7 @@ class SupervisedTrainer(Program):
             self.announce(supervised_workload(cfg, mesh.world_size, {"policy": files.config}))
             self.policy = self.load_model(cfg.policy, files.folder, score=self.score_head)
             self.ref = self.load_reference()
-            first, second = np.add(self.rows.num_lost, self.held_out.num_lost)
-            lost = self.lost.format(first, max_tokens, second)
-            description = f"{len(self.rows)} rows, {len(self.held_out)} held out ({lost})"
+            description = f"{len(self.rows)} rows, {len(self.held_out)} held out"
             self.run = TrainingRun(cfg, self.policy, description)
 
     def train(self) -> None:
@@ -101,15 +104,18 @@ class SupervisedTrainer(Program):
             with self.timer.phase("prepare"):
                 first = step * cfg.batch_size
                 examples = self.rows.examples(range(first, first + cfg.batch_size))
-                batches = self.make_batches(examples)
-            lr = learning_rate(cfg.policy, step, self.num_steps)
-            metrics = self.policy.update(batches, loss, lr)
+                self.say_lost(step, examples)
+            metrics: Metrics = {}
+            if examples.num_rows:
+                with self.timer.phase("prepare"):
+                    batches = self.make_batches(examples.here)
+                lr = learning_rate(cfg.policy, step, self.num_steps)
+                metrics = self.policy.update(batches, loss, lr)
 
-            # Tokens are those of the rows, in the loss or not.
-            num_tokens = sum(self.mesh.gather(sum(len(t.tokens) for t in examples)))
+            metrics |= dict(zip(self.rows.lost_names, examples.num_lost, strict=True))
             metrics["epoch"] = (first + cfg.batch_size) / len(self.rows)
-            metrics["tokens"] = num_tokens
-            run.report("train", step, metrics, ("loss", "tokens"), trained=num_tokens)
+            metrics["tokens"] = examples.num_tokens
+            run.report("train", step, metrics, ("loss", "tokens"), trained=examples.num_tokens)
             run.save_if_due(step + 1)
         self.evaluate(self.num_steps, "after")
 
@@ -120,11 +126,20 @@ class SupervisedTrainer(Program):
                 titled[f"{name} {when}"] = value
         run.finish(titled, sizes={})
 
+    def say_lost(self, step: int, examples: StepExamples) -> None:
+        """Say once what becomes of rows that do not fit; metrics.jsonl counts them in each step."""
+        if self.has_said_lost or not any(examples.num_lost):
+            return
+        self.has_said_lost = True
+        first, second = examples.num_lost
+        lost = self.lost.format(first, self.cfg.data.max_tokens, second)
+        self.run.log.say(f"step {step}: of {self.cfg.batch_size} rows {lost}")
+
     def evaluate(self, step: int, name: str | None) -> None:
         """Score held-out rows. Collective. `name`: keep the scores for the summary."""
         with self.timer.phase("evaluate"):
             examples = self.held_out.examples(range(len(self.held_out)))
-            measured = self.policy.measure(self.make_batches(examples), self.make_loss())
+            measured = self.policy.measure(self.make_batches(examples.here), self.make_loss())
             scores = self.make_scores(measured)
         self.run.record_evaluation(step, scores, scores, name, scores)
 
@@ -163,6 +178,19 @@ class PairTrainer(SupervisedTrainer):
         The loss; the share in which the chosen answer is put higher, and by how much on average.
         """
         return {name: measured[name] for name in ("loss", "accuracy", "margin")}
+
+
+# What is noted of a row while it is read.
+IS_CHAT = 1
+HAS_IMAGES = 2
+
+
+def mark_row(row: dict) -> int:
+    """Return the marks of a row to imitate, or of a pair."""
+    messages = row.get("messages") or row.get("prompt")
+    if not messages:
+        return 0
+    return IS_CHAT | (HAS_IMAGES if images.of_chat(messages) else 0)
 
 
 def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int:

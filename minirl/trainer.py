@@ -7,7 +7,7 @@ import abc
 import dataclasses
 import resource
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,8 +35,7 @@ class Progress:
     kl_coef: float | None = None  # As adapted for algo.kl_target; None: it was not adapted.
     # Count, mean and squares about the mean of all rewards, for reward.normalize.
     reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    # Of the curriculum: number of the row -> [answers, right answers].
-    outcomes: dict[str, list[int]] = field(default_factory=dict)
+    outcomes: str = ""  # Of the prompts in past steps, as a curriculum saves them.
 
     def add_memory(self, memory: dict[str, float]) -> None:
         """Keep the largest value by name."""
@@ -87,6 +86,7 @@ class TrainingRun:
                 keep_sft=self.resumed_from is not None,
             )
         self.saver = checkpoint.Saver(self.output, cfg.checkpoint, policy)
+        self.outcomes: Callable[[], str] = str  # A curriculum's, for a checkpoint.
         self.log = Log(self.output, rank=mesh.rank, first_step=self.first_step)
 
         num_parameters = sum(p.numel() for p in policy.model.parameters())
@@ -164,6 +164,7 @@ class TrainingRun:
         cfg = self.cfg.checkpoint
         if cfg.every and num_steps % cfg.every == 0:
             with self.timer.phase("checkpoint"):
+                self.progress.outcomes = self.outcomes()
                 path = self.saver.save(num_steps, dataclasses.asdict(self.progress))
             verb = "writing" if cfg.background else "saved"
             self.log.say(f"step {num_steps}: {verb} {path}")

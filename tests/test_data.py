@@ -3,16 +3,15 @@ with its place and its mend."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import reasoning_gym
 
+from in_memory import ALONE, memory_rows, read_all, split
 from minirl.config.shared import DataConfig, RewardConfig
 from minirl.data.curriculum import Curriculum
-from minirl.data.prompts import Prompts, load_rows
-from minirl.data.rows import split
+from minirl.data.prompts import Prompts, open_prompts
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.rewards import functions
@@ -26,7 +25,7 @@ def jsonl(path, *rows):
 
 
 def load(source, **cfg):
-    return load_rows(str(source), "data.train", DataConfig(**cfg))
+    return read_all(open_prompts(str(source), "data.train", DataConfig(**cfg), ALONE))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -221,18 +220,18 @@ def drawn(order, first, num):
 def test_a_curriculum_is_a_function_of_seed_ticket_and_outcomes():
     """Whatever was drawn before, on whatever rank; of a new step another draw, and no prompt twice
     before all have come."""
-    one, other = (Curriculum(prompts(), 0.1, {}) for _ in range(2))
+    one, other = (Curriculum(prompts(), 0.1) for _ in range(2))
     assert sorted(drawn(one, 0, 40)) == list(range(40)) and drawn(one, 0, 80) == 2 * drawn(
         one, 0, 40
     )
     assert drawn(one, 16, 40) != drawn(one, 0, 40) == drawn(other, 0, 40)
-    assert drawn(Curriculum(prompts(seed=1), 0.1, {}), 0, 40) != drawn(one, 0, 40)
+    assert drawn(Curriculum(prompts(seed=1), 0.1), 0, 40) != drawn(one, 0, 40)
     results = [(row, row % 3 == 0) for row in range(30) for _ in range(4)]
     one.record(results)
     assert drawn(one, 16, 40) != drawn(other, 16, 40)
     for result in reversed(results):
         other.record([result])
-    resumed = Curriculum(prompts(), 0.1, json.loads(json.dumps(one.outcomes)))
+    resumed = Curriculum(prompts(), 0.1, json.loads(json.dumps(one.save())))
     assert drawn(one, 16, 40) == drawn(other, 16, 40) == drawn(resumed, 16, 40)
     asked = [one[16 + i] for i in (5, 0, 39, 5)]
     assert asked == [drawn(one, 16, 40)[i] for i in (5, 0, 39, 5)]
@@ -246,8 +245,9 @@ def test_a_curriculum_draws_by_the_variance_of_success(floor):
     order = Curriculum(
         prompts(rows=[{"prompt": str(n)} for n in range(4)]),
         floor,
-        {str(row): outcome for row, outcome in tried.items() if outcome[0]},
     )
+    for row, (tries, right) in tried.items():
+        order.record([(row, n < right) for n in range(tries)])
     weights = np.array(
         [
             max(4 * (right + 1) / (tries + 2) * (1 - (right + 1) / (tries + 2)), floor)
@@ -266,7 +266,10 @@ def test_a_curriculum_leaves_no_room_for_weighted_sources(tmp_path):
         for name in "ab"
     ]
     mixed = Prompts(
-        load_rows(sources, "data.train", DataConfig()), make_tokenizer([]), DataConfig(), seed=0
+        open_prompts(sources, "data.train", DataConfig(), ALONE),
+        make_tokenizer([]),
+        DataConfig(),
+        seed=0,
     )
     with pytest.raises(
         UserError,
@@ -275,34 +278,29 @@ def test_a_curriculum_leaves_no_room_for_weighted_sources(tmp_path):
             "of sources .* give no weights"
         ),
     ):
-        Curriculum(mixed, 0.1, {})
-
-
-def alone(world_size):
-    """Rank 0 of so many, whose others find nothing."""
-    return SimpleNamespace(rank=0, world_size=world_size, gather=lambda value: [value])
+        Curriculum(mixed, 0.1)
 
 
 def test_a_prompt_above_the_limit_is_refused_with_its_length_and_row():
-    rows = [{"prompt": "short"}, {"prompt": "x" * 30}]
+    rows = memory_rows([{"prompt": "short"}, {"prompt": "x" * 30}])
+    rows.marks[:] = 1
     length = (
         30 + len("sys") + 5
     )  # a token a byte, and <|system|> <|end|> <|user|> <|end|> <|assistant|>
     fits = prompts(rows=rows, system_prompt="sys", max_prompt_tokens=length)
     assert len(fits.encode(rows[1])) == length
-    assert fits.check_lengths("data.train", alone(1)) == 0
+    assert fits.check_lengths(ALONE, 1) == 0
     tight = prompts(rows=rows, system_prompt="sys", max_prompt_tokens=length - 1)
     with pytest.raises(
         UserError,
         match=(
-            rf"data.train: a prompt has {length} tokens, more than data.max_prompt_tokens = "
-            rf"{length - 1}; .*'x+'"
+            rf"data.train = memory: row 2: a prompt has {length} tokens, more than "
+            rf"data.max_prompt_tokens = {length - 1}; .*'x+'"
         ),
     ):
-        tight.check_lengths("data.train", alone(1))
-    assert (
-        tight.check_lengths("data.train", alone(2)) == 0
-    )  # this rank's part holds the short one only
+        tight.check_lengths(ALONE, 1)
+    rows.marks[1] = 2  # it is known not to be too long
+    assert tight.check_lengths(ALONE, 1) == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -501,9 +499,14 @@ def test_an_exception_of_the_function_is_told_with_its_input():
 # rows that a reward needs
 
 
+def check_rows(rewards, rows):
+    for row in rows:
+        rewards.check_row(row)
+
+
 @pytest.mark.parametrize("name", ["exact", "final_answer", "math_verify"])
 def test_rows_without_an_answer_are_refused_before_anything_runs(name):
-    functions.Rewards((1.0, None, name)).check_rows(ROWS)
+    check_rows(functions.Rewards((1.0, None, name)), ROWS)
     with pytest.raises(
         UserError,
         match=(
@@ -511,10 +514,10 @@ def test_rows_without_an_answer_are_refused_before_anything_runs(name):
             r"\(data.answer_key\): .*no answer here"
         ),
     ):
-        functions.Rewards((1.0, None, name)).check_rows([*ROWS, {"prompt": "no answer here"}])
+        check_rows(functions.Rewards((1.0, None, name)), [*ROWS, {"prompt": "no answer here"}])
     with pytest.raises(UserError, match=r"data.answer_key"):
-        functions.Rewards((1.0, None, name)).check_rows(
-            [{"prompt": "p", "answer": None}]
+        check_rows(
+            functions.Rewards((1.0, None, name)), [{"prompt": "p", "answer": None}]
         )  # or the answer `None` would be right
 
 
@@ -524,12 +527,13 @@ def test_rows_without_an_answer_are_refused_before_anything_runs(name):
     ids=["none", "empty", "null"],
 )
 def test_rows_without_a_generator_are_refused_by_reasoning_gym(row):
-    functions.Rewards((1.0, None, "reasoning_gym")).check_rows(
-        [{"prompt": "p", "metadata": {"source_dataset": "products"}}]
+    check_rows(
+        functions.Rewards((1.0, None, "reasoning_gym")),
+        [{"prompt": "p", "metadata": {"source_dataset": "products"}}],
     )
     with pytest.raises(UserError, match=r"needs rows with metadata.source_dataset"):
-        functions.Rewards((1.0, None, "reasoning_gym")).check_rows([row])
+        check_rows(functions.Rewards((1.0, None, "reasoning_gym")), [row])
 
 
 def test_a_function_of_the_user_s_takes_any_row():
-    functions.Rewards((1.0, None, "my.py:score")).check_rows([{"prompt": "p"}])
+    check_rows(functions.Rewards((1.0, None, "my.py:score")), [{"prompt": "p"}])

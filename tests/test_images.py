@@ -16,16 +16,17 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import tiny
 from harness import ranks
+from in_memory import ALONE, read_all
 from minirl.algo import losses
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import DataConfig, ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
-from minirl.data.examples import load_chats, to_example
+from minirl.data.examples import open_chats, to_example
 from minirl.data.images import BadImage, Vision, attach, rgb, to_url
 from minirl.data.packing import exchange
-from minirl.data.pairs import load_pairs
-from minirl.data.prompts import load_rows
+from minirl.data.pairs import open_pairs
+from minirl.data.prompts import open_prompts
 from minirl.errors import UserError
 from minirl.policy import Policy
 from minirl.rollout.conversation import Conversation, unexpanded
@@ -176,7 +177,7 @@ def test_rows_with_images(tmp_path, folder):
         {"prompt": "which?", "images": [a]},
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = load_rows(str(tmp_path / "rows.jsonl"), "data.train", DataConfig())
+    found = read_all(open_prompts(str(tmp_path / "rows.jsonl"), "data.train", DataConfig(), ALONE))
     assert len(found) == 3  # the last one is the first again
     assert (
         found[0]["prompt"]
@@ -197,7 +198,7 @@ def test_rows_with_images(tmp_path, folder):
     ):
         (tmp_path / "bad.jsonl").write_text(json.dumps(rows[0]) + "\n" + json.dumps(bad))
         with pytest.raises(UserError, match=f"line 2.*{why}"):
-            load_rows(str(tmp_path / "bad.jsonl"), "data.train", DataConfig())
+            read_all(open_prompts(str(tmp_path / "bad.jsonl"), "data.train", DataConfig(), ALONE))
 
     (tmp_path / "chats.jsonl").write_text(
         json.dumps({"messages": [*parts, {"role": "assistant", "content": "this"}], "images": [a]})
@@ -206,8 +207,8 @@ def test_rows_with_images(tmp_path, folder):
         json.dumps({"prompt": parts, "images": [a], "chosen": "this", "rejected": "that"})
     )
     (row,), (pair,) = (
-        load_chats(str(tmp_path / "chats.jsonl"), "data.train", ChatsConfig()),
-        load_pairs(str(tmp_path / "pairs.jsonl"), "data.train", PairsConfig()),
+        open_chats(str(tmp_path / "chats.jsonl"), "data.train", ChatsConfig(), ALONE),
+        open_pairs(str(tmp_path / "pairs.jsonl"), "data.train", PairsConfig(), ALONE),
     )
     assert pair["prompt"] == row["messages"][:1] == attach(parts, [a])
     tokenizer, vision = chat.load_tokenizer(folder), Vision(folder)

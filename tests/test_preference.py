@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import tiny
 from harness import RankFailed, ranks
+from in_memory import ALONE, memory_rows, read_all
 from minirl import checkpoint, dpo, rm
 from minirl.algo import preference
 from minirl.checkpoint.export import export_checkpoint
@@ -29,7 +30,7 @@ from minirl.config.supervised import (
 )
 from minirl.data import chat
 from minirl.data.packing import exchange, pack, unpack
-from minirl.data.pairs import Pairs, load_pairs
+from minirl.data.pairs import Pairs, open_pairs
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
@@ -314,6 +315,10 @@ def written(path, rows):
     return str(path)
 
 
+def load_pairs(source, cfg):
+    return read_all(open_pairs(source, "data.train", cfg, ALONE))
+
+
 def test_every_layout_gives_the_same_pair(tmp_path):
     wanted = {"prompt": [HI], "chosen": [YO], "rejected": [NO], "margin": 0.0}
     for row in (
@@ -322,15 +327,11 @@ def test_every_layout_gives_the_same_pair(tmp_path):
         {"chosen": [HI, YO], "rejected": [HI, NO]},
         {"prompt": "hi there", "chosen": [HI, YO], "rejected": [HI, NO]},
     ):  # without a prompt; OpenRLHF
-        assert (
-            load_pairs(written(tmp_path / "a.jsonl", [row]), "data.train", PairsConfig())[0]
-            == wanted
-        )
+        assert load_pairs(written(tmp_path / "a.jsonl", [row]), PairsConfig())[0] == wanted
     long = {"chosen": [HI, YO, BYE, YO, HI, YO], "rejected": [HI, YO, BYE, NO], "margin": 2}
     texts = {"chosen": "Human: hi Assistant: yo", "rejected": "Human: hi Assistant: no"}
     rows = load_pairs(
         written(tmp_path / "b.jsonl", [long, texts]),
-        "data.train",
         PairsConfig(system_prompt="be brief"),
     )
     assert rows[0] == {
@@ -345,10 +346,9 @@ def test_every_layout_gives_the_same_pair(tmp_path):
         written(
             tmp_path / "c.jsonl", [{"q": "hi there", "good": "yo!", "bad": "go away", "by": 0.5}]
         ),
-        "data.train",
         named,
     )[0] == wanted | {"margin": 0.5}
-    gym = load_pairs("reasoning_gym:spell_backward?size=5&seed=1", "data.train", PairsConfig())
+    gym = load_pairs("reasoning_gym:spell_backward?size=5&seed=1", PairsConfig())
     assert (
         len(gym) == 5
         and all(row["chosen"] != row["rejected"] for row in gym)
@@ -402,28 +402,28 @@ def test_a_row_that_is_no_pair_is_refused_with_its_line(tmp_path, row, message):
     with pytest.raises(UserError, match=rf"data.train = .*a.jsonl: {message}"):
         load_pairs(
             written(tmp_path / "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}, row]),
-            "data.train",
             PairsConfig(),
         )
 
 
 def encode(mesh, rows, max_tokens, score):
     pairs = Pairs(
-        rows,
-        "data.train",
+        memory_rows(rows),
         make_tokenizer([]),
         [1],
         PairsConfig(max_tokens=max_tokens),
         mesh,
+        ThreadPoolExecutor(1),
         score=score,
         seed=3,
     )
+    step = pairs.examples(range(2 * len(pairs)))
     return {
-        "kept": pairs.kept,
-        "lost": tuple(pairs.num_lost),
+        "kept": list(pairs.encoded_rows(range(len(pairs)))),
+        "lost": step.num_lost,
+        "num_rows": step.num_rows,
         "examples": [
-            (t.group, t.episode, t.tokens.tolist(), t.sampled.tolist(), t.reward)
-            for t in pairs.examples(range(2 * len(pairs)))
+            (t.group, t.episode, t.tokens.tolist(), t.sampled.tolist(), t.reward) for t in step.here
         ],
     }
 
@@ -439,9 +439,10 @@ def test_equal_and_long_pairs_are_dropped_and_counted():
     ]
     for score in (False, True):
         results = ranks(2, encode, rows, 40, score)
-        assert all(r["kept"] == [0, 2] and r["lost"] == (1, 1) for r in results)
+        assert sorted(results[0]["kept"] + results[1]["kept"]) == [0, 2]
+        assert all(r["lost"] == [2, 2] and r["num_rows"] == 4 for r in results)  # two epochs
         examples = sorted(e for r in results for e in r["examples"])
-        assert [e[:2] for e in examples] == [(g, e) for g in range(4) for e in range(2)]
+        assert [e[1] for e in examples] == 4 * [0, 1]
         ids = {True: [], False: []}
         for _, _, tokens, sampled, reward in examples:
             prompt, answer = tokens[: sampled.index(True)], tokens[sampled.index(True) :]

@@ -279,8 +279,8 @@ def test_weights_that_do_not_fit_are_refused(function, weights, why):
 
 def test_each_reward_of_a_sum_checks_its_rows():
     with pytest.raises(UserError, match="reward.function = exact compares with the answer"):
-        functions.Rewards((1.0, None, "my.py:score"), (1.0, None, "exact")).check_rows(
-            [{"prompt": "p"}]
+        functions.Rewards((1.0, None, "my.py:score"), (1.0, None, "exact")).check_row(
+            {"prompt": "p"}
         )
 
 

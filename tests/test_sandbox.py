@@ -304,6 +304,6 @@ def test_a_program_earns_its_reward_by_passing_the_row_s_tests(monkeypatch, comp
 
 
 def test_rows_without_tests_are_refused():
-    functions.Rewards((1.0, None, "python_tests")).check_rows([{"prompt": "x", "tests": TESTS}])
+    functions.Rewards((1.0, None, "python_tests")).check_row({"prompt": "x", "tests": TESTS})
     with pytest.raises(UserError, match="python_tests runs the text in the column `tests`"):
-        functions.Rewards((1.0, None, "python_tests")).check_rows([{"prompt": "x", "answer": "y"}])
+        functions.Rewards((1.0, None, "python_tests")).check_row({"prompt": "x", "answer": "y"})

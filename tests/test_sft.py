@@ -5,8 +5,10 @@ import dataclasses
 import json
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tiny
 from harness import RankFailed, ranks
+from in_memory import ALONE, memory_rows, read_all, split
 from minirl.algo import losses
 from minirl.checkpoint.state import find_best
 from minirl.config.parse import parse_flags
@@ -23,10 +26,10 @@ from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, SFTConfig
 from minirl.config.validate import validate_supervised
 from minirl.data import chat
-from minirl.data.examples import Chats, load_chats
+from minirl.data.examples import Chats, open_chats
 from minirl.data.order import Order
 from minirl.data.packing import pack
-from minirl.data.rows import split
+from minirl.data.rows import read_rows
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy, make_minibatch
@@ -306,6 +309,10 @@ def written(path, rows):
     return str(path)
 
 
+def load_chats(source, cfg):
+    return read_all(open_chats(source, "data.train", cfg, ALONE))
+
+
 def test_columns_say_what_a_row_is(tmp_path):
     source = written(
         tmp_path / "a.jsonl",
@@ -317,16 +324,14 @@ def test_columns_say_what_a_row_is(tmp_path):
         ],
     )
     user = {"role": "user", "content": "hi there"}
-    rows = load_chats(source, "data.train", ChatsConfig())
+    rows = load_chats(source, ChatsConfig())
     assert list(rows) == [
         {"messages": [HI, YO, BYE, SO], "trained": [1, 3]},
         {"messages": [user, {"role": "assistant", "content": "7"}], "trained": [1]},
         {"messages": [HI, YO, BYE, SO, HI, YO], "trained": [3, 5]},
         {"text": "plain"},
     ]
-    rows = load_chats(
-        source, "data.train", ChatsConfig(train_on="last_turn", system_prompt="be brief")
-    )
+    rows = load_chats(source, ChatsConfig(train_on="last_turn", system_prompt="be brief"))
     assert [row.get("trained") for row in rows] == [[4], [2], [6], None] and rows[0]["messages"][
         0
     ] == SYSTEM
@@ -334,14 +339,13 @@ def test_columns_say_what_a_row_is(tmp_path):
         tmp_path / "b.jsonl", [{"chat": [HI, YO]}, {"q": "1+1", "a": "2"}, {"body": "x"}]
     )
     names = ChatsConfig(messages_key="chat", prompt_key="q", completion_key="a", text_key="body")
-    assert [list(row) for row in load_chats(renamed, "data.train", names)] == [
+    assert [list(row) for row in load_chats(renamed, names)] == [
         ["messages", "trained"],
         ["messages", "trained"],
         ["text"],
     ]
     gym = load_chats(
         "reasoning_gym:spell_backward?size=3&seed=1",
-        "data.train",
         ChatsConfig(completion_key="answer"),
     )
     assert len(gym) == 3 and all(row["trained"] == [1] for row in gym)
@@ -371,26 +375,29 @@ def test_columns_say_what_a_row_is(tmp_path):
 )
 def test_a_row_that_is_none_of_them_is_refused_with_its_line(tmp_path, row, message):
     with pytest.raises(UserError, match=rf"data.train = .*a.jsonl: {message}"):
-        load_chats(
-            written(tmp_path / "a.jsonl", [{"text": "good"}, row]), "data.train", ChatsConfig()
-        )
+        load_chats(written(tmp_path / "a.jsonl", [{"text": "good"}, row]), ChatsConfig())
 
 
 def encode(mesh, rows, max_tokens):
-    tokenizer = make_tokenizer([])
+    """What steps have, and what is lost."""
     chats = Chats(
-        rows, "data.train", tokenizer, [1], ChatsConfig(max_tokens=max_tokens), mesh, seed=3
+        memory_rows(rows),
+        make_tokenizer([]),
+        [1],
+        ChatsConfig(max_tokens=max_tokens),
+        mesh,
+        ThreadPoolExecutor(1),
+        seed=3,
     )
+    steps = [chats.examples(range(4 * s, 4 * s + 4)) for s in range(5)]
     return {
-        "own": {n: (t.tokens, t.sampled) for n, (t,) in chats.encoded.items()},
-        "kept": chats.kept,
-        "lost": tuple(chats.num_lost),
+        "rows": {
+            n: (t.tokens, t.sampled) for n, (t,) in chats.encoded_rows(range(len(rows))).items()
+        },
+        "lost": [step.num_lost for step in steps],
+        "num_rows": [step.num_rows for step in steps],
         "steps": [
-            [
-                (t.group, t.tokens.tolist(), t.sampled.tolist())
-                for t in chats.examples(range(4 * s, 4 * s + 4))
-            ]
-            for s in range(5)
+            [(t.group, t.tokens.tolist(), t.sampled.tolist()) for t in step.here] for step in steps
         ],
     }
 
@@ -414,9 +421,12 @@ def test_long_rows_are_cut_and_those_left_without_loss_are_dropped():
         [short, long_prompt, long_answer, {"text": "z" * 12}, long_prompt, {"text": ""}],
         10,
     )
-    encoded = results[0]["own"] | results[1]["own"]
-    assert results[0]["kept"] == results[1]["kept"] == sorted(encoded) == [0, 2, 3]
-    assert results[0]["lost"] == results[1]["lost"] == (4, 3)
+    encoded = results[0]["rows"] | results[1]["rows"]
+    assert sorted(encoded) == [0, 2, 3]
+    # Twelve examples are all six rows twice.
+    assert results[0]["lost"] == results[1]["lost"]
+    assert np.sum(results[0]["lost"][:3], axis=0).tolist() == [2 * 4, 2 * 3]
+    assert sum(results[0]["num_rows"][:3]) == 2 * 3
     for n, mask in ((0, "FFFFFTTT"), (2, "FFFFFTTTTT"), (3, "FTTTTTTTTT")):
         assert encoded[n][1].tolist() == [c == "T" for c in mask] and len(encoded[n][0]) == len(
             mask
@@ -483,22 +493,17 @@ def one_step(mesh, folder, source):
     LlamaRMSNorm.forward = exact_norm
     policy = Policy(PolicyConfig(dtype="float64"), folder, mesh)
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows, _ = read_rows(open_chats(source, "data.train", ChatsConfig(), mesh), mesh, 0)
     chats = Chats(
-        load_chats(source, "data.train", ChatsConfig()),
-        "data.train",
-        tokenizer,
-        [1],
-        ChatsConfig(max_tokens=40),
-        mesh,
-        seed=0,
+        rows, tokenizer, [1], ChatsConfig(max_tokens=40), mesh, ThreadPoolExecutor(1), seed=0
     )
-    batches = make_minibatch(chats.examples(range(len(chats))), policy, 120)
+    batches = make_minibatch(chats.examples(range(len(chats))).here, policy, 120)
     return (
         policy.update(batches, losses.sft(), 1e-3)["loss"],
         len(batches),
         [
             (t.tokens, t.sampled)
-            for part in mesh.gather(list(chats.encoded.values()))
+            for part in mesh.gather(list(chats.encoded_rows(range(len(chats))).values()))
             for (t,) in part
         ],
     )

@@ -4,27 +4,28 @@ of the seed and the number alone."""
 import json
 import tracemalloc
 from collections import Counter
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
 
 import datasets
 import numpy as np
 import pytest
 
+from harness import ranks
+from in_memory import ALONE, read_all
 from minirl.config.parse import load_config, parse_flags, save_config
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, RowsConfig
 from minirl.config.supervised import ChatsConfig
 from minirl.config.validate import validate_templates
 from minirl.data import chat
-from minirl.data.examples import Chats, load_chats
+from minirl.data.examples import Chats, open_chats
 from minirl.data.order import Mixture, Order
-from minirl.data.prompts import Prompts, load_rows
-from minirl.data.rows import split
+from minirl.data.prompts import LengthBound, Prompts, open_prompts
+from minirl.data.rows import read_rows
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
-MESH = SimpleNamespace(rank=0, world_size=1, gather=lambda value: [value])
 ROWS = [{"prompt": f'row {i},\n"{i}"', "answer": f"00{i}", "level": str(i % 3)} for i in range(12)]
 
 
@@ -38,10 +39,17 @@ def jsonl(path, rows):
     return str(path)
 
 
+def opened(source, setting="data.train", **cfg):
+    source = source if isinstance(source, list) else str(source)
+    return open_prompts(source, setting, DataConfig(**cfg), ALONE)
+
+
 def rows_of(source, setting="data.train", **cfg):
-    return load_rows(
-        source if isinstance(source, list) else str(source), setting, DataConfig(**cfg)
-    )
+    return read_all(opened(source, setting, **cfg))
+
+
+def chats_of(source, **cfg):
+    return read_all(open_chats(source, "data.train", ChatsConfig(**cfg), ALONE))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -157,7 +165,7 @@ def test_a_large_file_is_not_held_in_memory(tmp_path):
         tmp_path / "a.jsonl", [{"prompt": str(i), "text": "x" * 10_000} for i in range(2000)]
     )
     tracemalloc.start()
-    train, held_out = split(rows_of(source), 20, seed=0)
+    train, held_out = read_rows(opened(source), ALONE, 0, 20)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 3e6 < 2e7 < (tmp_path / "a.jsonl").stat().st_size
@@ -175,10 +183,7 @@ def test_max_samples_takes_the_first_of_each_source(tmp_path):
         "005",
         "006",
     ]
-    assert (
-        len(load_chats(sources, "data.train", ChatsConfig(max_samples=3, completion_key="answer")))
-        == 6
-    )
+    assert len(chats_of(sources, max_samples=3, completion_key="answer")) == 6
 
 
 # --------------------------------------------------------------------------------------------------
@@ -226,7 +231,7 @@ def test_prompts_in_the_layouts_of_others(tmp_path, row, prompt, answer):
     ],
 )
 def test_chats_in_the_layouts_of_others(tmp_path, row):
-    assert list(load_chats(jsonl(tmp_path / "a.jsonl", [row]), "data.train", ChatsConfig())) == [
+    assert list(chats_of(jsonl(tmp_path / "a.jsonl", [row]))) == [
         {"messages": [USER, ANSWER], "trained": [1]}
     ]
 
@@ -325,7 +330,7 @@ def test_a_mixture_is_a_function_of_seed_and_number(tmp_path):
 
 
 def test_held_out_rows_of_a_mixture_are_used_once_and_those_left_keep_their_weights(tmp_path):
-    train, held_out = split(rows_of(sources(tmp_path, [30, 20], [1, 3])), 10, seed=0)
+    train, held_out = read_rows(opened(sources(tmp_path, [30, 20], [1, 3])), ALONE, 0, 10)
     shown = Prompts(held_out, make_tokenizer([]), DataConfig(), seed=0, shuffle=False)
     assert sorted(shown.row(t)["prompt"] for t in range(10)) == sorted(
         row["prompt"] for row in held_out
@@ -342,15 +347,15 @@ def test_chats_are_mixed_the_same_way(tmp_path):
         for c, size, w in (("a", 8, 1), ("b", 2, 4))
     ]
     chats = Chats(
-        load_chats(texts, "data.train", ChatsConfig()),
-        "data.train",
+        chats_of(texts),
         make_tokenizer([]),
         [1],
         ChatsConfig(),
-        MESH,
+        ALONE,
+        ThreadPoolExecutor(1),
         seed=0,
     )
-    first = [int(t.tokens[0]) for t in chats.examples(range(10))]
+    first = [int(t.tokens[0]) for t in chats.examples(range(10)).here]
     assert sorted(Counter(first).values()) == [2, 8]
 
 
@@ -387,27 +392,31 @@ def test_a_weight_too_small_for_one_example_is_refused(tmp_path):
 # long prompts
 
 
+def drop_long(mesh, source):
+    cfg = DataConfig(max_prompt_tokens=9, too_long="drop")
+    bound = LengthBound(make_tokenizer([]), cfg)
+    opened = open_prompts(source, "data.train", cfg, mesh)
+    rows, _ = read_rows(opened, mesh, 0, mark=bound.exceeds)
+    p = Prompts(rows, make_tokenizer([]), cfg, seed=0)
+    return p.check_lengths(mesh, 1), [p.row(t)["prompt"] for t in range(12)]
+
+
 def test_long_prompts_can_be_dropped_and_counted(tmp_path):
-    rows = rows_of(jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * n} for n in range(1, 11)]))
-    kept = {}
-    for rank in range(2):
-        others = [
-            n for n in range(1 - rank, 10, 2) if n + 1 + 3 > 9
-        ]  # a token a byte, and <|user|> <|end|> <|assistant|>
-        mesh = SimpleNamespace(
-            rank=rank, world_size=2, gather=lambda value, others=others: [value, others]
-        )
-        p = prompts(rows, max_prompt_tokens=9, too_long="drop")
-        assert p.check_lengths("data.train", mesh) == 4
-        kept[rank] = [p.row(t)["prompt"] for t in range(12)]
-    assert kept[0] == kept[1] and {len(text) for text in kept[0]} == set(range(1, 7))
+    source = jsonl(tmp_path / "a.jsonl", [{"prompt": "x" * n} for n in range(1, 11)])
+    found = ranks(2, drop_long, source)
+    assert found[0] == found[1] == ranks(1, drop_long, source)[0]
+    num_dropped, drawn = found[0]
+    # A token a byte, and <|user|> <|end|> <|assistant|>.
+    assert num_dropped == 4 and {len(text) for text in drawn} == set(range(1, 7))
+    rows = rows_of(source)
+    rows.marks[:] = 1
     with pytest.raises(
         UserError,
         match=(
-            "data.train: all 10 prompts have more than data.max_prompt_tokens = 3 tokens; raise it"
+            "a.jsonl: all 10 prompts have more than data.max_prompt_tokens = 3 tokens; raise it"
         ),
     ):
-        prompts(rows, max_prompt_tokens=3, too_long="drop").check_lengths("data.train", MESH)
+        prompts(rows, max_prompt_tokens=3, too_long="drop").check_lengths(ALONE, 1)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Examples to imitate: from rows in anyone's columns to token ids with their loss mask."""
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -12,15 +12,25 @@ from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat, images
 from minirl.data.images import ImageSpan, Vision
 from minirl.data.order import make_order
-from minirl.data.rows import column, is_messages, is_prompt, open_rows, take, with_images
-from minirl.data.sources import Source
+from minirl.data.rows import (
+    Place,
+    Rows,
+    column,
+    errors_at,
+    errors_of_all,
+    is_messages,
+    is_prompt,
+    open_rows,
+    raise_first,
+    with_images,
+)
 from minirl.errors import UserError, require
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory
 
 
-def load_chats(source: str | list[str], setting: str, cfg: ChatsConfig) -> Sequence[dict]:
-    """Return rows to imitate, in the order of their sources.
+def open_chats(source: str | list[str], setting: str, cfg: ChatsConfig, mesh: Mesh) -> Rows:
+    """Return rows to imitate, in the order of their sources. Collective.
 
     A row is, by the first of its columns that it has, a chat, a prompt with its completion (each a
     text or messages) or a text.
@@ -29,18 +39,19 @@ def load_chats(source: str | list[str], setting: str, cfg: ChatsConfig) -> Seque
         source: one source, or several, as sources.py describes them.
         setting: `data.train` or `data.eval`, for error messages.
         cfg: the names of the columns.
+        mesh: the ranks.
 
     Returns:
         Rows {"messages": chat, "trained": indices of the assistant turns in the loss}, or
         {"text": text}.
 
     Raises:
-        UserError: a source cannot be read, or a row is none of these.
+        UserError: a source cannot be read. A row that is none of these raises one when it is read.
     """
-    return open_rows(source, setting, partial(_to_chat, cfg=cfg), cfg.max_samples)
+    return open_rows(source, setting, partial(_to_chat, cfg=cfg), cfg.max_samples, mesh)
 
 
-def _to_chat(raw: dict, source: Source, where: str, cfg: ChatsConfig) -> dict:
+def _to_chat(raw: dict, place: Place, cfg: ChatsConfig) -> dict:
     messages = raw.get(cfg.messages_key)
     prompt = column(raw, cfg.prompt_key)
     completion = column(raw, cfg.completion_key)
@@ -59,26 +70,25 @@ def _to_chat(raw: dict, source: Source, where: str, cfg: ChatsConfig) -> dict:
         answer = completion
     else:
         raise UserError(
-            f"{where} has neither {cfg.messages_key!r} (data.messages_key: messages with role and "
+            f"{place} has neither {cfg.messages_key!r} (data.messages_key: messages with role and "
             f"content), nor {cfg.prompt_key!r} with {cfg.completion_key!r} (data.prompt_key, "
             f"data.completion_key), nor {cfg.text_key!r} (data.text_key) (its keys: "
             f"{', '.join(raw)}); set data.messages_key, prompt_key and completion_key, or text_key"
         )
 
     # 2. The turns in the loss.
-    turns = with_images(before + answer, raw, where, cfg)
+    turns = with_images(before + answer, raw, place, cfg)
     if not is_messages(turns) or not all(isinstance(m["content"], str | list) for m in turns):
         raise UserError(
-            f"{where}: every message needs a role and a content that is a text, or a list of texts "
+            f"{place}: every message needs a role and a content that is a text, or a list of texts "
             "and images"
         )
     roles = [message["role"] for message in turns]
     trained = [i for i in range(len(before), len(turns)) if roles[i] == "assistant"]
-    require(trained, f"{where}: no assistant turn follows")
-    require(
-        set(roles[: trained[0]]) - {"system"},
-        f"{where}: nothing is asked before the assistant's first turn",
-    )
+    if not trained:
+        raise UserError(f"{place}: no assistant turn follows")
+    if not set(roles[: trained[0]]) - {"system"}:
+        raise UserError(f"{place}: nothing is asked before the assistant's first turn")
     return {
         "messages": turns[: trained[-1] + 1],
         "trained": trained if cfg.train_on == "all_turns" else trained[-1:],
@@ -117,41 +127,74 @@ def to_example(
     )
 
 
+class Encoded(NamedTuple):
+    """What became of a row."""
+
+    trajectories: list[Trajectory]  # None if the row is dropped.
+    lost: tuple[bool, bool]  # Whether it is lost, in part or whole, by the two reasons of its kind.
+
+
+@dataclass(frozen=True)
+class StepExamples:
+    """The examples of a step. An example is a row by its number in the order."""
+
+    here: list[Trajectory]  # Those of this rank.
+    # Of all ranks:
+    num_rows: int  # Rows that are not dropped.
+    num_tokens: int  # Tokens of the rows, in the loss or not.
+    num_lost: list[int]  # Rows that are lost, by each of two reasons.
+
+
+class _Work(NamedTuple):
+    """The encoding of a step's rows on this rank."""
+
+    numbers: range  # The examples of the step, on all ranks.
+    numbers_here: list[int]  # Those of this rank,
+    rows: list[int]  # and the numbers of their rows.
+    encoded: Future[list[Encoded]]
+
+
 class Chats:
     """Rows to imitate as token ids, cut to data.max_tokens.
 
-    Each rank encodes and keeps its share; all know how many there are.
+    An example is a row, by its place in the order. A rank encodes those of its rows that a step
+    needs, and while it trains those of the next step, in a thread. Encoded rows are kept while they
+    are few. All ranks call the methods alike.
     """
 
+    # What the log calls rows that are lost, by the two reasons.
+    lost_names = ("rows_cut", "rows_dropped")
     # The error if every row of every rank is dropped: of how many rows, and why.
     none_left = (
         "none of the {num_rows} rows has a token in the loss within "
         "data.max_tokens = {max_tokens}; raise it"
     )
+    KEPT_BYTES = 2**28  # Of the encoded rows that a rank keeps.
+    OBJECT_BYTES = 1000  # Of a trajectory beside its tokens.
 
     def __init__(
         self,
-        rows: Sequence[dict],
-        setting: str,
+        rows: Rows,
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: list[int],
         cfg: ChatsConfig | PairsConfig,
         mesh: Mesh,
+        thread: Executor,
         *,
         seed: int,
         shuffle: bool = True,
         vision: Vision | None = None,
         score: bool = False,
     ):
-        """Encode this rank's share, and put the rows that are trained on in order. Collective.
+        """Put the rows in order, and see that not all will be dropped. Collective.
 
         Args:
-            rows: all rows, as `load_chats` returns them (`load_pairs` for pairs).
-            setting: `data.train` or `data.eval`, for error messages.
+            rows: all rows, as `open_chats` returns them (`open_pairs` for pairs).
             tokenizer: has the chat template.
             stop_ids: tokens that end an answer.
             cfg: has data.max_tokens.
             mesh: the ranks.
+            thread: the only one that uses the tokenizer, which cannot work in two at once.
             seed: of the order.
             shuffle: whether the order is for training.
             vision: how the model reads images; None: it reads none.
@@ -159,58 +202,138 @@ class Chats:
                 that the last token has a row, which is the one that predicts it.
 
         Raises:
-            UserError: no row is left.
+            UserError: every row is dropped.
         """
+        self.rows = rows
         self.max_tokens = cfg.max_tokens
         self.to_example = partial(to_example, tokenizer, vision, stop_ids=stop_ids)
-        self.lost_here = [0, 0]  # `num_lost` of this rank's share
-        # This rank's trajectories of a row, by its number in `rows`, without dropped rows.
-        self.encoded = {}
-        for number in range(mesh.rank, len(rows), mesh.world_size):
-            trajectories = self.encode(rows[number])
-            if trajectories:
-                self.encoded[number] = trajectories
-            for t in trajectories if score else []:
+        self.mesh = mesh
+        self.thread = thread
+        self.shuffle = shuffle
+        self.score = score
+        self.order = make_order(rows, seed=seed, shuffle=shuffle)
+        self.kept: dict[int, Encoded] = {}  # Encoded rows by their numbers.
+        self.num_kept_bytes = 0
+        self.ahead: _Work | None = None  # Of the next step.
+        # "{row}-{episode}" -> what takes the place of a trajectory's log-probs, float32 [L].
+        self.reference_logprobs: dict[str, np.ndarray] = {}
+        self._require_rows()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def examples(self, numbers: range) -> StepExamples:
+        """Return the examples of a step, and begin with those of the next one. Collective.
+
+        Raises:
+            UserError: a row cannot be encoded.
+        """
+        work = self._begin(numbers)
+        encoded: list[Encoded] = []
+        error = None
+        try:
+            encoded = work.encoded.result()
+        except UserError as caught:
+            error = str(caught)
+        if self.shuffle and not error:  # an evaluation has no next step
+            self.ahead = self._begin(range(numbers.stop, numbers.stop + len(numbers)))
+
+        here = []
+        num_lost = np.zeros(2, int)
+        for number, row, result in zip(work.numbers_here, work.rows, encoded, strict=not error):
+            num_lost += result.lost
+            for t in result.trajectories:
+                logprobs = t.logprobs
+                if self.reference_logprobs:
+                    logprobs = self.reference_logprobs[f"{row}-{t.episode}"]
+                here.append(replace(t, group=number, logprobs=logprobs))
+        num_rows = len({t.group for t in here})
+        num_tokens = sum(len(t.tokens) for t in here)
+        of_ranks = self.mesh.gather((error, [num_rows, num_tokens, *num_lost.tolist()]))
+        raise_first([error for error, _ in of_ranks])
+        num_rows, num_tokens, *lost = np.sum([counts for _, counts in of_ranks], axis=0).tolist()
+        return StepExamples(here, num_rows, num_tokens, lost)
+
+    def encoded_rows(self, numbers: range) -> dict[int, list[Trajectory]]:
+        """Return this rank's rows among these by their numbers, without dropped ones. Collective.
+
+        Raises:
+            UserError: a row cannot be encoded.
+        """
+        here = [n for n in numbers if n % self.mesh.world_size == self.mesh.rank]
+        encoded: list[Encoded] = []
+        with errors_of_all(self.mesh):
+            encoded = self.thread.submit(self._encode_rows, here).result()
+        kept = {}
+        for number, result in zip(here, encoded, strict=True):
+            if result.trajectories:
+                kept[number] = result.trajectories
+        return kept
+
+    def _begin(self, numbers: range) -> _Work:
+        """Begin to encode this rank's rows of a step, unless that has been begun."""
+        if self.ahead and self.ahead.numbers == numbers:
+            return self.ahead
+        rows = self.order.rows(numbers.start, numbers.stop)
+        # A row is always of the same rank, which may have kept it.
+        is_here = rows % self.mesh.world_size == self.mesh.rank
+        numbers_here = (numbers.start + np.flatnonzero(is_here)).tolist()
+        rows_here = rows[is_here].tolist()
+        encoded = self.thread.submit(self._encode_rows, rows_here)
+        return _Work(numbers, numbers_here, rows_here, encoded)
+
+    def _require_rows(self) -> None:
+        """Encode rows until one is not dropped. Collective. Raises UserError if all are."""
+        found = False
+        num_lost = np.zeros(2, int)
+        with errors_of_all(self.mesh):
+            for number in range(self.mesh.rank, len(self.rows), self.mesh.world_size):
+                (encoded,) = self.thread.submit(self._encode_rows, [number]).result()
+                num_lost += encoded.lost
+                found = bool(encoded.trajectories)
+                if found:
+                    break
+        of_ranks = self.mesh.gather((found, num_lost))
+        if not any(found for found, _ in of_ranks):
+            why = self.none_left.format(
+                num_rows=len(self.rows),
+                max_tokens=self.max_tokens,
+                num_lost=sum(lost for _, lost in of_ranks),
+            )
+            raise UserError(f"{self.rows.sources[0].label}: {why}")
+
+    def _encode_rows(self, numbers: list[int]) -> list[Encoded]:
+        """Return rows as token ids, in the thread."""
+        return [self._encode_row(number) for number in numbers]
+
+    def _encode_row(self, number: int) -> Encoded:
+        if number in self.kept:
+            return self.kept[number]
+        with errors_at(self.rows.place(number)):
+            encoded = self.encode(self.rows[number])
+        num_bytes = 0
+        for t in encoded.trajectories:
+            if self.score:
                 t.tokens = np.append(t.tokens, t.tokens[-1:])
                 t.sampled = np.append(t.sampled, True)
                 t.logprobs = np.zeros(len(t.tokens), np.float32)
+            num_bytes += self.OBJECT_BYTES + t.tokens.nbytes + t.sampled.nbytes + t.logprobs.nbytes
+        if self.num_kept_bytes + num_bytes <= self.KEPT_BYTES:
+            self.kept[number] = encoded
+            self.num_kept_bytes += num_bytes
+        return encoded
 
-        # On all ranks: how many rows `encode` lost, by its two reasons; and which are trained on.
-        self.num_lost = np.sum(mesh.gather(self.lost_here), axis=0)
-        self.kept = sorted(itertools.chain(*mesh.gather(list(self.encoded))))
-        why = self.none_left.format(
-            num_rows=len(rows), max_tokens=cfg.max_tokens, num_lost=self.num_lost
-        )
-        require(self.kept, f"{setting}: {why}")
-        self.order = make_order(take(rows, self.kept), seed=seed, shuffle=shuffle)
-
-    def encode(self, row: dict) -> list[Trajectory]:
+    def encode(self, row: dict) -> Encoded:
         """Return a row's trajectory, cut; none if nothing in the loss is left.
 
-        `lost_here` counts the rows that are cut, and those that are dropped.
+        Rows are lost by being cut, and by being dropped.
         """
         t = self.to_example(row)
-        self.lost_here[0] += len(t.tokens) > self.max_tokens
+        is_cut = len(t.tokens) > self.max_tokens
         t.tokens = t.tokens[: self.max_tokens]
         t.sampled = t.sampled[: self.max_tokens]
         t.logprobs = t.logprobs[: self.max_tokens]
         t.images = [span for span in t.images if span.start < self.max_tokens]
         if t.sampled.any():
-            return [t]
-        self.lost_here[1] += 1
-        return []
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def row(self, number: int) -> int:
-        """Return the number of the row that an example is."""
-        return self.kept[self.order[number]]
-
-    def examples(self, numbers: range) -> list[Trajectory]:
-        """Return the trajectories of those examples that this rank holds."""
-        out = []
-        for number in numbers:
-            for t in self.encoded.get(self.row(number), []):
-                out.append(replace(t, group=number))
-        return out
+            return Encoded([t], (is_cut, False))
+        return Encoded([], (is_cut, True))

@@ -20,15 +20,28 @@ class Order:
         self.seed = seed
         self.shuffle = shuffle
         self._epoch = -1  # the epoch that `_rows` are of
-        self._rows = np.arange(num_rows)
+        self._rows = np.arange(0 if shuffle else num_rows)
 
     def __getitem__(self, number: int) -> int:
         epoch, index = divmod(number, self.num_rows)
+        return int(self._epoch_rows(epoch)[index])
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """Return the rows of the examples from `first` to before `last`, int64."""
+        parts = [np.zeros(0, np.int64)]
+        while first < last:
+            epoch, index = divmod(first, self.num_rows)
+            parts.append(self._epoch_rows(epoch)[index : index + last - first])
+            first += len(parts[-1])
+        return np.concatenate(parts)
+
+    def _epoch_rows(self, epoch: int) -> np.ndarray:
+        """Return the rows of an epoch in their order, [num_rows]."""
         if self.shuffle and epoch != self._epoch:
             rng = np.random.default_rng([self.seed, epoch])
             self._rows = rng.permutation(self._rows_of(epoch))
             self._epoch = epoch
-        return int(self._rows[index])
+        return self._rows
 
     def _rows_of(self, epoch: int) -> np.ndarray:
         """Return the rows that an epoch uses, [num_rows], before they are shuffled."""
@@ -56,8 +69,9 @@ class Mixture(Order):
         largest_remainders = np.argsort(counts - exact, kind="stable")
         counts[largest_remainders[: len(rows) - counts.sum()]] += 1
         self.shares = []  # of each source: its rows, the order among them, examples in an epoch
+        source_numbers = rows.source_numbers()
         for i, source in enumerate(rows.sources):
-            numbers = np.flatnonzero(rows.locations[:, 0] == i)
+            numbers = np.flatnonzero(source_numbers == i)
             count = int(counts[i])
             require(
                 len(numbers) and count,
@@ -70,8 +84,7 @@ class Mixture(Order):
     def _rows_of(self, epoch: int) -> np.ndarray:
         parts = []
         for numbers, order, count in self.shares:
-            chosen = [order[n] for n in range(epoch * count, (epoch + 1) * count)]
-            parts.append(numbers[chosen])
+            parts.append(numbers[order.rows(epoch * count, (epoch + 1) * count)])
         return np.concatenate(parts)
 
 

@@ -4,24 +4,23 @@ From TRL's and OpenRLHF's columns to token ids.
 """
 
 import zlib
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 
 from minirl.config.supervised import PairsConfig
 from minirl.data.chat import Messages, RowPrompt, to_messages
-from minirl.data.examples import Chats
-from minirl.data.rows import is_messages, is_prompt, open_rows, with_images
+from minirl.data.examples import Chats, Encoded
+from minirl.data.rows import Place, Rows, is_messages, is_prompt, open_rows, with_images
 from minirl.data.sources import Source
-from minirl.errors import UserError, require
-from minirl.types import Trajectory
+from minirl.errors import UserError
+from minirl.parallel.mesh import Mesh
 
 SIDES = ("chosen", "rejected")
 
 
-def load_pairs(source: str | list[str], setting: str, cfg: PairsConfig) -> Sequence[dict]:
-    """Return rows of pairs, in the order of their sources.
+def open_pairs(source: str | list[str], setting: str, cfg: PairsConfig, mesh: Mesh) -> Rows:
+    """Return rows of pairs, in the order of their sources. Collective.
 
     With a reasoning-gym generator, a question's answer was preferred to that of another question.
 
@@ -29,41 +28,40 @@ def load_pairs(source: str | list[str], setting: str, cfg: PairsConfig) -> Seque
         source: one source, or several, as sources.py describes them.
         setting: `data.train` or `data.eval`, for error messages.
         cfg: the names of the columns.
+        mesh: the ranks.
 
     Returns:
         Rows {"prompt": messages, "chosen" and "rejected": the messages after it, "margin": float};
         without "prompt" if the two are plain texts.
 
     Raises:
-        UserError: a row is no pair; with its line.
+        UserError: a source cannot be read. A row that is no pair raises one when it is read.
     """
-    return open_rows(source, setting, partial(_to_pair, cfg=cfg), cfg.max_samples)
+    return open_rows(source, setting, partial(_to_pair, cfg=cfg), cfg.max_samples, mesh)
 
 
-def _to_pair(raw: dict, source: Source, where: str, cfg: PairsConfig) -> dict:
-    if source.is_generated:
+def _to_pair(raw: dict, place: Place, cfg: PairsConfig) -> dict:
+    if place.source.is_generated:
         raw = {
             cfg.prompt_key: raw["prompt"],
             cfg.chosen_key: str(raw["answer"]),
-            cfg.rejected_key: _other_answer(raw, source),
+            cfg.rejected_key: _other_answer(raw, place.source),
         }
     prompt = raw.get(cfg.prompt_key)
-    chosen = _side(raw, "chosen", cfg.chosen_key, where)
-    rejected = _side(raw, "rejected", cfg.rejected_key, where)
+    chosen = _side(raw, "chosen", cfg.chosen_key, place)
+    rejected = _side(raw, "rejected", cfg.rejected_key, place)
     if prompt is not None and not is_prompt(prompt):
         raise UserError(
-            f"{where}: data.prompt_key = {cfg.prompt_key!r} must name a text or messages with role "
+            f"{place}: data.prompt_key = {cfg.prompt_key!r} must name a text or messages with role "
             f"and content, not {str(prompt)[:60]!r} (the row's keys: {', '.join(raw)}); set "
             "data.prompt_key to the one that holds the prompt"
         )
-    require(
-        type(chosen) is type(rejected),
-        f"{where}: one side of the pair is a text and the other a list of messages",
-    )
+    if type(chosen) is not type(rejected):
+        raise UserError(f"{place}: one side of the pair is a text and the other a list of messages")
     margin = raw.get(cfg.margin_key, 0.0)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not np.isfinite(margin):
         raise UserError(
-            f"{where}: data.margin_key = {cfg.margin_key!r} must name a finite number, not "
+            f"{place}: data.margin_key = {cfg.margin_key!r} must name a finite number, not "
             f"{margin!r}; correct it or set data.margin_key to another column"
         )
     pair = {"chosen": chosen, "rejected": rejected, "margin": float(margin)}
@@ -71,7 +69,7 @@ def _to_pair(raw: dict, source: Source, where: str, cfg: PairsConfig) -> dict:
         return pair
     before = []
     if prompt is not None:
-        before = to_messages(with_images(prompt, raw, where, cfg), cfg.system_prompt)
+        before = to_messages(with_images(prompt, raw, place, cfg), cfg.system_prompt)
     chosen = _whole_chat(before, chosen, cfg)
     rejected = _whole_chat(before, rejected, cfg)
     before = before or _shared_prompt(chosen, rejected)
@@ -79,15 +77,17 @@ def _to_pair(raw: dict, source: Source, where: str, cfg: PairsConfig) -> dict:
     for side, whole in zip(SIDES, (chosen, rejected), strict=True):
         answer = whole[len(before) :]
         are_texts = all(isinstance(message["content"], str) for message in answer)
-        require(
+        if not (
             before
             and answer
             and are_texts
             and answer[-1]["role"] == "assistant"
-            and answer[-1]["content"].strip(),
-            f"{where}: the {side} side must answer the prompt that both share, and end by an "
-            "assistant's turn that is not empty; its content must be a text",
-        )
+            and answer[-1]["content"].strip()
+        ):
+            raise UserError(
+                f"{place}: the {side} side must answer the prompt that both share, and end by an "
+                "assistant's turn that is not empty; its content must be a text"
+            )
         pair[side] = answer
     return pair
 
@@ -102,12 +102,12 @@ def _other_answer(raw: dict, source: Source) -> str:
     return ""
 
 
-def _side(raw: dict, side: str, key: str, where: str) -> RowPrompt:
+def _side(raw: dict, side: str, key: str, place: Place) -> RowPrompt:
     answer = raw.get(key)
     if is_messages(answer) or (isinstance(answer, str) and answer.strip()):
         return answer
     raise UserError(
-        f"{where}: data.{side}_key = {key!r} must name a text or messages with role and content, "
+        f"{place}: data.{side}_key = {key!r} must name a text or messages with role and content, "
         f"not empty, for the {side} side of a pair (it is {str(answer)[:60]!r}; the row's keys: "
         f"{', '.join(raw)}); set data.chosen_key and data.rejected_key, or drop the row"
     )
@@ -138,16 +138,17 @@ class Pairs(Chats):
     Episode 0 is the chosen side, and its reward is the margin; episode 1 is the rejected one.
     """
 
+    lost_names = ("pairs_too_long", "pairs_equal")
     none_left = (
         "of {num_rows} pairs none is left: {num_lost[0]} have a side of more than "
         "data.max_tokens = {max_tokens} tokens, {num_lost[1]} have a chosen side equal to the "
         "rejected one"
     )
 
-    def encode(self, row: dict) -> list[Trajectory]:
+    def encode(self, row: dict) -> Encoded:
         """Return both sides with the answer as sampled; none if too long, or equal in all tokens.
 
-        `lost_here` counts the pairs that are too long, and those with two equal sides.
+        Pairs are lost by being too long, and by having two equal sides.
         """
         sides = []
         for episode, side in enumerate(SIDES):
@@ -162,11 +163,9 @@ class Pairs(Chats):
             sides.append(t)
         chosen, rejected = sides
         if max(len(chosen.tokens), len(rejected.tokens)) > self.max_tokens:
-            self.lost_here[0] += 1
-            return []
+            return Encoded([], (True, False))
         if np.array_equal(chosen.tokens, rejected.tokens):
-            self.lost_here[1] += 1
-            return []
+            return Encoded([], (False, True))
         if "prompt" not in row:
             # The answers begin where the texts differ. A first token is never sampled.
             tokens = enumerate(zip(chosen.tokens, rejected.tokens, strict=False))
@@ -174,4 +173,4 @@ class Pairs(Chats):
             chosen.sampled[:first] = False
             rejected.sampled[:first] = False
         chosen.reward = row["margin"]
-        return sides
+        return Encoded(sides, (False, False))

@@ -1,22 +1,33 @@
 """Prompts for RL: from rows in anyone's columns to token ids."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.config.shared import DataConfig
 from minirl.data import chat, images
 from minirl.data.images import Vision
 from minirl.data.order import make_order
-from minirl.data.rows import column, is_messages, is_prompt, open_rows, take, with_images
-from minirl.data.sources import Source
+from minirl.data.rows import (
+    Place,
+    Rows,
+    column,
+    errors_at,
+    errors_of_all,
+    is_messages,
+    is_prompt,
+    open_rows,
+    with_images,
+)
 from minirl.errors import UserError, require
 from minirl.parallel.mesh import Mesh
 
 
-def load_rows(source: str | list[str], setting: str, cfg: DataConfig) -> Sequence[dict]:
-    """Return the rows of `data.train` or `data.eval`, one for each distinct prompt.
+def open_prompts(source: str | list[str], setting: str, cfg: DataConfig, mesh: Mesh) -> Rows:
+    """Return the rows of `data.train` or `data.eval`, whose distinct prompts are used. Collective.
 
     They stay in the order of their sources. Every row has "prompt" and, where the source has one,
     "answer", whatever the columns are called there; "data_source" where a column names it or there
@@ -26,15 +37,16 @@ def load_rows(source: str | list[str], setting: str, cfg: DataConfig) -> Sequenc
         source: one source, or several, as sources.py describes them.
         setting: `data.train` or `data.eval`, for error messages.
         cfg: the names of the columns.
+        mesh: the ranks.
 
     Raises:
-        UserError: a source cannot be read, or a row has no prompt.
+        UserError: a source cannot be read. A row without a prompt raises one when it is read.
     """
     make_row = partial(_to_prompt, cfg=cfg, several=isinstance(source, list))
-    return open_rows(source, setting, make_row, cfg.max_samples, distinct_prompts=True)
+    return open_rows(source, setting, make_row, cfg.max_samples, mesh, distinct=True)
 
 
-def _to_prompt(raw: dict, source: Source, where: str, cfg: DataConfig, several: bool) -> dict:
+def _to_prompt(raw: dict, place: Place, cfg: DataConfig, several: bool) -> dict:
     prompt = column(raw, cfg.prompt_key)
     answer = column(raw, cfg.answer_key)
     # Of a chat to imitate, the last turn is the answer.
@@ -44,15 +56,17 @@ def _to_prompt(raw: dict, source: Source, where: str, cfg: DataConfig, several: 
         prompt = prompt[:-1]
     if not is_prompt(prompt):
         raise UserError(
-            f"{where}: data.prompt_key = {cfg.prompt_key!r} names no text and no list of messages "
+            f"{place}: data.prompt_key = {cfg.prompt_key!r} names no text and no list of messages "
             f"with role and content (its keys: {', '.join(raw)}); set data.prompt_key to the one "
             "that holds the prompt"
         )
-    row = {key: value for key, value in raw.items() if key not in (cfg.images_key, "image")}
-    row["prompt"] = with_images(prompt, raw, where, cfg)
+    row = dict(raw)
+    row.pop(cfg.images_key, None)
+    row.pop("image", None)
+    row["prompt"] = with_images(prompt, raw, place, cfg)
     if answer is not None:
         row["answer"] = answer
-    data_source = column(raw, cfg.source_key) or (source.name if several else None)
+    data_source = column(raw, cfg.source_key) or (place.source.name if several else None)
     if data_source:
         row["data_source"] = str(data_source)
     return row
@@ -95,10 +109,17 @@ class Prompts:
             ids, _ = self.vision.expand(ids, images.of_chat(messages))
         return ids
 
-    def check_lengths(self, setting: str, mesh: Mesh) -> int:
-        """Encode every prompt once and drop those longer than data.max_prompt_tokens.
+    def check_lengths(self, mesh: Mesh, bit: int, num_tickets: int | None = None) -> int:
+        """Encode prompts that may be too long, and drop those longer than data.max_prompt_tokens.
 
-        Each rank encodes its share of them. Collective.
+        Each rank encodes its share of them. Collective. With data.too_long = error it suffices to
+        look at the rows that will be used.
+
+        Args:
+            mesh: the ranks.
+            bit: the mark of rows whose prompts may be too long, by `LengthBound`.
+            num_tickets: how many tickets the run draws in the order of the rows; None: any row may
+                be drawn.
 
         Returns:
             How many prompts were dropped, on all ranks together.
@@ -106,27 +127,91 @@ class Prompts:
         Raises:
             UserError: a prompt is too long and data.too_long = error, or all prompts are too long.
         """
+        rows = self.rows
+        assert isinstance(rows, Rows)
         limit = self.cfg.max_prompt_tokens
+        is_asked = (rows.marks & bit) != 0
+        if self.cfg.too_long == "error" and num_tickets is not None and num_tickets < len(rows):
+            is_drawn = np.zeros(len(rows), bool)
+            is_drawn[self.order.rows(0, num_tickets)] = True
+            is_asked &= is_drawn
+        numbers = np.flatnonzero(is_asked)
         too_long = []
-        for number in range(mesh.rank, len(self.rows), mesh.world_size):
-            row = self.rows[number]
-            num_tokens = len(self.encode(row))
-            if num_tokens <= limit:
-                continue
-            if self.cfg.too_long == "error":
-                raise UserError(
-                    f"{setting}: a prompt has {num_tokens} tokens, more than "
-                    f"data.max_prompt_tokens = {limit}; raise it (and engine.max_model_len) or set "
-                    f"data.too_long = drop: {str(row['prompt'])[:80]!r}..."
-                )
-            too_long.append(number)
-        dropped: set[int] = set().union(*mesh.gather(too_long))
+        with errors_of_all(mesh):
+            for number in numbers[mesh.rank :: mesh.world_size].tolist():
+                with errors_at(rows.place(number)):
+                    num_tokens = len(self.encode(rows[number]))
+                    if num_tokens > limit:
+                        self._refuse(rows[number], num_tokens)
+                        too_long.append(number)
+        dropped = mesh.gather_array(np.array(too_long, np.int64))
+        label = rows.sources[0].label
         require(
-            len(dropped) < len(self.rows),
-            f"{setting}: all {len(dropped)} prompts have more than "
+            len(dropped) < len(rows),
+            f"{label}: all {len(dropped)} prompts have more than "
             f"data.max_prompt_tokens = {limit} tokens; raise it",
         )
-        if dropped:
-            self.rows = take(self.rows, [n for n in range(len(self.rows)) if n not in dropped])
+        if len(dropped):
+            self.rows = rows.take(np.delete(np.arange(len(rows)), dropped))
             self.order = make_order(self.rows, seed=self.seed, shuffle=self.shuffle)
         return len(dropped)
+
+    def _refuse(self, row: dict, num_tokens: int) -> None:
+        """Raise UserError for a prompt that is too long, unless it may be dropped."""
+        if self.cfg.too_long == "error":
+            raise UserError(
+                f"a prompt has {num_tokens} tokens, more than data.max_prompt_tokens = "
+                f"{self.cfg.max_prompt_tokens}; raise it (and engine.max_model_len) or set "
+                f"data.too_long = drop: {str(row['prompt'])[:80]!r}..."
+            )
+
+
+class LengthBound:
+    """A number of tokens that a prompt cannot exceed, found without encoding it.
+
+    A token stands for at least one byte of a text, so a text has no more tokens than bytes. What
+    the template adds depends on the roles of the messages alone; where it does not (a template that
+    repeats a text), there is no bound.
+    """
+
+    # Unicode normalisation (NFKC), which some tokenizers begin with, makes up to 11 bytes of a byte
+    # that is not ASCII. A character has at most two of them for each byte more than one.
+    NORMALISED = 20
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig):
+        self.tokenizer = tokenizer
+        self.cfg = cfg
+        self.added_by_template: dict[tuple[str, ...], float] = {}  # by the roles of a chat
+
+    def exceeds(self, row: dict) -> bool:
+        """Return whether a row's prompt may have more than data.max_prompt_tokens tokens."""
+        messages = chat.to_messages(row["prompt"], self.cfg.system_prompt)
+        num_tokens = 0
+        for message in messages:
+            content = message["content"]
+            if len(message) > 2 or not isinstance(content, str):
+                return True  # images, or what a template reads beside the content
+            num_tokens += self._most_tokens(content)
+        roles = tuple([message["role"] for message in messages])
+        if roles not in self.added_by_template:
+            self.added_by_template[roles] = self._added(roles)
+        return num_tokens + self.added_by_template[roles] > self.cfg.max_prompt_tokens
+
+    def _most_tokens(self, text: str) -> int:
+        if text.isascii():
+            return len(text)
+        num_bytes = len(text.encode(errors="replace"))
+        return num_bytes + self.NORMALISED * (num_bytes - len(text))
+
+    def _added(self, roles: tuple[str, ...]) -> float:
+        """Return how many tokens the template adds to a chat of these roles at most."""
+        lengths = []
+        try:
+            for content in ("x", "xx"):
+                messages = [{"role": role, "content": content} for role in roles]
+                text = chat.render(self.tokenizer, messages)
+                lengths.append(self._most_tokens(text) - len(content) * len(roles))
+        except UserError:  # encoding the prompt says why
+            return math.inf
+        # Some tokenizers begin a text with a space of their own.
+        return lengths[0] + 1 if lengths[0] == lengths[1] else math.inf

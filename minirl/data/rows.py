@@ -1,10 +1,12 @@
 """Rows, each read when it is asked for, and what others call their columns."""
 
+import contextlib
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from minirl.data.chat import Messages, RowPrompt, to_messages
 from minirl.data.images import BadImage, attach
 from minirl.data.sources import Source, open_source
 from minirl.errors import UserError, require
+from minirl.parallel.mesh import Mesh
 
 # What TRL, OpenRLHF and others call a column. These names are tried where a row has none of the
 # default name; a setting that asks for another name has no alternatives.
@@ -23,39 +26,91 @@ OTHER_NAMES = {
     "data_source": ("datasource",),
 }
 
-# make_row(raw, source, where): a row of what its source holds; `where` is its place for an error.
-MakeRow = Callable[[dict, Source, str], dict]
+BLOCK_ROWS = 128  # Rows that are read from a source at once.
+DIGEST_BYTES = 16
+
+
+class Place(NamedTuple):
+    """Where a row is from; as a text it is what an error message begins with."""
+
+    source: Source
+    number: int  # Of the row, in the source.
+
+    def __str__(self) -> str:
+        return self.source.where(self.number)
+
+
+# make_row(raw, place): a row of what its source holds.
+MakeRow = Callable[[dict, Place], dict]
+# mark(row): bits that say what a program wants to know of a row, 0 to 255.
+Mark = Callable[[dict], int]
 
 
 @dataclass(eq=False)
 class Rows(Sequence[dict]):
-    """Rows of some sources, each made when it is asked for; memory holds only where they are."""
+    """Rows of some sources, each made when it is asked for; memory holds only their numbers."""
 
-    sources: list[Source]  # What the rows are read from.
+    sources: list[Source]  # What the rows are read from, end to end.
     make_row: MakeRow  # Makes a row of what its source holds.
-    # int64 [N, 2]: the number of each row's source and its number in that source.
-    locations: np.ndarray
+    distinct: bool  # Of the rows with the same prompt only the first is to be used.
+    numbers: np.ndarray  # int64 [N]: of each row its number in the sources, end to end.
+    marks: np.ndarray  # uint8 [N]: what `read_rows` noted of each row; 0 before.
+    # int64 [S]: the number of each source's first row.
+    first_numbers: np.ndarray = field(init=False)
+
+    def __post_init__(self):
+        sizes = [len(source.rows) for source in self.sources]
+        self.first_numbers = np.cumsum([0, *sizes[:-1]])
 
     def __len__(self) -> int:
-        return len(self.locations)
+        return len(self.numbers)
 
-    def __getitem__(self, number: int) -> dict:  # type: ignore[override]  # takes no slices
-        source_number, number_there = self.locations[number].tolist()
-        source = self.sources[source_number]
-        raw = source.rows[number_there]
-        where = source.where(number_there)
-        require(
-            isinstance(raw, dict),
-            f"{where}: a row must be an object of named values, not a {type(raw).__name__}",
-        )
-        return self.make_row(raw, source, where)
+    def __getitem__(self, i: int) -> dict:  # type: ignore[override]  # takes no slices
+        place = self.place(i)
+        return self._make(place.source.rows[place.number], place)
 
+    def place(self, i: int) -> Place:
+        """Return where a row is from."""
+        number = int(self.numbers[i])
+        source = int(np.searchsorted(self.first_numbers, number, side="right")) - 1
+        return Place(self.sources[source], number - int(self.first_numbers[source]))
 
-def take(rows: Sequence[dict], numbers: Iterable[int]) -> Sequence[dict]:
-    """Return the rows with these numbers; `Rows` are not read for it."""
-    if isinstance(rows, Rows):
-        return replace(rows, locations=rows.locations[np.fromiter(numbers, np.int64)])
-    return [rows[number] for number in numbers]
+    def source_numbers(self, first: int = 0, last: int | None = None) -> np.ndarray:
+        """Return the number of each row's source, int64."""
+        return np.searchsorted(self.first_numbers, self.numbers[first:last], side="right") - 1
+
+    def first_marked(self, bit: int) -> int | None:
+        """Return which row is the first with this mark; None: no row has it."""
+        marked = np.flatnonzero(self.marks & bit)
+        return int(marked[0]) if len(marked) else None
+
+    def take(self, chosen: np.ndarray) -> "Rows":
+        """Return some of the rows, by their places here; nothing is read for it."""
+        return replace(self, numbers=self.numbers[chosen], marks=self.marks[chosen])
+
+    def read(self, first: int, last: int) -> Iterator[dict]:
+        """Make the rows from `first` to before `last`; many are read from a source at once."""
+        for start in range(first, last, BLOCK_ROWS):
+            stop = min(start + BLOCK_ROWS, last)
+            # A block ends where the next row is not the one behind, or is of another source.
+            is_gap = np.diff(self.numbers[start:stop]) != 1
+            is_gap |= np.diff(self.source_numbers(start, stop)) != 0
+            borders = (np.flatnonzero(is_gap) + start + 1).tolist()
+            for block in itertools.pairwise([start, *borders, stop]):
+                yield from self._read_block(*block)
+
+    def _read_block(self, first: int, last: int) -> Iterator[dict]:
+        """Make rows that stand one behind the other in one source."""
+        source, number = self.place(first)
+        for raw in source.read(number, number + last - first):
+            yield self._make(raw, Place(source, number))
+            number += 1
+
+    def _make(self, raw: object, place: Place) -> dict:
+        if not isinstance(raw, dict):
+            kind = type(raw).__name__
+            raise UserError(f"{place}: a row must be an object of named values, not a {kind}")
+        return self.make_row(raw, place)
 
 
 def open_rows(
@@ -63,73 +118,160 @@ def open_rows(
     setting: str,
     make_row: MakeRow,
     max_samples: int,
+    mesh: Mesh,
     *,
-    distinct_prompts: bool = False,
-) -> Sequence[dict]:
-    """Return the rows of one or several sources, end to end.
-
-    Every row is read once here, so that a bad one ends the program now.
+    distinct: bool = False,
+) -> Rows:
+    """Return the rows of one or several sources, end to end. Collective. `read_rows` checks them.
 
     Args:
         source: one source, or several, as sources.py describes them.
         setting: what asks for them, `data.train` or `data.eval`, for error messages.
         make_row: makes a row of what its source holds.
         max_samples: only so many rows of each source, its first; 0: all.
-        distinct_prompts: keep only the first of the rows with the same prompt.
+        mesh: the ranks.
+        distinct: of the rows with the same prompt only the first is to be used.
 
     Raises:
-        UserError: a source cannot be read or has no rows, a row is not as it should be, or only
-            some of the sources have weights.
+        UserError: a source cannot be read or has no rows, or only some of the sources have weights.
     """
     texts = [source] if isinstance(source, str) else source
-    sources = [open_source(text, setting) for text in texts]
+    sources = [open_source(text, setting, mesh) for text in texts]
     weighted = [opened for opened in sources if opened.weight is not None]
     if weighted and (setting == "data.eval" or len(weighted) < len(sources)):
         raise UserError(
             f"{weighted[0].label}: give a weight to every source of data.train or to none "
             "(held-out rows are all used once, without weights)"
         )
-    locations = []
-    for i, opened in enumerate(sources):
-        numbers = np.arange(len(opened.rows))[: max_samples or None]
-        require(len(numbers), f"{opened.label}: no rows")
-        locations.append(np.stack([np.full_like(numbers, i), numbers], axis=1))
-    rows = Rows(sources, make_row, np.concatenate(locations))
-    first: dict[object, int] = {}  # the first row of each name
-    for number, row in enumerate(rows):
-        name: object = number
-        if distinct_prompts:
-            name = hashlib.sha256(json.dumps(row["prompt"]).encode()).digest()
-        first.setdefault(name, number)
-    return take(rows, first.values())
+    numbers = []
+    first_number = 0
+    for opened in sources:
+        size = len(opened.rows)
+        require(size, f"{opened.label}: no rows")
+        numbers.append(first_number + np.arange(min(size, max_samples or size)))
+        first_number += size
+    all_numbers = np.concatenate(numbers)
+    marks = np.zeros(len(all_numbers), np.uint8)
+    return Rows(sources, make_row, distinct, all_numbers, marks)
 
 
-def split(rows: Sequence[dict], held_out: int, seed: int) -> tuple[Sequence[dict], Sequence[dict]]:
-    """Split rows into those to train on and `held_out` others.
+def no_marks(row: dict) -> int:
+    """Return that nothing is to be known of a row."""
+    return 0
+
+
+def read_rows(
+    rows: Rows, mesh: Mesh, seed: int, held_out: int = 0, mark: Mark = no_marks
+) -> tuple[Rows, Rows]:
+    """Read every row once, and divide them into those to train on and `held_out` others.
+
+    Each rank reads its share, so that a bad row ends the program now, on every rank. Collective.
 
     A hash of seed and prompt (of the whole row if it has none) chooses the held-out rows, so that
-    the choice does not depend on the order of the rows. Of rows with the same prompt, either
-    all are trained on, or the last is held out and the others are dropped.
+    the choice does not depend on the order of the rows. Of rows with the same prompt, only the
+    first is used if `rows.distinct`. Else they are all trained on, or the last is held out and the
+    others are dropped.
+
+    Args:
+        rows: as `open_rows` returns them.
+        mesh: the ranks.
+        seed: of the choice.
+        held_out: how many rows, with different prompts, are held out.
+        mark: what to note of each row; the rows that are returned have it in `marks`.
 
     Returns:
         (rows to train on, held-out rows).
 
     Raises:
+        UserError: a row is not as it should be, or nothing would be left to train on.
+    """
+    share = -(-len(rows) // mesh.world_size)
+    first = min(mesh.rank * share, len(rows))
+    last = min(first + share, len(rows))
+    digests = bytearray()
+    marks = bytearray()
+    with errors_of_all(mesh):
+        for row in rows.read(first, last):
+            digests += _digest(row, seed)
+            marks.append(mark(row))
+    all_marks = mesh.gather_array(np.frombuffer(marks, np.uint8))
+    marked = replace(rows, marks=all_marks)
+    if not (rows.distinct or held_out):
+        return marked, marked.take(np.arange(0))
+    digests_here = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
+    train, chosen = choose(mesh.gather_array(digests_here), held_out, distinct=rows.distinct)
+    return marked.take(train), marked.take(chosen)
+
+
+def _digest(row: dict, seed: int) -> bytes:
+    text = f"{seed} {json.dumps(row.get('prompt', row))}"
+    return hashlib.sha256(text.encode()).digest()[:DIGEST_BYTES]
+
+
+def choose(digests: np.ndarray, held_out: int, *, distinct: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Choose the rows to train on and those to hold out, as `read_rows` describes it.
+
+    Args:
+        digests: uint8 [N, 16]; rows with the same digest have the same prompt.
+        held_out: how many rows are held out: those with the smallest digests.
+        distinct: of rows with the same digest only the first is used.
+
+    Returns:
+        (numbers of the rows to train on, ascending; those of the held-out rows), int64.
+
+    Raises:
         UserError: nothing would be left to train on.
     """
-    hashes = []
-    for row in rows:
-        text = f"{seed} {json.dumps(row.get('prompt', row))}"
-        hashes.append(hashlib.sha256(text.encode()).digest())
-    last = {name: number for number, name in enumerate(hashes)}
+    # 1. Sort by digest. Rows with the same one are neighbours then, in the order of their numbers.
+    words = digests.view(">u8")  # [N, 2]: as numbers they compare as the bytes do
+    order = np.lexsort((words[:, 1], words[:, 0]))
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = False
+    for column_words in words.T:
+        in_order = column_words[order]
+        is_first[1:] |= in_order[1:] != in_order[:-1]
+    firsts = np.flatnonzero(is_first)
     require(
-        held_out < len(last),
-        f"data.held_out = {held_out} leaves nothing of the {len(last)} distinct prompts in "
+        held_out < len(firsts),
+        f"data.held_out = {held_out} leaves nothing of the {len(firsts)} distinct prompts in "
         "data.train; lower it or set data.eval",
     )
-    chosen = dict.fromkeys(sorted(last)[:held_out])
-    train = [number for number, name in enumerate(hashes) if name not in chosen]
-    return take(rows, train), take(rows, [last[name] for name in chosen])
+
+    # 2. The first digests are held out.
+    if distinct:
+        used = order[firsts]
+        return np.sort(used[held_out:]), used[:held_out]
+    lasts = firsts[1 : held_out + 1] - 1  # of the digests held out
+    is_trained = np.ones(len(order), bool)
+    is_trained[order[: firsts[held_out]]] = False
+    return np.flatnonzero(is_trained), order[lasts]
+
+
+@contextlib.contextmanager
+def errors_of_all(mesh: Mesh) -> Iterator[None]:
+    """Raise the UserError of a rank in the block on every rank: that of the lowest. Collective."""
+    message = None
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+    raise_first(mesh.gather(message))
+
+
+def raise_first(messages: list[str | None]) -> None:
+    """Raise UserError with the first message; None: the rank has no error."""
+    for message in messages:
+        if message is not None:
+            raise UserError(message)
+
+
+@contextlib.contextmanager
+def errors_at(place: Place) -> Iterator[None]:
+    """Begin the message of a UserError in the block by the place of the row that it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
 
 
 def column(row: dict, key: str) -> Any:
@@ -137,12 +279,15 @@ def column(row: dict, key: str) -> Any:
 
     Alpaca's `instruction` comes together with its `input`, if the row has that too.
     """
-    for name in (key, *OTHER_NAMES.get(key, ())):
+    value = row.get(key)
+    if value is not None:
+        return value
+    for name in OTHER_NAMES.get(key, ()):
         value = row.get(name)
         if value is None:
             continue
         context = row.get("input")
-        if name == "instruction" != key and isinstance(value, str) and isinstance(context, str):
+        if name == "instruction" and isinstance(value, str) and isinstance(context, str):
             return "\n\n".join(text for text in (value, context) if text)
         return value
     return None
@@ -162,7 +307,7 @@ def is_prompt(value: object) -> TypeGuard[RowPrompt]:
     return is_messages(value) or (isinstance(value, str) and bool(value))
 
 
-def with_images(prompt: RowPrompt, row: dict, where: str, cfg: RowsConfig) -> RowPrompt:
+def with_images(prompt: RowPrompt, row: dict, place: Place, cfg: RowsConfig) -> RowPrompt:
     """Return the prompt with the images of its row: data.images_key, or the one in `image`.
 
     A text with images becomes messages.
@@ -178,4 +323,4 @@ def with_images(prompt: RowPrompt, row: dict, where: str, cfg: RowsConfig) -> Ro
     try:
         return attach(to_messages(prompt, ""), row_images or [])
     except BadImage as error:
-        raise UserError(f"{where}: {error}") from error
+        raise UserError(f"{place}: {error}") from error

@@ -21,10 +21,8 @@ import csv
 import difflib
 import json
 import math
-import os
 import re
 import sys
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +30,12 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import datasets
-import numpy as np
 from datasets.exceptions import DatasetsError
 from reasoning_gym.factory import DATASETS, create_dataset
 
+from minirl.data.json_lines import JsonLines
 from minirl.errors import UserError, require
+from minirl.parallel.mesh import Mesh
 
 GYM = "reasoning_gym:"
 FILES = (".jsonl", ".json", ".parquet", ".csv")
@@ -54,15 +53,30 @@ class Source:
     is_generated: bool  # By reasoning-gym.
     rows: Sequence
 
+    def read(self, first: int, last: int) -> list:
+        """Return the rows from `first` to before `last`, read at once."""
+        if isinstance(self.rows, JsonLines):
+            return self.rows.read(first, last)
+        if isinstance(self.rows, datasets.Dataset):
+            columns = self.rows[first:last]
+            values = zip(*columns.values(), strict=True)
+            return [dict(zip(columns, row, strict=True)) for row in values]
+        return list(self.rows[first:last])
+
     def where(self, number: int) -> str:
         """Return the place of a row for an error message."""
         if isinstance(self.rows, JsonLines):
-            return f"{self.label}: line {self.rows.lines[number, 2]}"
+            return self.rows.where(number)
         return f"{self.label}: row {number + 1}"
 
 
-def open_source(text: str, setting: str) -> Source:
-    """Open a source; `setting` names it in error messages.
+def open_source(text: str, setting: str, mesh: Mesh | None = None) -> Source:
+    """Open a source. Collective with a mesh.
+
+    Args:
+        text: the source.
+        setting: names it in error messages.
+        mesh: the ranks, which all open it; None: this process alone does.
 
     Raises:
         UserError: it is not there, or has no such option. A line that is no JSON raises one when it
@@ -99,7 +113,7 @@ def open_source(text: str, setting: str) -> Source:
             raise UserError(
                 f"{label}: a file has no option {next(iter(options))}; it has weight and name"
             )
-        rows = _read_file(path, label)
+        rows = _read_file(path, label, mesh)
     elif is_hub_id or (place and path.is_dir()):
         rows = _load_dataset(path, options, label)
     else:
@@ -110,36 +124,7 @@ def open_source(text: str, setting: str) -> Source:
     return Source(label=label, name=name, weight=weight, is_generated=is_generated, rows=rows)
 
 
-class JsonLines(Sequence):
-    """The lines of a file that are not blank, parsed when asked for."""
-
-    def __init__(self, path: Path, label: str):
-        """Find the lines of the file; `label` begins an error message."""
-        self.label = label
-        self.file = path.open("rb")
-        places = array("q")
-        start = 0
-        # Lines of bytes are cut at line feeds only, not at the separators that texts may hold.
-        for number, line in enumerate(self.file, start=1):
-            if line.strip():
-                places.extend((start, len(line), number))
-            start += len(line)
-        # int64 [N, 3]: of each line its first byte, how many bytes it has, and its number.
-        self.lines = np.array(places, np.int64).reshape(-1, 3)
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    def __getitem__(self, i: int) -> Any:  # type: ignore[override]  # takes no slices
-        start, length, number = self.lines[i].tolist()
-        try:
-            return json.loads(os.pread(self.file.fileno(), length, start).decode())
-        except ValueError as error:
-            wanted = "UTF-8 text" if isinstance(error, UnicodeDecodeError) else "JSON"
-            raise UserError(f"{self.label}: line {number} is not {wanted}: {error}") from error
-
-
-def _read_file(path: Path, label: str) -> Sequence:
+def _read_file(path: Path, label: str, mesh: Mesh | None) -> Sequence:
     try:
         if path.suffix == ".parquet":
             return datasets.Dataset.from_parquet(str(path))
@@ -158,7 +143,7 @@ def _read_file(path: Path, label: str) -> Sequence:
                 return json.loads(text)
     except (DatasetsError, csv.Error, ValueError) as error:
         raise UserError(f"{label}: not a good {path.suffix} file: {error}") from error
-    return JsonLines(path, label)
+    return JsonLines(path, label, mesh)
 
 
 def _load_dataset(path: Path, options: dict[str, str], label: str) -> datasets.Dataset:

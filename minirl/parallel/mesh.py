@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -97,6 +98,34 @@ class Mesh:
         out = [None] * self.world_size
         dist.all_gather_object(out, value, group=self.host_group)
         return out
+
+    def gather_array(self, part: np.ndarray) -> np.ndarray:
+        """Return the arrays of all ranks end to end, along the first axis. Collective.
+
+        Nothing is pickled, so an array may be large. A rank needs memory for world_size times the
+        longest of them.
+        """
+        lengths = self.gather(len(part))
+        longest = max(lengths)
+        if self.world_size == 1 or longest == 0:
+            return part
+        row_shape = part.shape[1:]
+        padded = part
+        if len(part) < longest:
+            padded = np.zeros((longest, *row_shape), part.dtype)
+            padded[: len(part)] = part
+        gathered = np.empty((self.world_size * longest, *row_shape), part.dtype)
+        all_gather_single(
+            torch.from_numpy(gathered).view(-1).view(torch.uint8),
+            torch.from_numpy(padded).view(-1).view(torch.uint8),
+            group=self.host_group,
+        )
+        # Close the gaps in place: every part moves towards the front.
+        end = 0
+        for rank, length in enumerate(lengths):
+            gathered[end : end + length] = gathered[rank * longest : rank * longest + length]
+            end += length
+        return gathered[:end]
 
     def all_to_all(self, messages: list[bytes]) -> list[bytes]:
         """Send a message to each rank, and return the one from each rank, both in rank order."""

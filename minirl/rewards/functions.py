@@ -17,7 +17,6 @@ import math
 import numbers
 import re
 import secrets
-from collections.abc import Iterable
 from pkgutil import resolve_name
 
 import math_verify
@@ -42,27 +41,29 @@ class Rewards:
         """`weighted`: weight, function and name of each."""
         self.weighted = weighted
 
-    def check_rows(self, rows: Iterable[dict]) -> None:
+    def check_supported(self) -> None:
+        """Refuse a function that cannot work on this machine. Raises UserError."""
+        if any(name == "python_tests" for _, _, name in self.weighted):
+            sandbox.check_supported()
+
+    def check_row(self, row: dict) -> None:
         """Refuse, before anything is generated, what a registered function cannot grade.
 
         Raises:
-            UserError: A row has not what a function reads, or the machine has no sandbox.
+            UserError: The row has not what a function reads.
         """
-        names = [name for _, _, name in self.weighted]
-        if "python_tests" in names:
-            sandbox.check_supported()
-        for row in rows:
-            metadata = row.get("metadata") or {}
-            for name in names:
-                if name in ("exact", "final_answer", "math_verify") and row.get("answer") is None:
-                    problem = "compares with the answer, and a row has none (data.answer_key)"
-                elif name == "python_tests" and not isinstance(row.get("tests"), str):
-                    problem = "runs the text in the column `tests`, and a row has none"
-                elif name == "reasoning_gym" and "source_dataset" not in metadata:
-                    problem = "needs rows with metadata.source_dataset, and a row has none"
-                else:
+        for _, _, name in self.weighted:
+            if name in ("exact", "final_answer", "math_verify"):
+                if row.get("answer") is not None:
                     continue
-                raise UserError(f"reward.function = {name} {problem}: {str(row)[:120]}")
+                problem = "compares with the answer, and a row has none (data.answer_key)"
+            elif name == "python_tests" and not isinstance(row.get("tests"), str):
+                problem = "runs the text in the column `tests`, and a row has none"
+            elif name == "reasoning_gym" and not _names_generator(row):
+                problem = "needs rows with metadata.source_dataset, and a row has none"
+            else:
+                continue
+            raise UserError(f"reward.function = {name} {problem}: {str(row)[:120]}")
 
     def __call__(self, row: dict, completion: str, info: dict | None = None) -> float:
         """Return the weighted sum.
@@ -81,6 +82,10 @@ class Rewards:
         if info is not None and len(values) > 1:
             info["rewards"] = values
         return sum(weight * values[name] for weight, _, name in self.weighted)
+
+
+def _names_generator(row: dict) -> bool:
+    return "source_dataset" in (row.get("metadata") or {})
 
 
 def grade(function: RewardFunction, name: str, row: dict, completion: str) -> float:
