@@ -18,6 +18,9 @@ BLOCK_BYTES = 2**20  # Bytes that the index reads at once.
 IS_SPACE = np.isin(np.arange(256), list(b" \t\n\r\x0b\f"))
 
 
+DECODER = json.JSONDecoder()
+
+
 class JsonLines(Sequence):
     """The lines of a file that are not blank."""
 
@@ -73,7 +76,7 @@ class JsonLines(Sequence):
         for i, (start, stop) in enumerate(itertools.pairwise([*places, end])):
             line, _, _ = block[start - begin : stop - begin].partition(b"\n")
             try:
-                rows.append(json.loads(line.decode()))
+                rows.append(_parse(line.decode()))
             except ValueError as error:
                 wanted = "UTF-8 text" if isinstance(error, UnicodeDecodeError) else "JSON"
                 raise UserError(f"{self.where(first + i)} is not {wanted}: {error}") from error
@@ -109,3 +112,12 @@ class JsonLines(Sequence):
     def _is_blank(self, start: int) -> bool:
         self.file.seek(start)
         return not self.file.readline().strip()
+
+
+def _parse(text: str) -> Any:
+    """Return what `json.loads` does; a text without spaces around it takes less time."""
+    try:
+        value, end = DECODER.raw_decode(text)
+    except ValueError:
+        end = -1
+    return value if end == len(text) else json.loads(text)

@@ -181,21 +181,29 @@ class LengthBound:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig):
         self.tokenizer = tokenizer
         self.cfg = cfg
-        self.added_by_template: dict[tuple[str, ...], float] = {}  # by the roles of a chat
+        # How many tokens the template adds at most, by the roles of a chat.
+        self.added_to_chat: dict[tuple[str, ...], float] = {}
+        # And what surrounds a prompt that is a text, with the system prompt.
+        around = chat.to_messages("x", cfg.system_prompt)[:-1]
+        self.added_to_text = self._added((*[message["role"] for message in around], "user"))
+        self.added_to_text += sum(self._most_tokens(message["content"]) for message in around)
 
     def exceeds(self, row: dict) -> bool:
         """Return whether a row's prompt may have more than data.max_prompt_tokens tokens."""
-        messages = chat.to_messages(row["prompt"], self.cfg.system_prompt)
-        num_tokens = 0
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            return self._most_tokens(prompt) + self.added_to_text > self.cfg.max_prompt_tokens
+        num_tokens = 0.0
+        messages = chat.to_messages(prompt, self.cfg.system_prompt)
         for message in messages:
             content = message["content"]
             if len(message) > 2 or not isinstance(content, str):
                 return True  # images, or what a template reads beside the content
             num_tokens += self._most_tokens(content)
         roles = tuple([message["role"] for message in messages])
-        if roles not in self.added_by_template:
-            self.added_by_template[roles] = self._added(roles)
-        return num_tokens + self.added_by_template[roles] > self.cfg.max_prompt_tokens
+        if roles not in self.added_to_chat:
+            self.added_to_chat[roles] = self._added(roles)
+        return num_tokens + self.added_to_chat[roles] > self.cfg.max_prompt_tokens
 
     def _most_tokens(self, text: str) -> int:
         if text.isascii():

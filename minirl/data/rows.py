@@ -28,6 +28,8 @@ OTHER_NAMES = {
 
 BLOCK_ROWS = 128  # Rows that are read from a source at once.
 DIGEST_BYTES = 16
+NUM_PARTS = 16  # Digests are sorted in so many parts; a power of 2.
+ENCODER = json.JSONEncoder()  # as json.dumps has it
 
 
 class Place(NamedTuple):
@@ -53,7 +55,7 @@ class Rows(Sequence[dict]):
     sources: list[Source]  # What the rows are read from, end to end.
     make_row: MakeRow  # Makes a row of what its source holds.
     distinct: bool  # Of the rows with the same prompt only the first is to be used.
-    numbers: np.ndarray  # int64 [N]: of each row its number in the sources, end to end.
+    numbers: np.ndarray  # int [N]: of each row its number in the sources, end to end.
     marks: np.ndarray  # uint8 [N]: what `read_rows` noted of each row; 0 before.
     # int64 [S]: the number of each source's first row.
     first_numbers: np.ndarray = field(init=False)
@@ -93,7 +95,7 @@ class Rows(Sequence[dict]):
         for start in range(first, last, BLOCK_ROWS):
             stop = min(start + BLOCK_ROWS, last)
             # A block ends where the next row is not the one behind, or is of another source.
-            is_gap = np.diff(self.numbers[start:stop]) != 1
+            is_gap = np.diff(self.numbers[start:stop].astype(np.int64)) != 1
             is_gap |= np.diff(self.source_numbers(start, stop)) != 0
             borders = (np.flatnonzero(is_gap) + start + 1).tolist()
             for block in itertools.pairwise([start, *borders, stop]):
@@ -143,12 +145,14 @@ def open_rows(
             f"{weighted[0].label}: give a weight to every source of data.train or to none "
             "(held-out rows are all used once, without weights)"
         )
+    sizes = [len(opened.rows) for opened in sources]
+    dtype = np.min_scalar_type(sum(sizes))  # 4 bytes a row, up to four thousand million of them
     numbers = []
     first_number = 0
-    for opened in sources:
-        size = len(opened.rows)
+    for opened, size in zip(sources, sizes, strict=True):
         require(size, f"{opened.label}: no rows")
-        numbers.append(first_number + np.arange(min(size, max_samples or size)))
+        last = first_number + min(size, max_samples or size)
+        numbers.append(np.arange(first_number, last, dtype=dtype))
         first_number += size
     all_numbers = np.concatenate(numbers)
     marks = np.zeros(len(all_numbers), np.uint8)
@@ -185,26 +189,37 @@ def read_rows(
     Raises:
         UserError: a row is not as it should be, or nothing would be left to train on.
     """
-    share = -(-len(rows) // mesh.world_size)
-    first = min(mesh.rank * share, len(rows))
-    last = min(first + share, len(rows))
-    digests = bytearray()
-    marks = bytearray()
-    with errors_of_all(mesh):
-        for row in rows.read(first, last):
-            digests += _digest(row, seed)
-            marks.append(mark(row))
-    all_marks = mesh.gather_array(np.frombuffer(marks, np.uint8))
-    marked = replace(rows, marks=all_marks)
+    digests, marks = _read_share(rows, mesh, seed, mark)
+    digests = mesh.gather_array(digests)
+    marked = replace(rows, marks=mesh.gather_array(marks))
     if not (rows.distinct or held_out):
         return marked, marked.take(np.arange(0))
-    digests_here = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
-    train, chosen = choose(mesh.gather_array(digests_here), held_out, distinct=rows.distinct)
+    train, chosen = choose(digests, held_out, distinct=rows.distinct)
     return marked.take(train), marked.take(chosen)
 
 
+def _read_share(rows: Rows, mesh: Mesh, seed: int, mark: Mark) -> tuple[np.ndarray, np.ndarray]:
+    """Read this rank's share of the rows. Collective.
+
+    Returns:
+        (digests, uint8 [share, 16]; marks, uint8 [share]). The shares follow one another.
+    """
+    size = -(-len(rows) // mesh.world_size)
+    first = min(mesh.rank * size, len(rows))
+    last = min(first + size, len(rows))
+    digests = bytearray(DIGEST_BYTES * (last - first))
+    marks = bytearray(last - first)
+    with errors_of_all(mesh):
+        for i, row in enumerate(rows.read(first, last)):
+            start = DIGEST_BYTES * i
+            digests[start : start + DIGEST_BYTES] = _digest(row, seed)
+            marks[i] = mark(row)
+    table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
+    return table, np.frombuffer(marks, np.uint8)
+
+
 def _digest(row: dict, seed: int) -> bytes:
-    text = f"{seed} {json.dumps(row.get('prompt', row))}"
+    text = f"{seed} {ENCODER.encode(row.get('prompt', row))}"
     return hashlib.sha256(text.encode()).digest()[:DIGEST_BYTES]
 
 
@@ -222,29 +237,43 @@ def choose(digests: np.ndarray, held_out: int, *, distinct: bool) -> tuple[np.nd
     Raises:
         UserError: nothing would be left to train on.
     """
-    # 1. Sort by digest. Rows with the same one are neighbours then, in the order of their numbers.
-    words = digests.view(">u8")  # [N, 2]: as numbers they compare as the bytes do
-    order = np.lexsort((words[:, 1], words[:, 0]))
-    is_first = np.ones(len(order), bool)
-    is_first[1:] = False
-    for column_words in words.T:
-        in_order = column_words[order]
-        is_first[1:] |= in_order[1:] != in_order[:-1]
-    firsts = np.flatnonzero(is_first)
+    is_trained = np.zeros(len(digests), bool)
+    chosen = [np.zeros(0, np.int64)]
+    num_missing = held_out
+    num_distinct = 0
+    # A part of the digests at a time, in ascending order: sorting all would take three times the
+    # memory that they have.
+    part_of = digests[:, 0] // (256 // NUM_PARTS)
+    for part in range(NUM_PARTS):
+        # 1. Sort. Rows with the same digest are neighbours then, in the order of their numbers.
+        numbers = np.flatnonzero(part_of == part)
+        if not len(numbers):
+            continue
+        words = digests[numbers].view(">u8")  # [M, 2]: as numbers they compare as the bytes do
+        order = np.lexsort((words[:, 1], words[:, 0]))
+        numbers = numbers[order]
+        words = words[order]
+        is_first = np.ones(len(words), bool)
+        is_first[1:] = (words[1:] != words[:-1]).any(axis=1)
+        firsts = np.flatnonzero(is_first)
+        lasts = np.append(firsts[1:], len(words)) - 1
+
+        # 2. The first digests of all are held out.
+        num_chosen = min(num_missing, len(firsts))
+        kept = (firsts if distinct else lasts)[:num_chosen]
+        chosen.append(numbers[kept])
+        num_missing -= num_chosen
+        num_distinct += len(firsts)
+        if distinct:
+            is_trained[numbers[firsts[num_chosen:]]] = True
+        elif num_chosen < len(firsts):
+            is_trained[numbers[firsts[num_chosen] :]] = True
     require(
-        held_out < len(firsts),
-        f"data.held_out = {held_out} leaves nothing of the {len(firsts)} distinct prompts in "
+        held_out < num_distinct,
+        f"data.held_out = {held_out} leaves nothing of the {num_distinct} distinct prompts in "
         "data.train; lower it or set data.eval",
     )
-
-    # 2. The first digests are held out.
-    if distinct:
-        used = order[firsts]
-        return np.sort(used[held_out:]), used[:held_out]
-    lasts = firsts[1 : held_out + 1] - 1  # of the digests held out
-    is_trained = np.ones(len(order), bool)
-    is_trained[order[: firsts[held_out]]] = False
-    return np.flatnonzero(is_trained), order[lasts]
+    return np.flatnonzero(is_trained), np.concatenate(chosen)
 
 
 @contextlib.contextmanager
