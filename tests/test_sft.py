@@ -679,7 +679,8 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path):
     ):
         assert re.search(rf"^{title} +[\d.,]+$", ended.out, re.MULTILINE), ended.out
     assert (
-        re.search(r"\d+ rows, 6 held out \(5 cut to 48 tokens, 0 dropped", ended.err)
+        re.search(r"\d+ rows, 6 held out; writing", ended.err)
+        and re.search(r"step \d: of \d+ rows \d cut to 48 tokens, 0 dropped", ended.err)
         and ended.err.count("perplexity") == 4
     )
     summary = json.loads((output / "summary.json").read_text())

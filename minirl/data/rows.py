@@ -189,31 +189,36 @@ def read_rows(
     Raises:
         UserError: a row is not as it should be, or nothing would be left to train on.
     """
-    digests, marks = _read_share(rows, mesh, seed, mark)
-    digests = mesh.gather_array(digests)
+    has_choice = rows.distinct or held_out > 0
+    digests, marks = _read_share(rows, mesh, seed if has_choice else None, mark)
     marked = replace(rows, marks=mesh.gather_array(marks))
-    if not (rows.distinct or held_out):
+    if not has_choice:
         return marked, marked.take(np.arange(0))
+    digests = mesh.gather_array(digests)
     train, chosen = choose(digests, held_out, distinct=rows.distinct)
     return marked.take(train), marked.take(chosen)
 
 
-def _read_share(rows: Rows, mesh: Mesh, seed: int, mark: Mark) -> tuple[np.ndarray, np.ndarray]:
+def _read_share(
+    rows: Rows, mesh: Mesh, seed: int | None, mark: Mark
+) -> tuple[np.ndarray, np.ndarray]:
     """Read this rank's share of the rows. Collective.
 
     Returns:
-        (digests, uint8 [share, 16]; marks, uint8 [share]). The shares follow one another.
+        (digests, uint8 [share, 16], zeros without a seed; marks, uint8 [share]). The shares follow
+        one another.
     """
     size = -(-len(rows) // mesh.world_size)
     first = min(mesh.rank * size, len(rows))
     last = min(first + size, len(rows))
-    digests = bytearray(DIGEST_BYTES * (last - first))
-    marks = bytearray(last - first)
+    num = last - first
+    digests = bytearray(DIGEST_BYTES * num)
+    marks = bytearray(num)
     with errors_of_all(mesh):
         for i, row in enumerate(rows.read(first, last)):
-            start = DIGEST_BYTES * i
-            digests[start : start + DIGEST_BYTES] = _digest(row, seed)
             marks[i] = mark(row)
+            if seed is not None:
+                digests[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)] = _digest(row, seed)
     table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
     return table, np.frombuffer(marks, np.uint8)
 
