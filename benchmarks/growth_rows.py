@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import numpy as np
 import tyro
 
 from minirl.config.shared import DataConfig, RewardConfig
@@ -29,7 +30,7 @@ from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.rows import read_rows
 from minirl.inputs import MAY_BE_LONG, PromptChecks
 from minirl.model.scratch import make_tokenizer
-from minirl.parallel.mesh import Mesh, join_world
+from minirl.parallel.mesh import Mesh
 from minirl.rewards.functions import make_rewards
 from minirl.supervised import mark_row
 
@@ -54,6 +55,21 @@ class Law(NamedTuple):
     cpu_seconds: float
     num_bytes: int
     follows_rows: bool  # Whether the cost may grow with the rows at all.
+
+
+class Alone:
+    """A mesh of one rank, as far as rows need it."""
+
+    rank = 0
+    world_size = 1
+
+    def gather(self, value: object) -> list:
+        """Return what one rank gathers."""
+        return [value]
+
+    def gather_array(self, part: np.ndarray) -> np.ndarray:
+        """Return the arrays of one rank end to end."""
+        return part
 
 
 def write_prompts(path: Path, num: int) -> None:
@@ -137,8 +153,8 @@ def chat_laws(path: Path, size: int, mesh: Mesh) -> Iterator[Law]:
 
 def laws(sizes: list[int], folder: str = "") -> list[Law]:
     """Return the laws at these numbers of rows, those of one law side by side."""
-    mesh = join_world()
-    found = []
+    mesh = cast(Mesh, Alone())
+    found: list[Law] = []
     with tempfile.TemporaryDirectory(dir=folder or None) as scratch:
         path = Path(scratch) / "rows.jsonl"
         for size in sizes:

@@ -6,7 +6,7 @@ Each function raises UserError at the first thing that is missing or cannot work
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -25,8 +25,6 @@ from minirl.model import build, families, scratch
 from minirl.parallel import tensor
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.functions import Rewards, make_rewards
-
-Data = TypeVar("Data", bound=RowsConfig)
 
 
 class ModelFiles(NamedTuple):
@@ -178,8 +176,8 @@ def num_tickets(cfg: RLConfig) -> int | None:
 
 
 def load_splits(
-    open_rows: Callable[[str | list[str], str, Data, Mesh], Rows],
-    data: Data,
+    open_rows: Callable[..., Rows],
+    data: RowsConfig,
     seed: int,
     mesh: Mesh,
     mark: Mark,
@@ -187,7 +185,8 @@ def load_splits(
     """Read all rows once; return those to train on and the held-out ones. Collective.
 
     Args:
-        open_rows: opens the rows of a source; the setting names it in errors.
+        open_rows: called as open_rows(source, setting, data, mesh); the setting names the source in
+            errors.
         data: the sources. Without `data.eval`, `data.held_out` rows of `data.train` are held out.
         seed: decides which.
         mesh: the ranks.

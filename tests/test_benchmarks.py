@@ -60,6 +60,7 @@ LOADS = {
         + ["--rollout.samples-per-prompt", 2, "--policy.lr-warmup-steps", 0],
     ),
     "gpu": (0, ["--small", "--out", "FOLDER/gpu"]),
+    "growth_rows": (0, ["--sizes", 300]),
     "dryrun": (0, ["--model", "Qwen3-0.6B", "--tokens", 1100, "--variants", 1]),
 }
 # Benchmarks that cannot do without a compiler.
@@ -94,6 +95,17 @@ SHOWN = {
         "weights refit # ms weights refit # GB/s",
         f"grpo-tiny forward #{PLAN} ms",
         "grpo-tiny rollout # ms",
+    ],
+    "growth_rows": [
+        f"{law} # rows # CPU-s # us a row # MB # bytes a row"
+        for law in (
+            "index of JSON lines",
+            "prompts: index, read, check, split",
+            "order of an epoch",
+            "curriculum, a step",
+            "chats: read, check, split",
+            "chats: encode a step",
+        )
     ],
     "dryrun": ["as it was: whole gradients", "| # | # | #% | # | # | # | 2 |"],
 }
