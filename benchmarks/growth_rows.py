@@ -1,14 +1,14 @@
 """How the cost of a start grows with the rows: seconds of CPU and bytes of one process.
 
     python benchmarks/growth_rows.py
-    python benchmarks/growth_rows.py --sizes 100000 1000000 10000000 --folder /data/tmp
+    torchrun --nproc-per-node 2 benchmarks/growth_rows.py --sizes 10000000
 
-Rows of RL are a prompt of 500 bytes with its answer, chats two texts of 300 bytes. A rank of W does
-a W-th of what the first two laws say, but for 8 bytes a row of the index and 16 of digests. Bytes
-are those of the most memory that Python and numpy had at once.
+Rows of RL are a prompt of 500 bytes with its answer, chats two texts of 300 bytes. Costs are those
+of rank 0. Bytes are those of the most memory that Python and numpy had at once.
 """
 
 import json
+import os
 import tempfile
 import time
 import tracemalloc
@@ -30,7 +30,7 @@ from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.rows import read_rows
 from minirl.inputs import MAY_BE_LONG, PromptChecks
 from minirl.model.scratch import make_tokenizer
-from minirl.parallel.mesh import Mesh
+from minirl.parallel.mesh import Mesh, join_world
 from minirl.rewards.functions import make_rewards
 from minirl.supervised import mark_row
 
@@ -91,7 +91,9 @@ def write_chats(path: Path, num: int) -> None:
             file.write(json.dumps({"messages": [user, assistant]}) + "\n")
 
 
-def measure(name: str, size: int, work: Callable[[], object], *, follows_rows: bool = True) -> Law:
+def measure(
+    name: str, size: int, mesh: Mesh, work: Callable[[], object], *, follows_rows: bool = True
+) -> Law:
     """Call it twice: for its seconds, then for its bytes."""
     began = time.process_time()
     work()
@@ -100,14 +102,14 @@ def measure(name: str, size: int, work: Callable[[], object], *, follows_rows: b
     work()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return Law(name, 1, size, seconds, peak, follows_rows)
+    return Law(name, mesh.world_size, size, seconds, peak, follows_rows)
 
 
 def prompt_laws(path: Path, size: int, mesh: Mesh) -> Iterator[Law]:
     """Measure the start of RL: index, reading with all checks, order, curriculum."""
     cfg = DataConfig(max_prompt_tokens=1024)
     tokenizer = make_tokenizer([])
-    yield measure("index of JSON lines", size, lambda: JsonLines(path, "x", mesh))
+    yield measure("index of JSON lines", size, mesh, lambda: JsonLines(path, "x", mesh))
 
     def read() -> Prompts:
         checks = PromptChecks(make_rewards(RewardConfig(function="exact")), tokenizer, cfg)
@@ -118,16 +120,16 @@ def prompt_laws(path: Path, size: int, mesh: Mesh) -> Iterator[Law]:
         prompts.check_lengths(mesh, MAY_BE_LONG)
         return prompts
 
-    yield measure("prompts: index, read, check, split", size, read)
+    yield measure("prompts: index, read, check, split", size, mesh, read)
     prompts = read()
 
     def draw() -> None:
         prompts.order = type(prompts.order)(len(prompts.rows), seed=0, shuffle=True)
         prompts.row(0)
 
-    yield measure("order of an epoch", size, draw)
+    yield measure("order of an epoch", size, mesh, draw)
     curriculum = Curriculum(prompts, 0.1)
-    yield measure("curriculum, a step", size, lambda: curriculum.start(BATCH))
+    yield measure("curriculum, a step", size, mesh, lambda: curriculum.start(BATCH))
 
 
 def chat_laws(path: Path, size: int, mesh: Mesh) -> Iterator[Law]:
@@ -139,6 +141,7 @@ def chat_laws(path: Path, size: int, mesh: Mesh) -> Iterator[Law]:
     yield measure(
         "chats: read, check, split",
         size,
+        mesh,
         lambda: read_rows(opened, mesh, 0, HELD_OUT, mark_row),
     )
     with ThreadPoolExecutor(1) as thread:
@@ -148,27 +151,39 @@ def chat_laws(path: Path, size: int, mesh: Mesh) -> Iterator[Law]:
             chats.examples(range(BATCH))
 
         first_step()  # what is loaded once
-        yield measure("chats: encode a step", size, first_step, follows_rows=False)
+        yield measure("chats: encode a step", size, mesh, first_step, follows_rows=False)
 
 
-def laws(sizes: list[int], folder: str = "") -> list[Law]:
-    """Return the laws at these numbers of rows, those of one law side by side."""
-    mesh = cast(Mesh, Alone())
+def laws(sizes: list[int], folder: str = "", mesh: Mesh | None = None) -> list[Law]:
+    """Return the laws at these numbers of rows, those of one law side by side.
+
+    Args:
+        sizes: numbers of rows.
+        folder: where the rows are written for a while; empty: the system's.
+        mesh: the ranks; None: this process is alone.
+    """
+    mesh = mesh or cast(Mesh, Alone())
     found: list[Law] = []
     with tempfile.TemporaryDirectory(dir=folder or None) as scratch:
-        path = Path(scratch) / "rows.jsonl"
+        path = Path(mesh.gather(scratch)[0]) / "rows.jsonl"
         for size in sizes:
-            write_prompts(path, size)
-            found += prompt_laws(path, size, mesh)
-            write_chats(path, size)
-            found += chat_laws(path, size, mesh)
+            for write, measured in ((write_prompts, prompt_laws), (write_chats, chat_laws)):
+                if mesh.rank == 0:
+                    write(path, size)
+                mesh.gather(None)  # rank 0 has written
+                found += measured(path, size, mesh)
+                mesh.gather(None)  # all have read
     names = [law.name for law in found]
     return sorted(found, key=lambda law: (names.index(law.name), law.size))
 
 
 def main(load: Load) -> None:
     """Print a line for each law and size."""
-    for law in laws(load.sizes, load.folder):
+    mesh = join_world() if "RANK" in os.environ else None
+    found = laws(load.sizes, load.folder, mesh)
+    if mesh and mesh.rank > 0:
+        return
+    for law in found:
         print(
             f"{law.name:36} {law.size:>9} rows {law.cpu_seconds:8.3f} CPU-s "
             f"{law.cpu_seconds / law.size * 1e6:8.2f} us a row {law.num_bytes / 1e6:8.1f} MB "
