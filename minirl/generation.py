@@ -8,8 +8,7 @@ from minirl.inputs import Inputs
 from minirl.policy import Policy
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
-from minirl.rollout.sampler import Sampler
-from minirl.types import Trajectory
+from minirl.rollout.sampler import Sampler, StepRollout
 
 
 class Generation:
@@ -60,7 +59,7 @@ class Generation:
         """Give the engine the policy's weights; inside the block it may generate. Collective."""
         return self.engine.awake(self.refit, self.policy.sleeper)
 
-    def collect_step(self, first_ticket: int) -> tuple[list[Trajectory], int]:
+    def collect_step(self, first_ticket: int) -> StepRollout:
         """Return what `Sampler.collect_step` does, at the weights of this step. Collective."""
         return self.sampler.collect_step(
             first_ticket, self.sampling, version=self.policy.num_updates

@@ -113,9 +113,9 @@ def write(
     Args:
         folder: of the run.
         scores: held-out scores by title, with which the table begins.
-        tokens: numbers of tokens of the whole run, by the keys of PHASES_OF_TOKENS. In the summary
-            `tokens_per_second` counts the generated ones over the whole of the RL steps, without
-            evaluation.
+        tokens: numbers of tokens of the whole run, by the keys of PHASES_OF_TOKENS, and those that
+            were sampled in vain as `discarded`. In the summary `tokens_per_second` counts the
+            generated ones over the whole of the RL steps, without evaluation.
         seconds: of rank 0, by phase.
         common: more entries of the summary.
     """
@@ -123,6 +123,8 @@ def write(
     if "generated" in tokens:
         in_steps = sum(value for name, value in seconds.items() if name not in OUTSIDE_STEPS)
         summary["tokens_per_second"] = tokens["generated"] / max(in_steps, 1e-9)
+    if "discarded" in tokens:
+        summary["discarded_tokens"] = tokens["discarded"]
     summary["tokens_per_second_by_phase"] = speeds(tokens, seconds)
     summary["seconds"] = seconds
     summary |= common

@@ -68,7 +68,7 @@ class Trainer(Program):
             self.run.saver.rollouts = sampler.state
             if self.run.resumed_from:
                 unfinished = checkpoint.load_rollouts(self.run.resumed_from)
-                sampler.load(unfinished, self.generation.sampling)
+                sampler.load(unfinished, self.generation.sampling, version=self.policy.num_updates)
 
         self.algo = cfg.algo  # with the weight of the KL as it is adapted
         if cfg.algo.kl_target and self.progress.kl_coef is not None:
@@ -85,7 +85,9 @@ class Trainer(Program):
         # beside the state of its optimizer.
         self.ref: Policy | None = None
         self.critic: Policy | None = None
-        self.num_extra_prompts = 0  # taken by dynamic sampling in the current step
+        # Of the current step: prompts that dynamic sampling took, tokens that were thrown away.
+        self.num_extra_prompts = 0
+        self.num_discarded_tokens = 0
 
     def train(self) -> None:
         """Train from the first step of the run to the last. All ranks take each step together."""
@@ -140,18 +142,19 @@ class Trainer(Program):
             with self.timer.phase("rollout"):
                 if self.curriculum:
                     self.curriculum.start(first_ticket)
-                trajectories, next_ticket = generation.collect_step(first_ticket)
-            with self.timer.phase("idle"):
-                failures: list[str] = sum(self.mesh.gather(generation.sampler.runner.failures), [])
-        self.num_extra_prompts = next_ticket - first_ticket - cfg.rollout.prompts_per_step
+                rollout = generation.collect_step(first_ticket)
+        self.num_extra_prompts = rollout.next_ticket - first_ticket - cfg.rollout.prompts_per_step
         self.progress.extra_tickets += self.num_extra_prompts
+        self.num_discarded_tokens = rollout.discarded_tokens
+        trajectories = rollout.trajectories
+        failures = rollout.failures
 
         # 2. Some episodes may have failed, but not all.
         if failures:
             self.run.log.say(
                 f"step {step}: {len(failures)} episodes failed, the first because {failures[0]}"
             )
-        if not any(self.mesh.gather(len(trajectories))):
+        if not rollout.num_trajectories:
             why = failures[0] if failures else "the policy sampled no token in any"
             raise UserError(f"step {step}: no episode can be trained on: {why}")
 
@@ -283,6 +286,8 @@ class Trainer(Program):
         if self.generation:
             row["refit_bytes"] = self.generation.refit.bytes_received
             row["kv_cache_tokens"] = self.generation.engine.kv_cache_tokens
+            row["rollout/discarded_tokens"] = self.num_discarded_tokens
+            self.progress.add({}, discarded=self.num_discarded_tokens)
 
         num_sampled = sum(int(t.sampled.sum()) for t in trajectories)
         num_rows = sum(sum(batch.lengths) for batch in sum(minibatches, []))
@@ -363,6 +368,9 @@ class Trainer(Program):
         if self.generation:
             with self.generation.awake():
                 self.evaluate(self.generation, self.cfg.num_steps, "after_rl")
+            # What goes on in a later step is lost, now that none follows.
+            unfinished = self.generation.sampler.num_unfinished_tokens()
+            self.progress.add({}, discarded=unfinished)
         self.run.log.bar.close()  # the answers are printed where it stands
         evaluations = self.progress.evaluations
         accuracy = {name: result["scores"]["accuracy"] for name, result in evaluations.items()}

@@ -165,7 +165,7 @@ class Walk(Trainer):
             RolloutEngine.step,
         )
         with self.generation.awake():
-            trajectories, _ = self.generation.collect_step(0)
+            trajectories = self.generation.collect_step(0).trajectories
         first_group = trajectories[:4]
         row = self.inputs.prompts.row(trajectories[0].group)
         show("   in    {0[prompt]}   (answer: {0[answer]})", row)
@@ -293,7 +293,8 @@ class Walk(Trainer):
         mismatches = []
         for refit in (lambda: None, self.generation.refit):
             with self.generation.engine.awake(refit, self.policy.sleeper):
-                trajectories, _ = self.generation.collect_step(self.cfg.rollout.prompts_per_step)
+                first = self.cfg.rollout.prompts_per_step
+                trajectories = self.generation.collect_step(first).trajectories
             following = self.make_batches(trajectories)[0][0]
             self.assign_advantages([[following]])
             mismatches.append(self.policy.measure([following], self.loss)["mismatch"])

@@ -446,6 +446,10 @@ IMPOSSIBLE = [
         "ahead = 4 and replay = '' do not allow; unset one or the other",
     ),
     (
+        {"rollout__ahead": 33, "rollout__prompts_per_step": 16, "rollout__max_staleness": 2},
+        "rollout.ahead = 33 is more than prompts_per_step = 16 times max_staleness = 2",
+    ),
+    (
         {"reward__model": "judge", "rollout__extra_prompts": 4},
         "reward.model = judge scores after it; serve it",
     ),

@@ -23,7 +23,8 @@ from minirl.errors import UserError
 from minirl.rewards.functions import Rewards
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.refit import Refit
-from minirl.rollout.sampler import Sampler, spread
+from minirl.rollout.sampler import Sampler
+from minirl.rollout.tickets import spread
 from minirl.types import Trajectory
 from test_rollout import make_policy, overwrite
 
@@ -54,6 +55,17 @@ class Talk(Env):
             sampling={"max_tokens": 2 + 7 * int(state.row["answer"]) % 29},
             info={"last": float(state.turn)},
         )
+
+
+class Tail(Env):
+    """Ends after two answers, but after twenty for one row."""
+
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, state):
+        num_turns = 20 if state.row["answer"] == "3" else 2
+        return Result(observation="go on", reward=1.0, done=state.turn + 1 == num_turns)
 
 
 class AsyncTalk(Talk):
@@ -314,6 +326,7 @@ def set_up(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts
         c.__name__: c
         for c in (
             Talk,
+            Tail,
             AsyncTalk,
             Forgetful,
             InTokens,
@@ -626,7 +639,9 @@ def partial_program(mesh, folder, other, env, ahead, break_offs):
             overwrite(parts[0], other if step == 1 else folder)
             with parts[1].awake(parts[2], parts[0].sleeper):
                 begun = len(sampler.training.groups)
-                trajectories, first = sampler.collect_step(first, sampling, version=step)
+                rollout = sampler.collect_step(first, sampling, version=step)
+            trajectories, first = rollout.trajectories, rollout.next_ticket
+            assert rollout.discarded_tokens == 0
             steps.append(
                 {
                     "trajectories": fields(trajectories),
@@ -640,7 +655,7 @@ def partial_program(mesh, folder, other, env, ahead, break_offs):
                 states = mesh.gather(sampler.state())
                 sampler.close()
                 *_, sampler, prompts, sampling = set_up(mesh, folder, env, parts=parts, **options)
-                sampler.load(states, sampling)
+                sampler.load(states, sampling, version=step)
         sampler.close()
         runs.append(steps)
     policy, worst, mixed = parts[0], 0.0, 0
@@ -713,24 +728,34 @@ def test_two_ranks_share_what_is_unfinished(tmp_path):
 
 
 def stale_program(mesh, folder, tickets):
+    """Steps with one prompt in nine whose answers are twelve times as long as the others."""
     rollout = {
-        "max_tokens": 40,
+        "max_tokens": 4,
         "ahead": 3,
         "prompts_per_step": 2,
         "samples_per_prompt": 2,
-        "max_staleness": 1,
+        "max_staleness": 2,
         "tickets": tickets,
     }
+    env = {"name": "Tail", "max_turns": 24, "max_tokens": 120}
     policy, eng, refit, sampler, prompts, sampling = set_up(
-        mesh, folder, {"name": "Talk", "max_tokens": 120}, rollout, RLConfig
+        mesh, folder, env, rollout, RLConfig, max_model_len=512
     )
     steps, first = [], 0
-    for step in range(6):
+    for step in range(9):
         with eng.awake(refit, policy.sleeper):
-            trajectories, first = sampler.collect_step(first, sampling, version=step)
+            rollout = sampler.collect_step(first, sampling, version=step)
             # leaves the paused requests alone
             evaluation = sampler.collect(prompts, range(3), 1, sampling)
-        steps.append([(t.group, t.episode, step - t.version) for t in trajectories])
+        first = rollout.next_ticket
+        steps.append(
+            {
+                "ages": [(t.group, t.episode, step - t.version) for t in rollout.trajectories],
+                "discarded": rollout.discarded_tokens,
+                "begun": sorted(sampler.begun),
+                "unfinished": sampler.num_unfinished_tokens(),
+            }
+        )
         groups = sorted(t.group for part in mesh.gather(evaluation) for t in part if t.segment == 0)
         assert groups == [0, 1, 2], groups
     sampler.close()
@@ -738,18 +763,29 @@ def stale_program(mesh, folder, tickets):
 
 
 @pytest.mark.parametrize(("world", "tickets"), [(1, "round_robin"), (2, "pull")])
-def test_no_token_is_older_than_allowed(on_one_rank, tmp_path, world, tickets):
+def test_no_token_is_older_than_allowed_and_none_is_thrown_away(
+    on_one_rank, tmp_path, world, tickets
+):
+    """A group that would become too old is waited for: each ticket is trained on once, in time."""
     found = (
         on_one_rank["stale"].result()
         if world == 1
         else ranks(world, stale_program, tiny.make(tmp_path / "model"), tickets)
     )
-    for n in range(6):
-        step = [t for r in found for t in r[n]]
-        assert len({g for g, _, _ in step}) == 2 and max(age for *_, age in step) <= 1
-    assert any(age == 1 for r in found for step in r for *_, age in step)
-    groups = [g for n in range(6) for g in {g for r in found for g, _, _ in r[n]}]
-    assert len(groups) == len(set(groups)) == 12  # each is trained on once
+    trained: dict[int, int] = {}  # ticket -> step
+    oldest = collections.defaultdict(int)  # ticket -> age of its oldest token when trained on
+    for n in range(9):
+        for group, _, age in (t for r in found for t in r[n]["ages"]):
+            assert trained.setdefault(group, n) == n and age <= 2
+            oldest[group] = max(oldest[group], age)
+        assert sum(step == n for step in trained.values()) == 2
+        begun = found[0][n]["begun"]
+        assert all(r[n]["begun"] == begun and r[n]["discarded"] == 0 for r in found)
+        assert len(begun) <= 3  # of at most five, two are trained on
+        known = sorted([*trained, *begun])
+        assert known == list(range(len(known)))  # no ticket is left out
+    assert any(r[-1]["unfinished"] for r in found)
+    assert oldest[3] == oldest[12] == 2  # the long ones went on for as long as they may
 
 
 def test_shares_go_to_who_has_least():
@@ -771,10 +807,10 @@ def tp_program(mesh, folder, env):
         tensor_parallel_size=2,
     )
     with eng.awake(refit, policy.sleeper):
-        found, first = sampler.collect_step(0, sampling, version=0)
-        more, _ = sampler.collect_step(first, sampling, version=1)
+        found = sampler.collect_step(0, sampling, version=0)
+        more = sampler.collect_step(found.next_ticket, sampling, version=1)
     sampler.close()
-    return [fields(found), fields(more)]
+    return [fields(found.trajectories), fields(more.trajectories)]
 
 
 def test_an_engine_on_two_ranks_runs_the_same_episodes(tmp_path):

@@ -4,7 +4,6 @@ again on two ranks."""
 
 import base64
 import io
-import itertools
 import json
 import math
 from pathlib import Path
@@ -26,12 +25,17 @@ from minirl.config.shared import RolloutConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.errors import UserError
 from minirl.inputs import find_other_model
+from minirl.log import Timer
 from minirl.plan import __main__ as planner
 from minirl.plan.planner import GIB
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records, show
+from minirl.rollout import tickets as tickets_module
+from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.groups import Group, GroupScheduler
+from minirl.rollout.pacing import Goal
 from minirl.rollout.sampler import Sampler
+from minirl.rollout.tickets import pull
 from minirl.supervised import SupervisedTrainer
 from minirl.types import Trajectory
 from programs import ROOT
@@ -633,25 +637,36 @@ class Recorded(Sampler):
         self.cfg = RLConfig(rollout=RolloutConfig(prompts_per_step=4, extra_prompts=extra))
         self.runner = SimpleNamespace(failures=[])
         self.training = GroupScheduler(self.runner)
-        self.prompts, self.engine_loop = None, SimpleNamespace()
+        self.begun, self.waiting, self.prompts = {}, [], None
+        self.engine = SimpleNamespace(timer=Timer(torch.device("cpu")))
+        self.engine_loop = EngineLoop(self.engine, repeatable=True)
 
-    def _run_groups(self, scheduler, make_group, tickets, num_samples, num_needed):
+    def _run_groups(self, scheduler, make_group, tickets, num_samples, goals, begun):
         self.asked.append(tickets)
-        assert num_needed == len(tickets)
+        assert goals == [Goal(0, len(tickets))] and not begun
         return [
             Answered(n, 0, [self.means[n] + (-1) ** e for e in range(2)])
             for n in tickets
             if n % 2 == self.rank
         ]
 
-    def gather(self, own):
-        if isinstance(own, int):
-            return [own, own]
-        other = {n: 0 < self.means[n] < 1 for n in self.asked[-1] if n % 2 != self.rank}
-        return [own, other] if self.rank == 0 else [other, own]
+    def gather_array(self, own):
+        others = [n for n in self.asked[-1] if n % 2 != self.rank]
+        rows = [(n, 0, 1, self.is_varied(n), 2, 1 - self.rank) for n in others]
+        other = np.array(rows).reshape(-1, 6)
+        return np.concatenate([own, other] if self.rank == 0 else [other, own])
+
+    def is_varied(self, number):
+        return not self.cfg.rollout.extra_prompts or 0 < self.means[number] < 1
+
+    def sums(self, values):
+        return values
 
 
 class Answered(Group):
+    def num_sampled(self):
+        return 10
+
     def trajectories(self):
         return [
             Trajectory(
@@ -693,39 +708,49 @@ def test_groups_outside_the_range_are_replaced(means, extra, kept, end, rounds):
     got = []
     for rank in (0, 1):
         sampler = Recorded(given, rank, extra)
-        trajectories, stop = sampler.collect_step(10, None, version=0)
+        rollout = sampler.collect_step(10, None, version=0)
+        stop = rollout.next_ticket
         assert stop == 10 + end and len(sampler.asked) == rounds
+        left_out = [n for n in range(end) if n not in kept and n % 2 == rank]
+        assert rollout.discarded_tokens == 10 * len(left_out)  # of this rank: `sums` adds nothing
         assert [n for tickets in sampler.asked for n in tickets] == list(
             range(10, stop)
         )  # none twice, none left out
-        got += [(t.group - 10, t.episode) for t in trajectories]
+        got += [(t.group - 10, t.episode) for t in rollout.trajectories]
     assert sorted(got) == [(n, e) for n in kept for e in (0, 1)]
 
 
 class Store(dict):
+    num_asked = 0
+
     def add(self, key, number):
+        self.num_asked += 1
         self[key] = self.get(key, 0) + number
         return self[key]
 
 
 def test_engines_pull_from_one_queue_after_one_of_them_had_no_room_for_a_ticket():
-    store, samplers = Store(), [Sampler.__new__(Sampler), Sampler.__new__(Sampler)]
-    for sampler in samplers:
-        sampler.mesh = SimpleNamespace(gather=lambda value: [value], store=store)
-        sampler.pulls, sampler.counter_numbers = True, itertools.count()
-        sampler.engine = SimpleNamespace(
-            tp_size=1, replica=0, is_leader=True, cfg=SimpleNamespace(max_num_seqs=8)
-        )
-        sampler.engine_loop = SimpleNamespace(run=lambda result: result)
-    scheduler = SimpleNamespace(groups={}, run=lambda queue, room, is_enough: (queue, is_enough))
-    (_, idle), (queue, busy) = [
-        sampler._run_groups(scheduler, int, range(4), 1, 4) for sampler in samplers
-    ]
-    assert list(queue) == [0, 1, 2, 3] and busy(4) and idle(0)
-    (queue, first), (other, second) = [
-        sampler._run_groups(scheduler, int, range(4, 8), 1, 4) for sampler in samplers
-    ]
-    assert [next(queue), next(other), *queue] == [4, 5, 6, 7] and not first(1) and second(3)
+    store = Store()
+    (_, idle), (queue, busy) = [pull(range(4), [Goal(0, 4)], store, 0) for _ in range(2)]
+    assert list(queue) == [0, 1, 2, 3] and busy([0] * 4) and idle([])
+    (queue, first), (other, second) = [pull(range(4, 8), [Goal(0, 4)], store, 1) for _ in range(2)]
+    assert [next(queue), next(other), *queue] == [4, 5, 6, 7]
+    assert not first([0]) and second([0] * 3)
+
+
+def test_the_store_is_asked_when_a_group_has_finished_and_else_now_and_then(monkeypatch):
+    monkeypatch.setattr(tickets_module, "SECONDS_BETWEEN_LOOKS", 1e9)
+    store = Store()
+    (_, here), (_, there) = [pull(range(4), [Goal(3, 1), Goal(5, 2)], store, 0) for _ in range(2)]
+    assert not any(here([]) for _ in range(1000)) and store.num_asked == 2  # one for each goal
+    assert not here([5]) and not here([5]) and not there([5, 5]) and store.num_asked == 6
+    assert there([5, 5, 2])  # one of them is old enough
+    assert not here([5])  # it has not looked again
+    monkeypatch.setattr(tickets_module, "SECONDS_BETWEEN_LOOKS", 0.0)
+    (_, here) = pull([], [Goal(5, 2)], store, 1)
+    assert not here([])
+    store.add("minirl/finished/1/0", 2)
+    assert here([]) and here([])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class Scripted:
         self.tokenizer.chat_template = TEMPLATE
         self.prompts = SimpleNamespace(tokenizer=self.tokenizer, vision=None)
         self.texts, self.requests, self.live = list(texts), [], 0
+        self.discarded_tokens = 0
 
     async def generate(self, request):
         self.requests.append(request)
@@ -496,6 +497,9 @@ def test_a_client_that_disconnects_leaves_nothing():
         with pytest.raises(openai.APIError, match="session was closed"):
             [chunk async for chunk in streaming]
         assert [s.sampled.count(True) for s in conversation.segments] == [8]
+        await until(lambda: w.engine.live == 0)
+        num_sampled = sum(len(request.done.tokens) for request in w.engine.requests)
+        assert w.engine.discarded_tokens == num_sampled - 8 > 0
 
     play(program, "one")
 

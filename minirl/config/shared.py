@@ -204,10 +204,12 @@ class RolloutConfig:
     #: Curriculum: draw prompts by their past success. The floor is the least weight of a prompt, as
     #: a share of an untried one's (0.1 is usual; with 1 all are alike). 0: off.
     curriculum_floor: Share = 0.0
-    #: Partial rollouts: begin so many more prompts than a step needs. 0: a step waits for all its
-    #: answers.
+    #: Partial rollouts: begin so many more prompts than a step needs, at most prompts_per_step *
+    #: max_staleness. 0: a step waits for all its answers.
     ahead: NonNegativeInt = 0
-    max_staleness: PositiveInt = 2  # Steps that a group may go on for before it restarts.
+    #: A group is trained on within so many steps after the one in which it began: a step waits for
+    #: those that would become older. Nothing that was sampled is thrown away for its age.
+    max_staleness: PositiveInt = 2
     #: Which engine generates which prompt. auto: round_robin on CPU, pull on CUDA.
     tickets: Literal["auto", "pull", "round_robin"] = "auto"
     #: Write every trajectory of a step to <output>/rollouts/ (rollout/records.py has the format;

@@ -32,6 +32,7 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
     validate_sampling(cfg)
     _training(cfg, world_size, "engine.max_model_len", longest, scores)
     _rollout(cfg)
+    _partial_rollouts(cfg)
     _reward(cfg)
     _algorithm(cfg)
     _critic(cfg)
@@ -274,6 +275,18 @@ def _rollout(cfg: RLConfig) -> None:
         not rollout.replay or not needs_engine,
         f"rollout.replay = {rollout.replay} runs no engine, so sft.num_steps, rollout.ahead, "
         "rollout.dump and checkpoint.best_metric have no effect; unset them",
+    )
+
+
+def _partial_rollouts(cfg: RLConfig) -> None:
+    rollout = cfg.rollout
+    most_ahead = rollout.prompts_per_step * rollout.max_staleness
+    require(
+        rollout.ahead <= most_ahead,
+        f"rollout.ahead = {rollout.ahead} is more than prompts_per_step = "
+        f"{rollout.prompts_per_step} times max_staleness = {rollout.max_staleness}, so that some "
+        f"groups could not be trained on in time; lower it to {most_ahead} or less, or raise "
+        "max_staleness",
     )
 
 

@@ -48,6 +48,7 @@ class EngineLoop:
         version: optimizer steps that the engine's weights have seen.
         active_episodes: episodes that are at work and not waiting for a completion.
         may_step: False: do not step the engine any more in this run.
+        discarded_tokens: tokens that were sampled and thrown away, since `take_discarded`.
     """
 
     def __init__(self, engine: RolloutEngine, *, repeatable: bool):
@@ -65,6 +66,7 @@ class EngineLoop:
         self.active_episodes = 0
         self._request_numbers = itertools.count()
         self.may_step = True
+        self.discarded_tokens = 0
         self._news = asyncio.Event()  # Something has changed that may allow a step.
         self._waiting: list[_Entry] = []  # Not added to the engine yet.
         self._running: dict[str, _Entry] = {}  # In the engine, by the engine's request id.
@@ -103,6 +105,12 @@ class EngineLoop:
         """Note that an active episode has ended, or waits for a completion."""
         self.active_episodes -= 1
         self._news.set()
+
+    def take_discarded(self) -> int:
+        """Return the number of tokens that were thrown away since the last call."""
+        num_tokens = self.discarded_tokens
+        self.discarded_tokens = 0
+        return num_tokens
 
     # ----------------------------------------------------------------------------------------------
     # for those who run a rollout
@@ -169,6 +177,7 @@ class EngineLoop:
             Whether the engine steps, the ids of the requests to abort, and the arguments of
             `RolloutEngine.add` for each new one.
         """
+        self._count_given_up()
         aborted = []
         for request_id, (_, future) in list(self._running.items()):
             if future.cancelled() or not more:
@@ -186,6 +195,17 @@ class EngineLoop:
             added.append((request_id, *_remaining(request)))
         self._waiting = []
         return more, aborted, added
+
+    def _count_given_up(self) -> None:
+        """Count the tokens in the engine of requests whose callers have given them up.
+
+        Those that are in `Request.done` are counted where the request was made.
+        """
+        given_up = {key for key, (_, future) in self._running.items() if future.cancelled()}
+        if given_up:
+            for request_id, tokens, _, _ in self.engine.unfinished():
+                if request_id in given_up:
+                    self.discarded_tokens += len(tokens)
 
     def _record(self, outputs: Iterable[EngineOutput]) -> None:
         """Append the engine's new tokens to their requests, and wake the callers of finished ones.

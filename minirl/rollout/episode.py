@@ -54,6 +54,16 @@ class Episode:
     # Returns the trajectories once the episode has ended; waits for the rewards. None: it goes on.
     outcome: Callable[[], list[Trajectory]] | None = None
 
+    def num_sampled(self) -> int:
+        """Return the number of tokens sampled so far; 0 if the episode was dropped.
+
+        Waits for the rewards if the episode has ended.
+        """
+        if self.outcome:
+            return sum(int(t.sampled.sum()) for t in self.outcome())
+        unfinished = len(self.request.done.tokens) if self.request else 0
+        return self.conversation.num_sampled() + unfinished
+
     def saved(self) -> "tuple[Episode, list[Segment]] | list[Trajectory]":
         """Return what `restored` needs, for pickle; waits for the rewards if the episode has ended.
 
@@ -133,7 +143,7 @@ class EpisodeRunner:
         Raises:
             UserError: a reward function failed.
         """
-        if e.error and self.cfg.on_error == "drop":
+        if self._is_dropped(e):
             return []
         info = {
             "prompt": plain(e.row["prompt"]),
@@ -158,6 +168,14 @@ class EpisodeRunner:
         return e.conversation.trajectories(
             group=e.ticket, episode=e.number, reward=reward, info=info
         )
+
+    def count_if_dropped(self, e: Episode) -> None:
+        """Count the tokens of an episode that has ended, if it is not trained on."""
+        if self._is_dropped(e):
+            self.engine_loop.discarded_tokens += e.conversation.num_sampled()
+
+    def _is_dropped(self, e: Episode) -> bool:
+        return bool(e.error) and self.cfg.on_error == "drop"
 
     async def _run_to_end(self, e: Episode) -> None:
         try:
@@ -282,10 +300,11 @@ class EpisodeRunner:
     async def _run_agent(self, e: Episode, agent: Agent) -> None:
         """Run an agent, which asks for its completions over HTTP."""
         session = self.endpoint.open((self.seed, e.ticket, e.number), e.sampling)
+        e.conversation = self.endpoint.conversation(session.api_key)
         try:
             self._apply_result(e, await self._call(agent.run, e.row, session))
         finally:
-            e.conversation = self.endpoint.close(session.api_key)
+            self.endpoint.close(session.api_key)
         segments = e.conversation.segments
         e.turn = sum(segment.num_completions for segment in segments)
         e.stopped = True

@@ -3,15 +3,23 @@
 import asyncio
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from minirl.envs.base import Agent
 from minirl.rollout.episode import Episode, EpisodeRunner
+from minirl.rollout.pacing import IsEnough
 from minirl.types import Trajectory
 
-# Takes the number of groups that are finished on this rank.
-IsEnough = Callable[[int], bool]
+
+class SavedGroup(NamedTuple):
+    """A group in a checkpoint."""
+
+    ticket: int
+    version: int  # -1: no token has been sampled for it, or they are not saved.
+    episodes: list[Any]  # What `Episode.saved` returned of each; none if the group begins anew.
+    num_sampled: list[int]  # Tokens of each episode, saved or not.
 
 
 @dataclass
@@ -36,15 +44,22 @@ class Group:
         """
         return sum([e.outcome() for e in self.episodes if e.outcome], [])
 
-    def pickled(self) -> bytes:
-        """Return it for a checkpoint.
+    def num_sampled(self) -> int:
+        """Return the number of tokens that have been sampled for it, but for dropped episodes."""
+        return sum(e.num_sampled() for e in self.episodes)
 
-        It is without episodes if one of them is an agent's that goes on, or cannot be pickled.
+    def pickled(self) -> bytes:
+        """Return a SavedGroup for a checkpoint.
+
+        It begins anew there if one of its episodes is an agent's that goes on, or cannot be
+        pickled.
         """
+        num_sampled = [e.num_sampled() for e in self.episodes]
         if all(e.outcome or not isinstance(e.env, Agent) for e in self.episodes):
             with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
-                return pickle.dumps((self.ticket, self.version, [e.saved() for e in self.episodes]))
-        return pickle.dumps((self.ticket, self.version, []))
+                episodes = [e.saved() for e in self.episodes]
+                return pickle.dumps(SavedGroup(self.ticket, self.version, episodes, num_sampled))
+        return pickle.dumps(SavedGroup(self.ticket, -1, [], num_sampled))
 
 
 class GroupScheduler:
@@ -58,7 +73,7 @@ class GroupScheduler:
         self.runner = runner
         self.groups: dict[int, Group] = {}  # By ticket.
         self._num_active = 0  # Episodes that have begun and not ended.
-        self._num_finished = 0  # Groups.
+        self._finished_versions: list[int] = []  # Of the groups that have finished.
         self._error: BaseException | None = None  # Of the first episode that ends the run.
         self._episode_of: dict[asyncio.Task, tuple[Group, Episode]] = {}
         self._ended: asyncio.Queue[asyncio.Task] = asyncio.Queue()
@@ -69,8 +84,8 @@ class GroupScheduler:
         Args:
             new_groups: one is taken only when it can begin.
             room: a new group begins while fewer episodes than this go on, or none.
-            is_enough: takes the number of finished groups. Those of other ranks count, too, so
-                that its result may change between two calls.
+            is_enough: takes the versions of the finished groups. Those of other ranks count, too,
+                so that its result may change between two calls.
 
         Returns:
             The groups that have finished, in the order of their tickets.
@@ -84,8 +99,8 @@ class GroupScheduler:
         for group in self.groups.values():
             if not group.tasks:
                 self._start(group)
-        self._num_finished = sum(group.finished for group in self.groups.values())
-        while not (self._error or is_enough(self._num_finished)):
+        self._finished_versions = [g.version for g in self.groups.values() if g.finished]
+        while not (self._error or is_enough(self._finished_versions)):
             while self._num_active < max(1, room):
                 new_group = next(new_groups, None)
                 if new_group is None:
@@ -104,14 +119,6 @@ class GroupScheduler:
         for group in finished:
             del self.groups[group.ticket]
         return finished
-
-    def replace(self, old: Group, new: Group) -> None:
-        """Give up a group, and take another one of the same ticket in its place."""
-        if old.tasks:
-            self._num_active -= sum(not e.outcome for e in old.episodes)
-            for task in old.tasks:
-                task.cancel()
-        self.groups[new.ticket] = new
 
     def _start(self, group: Group) -> None:
         """Start a task for each episode that has not ended."""
@@ -139,11 +146,11 @@ class GroupScheduler:
         group, episode = self._episode_of.pop(task)
         if not isinstance(episode.env, Agent):
             self.runner.engine_loop.mark_idle()
-        if self.groups.get(group.ticket) is not group:
-            return  # It was given up.
         if task.exception():
             self._error = self._error or task.exception()
             return
         self._num_active -= 1
+        self.runner.count_if_dropped(episode)
         episode.outcome = self.runner.pool.submit(self.runner.finish, episode).result
-        self._num_finished += group.finished
+        if group.finished:
+            self._finished_versions.append(group.version)

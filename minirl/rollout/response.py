@@ -107,19 +107,35 @@ class PendingResponse:
 
     async def _generate(self) -> None:
         """Sample all choices, then append them to the conversation."""
+        num_used = 0
+        try:
+            await self._sample()
+            for choice in self.choices:
+                num_used += self._append(choice)
+        finally:
+            # Cancelled requests, and what lies behind a stop string, are not trained on.
+            num_sampled = sum(len(choice.engine_request.done.tokens) for choice in self.choices)
+            self.session.engine_loop.discarded_tokens += num_sampled - num_used
+
+    async def _sample(self) -> None:
+        """Sample all choices."""
         async with asyncio.TaskGroup() as group:
             for choice in self.choices:
                 task = group.create_task(self.session.engine_loop.generate(choice.engine_request))
                 if self.request.stream or self.request.stop:  # else the text can wait for the end
                     choice.engine_request.on_tokens = partial(self._on_tokens, choice, task)
+
+    def _append(self, choice: Choice) -> int:
+        """Append a choice to the conversation; return the number of its tokens."""
+        choice.finish()
         conversation = self.session.conversation
-        for choice in self.choices:
-            choice.finish()
-            segment = conversation.append_prompt(choice.prompt)
-            sampled_text = segment.append_completion(choice.completion(), conversation.tokenizer)
-            key = completion_key(choice.visible_text, choice.tool_calls)
-            self.session.sampled_texts[key] = sampled_text
-            self._chunks.put_nowait(choice.next_chunk())
+        completion = choice.completion()
+        segment = conversation.append_prompt(choice.prompt)
+        sampled_text = segment.append_completion(completion, conversation.tokenizer)
+        key = completion_key(choice.visible_text, choice.tool_calls)
+        self.session.sampled_texts[key] = sampled_text
+        self._chunks.put_nowait(choice.next_chunk())
+        return len(completion.tokens)
 
     def _on_tokens(self, choice: Choice, task: asyncio.Task[Completion]) -> None:
         choice.read_new_tokens()

@@ -3,14 +3,18 @@
 A ticket is the number of a prompt; its group is all of the prompt's samples. With `rollout.ahead` a
 step begins more groups than it needs. When it has enough, the others are interrupted, and the next
 step goes on with them under its new weights (partial rollouts: APRIL, arXiv 2509.18521; Kimi k1.5,
-arXiv 2501.12599, sec. 2.6.2).
+arXiv 2501.12599, sec. 2.6.2). pacing.py says when groups begin and which of them a step waits for.
 """
 
 import itertools
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+
+import numpy as np
+import torch
 
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig
@@ -22,8 +26,23 @@ from minirl.rollout.conversation import Conversation
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.episode import Episode, EpisodeRunner
-from minirl.rollout.groups import Group, GroupScheduler, IsEnough
+from minirl.rollout.groups import Group, GroupScheduler, SavedGroup
+from minirl.rollout.pacing import Goal, GroupState, Pace
+from minirl.rollout.tickets import deal, pull
 from minirl.types import Trajectory
+
+
+@dataclass(kw_only=True)
+class StepRollout:
+    """What the rollout of a training step gives. All but the first field are of all ranks."""
+
+    trajectories: list[Trajectory]  # This rank's part.
+    num_trajectories: int
+    next_ticket: int  # The first ticket of the next step.
+    failures: list[str]  # Why episodes failed.
+    # Tokens that were sampled since the last step and will not be trained on: groups that dynamic
+    # sampling leaves out, episodes that are dropped, requests that an agent gave up.
+    discarded_tokens: int
 
 
 class Sampler:
@@ -33,6 +52,8 @@ class Sampler:
         engine_loop: steps the engine.
         runner: runs the episodes.
         training: has the groups that the next training step goes on with.
+        begun: those groups, of all ranks, by ticket.
+        waiting: tickets that had no room in the steps that they were taken for; they are next.
     """
 
     def __init__(
@@ -67,6 +88,8 @@ class Sampler:
             self.endpoint = Endpoint(self.engine_loop, prompts, cfg.endpoint)
         self.runner = EpisodeRunner(self.engine_loop, rewards, cfg, self.endpoint)
         self.training = GroupScheduler(self.runner)
+        self.begun: dict[int, GroupState] = {}
+        self.waiting: list[int] = []
         self.counter_numbers = itertools.count()  # One for each pair of counters on the store.
 
     def close(self) -> None:
@@ -107,18 +130,28 @@ class Sampler:
         """
         self.engine_loop.version = version
         make_group = partial(self._make_group, prompts, num_samples, sampling, version)
+        goals = [Goal(version, len(tickets))]
         groups = self._run_groups(
-            GroupScheduler(self.runner), make_group, tickets, num_samples, len(tickets)
+            GroupScheduler(self.runner), make_group, tickets, num_samples, goals, {}
         )
         return list(itertools.chain.from_iterable(group.trajectories() for group in groups))
 
     # ----------------------------------------------------------------------------------------------
     # a training step
 
-    def collect_step(
-        self, first: int, sampling: Sampling, *, version: int
-    ) -> tuple[list[Trajectory], int]:
-        """Return the groups of a training step, and the next ticket. Collective.
+    @property
+    def pace(self) -> Pace:
+        """Return the pace that the config asks for."""
+        assert isinstance(self.cfg, RLConfig)  # Only training has steps.
+        return Pace(
+            prompts_per_step=self.cfg.rollout.prompts_per_step,
+            ahead=self.cfg.rollout.ahead,
+            max_staleness=self.cfg.rollout.max_staleness,
+            updates_per_step=self.cfg.algo.updates_per_step,
+        )
+
+    def collect_step(self, first: int, sampling: Sampling, *, version: int) -> StepRollout:
+        """Return the groups of a training step. Collective.
 
         The step has rollout.prompts_per_step groups, from those that earlier steps began and from
         new tickets. Dynamic sampling (DAPO, arXiv 2503.14476, sec. 3.2): groups whose mean reward
@@ -130,47 +163,79 @@ class Sampler:
             first: the first new ticket.
             sampling: how to sample.
             version: optimizer steps that the weights have seen.
-
-        Returns:
-            This rank's part of the trajectories, and the first ticket of the next step.
         """
-        assert isinstance(self.cfg, RLConfig)  # Only training has steps.
         cfg = self.cfg.rollout
+        pace = self.pace
         self.engine_loop.version = version
+        self.runner.failures.clear()
         make_group = partial(
             self._make_group, self.prompts, cfg.samples_per_prompt, sampling, version
         )
-        self.runner.failures.clear()
-        # Begin anew what began more than rollout.max_staleness steps ago.
-        oldest = version - cfg.max_staleness * self.cfg.algo.updates_per_step
-        for group in list(self.training.groups.values()):
-            if group.version < oldest:
-                self.training.replace(group, make_group(group.ticket))
-        num_new = max(0, cfg.prompts_per_step + cfg.ahead - self._num_unfinished())
-        last = first + num_new + cfg.extra_prompts
+        # What would become too old has to finish in the first round.
+        goals = pace.goals(self.begun.values(), version)
+        most_new = pace.num_new(cfg.prompts_per_step, len(self.begun)) + cfg.extra_prompts
 
         finished: dict[int, Group] = {}  # This rank's, by ticket.
-        is_varied: dict[int, bool] = {}  # By ticket, of all ranks.
-        while (missing := cfg.prompts_per_step - sum(is_varied.values())) > 0:
-            num_unfinished = self._num_unfinished()
-            num_new = max(0, missing + cfg.ahead - num_unfinished)
-            tickets = range(first, min(first + num_new, last))
-            if not num_unfinished and not tickets:
+        states: dict[int, GroupState] = {}  # Of the finished groups of all ranks, by ticket.
+        while (missing := cfg.prompts_per_step - _num_varied(states)) > 0:
+            num_new = min(most_new, pace.num_new(missing, len(self.begun)))
+            tickets, first = self._take_tickets(num_new, first)
+            if not self.begun and not tickets:
                 break  # There is nothing to go on with, and no extra prompt is left.
-            num_needed = min(missing, num_unfinished + len(tickets))
+            goals.append(Goal(version, min(missing, len(self.begun) + len(tickets))))
             groups = self._run_groups(
-                self.training, make_group, tickets, cfg.samples_per_prompt, num_needed
+                self.training, make_group, tickets, cfg.samples_per_prompt, goals, self.begun
             )
-            first = tickets.stop
             finished |= {group.ticket: group for group in groups}
-            own = {group.ticket: self._is_varied(group.trajectories()) for group in groups}
-            for part in self.mesh.gather(own):
-                is_varied |= part
-        return self._choose(finished, is_varied), first
+            states |= self._exchange_states(groups)
+            most_new -= self._return_tickets(tickets, states)
+            goals = []
+        trajectories = self._take_chosen(finished, states, pace.choose(states.values()))
+        return self._step_rollout(trajectories, first)
 
-    def _num_unfinished(self) -> int:
-        """Return how many groups of training all ranks can go on with. Collective."""
-        return sum(self.mesh.gather(len(self.training.groups)))
+    def _take_tickets(self, num: int, first: int) -> tuple[list[int], int]:
+        """Return `num` tickets, those that wait before new ones, and the next new one."""
+        num_new = max(0, num - len(self.waiting))
+        tickets = self.waiting[:num] + list(range(first, first + num_new))
+        self.waiting = self.waiting[num:]
+        return tickets, first + num_new
+
+    def _return_tickets(self, tickets: list[int], finished: dict[int, GroupState]) -> int:
+        """Let the tickets wait whose groups had no room; return the number of the others."""
+        unused = [t for t in tickets if t not in self.begun and t not in finished]
+        self.waiting = sorted(self.waiting + unused)
+        return len(tickets) - len(unused)
+
+    def _exchange_states(self, finished: list[Group]) -> dict[int, GroupState]:
+        """Tell all ranks how the groups of this one stand. Collective.
+
+        Sets `begun` to the unfinished groups of all ranks.
+
+        Args:
+            finished: groups of this rank.
+
+        Returns:
+            The finished groups of all ranks, by ticket.
+        """
+        rows = []
+        rank = self.mesh.rank
+        for group in finished:
+            trajectories = group.trajectories()
+            is_varied = self._is_varied(trajectories)
+            rows.append((group.ticket, group.version, True, is_varied, len(trajectories), rank))
+        for group in self.training.groups.values():
+            rows.append((group.ticket, group.version, False, False, 0, rank))
+
+        with self.engine.timer.phase("idle"):
+            table = self.mesh.gather_array(np.array(rows, np.int64).reshape(-1, 6))
+        self.begun = {}
+        finished_of_all: dict[int, GroupState] = {}
+        for ticket, version, is_finished, is_varied, num_trajectories, of_rank in table.tolist():
+            state = GroupState(
+                ticket, version, bool(is_finished), bool(is_varied), num_trajectories, of_rank
+            )
+            (finished_of_all if is_finished else self.begun)[ticket] = state
+        return finished_of_all
 
     def _is_varied(self, trajectories: list[Trajectory]) -> bool:
         """Return whether a group's mean reward is inside rollout.keep_inside, if that matters."""
@@ -180,20 +245,41 @@ class Sampler:
         rewards = [t.reward for t in trajectories if t.segment == 0]
         return bool(rewards) and low < sum(rewards) / len(rewards) < high
 
-    def _choose(self, finished: dict[int, Group], is_varied: dict[int, bool]) -> list[Trajectory]:
-        """Return the trajectories of the step's groups: varied ones first, then the earliest.
+    def _take_chosen(
+        self, finished: dict[int, Group], states: dict[int, GroupState], chosen: set[int]
+    ) -> list[Trajectory]:
+        """Return the trajectories of the chosen groups of this rank.
 
-        A varied group too many waits for the next step.
+        A varied group too many waits for the next step; the others are discarded.
         """
-        by_preference = sorted(is_varied, key=lambda ticket: (not is_varied[ticket], ticket))
-        chosen = by_preference[: self.cfg.rollout.prompts_per_step]
         trajectories = []
         for ticket, group in sorted(finished.items()):
             if ticket in chosen:
                 trajectories += group.trajectories()
-            elif is_varied[ticket]:
+            elif states[ticket].is_varied:
                 self.training.groups[ticket] = group
+            else:
+                self.engine_loop.discarded_tokens += group.num_sampled()
+        for ticket, state in states.items():
+            if state.is_varied and ticket not in chosen:
+                self.begun[ticket] = state
         return trajectories
+
+    def _step_rollout(self, trajectories: list[Trajectory], next_ticket: int) -> StepRollout:
+        """Return the result of a step, with the numbers of all ranks. Collective."""
+        failures = list(self.runner.failures)
+        # Numbers are added. Texts, which are rare, are gathered only if there are any.
+        numbers = (len(trajectories), len(failures), self.engine_loop.take_discarded())
+        num_trajectories, num_failures, discarded_tokens = self.mesh.sums(
+            torch.tensor(numbers)
+        ).tolist()
+        return StepRollout(
+            trajectories=trajectories,
+            num_trajectories=num_trajectories,
+            next_ticket=next_ticket,
+            failures=sum(self.mesh.gather(failures), []) if num_failures else [],
+            discarded_tokens=discarded_tokens,
+        )
 
     # ----------------------------------------------------------------------------------------------
     # how tickets are shared among the engines
@@ -202,81 +288,42 @@ class Sampler:
         self,
         scheduler: GroupScheduler,
         make_group: Callable[[int], Group],
-        tickets: range,
+        tickets: Sequence[int],
         num_samples: int,
-        num_needed: int,
+        goals: list[Goal],
+        begun: dict[int, GroupState],
     ) -> list[Group]:
-        """Run groups until all ranks together have finished enough. Collective.
+        """Run groups until all ranks together have reached the goals.
 
         Args:
             scheduler: with the unfinished groups to go on with.
             make_group: makes the group of a ticket.
             tickets: new ones, to be shared among the engines.
             num_samples: episodes of a group.
-            num_needed: groups that are enough.
+            goals: what is enough; the last one counts all groups.
+            begun: the unfinished groups of all ranks, by ticket.
 
         Returns:
             This rank's finished groups.
         """
-        num_groups = self.mesh.gather(len(scheduler.groups))[:: self.engine.tp_size]  # Of engines.
-        if self.pulls:
-            own_tickets, is_enough = self._pull(tickets, num_needed)
-        else:
-            own_tickets, is_enough = self._deal(tickets, num_groups, num_needed)
         if not self.engine.is_leader:
             self.engine_loop.run(None)
             return []
+        num_engines = self.engine.num_replicas
+        if self.pulls:
+            number = next(self.counter_numbers)
+            own_tickets, is_enough = pull(tickets, goals, self.mesh.store, number)
+        else:
+            versions: list[list[int]] = [[] for _ in range(num_engines)]
+            for state in begun.values():
+                versions[state.rank // self.engine.tp_size].append(state.version)
+            version = self.engine_loop.version
+            own_tickets, is_enough = deal(tickets, goals, version, versions, self.engine.replica)
         # At most an even share at once: with room for all, the engine that asks first would take
         # everything. A group begins only where all its episodes have room.
-        share = math.ceil((sum(num_groups) + len(tickets)) / len(num_groups))
+        share = math.ceil((len(begun) + len(tickets)) / num_engines)
         room = min(self.engine.cfg.max_num_seqs, share * num_samples) - num_samples + 1
         return self.engine_loop.run(scheduler.run(map(make_group, own_tickets), room, is_enough))
-
-    def _pull(self, tickets: range, num_needed: int) -> tuple[Iterator[int], IsEnough]:
-        """Share tickets by counters on torchrun's store, so that long completions balance.
-
-        Args:
-            tickets: of all engines.
-            num_needed: groups that all engines together must finish.
-
-        Returns:
-            The tickets that no engine has taken when this one asks, and whether the finished groups
-            of all engines are enough.
-        """
-        number = next(self.counter_numbers)
-        counted = 0
-
-        def own_tickets() -> Iterator[int]:
-            while (taken := self.mesh.store.add(f"minirl/tickets/{number}", 1) - 1) < len(tickets):
-                yield tickets[taken]
-
-        def is_enough(num_finished: int) -> bool:
-            nonlocal counted
-            new = num_finished - counted
-            counted = num_finished
-            return self.mesh.store.add(f"minirl/finished/{number}", new) >= num_needed
-
-        return own_tickets(), is_enough
-
-    def _deal(
-        self, tickets: range, num_groups: list[int], num_needed: int
-    ) -> tuple[Iterator[int], IsEnough]:
-        """Share tickets by their number, which is repeatable.
-
-        Args:
-            tickets: of all engines.
-            num_groups: unfinished groups of each engine.
-            num_needed: groups that all engines together must finish.
-
-        Returns:
-            This engine's tickets, and whether so many finished groups are its part.
-        """
-        dealt = spread(len(tickets), num_groups)
-        # The engine with most groups finishes most.
-        loads = [-num - len(new) for num, new in zip(num_groups, dealt, strict=True)]
-        quota = len(spread(num_needed, loads)[self.engine.replica])
-        own_tickets = (tickets[i] for i in dealt[self.engine.replica])
-        return own_tickets, lambda num_finished: num_finished >= quota
 
     def _make_group(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int
@@ -297,51 +344,64 @@ class Sampler:
         return Group(ticket, version, episodes)
 
     # ----------------------------------------------------------------------------------------------
-    # checkpoints
+    # checkpoints, and the end of a run
 
     def state(self) -> list[bytes]:
         """Return what the next step would go on with, group by group, for a checkpoint.
 
         What cannot be pickled begins anew there.
         """
-        return [group.pickled() for group in self.training.groups.values()]
+        saved = [group.pickled() for group in self.training.groups.values()]
+        if self.mesh.rank == 0:
+            saved += [pickle.dumps(SavedGroup(ticket, -1, [], [])) for ticket in self.waiting]
+        return saved
 
-    def load(self, states: list[list[bytes]], sampling: Sampling) -> None:
-        """Take this rank's part of the unfinished groups of a checkpoint.
+    def load(self, states: list[list[bytes]], sampling: Sampling, *, version: int) -> None:
+        """Take this rank's part of the unfinished groups of a checkpoint. Collective.
 
         Args:
             states: `state` of each rank that saved. If there were more or fewer of them than now,
                 each engine takes a share.
             sampling: of episodes that begin anew.
+            version: optimizer steps that the weights have seen.
         """
-        if not self.engine.is_leader:
-            return
+        pickled: list[bytes] = []
         if len(states) == self.mesh.world_size:
             pickled = states[self.mesh.rank]
-        else:
+        elif self.engine.is_leader:
             pickled = sum(states, [])[self.engine.replica :: self.engine.num_replicas]
+        waiting = []
+        for saved in map(pickle.loads, pickled):
+            if saved.episodes:
+                self._restore(saved, sampling)
+            else:
+                waiting.append(saved.ticket)
+                self.engine_loop.discarded_tokens += sum(saved.num_sampled)
+
+        # Settings that have changed may leave no time for some. Their tickets begin anew.
+        self._exchange_states([])
+        late = self.pace.late(self.begun.values(), version)
+        for ticket in late:
+            del self.begun[ticket]
+            if ticket in self.training.groups:
+                group = self.training.groups.pop(ticket)
+                self.engine_loop.discarded_tokens += group.num_sampled()
+        self.waiting = sorted(itertools.chain(late, *self.mesh.gather(waiting)))
+
+    def _restore(self, saved: SavedGroup, sampling: Sampling) -> None:
+        """Go on with a group of a checkpoint. Samples more than the config's are discarded."""
         num_samples = self.cfg.rollout.samples_per_prompt
-        for ticket, version, episodes in map(pickle.loads, pickled):
-            group = self._make_group(self.prompts, num_samples, sampling, version, ticket)
-            for i, saved in enumerate(episodes[:num_samples]):
-                group.episodes[i] = group.episodes[i].restored(saved)
-            self.training.groups[ticket] = group
+        group = self._make_group(self.prompts, num_samples, sampling, saved.version, saved.ticket)
+        for i, episode in enumerate(saved.episodes[:num_samples]):
+            group.episodes[i] = group.episodes[i].restored(episode)
+        self.training.groups[saved.ticket] = group
+        self.engine_loop.discarded_tokens += sum(saved.num_sampled[num_samples:])
+
+    def num_unfinished_tokens(self) -> int:
+        """Return the tokens that all ranks have sampled for groups of later steps. Collective."""
+        num_tokens = sum(group.num_sampled() for group in self.training.groups.values())
+        return int(self.mesh.sums(torch.tensor(num_tokens)))
 
 
-def spread(num: int, loads: list[int]) -> list[list[int]]:
-    """Deal 0 .. num - 1, one by one, to whichever has least; of several the first.
-
-    Args:
-        num: how many to deal.
-        loads: what each has before.
-
-    Returns:
-        What each gets.
-    """
-    dealt: list[list[int]] = [[] for _ in loads]
-    loads = list(loads)
-    for i in range(num):
-        least = loads.index(min(loads))
-        dealt[least].append(i)
-        loads[least] += 1
-    return dealt
+def _num_varied(finished: dict[int, GroupState]) -> int:
+    return sum(state.is_varied for state in finished.values())

@@ -103,6 +103,10 @@ class Endpoint:
         )
         return Session(base_url=self.base_url, api_key=key, model=MODEL)
 
+    def conversation(self, api_key: str) -> Conversation:
+        """Return what is sampled with this key; it grows with each finished request."""
+        return self._sessions[api_key].conversation
+
     def close(self, api_key: str) -> Conversation:
         """Return what was sampled with this key, which is invalid from now on.
 

@@ -1,0 +1,126 @@
+"""Pacing: whatever finishes first, every group is trained on in time and nothing is thrown away."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from benchmarks import growth_pace
+from minirl.rollout.pacing import Goal, GroupState, Pace
+from minirl.rollout.tickets import deal
+
+
+def group(ticket, version, *, finished=False, varied=True):
+    return GroupState(ticket, version, finished, finished and varied, 0, 0)
+
+
+def reached(goals, finished):
+    return all(
+        sum(state.version <= goal.version for state in finished) >= goal.num_groups
+        for goal in goals
+    )
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_every_group_is_trained_on_in_time_even_if_the_youngest_finish_first(
+    updates, max_staleness, share
+):
+    rng = np.random.default_rng(0)
+    num, ahead = 6, round(6 * max_staleness * share)
+    pace = Pace(
+        prompts_per_step=num, ahead=ahead, max_staleness=max_staleness, updates_per_step=updates
+    )
+    begun, version, fresh, oldest = [], 0, itertools.count(), 0
+    for _ in range(60):
+        assert not pace.late(begun, version)
+        goals = pace.goals(begun, version)
+        new = pace.num_new(num, len(begun))
+        begun += [group(next(fresh), version) for _ in range(new)]
+        assert len(begun) == num + ahead <= num * (1 + max_staleness)
+        # The youngest first, so that those with a deadline come last: the worst that can be.
+        ending = sorted(begun, key=lambda state: (-state.version, rng.random()))
+        count = next(
+            count for count in range(num, len(ending) + 1) if reached(goals, ending[:count])
+        )
+        finished = [state._replace(is_finished=True, is_varied=True) for state in ending[:count]]
+        chosen = pace.choose(finished)
+        assert len(chosen) == num
+        for state in finished:
+            if state.ticket in chosen:
+                oldest = max(oldest, version - state.version)
+        begun = [state for state in begun if state.ticket not in chosen]
+        version += rng.choice([0, updates, updates])  # a step may be without an update
+    assert oldest == max_staleness * updates
+
+
+def test_varied_groups_are_chosen_before_others_and_then_the_oldest():
+    pace = Pace(prompts_per_step=3, ahead=3, max_staleness=1, updates_per_step=1)
+    finished = [
+        group(4, 7, finished=True),
+        group(3, 8, finished=True),
+        group(2, 8, finished=True),
+        group(1, 7, finished=True, varied=False),
+    ]
+    assert pace.choose(finished) == {4, 2, 3}
+    assert pace.choose(finished[1:]) == {2, 3, 1}
+
+
+def in_time(versions, order, num, max_age, updates, now):
+    """Return whether groups trained on in this order are young enough."""
+    return all(
+        now + place // num * updates - versions[i] <= max_age for place, i in enumerate(order)
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_late_groups_are_as_few_as_can_be(seed):
+    """Of groups begun under other settings as many are kept as some order can train on in time."""
+    rng = np.random.default_rng(seed)
+    versions = rng.integers(0, 7, 6).tolist()
+    pace = Pace(prompts_per_step=2, ahead=2, max_staleness=2, updates_per_step=2)
+    late = pace.late([group(i, version) for i, version in enumerate(versions)], 6)
+    most = max(
+        len(order)
+        for length in range(7)
+        for order in itertools.permutations(range(6), length)
+        if in_time(versions, order, 2, 4, 2, 6)
+    )
+    assert len(late) == 6 - most
+
+
+def test_engines_share_goals_as_they_share_groups():
+    begun = [[3, 3, 4], [4], [3]]  # versions of each engine's groups
+    goals = [Goal(3, 2), Goal(5, 6)]
+    parts = [deal([10, 11, 12, 13], goals, 5, begun, replica) for replica in range(3)]
+    assert [list(tickets) for tickets, _ in parts] == [[], [10, 12], [11, 13]]
+    enough = [is_enough for _, is_enough in parts]
+    # Who has most owes most, of several the first: both of version 3, and two of all six each.
+    assert enough[0]([3, 3]) and not enough[0]([3, 4, 5])
+    assert enough[1]([5, 5]) and not enough[1]([4])
+    assert enough[2]([5, 5]) and not enough[2]([3])
+
+
+LOAD = growth_pace.Load(prompts=16, samples=4, ahead=16, sigma=1.0, steps=30, num_engines=2)
+
+
+def test_pacing_throws_nothing_away_where_beginning_anew_does():
+    anew, paced, unlimited = (
+        growth_pace.Simulation(LOAD, rule).run() for rule in growth_pace.RULES
+    )
+    assert anew.thrown_away > 0.1 and anew.num_late > 5 and unlimited.num_late > 5
+    assert paced.thrown_away == paced.num_late == 0 and paced.most_begun == 32
+    assert unlimited.seconds <= paced.seconds
+    # With time enough for the longest answers, the limit costs nothing.
+    patient = dataclasses.replace(LOAD, max_staleness=12)
+    outcome = growth_pace.Simulation(patient, "pace").run()
+    assert outcome.seconds == pytest.approx(unlimited.seconds, rel=0.02)
+
+
+def test_pacing_takes_twice_the_time_for_twice_the_groups():
+    def seconds(num_groups):
+        return min(growth_pace.host_seconds(64, num_groups) for _ in range(5))
+
+    assert seconds(8192) < 3.5 * seconds(4096)
