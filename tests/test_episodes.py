@@ -728,8 +728,9 @@ def test_two_ranks_share_what_is_unfinished(tmp_path):
 
 
 def stale_program(mesh, folder, tickets):
-    """Steps with one prompt in nine whose answers are twelve times as long as the others."""
-    rollout = {
+    """Steps with one prompt in nine that has ten times as many answers as the others; then a step
+    of a run that goes on from there with half as many prompts in a step."""
+    options = {
         "max_tokens": 4,
         "ahead": 3,
         "prompts_per_step": 2,
@@ -739,7 +740,7 @@ def stale_program(mesh, folder, tickets):
     }
     env = {"name": "Tail", "max_turns": 24, "max_tokens": 120}
     policy, eng, refit, sampler, prompts, sampling = set_up(
-        mesh, folder, env, rollout, RLConfig, max_model_len=512
+        mesh, folder, env, options, RLConfig, max_model_len=512
     )
     steps, first = [], 0
     for step in range(9):
@@ -758,8 +759,21 @@ def stale_program(mesh, folder, tickets):
         )
         groups = sorted(t.group for part in mesh.gather(evaluation) for t in part if t.segment == 0)
         assert groups == [0, 1, 2], groups
+    states = mesh.gather(sampler.state())
     sampler.close()
-    return steps
+
+    options |= {"prompts_per_step": 1, "ahead": 2}
+    *_, sampler, prompts, sampling = set_up(
+        mesh, folder, env, options, RLConfig, parts=(policy, eng, refit)
+    )
+    sampler.load(states, sampling, version=9)
+    resumed = {"begun": sorted(sampler.begun), "waiting": list(sampler.waiting)}
+    with eng.awake(refit, policy.sleeper):
+        rollout = sampler.collect_step(first, sampling, version=9)
+    trained = {t.group for part in mesh.gather(rollout.trajectories) for t in part}
+    resumed |= {"trained": trained, "discarded": rollout.discarded_tokens}
+    sampler.close()
+    return steps, resumed
 
 
 @pytest.mark.parametrize(("world", "tickets"), [(1, "round_robin"), (2, "pull")])
@@ -772,6 +786,8 @@ def test_no_token_is_older_than_allowed_and_none_is_thrown_away(
         if world == 1
         else ranks(world, stale_program, tiny.make(tmp_path / "model"), tickets)
     )
+    resumed = found[0][1]
+    found = [steps for steps, _ in found]
     trained: dict[int, int] = {}  # ticket -> step
     oldest = collections.defaultdict(int)  # ticket -> age of its oldest token when trained on
     for n in range(9):
@@ -786,6 +802,13 @@ def test_no_token_is_older_than_allowed_and_none_is_thrown_away(
         assert known == list(range(len(known)))  # no ticket is left out
     assert any(r[-1]["unfinished"] for r in found)
     assert oldest[3] == oldest[12] == 2  # the long ones went on for as long as they may
+
+    # One group a step instead of two leaves no time for all: the ticket of the last begins anew.
+    assert sorted(resumed["begun"] + resumed["waiting"]) == begun
+    assert resumed["trained"] == {resumed["begun"][0]}
+    assert (resumed["discarded"] > 0) == bool(resumed["waiting"])
+    if world == 1:
+        assert resumed["begun"] == [18, 19] and resumed["waiting"] == [20]
 
 
 def test_shares_go_to_who_has_least():
