@@ -81,6 +81,11 @@ class Curriculum(Order):
         return base64.b64encode(file.getvalue()).decode()
 
     def _load(self, saved: str) -> None:
+        require(
+            isinstance(saved, str),
+            "the checkpoint has the curriculum of minirl 0.3.0 or older, which this one cannot "
+            "read; resume with that version, or without rollout.curriculum_floor",
+        )
         with np.load(io.BytesIO(base64.b64decode(saved))) as arrays:
             rows = arrays["rows"]
             last = rows.max(initial=-1)

@@ -21,7 +21,7 @@ MOVED = {
 MOVED_KEYS_BACKWARD = 5
 # Bytes read and written for each logit; `again` for those of all chunks but the last, `parts` where
 # ranks hold parts of the vocabulary.
-LOGITS = {"forward": 36, "parts": 8, "backward": 6, "again": 20}
+LOGITS: dict[str, float] = {"forward": 36, "parts": 8, "backward": 6, "again": 20}
 HEAD_GRADIENT = 11  # Bytes read and written for each parameter of the head.
 ADAMW = 36  # Bytes read and written for each parameter: it, its gradient, two moments.
 QUANTIZE = 172  # The same of two moments to 8 bits and back.
@@ -51,7 +51,9 @@ class Work:
         forward += self._gathering(self.job.shape.parameters)
         head = self._head()
         logits = self.rows.in_loss * self.memory.head / self.job.shape.hidden
-        moved = LOGITS["forward"] + LOGITS["parts"] * (self.memory.tensor > 1)
+        moved = LOGITS["forward"]
+        if self.memory.tensor > 1:
+            moved += LOGITS["parts"]
         forward += head + self._moving(moved * logits)
         seconds = {"annotate": forward}
         if not self.memory.trains:
