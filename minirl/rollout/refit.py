@@ -1,111 +1,45 @@
 """Refit: the trainer's shards into the engine's parameters, in place.
 
-1. Record, once: vLLM's own loader runs on meta tensors, and only its `copy_` calls are intercepted.
-   Each copies from a view that says which region of which checkpoint weight lands in which part of
-   which engine parameter, so that no table per architecture is needed.
-2. Plan, once: intersect those regions with the shards of all ranks. A rank prefers its own shard,
-   then that of the nearest replica.
-3. Run, each step: bucket by bucket, cast to the engine's dtype before the wire, one collective,
-   scatter.
+1. Record, once: which region of which weight the engine's own loader copies where
+   (refit_record.py).
+2. Plan, once: intersect those regions with the shards of all ranks (refit_plan.py). A rank takes
+   its own shard, or else that of the nearest replica.
+3. Run, each step, bucket by bucket: pack the shards into a buffer, in the engine's dtype; one
+   collective; unpack. While one bucket is on the wire, the one before it is unpacked and the next
+   one is packed.
 """
 
-import itertools
-import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+import hashlib
+from collections import Counter
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from minirl.config.rl import RefitConfig
 from minirl.parallel.fsdp import local, local_region
 from minirl.parallel.mesh import all_gather_single
-from minirl.parallel.regions import CheckpointSlice, Region, intersect, split_by_size, view_of
+from minirl.parallel.regions import CheckpointSlice
 from minirl.rollout.engine import NamedTensors, RolloutEngine
+from minirl.rollout.refit_copies import Place
+from minirl.rollout.refit_plan import Bucket, Planner, Wanted
+from minirl.rollout.refit_record import Arrival, Recorder, join
+from minirl.rollout.refit_shards import Grid, one_of_each_layout
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A region of a weight that one rank's shard holds and one rank's engine wants."""
+class _InFlight(NamedTuple):
+    """A bucket on the wire."""
 
-    name: str
-    region: Region
+    bucket: Bucket
+    send_buffer: Tensor
+    receive_buffer: Tensor
+    work: dist.Work
 
-    def numel(self) -> int:
-        return math.prod(self.region.size)
-
-
-@dataclass(frozen=True)
-class _Arrival(_Piece):
-    """A piece on the rank that wants it."""
-
-    target: Tensor  # The part of the engine that it fills, with the dimensions of the weight.
-
-
-AnyPiece = TypeVar("AnyPiece", bound=_Piece)
-# A list of pieces for each weight and peer.
-Pieces = dict[tuple[str, int], list[AnyPiece]]
-
-
-class _Recorder(TorchDispatchMode):
-    """Records every copy from a meta tensor instead of carrying it out."""
-
-    def __init__(self, weights: dict[str, Tensor]):
-        """`weights`: the meta tensors, by name."""
-        super().__init__()
-        self.weights = weights
-        self.name_of = {t.untyped_storage()._cdata: name for name, t in weights.items()}
-        self.arrivals: list[_Arrival] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is not torch.ops.aten.copy_.default or args[1].device.type != "meta":
-            return func(*args, **(kwargs or {}))
-        target = args[0]
-        source = args[1]
-        name = self.name_of.get(source.untyped_storage()._cdata)
-        if name is None or source.shape != target.shape:
-            raise NotImplementedError(
-                "the engine's loader computes with a weight instead of slicing it, "
-                "which a refit cannot plan"
-            )
-        self.arrivals.append(_to_arrival(name, self.weights[name], source, target.detach()))
-        return target
-
-
-def _to_arrival(name: str, weight: Tensor, view: Tensor, target: Tensor) -> _Arrival:
-    """Read a strided view of a contiguous weight as a region of it.
-
-    Args:
-        name: of the weight.
-        weight: any tensor of its shape.
-        view: without the dimensions that the loader indexed away (one expert of many), in any
-            order.
-        target: what the view is copied to, of the same shape.
-    """
-    size = [1] * weight.ndim
-    target_strides = [0] * weight.ndim
-    # A dimension of size 1 fits whatever the stride is, so that these come last.
-    free = sorted(range(weight.ndim), key=lambda d: weight.shape[d] == 1)
-    for i, length in enumerate(view.shape):
-        stride = view.stride(i)
-        fitting = [d for d in free if weight.stride(d) == stride or length == weight.shape[d] == 1]
-        if not fitting:
-            raise NotImplementedError(
-                f"{name}: the engine's loader takes a view that is not a region of the weight"
-            )
-        axis = fitting[0]
-        free.remove(axis)
-        size[axis] = length
-        target_strides[axis] = target.stride(i)
-    offset = np.unravel_index(int(view.storage_offset()), weight.shape)
-    region = Region(tuple(map(int, offset)), tuple(size))
-    return _Arrival(name, region, target.as_strided(size, target_strides))
+    @property
+    def num_bytes(self) -> int:
+        return self.send_buffer.nbytes + self.receive_buffer.nbytes
 
 
 class Refit:
@@ -145,30 +79,37 @@ class Refit:
         self.check = check
         self.bytes_received = 0  # By this rank in the last call.
         self.peak_bytes = 0  # Of the buffers of the last call.
-        recorded = self._record()
-        self._check_coverage(recorded)
-        self.dtypes = self._wire_dtypes(recorded)
-        self._buckets = self._split_into_buckets()
-        # The region of each weight that each rank's shard is.
-        self._regions = self.mesh.gather({name: local_region(p) for name, p in shards.items()})
-        self._send: Pieces[_Piece] = defaultdict(list)
-        self._receive: Pieces[_Arrival] = defaultdict(list)
-        self._plan(recorded)
+        self.arrivals = self._record()
+        self._check_coverage()
+        wanted, class_of = self._share_wanted()
+        planner = Planner(
+            self.mesh.rank,
+            self._make_grids(),
+            wanted,
+            class_of,
+            cfg.bucket_mb * 2**20,
+            whole_shards=cfg.transport == "all_gather",
+        )
+        self.dtypes = planner.dtypes  # On the wire, by name, in the same order on all ranks.
+        self._buckets = planner.plan(
+            {name: local(shard).stride() for name, shard in shards.items()},
+            [arrival.target for arrival in self.arrivals],
+        )
 
     # ----------------------------------------------------------------------------------------------
     # record
 
-    def _record(self) -> list[_Arrival]:
+    def _record(self) -> list[Arrival]:
         """Return each region that the engine's loader copies, with where it goes in this engine.
 
         The loader is offered the weights of the checkpoint's files, each a view of one of the
         trainer's: one expert's matrix is a region of the fused tensor.
         """
         weights = {name: torch.empty(p.shape, device="meta") for name, p in self.shards.items()}
-        recorder = _Recorder(weights)
+        recorder = Recorder(weights)
         with recorder:
             self.engine.load_weights(self._in_files(weights.items()))
-        return recorder.arrivals
+        return join(recorder.arrivals)
 
     def _in_files(self, weights: NamedTensors) -> NamedTensors:
         """Yield the weights of a checkpoint's files: names there, and views of whole weights."""
@@ -176,17 +117,14 @@ class Refit:
             for part in self.slices[name]:
                 yield part.name, part.of(weight)
 
-    # ----------------------------------------------------------------------------------------------
-    # plan
-
-    def _check_coverage(self, recorded: list[_Arrival]) -> None:
+    def _check_coverage(self) -> None:
         """Raise RuntimeError unless a refit writes every element of every engine parameter.
 
         One that it does not write would keep its random start. Rows that only make the vocabulary
         divisible are set to 0 here.
         """
         covered: Counter[int] = Counter()
-        for arrival in recorded:
+        for arrival in self.arrivals:
             covered[arrival.target.untyped_storage()._cdata] += arrival.numel()
         padding = self.engine.padding()
         for name, parameter in self.engine.parameters().items():
@@ -200,51 +138,37 @@ class Refit:
             if num_padding:
                 parameter[-num_padding // parameter.shape[1] :].zero_()
 
-    def _wire_dtypes(self, recorded: list[_Arrival]) -> dict[str, torch.dtype]:
-        """Return the dtype that each weight has in the engine, which is also that on the wire.
+    # ----------------------------------------------------------------------------------------------
+    # what the plan needs of other ranks
 
-        By the trainer's names, in the same order on all ranks. A router's correction may be wider
-        than the other weights.
+    def _share_wanted(self) -> tuple[list[list[Wanted]], list[int]]:
+        """Return what the engines of each class want, and the class of each rank. Collective.
+
+        Engines of one class, such as the first ranks of tensor-parallel engines, want the same: its
+        first rank tells it to all others.
         """
-        wanted = {(arrival.name, arrival.target.dtype) for arrival in recorded}
-        wanted = wanted.union(*self.mesh.gather(wanted))  # What any rank's engine wants.
-        dtype_of = dict(wanted)
-        if len(wanted) != len(dtype_of):
-            raise NotImplementedError("the engine keeps parts of one weight in more than one dtype")
-        return {name: dtype_of[name] for name in self.shards if name in dtype_of}
+        own = []
+        for arrival in self.arrivals:
+            own.append(Wanted(arrival.name, arrival.region, arrival.target.dtype))
+        digests = self.mesh.gather(hashlib.sha256(repr(own).encode()).hexdigest())
+        first_of = {digest: digests.index(digest) for digest in dict.fromkeys(digests)}
+        if len(first_of) == 1:
+            return [own], [0] * len(digests)
+        wanted = []
+        for first in first_of.values():
+            message = [own if first == self.mesh.rank else None]
+            dist.broadcast_object_list(message, first, self.mesh.host_group)
+            wanted.append(message[0])
+        class_of = {digest: i for i, digest in enumerate(first_of)}
+        return wanted, [class_of[digest] for digest in digests]
 
-    def _split_into_buckets(self) -> list[list[str]]:
-        """Return the weights in buckets of one dtype each and at most refit.bucket_mb."""
-        buckets: list[list[str]] = []
-        for dtype in dict.fromkeys(self.dtypes.values()):
-            names = [name for name in self.dtypes if self.dtypes[name] == dtype]
-            max_numel = self.cfg.bucket_mb * 2**20 / dtype.itemsize
-            buckets += split_by_size(names, lambda name: self.shards[name].numel(), max_numel)
-        return buckets
-
-    def _plan(self, recorded: list[_Arrival]) -> None:
-        """Note what this rank sends and receives, in an order that both ends derive alike."""
-        rank = self.mesh.rank
-        wanted = [_Piece(arrival.name, arrival.region) for arrival in recorded]
-        for receiver, pieces in enumerate(self.mesh.gather(wanted)):
-            for i, piece in enumerate(pieces):
-                for held, sender in self._nearest_holders(piece.name, receiver).items():
-                    region = intersect(piece.region, held)
-                    if region and sender == rank:
-                        self._send[piece.name, receiver].append(_Piece(piece.name, region))
-                    if region and receiver == rank:
-                        target = view_of(recorded[i].target, region, piece.region.offset)
-                        arrival = _Arrival(piece.name, region, target)
-                        self._receive[piece.name, sender].append(arrival)
-
-    def _nearest_holders(self, name: str, receiver: int) -> dict[Region, int]:
-        """Return the nearest rank that holds each region of a weight; the receiver is nearest."""
-        world_size = self.mesh.world_size
-        holders = {}
-        for distance in reversed(range(world_size)):  # A nearer replica replaces one farther away.
-            rank = (receiver + distance) % world_size
-            holders[self._regions[rank][name]] = rank
-        return holders
+    def _make_grids(self) -> dict[str, Grid]:
+        """Return the grid of each weight's shards; weights of one layout share one. Collective."""
+        layout_of = one_of_each_layout(self.shards)
+        firsts = dict.fromkeys(layout_of.values())
+        regions = self.mesh.gather({name: local_region(self.shards[name]) for name in firsts})
+        grids = {first: Grid([of_rank[first] for of_rank in regions]) for first in firsts}
+        return {name: grids[first] for name, first in layout_of.items()}
 
     # ----------------------------------------------------------------------------------------------
     # run
@@ -258,75 +182,68 @@ class Refit:
         """
         self.bytes_received = 0
         self.peak_bytes = 0
-        exchange = self._all_to_all if self.cfg.transport == "all_to_all" else self._all_gather
+        before: _InFlight | None = None
         for bucket in self._buckets:
-            for name in bucket:
-                for arrival in self._receive[name, self.mesh.rank]:
-                    arrival.target.copy_(self._view(arrival))  # What this rank has needs no wire.
-            if self.mesh.world_size > 1:
-                exchange(bucket)
+            started = self._start(bucket, before) if self.mesh.world_size > 1 else None
+            self._copy_own(bucket)
+            if before:
+                self._finish(before)
+            before = started
+        if before:
+            self._finish(before)
         if self.check:
             self._compare_with_oracle()
 
-    def _view(self, piece: _Piece) -> Tensor:
-        """Return the view of a piece in this rank's shard."""
-        held = self._regions[self.mesh.rank][piece.name]
-        return view_of(local(self.shards[piece.name]), piece.region, held.offset)
+    def _start(self, bucket: Bucket, before: _InFlight | None) -> _InFlight:
+        """Pack a bucket and put it on the wire, behind the one before it."""
+        send_buffer = torch.empty(sum(bucket.num_out), dtype=bucket.dtype, device=self.mesh.device)
+        receive_buffer = send_buffer.new_empty(sum(bucket.num_in))
+        shards = self._local_shards(bucket)
+        slots = []
+        sources = []
+        for copy in bucket.pack:
+            slots.append(_view(send_buffer, copy.size, copy.slot))
+            sources.append(_view(shards[copy.key], copy.size, copy.place))
+        _copy_all(slots, sources)  # Casts to the dtype of the wire.
+        if self.cfg.transport == "all_gather":
+            work = all_gather_single(receive_buffer, send_buffer, async_op=True)
+            self.bytes_received += receive_buffer.nbytes - send_buffer.nbytes
+        else:
+            work = dist.all_to_all_single(
+                receive_buffer, send_buffer, bucket.num_in, bucket.num_out, async_op=True
+            )
+            self.bytes_received += receive_buffer.nbytes
+        started = _InFlight(bucket, send_buffer, receive_buffer, work)
+        num_bytes = started.num_bytes + (before.num_bytes if before else 0)
+        self.peak_bytes = max(self.peak_bytes, num_bytes)
+        return started
 
-    def _buffers(
-        self, bucket: list[str], pieces: Iterable[_Piece], num_out: int, num_in: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return a flat buffer that begins with pieces of a bucket, and one to receive others.
+    def _copy_own(self, bucket: Bucket) -> None:
+        """Copy what this rank has itself, which needs no wire."""
+        shards = self._local_shards(bucket)
+        targets = []
+        sources = []
+        for own in bucket.own:
+            targets.append(_view(self.arrivals[own.index].target, own.size, own.target))
+            sources.append(_view(shards[own.name], own.size, own.place))
+        _copy_all(targets, sources)
 
-        num_out, num_in: their elements.
-        """
-        dtype = self.dtypes[bucket[0]]
-        send_buffer = torch.empty(num_out, dtype=dtype, device=self.mesh.device)
-        receive_buffer = send_buffer.new_empty(num_in)
-        self.peak_bytes = max(self.peak_bytes, send_buffer.nbytes + receive_buffer.nbytes)
-        for piece, slot in _slots(send_buffer, pieces):
-            slot.copy_(self._view(piece))  # Casts to the dtype of the wire.
-        return send_buffer, receive_buffer
+    def _finish(self, flight: _InFlight) -> None:
+        """Unpack a bucket when it has arrived."""
+        flight.work.wait()  # On CUDA the stream waits, not the host.
+        targets = []
+        slots = []
+        for copy in flight.bucket.unpack:
+            targets.append(_view(self.arrivals[copy.key].target, copy.size, copy.place))
+            slots.append(_view(flight.receive_buffer, copy.size, copy.slot))
+        _copy_all(targets, slots)
 
-    def _all_to_all(self, bucket: list[str]) -> None:
-        """Send each rank just what its engine lacks."""
-        outgoing = self._by_peer(self._send, bucket)
-        incoming = self._by_peer(self._receive, bucket)
-        num_out = [_numel(pieces) for pieces in outgoing]
-        num_in = [_numel(pieces) for pieces in incoming]
-        send_buffer, receive_buffer = self._buffers(
-            bucket, itertools.chain(*outgoing), sum(num_out), sum(num_in)
-        )
-        dist.all_to_all_single(receive_buffer, send_buffer, num_in, num_out)
-        for arrival, slot in _slots(receive_buffer, itertools.chain(*incoming)):
-            arrival.target.copy_(slot)
-        self.bytes_received += receive_buffer.nbytes
+    def _local_shards(self, bucket: Bucket) -> dict[str, Tensor]:
+        """Return this rank's shards of a bucket's weights."""
+        return {window.name: local(self.shards[window.name]) for window in bucket.windows}
 
-    def _by_peer(self, pieces: Pieces[AnyPiece], bucket: list[str]) -> list[list[AnyPiece]]:
-        """Return the pieces of a bucket for each peer; none for this rank, which needs no wire."""
-        by_peer: list[list[AnyPiece]] = [[] for _ in range(self.mesh.world_size)]
-        for peer, part in enumerate(by_peer):
-            if peer != self.mesh.rank:
-                for name in bucket:
-                    part += pieces[name, peer]
-        return by_peer
-
-    def _all_gather(self, bucket: list[str]) -> None:
-        """Send every rank every shard; each takes what its engine wants."""
-        held = []  # The shards of the bucket's weights, whole, for each rank.
-        for regions in self._regions:
-            held.append([_Piece(name, regions[name]) for name in bucket])
-        longest = max(map(_numel, held))
-        send_buffer, receive_buffer = self._buffers(
-            bucket, held[self.mesh.rank], longest, longest * len(held)
-        )
-        all_gather_single(receive_buffer, send_buffer)
-        for sender, row in enumerate(receive_buffer.split(longest)):
-            if sender != self.mesh.rank:
-                for shard, slot in _slots(row, held[sender]):
-                    for arrival in self._receive[shard.name, sender]:
-                        arrival.target.copy_(view_of(slot, arrival.region, shard.region.offset))
-        self.bytes_received += receive_buffer.nbytes - send_buffer.nbytes
+    # ----------------------------------------------------------------------------------------------
+    # the obvious way, as an oracle
 
     def _compare_with_oracle(self) -> None:
         """Raise RuntimeError naming the engine parameters that differ from a full gather."""
@@ -363,14 +280,12 @@ class Refit:
             yield name, whole.to(dtype)
 
 
-def _numel(pieces: Iterable[_Piece]) -> int:
-    return sum(piece.numel() for piece in pieces)
+def _view(t: Tensor, size: tuple[int, ...], place: Place) -> Tensor:
+    """Return the elements of a place, which is relative to the first element of a tensor."""
+    return t.as_strided(size, place.strides, int(t.storage_offset()) + place.offset)
 
 
-def _slots(buffer: Tensor, pieces: Iterable[AnyPiece]) -> Iterator[tuple[AnyPiece, Tensor]]:
-    """Yield each piece with its place in a flat buffer, where one follows the other."""
-    start = 0
-    for piece in pieces:
-        stop = start + piece.numel()
-        yield piece, buffer[start:stop].view(piece.region.size)
-        start = stop
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors of equal shapes; CUDA does it in as few kernels as it can."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
