@@ -5,6 +5,7 @@ import logging
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -126,6 +127,12 @@ class Mesh:
             gathered[end : end + length] = gathered[rank * longest : rank * longest + length]
             end += length
         return gathered[:end]
+
+    def broadcast(self, value: object, source: int) -> Any:
+        """Return a small picklable value of one rank on all ranks."""
+        values = [value]
+        dist.broadcast_object_list(values, source, self.host_group)
+        return values[0]
 
     def all_to_all(self, messages: list[bytes]) -> list[bytes]:
         """Send a message to each rank, and return the one from each rank, both in rank order."""

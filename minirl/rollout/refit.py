@@ -29,10 +29,18 @@ from minirl.rollout.refit_record import Arrival, Recorder, join
 from minirl.rollout.refit_shards import Grid, one_of_each_layout
 
 
+class _Step(NamedTuple):
+    """A bucket, with the parts of this rank's engine that its copies fill."""
+
+    bucket: Bucket
+    own_targets: list[Tensor]  # From this rank's shards.
+    targets: list[Tensor]  # From the buffer.
+
+
 class _InFlight(NamedTuple):
     """A bucket on the wire."""
 
-    bucket: Bucket
+    step: _Step
     send_buffer: Tensor
     receive_buffer: Tensor
     work: dist.Work
@@ -91,10 +99,11 @@ class Refit:
             whole_shards=cfg.transport == "all_gather",
         )
         self.dtypes = planner.dtypes  # On the wire, by name, in the same order on all ranks.
-        self._buckets = planner.plan(
+        buckets = planner.plan(
             {name: local(shard).stride() for name, shard in shards.items()},
             [arrival.target for arrival in self.arrivals],
         )
+        self._steps = [self._prepare(bucket) for bucket in buckets]
 
     # ----------------------------------------------------------------------------------------------
     # record
@@ -154,11 +163,7 @@ class Refit:
         first_of = {digest: digests.index(digest) for digest in dict.fromkeys(digests)}
         if len(first_of) == 1:
             return [own], [0] * len(digests)
-        wanted = []
-        for first in first_of.values():
-            message = [own if first == self.mesh.rank else None]
-            dist.broadcast_object_list(message, first, self.mesh.host_group)
-            wanted.append(message[0])
+        wanted = [self.mesh.broadcast(own, first) for first in first_of.values()]
         class_of = {digest: i for i, digest in enumerate(first_of)}
         return wanted, [class_of[digest] for digest in digests]
 
@@ -169,6 +174,12 @@ class Refit:
         regions = self.mesh.gather({name: local_region(self.shards[name]) for name in firsts})
         grids = {first: Grid([of_rank[first] for of_rank in regions]) for first in firsts}
         return {name: grids[first] for name, first in layout_of.items()}
+
+    def _prepare(self, bucket: Bucket) -> _Step:
+        parts = [self.arrivals[i].target for i in bucket.parts]
+        own_targets = [_view(parts[own.part], own.size, own.target) for own in bucket.copies.own]
+        targets = [_view(parts[c.tensor], c.size, c.place) for c in bucket.copies.unpack]
+        return _Step(bucket, own_targets, targets)
 
     # ----------------------------------------------------------------------------------------------
     # run
@@ -183,9 +194,15 @@ class Refit:
         self.bytes_received = 0
         self.peak_bytes = 0
         before: _InFlight | None = None
-        for bucket in self._buckets:
-            started = self._start(bucket, before) if self.mesh.world_size > 1 else None
-            self._copy_own(bucket)
+        for step in self._steps:
+            shards = [local(self.shards[name]) for name in step.bucket.shards]
+            started = None
+            if self.mesh.world_size > 1:
+                started = self._start(step, shards)
+                num_bytes = started.num_bytes + (before.num_bytes if before else 0)
+                self.peak_bytes = max(self.peak_bytes, num_bytes)
+            own = step.bucket.copies.own  # Needs no wire.
+            _copy_all(step.own_targets, [_view(shards[o.shard], o.size, o.source) for o in own])
             if before:
                 self._finish(before)
             before = started
@@ -194,53 +211,33 @@ class Refit:
         if self.check:
             self._compare_with_oracle()
 
-    def _start(self, bucket: Bucket, before: _InFlight | None) -> _InFlight:
-        """Pack a bucket and put it on the wire, behind the one before it."""
-        send_buffer = torch.empty(sum(bucket.num_out), dtype=bucket.dtype, device=self.mesh.device)
-        receive_buffer = send_buffer.new_empty(sum(bucket.num_in))
-        shards = self._local_shards(bucket)
-        slots = []
-        sources = []
-        for copy in bucket.pack:
-            slots.append(_view(send_buffer, copy.size, copy.slot))
-            sources.append(_view(shards[copy.key], copy.size, copy.place))
-        _copy_all(slots, sources)  # Casts to the dtype of the wire.
+    def _start(self, step: _Step, shards: list[Tensor]) -> _InFlight:
+        """Pack a bucket, in the dtype of the wire, and begin its collective."""
+        copies = step.bucket.copies
+        send_buffer = torch.empty(
+            sum(copies.num_out), dtype=step.bucket.dtype, device=self.mesh.device
+        )
+        receive_buffer = send_buffer.new_empty(sum(copies.num_in))
+        _copy_all(
+            [_view(send_buffer, copy.size, copy.slot) for copy in copies.pack],
+            [_view(shards[copy.tensor], copy.size, copy.place) for copy in copies.pack],
+        )
         if self.cfg.transport == "all_gather":
             work = all_gather_single(receive_buffer, send_buffer, async_op=True)
             self.bytes_received += receive_buffer.nbytes - send_buffer.nbytes
         else:
             work = dist.all_to_all_single(
-                receive_buffer, send_buffer, bucket.num_in, bucket.num_out, async_op=True
+                receive_buffer, send_buffer, copies.num_in, copies.num_out, async_op=True
             )
             self.bytes_received += receive_buffer.nbytes
-        started = _InFlight(bucket, send_buffer, receive_buffer, work)
-        num_bytes = started.num_bytes + (before.num_bytes if before else 0)
-        self.peak_bytes = max(self.peak_bytes, num_bytes)
-        return started
-
-    def _copy_own(self, bucket: Bucket) -> None:
-        """Copy what this rank has itself, which needs no wire."""
-        shards = self._local_shards(bucket)
-        targets = []
-        sources = []
-        for own in bucket.own:
-            targets.append(_view(self.arrivals[own.index].target, own.size, own.target))
-            sources.append(_view(shards[own.name], own.size, own.place))
-        _copy_all(targets, sources)
+        return _InFlight(step, send_buffer, receive_buffer, work)
 
     def _finish(self, flight: _InFlight) -> None:
         """Unpack a bucket when it has arrived."""
         flight.work.wait()  # On CUDA the stream waits, not the host.
-        targets = []
-        slots = []
-        for copy in flight.bucket.unpack:
-            targets.append(_view(self.arrivals[copy.key].target, copy.size, copy.place))
-            slots.append(_view(flight.receive_buffer, copy.size, copy.slot))
-        _copy_all(targets, slots)
-
-    def _local_shards(self, bucket: Bucket) -> dict[str, Tensor]:
-        """Return this rank's shards of a bucket's weights."""
-        return {window.name: local(self.shards[window.name]) for window in bucket.windows}
+        copies = flight.step.bucket.copies.unpack
+        slots = [_view(flight.receive_buffer, copy.size, copy.slot) for copy in copies]
+        _copy_all(flight.step.targets, slots)
 
     # ----------------------------------------------------------------------------------------------
     # the obvious way, as an oracle

@@ -2,11 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from minirl.parallel.regions import Region
-
-Key = TypeVar("Key", str, int)
 
 
 class Place(NamedTuple):
@@ -16,10 +14,10 @@ class Place(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Copy(NamedTuple, Generic[Key]):
+class Copy(NamedTuple):
     """A piece in a bucket's buffer and in a tensor."""
 
-    key: Key  # Of the tensor: the name of a weight's shard, or the index of an arrival.
+    tensor: int  # Its number.
     size: tuple[int, ...]
     place: Place
     slot: Place  # In the buffer.
@@ -43,16 +41,16 @@ def place_of(strides: tuple[int, ...], region: Region, origin: tuple[int, ...]) 
     return Place(offset, strides)
 
 
-def merge(copies: list[Copy[Key]]) -> list[Copy[Key]]:
+def merge(copies: list[Copy]) -> list[Copy]:
     """Merge copies of equal size that are equally far apart, in the tensor and in the buffer.
 
     A run of n becomes one copy with n as its first dimension. Pieces from or to the ranks of a
     trainer's 2-D mesh are runs of runs, so it goes on until nothing is merged any more.
     """
     while True:
-        groups: dict[tuple, list[Copy[Key]]] = defaultdict(list)
+        groups: dict[tuple, list[Copy]] = defaultdict(list)
         for copy in copies:
-            groups[copy.key, copy.size, copy.place.strides, copy.slot.strides].append(copy)
+            groups[copy.tensor, copy.size, copy.place.strides, copy.slot.strides].append(copy)
         merged = []
         for group in groups.values():
             merged += _merge_group(sorted(group, key=lambda copy: copy.slot.offset))
@@ -61,7 +59,7 @@ def merge(copies: list[Copy[Key]]) -> list[Copy[Key]]:
         copies = merged
 
 
-def _merge_group(group: list[Copy[Key]]) -> Iterator[Copy[Key]]:
+def _merge_group(group: list[Copy]) -> Iterator[Copy]:
     """Yield a copy for each run of equal distances."""
     start = 0
     while start < len(group):
@@ -78,13 +76,13 @@ def _distance(a: Copy, b: Copy) -> tuple[int, int]:
     return b.place.offset - a.place.offset, b.slot.offset - a.slot.offset
 
 
-def _as_one(run: list[Copy[Key]]) -> Copy[Key]:
+def _as_one(run: list[Copy]) -> Copy:
     first = run[0]
     if len(run) == 1:
         return first
     place_step, slot_step = _distance(first, run[1])
     return Copy(
-        first.key,
+        first.tensor,
         (len(run), *first.size),
         Place(first.place.offset, (place_step, *first.place.strides)),
         Place(first.slot.offset, (slot_step, *first.slot.strides)),

@@ -2,7 +2,8 @@
 
 Every rank derives its own part of the plan, in time that follows the pieces that it sends and
 receives, from three things: the grids that the shards of the weights form (`Grid`), what each class
-of engines wants (`Wanted`; engines of one class want the same), and the class of each rank.
+of engines wants (`Wanted`; engines of one class want the same), and the class of each rank. What is
+alike, such as the same matrix of all layers, is planned once (`Kind`).
 """
 
 import itertools
@@ -28,46 +29,64 @@ class Wanted(NamedTuple):
     dtype: torch.dtype
 
 
-class OwnCopy(NamedTuple):
-    """A piece that this rank holds and its own engine wants."""
+@dataclass(eq=False)
+class Kind:
+    """Weights that have the same shape, lie alike on the ranks and go alike into the engines."""
 
-    name: str
-    index: int  # Of the arrival.
-    size: tuple[int, ...]
-    place: Place  # In the shard.
-    target: Place  # In the arrival's part of the engine.
-
-
-class Piece(NamedTuple):
-    """A piece that travels to or from a peer."""
-
-    peer: int
-    name: str
-    index: int  # Of what is wanted, in the list of the receiver's class.
-    region: Region
+    grid: Grid
+    dtype: torch.dtype  # In the engines, and on the wire.
+    wanted: list[list[Region]]  # Of one weight, by each class of engines.
+    names: list[str] = field(default_factory=list)
 
 
 class Window(NamedTuple):
     """A part of a weight that travels in one bucket."""
 
     name: str
+    kind: Kind
     region: Region
     is_first: bool  # Of the weight's windows.
 
 
+class Piece(NamedTuple):
+    """A piece of a window that travels to or from a peer."""
+
+    peer: int
+    part: int  # Of what the receiver's class wants of the weight: which one.
+    region: Region
+
+
+class OwnCopy(NamedTuple):
+    """A piece that this rank holds and its own engine wants."""
+
+    shard: int
+    part: int
+    size: tuple[int, ...]
+    source: Place  # In the shard.
+    target: Place  # In the engine.
+
+
 @dataclass
-class Bucket:
-    """What travels at once, and what is copied within this rank meanwhile."""
+class Copies:
+    """What one rank does for a bucket. Buckets of the same kinds share it.
+
+    Shards and parts of the engine are numbered as in `Bucket`.
+    """
+
+    num_out: list[int]  # Elements to each rank.
+    num_in: list[int]  # Elements from each rank.
+    own: list[OwnCopy] = field(default_factory=list)  # Shards to this rank's engine.
+    pack: list[Copy] = field(default_factory=list)  # Shards to the buffer that is sent.
+    unpack: list[Copy] = field(default_factory=list)  # The buffer that arrives to the engine.
+
+
+class Bucket(NamedTuple):
+    """What travels at once."""
 
     dtype: torch.dtype
-    windows: list[Window]
-    num_out: list[int] = field(default_factory=list)  # Elements to each rank.
-    num_in: list[int] = field(default_factory=list)  # Elements from each rank.
-    pack: list[Copy[str]] = field(default_factory=list)  # Shards to the buffer that is sent.
-    unpack: list[Copy[str]] = field(
-        default_factory=list
-    )  # The buffer that is received to the engine.
-    own: list[OwnCopy] = field(default_factory=list)  # Shards to the engine of the same rank.
+    shards: list[str]  # The name of each window's weight.
+    parts: list[int]  # What this rank's engine wants of them, as indices of its list.
+    copies: Copies
 
 
 class Planner:
@@ -83,7 +102,7 @@ class Planner:
         *,
         whole_shards: bool,
     ):
-        """Put the weights into buckets.
+        """Put the weights into buckets, alike on all ranks.
 
         Args:
             rank: this one.
@@ -99,53 +118,47 @@ class Planner:
         """
         self.rank = rank
         self.world_size = len(class_of)
-        self.grids = grids
-        self.wanted = wanted
-        self.own_class = class_of[rank]
         self.whole_shards = whole_shards
+        self.own_class = class_of[rank]
         self.members: list[list[int]] = [[] for _ in wanted]
         for member, its_class in enumerate(class_of):
             self.members[its_class].append(member)
-        # For each class the indices of what is wanted of a weight.
+        # For each class the indices of what it wants of each weight.
         self.indices = [_indices_by_name(of_class) for of_class in wanted]
-        self.dtypes = self._wire_dtypes()
+        self.dtypes = _wire_dtypes(grids, wanted)
+        self.kinds = self._find_kinds(grids, wanted)
+        self.buckets = self._fill_buckets(bucket_bytes)
         self._receivers: dict[tuple[Block, int], list[int]] = {}
-        self.windows = self._split_into_windows(bucket_bytes)
-
-    def _wire_dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtype that each weight has in the engine, which is also that on the wire.
-
-        A router's correction may be wider than the other weights.
-        """
-        dtype_of: dict[str, torch.dtype] = {}
-        for item in itertools.chain(*self.wanted):
-            if dtype_of.setdefault(item.name, item.dtype) != item.dtype:
-                raise NotImplementedError(
-                    f"the engine keeps parts of {item.name} in more than one dtype"
-                )
-        return {name: dtype_of[name] for name in self.grids if name in dtype_of}
 
     # ----------------------------------------------------------------------------------------------
     # buckets
 
-    def _split_into_windows(self, bucket_bytes: int) -> list[list[Window]]:
+    def _find_kinds(self, grids: dict[str, Grid], wanted: list[list[Wanted]]) -> list[Kind]:
+        """Return the kinds of weights, in the order of their first ones."""
+        kinds: dict[tuple, Kind] = {}
+        for name, dtype in self.dtypes.items():
+            regions = []
+            for of_class, indices in zip(wanted, self.indices, strict=True):
+                regions.append([of_class[i].region for i in indices.get(name, ())])
+            key = id(grids[name]), dtype, tuple(map(tuple, regions))
+            kind = kinds.setdefault(key, Kind(grids[name], dtype, regions))
+            kind.names.append(name)
+        return list(kinds.values())
+
+    def _fill_buckets(self, bucket_bytes: int) -> list[list[Window]]:
         """Return the windows of each bucket, which is of one dtype.
 
         Weights of one kind follow each other: their pieces have the same sizes and peers, so that
         pieces from different peers are equally far apart in a buffer, and one copy moves them all.
         """
-        kinds: dict[tuple, list[str]] = defaultdict(list)
-        for name in self.dtypes:
-            kinds[self._kind(name)].append(name)
         windows: dict[torch.dtype, list[tuple[Window, int]]] = defaultdict(list)
-        for names in kinds.values():
-            dtype = self.dtypes[names[0]]
-            num_elements = self._num_elements(names[0])
-            regions = self._cut(names[0], num_elements, bucket_bytes // dtype.itemsize)
+        for kind in self.kinds:
+            num_elements = self._num_elements(kind)
+            regions = _cut(kind, num_elements, bucket_bytes // kind.dtype.itemsize)
             numel = math.ceil(num_elements / len(regions))
-            for name in names:
+            for name in kind.names:
                 for i, region in enumerate(regions):
-                    windows[dtype].append((Window(name, region, i == 0), numel))
+                    windows[kind.dtype].append((Window(name, kind, region, i == 0), numel))
         buckets = []
         for dtype, of_dtype in windows.items():
             limit = bucket_bytes // dtype.itemsize
@@ -153,88 +166,40 @@ class Planner:
                 buckets.append([window for window, _ in part])
         return buckets
 
-    def _kind(self, name: str) -> tuple:
-        """Return a key that is equal for weights whose pieces are alike."""
-        regions = []
-        for of_class, indices in zip(self.wanted, self.indices, strict=True):
-            regions.append(tuple(of_class[i].region for i in indices.get(name, ())))
-        return id(self.grids[name]), self.dtypes[name], tuple(regions)
-
-    def _num_elements(self, name: str) -> int:
+    def _num_elements(self, kind: Kind) -> int:
         """Return how many elements of a weight travel to an engine, at most."""
         if self.whole_shards:
-            return math.prod(self.grids[name].whole.size)
-        received = []
-        for of_class, indices in zip(self.wanted, self.indices, strict=True):
-            regions = [of_class[i].region for i in indices.get(name, ())]
-            received.append(sum(math.prod(region.size) for region in regions))
-        return max(received)
-
-    def _cut(self, name: str, num_elements: int, limit: int) -> list[Region]:
-        """Cut a weight into windows of which at most `limit` elements travel to an engine.
-
-        It is cut along a dimension that no shard and no engine divides, so that every rank has the
-        same to do for each window. If there is none, the weight travels at once.
-
-        Args:
-            name: of the weight.
-            num_elements: of it that travel to an engine.
-            limit: elements of a bucket.
-        """
-        grid = self.grids[name]
-        whole = grid.whole
-        if num_elements <= limit:
-            return [whole]
-        for axis, length in enumerate(whole.size):
-            most = limit * length // num_elements  # Of its indices in a window.
-            if most and len(grid.starts[axis]) == 1 and self._is_undivided(name, axis, length):
-                num_windows = math.ceil(length / most)
-                cuts = [length * i // num_windows for i in range(num_windows + 1)]
-                return [_slab(whole, axis, *cut) for cut in itertools.pairwise(cuts)]
-        return [whole]
-
-    def _is_undivided(self, name: str, axis: int, length: int) -> bool:
-        """Return whether all engines want a weight in its whole length along an axis."""
-        for of_class, indices in zip(self.wanted, self.indices, strict=True):
-            for i in indices.get(name, ()):
-                if of_class[i].region.size[axis] != length:
-                    return False
-        return True
+            return math.prod(kind.grid.whole.size)
+        return max(sum(math.prod(region.size) for region in regions) for regions in kind.wanted)
 
     # ----------------------------------------------------------------------------------------------
     # pieces
 
     def received(self, window: Window) -> Iterator[Piece]:
         """Yield the pieces of a window that come from other ranks."""
-        for index, region in self._wanted_in(self.own_class, window):
-            for common, block in self.grids[window.name].overlaps(region):
+        for part, wanted in enumerate(window.kind.wanted[self.own_class]):
+            region = intersect(wanted, window.region)
+            if not region:
+                continue
+            for common, block in window.kind.grid.overlaps(region):
                 sender = block.sender(self.rank, self.world_size)
                 if sender != self.rank:
-                    yield Piece(sender, window.name, index, common)
+                    yield Piece(sender, part, common)
 
     def sent(self, window: Window) -> Iterator[Piece]:
         """Yield the pieces of a window that go to other ranks."""
-        grid = self.grids[window.name]
-        own = grid.regions[self.rank]
-        if not all(own.size):
+        grid = window.kind.grid
+        shard = intersect(grid.regions[self.rank], window.region)
+        if not shard:
             return
-        block = grid.blocks[own.offset]
-        for its_class in range(len(self.wanted)):
+        block = grid.blocks[grid.regions[self.rank].offset]
+        for its_class, wanted_by_class in enumerate(window.kind.wanted):
             receivers = self._receivers_of(block, its_class)
-            if not receivers:
-                continue
-            for index, region in self._wanted_in(its_class, window):
-                common = intersect(region, own)
+            for part, wanted in enumerate(wanted_by_class):
+                common = intersect(wanted, shard)
                 if common:
                     for receiver in receivers:
-                        yield Piece(receiver, window.name, index, common)
-
-    def _wanted_in(self, its_class: int, window: Window) -> Iterator[tuple[int, Region]]:
-        """Yield what a class of engines wants of a window, with its index."""
-        for index in self.indices[its_class].get(window.name, ()):
-            common = intersect(self.wanted[its_class][index].region, window.region)
-            if common:
-                yield index, common
+                        yield Piece(receiver, part, common)
 
     def _receivers_of(self, block: Block, its_class: int) -> list[int]:
         """Return the other ranks of a class that get this rank's block from it."""
@@ -257,94 +222,108 @@ class Planner:
             strides: of this rank's shards.
             targets: the parts of the engine that are wanted, with the dimensions of the weights.
         """
+        planned: dict[tuple, Copies] = {}
         buckets = []
-        for windows in self.windows:
-            bucket = Bucket(self.dtypes[windows[0].name], windows)
+        for windows in self.buckets:
+            parts: list[int] = []
+            inputs = []
+            key = []
             for window in windows:
-                if window.is_first:
-                    bucket.own += self._own_copies(window.name, strides, targets)
-            if self.world_size > 1:
-                if self.whole_shards:
-                    self._plan_all_gather(bucket, strides, targets)
-                else:
-                    self._plan_all_to_all(bucket, strides, targets)
-            buckets.append(bucket)
+                indices = self.indices[self.own_class].get(window.name, [])
+                target_strides = tuple(targets[i].stride() for i in indices)
+                inputs.append(_Input(window, strides[window.name], target_strides, len(parts)))
+                key.append((id(window.kind), *window[2:], *inputs[-1][1:3]))
+                parts += indices
+            if tuple(key) not in planned:
+                planned[tuple(key)] = self._plan_copies(inputs)
+            names = [window.name for window in windows]
+            copies = planned[tuple(key)]
+            buckets.append(Bucket(windows[0].kind.dtype, names, parts, copies))
         return buckets
 
-    def _own_copies(
-        self, name: str, strides: dict[str, tuple[int, ...]], targets: list[Tensor]
-    ) -> Iterator[OwnCopy]:
-        """Yield the copies of a weight that need no wire."""
-        own = self.grids[name].regions[self.rank]
-        for index in self.indices[self.own_class].get(name, ()):
-            region = self.wanted[self.own_class][index].region
-            common = intersect(region, own)
-            if common:
-                place = place_of(strides[name], common, own.offset)
-                target = place_of(targets[index].stride(), common, region.offset)
-                yield OwnCopy(name, index, common.size, place, target)
+    def _plan_copies(self, inputs: "list[_Input]") -> Copies:
+        """Plan a bucket."""
+        copies = Copies([0] * self.world_size, [0] * self.world_size)
+        for shard, source in enumerate(inputs):
+            if source.window.is_first:
+                copies.own += self._own_copies(shard, source)
+        if self.whole_shards:
+            self._plan_all_gather(inputs, copies)
+        else:
+            self._plan_all_to_all(inputs, copies)
+        return copies
 
-    def _plan_all_to_all(
-        self, bucket: Bucket, strides: dict[str, tuple[int, ...]], targets: list[Tensor]
-    ) -> None:
+    def _own_copies(self, shard: int, source: "_Input") -> Iterator[OwnCopy]:
+        """Yield the copies of a weight that need no wire."""
+        for part, wanted in enumerate(source.window.kind.wanted[self.own_class]):
+            own = source.window.kind.grid.regions[self.rank]
+            common = intersect(wanted, own)
+            if common:
+                target = place_of(source.target_strides[part], common, wanted.offset)
+                place = place_of(source.strides, common, own.offset)
+                yield OwnCopy(shard, source.first_part + part, common.size, place, target)
+
+    def _plan_all_to_all(self, inputs: "list[_Input]", copies: Copies) -> None:
         """Give each piece its place in a buffer: by peer, then in the order that both ends derive.
 
         Both go through the windows of the bucket, and for each through what is wanted.
         """
-        bucket.num_in = [0] * self.world_size
-        bucket.num_out = [0] * self.world_size
-        received: list[Piece] = []
-        sent: list[Piece] = []
-        for window in bucket.windows:
-            received += self.received(window)
-            sent += self.sent(window)
-        unpack = []
-        for piece, slot in _slots(received, bucket.num_in):
-            unpack.append(self._to_engine(piece, slot, targets))
-        pack = []
-        for piece, slot in _slots(sent, bucket.num_out):
-            origin = self.grids[piece.name].regions[self.rank].offset
-            place = place_of(strides[piece.name], piece.region, origin)
-            pack.append(Copy(piece.name, piece.region.size, place, slot))
-        bucket.pack = merge(pack)
-        bucket.unpack = merge(unpack)
+        received = []
+        sent = []
+        for shard, source in enumerate(inputs):
+            received += [(shard, piece) for piece in self.received(source.window)]
+            sent += [(shard, piece) for piece in self.sent(source.window)]
+        for shard, piece, slot in _slots(received, copies.num_in):
+            copies.unpack.append(self._to_engine(inputs[shard], piece, slot))
+        for shard, piece, slot in _slots(sent, copies.num_out):
+            own = inputs[shard].window.kind.grid.regions[self.rank]
+            place = place_of(inputs[shard].strides, piece.region, own.offset)
+            copies.pack.append(Copy(shard, piece.region.size, place, slot))
+        copies.pack = merge(copies.pack)
+        copies.unpack = merge(copies.unpack)
 
-    def _plan_all_gather(
-        self, bucket: Bucket, strides: dict[str, tuple[int, ...]], targets: list[Tensor]
-    ) -> None:
+    def _plan_all_gather(self, inputs: "list[_Input]", copies: Copies) -> None:
         """Let each rank send its shards end to end, in a row as long as the longest rank's."""
-        starts: dict[Window, list[int]] = {}  # Of a window's shard in each rank's row.
+        starts: list[list[int]] = []  # Of each window's shard in each rank's row.
         ends = [0] * self.world_size
-        for window in bucket.windows:
-            starts[window] = list(ends)
-            for rank, region in enumerate(self.grids[window.name].regions):
-                held = intersect(region, window.region)
+        for source in inputs:
+            starts.append(list(ends))
+            for rank, region in enumerate(source.window.kind.grid.regions):
+                held = intersect(region, source.window.region)
                 ends[rank] += math.prod(held.size) if held else 0
         longest = max(ends)
-        bucket.num_out = [longest]
-        bucket.num_in = [longest] * self.world_size
+        copies.num_out = [longest]
+        copies.num_in = [longest] * self.world_size
 
-        unpack = []
-        for window in bucket.windows:
-            regions = self.grids[window.name].regions
-            held = intersect(regions[self.rank], window.region)
+        for shard, source in enumerate(inputs):
+            regions = source.window.kind.grid.regions
+            held = intersect(regions[self.rank], source.window.region)
             if held:
-                place = place_of(strides[window.name], held, regions[self.rank].offset)
-                slot = Place(starts[window][self.rank], contiguous_strides(held.size))
-                bucket.pack.append(Copy(window.name, held.size, place, slot))
-            for piece in self.received(window):
-                row = intersect(regions[piece.peer], window.region)
-                assert row, "a piece is in its sender's shard"
-                slot = place_of(contiguous_strides(row.size), piece.region, row.offset)
-                start = piece.peer * longest + starts[window][piece.peer]
-                slot = Place(start + slot.offset, slot.strides)
-                unpack.append(self._to_engine(piece, slot, targets))
-        bucket.unpack = merge(unpack)
+                place = place_of(source.strides, held, regions[self.rank].offset)
+                slot = Place(starts[shard][self.rank], contiguous_strides(held.size))
+                copies.pack.append(Copy(shard, held.size, place, slot))
+            for piece in self.received(source.window):
+                held = intersect(regions[piece.peer], source.window.region)
+                assert held, "a piece is in its sender's shard"
+                inside = place_of(contiguous_strides(held.size), piece.region, held.offset)
+                start = piece.peer * longest + starts[shard][piece.peer]
+                slot = Place(start + inside.offset, inside.strides)
+                copies.unpack.append(self._to_engine(source, piece, slot))
+        copies.unpack = merge(copies.unpack)
 
-    def _to_engine(self, piece: Piece, slot: Place, targets: list[Tensor]) -> Copy[int]:
-        origin = self.wanted[self.own_class][piece.index].region.offset
-        place = place_of(targets[piece.index].stride(), piece.region, origin)
-        return Copy(piece.index, piece.region.size, place, slot)
+    def _to_engine(self, source: "_Input", piece: Piece, slot: Place) -> Copy:
+        wanted = source.window.kind.wanted[self.own_class][piece.part]
+        place = place_of(source.target_strides[piece.part], piece.region, wanted.offset)
+        return Copy(source.first_part + piece.part, piece.region.size, place, slot)
+
+
+class _Input(NamedTuple):
+    """A window of a bucket on this rank."""
+
+    window: Window
+    strides: tuple[int, ...]  # Of the weight's shard.
+    target_strides: tuple[tuple[int, ...], ...]  # Of the parts of the engine that it fills.
+    first_part: int  # The number of the first of them in the bucket.
 
 
 def _indices_by_name(wanted: list[Wanted]) -> dict[str, list[int]]:
@@ -354,6 +333,49 @@ def _indices_by_name(wanted: list[Wanted]) -> dict[str, list[int]]:
     return indices
 
 
+def _wire_dtypes(grids: dict[str, Grid], wanted: list[list[Wanted]]) -> dict[str, torch.dtype]:
+    """Return the dtype that each weight has in the engine, which is also that on the wire.
+
+    A router's correction may be wider than the other weights.
+    """
+    dtype_of: dict[str, torch.dtype] = {}
+    for item in itertools.chain(*wanted):
+        if dtype_of.setdefault(item.name, item.dtype) != item.dtype:
+            raise NotImplementedError(
+                f"the engine keeps parts of {item.name} in more than one dtype"
+            )
+    return {name: dtype_of[name] for name in grids if name in dtype_of}
+
+
+def _cut(kind: Kind, num_elements: int, limit: int) -> list[Region]:
+    """Cut weights into windows of which at most `limit` elements travel to an engine.
+
+    They are cut along a dimension that no shard and no engine divides, so that every rank has the
+    same to do for each window. If there is none, a weight travels at once.
+
+    Args:
+        kind: of the weights.
+        num_elements: of one of them that travel to an engine.
+        limit: elements of a bucket.
+    """
+    whole = kind.grid.whole
+    if num_elements <= limit:
+        return [whole]
+    for axis, length in enumerate(whole.size):
+        most = limit * length // num_elements  # Of its indices in a window.
+        if most and len(kind.grid.starts[axis]) == 1 and _is_undivided(kind, axis):
+            num_windows = math.ceil(length / most)
+            cuts = [length * i // num_windows for i in range(num_windows + 1)]
+            return [_slab(whole, axis, *cut) for cut in itertools.pairwise(cuts)]
+    return [whole]
+
+
+def _is_undivided(kind: Kind, axis: int) -> bool:
+    """Return whether all engines want weights in their whole length along an axis."""
+    length = kind.grid.whole.size[axis]
+    return all(region.size[axis] == length for region in itertools.chain(*kind.wanted))
+
+
 def _slab(region: Region, axis: int, start: int, stop: int) -> Region:
     """Return the part of a region from `start` to before `stop` along an axis."""
     offset, size = list(region.offset), list(region.size)
@@ -361,11 +383,16 @@ def _slab(region: Region, axis: int, start: int, stop: int) -> Region:
     return Region(tuple(offset), tuple(size))
 
 
-def _slots(pieces: list[Piece], numel: list[int]) -> Iterator[tuple[Piece, Place]]:
-    """Yield each piece with its place in a buffer, by peer; add its elements to the peer's."""
+def _slots(pieces: list[tuple[int, Piece]], numel: list[int]) -> Iterator[tuple[int, Piece, Place]]:
+    """Yield each piece, and what is with it, with its place in a buffer, by peer.
+
+    Args:
+        pieces: with the numbers of their windows. Those of a peer keep their order.
+        numel: for each peer; the pieces' elements are added.
+    """
     start = 0
-    for piece in sorted(pieces, key=lambda piece: piece.peer):  # keeps the order for each peer
+    for shard, piece in sorted(pieces, key=lambda item: item[1].peer):
         size = piece.region.size
-        yield piece, Place(start, contiguous_strides(size))
+        yield shard, piece, Place(start, contiguous_strides(size))
         start += math.prod(size)
         numel[piece.peer] += math.prod(size)

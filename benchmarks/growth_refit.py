@@ -1,0 +1,378 @@
+"""How a refit's plan and its call grow with the number of ranks, in one process without a GPU.
+
+    python benchmarks/growth_refit.py
+    python benchmarks/growth_refit.py --models 30B-A3B --worlds 8 16 --layers 4
+
+A world is imagined from the view of one rank in its middle: FSDP over all ranks (or replicas of
+it), engines of `--tensor` ranks whose loader slices as vLLM's does. Record, plan and call are
+minirl's own. What the other ranks would say is computed, collectives do nothing, and for the call
+matrices are shrunk: as many copies, of hardly any bytes, so that what remains is the host's work.
+"""
+
+import argparse
+import re
+import resource
+import time
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from minirl.config.rl import RefitConfig
+from minirl.model import families
+from minirl.parallel.mesh import Mesh
+from minirl.parallel.regions import CheckpointSlice, Region
+from minirl.rollout.refit import Refit
+from minirl.rollout.refit_plan import Bucket, Planner, Wanted
+from minirl.rollout.refit_record import Arrival, Recorder, join
+from minirl.rollout.refit_shards import Grid, one_of_each_layout
+
+MIB = 2**20
+# hidden, intermediate of an expert, layers, heads, heads of keys, experts, vocabulary
+MODELS = {
+    "30B-A3B": (2048, 768, 48, 32, 4, 128, 151936),
+    "235B-A22B": (4096, 1536, 94, 64, 4, 128, 151936),
+}
+
+
+@dataclass
+class Row:
+    """What was measured of one law."""
+
+    name: str
+    model: str
+    world: int
+    cpu_seconds: float
+    num_bytes: int
+    num_copies: int = 0
+
+
+# --------------------------------------------------------------------------------------------------
+# an imagined world
+
+
+def make_shapes(
+    model: str, num_layers: int, shrink: int = 1
+) -> tuple[dict[str, torch.Size], dict[str, list[CheckpointSlice]]]:
+    """Return the shapes of a model's weights, and what they are in a checkpoint's files.
+
+    Args:
+        model: one of MODELS.
+        num_layers: of the model; 0: its own.
+        shrink: divides the width of all matrices, not the number of experts.
+    """
+    hidden, expert, own_layers, heads, kv_heads, num_experts, vocabulary = MODELS[model]
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        hidden_size=hidden // shrink,
+        moe_intermediate_size=expert // shrink,
+        num_hidden_layers=num_layers or own_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=max(1, 128 // shrink),
+        num_experts=num_experts,
+        vocab_size=vocabulary // shrink,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    shapes = {name: p.shape for name, p in whole.named_parameters()}
+    slices = {
+        name: families.checkpoint_slices(config, name, shape) for name, shape in shapes.items()
+    }
+    return shapes, slices
+
+
+def fsdp_axis(shape: torch.Size, num_shards: int) -> int:
+    """Return the dimension that FSDP shards, as parallel/fsdp.py chooses it."""
+    by_rows = len(shape) == 3 and shape[0] < num_shards and shape[1] % num_shards == 0
+    return 1 if by_rows else 0
+
+
+def fsdp_region(shape: torch.Size, num_shards: int, shard: int) -> Region:
+    """Return the region of a weight that one of FSDP's shards is."""
+    axis = fsdp_axis(shape, num_shards)
+    rows = -(-shape[axis] // num_shards)
+    offset = [0] * len(shape)
+    size = list(shape)
+    offset[axis] = min(shard * rows, shape[axis])
+    size[axis] = min(rows, shape[axis] - offset[axis])
+    return Region(tuple(offset), tuple(size))
+
+
+class Engine:
+    """One rank of a tensor-parallel engine: parameters, and a loader that slices as vLLM's does."""
+
+    def __init__(
+        self,
+        shapes: dict[str, torch.Size],
+        slices: dict[str, list[CheckpointSlice]],
+        tp: int,
+        tp_rank: int,
+        *,
+        device: str = "meta",
+        mesh: Any = None,
+    ):
+        """Make the parameters.
+
+        Args:
+            shapes: of the trainer's weights.
+            slices: what they are in files.
+            tp: ranks of the engine.
+            tp_rank: which of them this is.
+            device: of the parameters.
+            mesh: for a `Refit`.
+        """
+        self.mesh = mesh
+        self.tp = tp
+        self.tp_rank = tp_rank
+        self._parameters: dict[str, Tensor] = {}
+        self._targets: dict[str, tuple[Tensor, int | None]] = {}
+        for name, shape in shapes.items():
+            kind = "" if len(shape) == 1 else name
+            if ".experts.gate_up" in kind:
+                cut = shape[1] // tp
+                part = self._add(name, (shape[0], cut, shape[2]), device)
+                for i, s in enumerate(slices[name]):
+                    half = part[i // 2].chunk(2)[i % 2]
+                    self._targets[s.name] = half, 0
+            elif ".experts.down" in kind:
+                part = self._add(name, (*shape[:2], shape[2] // tp), device)
+                for i, s in enumerate(slices[name]):
+                    self._targets[s.name] = part[i], 1
+            elif re.search("(q|k|v)_proj|embed_tokens|lm_head", kind):
+                part = self._add(name, (max(1, shape[0] // tp), shape[1]), device)
+                self._targets[slices[name][0].name] = part, 0
+            elif "o_proj" in kind:
+                part = self._add(name, (shape[0], shape[1] // tp), device)
+                self._targets[slices[name][0].name] = part, 1
+            else:
+                part = self._add(name, tuple(shape), device)
+                self._targets[slices[name][0].name] = part, None
+
+    def _add(self, name: str, size: tuple[int, ...], device: str) -> Tensor:
+        self._parameters[name] = torch.empty(size, dtype=torch.bfloat16, device=device)
+        return self._parameters[name]
+
+    def parameters(self) -> dict[str, Tensor]:
+        return self._parameters
+
+    def padding(self) -> dict[str, int]:
+        return {}
+
+    def load_weights(self, named: Any) -> None:
+        """Copy this rank's part of each weight; heads of keys repeat if there are fewer."""
+        for name, weight in named:
+            target, axis = self._targets[name]
+            if axis is not None:
+                length = target.shape[axis]
+                start = self.tp_rank * weight.shape[axis] // self.tp // length * length
+                weight = weight.narrow(axis, start, length)
+            target.copy_(weight)
+
+
+def record(
+    shapes: dict[str, torch.Size], slices: dict[str, list[CheckpointSlice]], engine: Engine
+) -> list[Arrival]:
+    """Return what an engine's loader copies, as `Refit` does it."""
+    weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    recorder = Recorder(weights)
+    with recorder:
+        engine.load_weights(in_files(weights, slices))
+    return join(recorder.arrivals)
+
+
+def in_files(
+    weights: dict[str, Tensor], slices: dict[str, list[CheckpointSlice]]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, weight in weights.items():
+        for part in slices[name]:
+            yield part.name, part.of(weight)
+
+
+def wanted_of(arrivals: list[Arrival]) -> list[Wanted]:
+    return [Wanted(a.name, a.region, a.target.dtype) for a in arrivals]
+
+
+def count_copies(buckets: list[Bucket]) -> int:
+    """Return how many copies a call makes: packed, unpacked and within the rank."""
+    num_copies = 0
+    for bucket in buckets:
+        copies = bucket.copies
+        num_copies += len(copies.pack) + len(copies.unpack) + len(copies.own)
+    return num_copies
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImaginedMesh(Mesh):
+    """A mesh whose other ranks say what they would."""
+
+    shapes: dict[str, torch.Size]
+    num_shards: int
+    wanted: list[list[Wanted]]  # By rank of an engine.
+
+    def gather(self, value: Any) -> list:
+        """Return regions of all ranks, or digests, of which only it counts whether they differ."""
+        tp = len(self.wanted)
+        if isinstance(value, str):
+            own = self.rank % tp
+            return [value if r % tp == own else str(r % tp) for r in range(self.world_size)]
+        of_shard = []
+        for shard in range(self.num_shards):
+            regions = {n: fsdp_region(self.shapes[n], self.num_shards, shard) for n in value}
+            of_shard.append(regions)
+        found = [of_shard[rank % self.num_shards] for rank in range(self.world_size)]
+        assert found[self.rank] == value
+        return found
+
+    def broadcast(self, value: object, source: int) -> Any:
+        """Return what the engines of a class want."""
+        return self.wanted[source % len(self.wanted)]
+
+
+# --------------------------------------------------------------------------------------------------
+# the laws
+
+
+def measure_plan(model: str, num_layers: int, world: int, replicas: int, tp: int) -> list[Row]:
+    """Return the cost of the record and of the plan, on the rank in the middle."""
+    shapes, slices = make_shapes(model, num_layers)
+    own = Engine(shapes, slices, tp, world // 2 % tp)
+    start = time.process_time()
+    arrivals = record(shapes, slices, own)
+    recorded = Row("record", model, world, time.process_time() - start, 0, len(arrivals))
+    wanted = []
+    for tp_rank in range(tp):
+        wanted.append(wanted_of(record(shapes, slices, Engine(shapes, slices, tp, tp_rank))))
+
+    def plan() -> int:
+        """Plan as `Refit` does when it knows what others say; return the number of copies."""
+        weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        layout_of = one_of_each_layout(weights)
+        num_shards = world // replicas
+        grids = {}
+        for first in dict.fromkeys(layout_of.values()):
+            regions = [fsdp_region(shapes[first], num_shards, i) for i in range(num_shards)]
+            grids[first] = Grid(regions * replicas)
+        planner = Planner(
+            world // 2,
+            {name: grids[first] for name, first in layout_of.items()},
+            wanted,
+            [rank % tp for rank in range(world)],
+            RefitConfig().bucket_mb * MIB,
+            whole_shards=False,
+        )
+        strides = {}
+        for name, shape in shapes.items():
+            size = fsdp_region(shape, num_shards, world // 2 % num_shards).size
+            strides[name] = torch.empty(size, device="meta").stride()
+        buckets = planner.plan(strides, [arrival.target for arrival in arrivals])
+        kept.append(buckets)
+        return count_copies(buckets)
+
+    kept: list[Any] = []
+    start = time.process_time()
+    num_copies = plan()
+    cpu_seconds = time.process_time() - start
+    tracemalloc.start()
+    kept.clear()
+    plan()
+    num_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return [recorded, Row("plan", model, world, cpu_seconds, num_bytes, num_copies)]
+
+
+def measure_call(model: str, num_layers: int, world: int, tp: int, shrink: int) -> Row:
+    """Return the host's cost of a call, on the rank in the middle."""
+    rank = world // 2
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    axis = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard_cp",))
+    shapes, slices = make_shapes(model, num_layers, shrink)
+    wanted = []
+    for tp_rank in range(tp):
+        wanted.append(wanted_of(record(shapes, slices, Engine(shapes, slices, tp, tp_rank))))
+    mesh = ImaginedMesh(
+        rank=rank,
+        world_size=world,
+        device=torch.device("cpu"),
+        fsdp=axis,
+        context=None,
+        tensor=axis,
+        host_group=dist.group.WORLD,
+        store=dist.distributed_c10d._get_default_store(),
+        shapes=shapes,
+        num_shards=world,
+        wanted=wanted,
+    )
+    shards: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        local = torch.zeros(fsdp_region(shape, world, rank).size)
+        placement = Shard(fsdp_axis(shape, world))
+        stride = torch.empty(shape, device="meta").stride()
+        shards[name] = DTensor.from_local(
+            local, axis, [placement], run_check=False, shape=shape, stride=stride
+        )
+    engine: Any = Engine(shapes, slices, tp, rank % tp, device="cpu", mesh=mesh)
+    refit = Refit(RefitConfig(), shards, slices, engine)
+    refit()
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        refit()
+        seconds.append(time.process_time() - start)
+    num_copies = count_copies([step.bucket for step in refit._steps])
+    dist.destroy_process_group()
+    return Row("call", model, world, min(seconds), refit.bytes_received, num_copies)
+
+
+def laws(
+    models: list[str], worlds: list[int], num_layers: int = 0, tp: int = 8, call: bool = True
+) -> list[Row]:
+    """Return the rows of all laws.
+
+    Args:
+        models: names in MODELS.
+        worlds: numbers of ranks.
+        num_layers: of the models; 0: their own.
+        tp: ranks of an engine.
+        call: measure the call, too, of up to 64 ranks: it allocates a shrunk model.
+    """
+    rows = []
+    for model in models:
+        for world in worlds:
+            rows += measure_plan(model, num_layers, world, 1, tp)
+            if call and world <= 64:
+                rows.append(measure_call(model, num_layers, world, tp, 32))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How a refit grows with the number of ranks.")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--worlds", nargs="+", type=int, default=[8, 64, 1024])
+    parser.add_argument("--layers", type=int, default=0, help="0: the model's own")
+    parser.add_argument("--tensor", type=int, default=8, help="ranks of an engine")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'':7} {'model':10} {'ranks':>6} {'CPU-s':>8} {'MiB':>8} {'copies':>8}")
+    for row in laws(args.models, args.worlds, args.layers, args.tensor):
+        print(
+            f"{row.name:7} {row.model:10} {row.world:6} {row.cpu_seconds:8.3f} "
+            f"{row.num_bytes / MIB:8.1f} {row.num_copies:8}",
+            flush=True,
+        )
+    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()
