@@ -21,6 +21,8 @@ class Copy(NamedTuple):
     size: tuple[int, ...]
     place: Place
     slot: Place  # In the buffer.
+    # From there to the same piece of the next of several weights that are alike.
+    step: int = 0
 
 
 def contiguous_strides(size: tuple[int, ...]) -> tuple[int, ...]:
@@ -50,13 +52,27 @@ def merge(copies: list[Copy]) -> list[Copy]:
     while True:
         groups: dict[tuple, list[Copy]] = defaultdict(list)
         for copy in copies:
-            groups[copy.tensor, copy.size, copy.place.strides, copy.slot.strides].append(copy)
+            alike = copy.tensor, copy.size, copy.place.strides, copy.slot.strides, copy.step
+            groups[alike].append(copy)
         merged = []
         for group in groups.values():
             merged += _merge_group(sorted(group, key=lambda copy: copy.slot.offset))
         if len(merged) == len(copies):
             return merged
         copies = merged
+
+
+def repeat(copy: Copy, num_weights: int, num_tensors: int) -> Iterator[Copy]:
+    """Yield a copy of the first of several weights that are alike, and that of each other.
+
+    Args:
+        copy: of the first one.
+        num_weights: how many they are.
+        num_tensors: how many numbers of tensors each of them has.
+    """
+    for i in range(num_weights):
+        slot = Place(copy.slot.offset + i * copy.step, copy.slot.strides)
+        yield Copy(copy.tensor + i * num_tensors, copy.size, copy.place, slot)
 
 
 def _merge_group(group: list[Copy]) -> Iterator[Copy]:
@@ -86,4 +102,5 @@ def _as_one(run: list[Copy]) -> Copy:
         (len(run), *first.size),
         Place(first.place.offset, (place_step, *first.place.strides)),
         Place(first.slot.offset, (slot_step, *first.slot.strides)),
+        first.step,
     )

@@ -8,6 +8,7 @@ alike, such as the same matrix of all layers, is planned once (`Kind`).
 
 import itertools
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minirl.parallel.regions import Region, intersect, split_by_size
-from minirl.rollout.refit_copies import Copy, Place, contiguous_strides, merge, place_of
+from minirl.rollout.refit_copies import Copy, Place, contiguous_strides, merge, place_of, repeat
 from minirl.rollout.refit_shards import Block, Grid
 
 
@@ -225,105 +226,155 @@ class Planner:
         planned: dict[tuple, Copies] = {}
         buckets = []
         for windows in self.buckets:
+            groups: list[_Group] = []
             parts: list[int] = []
-            inputs = []
-            key = []
-            for window in windows:
+            for shard, window in enumerate(windows):
                 indices = self.indices[self.own_class].get(window.name, [])
                 target_strides = tuple(targets[i].stride() for i in indices)
-                inputs.append(_Input(window, strides[window.name], target_strides, len(parts)))
-                key.append((id(window.kind), *window[2:], *inputs[-1][1:3]))
+                last = groups[-1] if groups else None
+                if last and last.has(window, strides[window.name], target_strides):
+                    last.num_weights += 1
+                else:
+                    group = _Group(window, strides[window.name], target_strides, shard, len(parts))
+                    groups.append(group)
                 parts += indices
-            if tuple(key) not in planned:
-                planned[tuple(key)] = self._plan_copies(inputs)
+            key = tuple(group.key() for group in groups)
+            if key not in planned:
+                planned[key] = self._plan_copies(groups)
             names = [window.name for window in windows]
-            copies = planned[tuple(key)]
-            buckets.append(Bucket(windows[0].kind.dtype, names, parts, copies))
+            buckets.append(Bucket(windows[0].kind.dtype, names, parts, planned[key]))
         return buckets
 
-    def _plan_copies(self, inputs: "list[_Input]") -> Copies:
+    def _plan_copies(self, groups: "list[_Group]") -> Copies:
         """Plan a bucket."""
         copies = Copies([0] * self.world_size, [0] * self.world_size)
-        for shard, source in enumerate(inputs):
-            if source.window.is_first:
-                copies.own += self._own_copies(shard, source)
+        for group in groups:
+            if group.window.is_first:
+                copies.own += self._own_copies(group)
         if self.whole_shards:
-            self._plan_all_gather(inputs, copies)
+            self._plan_all_gather(groups, copies)
         else:
-            self._plan_all_to_all(inputs, copies)
+            self._plan_all_to_all(groups, copies)
         return copies
 
-    def _own_copies(self, shard: int, source: "_Input") -> Iterator[OwnCopy]:
-        """Yield the copies of a weight that need no wire."""
-        for part, wanted in enumerate(source.window.kind.wanted[self.own_class]):
-            own = source.window.kind.grid.regions[self.rank]
+    def _own_copies(self, group: "_Group") -> Iterator[OwnCopy]:
+        """Yield the copies of weights that need no wire."""
+        own = group.window.kind.grid.regions[self.rank]
+        for part, wanted in enumerate(group.window.kind.wanted[self.own_class]):
             common = intersect(wanted, own)
-            if common:
-                target = place_of(source.target_strides[part], common, wanted.offset)
-                place = place_of(source.strides, common, own.offset)
-                yield OwnCopy(shard, source.first_part + part, common.size, place, target)
+            if not common:
+                continue
+            target = place_of(group.target_strides[part], common, wanted.offset)
+            source = place_of(group.strides, common, own.offset)
+            for i in range(group.num_weights):
+                number = group.first_part + i * group.num_parts + part
+                yield OwnCopy(group.first_shard + i, number, common.size, source, target)
 
-    def _plan_all_to_all(self, inputs: "list[_Input]", copies: Copies) -> None:
+    def _plan_all_to_all(self, groups: "list[_Group]", copies: Copies) -> None:
         """Give each piece its place in a buffer: by peer, then in the order that both ends derive.
 
         Both go through the windows of the bucket, and for each through what is wanted.
         """
         received = []
         sent = []
-        for shard, source in enumerate(inputs):
-            received += [(shard, piece) for piece in self.received(source.window)]
-            sent += [(shard, piece) for piece in self.sent(source.window)]
-        for shard, piece, slot in _slots(received, copies.num_in):
-            copies.unpack.append(self._to_engine(inputs[shard], piece, slot))
-        for shard, piece, slot in _slots(sent, copies.num_out):
-            own = inputs[shard].window.kind.grid.regions[self.rank]
-            place = place_of(inputs[shard].strides, piece.region, own.offset)
-            copies.pack.append(Copy(shard, piece.region.size, place, slot))
-        copies.pack = merge(copies.pack)
-        copies.unpack = merge(copies.unpack)
+        for group in groups:
+            received += [(group, piece) for piece in self.received(group.window)]
+            sent += [(group, piece) for piece in self.sent(group.window)]
+        unpack = []
+        for group, piece, slot, step in _slots(received, copies.num_in):
+            unpack.append(self._to_engine(group, piece, slot, step))
+        pack = []
+        for group, piece, slot, step in _slots(sent, copies.num_out):
+            own = group.window.kind.grid.regions[self.rank]
+            place = place_of(group.strides, piece.region, own.offset)
+            pack.append(Copy(group.first_shard, piece.region.size, place, slot, step))
+        copies.pack = _for_all_weights(groups, merge(pack), by_part=False)
+        copies.unpack = _for_all_weights(groups, merge(unpack), by_part=True)
 
-    def _plan_all_gather(self, inputs: "list[_Input]", copies: Copies) -> None:
+    def _plan_all_gather(self, groups: "list[_Group]", copies: Copies) -> None:
         """Let each rank send its shards end to end, in a row as long as the longest rank's."""
-        starts: list[list[int]] = []  # Of each window's shard in each rank's row.
+        starts: list[list[int]] = []  # Of each group's shards in each rank's row.
         ends = [0] * self.world_size
-        for source in inputs:
+        for group in groups:
             starts.append(list(ends))
-            for rank, region in enumerate(source.window.kind.grid.regions):
-                held = intersect(region, source.window.region)
-                ends[rank] += math.prod(held.size) if held else 0
+            for rank in range(self.world_size):
+                held = group.held(rank)
+                ends[rank] += group.num_weights * math.prod(held.size) if held else 0
         longest = max(ends)
         copies.num_out = [longest]
         copies.num_in = [longest] * self.world_size
 
-        for shard, source in enumerate(inputs):
-            regions = source.window.kind.grid.regions
-            held = intersect(regions[self.rank], source.window.region)
+        pack = []
+        unpack = []
+        for group, start in zip(groups, starts, strict=True):
+            regions = group.window.kind.grid.regions
+            held = group.held(self.rank)
             if held:
-                place = place_of(source.strides, held, regions[self.rank].offset)
-                slot = Place(starts[shard][self.rank], contiguous_strides(held.size))
-                copies.pack.append(Copy(shard, held.size, place, slot))
-            for piece in self.received(source.window):
-                held = intersect(regions[piece.peer], source.window.region)
+                place = place_of(group.strides, held, regions[self.rank].offset)
+                slot = Place(start[self.rank], contiguous_strides(held.size))
+                step = math.prod(held.size)
+                pack.append(Copy(group.first_shard, held.size, place, slot, step))
+            for piece in self.received(group.window):
+                held = group.held(piece.peer)
                 assert held, "a piece is in its sender's shard"
                 inside = place_of(contiguous_strides(held.size), piece.region, held.offset)
-                start = piece.peer * longest + starts[shard][piece.peer]
-                slot = Place(start + inside.offset, inside.strides)
-                copies.unpack.append(self._to_engine(source, piece, slot))
-        copies.unpack = merge(copies.unpack)
+                row = piece.peer * longest + start[piece.peer]
+                slot = Place(row + inside.offset, inside.strides)
+                unpack.append(self._to_engine(group, piece, slot, math.prod(held.size)))
+        copies.pack = _for_all_weights(groups, pack, by_part=False)
+        copies.unpack = _for_all_weights(groups, merge(unpack), by_part=True)
 
-    def _to_engine(self, source: "_Input", piece: Piece, slot: Place) -> Copy:
-        wanted = source.window.kind.wanted[self.own_class][piece.part]
-        place = place_of(source.target_strides[piece.part], piece.region, wanted.offset)
-        return Copy(source.first_part + piece.part, piece.region.size, place, slot)
+    def _to_engine(self, group: "_Group", piece: Piece, slot: Place, step: int) -> Copy:
+        wanted = group.window.kind.wanted[self.own_class][piece.part]
+        place = place_of(group.target_strides[piece.part], piece.region, wanted.offset)
+        return Copy(group.first_part + piece.part, piece.region.size, place, slot, step)
 
 
-class _Input(NamedTuple):
-    """A window of a bucket on this rank."""
+@dataclass(eq=False)
+class _Group:
+    """Consecutive windows of a bucket that are alike, so that only the first one is planned."""
 
     window: Window
     strides: tuple[int, ...]  # Of the weight's shard.
     target_strides: tuple[tuple[int, ...], ...]  # Of the parts of the engine that it fills.
-    first_part: int  # The number of the first of them in the bucket.
+    first_shard: int  # Its number in the bucket.
+    first_part: int  # The number of the first of those parts.
+    num_weights: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        """Return the number of parts that each weight fills."""
+        return len(self.target_strides)
+
+    def has(self, window: Window, strides: tuple, target_strides: tuple) -> bool:
+        """Return whether a window is alike."""
+        found = window.kind is self.window.kind and window[2:] == self.window[2:]
+        return found and (strides, target_strides) == (self.strides, self.target_strides)
+
+    def key(self) -> tuple:
+        """Return what is equal for groups whose copies are equal."""
+        kind = id(self.window.kind)
+        return kind, *self.window[2:], self.strides, self.target_strides, self.num_weights
+
+    def held(self, rank: int) -> Region | None:
+        """Return which part of the window is a rank's."""
+        return intersect(self.window.kind.grid.regions[rank], self.window.region)
+
+
+def _for_all_weights(groups: list[_Group], copies: list[Copy], *, by_part: bool) -> list[Copy]:
+    """Return the copies of all weights of the groups.
+
+    Args:
+        groups: of a bucket.
+        copies: of the first weight of each group.
+        by_part: their tensors are parts of the engine, or else shards.
+    """
+    firsts = [group.first_part if by_part else group.first_shard for group in groups]
+    found: list[Copy] = []
+    for copy in copies:
+        group = groups[bisect_right(firsts, copy.tensor) - 1]
+        found += repeat(copy, group.num_weights, group.num_parts if by_part else 1)
+    return found
 
 
 def _indices_by_name(wanted: list[Wanted]) -> dict[str, list[int]]:
@@ -383,16 +434,24 @@ def _slab(region: Region, axis: int, start: int, stop: int) -> Region:
     return Region(tuple(offset), tuple(size))
 
 
-def _slots(pieces: list[tuple[int, Piece]], numel: list[int]) -> Iterator[tuple[int, Piece, Place]]:
-    """Yield each piece, and what is with it, with its place in a buffer, by peer.
+def _slots(
+    pieces: list[tuple[_Group, Piece]], numel: list[int]
+) -> Iterator[tuple[_Group, Piece, Place, int]]:
+    """Yield each piece with its place in a buffer, and how far it is from the next weight's.
 
     Args:
-        pieces: with the numbers of their windows. Those of a peer keep their order.
-        numel: for each peer; the pieces' elements are added.
+        pieces: of the first weight of each group. Those of a peer keep their order.
+        numel: for each peer; the elements of all weights are added.
     """
     start = 0
-    for shard, piece in sorted(pieces, key=lambda item: item[1].peer):
-        size = piece.region.size
-        yield shard, piece, Place(start, contiguous_strides(size))
-        start += math.prod(size)
-        numel[piece.peer] += math.prod(size)
+    by_peer = sorted(pieces, key=lambda item: item[1].peer)
+    for (peer, _), items in itertools.groupby(by_peer, lambda item: (item[1].peer, id(item[0]))):
+        of_group = list(items)
+        group = of_group[0][0]
+        step = sum(math.prod(piece.region.size) for _, piece in of_group)
+        offset = start
+        for _, piece in of_group:
+            yield group, piece, Place(offset, contiguous_strides(piece.region.size)), step
+            offset += math.prod(piece.region.size)
+        start += step * group.num_weights
+        numel[peer] += step * group.num_weights
