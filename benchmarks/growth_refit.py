@@ -31,7 +31,8 @@ from minirl.model import families
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.regions import CheckpointSlice, Region
 from minirl.rollout.refit import Refit
-from minirl.rollout.refit_plan import Bucket, Planner, Wanted
+from minirl.rollout.refit_buckets import Wanted
+from minirl.rollout.refit_plan import Bucket, Planner
 from minirl.rollout.refit_record import Arrival, Recorder, join
 from minirl.rollout.refit_shards import Grid, one_of_each_layout
 
@@ -184,9 +185,10 @@ def record(
 ) -> list[Arrival]:
     """Return what an engine's loader copies, as `Refit` does it."""
     weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    offered = list(in_files(weights, slices))
     recorder = Recorder(weights)
     with recorder:
-        engine.load_weights(in_files(weights, slices))
+        engine.load_weights(offered)
     return join(recorder.arrivals)
 
 

@@ -27,6 +27,7 @@ from minirl.rewards.functions import score_reasoning_gym
 from minirl.rl import Trainer
 from minirl.rollout.engine import RolloutEngine
 from minirl.rollout.refit import Refit
+from minirl.rollout.refit_plan import Planner
 from minirl.rollout.sampler import Sampler
 from minirl.supervised import warm_start
 from minirl.types import UNSET, Packed, Trajectory
@@ -147,8 +148,8 @@ class Walk(Trainer):
 
         station(
             "2. Refit: the policy's weights go into the engine, in place",
-            Refit._plan,
-            Refit._all_to_all,
+            Planner.plan,
+            Refit.__call__,
         )
         trained = fsdp.local(shards[EMBEDDING])[0, 0]
         in_engine = self.generation.engine.parameters()[EMBEDDING][0, 0]

@@ -14,7 +14,9 @@ class RefitConfig:
 
     #: all_to_all sends each rank what its engine lacks; all_gather sends every rank every shard.
     transport: Literal["all_to_all", "all_gather"] = "all_to_all"
-    bucket_mb: PositiveInt = 256  # MiB on the wire at once; the peak of extra memory.
+    #: MiB that a rank receives at once. Two buckets are in flight, each with as much to send, so
+    #: that the peak of extra memory is four times it.
+    bucket_mb: PositiveInt = 256
 
 
 @dataclass(kw_only=True)

@@ -50,6 +50,7 @@ from minirl.plan.meter import Meter
 from minirl.plan.pretend import pretend_cuda
 from minirl.policy import Minibatch, Policy
 from minirl.rollout.refit import Refit
+from minirl.rollout.refit_shards import one_of_each_layout
 from minirl.types import Trajectory
 
 DEVICE = torch.device("cuda", 0)
@@ -338,7 +339,8 @@ def _refit(job: Job, policy: Policy) -> dict[str, int]:
     """Refit an engine whose ranks all have whole weights, while the optimizer's state sleeps."""
     assert job.refit
     shards = policy.shards()
-    regions = regions_of_all_ranks(shards, job.world_size, job.parallel)
+    firsts = {name: shards[name] for name in one_of_each_layout(shards).values()}
+    regions = regions_of_all_ranks(firsts, job.world_size, job.parallel)
     mesh = RefitMesh(**vars(policy.mesh), regions=regions)
     dtype = getattr(torch, job.policy.dtype.replace("float64", "float32"))
     with policy.timer.phase("refit"):

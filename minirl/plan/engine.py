@@ -26,7 +26,8 @@ _FUSED = {
 class RefitMesh(Mesh):
     """The mesh of a refit of which only rank 0 is there. All engines want the same."""
 
-    regions: list[dict[str, Region]]  # The region of each weight that each rank's shard is.
+    # The region that each rank's shard is, of one weight of each layout.
+    regions: list[dict[str, Region]]
 
     def gather(self, value: object) -> list:
         """Return what all ranks would say: their own regions, or else what this one says."""

@@ -228,7 +228,8 @@ def _alive(
             "engine's weights": engine.weights,
             "engine's graphs": GRAPHS,
             kinds.PARAMETERS: policy.parameters,
-            "buffers": 2.0 * workload.bucket_bytes,
+            # Of two buckets, each with one to send and one to receive.
+            "buffers": 4.0 * workload.bucket_bytes,
         }
         asleep["engine's graphs"] = GRAPHS
         if workload.engine.sleep_level == 0:

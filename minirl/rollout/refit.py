@@ -23,8 +23,9 @@ from minirl.parallel.fsdp import local, local_region
 from minirl.parallel.mesh import all_gather_single
 from minirl.parallel.regions import CheckpointSlice
 from minirl.rollout.engine import NamedTensors, RolloutEngine
+from minirl.rollout.refit_buckets import Wanted, wire_dtypes
 from minirl.rollout.refit_copies import Place
-from minirl.rollout.refit_plan import Bucket, Planner, Wanted
+from minirl.rollout.refit_plan import Bucket, Planner
 from minirl.rollout.refit_record import Arrival, Recorder, join
 from minirl.rollout.refit_shards import Grid, one_of_each_layout
 
@@ -90,15 +91,17 @@ class Refit:
         self.arrivals = self._record()
         self._check_coverage()
         wanted, class_of = self._share_wanted()
+        grids = self._make_grids()
+        # On the wire, by name, in the same order on all ranks.
+        self.dtypes = wire_dtypes(grids, wanted)
         planner = Planner(
             self.mesh.rank,
-            self._make_grids(),
+            grids,
             wanted,
             class_of,
             cfg.bucket_mb * 2**20,
             whole_shards=cfg.transport == "all_gather",
         )
-        self.dtypes = planner.dtypes  # On the wire, by name, in the same order on all ranks.
         buckets = planner.plan(
             {name: local(shard).stride() for name, shard in shards.items()},
             [arrival.target for arrival in self.arrivals],
@@ -115,9 +118,10 @@ class Refit:
         trainer's: one expert's matrix is a region of the fused tensor.
         """
         weights = {name: torch.empty(p.shape, device="meta") for name, p in self.shards.items()}
+        in_files = list(self._in_files(weights.items()))
         recorder = Recorder(weights)
         with recorder:
-            self.engine.load_weights(self._in_files(weights.items()))
+            self.engine.load_weights(in_files)
         return join(recorder.arrivals)
 
     def _in_files(self, weights: NamedTensors) -> NamedTensors:

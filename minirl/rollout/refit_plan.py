@@ -3,13 +3,12 @@
 Every rank derives its own part of the plan, in time that follows the pieces that it sends and
 receives, from three things: the grids that the shards of the weights form (`Grid`), what each class
 of engines wants (`Wanted`; engines of one class want the same), and the class of each rank. What is
-alike, such as the same matrix of all layers, is planned once (`Kind`).
+alike, such as the same matrix of all layers, is planned once (refit_buckets.py).
 """
 
 import itertools
 import math
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,36 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minirl.parallel.regions import Region, intersect, split_by_size
+from minirl.parallel.regions import Region, intersect
+from minirl.rollout.refit_buckets import Wanted, Window, fill_buckets, find_kinds, indices_by_name
 from minirl.rollout.refit_copies import Copy, Place, contiguous_strides, merge, place_of, repeat
 from minirl.rollout.refit_shards import Block, Grid
-
-
-class Wanted(NamedTuple):
-    """A region of a weight that an engine wants, in a dtype."""
-
-    name: str
-    region: Region
-    dtype: torch.dtype
-
-
-@dataclass(eq=False)
-class Kind:
-    """Weights that have the same shape, lie alike on the ranks and go alike into the engines."""
-
-    grid: Grid
-    dtype: torch.dtype  # In the engines, and on the wire.
-    wanted: list[list[Region]]  # Of one weight, by each class of engines.
-    names: list[str] = field(default_factory=list)
-
-
-class Window(NamedTuple):
-    """A part of a weight that travels in one bucket."""
-
-    name: str
-    kind: Kind
-    region: Region
-    is_first: bool  # Of the weight's windows.
 
 
 class Piece(NamedTuple):
@@ -124,54 +97,11 @@ class Planner:
         self.members: list[list[int]] = [[] for _ in wanted]
         for member, its_class in enumerate(class_of):
             self.members[its_class].append(member)
-        # For each class the indices of what it wants of each weight.
-        self.indices = [_indices_by_name(of_class) for of_class in wanted]
-        self.dtypes = _wire_dtypes(grids, wanted)
-        self.kinds = self._find_kinds(grids, wanted)
-        self.buckets = self._fill_buckets(bucket_bytes)
+        # What this rank's engine wants of each weight, as indices of its list.
+        self.indices = indices_by_name(wanted[self.own_class])
+        kinds = find_kinds(grids, wanted)
+        self.buckets = fill_buckets(kinds, bucket_bytes, whole_shards=whole_shards)
         self._receivers: dict[tuple[Block, int], list[int]] = {}
-
-    # ----------------------------------------------------------------------------------------------
-    # buckets
-
-    def _find_kinds(self, grids: dict[str, Grid], wanted: list[list[Wanted]]) -> list[Kind]:
-        """Return the kinds of weights, in the order of their first ones."""
-        kinds: dict[tuple, Kind] = {}
-        for name, dtype in self.dtypes.items():
-            regions = []
-            for of_class, indices in zip(wanted, self.indices, strict=True):
-                regions.append([of_class[i].region for i in indices.get(name, ())])
-            key = id(grids[name]), dtype, tuple(map(tuple, regions))
-            kind = kinds.setdefault(key, Kind(grids[name], dtype, regions))
-            kind.names.append(name)
-        return list(kinds.values())
-
-    def _fill_buckets(self, bucket_bytes: int) -> list[list[Window]]:
-        """Return the windows of each bucket, which is of one dtype.
-
-        Weights of one kind follow each other: their pieces have the same sizes and peers, so that
-        pieces from different peers are equally far apart in a buffer, and one copy moves them all.
-        """
-        windows: dict[torch.dtype, list[tuple[Window, int]]] = defaultdict(list)
-        for kind in self.kinds:
-            num_elements = self._num_elements(kind)
-            regions = _cut(kind, num_elements, bucket_bytes // kind.dtype.itemsize)
-            numel = math.ceil(num_elements / len(regions))
-            for name in kind.names:
-                for i, region in enumerate(regions):
-                    windows[kind.dtype].append((Window(name, kind, region, i == 0), numel))
-        buckets = []
-        for dtype, of_dtype in windows.items():
-            limit = bucket_bytes // dtype.itemsize
-            for part in split_by_size(of_dtype, lambda item: item[1], limit):
-                buckets.append([window for window, _ in part])
-        return buckets
-
-    def _num_elements(self, kind: Kind) -> int:
-        """Return how many elements of a weight travel to an engine, at most."""
-        if self.whole_shards:
-            return math.prod(kind.grid.whole.size)
-        return max(sum(math.prod(region.size) for region in regions) for regions in kind.wanted)
 
     # ----------------------------------------------------------------------------------------------
     # pieces
@@ -229,7 +159,7 @@ class Planner:
             groups: list[_Group] = []
             parts: list[int] = []
             for shard, window in enumerate(windows):
-                indices = self.indices[self.own_class].get(window.name, [])
+                indices = self.indices.get(window.name, [])
                 target_strides = tuple(targets[i].stride() for i in indices)
                 last = groups[-1] if groups else None
                 if last and last.has(window, strides[window.name], target_strides):
@@ -375,63 +305,6 @@ def _for_all_weights(groups: list[_Group], copies: list[Copy], *, by_part: bool)
         group = groups[bisect_right(firsts, copy.tensor) - 1]
         found += repeat(copy, group.num_weights, group.num_parts if by_part else 1)
     return found
-
-
-def _indices_by_name(wanted: list[Wanted]) -> dict[str, list[int]]:
-    indices: dict[str, list[int]] = {}
-    for i, item in enumerate(wanted):
-        indices.setdefault(item.name, []).append(i)
-    return indices
-
-
-def _wire_dtypes(grids: dict[str, Grid], wanted: list[list[Wanted]]) -> dict[str, torch.dtype]:
-    """Return the dtype that each weight has in the engine, which is also that on the wire.
-
-    A router's correction may be wider than the other weights.
-    """
-    dtype_of: dict[str, torch.dtype] = {}
-    for item in itertools.chain(*wanted):
-        if dtype_of.setdefault(item.name, item.dtype) != item.dtype:
-            raise NotImplementedError(
-                f"the engine keeps parts of {item.name} in more than one dtype"
-            )
-    return {name: dtype_of[name] for name in grids if name in dtype_of}
-
-
-def _cut(kind: Kind, num_elements: int, limit: int) -> list[Region]:
-    """Cut weights into windows of which at most `limit` elements travel to an engine.
-
-    They are cut along a dimension that no shard and no engine divides, so that every rank has the
-    same to do for each window. If there is none, a weight travels at once.
-
-    Args:
-        kind: of the weights.
-        num_elements: of one of them that travel to an engine.
-        limit: elements of a bucket.
-    """
-    whole = kind.grid.whole
-    if num_elements <= limit:
-        return [whole]
-    for axis, length in enumerate(whole.size):
-        most = limit * length // num_elements  # Of its indices in a window.
-        if most and len(kind.grid.starts[axis]) == 1 and _is_undivided(kind, axis):
-            num_windows = math.ceil(length / most)
-            cuts = [length * i // num_windows for i in range(num_windows + 1)]
-            return [_slab(whole, axis, *cut) for cut in itertools.pairwise(cuts)]
-    return [whole]
-
-
-def _is_undivided(kind: Kind, axis: int) -> bool:
-    """Return whether all engines want weights in their whole length along an axis."""
-    length = kind.grid.whole.size[axis]
-    return all(region.size[axis] == length for region in itertools.chain(*kind.wanted))
-
-
-def _slab(region: Region, axis: int, start: int, stop: int) -> Region:
-    """Return the part of a region from `start` to before `stop` along an axis."""
-    offset, size = list(region.offset), list(region.size)
-    offset[axis], size[axis] = start, stop - start
-    return Region(tuple(offset), tuple(size))
 
 
 def _slots(
