@@ -149,7 +149,7 @@ class Walk(Trainer):
         station(
             "2. Refit: the policy's weights go into the engine, in place",
             Planner.plan,
-            Refit.__call__,
+            Refit._start,
         )
         trained = fsdp.local(shards[EMBEDDING])[0, 0]
         in_engine = self.generation.engine.parameters()[EMBEDDING][0, 0]

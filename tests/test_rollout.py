@@ -30,6 +30,7 @@ from minirl.data.prompts import Prompts
 from minirl.envs.registry import make_env
 from minirl.model.build import fill_shard, open_weights
 from minirl.model.families import FAMILIES as ALL_FAMILIES
+from minirl.parallel.fsdp import local_region
 from minirl.policy import Policy
 from minirl.rewards.functions import make_rewards
 from minirl.rollout.engine import RolloutEngine, Sampling, resolve_num_seqs
@@ -117,6 +118,7 @@ def refit_program(mesh, a, b, tp, dtype):
         "fresh": greedy(fresh, policy.vision),
         "peak": refit.peak_bytes,
         "engine": sum(p.nbytes for p in engine.parameters().values()),
+        "shard": {name: local_region(p) for name, p in policy.shards().items()},
     }
 
 
@@ -131,6 +133,8 @@ def refit_program(mesh, a, b, tp, dtype):
         (4, 2, "qwen2", False, "float32", ParallelConfig(context=2, tensor=2)),
         (4, 4, "llama", True, "float32", ParallelConfig(replicate=2, tensor=2)),
         (4, 2, "qwen3_moe", False, "float32", ParallelConfig(tensor=2)),
+        (4, 1, "qwen3_moe", False, "bfloat16", ParallelConfig(replicate=2)),
+        (4, 2, "olmoe", False, "float32", None),  # 2 experts, which FSDP cuts by rows
         (1, 1, "qwen2_vl", True, "float32", None),
         (2, 2, "qwen2_5_vl", False, "float32", None),
         (4, 2, "qwen3_vl", True, "bfloat16", ParallelConfig(tensor=2)),
@@ -140,8 +144,9 @@ def refit_program(mesh, a, b, tp, dtype):
 def test_refit_equals_full_gather_and_a_fresh_engine(
     tmp_path, world, tp, family, tied, dtype, parallel
 ):
-    a = tiny.make(tmp_path / "a", family, tied=tied, seed=0)
-    b = tiny.make(tmp_path / "b", family, tied=tied, seed=1)
+    config = {"num_experts": 2} if family == "olmoe" else {}
+    a = tiny.make(tmp_path / "a", family, tied=tied, seed=0, **config)
+    b = tiny.make(tmp_path / "b", family, tied=tied, seed=1, **config)
     with old_engine_refuses(family):
         results = ranks(world, refit_program, a, b, tp, dtype, parallel=parallel)
         for r in results:
@@ -149,6 +154,9 @@ def test_refit_equals_full_gather_and_a_fresh_engine(
             assert r["received"]["all_to_all"] <= r["received"]["all_gather"]
             # never more than this rank's engine holds
             assert r["received"]["all_to_all"] <= r["engine"]
+        if family == "olmoe":
+            size = results[3]["shard"]["model.layers.0.mlp.experts.down_proj"].size
+            assert size == (2, 128 // 4, 96)
         if world == 1:
             assert results[0]["received"] == {"all_gather": 0, "all_to_all": 0}
 

@@ -1,0 +1,356 @@
+"""The plan of a refit beside the obvious one, in imagined worlds of many ranks in one process.
+
+The obvious plan is a full scan: every rank's shard against everything that every engine wants. That
+the copies then bring the right bits is shown by carrying them out for all ranks at once; the real
+engine is in test_rollout.py."""
+
+import itertools
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import growth_refit
+from minirl.parallel.regions import CheckpointSlice, Region, intersect
+from minirl.rollout.refit_buckets import Wanted
+from minirl.rollout.refit_plan import Planner
+from minirl.rollout.refit_record import Recorder, join
+from minirl.rollout.refit_shards import Block, Grid
+
+EXPERTS = 4
+# Widths that 8 engine ranks divide and shards do not.
+SHAPES = {
+    "embed": (37, 24),
+    "a.norm": (24,),
+    "a.rows": (40, 24),
+    "a.columns": (24, 40),
+    "a.experts.gate_up": (EXPERTS, 32, 24),
+    "a.experts.down": (EXPERTS, 24, 16),
+    "b.norm": (24,),
+    "b.rows": (40, 24),
+    "b.columns": (24, 40),
+    "b.experts.gate_up": (EXPERTS, 32, 24),
+    "b.experts.down": (EXPERTS, 24, 16),
+    "b.correction": (EXPERTS,),
+}
+# What an engine cuts: the dimension of the weight in a file.
+CUTS = {"rows": 0, "columns": 1, "gate_up": 0, "down": 1}
+
+
+def slices_of(name, shape):
+    if "experts" not in name:
+        return [CheckpointSlice(name, Region((0,) * len(shape), shape))]
+    halves = 2 if "gate_up" in name else 1
+    rows = shape[1] // halves
+    return [
+        CheckpointSlice(
+            f"{name}.{e}.{half}", Region((e, half * rows, 0), (1, rows, shape[2])), fused=True
+        )
+        for e in range(EXPERTS)
+        for half in range(halves)
+    ]
+
+
+SLICES = {name: slices_of(name, shape) for name, shape in SHAPES.items()}
+
+
+class Engine:
+    """Whole weights, or a part of each matrix; gate above up as vLLM keeps them."""
+
+    def __init__(self, tp, rank):
+        self.tp = tp
+        self.rank = rank
+        self.parameters = {}
+        for name, shape in SHAPES.items():
+            size = list(shape)
+            kind = name.split(".")[-1]
+            if kind in CUTS:
+                size[CUTS[kind] + len(shape) - 2] //= tp
+            dtype = torch.float32 if kind == "correction" else torch.bfloat16
+            self.parameters[name] = torch.full(size, torch.nan, dtype=dtype)
+
+    def load(self, named):
+        for in_file, weight in named:
+            if in_file in SHAPES:
+                name, target = in_file, self.parameters[in_file]
+            else:
+                name, number, half = in_file.rsplit(".", 2)
+                target = self.parameters[name][int(number)]
+                if "gate_up" in name:
+                    target = target.chunk(2)[int(half)]
+            kind = name.split(".")[-1]
+            if kind in CUTS:
+                axis = CUTS[kind]
+                length = weight.shape[axis] // self.tp
+                weight = weight.narrow(axis, self.rank * length, length)
+            target.copy_(weight)
+
+
+def in_files(weights):
+    return [(part.name, part.of(w)) for name, w in weights.items() for part in SLICES[name]]
+
+
+def record(engine):
+    weights = {name: torch.empty(shape, device="meta") for name, shape in SHAPES.items()}
+    offered = in_files(weights)
+    recorder = Recorder(weights)
+    with recorder:
+        engine.load(offered)
+    return recorder.arrivals, join(recorder.arrivals)
+
+
+def chunk(length, num, i):
+    """(start, size) of the i-th chunk, as torch cuts them: the last ones may be short or empty."""
+    rows = -(-length // num)
+    start = min(i * rows, length)
+    return start, min(rows, length - start)
+
+
+def shard_region(name, world, replicas, tp, rank):
+    """As FSDP2 shards what tensor parallelism has cut, replicated or not."""
+    shape = SHAPES[name]
+    kind = name.split(".")[-1]
+    offset, size = [0] * len(shape), list(shape)
+    if kind == "correction":  # a buffer, whole on every rank
+        return Region(tuple(offset), tuple(size))
+    num_shards = world // replicas // tp
+    shard, tp_rank = rank // tp % num_shards, rank % tp
+    if kind in CUTS and tp > 1:
+        axis = CUTS[kind] + len(shape) - 2
+        offset[axis], size[axis] = chunk(shape[axis], tp, tp_rank)
+    by_rows = len(shape) == 3 and size[0] < num_shards and shape[1] % num_shards == 0
+    axis = 1 if by_rows else 0
+    start, size[axis] = chunk(size[axis], num_shards, shard)
+    offset[axis] += start
+    return Region(tuple(offset), tuple(size))
+
+
+class World:
+    """All ranks of a world, each with its plan."""
+
+    def __init__(self, size, replicas, tp, engine_tp, bucket_bytes=700, whole_shards=False):
+        self.size = size
+        self.engines = [Engine(engine_tp, rank % engine_tp) for rank in range(size)]
+        self.arrivals = []
+        self.single = []  # Expert by expert.
+        for engine in self.engines:
+            single, joined = record(engine)
+            self.single.append(single)
+            self.arrivals.append(joined)
+        self.regions = [
+            {name: shard_region(name, size, replicas, tp, rank) for name in SHAPES}
+            for rank in range(size)
+        ]
+        found = {}
+        grids = {}
+        for name in SHAPES:
+            regions = [of_rank[name] for of_rank in self.regions]
+            grids[name] = found.setdefault(tuple(regions), Grid(regions))
+        wanted = []
+        for arrivals in self.arrivals[:engine_tp]:
+            wanted.append([Wanted(a.name, a.region, a.target.dtype) for a in arrivals])
+        class_of = [rank % engine_tp for rank in range(size)]
+        self.planners = [
+            Planner(rank, grids, wanted, class_of, bucket_bytes, whole_shards=whole_shards)
+            for rank in range(size)
+        ]
+
+    def buckets(self, rank):
+        strides = {
+            name: torch.empty(region.size).stride() for name, region in self.regions[rank].items()
+        }
+        return self.planners[rank].plan(strides, [a.target for a in self.arrivals[rank]])
+
+
+def scanned(world):
+    """The obvious plan: the elements that each pair of ranks moves, by a full scan of all ranks.
+
+    A receiver takes its own shard first, then of the ranks that hold a region the one that stands
+    where the receiver stands among all."""
+    moved = defaultdict(set)
+    for receiver in range(world.size):
+        for arrival in world.single[receiver]:
+            holders = defaultdict(list)
+            for rank, regions in enumerate(world.regions):
+                holders[regions[arrival.name]].append(rank)
+            for held, ranks in holders.items():
+                region = intersect(arrival.region, held)
+                if not region:
+                    continue
+                sender = ranks[receiver * len(ranks) // world.size]
+                if receiver in ranks:
+                    sender = receiver
+                moved[sender, receiver] |= elements(arrival.name, region)
+    return moved
+
+
+def elements(name, region):
+    """The flat indices of a region, with the weight's name."""
+    ranges = [range(start, start + size) for start, size in zip(*region, strict=True)]
+    flat = np.ravel_multi_index(np.meshgrid(*ranges, indexing="ij"), SHAPES[name]).ravel()
+    return set(zip(itertools.repeat(name), flat.tolist()))
+
+
+WORLDS = {
+    "8": (8, 1, 1, 1),
+    "8, engine 2": (8, 1, 1, 2),
+    "8, engine 4": (8, 1, 1, 4),
+    "8 = 2 replicas of 4, engine 4": (8, 2, 1, 4),
+    "8 = 4 x tensor 2, engine 8": (8, 1, 2, 8),
+    "16 = 2 replicas of 4 x tensor 2, engine 2": (16, 2, 2, 2),
+    "24 = 3 replicas of 8, engine 8": (24, 3, 1, 8),  # experts by rows
+    "32, engine 4": (32, 1, 1, 4),
+    "64, engine 8": (64, 1, 1, 8),  # more ranks than rows
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_pieces_are_those_of_a_full_scan(name):
+    """And both ends derive them in the same order."""
+    world = World(*WORLDS[name])
+    moved = defaultdict(set)
+    sent = defaultdict(list)
+    received = defaultdict(list)
+    for rank, planner in enumerate(world.planners):
+        own = world.regions[rank]
+        for arrival in world.arrivals[rank]:
+            region = intersect(arrival.region, own[arrival.name])
+            if region:
+                moved[rank, rank] |= elements(arrival.name, region)
+        for window in itertools.chain(*planner.buckets):
+            for piece in planner.received(window):
+                new = elements(window.name, piece.region)
+                assert not new & moved[piece.peer, rank], "twice"
+                moved[piece.peer, rank] |= new
+                received[piece.peer, rank].append((window.name, piece.region))
+            for piece in planner.sent(window):
+                sent[rank, piece.peer].append((window.name, piece.region))
+    assert sent == received
+    assert moved == scanned(world)
+
+
+def views(t, size, place):
+    return t.as_strided(size, place.strides, t.storage_offset() + place.offset)
+
+
+def carry_out(world, shards, whole_shards):
+    """Do what all plans say, bucket by bucket."""
+    plans = [world.buckets(rank) for rank in range(world.size)]
+    assert len({len(plan) for plan in plans}) == 1
+    for buckets in zip(*plans, strict=True):
+        buffers = []
+        for rank, (dtype, names, parts, copies) in enumerate(buckets):
+            own_shards = [shards[rank][name] for name in names]
+            targets = [world.arrivals[rank][i].target for i in parts]
+            for own in copies.own:
+                source = views(own_shards[own.shard], own.size, own.source)
+                views(targets[own.part], own.size, own.target).copy_(source)
+            buffer = torch.full((sum(copies.num_out),), torch.nan, dtype=dtype)
+            for copy in copies.pack:
+                source = views(own_shards[copy.tensor], copy.size, copy.place)
+                views(buffer, copy.size, copy.slot).copy_(source)
+            buffers.append(buffer)
+        for rank, (_, _, parts, copies) in enumerate(buckets):
+            if whole_shards:
+                incoming = torch.cat(buffers)
+            else:
+                rows = [
+                    buffer.split(bucket.copies.num_out)[rank]
+                    for buffer, bucket in zip(buffers, buckets, strict=True)
+                ]
+                assert [len(row) for row in rows] == copies.num_in
+                incoming = torch.cat(rows)
+            for copy in copies.unpack:
+                target = world.arrivals[rank][parts[copy.tensor]].target
+                views(target, copy.size, copy.place).copy_(views(incoming, copy.size, copy.slot))
+
+
+@pytest.mark.parametrize("bucket_bytes", [700, 10**6])
+@pytest.mark.parametrize("whole_shards", [False, True])
+@pytest.mark.parametrize("name", WORLDS)
+def test_every_engine_gets_the_bits_that_its_loader_would_give_it(name, whole_shards, bucket_bytes):
+    world = World(*WORLDS[name], bucket_bytes, whole_shards)
+    torch.manual_seed(0)
+    whole = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    shards = []
+    for regions in world.regions:
+        of_rank = {}
+        for weight, (offset, size) in regions.items():
+            block = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
+            of_rank[weight] = whole[weight][block].contiguous()
+        shards.append(of_rank)
+    carry_out(world, shards, whole_shards)
+    for engine in world.engines:
+        expected = Engine(engine.tp, engine.rank)
+        expected.load(in_files(whole))
+        for weight, p in expected.parameters.items():
+            assert torch.equal(p, engine.parameters[weight]), weight
+
+
+def test_a_bucket_is_as_large_as_it_may_be():
+    """A weight that does not fit is cut where neither shards nor engines cut it, if there is such a
+    dimension: shards cut both of the columns' weights by rows."""
+    world = World(*WORLDS["8, engine 2"])
+    for bucket in world.buckets(3):
+        num_bytes = sum(bucket.copies.num_in) * bucket.dtype.itemsize
+        assert num_bytes <= 700 or [n.split(".")[1] for n in bucket.shards] == ["columns"]
+    windows = [w for w in itertools.chain(*world.planners[0].buckets) if w.name == "a.rows"]
+    assert [(w.region, w.is_first) for w in windows] == [
+        (Region((0, 0), (40, 12)), True),
+        (Region((0, 12), (40, 12)), False),
+    ]
+
+
+def test_all_experts_of_a_weight_are_one_arrival():
+    single, joined = record(Engine(1, 0))
+    assert len(single) == len(SHAPES) - 4 + 2 * 3 * EXPERTS
+    assert len(joined) == len(SHAPES)  # gate and up are neighbours, too
+    assert len(record(Engine(2, 1))[1]) == len(SHAPES) + 2  # here they are not
+
+
+def test_a_sender_is_oneself_or_of_the_own_replica():
+    replicas = Block(Region((0,), (1,)), (1, 5, 9))  # Of 12 ranks.
+    assert [replicas.sender(r, 12) for r in (0, 1, 3, 4, 5, 7, 8, 11)] == [1, 1, 1, 5, 5, 5, 9, 9]
+    neighbours = Block(Region((0,), (1,)), (2, 3))
+    assert [neighbours.sender(r, 8) for r in range(8)] == [2, 2, 2, 3, 3, 3, 3, 3]
+
+
+def test_shards_that_are_no_grid_are_refused():
+    regions = [Region((0, 0), (1, 2)), Region((1, 0), (1, 1)), Region((1, 1), (1, 1))]
+    with pytest.raises(NotImplementedError, match="no.* the blocks of a grid"):
+        Grid(regions)
+
+
+# --------------------------------------------------------------------------------------------------
+# growth
+
+
+def least_seconds(*args):
+    """CPU seconds of (record, plan), the least of three."""
+    runs = [growth_refit.measure_plan("30B-A3B", *args) for _ in range(3)]
+    return [min(row.cpu_seconds for row in rows) for rows in zip(*runs, strict=True)]
+
+
+def test_twice_the_layers_are_twice_the_record():
+    """Each layer has 391 weights in files. Scans of all for each would be four times as much."""
+    assert least_seconds(8, 8, 1, 1)[0] < 3 * least_seconds(4, 8, 1, 1)[0]
+
+
+def test_a_plan_follows_the_ranks_own_pieces():
+    """Four times as many ranks are four times as many peers, not sixteen times."""
+    assert least_seconds(1, 512, 1, 8)[1] < 8 * least_seconds(1, 128, 1, 8)[1]
+
+
+def test_copies_of_a_call_do_not_grow_with_the_number_of_ranks():
+    few, many = (growth_refit.measure_plan("30B-A3B", 8, world, 1, 1)[1] for world in (8, 64))
+    assert few.num_copies / 8 < 60  # a layer; 440 if experts and peers were apart
+    assert many.num_copies < 1.2 * few.num_copies
+    assert many.num_bytes < 2 * few.num_bytes
+
+
+def test_the_growth_benchmark_measures_a_call():
+    rows = growth_refit.laws(["30B-A3B"], [8], 1)
+    assert [row.name for row in rows] == ["record", "plan", "call"]
+    assert all(row.cpu_seconds > 0 for row in rows)
+    assert rows[2].num_bytes > 0
