@@ -10,6 +10,7 @@ matrices are shrunk: as many copies, of hardly any bytes, so that what remains i
 """
 
 import argparse
+import itertools
 import re
 import resource
 import time
@@ -37,6 +38,7 @@ from minirl.rollout.refit_record import Arrival, Recorder, join
 from minirl.rollout.refit_shards import Grid, one_of_each_layout
 
 MIB = 2**20
+CALL_WIDTH = 64  # Hidden size of the shrunk model of a call.
 # hidden, intermediate of an expert, layers, heads, heads of keys, experts, vocabulary
 MODELS = {
     "30B-A3B": (2048, 768, 48, 32, 4, 128, 151936),
@@ -310,7 +312,7 @@ def measure_call(model: str, num_layers: int, world: int, tp: int, shrink: int) 
         fsdp=axis,
         context=None,
         tensor=axis,
-        host_group=dist.group.WORLD,
+        host_group=dist.distributed_c10d._get_default_group(),
         store=dist.distributed_c10d._get_default_store(),
         shapes=shapes,
         num_shards=world,
@@ -354,7 +356,8 @@ def laws(
         for world in worlds:
             rows += measure_plan(model, num_layers, world, 1, tp)
             if call and world <= 64:
-                rows.append(measure_call(model, num_layers, world, tp, 32))
+                shrink = MODELS[model][0] // CALL_WIDTH
+                rows.append(measure_call(model, num_layers, world, tp, shrink))
     return rows
 
 
@@ -367,12 +370,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'':7} {'model':10} {'ranks':>6} {'CPU-s':>8} {'MiB':>8} {'copies':>8}")
-    for row in laws(args.models, args.worlds, args.layers, args.tensor):
-        print(
-            f"{row.name:7} {row.model:10} {row.world:6} {row.cpu_seconds:8.3f} "
-            f"{row.num_bytes / MIB:8.1f} {row.num_copies:8}",
-            flush=True,
-        )
+    for model, world in itertools.product(args.models, args.worlds):
+        for row in laws([model], [world], args.layers, args.tensor):
+            print(
+                f"{row.name:7} {row.model:10} {row.world:6} {row.cpu_seconds:8.3f} "
+                f"{row.num_bytes / MIB:8.1f} {row.num_copies:8}",
+                flush=True,
+            )
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
 
 

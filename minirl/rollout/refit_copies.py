@@ -54,7 +54,7 @@ def merge(copies: list[Copy]) -> list[Copy]:
         for copy in copies:
             alike = copy.tensor, copy.size, copy.place.strides, copy.slot.strides, copy.step
             groups[alike].append(copy)
-        merged = []
+        merged: list[Copy] = []
         for group in groups.values():
             merged += _merge_group(sorted(group, key=lambda copy: copy.slot.offset))
         if len(merged) == len(copies):

@@ -131,7 +131,7 @@ def _join_along(axis: int, group: list[Arrival]) -> list[Arrival]:
     step = 0  # Between two of the run, in the engine.
     for arrival in group[1:]:
         last = run[-1]
-        distance = arrival.target.storage_offset() - last.target.storage_offset()
+        distance = int(arrival.target.storage_offset()) - int(last.target.storage_offset())
         fits = arrival.region.offset[axis] - last.region.offset[axis] == length
         fits &= length == 1 or distance == length * last.target.stride(axis)
         if fits and distance > 0 and (len(run) == 1 or distance == step):
