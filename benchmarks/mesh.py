@@ -50,7 +50,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minirl.algo import losses
 from minirl.config.shared import ParallelConfig, PolicyConfig, ScratchConfig
-from minirl.data.packing import exchange, pack
+from minirl.data.exchange import exchange
+from minirl.data.packing import pack
 from minirl.model import scratch
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh, join_world

@@ -20,8 +20,9 @@ from minirl.algo import normalize
 from minirl.algo.losses import Loss
 from minirl.config.shared import PolicyConfig
 from minirl.data.blocks import Layout
+from minirl.data.exchange import exchange
 from minirl.data.images import Vision
-from minirl.data.packing import exchange, pack, unpack
+from minirl.data.packing import pack, unpack
 from minirl.log import Timer
 from minirl.model import build, families
 from minirl.parallel import fsdp

@@ -16,7 +16,8 @@ from minirl import checkpoint, cli, report
 from minirl.algo import advantages, losses, shaping
 from minirl.config.rl import RLConfig
 from minirl.data.curriculum import Curriculum
-from minirl.data.packing import exchange, pack
+from minirl.data.exchange import exchange
+from minirl.data.packing import pack
 from minirl.errors import UserError
 from minirl.evaluation import evaluate, means_of_step
 from minirl.generation import Generation
@@ -244,11 +245,11 @@ class Trainer(Program):
             self.algo,
             sum_over_ranks=self.mesh.data_sums,
             max_over_ranks=self.mesh.maxima,
-            gather=self.mesh.gather,
+            gather_rows=self.mesh.gather_rows,
         )
         if self.algo.entropy_share:
             for minibatch in minibatches:
-                losses.mark_high_entropy(minibatch, self.algo.entropy_share, self.mesh.gather)
+                losses.mark_high_entropy(minibatch, self.algo.entropy_share, self.mesh.sums)
 
     def update(self, step: int, minibatches: Minibatches) -> Metrics:
         """Train the critic, if there is one, and the policy, unless the critic still warms up.

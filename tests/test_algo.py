@@ -1,12 +1,15 @@
 """Advantages, losses and normalisation against numpy formulas that know nothing of packing, masks
 or ranks."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from harness import ranks
 from minirl.algo import advantages, losses, normalize
+from minirl.algo.selection import kth_largest
 from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.data.packing import pack, unpack
 from minirl.errors import UserError
@@ -124,7 +127,7 @@ def assign_on_rank(mesh, owners):
             AlgoConfig(advantage=name),
             sum_over_ranks=mesh.data_sums,
             max_over_ranks=mesh.maxima,
-            gather=mesh.gather,
+            gather_rows=mesh.gather_rows,
         )
         out[name] = {
             (t.group, t.episode): found
@@ -163,7 +166,7 @@ def test_an_estimator_is_found_by_name_or_in_a_file(tmp_path):
         AlgoConfig(advantage=name),
         sum_over_ranks=alone,
         max_over_ranks=alone,
-        gather=lambda value: [value],
+        gather_rows=lambda value: [value],
     )
     assert [found.tolist() for found in unpack(batch.advantages, own, batch)] == [
         [0, 0, 1.5, 1.5, 1.5],
@@ -431,3 +434,37 @@ def test_a_filler_batch_weighs_and_counts_nothing():
     for aggregation in ("token", "sequence", "fixed"):
         assert normalize.weights(filler, aggregation, 16).tolist() == [0.0]
         assert normalize.count(filler, aggregation).item() == 0.0
+
+
+# --------------------------------------------------------------------------------------------------
+# the threshold of high entropy
+
+
+def thresholds(mesh, share):
+    """[(found by counting, found by sorting all that is gathered)] of several kinds of numbers."""
+    rng = np.random.default_rng(mesh.rank)
+    many = rng.gamma(0.3, 1.0, 20_000)
+    cases = [
+        many.astype(np.float32).astype(np.float64),
+        many[:5],
+        np.repeat(many[:3], [500, 1, 40]),  # ties
+        many[:300] - 0.2,  # rounding makes an entropy negative
+        np.array([0.0, -0.0, 5e-324, np.inf, 1.0]),
+        many[: 7 * mesh.rank],  # nothing on the first rank
+    ]
+    found = []
+    for values in cases:
+        everything = np.sort(np.concatenate(mesh.gather(values)))
+        if len(everything):
+            k = math.ceil(share * len(everything))
+            found.append((kth_largest(values, k, mesh.sums), float(everything[-k])))
+    return found
+
+
+@pytest.mark.parametrize(("world", "share"), [(1, 0.2), (2, 0.2), (3, 0.001), (2, 1.0)])
+def test_counting_finds_the_threshold_that_sorting_finds(world, share):
+    for found in ranks(world, thresholds, share):
+        assert len(found) == 5 + (world > 1)
+        assert [np.float64(a + 0.0).tobytes() for a, _ in found] == [
+            np.float64(b + 0.0).tobytes() for _, b in found
+        ]

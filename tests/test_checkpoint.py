@@ -25,7 +25,7 @@ from minirl.checkpoint.state import find_best, state_dict_of
 from minirl.config.parse import save_config
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig, ParallelConfig, PolicyConfig
-from minirl.data.packing import exchange
+from minirl.data.exchange import exchange
 from minirl.errors import UserError
 from minirl.policy import Policy
 from programs import alone, fork

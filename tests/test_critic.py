@@ -16,7 +16,8 @@ from minirl.algo import advantages, losses
 from minirl.config.parse import parse_flags
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import PolicyConfig
-from minirl.data.packing import exchange, pack, unpack
+from minirl.data.exchange import exchange
+from minirl.data.packing import pack, unpack
 from minirl.policy import Policy
 from minirl.types import Trajectory
 from test_gradients import exact_norm, worst
@@ -150,7 +151,7 @@ def step(mesh, folder, budget, sequence):
         algo,
         sum_over_ranks=mesh.data_sums,
         max_over_ranks=mesh.maxima,
-        gather=mesh.gather,
+        gather_rows=mesh.gather_rows,
     )
     for (
         batch

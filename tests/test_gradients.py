@@ -16,7 +16,8 @@ from minirl.algo import advantages, losses
 from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.data import blocks
-from minirl.data.packing import exchange, pack
+from minirl.data.exchange import exchange
+from minirl.data.packing import pack
 from minirl.parallel import fsdp
 from minirl.policy import Policy
 from minirl.types import Trajectory
@@ -351,7 +352,7 @@ def grpo(mesh, folder, sequence):
             algo,
             sum_over_ranks=mesh.data_sums,
             max_over_ranks=mesh.maxima,
-            gather=mesh.gather,
+            gather_rows=mesh.gather_rows,
         )
         history += [
             policy.update(minibatch, losses.policy(algo, 30), lr=1e-3) for minibatch in minibatches
@@ -436,10 +437,10 @@ def method_gradients(mesh, folder, budget):
             algo,
             sum_over_ranks=mesh.data_sums,
             max_over_ranks=mesh.maxima,
-            gather=mesh.gather,
+            gather_rows=mesh.gather_rows,
         )
         if algo.entropy_share:
-            losses.mark_high_entropy(batches, algo.entropy_share, mesh.gather)
+            losses.mark_high_entropy(batches, algo.entropy_share, mesh.sums)
         grads = {}
         policy.optimizer.step = lambda grads=grads, policy=policy: grads.update(
             {n: p.grad.full_tensor() for n, p in policy.shards().items()}

@@ -23,8 +23,8 @@ from minirl.config.shared import DataConfig, ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
 from minirl.data.examples import open_chats, to_example
+from minirl.data.exchange import exchange
 from minirl.data.images import BadImage, Vision, attach, rgb, to_url
-from minirl.data.packing import exchange
 from minirl.data.pairs import open_pairs
 from minirl.data.prompts import open_prompts
 from minirl.errors import UserError

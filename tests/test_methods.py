@@ -12,7 +12,8 @@ from minirl.algo import advantages, correction, losses, normalize, shaping
 from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.config.shared import ParallelConfig, RewardConfig
 from minirl.data.blocks import Layout
-from minirl.data.packing import exchange, pack
+from minirl.data.exchange import exchange
+from minirl.data.packing import pack
 from minirl.errors import UserError
 from test_algo import clip_formula, clip_gradient, ragged_answers, rloo_formula
 
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 ALONE = {  # The collectives of a world of one.
     "sum_over_ranks": lambda v: v,
     "max_over_ranks": lambda v: v,
-    "gather": lambda v: [v],
+    "gather_rows": lambda v: [v],
 }
 
 
@@ -477,7 +478,7 @@ def spread(mesh, budget):
             AlgoConfig(advantage=name, gamma=0.9, kl_coef=coef, kl_in="reward"),
             sum_over_ranks=mesh.data_sums,
             max_over_ranks=mesh.maxima,
-            gather=mesh.gather,
+            gather_rows=mesh.gather_rows,
         )
         out[name] = by_token(batches, whole)
     for method, aggregation in (("gspo", "sequence"), ("cispo", "prompt"), ("ppo", "prompt")):
@@ -506,7 +507,7 @@ def spread(mesh, budget):
         out[f"{method} {aggregation}"] = gradients
     for b in batches:
         b.old_entropy = -b.old_logprobs
-    losses.mark_high_entropy(batches, 0.2, mesh.gather)
+    losses.mark_high_entropy(batches, 0.2, mesh.sums)
     out["forks"] = {
         float(e): v
         for b in batches

@@ -19,7 +19,7 @@ from minirl.checkpoint.state import state_dict_of
 from minirl.config.parse import parse_flags
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import CheckpointConfig, ParallelConfig, PolicyConfig
-from minirl.data.packing import exchange
+from minirl.data.exchange import exchange
 from minirl.parallel.fsdp import local
 from minirl.parallel.muon import Muon, orthogonalize
 from minirl.parallel.optimizer import dequantize, dynamic_code, quantize

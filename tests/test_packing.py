@@ -4,7 +4,10 @@ Nothing is lost, doubled or split, prompts are shared without changing what any 
 plan depends on the trajectories alone.
 """
 
+import collections
+import dataclasses
 import itertools
+import zlib
 
 import numpy as np
 import pytest
@@ -12,9 +15,12 @@ import torch
 
 from harness import RankFailed, ranks
 from minirl.algo import normalize
+from minirl.config.shared import ParallelConfig
 from minirl.data import blocks
 from minirl.data.blocks import Layout
-from minirl.data.packing import _Header, exchange, pack, partition, pieces
+from minirl.data.exchange import _Header, exchange, partition, pieces
+from minirl.data.images import ImageSpan
+from minirl.data.packing import pack
 from minirl.errors import UserError
 from minirl.parallel.mesh import Context
 from minirl.types import Trajectory
@@ -404,7 +410,7 @@ def table_of(rows):
 
 def cut(table, num_ranks, budget):
     """Return the pieces of the sequences of a table, by their numbers, and the pieces' rows."""
-    headers = [_Header(0, 0, 0, 0, i, *row, 0) for i, row in enumerate(table.tolist())]
+    headers = [_Header(0, 0, 0, 0, i, *row, 0, 0, 0) for i, row in enumerate(table.tolist())]
     members, sizes = pieces(headers, num_ranks, budget)
     return [[header.number for header in piece] for piece in members], sizes
 
@@ -538,6 +544,112 @@ def test_exchange_delivers_each_trajectory_once_and_whole_from_any_rank(
         sum(map(len, groups_of)) == len(set().union(*groups_of)) == 10
     )  # no group is in two minibatches
     assert max(map(len, groups_of)) - min(map(len, groups_of)) <= 1
+
+
+def twin(trajectories, mesh, budget, num_minibatches, *, whole_groups):
+    """What `exchange` does, obviously: every rank gets everything, and takes its part."""
+    everything = []
+    for rank, of_rank in enumerate(mesh.gather(trajectories)):
+        everything += [(t.group, t.episode, t.segment, rank, i, t) for i, t in enumerate(of_rank)]
+    everything = [entry[-1] for entry in sorted(everything, key=lambda entry: entry[:-1])]
+    totals = collections.Counter()
+    for t in everything:
+        totals[t.group] += int(t.sampled.sum())
+
+    batches = []
+    every_group = sorted({t.group for t in everything})
+    for chosen in np.array_split(np.array(every_group, np.int64), num_minibatches):
+        members = [t for t in everything if t.group in chosen]
+        headers = []
+        for i, t in enumerate(members):
+            prompt = max(1, int(t.sampled.argmax()))
+            urls = [image.url for image in t.images if image.start < prompt - 1]
+            shared = zlib.crc32(t.tokens[: prompt - 1].tobytes() + "".join(urls).encode())
+            headers.append(_Header(t.group, 0, 0, 0, i, shared, prompt, len(t.tokens), 0, 0, 0))
+        rows = budget * mesh.context_size
+        parts, lengths = pieces(headers, mesh.data_size, rows, whole_groups=whole_groups)
+        batch = []
+        for bins in partition(lengths, mesh.data_size, rows):
+            own = [h.number for piece in bins[mesh.rank // mesh.num_copies] for h in parts[piece]]
+            micro_batch = []
+            for number in own:
+                t = members[number]
+                micro_batch.append(
+                    dataclasses.replace(t, versions=None, info={}, group_tokens=totals[t.group])
+                )
+            batch.append(micro_batch)
+        batches.append(batch)
+    return batches
+
+
+def varied_trajectories(rank):
+    """Of one rank: segments, images, turns without rewards, groups on several ranks."""
+    rng = np.random.default_rng(rank)
+    out = []
+    for number in range(0 if rank == 1 else 9 + 4 * rank):
+        group = 3 * (number % 4) + rank % 2
+        num_prompt = 2 + group
+        tokens = [*range(10 + group, 10 + group + num_prompt), *rng.integers(99, 200, 1 + number)]
+        spans = [ImageSpan(i, 1, f"data:{group},{i}\u00e9") for i in range(number % 3)]
+        out.append(
+            trajectory(
+                tokens,
+                num_prompt,
+                seed=rank,
+                group=group,
+                episode=100 * rank + number // 2,
+                segment=number % 2,
+                reward=float(rng.normal()),
+                version=int(rng.integers(2**40)),
+                versions=np.zeros(len(tokens), np.int32),
+                images=spans,
+                info={"prompt": "stays"},
+                **({"turn_rewards": None} if number % 5 == 0 else {}),
+            )
+        )
+    return out
+
+
+def every_field(t):
+    """(name, type, bits) of each field; a new one is in, too."""
+    values = {f.name: getattr(t, f.name) for f in dataclasses.fields(Trajectory)}
+    return {
+        name: (value.dtype.str, value.tobytes())
+        if isinstance(value, np.ndarray)
+        else (type(value), repr(value))
+        for name, value in values.items()
+    }
+
+
+def exchange_and_twin(mesh):
+    own = varied_trajectories(mesh.rank)
+    for budget, num_minibatches, whole_groups in ((60, 1, False), (400, 3, False), (900, 2, True)):
+        both = [
+            how(own, mesh, budget, num_minibatches, whole_groups=whole_groups)
+            for how in (exchange, twin)
+        ]
+        found, expected = (
+            [[[every_field(t) for t in micro] for micro in batch] for batch in batches]
+            for batches in both
+        )
+        assert found == expected and len(found) == num_minibatches
+    return sum(len(micro) for batch in both[0] for micro in batch)
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (1, None),
+        (2, None),
+        (4, None),
+        (4, ParallelConfig(context=2)),
+        (4, ParallelConfig(tensor=2)),
+    ],
+)
+def test_exchange_is_its_obvious_twin_to_the_bit(world, parallel):
+    num_received = ranks(world, exchange_and_twin, parallel=parallel)
+    copies = 2 if parallel else 1
+    assert sum(num_received) == copies * sum(len(varied_trajectories(r)) for r in range(world))
 
 
 def exchange_without_rewards(mesh):

@@ -29,7 +29,8 @@ from minirl.config.supervised import (
     RMConfig,
 )
 from minirl.data import chat
-from minirl.data.packing import exchange, pack, unpack
+from minirl.data.exchange import exchange
+from minirl.data.packing import pack, unpack
 from minirl.data.pairs import Pairs, open_pairs
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer

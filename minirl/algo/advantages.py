@@ -13,6 +13,7 @@ the config, and returns the advantages [T].
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,8 @@ from minirl.config.rl import AlgoConfig
 from minirl.types import Packed
 
 Reduce = Callable[[Tensor], Tensor]  # A CPU tensor of every rank to their sum or maximum.
-Gather = Callable[[object], list]  # A value of every rank to all of them, in rank order.
+# A table of numbers of every rank to all of them, in rank order.
+GatherRows = Callable[[np.ndarray], list[np.ndarray]]
 
 # Token estimators whose advantages get mean 0 and deviation 1 over the tokens of the global batch.
 WHITENED = ("reinforce_pp", "gae")
@@ -177,7 +179,7 @@ def assign(
     *,
     sum_over_ranks: Reduce,
     max_over_ranks: Reduce,
-    gather: Gather,
+    gather_rows: GatherRows,
 ) -> None:
     """Set `advantages` [T] of every micro-batch of a step, 0 outside the loss. Collective.
 
@@ -188,7 +190,7 @@ def assign(
         cfg: the section `algo` of the config, with the present weight of the KL.
         sum_over_ranks: adds a CPU tensor over the ranks that hold different tokens.
         max_over_ranks: takes its maximum over all ranks.
-        gather: returns a value of every rank.
+        gather_rows: returns a table of numbers of every rank.
     """
     penalties = [_kl_penalty(batch, cfg) for batch in batches]
     if cfg.advantage in TOKEN_ESTIMATORS:
@@ -199,7 +201,7 @@ def assign(
         if cfg.advantage in WHITENED:
             values = whiten(values, batches, sum_over_ranks, max_over_ranks)
     else:
-        values = _by_group(batches, penalties, estimator, gather)
+        values = _by_group(batches, penalties, estimator, gather_rows)
 
     for batch, value in zip(batches, values, strict=True):
         outputs = (batch.old_logprobs, batch.values, batch.engine_logprobs)
@@ -260,43 +262,56 @@ def whiten(
 
 
 def _by_group(
-    batches: list[Packed], penalties: list[Tensor], estimator: Callable[..., Tensor], gather: Gather
+    batches: list[Packed],
+    penalties: list[Tensor],
+    estimator: Callable[..., Tensor],
+    gather_rows: GatherRows,
 ) -> list[Tensor]:
     """Return the advantages [T] of each micro-batch from an estimator that compares siblings.
 
     Siblings may be on any rank, so every rank gathers a row of each sequence and estimates the
     whole step.
     """
-    # 1. This rank's rows: (group, episode, segment) -> (reward, penalty of its tokens).
-    own_rows = {}
-    for batch, penalty in zip(batches, penalties, strict=True):
-        rewards = batch.rewards.tolist()
-        paid = sequence_sums(penalty, batch).tolist()
-        num_tokens = batch.loss_tokens.tolist()
-        for i, sequence_id in enumerate(batch.sequence_ids):
-            if num_tokens[i]:  # shared prompts and padding have no token in the loss
-                own_rows[sequence_id] = rewards[i], paid[i]
+    # 1. All sequences. Tensor- and context-parallel ranks have copies: the first rank's count.
+    tables = gather_rows(_rows_of_sequences(batches, penalties))
+    rows = np.concatenate(tables)
+    order = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))  # Stable: by rank, where equal.
+    rows = rows[order]
+    is_copy = (np.diff(rows[:, :3], axis=0, prepend=-1) == 0).all(1)
+    rows = rows[~is_copy]
 
-    # 2. All rows. Tensor- and context-parallel ranks have copies: those of the first rank count.
-    all_rows: dict = {}
-    for rows in reversed(gather(own_rows)):
-        all_rows |= rows
+    # 2. An episode counts once in its group. Its segments share the reward, and each pays.
+    ids = rows[:, :2].astype(np.int64)
+    begins = (np.diff(ids, axis=0, prepend=-1) != 0).any(1)
+    episodes = ids[begins]
+    earned = rows[begins, 3]
+    np.subtract.at(earned, begins.cumsum() - 1, rows[:, 4])  # One after the other.
 
-    # 3. An episode counts once in its group. Its segments share the reward, and each pays.
-    episodes: dict[tuple[int, int], float] = {}
-    for (group, episode, _), (reward, cost) in sorted(all_rows.items()):
-        episodes[group, episode] = episodes.get((group, episode), reward) - cost
+    # 3. Estimate, with groups numbered 0 .. G - 1.
+    _, groups = np.unique(episodes[:, 0], return_inverse=True)
+    estimates = estimator(torch.from_numpy(earned), torch.from_numpy(groups).long())
+    advantage_of = dict(zip(map(tuple, episodes.tolist()), estimates.tolist(), strict=True))
 
-    # 4. Estimate, with groups numbered 0 .. G - 1.
-    tickets = torch.tensor([group for group, _ in episodes], dtype=torch.int64)
-    _, groups = tickets.unique(return_inverse=True)
-    earned = torch.tensor(list(episodes.values()), dtype=torch.float64)
-    advantage_of = dict(zip(episodes, estimator(earned, groups).tolist(), strict=True))
-
-    # 5. Every row of a sequence gets the advantage of its episode.
+    # 4. Every row of a sequence gets the advantage of its episode.
     values = []
     for batch in batches:
         per_sequence = [advantage_of.get(ids[:2], 0.0) for ids in batch.sequence_ids]
         as_tensor = torch.tensor(per_sequence, dtype=torch.float64, device=batch.inputs.device)
         values.append(to_rows(as_tensor, batch))
     return values
+
+
+def _rows_of_sequences(batches: list[Packed], penalties: list[Tensor]) -> np.ndarray:
+    """Return this rank's sequences with tokens in the loss, without shared prompts and padding.
+
+    Returns:
+        float64 [S, 5]: group, episode, segment, reward, penalty of all its tokens.
+    """
+    tables = []
+    for batch, penalty in zip(batches, penalties, strict=True):
+        ids = np.array(batch.sequence_ids, np.float64).reshape(-1, 3)
+        paid = sequence_sums(penalty, batch)
+        numbers = torch.stack([batch.rewards, paid, batch.loss_tokens.double()], 1).cpu().numpy()
+        in_loss = numbers[:, 2] > 0
+        tables.append(np.concatenate([ids, numbers[:, :2]], 1)[in_loss])
+    return np.concatenate(tables)

@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from minirl.algo import correction
 from minirl.algo.normalize import sequence_sums, to_rows
+from minirl.algo.selection import kth_largest
 from minirl.config.rl import AlgoConfig
 from minirl.types import Packed
 
@@ -107,7 +107,7 @@ def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, cfg: AlgoConfig) 
 
 
 def mark_high_entropy(
-    batches: list[Packed], share: float, gather: Callable[[object], list]
+    batches: list[Packed], share: float, sum_over_ranks: Callable[[Tensor], Tensor]
 ) -> None:
     """Set `high_entropy_mask` at that share of the step's tokens whose `old_entropy` is highest.
 
@@ -116,11 +116,11 @@ def mark_high_entropy(
     Args:
         batches: this rank's micro-batches of an optimizer step.
         share: of the tokens in the loss on all ranks, rounded up to whole tokens.
-        gather: returns a value of every rank.
+        sum_over_ranks: adds an int64 CPU tensor over all ranks.
     """
     entropies = torch.cat([b.old_entropy[b.loss_mask].double().cpu() for b in batches])
-    ordered = np.sort(np.concatenate(gather(entropies.numpy())))
-    lowest = ordered[-math.ceil(share * len(ordered))]
+    num_tokens = sum_over_ranks(torch.tensor([len(entropies)])).item()
+    lowest = kth_largest(entropies.numpy(), math.ceil(share * num_tokens), sum_over_ranks)
     for batch in batches:
         batch.high_entropy_mask = batch.old_entropy >= lowest
 

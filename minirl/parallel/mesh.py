@@ -106,7 +106,9 @@ class Mesh:
         Nothing is pickled, so an array may be large. A rank needs memory for world_size times the
         longest of them.
         """
-        lengths = self.gather(len(part))
+        sizes = torch.empty(self.world_size, dtype=torch.int64)
+        all_gather_single(sizes, torch.tensor([len(part)]), group=self.host_group)
+        lengths = sizes.tolist()
         longest = max(lengths)
         if self.world_size == 1 or longest == 0:
             return part
@@ -134,16 +136,21 @@ class Mesh:
         dist.broadcast_object_list(values, source, self.host_group)
         return values[0]
 
-    def all_to_all(self, messages: list[bytes]) -> list[bytes]:
-        """Send a message to each rank, and return the one from each rank, both in rank order."""
-        sizes = self.gather([len(message) for message in messages])  # [sender][receiver]
-        num_received = [row[self.rank] for row in sizes]
-        sent = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.uint8)
+    def all_to_all(self, messages: list[bytes], num_received: list[int]) -> np.ndarray:
+        """Send a message to each rank, and return those of all ranks to this one, end to end.
+
+        Args:
+            messages: to each rank, in rank order.
+            num_received: bytes that come from each rank, which the ranks agree on beforehand.
+
+        Returns:
+            uint8 [sum of num_received].
+        """
+        sent = torch.from_numpy(np.frombuffer(bytearray().join(messages), np.uint8))
         received = torch.empty(sum(num_received), dtype=torch.uint8)
-        dist.all_to_all_single(
-            received, sent, num_received, sizes[self.rank], group=self.host_group
-        )
-        return [part.numpy().tobytes() for part in received.split(num_received)]
+        num_sent = [len(message) for message in messages]
+        dist.all_to_all_single(received, sent, num_received, num_sent, group=self.host_group)
+        return received.numpy()
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""

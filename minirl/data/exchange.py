@@ -1,0 +1,343 @@
+"""Trajectories from the ranks that sampled them to the ranks that train on them, evenly.
+
+Every rank learns a row of numbers of each trajectory, and from these all make the same plan. Then
+arrays travel as bytes in one all-to-all. Sizes and order follow from the plan, so that nothing but
+the values themselves is on the wire.
+"""
+
+import heapq
+import itertools
+import json
+import zlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from minirl.data.images import ImageSpan
+from minirl.data.packing import prompt_length, shared_part
+from minirl.errors import UserError
+from minirl.parallel.mesh import Mesh
+from minirl.types import Trajectory
+
+
+class _Header(NamedTuple):
+    """What all ranks know of a trajectory; sorts by group, episode and segment."""
+
+    group: int
+    episode: int
+    segment: int
+    rank: int  # Where it was sampled,
+    number: int  # and which one it is there.
+    prompt: int  # Hash of what siblings share.
+    num_prompt: int  # Tokens.
+    num_tokens: int
+    num_sampled: int
+    has_turn_rewards: int  # 0 or 1.
+    num_image_bytes: int  # 0: no images.
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Where each trajectory goes.
+
+    Arrays are int64 [N], in the order of minibatches, micro-batches, data-parallel ranks, and then
+    of the sequences that the micro-batch has there.
+    """
+
+    headers: np.ndarray  # Number of its header.
+    micro_batch: np.ndarray  # Number of its micro-batch, over all minibatches.
+    data_rank: np.ndarray
+    num_micro: list[int]  # Micro-batches of each minibatch.
+
+
+def pieces(
+    headers: list[_Header], num_ranks: int, budget: int, *, whole_groups: bool = False
+) -> tuple[list[list[_Header]], list[int]]:
+    """Cut groups into pieces that stay together and share their prompt's rows.
+
+    A piece is at most a quarter of a rank's share, so that ranks can be balanced, and within the
+    budget.
+
+    Args:
+        headers: of the sequences, in the order of groups.
+        num_ranks: how many ranks share the work.
+        budget: most rows of a micro-batch.
+        whole_groups: a piece is a whole group, whatever its size.
+
+    Returns:
+        The sequences of each piece, neighbours in `headers`, and its rows.
+    """
+    lengths = [h.num_tokens - 1 for h in headers]
+    share = sum(lengths) // (4 * num_ranks)
+    limit = max(min(budget, share), max(lengths, default=0))
+    members: list[list[_Header]] = []
+    rows: list[int] = []
+    first: _Header | None = None  # Of the last piece, which has the rows of its prompt.
+    for h, length in zip(headers, lengths, strict=True):
+        branch = h.num_tokens - h.num_prompt  # rows from the last prompt token on
+        shares = first and h.prompt == first.prompt
+        if whole_groups:
+            joins = first and h.group == first.group
+        else:
+            joins = shares and rows[-1] + branch <= limit
+        if joins:
+            members[-1].append(h)
+            rows[-1] += branch if shares else length
+        else:
+            first = h
+            members.append([h])
+            rows.append(length)
+    return members, rows
+
+
+def partition(lengths: list[int], num_ranks: int, budget: int) -> list[list[list[int]]]:
+    """Return as few micro-batches as the token budget allows, all about equally long.
+
+    Longest first into the emptiest bin (Graham 1969: at most 4/3 of the optimum). Every rank gets
+    the same number of micro-batches, because FSDP's collectives are in each forward; some may be
+    empty.
+
+    Args:
+        lengths: rows of each piece.
+        num_ranks: how many ranks share the work.
+        budget: most rows of a rank's micro-batch.
+
+    Returns:
+        [micro-batch][rank] -> numbers of pieces.
+
+    Raises:
+        UserError: a piece exceeds the budget.
+    """
+    if lengths and max(lengths) > budget:
+        raise UserError(
+            f"tokens_per_rank (times parallel.context) = {budget} cannot hold a sequence of "
+            f"{max(lengths)} tokens; raise it"
+        )
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    num_micro = max(1, -(-sum(lengths) // (num_ranks * budget)))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(num_micro * num_ranks)]
+        heap = [(0, b) for b in range(len(bins))]
+        for i in order:
+            load, b = heap[0]
+            heapq.heapreplace(heap, (load + lengths[i], b))
+            bins[b].append(i)
+        if max(heap)[0] <= budget:
+            return [bins[i : i + num_ranks] for i in range(0, len(bins), num_ranks)]
+        num_micro += 1
+
+
+def exchange(
+    trajectories: list[Trajectory],
+    mesh: Mesh,
+    budget: int,
+    num_minibatches: int = 1,
+    *,
+    whole_groups: bool = False,
+) -> list[list[list[Trajectory]]]:
+    """Spread the trajectories of all ranks evenly. Collective.
+
+    The plan sorts by (group, episode), so who sampled what does not matter; minibatches split the
+    groups evenly. `versions` and `info` stay where they are.
+
+    Args:
+        trajectories: of this rank, any number.
+        mesh: the ranks.
+        budget: most rows of a micro-batch on a rank.
+        num_minibatches: how many optimizer steps they are for.
+        whole_groups: siblings stay in one micro-batch, for losses that compare them.
+
+    Returns:
+        [minibatch][micro-batch] -> the trajectories that this rank trains on.
+
+    Raises:
+        UserError: a trajectory exceeds the budget.
+    """
+    images = [_image_bytes(t) for t in trajectories]
+    table = _gather_headers(trajectories, images, mesh)
+    plan = _make_plan(table, mesh, budget, num_minibatches, whole_groups)
+    received = _send(trajectories, images, table, plan, mesh)
+
+    micro_batches: list[list[Trajectory]] = [[] for _ in range(sum(plan.num_micro))]
+    for micro_batch, trajectory in received:
+        micro_batches[micro_batch].append(trajectory)
+    batches = iter(micro_batches)
+    return [list(itertools.islice(batches, num_micro)) for num_micro in plan.num_micro]
+
+
+def _gather_headers(trajectories: list[Trajectory], images: list[bytes], mesh: Mesh) -> np.ndarray:
+    """Return the headers of the trajectories of all ranks, sorted, int64 [N, ...]. Collective."""
+    rows = []
+    for i, (t, own_images) in enumerate(zip(trajectories, images, strict=True)):
+        header = _Header(
+            group=t.group,
+            episode=t.episode,
+            segment=t.segment,
+            rank=mesh.rank,
+            number=i,
+            prompt=zlib.crc32(shared_part(t)),
+            num_prompt=prompt_length(t),
+            num_tokens=len(t.tokens),
+            num_sampled=int(t.sampled.sum()),
+            has_turn_rewards=t.turn_rewards is not None,
+            num_image_bytes=len(own_images),
+        )
+        rows.append(header)
+    tables = mesh.gather_rows(np.array(rows, np.int64).reshape(-1, len(_Header._fields)))
+    table = np.concatenate(tables)
+    # lexsort takes the last key first.
+    order = np.lexsort((table[:, 4], table[:, 3], table[:, 2], table[:, 1], table[:, 0]))
+    return table[order]
+
+
+def _make_plan(
+    table: np.ndarray, mesh: Mesh, budget: int, num_minibatches: int, whole_groups: bool
+) -> _Plan:
+    """Return the plan that all ranks make of the same headers."""
+    budget *= mesh.context_size
+    headers = [_Header(*row) for row in table.tolist()]
+    groups = table[:, 0]
+    places: list[int] = []
+    numbers: list[int] = []  # Of micro-batches.
+    data_ranks: list[int] = []
+    num_micro = []
+    for chosen in np.array_split(np.unique(groups), num_minibatches):
+        first, last = 0, 0
+        if len(chosen):
+            first, last = np.searchsorted(groups, [chosen[0], chosen[-1] + 1]).tolist()
+        members, lengths = pieces(
+            headers[first:last], mesh.data_size, budget, whole_groups=whole_groups
+        )
+        ends = list(itertools.accumulate(map(len, members), initial=first))
+        micro_batches = partition(lengths, mesh.data_size, budget)
+        for number, bins in enumerate(micro_batches, start=sum(num_micro)):
+            for data_rank, of_rank in enumerate(bins):
+                for piece in of_rank:
+                    places += range(ends[piece], ends[piece + 1])
+                    num = ends[piece + 1] - ends[piece]
+                    numbers += [number] * num
+                    data_ranks += [data_rank] * num
+        num_micro.append(len(micro_batches))
+    columns = (np.array(values, np.int64) for values in (places, numbers, data_ranks))
+    return _Plan(*columns, num_micro)
+
+
+# --------------------------------------------------------------------------------------------------
+# the wire
+
+
+def _send(
+    trajectories: list[Trajectory],
+    images: list[bytes],
+    table: np.ndarray,
+    plan: _Plan,
+    mesh: Mesh,
+) -> list[tuple[int, Trajectory]]:
+    """Send each trajectory to its data-parallel rank, by one all-to-all.
+
+    Returns:
+        The trajectories that arrive here with the numbers of their micro-batches, in the order of
+        the plan.
+    """
+    group_tokens = _group_tokens(table)[plan.headers]
+    table = table[plan.headers]
+    sources, numbers = table[:, 3], table[:, 4]
+    sizes = _record_sizes(table)
+
+    # 1. What this rank has, by destination. Ranks that hold parts of a sequence get it all.
+    own = np.flatnonzero(sources == mesh.rank)
+    own = own[np.argsort(plan.data_rank[own], kind="stable")]
+    records = [_to_bytes(trajectories[i], images[i]) for i in numbers[own].tolist()]
+    ends = np.searchsorted(plan.data_rank[own], np.arange(mesh.data_size + 1)).tolist()
+    messages = []
+    for first, last in itertools.pairwise(ends):
+        messages += [b"".join(records[first:last])] * mesh.num_copies
+
+    # 2. What comes, from the first rank to the last, and from each in the order of the plan.
+    here = np.flatnonzero(plan.data_rank == mesh.rank // mesh.num_copies)
+    arrival = here[np.argsort(sources[here], kind="stable")]
+    num_bytes = np.bincount(sources[here], weights=sizes[here], minlength=mesh.world_size)
+    received = mesh.all_to_all(messages, num_bytes.astype(np.int64).tolist())
+
+    # 3. Make trajectories of it, and bring them into the order of the plan.
+    starts = np.cumsum(sizes[arrival]) - sizes[arrival]
+    made: dict[int, Trajectory] = {}
+    for place, start in zip(arrival.tolist(), starts.tolist(), strict=True):
+        header = _Header(*table[place].tolist())
+        made[place] = _from_bytes(received[start:], header, int(group_tokens[place]))
+    return [(int(plan.micro_batch[place]), made[place]) for place in here.tolist()]
+
+
+def _group_tokens(table: np.ndarray) -> np.ndarray:
+    """Return the sampled tokens of the group of each header, int64 [N]."""
+    headers = _Header(*table.T)
+    _, groups = np.unique(headers.group, return_inverse=True)
+    totals = np.bincount(groups, weights=headers.num_sampled)  # Exact up to 2^53.
+    return totals.astype(np.int64)[groups]
+
+
+def _image_bytes(t: Trajectory) -> bytes:
+    """Return the images of a trajectory as JSON; nothing if it has none."""
+    return json.dumps(t.images).encode() if t.images else b""
+
+
+def _record_sizes(table: np.ndarray) -> np.ndarray:
+    """Return the bytes of the record of each header, int64 [N]."""
+    headers = _Header(*table.T)
+    bytes_per_token = 4 + 4 + 4 * headers.has_turn_rewards + 1
+    num_bytes = 16 + headers.num_tokens * bytes_per_token + headers.num_image_bytes
+    return num_bytes + -num_bytes % 8
+
+
+def _to_bytes(t: Trajectory, images: bytes) -> bytes:
+    """Return a trajectory as a record, a multiple of 8 bytes.
+
+    In this order: reward, version, tokens, log-probs, rewards of turns if there are any, sampled,
+    images, padding.
+    """
+    parts = [
+        np.float64(t.reward).tobytes(),
+        np.int64(t.version).tobytes(),
+        np.asarray(t.tokens, np.int32).tobytes(),
+        np.asarray(t.logprobs, np.float32).tobytes(),
+    ]
+    if t.turn_rewards is not None:
+        parts.append(np.asarray(t.turn_rewards, np.float32).tobytes())
+    parts += [np.asarray(t.sampled, np.bool_).tobytes(), images]
+    record = b"".join(parts)
+    return record + bytes(-len(record) % 8)
+
+
+def _from_bytes(record: np.ndarray, header: _Header, group_tokens: int) -> Trajectory:
+    """Return the trajectory whose record these bytes (uint8) begin with."""
+    length = header.num_tokens
+    reward = record[:8].view(np.float64).item()
+    version = record[8:16].view(np.int64).item()
+    end = 16 + 4 * length
+    tokens = record[16:end].view(np.int32)
+    logprobs = record[end : end + 4 * length].view(np.float32)
+    end += 4 * length
+    turn_rewards = None
+    if header.has_turn_rewards:
+        turn_rewards = record[end : end + 4 * length].view(np.float32)
+        end += 4 * length
+    sampled = record[end : end + length].view(np.bool_)
+    end += length
+    images = []
+    if header.num_image_bytes:
+        listed = json.loads(record[end : end + header.num_image_bytes].tobytes())
+        images = [ImageSpan(*image) for image in listed]
+    return Trajectory(
+        tokens=tokens,
+        sampled=sampled,
+        logprobs=logprobs,
+        reward=reward,
+        group=header.group,
+        episode=header.episode,
+        segment=header.segment,
+        version=version,
+        turn_rewards=turn_rewards,
+        images=images,
+        group_tokens=group_tokens,
+    )
