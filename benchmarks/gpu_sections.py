@@ -298,7 +298,7 @@ def add_phases(bench: Bench, metrics: Path) -> None:
     whole = 0.0
     for name in rows[-1]:
         kind, _, what = name.partition("/")
-        if kind in units and not what.startswith("idle_rank"):
+        if kind in units and not what.startswith("idle_"):
             value = statistics.median(row[name] for row in rows if name in row)
             if kind == "time":
                 value *= 1e3

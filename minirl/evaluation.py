@@ -4,6 +4,8 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 
+import numpy as np
+
 from minirl.config.shared import EvalConfig
 from minirl.data.prompts import Prompts
 from minirl.parallel.mesh import Mesh
@@ -48,10 +50,13 @@ def breakdown(
                 (f"source/{source}/accuracy", score >= threshold),
                 (f"source/{source}/reward", score),
             ]
-    values_of: dict[str, list[float]] = defaultdict(list)
-    for name, value in sorted(sum(mesh.gather(values), [])):
-        values_of[name].append(value)
-    return {name: sum(values) / len(values) for name, values in values_of.items()}
+    by_rank = mesh.gather_named(values)
+    means = {}
+    for name in sorted(set().union(*by_rank)):
+        parts = [of_rank[name] for of_rank in by_rank if name in of_rank]
+        in_order = np.sort(np.concatenate(parts)).tolist()
+        means[name] = sum(in_order) / len(in_order)
+    return means
 
 
 def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) -> dict[str, float]:

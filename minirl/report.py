@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 from pathlib import Path
 
 # By kind of token: the phases that generate or train on it.
@@ -29,17 +30,20 @@ def slowest(seconds: list[dict[str, float]], **tokens: int) -> dict[str, float]:
         tokens: numbers of tokens on all ranks, by the keys of PHASES_OF_TOKENS.
 
     Returns:
-        "time/PHASE" of the rank that took longest, "time/idle_rankN" that each rank waited for the
-        others, and "tokens_per_second/KIND".
+        "time/PHASE" of the rank that took longest; of the seconds that ranks waited for the others,
+        whose maximum is "time/idle", also "time/idle_min", "time/idle_median" and the rank of the
+        maximum, "time/idle_max_rank"; and "tokens_per_second/KIND".
     """
     times = {}
     for name in sorted(set().union(*seconds)):
         times[name] = max(of_rank.get(name, 0.0) for of_rank in seconds)
 
     metrics = {f"time/{name}": value for name, value in times.items()}
-    for rank, of_rank in enumerate(seconds):
-        if "idle" in of_rank:
-            metrics[f"time/idle_rank{rank}"] = of_rank["idle"]
+    if "idle" in times:
+        idle = [of_rank.get("idle", 0.0) for of_rank in seconds]
+        metrics["time/idle_min"] = min(idle)
+        metrics["time/idle_median"] = statistics.median(idle)
+        metrics["time/idle_max_rank"] = idle.index(max(idle))
     for kind, speed in speeds(tokens, times).items():
         metrics[f"tokens_per_second/{kind}"] = speed
     return metrics

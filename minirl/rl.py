@@ -183,7 +183,8 @@ class Trainer(Program):
                 (self.curriculum[t.group], t.reward >= cfg.eval.threshold)
                 for t in episodes.values()
             ]
-            self.curriculum.record(sum(self.mesh.gather(results), []))
+            own_results = np.array(results, np.int64).reshape(-1, 2)
+            self.curriculum.record(self.mesh.gather_array(own_results))
 
         table = torch.tensor(
             [(t.reward, t.info["answer_tokens"], t.info["stopped"]) for t in episodes.values()],
@@ -292,7 +293,7 @@ class Trainer(Program):
 
         num_sampled = sum(int(t.sampled.sum()) for t in trajectories)
         num_rows = sum(sum(batch.lengths) for batch in sum(minibatches, []))
-        generated, trained = np.sum(self.mesh.gather((num_sampled, num_rows)), axis=0).tolist()
+        generated, trained = self.mesh.sums(torch.tensor([num_sampled, num_rows])).tolist()
         self.run.report(
             "rl",
             step,

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from minirl.algo import losses
 from minirl.config.rl import RLConfig

@@ -127,13 +127,18 @@ class TrainingRun:
             tokens: of all ranks, by kind.
         """
         seconds = self.timer.take()
-        of_ranks = self.mesh.gather((seconds, self.timer.take_memory()))
-        speeds = report.slowest([seconds for seconds, _ in of_ranks], **tokens)
-        memory = report.highest([memory for _, memory in of_ranks])
+        own_memory = self.timer.take_memory()
+        speeds = report.slowest(self._of_ranks(seconds), **tokens)
+        memory = report.highest(self._of_ranks(own_memory))
         in_gib = {f"gpu_gib/{name}": value for name, value in memory.items()}
         self.log.scalars(phase, step, metrics | speeds | in_gib, highlights)
         self.progress.add(seconds, **tokens)
         self.progress.add_memory(memory)
+
+    def _of_ranks(self, values: dict[str, float]) -> list[dict[str, float]]:
+        """Return the named numbers of each rank. Collective."""
+        by_rank = self.mesh.gather_named(values.items())
+        return [{name: part.item() for name, part in of_rank.items()} for of_rank in by_rank]
 
     def record_evaluation(
         self,

@@ -227,10 +227,10 @@ def test_a_curriculum_is_a_function_of_seed_ticket_and_outcomes():
     assert drawn(one, 16, 40) != drawn(one, 0, 40) == drawn(other, 0, 40)
     assert drawn(Curriculum(prompts(seed=1), 0.1), 0, 40) != drawn(one, 0, 40)
     results = [(row, row % 3 == 0) for row in range(30) for _ in range(4)]
-    one.record(results)
+    one.record(np.array(results))
     assert drawn(one, 16, 40) != drawn(other, 16, 40)
     for result in reversed(results):
-        other.record([result])
+        other.record(np.array([result]))
     resumed = Curriculum(prompts(), 0.1, json.loads(json.dumps(one.save())))
     assert drawn(one, 16, 40) == drawn(other, 16, 40) == drawn(resumed, 16, 40)
     asked = [one[16 + i] for i in (5, 0, 39, 5)]
@@ -247,7 +247,7 @@ def test_a_curriculum_draws_by_the_variance_of_success(floor):
         floor,
     )
     for row, (tries, right) in tried.items():
-        order.record([(row, n < right) for n in range(tries)])
+        order.record(np.array([(row, n < right) for n in range(tries)]))
     weights = np.array(
         [
             max(4 * (right + 1) / (tries + 2) * (1 - (right + 1) / (tries + 2)), floor)

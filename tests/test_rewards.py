@@ -8,11 +8,11 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from harness import ranks
 from minirl.config.shared import RewardConfig
 from minirl.errors import UserError
 from minirl.evaluation import breakdown
@@ -284,31 +284,36 @@ def test_each_reward_of_a_sum_checks_its_rows():
         )
 
 
-def test_means_by_source_and_by_reward():
-    def answer(source, reward, **rewards):
-        info = {"source": source, **({"rewards": rewards} if rewards else {})}
-        return Trajectory(tokens=None, sampled=None, logprobs=None, reward=reward, info=info)
+def answer(source, reward, **rewards):
+    info = {"source": source, **({"rewards": rewards} if rewards else {})}
+    return Trajectory(tokens=None, sampled=None, logprobs=None, reward=reward, info=info)
 
-    here, there = (
-        [answer("math", 1.0, exact=1.0, brief=0.0), answer("code", 0.5)],
-        [answer("math", 0.0, exact=0.0, brief=-0.5), answer(None, 9.0)],
-    )
-    mesh = SimpleNamespace(gather=lambda own: [own, breakdown_of(there)])
 
-    def breakdown_of(trajectories):
-        found = []
-        breakdown(trajectories, 1.0, SimpleNamespace(gather=lambda own: found.append(own) or [own]))
-        return found[0]
+def breakdowns(mesh):
+    """Of answers of which two ranks have half each; of one without a name; and of nothing."""
+    here = [answer("math", 1.0, exact=1.0, brief=0.0), answer("code", 0.5)]
+    there = [answer("math", 0.0, exact=0.0, brief=-0.5), answer(None, 9.0)]
+    own = {0: here, 1: there} if mesh.world_size == 2 else {0: here + there}
+    return [
+        breakdown(own[mesh.rank], 1.0, mesh, [("more", 0.1 * (1 + mesh.rank))]),
+        breakdown([answer(None, 1.0)], 1.0, mesh),
+        breakdown([], 1.0, mesh),
+    ]
 
-    assert breakdown(here, 1.0, mesh) == {
-        "reward/brief": -0.25,
-        "reward/exact": 0.5,
-        "source/code/accuracy": 0.0,
-        "source/code/reward": 0.5,
-        "source/math/accuracy": 0.5,
-        "source/math/reward": 0.5,
-    }
-    assert breakdown([answer(None, 1.0)], 1.0, SimpleNamespace(gather=lambda own: [own])) == {}
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_means_by_source_and_by_reward(world):
+    for found, *nothing in ranks(world, breakdowns):
+        assert found.pop("more") == (0.1 if world == 1 else (0.1 + 0.2) / 2)
+        assert nothing == [{}, {}]
+        assert found == {
+            "reward/brief": -0.25,
+            "reward/exact": 0.5,
+            "source/code/accuracy": 0.0,
+            "source/code/reward": 0.5,
+            "source/math/accuracy": 0.5,
+            "source/math/reward": 0.5,
+        }
 
 
 # --------------------------------------------------------------------------------------------------

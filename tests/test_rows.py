@@ -371,7 +371,7 @@ def test_a_curriculum_draws_what_a_sort_of_all_rows_does(monkeypatch):
     monkeypatch.setattr(curriculum, "FIRST_DRAWN", 3)
     prompts = SimpleNamespace(order=None, rows=range(200), seed=4)
     drawn = curriculum.Curriculum(prompts, 0.2)
-    drawn.record([(n % 40, n % 3 == 0) for n in range(300)])
+    drawn.record(np.array([(n % 40, n % 3 == 0) for n in range(300)]))
     drawn.start(17)
     tries = np.bincount(np.arange(300) % 40, minlength=200)
     right = np.bincount((np.arange(300) % 40)[::3], minlength=200)

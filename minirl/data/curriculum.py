@@ -66,9 +66,9 @@ class Curriculum(Order):
             self._rows = first_of(self._keys, 4 * len(self._rows))
         return int(self._rows[index])
 
-    def record(self, results: list[tuple[int, bool]]) -> None:
-        """Add the (row, whether it was right) of every answer of a step, on whatever rank."""
-        rows, right = np.array(results, int).reshape(-1, 2).T
+    def record(self, results: np.ndarray) -> None:
+        """Add the results of a step, on whatever rank: int [N, 2], a row and 1 if it was right."""
+        rows, right = results.T
         np.add.at(self.outcomes[0], rows, 1)
         np.add.at(self.outcomes[1], rows, right)
         self.weights[rows] = self._weights(self.outcomes[:, rows])

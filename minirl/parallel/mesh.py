@@ -1,8 +1,10 @@
 """The process group, the one DeviceMesh, and the small collectives between hosts."""
 
 import ctypes
+import hashlib
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -100,41 +102,81 @@ class Mesh:
         dist.all_gather_object(out, value, group=self.host_group)
         return out
 
+    def gather_rows(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Return the arrays of all ranks, in rank order. Nothing is pickled. Collective.
+
+        Args:
+            rows: of the same dtype and shape on all ranks, but for its length.
+        """
+        gathered, lengths = self._gather_padded(rows)
+        by_rank = gathered.reshape(self.world_size, -1, *rows.shape[1:])
+        return [table[:length] for table, length in zip(by_rank, lengths, strict=True)]
+
     def gather_array(self, part: np.ndarray) -> np.ndarray:
         """Return the arrays of all ranks end to end, along the first axis. Collective.
 
         Nothing is pickled, so an array may be large. A rank needs memory for world_size times the
         longest of them.
         """
+        if self.world_size == 1:
+            return part
+        gathered, lengths = self._gather_padded(part)
+        # Close the gaps in place: every part moves towards the front.
+        end = 0
+        for rank, length in enumerate(lengths):
+            first = rank * max(lengths)
+            gathered[end : end + length] = gathered[first : first + length]
+            end += length
+        return gathered[:end]
+
+    def _gather_padded(self, part: np.ndarray) -> tuple[np.ndarray, list[int]]:
+        """Return the arrays of all ranks, each as long as the longest, and their lengths."""
         sizes = torch.empty(self.world_size, dtype=torch.int64)
         all_gather_single(sizes, torch.tensor([len(part)]), group=self.host_group)
         lengths = sizes.tolist()
         longest = max(lengths)
-        if self.world_size == 1 or longest == 0:
-            return part
-        row_shape = part.shape[1:]
-        padded = part
-        if len(part) < longest:
-            padded = np.zeros((longest, *row_shape), part.dtype)
-            padded[: len(part)] = part
-        gathered = np.empty((self.world_size * longest, *row_shape), part.dtype)
-        all_gather_single(
-            torch.from_numpy(gathered).view(-1).view(torch.uint8),
-            torch.from_numpy(padded).view(-1).view(torch.uint8),
-            group=self.host_group,
-        )
-        # Close the gaps in place: every part moves towards the front.
-        end = 0
-        for rank, length in enumerate(lengths):
-            gathered[end : end + length] = gathered[rank * longest : rank * longest + length]
-            end += length
-        return gathered[:end]
+        padded = np.zeros((longest, *part.shape[1:]), part.dtype)
+        padded[: len(part)] = part
+        gathered = np.empty((self.world_size * longest, *part.shape[1:]), part.dtype)
+        if longest:
+            all_gather_single(
+                torch.from_numpy(gathered).view(-1).view(torch.uint8),
+                torch.from_numpy(padded).view(-1).view(torch.uint8),
+                group=self.host_group,
+            )
+        return gathered, lengths
 
     def broadcast(self, value: object, source: int) -> Any:
         """Return a small picklable value of one rank on all ranks."""
         values = [value]
         dist.broadcast_object_list(values, source, self.host_group)
         return values[0]
+
+    def gather_named(self, values: Iterable[tuple[str, float]]) -> list[dict[str, np.ndarray]]:
+        """Return the named numbers of every rank, in rank order: name -> float64 [N].
+
+        Numbers travel with the hashes of their names, and names only if the ranks' names differ.
+
+        Args:
+            values: of this rank; a name may occur several times.
+        """
+        pairs = list(values)
+        name_of = {_hash(name): name for name, _ in pairs}
+        hash_of = {name: key for key, name in name_of.items()}
+        rows = [(hash_of[name], value) for name, value in pairs]
+        tables = self.gather_rows(np.array(rows, np.float64).reshape(-1, 2))
+
+        by_rank = []
+        for table in tables:
+            table = table[np.argsort(table[:, 0], kind="stable")]
+            keys, begins = np.unique(table[:, 0], return_index=True)
+            by_rank.append(
+                dict(zip(keys.tolist(), np.split(table[:, 1], begins[1:]), strict=False))
+            )
+        if any(found.keys() != by_rank[0].keys() for found in by_rank):
+            for others in self.gather(name_of):
+                name_of |= others
+        return [{name_of[int(key)]: part for key, part in found.items()} for found in by_rank]
 
     def all_to_all(self, messages: list[bytes], num_received: list[int]) -> np.ndarray:
         """Send a message to each rank, and return those of all ranks to this one, end to end.
@@ -155,6 +197,11 @@ class Mesh:
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         dist.barrier(group=self.host_group)
+
+
+def _hash(name: str) -> int:
+    """Return 48 bits, which a float64 holds."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest())
 
 
 def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = None) -> Mesh:
