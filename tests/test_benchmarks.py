@@ -68,7 +68,7 @@ COMPILING = ("dryrun",)
 # Benchmarks that start processes, which become forks.
 STARTING = ("long", "mesh", "algorithms", "gpu")
 # Files that are parts of another one.
-PARTS = {"gpu_bench", "gpu_plan", "gpu_sections", "growth_pace", "growth_refit"}
+PARTS = {"gpu_bench", "gpu_plan", "gpu_sections", "growth_pace", "growth_refit", "growth_step"}
 # The plan's figure beside a measured one: a pretended device needs a compiler.
 PLAN = " #" if compiler() else ""
 # Pieces of the output, in which # stands for a number.

@@ -289,10 +289,13 @@ def _by_group(
 
     # 3. Estimate, with groups numbered 0 .. G - 1.
     _, groups = np.unique(episodes[:, 0], return_inverse=True)
-    estimates = estimator(torch.from_numpy(earned), torch.from_numpy(groups).long())
-    advantage_of = dict(zip(map(tuple, episodes.tolist()), estimates.tolist(), strict=True))
+    estimates = estimator(torch.from_numpy(earned), torch.from_numpy(groups).long()).numpy()
 
     # 4. Every row of a sequence gets the advantage of its episode.
+    own_groups = [group for batch in batches for group, _, _ in batch.sequence_ids]
+    is_own = np.isin(episodes[:, 0], own_groups)
+    own_episodes = map(tuple, episodes[is_own].tolist())
+    advantage_of = dict(zip(own_episodes, estimates[is_own].tolist(), strict=True))
     values = []
     for batch in batches:
         per_sequence = [advantage_of.get(ids[:2], 0.0) for ids in batch.sequence_ids]

@@ -109,7 +109,7 @@ class Mesh:
             rows: of the same dtype and shape on all ranks, but for its length.
         """
         gathered, lengths = self._gather_padded(rows)
-        by_rank = gathered.reshape(self.world_size, -1, *rows.shape[1:])
+        by_rank = gathered.reshape(self.world_size, max(lengths), *rows.shape[1:])
         return [table[:length] for table, length in zip(by_rank, lengths, strict=True)]
 
     def gather_array(self, part: np.ndarray) -> np.ndarray:
@@ -135,8 +135,10 @@ class Mesh:
         all_gather_single(sizes, torch.tensor([len(part)]), group=self.host_group)
         lengths = sizes.tolist()
         longest = max(lengths)
-        padded = np.zeros((longest, *part.shape[1:]), part.dtype)
-        padded[: len(part)] = part
+        padded = part
+        if len(part) < longest:
+            padded = np.zeros((longest, *part.shape[1:]), part.dtype)
+            padded[: len(part)] = part
         gathered = np.empty((self.world_size * longest, *part.shape[1:]), part.dtype)
         if longest:
             all_gather_single(
