@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -153,10 +153,10 @@ def step_laws(num_ranks: int, size: int) -> list[Law]:
         )
 
     return [
-        law("exchange", mesh, size, lambda: exchange(own, mesh, BUDGET)),
+        law("exchange", mesh, size, lambda: exchange(own, cast(Mesh, mesh), BUDGET)),
         law("packing", mesh, size, lambda: pack(own, CPU)),
         law("advantages", mesh, size, assign),
-        law("means of a step", mesh, size, lambda: means_of_step(own, 1.0, mesh)),
+        law("means of a step", mesh, size, lambda: means_of_step(own, 1.0, cast(Mesh, mesh))),
         law("dealing tickets", mesh, size, lambda: spread(size * num_ranks, [0] * num_ranks)),
     ]
 

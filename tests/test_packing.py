@@ -412,8 +412,9 @@ def table_of(rows):
 def cut(table, num_ranks, budget):
     """Return the pieces of the sequences of a table, by their numbers, and the pieces' rows."""
     headers = [_Header(0, 0, 0, 0, i, *row, 0, 0, 0) for i, row in enumerate(table.tolist())]
-    members, sizes = pieces(headers, num_ranks, budget)
-    return [[header.number for header in piece] for piece in members], sizes
+    num_members, sizes = pieces(np.array(headers), num_ranks, budget)
+    numbers = iter(range(len(table)))
+    return [list(itertools.islice(numbers, num)) for num in num_members], sizes
 
 
 def rows_when_packed(table, members):
@@ -461,7 +462,7 @@ def test_another_prompt_in_the_same_group_is_a_piece_of_its_own():
 
 
 def test_nothing_makes_no_pieces():
-    assert pieces([], 2, 100) == ([], [])
+    assert pieces(np.empty((0, 11), np.int64), 2, 100) == ([], [])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -568,10 +569,13 @@ def twin(trajectories, mesh, budget, num_minibatches, *, whole_groups):
             shared = zlib.crc32(t.tokens[: prompt - 1].tobytes() + "".join(urls).encode())
             headers.append(_Header(t.group, 0, 0, 0, i, shared, prompt, len(t.tokens), 0, 0, 0))
         rows = budget * mesh.context_size
-        parts, lengths = pieces(headers, mesh.data_size, rows, whole_groups=whole_groups)
+        table = np.array(headers, np.int64).reshape(-1, 11)
+        sizes, lengths = pieces(table, mesh.data_size, rows, whole_groups=whole_groups)
+        numbers = iter(range(len(members)))
+        parts = [list(itertools.islice(numbers, size)) for size in sizes]
         batch = []
         for bins in partition(lengths, mesh.data_size, rows):
-            own = [h.number for piece in bins[mesh.rank // mesh.num_copies] for h in parts[piece]]
+            own = [i for piece in bins[mesh.rank // mesh.num_copies] for i in parts[piece]]
             micro_batch = []
             for number in own:
                 t = members[number]

@@ -10,7 +10,7 @@ import itertools
 import json
 import zlib
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,21 +20,23 @@ from minirl.errors import UserError
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory
 
+Number = TypeVar("Number", int, np.ndarray)
 
-class _Header(NamedTuple):
-    """What all ranks know of a trajectory; sorts by group, episode and segment."""
 
-    group: int
-    episode: int
-    segment: int
-    rank: int  # Where it was sampled,
-    number: int  # and which one it is there.
-    prompt: int  # Hash of what siblings share.
-    num_prompt: int  # Tokens.
-    num_tokens: int
-    num_sampled: int
-    has_turn_rewards: int  # 0 or 1.
-    num_image_bytes: int  # 0: no images.
+class _Header(NamedTuple, Generic[Number]):
+    """What all ranks know of a trajectory: a row of the table, or all its columns int64 [N]."""
+
+    group: Number
+    episode: Number
+    segment: Number
+    rank: Number  # Where it was sampled,
+    number: Number  # and which one it is there.
+    prompt: Number  # Hash of what siblings share.
+    num_prompt: Number  # Tokens.
+    num_tokens: Number
+    num_sampled: Number
+    has_turn_rewards: Number  # 0 or 1.
+    num_image_bytes: Number  # 0: no images.
 
 
 @dataclass(frozen=True)
@@ -52,43 +54,42 @@ class _Plan:
 
 
 def pieces(
-    headers: list[_Header], num_ranks: int, budget: int, *, whole_groups: bool = False
-) -> tuple[list[list[_Header]], list[int]]:
+    table: np.ndarray, num_ranks: int, budget: int, *, whole_groups: bool = False
+) -> tuple[list[int], list[int]]:
     """Cut groups into pieces that stay together and share their prompt's rows.
 
     A piece is at most a quarter of a rank's share, so that ranks can be balanced, and within the
     budget.
 
     Args:
-        headers: of the sequences, in the order of groups.
+        table: headers of the sequences, int64 [N, ...], in the order of groups.
         num_ranks: how many ranks share the work.
         budget: most rows of a micro-batch.
         whole_groups: a piece is a whole group, whatever its size.
 
     Returns:
-        The sequences of each piece, neighbours in `headers`, and its rows.
+        How many sequences each piece has, which are neighbours in the table, and its rows.
     """
-    lengths = [h.num_tokens - 1 for h in headers]
-    share = sum(lengths) // (4 * num_ranks)
-    limit = max(min(budget, share), max(lengths, default=0))
-    members: list[list[_Header]] = []
+    headers: _Header[np.ndarray] = _Header(*table.T)
+    all_rows = headers.num_tokens - 1
+    own_rows = headers.num_tokens - headers.num_prompt  # From the last prompt token on.
+    share = int(all_rows.sum()) // (4 * num_ranks)
+    limit = max(min(budget, share), int(all_rows.max(initial=0)))
+    num_members: list[int] = []
     rows: list[int] = []
-    first: _Header | None = None  # Of the last piece, which has the rows of its prompt.
-    for h, length in zip(headers, lengths, strict=True):
-        branch = h.num_tokens - h.num_prompt  # rows from the last prompt token on
-        shares = first and h.prompt == first.prompt
-        if whole_groups:
-            joins = first and h.group == first.group
-        else:
-            joins = shares and rows[-1] + branch <= limit
+    first_group, first_prompt = -1, -1  # Of the last piece, which has the rows of its prompt.
+    columns = (headers.group, headers.prompt, all_rows, own_rows)
+    for group, prompt, length, branch in zip(*(c.tolist() for c in columns), strict=True):
+        shares = prompt == first_prompt
+        joins = group == first_group if whole_groups else shares and rows[-1] + branch <= limit
         if joins:
-            members[-1].append(h)
+            num_members[-1] += 1
             rows[-1] += branch if shares else length
         else:
-            first = h
-            members.append([h])
+            first_group, first_prompt = group, prompt
+            num_members.append(1)
             rows.append(length)
-    return members, rows
+    return num_members, rows
 
 
 def partition(lengths: list[int], num_ranks: int, budget: int) -> list[list[list[int]]]:
@@ -180,7 +181,7 @@ def _gather_headers(trajectories: list[Trajectory], images: list[bytes], mesh: M
             num_prompt=prompt_length(t),
             num_tokens=len(t.tokens),
             num_sampled=int(t.sampled.sum()),
-            has_turn_rewards=t.turn_rewards is not None,
+            has_turn_rewards=int(t.turn_rewards is not None),
             num_image_bytes=len(own_images),
         )
         rows.append(header)
@@ -196,31 +197,33 @@ def _make_plan(
 ) -> _Plan:
     """Return the plan that all ranks make of the same headers."""
     budget *= mesh.context_size
-    headers = [_Header(*row) for row in table.tolist()]
     groups = table[:, 0]
     places: list[int] = []
     numbers: list[int] = []  # Of micro-batches.
     data_ranks: list[int] = []
-    num_micro = []
+    num_micro: list[int] = []
     for chosen in np.array_split(np.unique(groups), num_minibatches):
         first, last = 0, 0
         if len(chosen):
             first, last = np.searchsorted(groups, [chosen[0], chosen[-1] + 1]).tolist()
-        members, lengths = pieces(
-            headers[first:last], mesh.data_size, budget, whole_groups=whole_groups
+        num_members, lengths = pieces(
+            table[first:last], mesh.data_size, budget, whole_groups=whole_groups
         )
-        ends = list(itertools.accumulate(map(len, members), initial=first))
+        ends = list(itertools.accumulate(num_members, initial=first))
         micro_batches = partition(lengths, mesh.data_size, budget)
         for number, bins in enumerate(micro_batches, start=sum(num_micro)):
             for data_rank, of_rank in enumerate(bins):
                 for piece in of_rank:
                     places += range(ends[piece], ends[piece + 1])
-                    num = ends[piece + 1] - ends[piece]
-                    numbers += [number] * num
-                    data_ranks += [data_rank] * num
+                    numbers += [number] * num_members[piece]
+                    data_ranks += [data_rank] * num_members[piece]
         num_micro.append(len(micro_batches))
-    columns = (np.array(values, np.int64) for values in (places, numbers, data_ranks))
-    return _Plan(*columns, num_micro)
+    return _Plan(
+        headers=np.array(places, np.int64),
+        micro_batch=np.array(numbers, np.int64),
+        data_rank=np.array(data_ranks, np.int64),
+        num_micro=num_micro,
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -271,7 +274,7 @@ def _send(
 
 def _group_tokens(table: np.ndarray) -> np.ndarray:
     """Return the sampled tokens of the group of each header, int64 [N]."""
-    headers = _Header(*table.T)
+    headers: _Header[np.ndarray] = _Header(*table.T)
     _, groups = np.unique(headers.group, return_inverse=True)
     totals = np.bincount(groups, weights=headers.num_sampled)  # Exact up to 2^53.
     return totals.astype(np.int64)[groups]
@@ -284,7 +287,7 @@ def _image_bytes(t: Trajectory) -> bytes:
 
 def _record_sizes(table: np.ndarray) -> np.ndarray:
     """Return the bytes of the record of each header, int64 [N]."""
-    headers = _Header(*table.T)
+    headers: _Header[np.ndarray] = _Header(*table.T)
     bytes_per_token = 4 + 4 + 4 * headers.has_turn_rewards + 1
     num_bytes = 16 + headers.num_tokens * bytes_per_token + headers.num_image_bytes
     return num_bytes + -num_bytes % 8
@@ -309,7 +312,7 @@ def _to_bytes(t: Trajectory, images: bytes) -> bytes:
     return record + bytes(-len(record) % 8)
 
 
-def _from_bytes(record: np.ndarray, header: _Header, group_tokens: int) -> Trajectory:
+def _from_bytes(record: np.ndarray, header: _Header[int], group_tokens: int) -> Trajectory:
     """Return the trajectory whose record these bytes (uint8) begin with."""
     length = header.num_tokens
     reward = record[:8].view(np.float64).item()
