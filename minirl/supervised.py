@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from minirl.algo import losses
 from minirl.config.rl import RLConfig
