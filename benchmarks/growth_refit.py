@@ -1,23 +1,18 @@
 """How a refit's plan and its call grow with the number of ranks, in one process without a GPU.
 
-    python benchmarks/growth_refit.py
-    python benchmarks/growth_refit.py --models 30B-A3B --worlds 8 16 --layers 4
-
 A world is imagined from the view of one rank in its middle: FSDP over all ranks (or replicas of
-it), engines of `--tensor` ranks whose loader slices as vLLM's does. Record, plan and call are
+it), engines of 8 ranks whose loader slices as vLLM's does. Record, plan and call are
 minirl's own. What the other ranks would say is computed, collectives do nothing, and for the call
 matrices are shrunk: as many copies, of hardly any bytes, so that what remains is the host's work.
 """
 
-import argparse
-import itertools
 import re
-import resource
 import time
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.growth_law import Bound, Part, Point
 from minirl.config.rl import RefitConfig
 from minirl.model import families
 from minirl.parallel.mesh import Mesh
@@ -39,10 +35,23 @@ from minirl.rollout.refit_shards import Grid, one_of_each_layout
 
 MIB = 2**20
 CALL_WIDTH = 64  # Hidden size of the shrunk model of a call.
-# hidden, intermediate of an expert, layers, heads, heads of keys, experts, vocabulary
+ENGINE_RANKS = 8
+
+
+class Shape(NamedTuple):
+    """A mixture's sizes."""
+
+    hidden: int
+    expert: int  # Inner size of an expert.
+    heads: int
+    kv_heads: int
+    num_experts: int
+    vocabulary: int
+
+
 MODELS = {
-    "30B-A3B": (2048, 768, 48, 32, 4, 128, 151936),
-    "235B-A22B": (4096, 1536, 94, 64, 4, 128, 151936),
+    "30B-A3B": Shape(2048, 768, 32, 4, 128, 151936),
+    "235B-A22B": Shape(4096, 1536, 64, 4, 128, 151936),
 }
 
 
@@ -69,15 +78,15 @@ def make_shapes(
 
     Args:
         model: one of MODELS.
-        num_layers: of the model; 0: its own.
+        num_layers: of the model.
         shrink: divides the width of all matrices, not the number of experts.
     """
-    hidden, expert, own_layers, heads, kv_heads, num_experts, vocabulary = MODELS[model]
+    hidden, expert, heads, kv_heads, num_experts, vocabulary = MODELS[model]
     config = AutoConfig.for_model(
         "qwen3_moe",
         hidden_size=hidden // shrink,
         moe_intermediate_size=expert // shrink,
-        num_hidden_layers=num_layers or own_layers,
+        num_hidden_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=max(1, 128 // shrink),
@@ -202,8 +211,17 @@ def in_files(
             yield part.name, part.of(weight)
 
 
-def wanted_of(arrivals: list[Arrival]) -> list[Wanted]:
-    return [Wanted(a.name, a.region, a.target.dtype) for a in arrivals]
+@cache
+def wanted_of_engines(
+    model: str, num_layers: int, tp: int, shrink: int = 1
+) -> tuple[list[Wanted], ...]:
+    """Return what each rank of an engine wants, whatever world it is in."""
+    shapes, slices = make_shapes(model, num_layers, shrink)
+    wanted = []
+    for tp_rank in range(tp):
+        arrivals = record(shapes, slices, Engine(shapes, slices, tp, tp_rank))
+        wanted.append([Wanted(a.name, a.region, a.target.dtype) for a in arrivals])
+    return tuple(wanted)
 
 
 def count_copies(buckets: list[Bucket]) -> int:
@@ -253,9 +271,7 @@ def measure_plan(model: str, num_layers: int, world: int, replicas: int, tp: int
     start = time.process_time()
     arrivals = record(shapes, slices, own)
     recorded = Row("record", model, world, time.process_time() - start, 0, len(arrivals))
-    wanted = []
-    for tp_rank in range(tp):
-        wanted.append(wanted_of(record(shapes, slices, Engine(shapes, slices, tp, tp_rank))))
+    wanted = list(wanted_of_engines(model, num_layers, tp))
 
     def plan() -> int:
         """Plan as `Refit` does when it knows what others say; return the number of copies."""
@@ -302,9 +318,7 @@ def measure_call(model: str, num_layers: int, world: int, tp: int, shrink: int) 
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     axis = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard_cp",))
     shapes, slices = make_shapes(model, num_layers, shrink)
-    wanted = []
-    for tp_rank in range(tp):
-        wanted.append(wanted_of(record(shapes, slices, Engine(shapes, slices, tp, tp_rank))))
+    wanted = list(wanted_of_engines(model, num_layers, tp, shrink))
     mesh = ImaginedMesh(
         rank=rank,
         world_size=world,
@@ -339,46 +353,40 @@ def measure_call(model: str, num_layers: int, world: int, tp: int, shrink: int) 
     return Row("call", model, world, min(seconds), refit.bytes_received, num_copies)
 
 
-def laws(
-    models: list[str], worlds: list[int], num_layers: int = 0, tp: int = 8, call: bool = True
-) -> list[Row]:
-    """Return the rows of all laws.
+def measure(num_layers: int, num_ranks: int) -> list[Point]:
+    """Measure both models with so many layers, and the call of up to 64 ranks.
 
-    Args:
-        models: names in MODELS.
-        worlds: numbers of ranks.
-        num_layers: of the models; 0: their own.
-        tp: ranks of an engine.
-        call: measure the call, too, of up to 64 ranks: it allocates a shrunk model.
+    A call of more ranks would have all their regions in this one process.
     """
-    rows = []
-    for model in models:
-        for world in worlds:
-            rows += measure_plan(model, num_layers, world, 1, tp)
-            if call and world <= 64:
-                shrink = MODELS[model][0] // CALL_WIDTH
-                rows.append(measure_call(model, num_layers, world, tp, shrink))
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="How a refit grows with the number of ranks.")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--worlds", nargs="+", type=int, default=[8, 64, 1024])
-    parser.add_argument("--layers", type=int, default=0, help="0: the model's own")
-    parser.add_argument("--tensor", type=int, default=8, help="ranks of an engine")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    print(f"{'':7} {'model':10} {'ranks':>6} {'CPU-s':>8} {'MiB':>8} {'copies':>8}")
-    for model, world in itertools.product(args.models, args.worlds):
-        for row in laws([model], [world], args.layers, args.tensor):
-            print(
-                f"{row.name:7} {row.model:10} {row.world:6} {row.cpu_seconds:8.3f} "
-                f"{row.num_bytes / MIB:8.1f} {row.num_copies:8}",
-                flush=True,
+    points = []
+    for model in MODELS:
+        rows = measure_plan(model, num_layers, num_ranks, 1, ENGINE_RANKS)
+        if num_ranks <= 64:
+            shrink = MODELS[model].hidden // CALL_WIDTH
+            rows.append(measure_call(model, num_layers, num_ranks, ENGINE_RANKS, shrink))
+        for row in rows:
+            name = f"{row.name} of {model}"
+            seconds = row.cpu_seconds
+            points.append(
+                Point(name, num_ranks, num_layers, seconds, row.num_bytes, row.num_copies)
             )
-    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+    return points
 
 
-if __name__ == "__main__":
-    main()
+def bounds() -> dict[str, Bound]:
+    """Return the bounds of each model's laws."""
+    found = {}
+    for model in MODELS:
+        found[f"record of {model}"] = Bound(size=1, ranks=0)
+        found[f"plan of {model}"] = Bound(size=1, ranks=1)
+        found[f"call of {model}"] = Bound(size=1, ranks=0)
+    return found
+
+
+PART = Part(
+    unit="layers (30B-A3B has 48, 235B-A22B 94)",
+    sizes=[12, 48, 94],
+    worlds=[8, 64, 1024],
+    bounds=bounds(),
+    measure=measure,
+)

@@ -1,36 +1,32 @@
-"""How the cost of a start grows with the rows: seconds of CPU and bytes of one process.
+"""How the cost of a start grows with the rows and the ranks.
 
-    python benchmarks/growth_rows.py
-    torchrun --nproc-per-node 2 benchmarks/growth_rows.py --sizes 10000000
-
-Rows of RL are a prompt of 500 bytes with its answer, chats two texts of 300 bytes. Costs are those
-of rank 0. Bytes are those of the most memory that Python and numpy had at once.
+A part of `benchmarks/growth.py`. Rows of RL are a prompt of 500 bytes with its answer, chats two
+texts of 300 bytes. The file has only this rank's share of the rows; digests and places of lines of
+the other shares are made up. Bytes are those of the most memory that Python and numpy had at once.
 """
 
-import json
-import os
+import itertools
 import tempfile
-import time
 import tracemalloc
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
-import tyro
 
+from benchmarks.growth_law import Bound, Part, Point, least_seconds
 from minirl.config.shared import DataConfig, RewardConfig
 from minirl.config.supervised import ChatsConfig
 from minirl.data.curriculum import Curriculum
 from minirl.data.examples import Chats, open_chats
 from minirl.data.json_lines import JsonLines
 from minirl.data.prompts import Prompts, open_prompts
-from minirl.data.rows import read_rows
+from minirl.data.rows import Rows, read_rows
 from minirl.inputs import MAY_BE_LONG, PromptChecks
 from minirl.model.scratch import make_tokenizer
-from minirl.parallel.mesh import Mesh, join_world
+from minirl.parallel.mesh import Mesh
 from minirl.rewards.functions import make_rewards
 from minirl.supervised import mark_row
 
@@ -39,157 +35,159 @@ BATCH = 64
 
 
 @dataclass
-class Load:
-    """What to measure."""
+class ImaginedMesh:
+    """A rank in the middle of a world; rows of a file are divided among the ranks."""
 
-    sizes: list[int] = field(default_factory=lambda: [10_000, 100_000, 1_000_000])  # Rows.
-    folder: str = ""  # Where the rows are written for a while; empty: the system's.
+    world_size: int
+    num_rows: int
+    line_bytes: int  # All lines have so many.
 
-
-class Law(NamedTuple):
-    """A measured point of a law."""
-
-    name: str
-    world: int  # Ranks.
-    size: int  # Rows.
-    cpu_seconds: float
-    num_bytes: int
-    follows_rows: bool  # Whether the cost may grow with the rows at all.
-
-
-class Alone:
-    """A mesh of one rank, as far as rows need it."""
-
-    rank = 0
-    world_size = 1
+    @property
+    def rank(self) -> int:
+        """Return the rank that works."""
+        return self.world_size // 2
 
     def gather(self, value: object) -> list:
-        """Return what one rank gathers."""
-        return [value]
+        """Return the value for every rank."""
+        return [value] * self.world_size
 
     def gather_array(self, part: np.ndarray) -> np.ndarray:
-        """Return the arrays of one rank end to end."""
-        return part
+        """Return this rank's part between those that others would have."""
+        if not len(part):
+            return part
+        if part.dtype == np.int64:
+            return np.arange(self.num_rows) * self.line_bytes
+        whole = np.zeros((self.num_rows, *part.shape[1:]), np.uint8)
+        if part.ndim == 2:
+            whole = np.random.default_rng(0).integers(0, 256, whole.shape, np.uint8)
+        first = self.rank * -(-self.num_rows // self.world_size)
+        whole[first : first + len(part)] = part
+        return whole
 
 
 def write_prompts(path: Path, num: int) -> None:
-    """Write rows of RL."""
+    """Write rows of RL of 530 bytes."""
     text = "some words of a problem " * 20
     with path.open("w") as file:
         for n in range(num):
-            row = {"prompt": f"Question {n}: {text}", "answer": str(n), "data_source": "x"}
-            file.write(json.dumps(row) + "\n")
+            file.write(f'{{"prompt": "{n:09} {text}", "answer": "{n:09}", "data_source": "x"}}\n')
 
 
 def write_chats(path: Path, num: int) -> None:
-    """Write chats of one turn."""
+    """Write chats of one turn of 700 bytes."""
     text = "some words of an answer " * 12
     with path.open("w") as file:
         for n in range(num):
-            user = {"role": "user", "content": f"Question {n}: {text}"}
-            assistant = {"role": "assistant", "content": f"{text} {n}"}
-            file.write(json.dumps({"messages": [user, assistant]}) + "\n")
+            user = f'{{"role": "user", "content": "{n:09} {text}"}}'
+            assistant = f'{{"role": "assistant", "content": "{text} {n:09}"}}'
+            file.write(f'{{"messages": [{user}, {assistant}]}}\n')
 
 
-def measure(
-    name: str, size: int, mesh: Mesh, work: Callable[[], object], *, follows_rows: bool = True
-) -> Law:
-    """Call it twice: for its seconds, then for its bytes."""
-    began = time.process_time()
-    work()
-    seconds = time.process_time() - began
+def point(name: str, mesh: ImaginedMesh, work: Callable[[], object]) -> Point:
+    """Measure seconds, and in another call, which they would slow down, bytes."""
+    seconds = least_seconds(work)
     tracemalloc.start()
     work()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return Law(name, mesh.world_size, size, seconds, peak, follows_rows)
+    return Point(name, mesh.world_size, mesh.num_rows, seconds, peak)
 
 
-def prompt_laws(path: Path, size: int, mesh: Mesh) -> Iterator[Law]:
-    """Measure the start of RL: index, reading with all checks, order, curriculum."""
+def load_prompts(path: Path, mesh: Mesh) -> Prompts:
+    """Return prompts, as a program of RL loads and checks them."""
     cfg = DataConfig(max_prompt_tokens=1024)
     tokenizer = make_tokenizer([])
-    yield measure("index of JSON lines", size, mesh, lambda: JsonLines(path, "x", mesh))
+    checks = PromptChecks(make_rewards(RewardConfig(function="exact")), tokenizer, cfg)
+    opened = open_prompts(str(path), "data.train", cfg, mesh)
+    train, _ = read_rows(opened, mesh, 0, HELD_OUT, checks.mark)
+    checks.refuse_ungraded(train)
+    prompts = Prompts(train, tokenizer, cfg, seed=0)
+    prompts.check_lengths(mesh, MAY_BE_LONG)
+    return prompts
 
-    def read() -> Prompts:
-        checks = PromptChecks(make_rewards(RewardConfig(function="exact")), tokenizer, cfg)
-        opened = open_prompts(str(path), "data.train", cfg, mesh)
-        train, _ = read_rows(opened, mesh, 0, HELD_OUT, checks.mark)
-        checks.refuse_ungraded(train)
-        prompts = Prompts(train, tokenizer, cfg, seed=0)
-        prompts.check_lengths(mesh, MAY_BE_LONG)
-        return prompts
 
-    yield measure("prompts: index, read, check, split", size, mesh, read)
-    prompts = read()
+def load_chats(path: Path, mesh: Mesh) -> Rows:
+    """Return the rows of SFT, read and checked."""
+    opened = open_chats(str(path), "data.train", ChatsConfig(), mesh)
+    train, _ = read_rows(opened, mesh, 0, HELD_OUT, mark_row)
+    return train
+
+
+class AtOnce(Executor):
+    """A thread's place where what is asked of it is done at once, so that it can be measured."""
+
+    def submit(self, work: Callable, /, *args: object, **kwargs: object) -> Future:
+        """Do the work."""
+        future: Future = Future()
+        future.set_result(work(*args, **kwargs))
+        return future
+
+
+def make_chats(train: Rows, mesh: Mesh, thread: Executor) -> Chats:
+    """Return the chats of SFT, which the thread encodes ahead of the steps."""
+    tokenizer = make_tokenizer([])
+    return Chats(train, tokenizer, [1], ChatsConfig(), mesh, thread, seed=0, shuffle=False)
+
+
+def prompt_points(path: Path, imagined: ImaginedMesh) -> list[Point]:
+    """Measure the start of RL: index, reading with all checks, order, curriculum."""
+    mesh = cast(Mesh, imagined)
+    prompts = load_prompts(path, mesh)
+    curriculum = Curriculum(prompts, 0.1)
 
     def draw() -> None:
         prompts.order = type(prompts.order)(len(prompts.rows), seed=0, shuffle=True)
         prompts.row(0)
 
-    yield measure("order of an epoch", size, mesh, draw)
-    curriculum = Curriculum(prompts, 0.1)
-    yield measure("curriculum, a step", size, mesh, lambda: curriculum.start(BATCH))
+    return [
+        point("index of JSON lines", imagined, lambda: JsonLines(path, "x", mesh)),
+        point("prompts: read, check, split", imagined, lambda: load_prompts(path, mesh)),
+        point("order of an epoch", imagined, draw),
+        point("curriculum, a step", imagined, lambda: curriculum.start(BATCH)),
+    ]
 
 
-def chat_laws(path: Path, size: int, mesh: Mesh) -> Iterator[Law]:
-    """Measure the start of SFT: reading, and the rows of the first step as token ids."""
-    cfg = ChatsConfig()
-    tokenizer = make_tokenizer([])
-    opened = open_chats(str(path), "data.train", cfg, mesh)
-    train, _ = read_rows(opened, mesh, 0, HELD_OUT, mark_row)
-    yield measure(
-        "chats: read, check, split",
-        size,
-        mesh,
-        lambda: read_rows(opened, mesh, 0, HELD_OUT, mark_row),
-    )
-    with ThreadPoolExecutor(1) as thread:
+def chat_points(path: Path, imagined: ImaginedMesh) -> list[Point]:
+    """Measure the start of SFT, and the rows of a step as token ids."""
+    mesh = cast(Mesh, imagined)
+    train = load_chats(path, mesh)
+    steps = itertools.count()
+    chats = make_chats(train, mesh, AtOnce())
 
-        def first_step() -> None:
-            chats = Chats(train, tokenizer, [1], cfg, mesh, thread, seed=0, shuffle=False)
-            chats.examples(range(BATCH))
+    def encode() -> None:
+        first = BATCH * next(steps)
+        chats.examples(range(first, first + BATCH))
 
-        first_step()  # what is loaded once
-        yield measure("chats: encode a step", size, mesh, first_step, follows_rows=False)
+    encode()  # what is loaded once
+    return [
+        point("chats: read, check, split", imagined, lambda: load_chats(path, mesh)),
+        point("chats: encode a step", imagined, encode),
+    ]
 
 
-def laws(sizes: list[int], folder: str = "", mesh: Mesh | None = None) -> list[Law]:
-    """Return the laws at these numbers of rows, those of one law side by side.
-
-    Args:
-        sizes: numbers of rows.
-        folder: where the rows are written for a while; empty: the system's.
-        mesh: the ranks; None: this process is alone.
-    """
-    mesh = mesh or cast(Mesh, Alone())
-    found: list[Law] = []
-    with tempfile.TemporaryDirectory(dir=folder or None) as scratch:
-        path = Path(mesh.gather(scratch)[0]) / "rows.jsonl"
-        for size in sizes:
-            for write, measured in ((write_prompts, prompt_laws), (write_chats, chat_laws)):
-                if mesh.rank == 0:
-                    write(path, size)
-                mesh.gather(None)  # rank 0 has written
-                found += measured(path, size, mesh)
-                mesh.gather(None)  # all have read
-    names = [law.name for law in found]
-    return sorted(found, key=lambda law: (names.index(law.name), law.size))
+def measure(num_rows: int, num_ranks: int) -> list[Point]:
+    """Measure a start with so many rows, which are written to a temporary folder."""
+    points = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        for write, measure_file in ((write_prompts, prompt_points), (write_chats, chat_points)):
+            write(path, num_rows)
+            mesh = ImaginedMesh(num_ranks, num_rows, path.stat().st_size // num_rows)
+            points += measure_file(path, mesh)
+    return points
 
 
-def main(load: Load) -> None:
-    """Print a line for each law and size."""
-    mesh = join_world() if "RANK" in os.environ else None
-    found = laws(load.sizes, load.folder, mesh)
-    if mesh and mesh.rank > 0:
-        return
-    for law in found:
-        print(
-            f"{law.name:36} {law.size:>9} rows {law.cpu_seconds:8.3f} CPU-s "
-            f"{law.cpu_seconds / law.size * 1e6:8.2f} us a row {law.num_bytes / 1e6:8.1f} MB "
-            f"{law.num_bytes / law.size:8.1f} bytes a row"
-        )
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Load))
+PART = Part(
+    unit="rows",
+    sizes=[10_000, 100_000, 1_000_000],
+    worlds=[8, 64, 1024],
+    bounds={
+        "index of JSON lines": Bound(size=1, ranks=0),
+        "prompts: read, check, split": Bound(size=1, ranks=0),
+        "order of an epoch": Bound(size=1, ranks=0),
+        "curriculum, a step": Bound(size=1, ranks=0),
+        "chats: read, check, split": Bound(size=1, ranks=0),
+        "chats: encode a step": Bound(size=0, ranks=0),
+    },
+    measure=measure,
+)

@@ -1,21 +1,18 @@
-"""How the host's work of a training step grows: exchange, packing, advantages, threshold, means.
+"""How the host's work of a step grows: pacing, exchange, packing, advantages, threshold, means.
 
-    python benchmarks/growth_step.py
-
-One process plays rank 0 of a world: what the other ranks would send is made up, so that this rank
-does all of its own work and no wire is there. Prints CPU seconds of the rank for a call, and the
-bytes that it sends to or gets from the others, by ranks and by work.
+A part of `benchmarks/growth.py`. Bytes are those that a rank sends to the others or gets of them.
 """
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
 
+from benchmarks.growth_law import Bound, Part, Point, least_seconds
 from minirl.algo import advantages
 from minirl.algo.selection import kth_largest
 from minirl.config.rl import AlgoConfig
@@ -23,25 +20,14 @@ from minirl.data.exchange import exchange
 from minirl.data.packing import pack
 from minirl.evaluation import means_of_step
 from minirl.parallel.mesh import Mesh
-from minirl.rollout.tickets import spread
+from minirl.rollout.pacing import GroupState, Pace
+from minirl.rollout.tickets import deal, spread
 from minirl.types import Trajectory
 
 CPU = torch.device("cpu")
-WORLDS = (8, 64, 1024)
-SIZES = (8, 32, 128)  # Answers of a rank.
 SAMPLES = 8  # Of a prompt.
 PROMPT = 256  # Tokens.
 BUDGET = 65536  # Rows of a micro-batch.
-
-
-class Law(NamedTuple):
-    """A measured point."""
-
-    name: str
-    num_ranks: int
-    size: int  # Answers of a rank; of the threshold, tokens of a rank.
-    cpu_seconds: float
-    num_bytes: int  # Sent or received by a rank.
 
 
 @dataclass
@@ -126,21 +112,49 @@ def answers(num: int, mean: float = 1500.0, longest: int = 8000) -> list[Traject
     return trajectories
 
 
-def law(name: str, mesh: FakeMesh, size: int, call: Callable[[], object]) -> Law:
-    """Measure a call."""
-    mesh.num_bytes, mesh.outside = 0, 0.0
-    began = time.process_time()
-    call()
-    seconds = time.process_time() - began - mesh.outside
-    return Law(name, mesh.world_size, size, seconds, mesh.num_bytes)
+def pace_step(num_ranks: int, num_groups: int) -> None:
+    """Plan a step of rollouts that began before it, deal its tickets, and choose what to train on.
+
+    Half of the groups are a version older than the others.
+    """
+    pace = Pace(prompts_per_step=num_groups, ahead=num_groups, max_staleness=2, updates_per_step=1)
+    states = [GroupState(i, 5 + i % 2, False, False, 0, i % num_ranks) for i in range(num_groups)]
+    goals = pace.goals(states, 7)
+    versions: list[list[int]] = [[] for _ in range(num_ranks)]
+    for state in states:
+        versions[state.rank].append(state.version)
+    own_tickets, is_enough = deal(range(num_groups), goals, 7, versions, 0)
+    is_enough([version for version in versions[0] if list(own_tickets)])
+    pace.choose(states)
 
 
-def step_laws(num_ranks: int, size: int) -> list[Law]:
-    """Measure a step in which every rank has `size` answers."""
+def pace_point(size: int, num_ranks: int) -> Point:
+    """Measure the pacing of all ranks' groups, of which each rank gets a line."""
+    num_groups = size * num_ranks // SAMPLES
+    seconds = least_seconds(lambda: pace_step(num_ranks, num_groups))
+    num_bytes = num_groups * 8 * (len(GroupState._fields) - 1)  # the rank is not sent
+    return Point("pacing", num_ranks, size, seconds, num_bytes)
+
+
+def point(name: str, mesh: FakeMesh, size: int, call: Callable[[], object]) -> Point:
+    """Measure a call: the least CPU-seconds of three."""
+    seconds = []
+    for _ in range(3):
+        mesh.num_bytes, mesh.outside = 0, 0.0
+        began = time.process_time()
+        call()
+        seconds.append(time.process_time() - began - mesh.outside)
+    return Point(name, mesh.world_size, size, min(seconds), mesh.num_bytes)
+
+
+def measure(size: int, num_ranks: int) -> list[Point]:
+    """Measure a step in which every rank has `size` answers, and 8000 tokens for each."""
     mesh = FakeMesh(num_ranks)
     own = answers(size)
     batches = [pack(own, CPU)]
     cfg = AlgoConfig()
+    entropies = np.random.default_rng(0).gamma(0.3, 1.0, 8000 * size)
+    num_high = math.ceil(0.2 * len(entropies) * num_ranks)
 
     def assign() -> None:
         advantages.assign(
@@ -153,39 +167,29 @@ def step_laws(num_ranks: int, size: int) -> list[Law]:
         )
 
     return [
-        law("exchange", mesh, size, lambda: exchange(own, cast(Mesh, mesh), BUDGET)),
-        law("packing", mesh, size, lambda: pack(own, CPU)),
-        law("advantages", mesh, size, assign),
-        law("means of a step", mesh, size, lambda: means_of_step(own, 1.0, cast(Mesh, mesh))),
-        law("dealing tickets", mesh, size, lambda: spread(size * num_ranks, [0] * num_ranks)),
+        pace_point(size, num_ranks),
+        point("exchange", mesh, size, lambda: exchange(own, cast(Mesh, mesh), BUDGET)),
+        point("packing", mesh, size, lambda: pack(own, CPU)),
+        point("advantages", mesh, size, assign),
+        point("means of a step", mesh, size, lambda: means_of_step(own, 1.0, cast(Mesh, mesh))),
+        point("dealing tickets", mesh, size, lambda: spread(size * num_ranks, [0] * num_ranks)),
+        point("threshold", mesh, size, lambda: kth_largest(entropies, num_high, mesh.sums)),
     ]
 
 
-def threshold_law(num_ranks: int, num_tokens: int) -> Law:
-    """Measure the threshold of high entropy, with `num_tokens` on each rank."""
-    mesh = FakeMesh(num_ranks)
-    values = np.random.default_rng(0).gamma(0.3, 1.0, num_tokens)
-    k = math.ceil(0.2 * num_tokens * num_ranks)
-    return law("threshold", mesh, num_tokens, lambda: kth_largest(values, k, mesh.sums))
-
-
-def laws(sizes: tuple[int, ...] = SIZES, worlds: tuple[int, ...] = WORLDS) -> list[Law]:
-    """Return the measured points, by ranks and by answers of a rank."""
-    found = []
-    for num_ranks in worlds:
-        for size in sizes:
-            found += step_laws(num_ranks, size)
-            found.append(threshold_law(num_ranks, 8000 * size))
-    return found
-
-
-def main() -> None:
-    """Print the laws."""
-    torch.set_num_threads(1)
-    print(f"{'what':16} {'ranks':>6} {'size':>9} {'CPU ms':>9} {'kB':>10}")
-    for name, num_ranks, size, seconds, num_bytes in laws():
-        print(f"{name:16} {num_ranks:6} {size:9} {seconds * 1e3:9.1f} {num_bytes / 1e3:10.0f}")
-
-
-if __name__ == "__main__":
-    main()
+PART = Part(
+    unit="answers of a rank",
+    sizes=[8, 32, 128],
+    worlds=[8, 64, 1024],
+    bounds={
+        # Each rank sees a line about every group or answer of the world.
+        "pacing": Bound(size=1, ranks=1),
+        "exchange": Bound(size=1, ranks=1),
+        "packing": Bound(size=1, ranks=0),
+        "advantages": Bound(size=1, ranks=1),
+        "means of a step": Bound(size=1, ranks=1),
+        "dealing tickets": Bound(size=1, ranks=1),
+        "threshold": Bound(size=1, ranks=0),
+    },
+    measure=measure,
+)

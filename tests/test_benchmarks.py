@@ -60,7 +60,9 @@ LOADS = {
         + ["--rollout.samples-per-prompt", 2, "--policy.lr-warmup-steps", 0],
     ),
     "gpu": (0, ["--small", "--out", "FOLDER/gpu"]),
-    "growth_rows": (0, ["--sizes", 300]),
+    "growth": (0, ["--parts", "step", "--sizes", 1, 2, "--worlds", 8]),
+    "startup": (1, ["--prompts", 300, "--chats", 300]),
+    "pacing": (0, ["--steps", 3]),
     "dryrun": (0, ["--model", "Qwen3-0.6B", "--tokens", 1100, "--variants", 1]),
 }
 # Benchmarks that cannot do without a compiler.
@@ -68,7 +70,8 @@ COMPILING = ("dryrun",)
 # Benchmarks that start processes, which become forks.
 STARTING = ("long", "mesh", "algorithms", "gpu")
 # Files that are parts of another one.
-PARTS = {"gpu_bench", "gpu_plan", "gpu_sections", "growth_pace", "growth_refit", "growth_step"}
+PARTS = {"gpu_bench", "gpu_plan", "gpu_sections"}
+PARTS |= {"growth_law", "growth_refit", "growth_rows", "growth_save", "growth_step"}
 # The plan's figure beside a measured one: a pretended device needs a compiler.
 PLAN = " #" if compiler() else ""
 # Pieces of the output, in which # stands for a number.
@@ -96,17 +99,15 @@ SHOWN = {
         f"grpo-tiny forward #{PLAN} ms",
         "grpo-tiny rollout # ms",
     ],
-    "growth_rows": [
-        f"{law} # rows # CPU-s # us a row # MB # bytes a row"
-        for law in (
-            "index of JSON lines",
-            "prompts: index, read, check, split",
-            "order of an epoch",
-            "curriculum, a step",
-            "chats: read, check, split",
-            "chats: encode a step",
-        )
+    "growth": [
+        f"| {law} | 8 | 1, 2 | #, # | #, # | |"
+        for law in ("pacing", "exchange", "packing", "advantages", "dealing tickets", "threshold")
     ],
+    "startup": [
+        "300 prompts, ready: # s, # CPU-s a rank, # MB",
+        "300 chats, first step encoded: # s, # CPU-s a rank, # MB",
+    ],
+    "pacing": ["pace # #% # # #", "no limit # #% # # #"],
     "dryrun": ["as it was: whole gradients", "| # | # | #% | # | # | # | 2 |"],
 }
 

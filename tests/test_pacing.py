@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks import growth_pace
+from benchmarks import pacing
 from minirl.rollout.pacing import Goal, GroupState, Pace
 from minirl.rollout.tickets import deal
 
@@ -103,24 +103,15 @@ def test_engines_share_goals_as_they_share_groups():
     assert enough[2]([5, 5]) and not enough[2]([3])
 
 
-LOAD = growth_pace.Load(prompts=16, samples=4, ahead=16, sigma=1.0, steps=30, num_engines=2)
+LOAD = pacing.Load(prompts=16, samples=4, ahead=16, sigma=1.0, steps=30, num_engines=2)
 
 
 def test_pacing_throws_nothing_away_where_beginning_anew_does():
-    anew, paced, unlimited = (
-        growth_pace.Simulation(LOAD, rule).run() for rule in growth_pace.RULES
-    )
+    anew, paced, unlimited = (pacing.Simulation(LOAD, rule).run() for rule in pacing.RULES)
     assert anew.thrown_away > 0.1 and anew.num_late > 5 and unlimited.num_late > 5
     assert paced.thrown_away == paced.num_late == 0 and paced.most_begun == 32
     assert unlimited.seconds <= paced.seconds
     # With time enough for the longest answers, the limit costs nothing.
     patient = dataclasses.replace(LOAD, max_staleness=12)
-    outcome = growth_pace.Simulation(patient, "pace").run()
+    outcome = pacing.Simulation(patient, "pace").run()
     assert outcome.seconds == pytest.approx(unlimited.seconds, rel=0.02)
-
-
-def test_pacing_takes_twice_the_time_for_twice_the_groups():
-    def seconds(num_groups):
-        return min(growth_pace.host_seconds(64, num_groups) for _ in range(5))
-
-    assert seconds(8192) < 3.5 * seconds(4096)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import growth_step
 from harness import RankFailed, ranks
 from minirl.algo import normalize
 from minirl.config.shared import ParallelConfig
@@ -671,25 +670,6 @@ def test_all_ranks_refuse_a_sequence_above_the_budget_and_unset_rewards_stay_uns
     assert "= 1 cannot hold a sequence of 2 tokens" in refusal
     assert also == refusal
     assert sorted([first, second], key=len) == [[], [None]]
-
-
-# What may not grow faster than the work; packing, too, which knows nothing of other ranks.
-NAMES = ("exchange", "packing", "advantages", "means of a step", "dealing tickets", "threshold")
-
-
-def test_twice_the_answers_take_twice_the_time():
-    """On each rank, of work that is large enough for a clock; and so do twice the ranks."""
-
-    def fastest(size, num_ranks):
-        rounds = [growth_step.laws((size,), (num_ranks,)) for _ in range(3)]
-        assert all([law.name for law in laws] == list(NAMES) for laws in rounds)
-        return [min(laws, key=lambda law: law.cpu_seconds) for laws in zip(*rounds, strict=True)]
-
-    few, more, wide = fastest(32, 64), fastest(64, 64), fastest(32, 128)
-    for a, b, c in zip(few, more, wide, strict=True):
-        assert b.cpu_seconds < 3.5 * a.cpu_seconds + 0.01, (a, b)
-        assert c.cpu_seconds < 3.5 * a.cpu_seconds + 0.01, (a, c)
-        assert b.num_bytes <= 2.2 * a.num_bytes and c.num_bytes <= 2.2 * a.num_bytes, (a, b, c)
 
 
 def fail_on_rank_one(mesh):

@@ -326,31 +326,8 @@ def test_shards_that_are_no_grid_are_refused():
 # growth
 
 
-def least_seconds(*args):
-    """CPU seconds of (record, plan), the least of three."""
-    runs = [growth_refit.measure_plan("30B-A3B", *args) for _ in range(3)]
-    return [min(row.cpu_seconds for row in rows) for rows in zip(*runs, strict=True)]
-
-
-def test_twice_the_layers_are_twice_the_record():
-    """Each layer has 391 weights in files. Scans of all for each would be four times as much."""
-    assert least_seconds(8, 8, 1, 1)[0] < 3 * least_seconds(4, 8, 1, 1)[0]
-
-
-def test_a_plan_follows_the_ranks_own_pieces():
-    """Four times as many ranks are four times as many peers, not sixteen times."""
-    assert least_seconds(1, 512, 1, 8)[1] < 8 * least_seconds(1, 128, 1, 8)[1]
-
-
 def test_copies_of_a_call_do_not_grow_with_the_number_of_ranks():
     few, many = (growth_refit.measure_plan("30B-A3B", 8, world, 1, 1)[1] for world in (8, 64))
     assert few.num_copies / 8 < 60  # a layer; 440 if experts and peers were apart
     assert many.num_copies < 1.2 * few.num_copies
     assert many.num_bytes < 2 * few.num_bytes
-
-
-def test_the_growth_benchmark_measures_a_call():
-    rows = growth_refit.laws(["30B-A3B"], [8], 1)
-    assert [row.name for row in rows] == ["record", "plan", "call"]
-    assert all(row.cpu_seconds > 0 for row in rows)
-    assert rows[2].num_bytes > 0

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import growth_rows
 from harness import RankFailed, ranks
 from in_memory import ALONE, memory_rows
 from minirl.config.shared import DataConfig, RewardConfig
@@ -386,19 +385,3 @@ def test_a_curriculum_draws_what_a_sort_of_all_rows_does(monkeypatch):
         curriculum.Curriculum(
             SimpleNamespace(order=None, rows=range(30), seed=4), 0.2, drawn.save()
         )
-
-
-# --------------------------------------------------------------------------------------------------
-# growth
-
-
-def test_costs_grow_as_the_rows_do():
-    """Eight times the rows cost no more than twelve times the time, and fewer bytes a row."""
-    laws = growth_rows.laws([2000, 16000])
-    for small, large in zip(laws[::2], laws[1::2], strict=True):
-        assert (small.name, 8 * small.size) == (large.name, large.size)
-        if small.follows_rows:
-            assert large.cpu_seconds < 12 * small.cpu_seconds + 0.05
-            assert large.num_bytes <= 8 * small.num_bytes + 2**20
-        else:
-            assert large.cpu_seconds < 3 * small.cpu_seconds + 0.05

@@ -1,6 +1,6 @@
 """Partial rollouts, simulated: what pacing costs, and what beginning stale groups anew would.
 
-    python benchmarks/growth_pace.py
+    python benchmarks/pacing.py
 
 One process, no engine: answers have log-normal lengths and share the engines' speed, and the rules
 of minirl/rollout/pacing.py say what begins, what a step waits for and what it trains on. Beside
@@ -11,19 +11,16 @@ Prints for each load the simulated seconds of a rollout (mean of a step, after t
 share of all sampled tokens that is thrown away, the tickets that no step has trained on within
 max_staleness steps after the one in which they first began, and the longest answers of the groups
 that were trained on, as a share of those that were begun: below 1 the training misses long answers.
-Then the host's CPU seconds for a step of pacing, by ranks and groups.
 """
 
 import math
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
-import torch
+import tyro
 
 from minirl.rollout.pacing import GroupState, Pace
-from minirl.rollout.tickets import deal, spread
 
 Rule = Literal["restart", "pace", "no limit"]
 RULES: tuple[Rule, ...] = ("restart", "pace", "no limit")
@@ -182,52 +179,22 @@ class Simulation:
         return float((np.diff(ends, prepend=0.0) * seconds_per_token).sum())
 
 
-def host_seconds(num_ranks: int, num_groups: int) -> float:
-    """Return the CPU seconds in which a rank plans a step and deals its tickets."""
-    pace = Pace(prompts_per_step=num_groups, ahead=num_groups, max_staleness=2, updates_per_step=1)
-    states = [GroupState(i, 5 + i % 2, False, False, 0, i % num_ranks) for i in range(num_groups)]
-    began = time.process_time()
-    goals = pace.goals(states, 7)
-    versions: list[list[int]] = [[] for _ in range(num_ranks)]
-    for state in states:
-        versions[state.rank].append(state.version)
-    own_tickets, is_enough = deal(range(num_groups), goals, 7, versions, 0)
-    is_enough([version for version in versions[0] if list(own_tickets)])
-    pace.choose(states)
-    spread(num_groups, [0] * num_ranks)
-    return time.process_time() - began
+def main(steps: int = 60) -> None:
+    """Print a line for each load and rule.
 
-
-def laws(sizes: tuple[int, ...]) -> list[tuple[str, int, int, float, int]]:
-    """Return (name, ranks, groups, CPU seconds, bytes to every rank) for a step of pacing."""
-    rows = []
-    for num_ranks in (8, 64, 1024):
-        for num_groups in sizes:
-            num_bytes = 5 * 8 * num_groups  # A row of GroupState, without its rank.
-            seconds = host_seconds(num_ranks, num_groups)
-            rows.append(("pacing", num_ranks, num_groups, seconds, num_bytes))
-    return rows
-
-
-def main() -> None:
-    """Print the simulations, then the laws."""
-    torch.set_num_threads(1)
+    Args:
+        steps: of a simulated run.
+    """
     print("  prompts ahead stale sigma longest rule       s/step  thrown   late  long  most begun")
     for load in LOADS:
         for rule in RULES:
-            outcome = Simulation(load, rule).run()
+            outcome = Simulation(replace(load, steps=steps), rule).run()
             print(
                 f"  {load.prompts:7} {load.ahead:5} {load.max_staleness:5} {load.sigma:5} "
                 f"{load.longest:7.0f} {rule:8} {outcome.seconds:8.0f} {outcome.thrown_away:7.1%} "
                 f"{outcome.num_late:6} {outcome.long_share:5.2f} {outcome.most_begun:11}"
             )
-    for name, num_ranks, num_groups, seconds, num_bytes in laws((64, 1024, 8192)):
-        print(
-            f"  {name} {num_ranks:5} ranks {num_groups:5} groups {seconds * 1e3:8.1f} CPU ms, ",
-            end="",
-        )
-        print(f"{num_bytes / 1e3:.0f} kB")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)
