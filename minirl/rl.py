@@ -68,7 +68,7 @@ class Trainer(Program):
             sampler = self.generation.sampler
             self.run.saver.rollouts = sampler.state
             if self.run.resumed_from:
-                unfinished = checkpoint.load_rollouts(self.run.resumed_from)
+                unfinished = checkpoint.load_rollouts(self.run.resumed_from, mesh)
                 sampler.load(unfinished, self.generation.sampling, version=self.policy.num_updates)
 
         self.algo = cfg.algo  # with the weight of the KL as it is adapted

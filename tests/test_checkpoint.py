@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import default_planner
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -166,6 +167,93 @@ def test_an_optimizer_that_has_not_stepped_takes_its_first_step_after_a_checkpoi
         0
     ]
     assert differences(never_saved, saved) == [] and differences(never_saved, resumed) == []
+
+
+def save_changing_sets(mesh, folder, run):
+    """Save a policy three times, with a second model from the second time on."""
+    planned = []
+    plan = default_planner.create_default_global_save_plan
+    default_planner.create_default_global_save_plan = lambda plans: (
+        planned.append(len(plans)) or plan(plans)
+    )
+    policy, critic = make(mesh, folder, False), make(mesh, folder, False)
+    saver = checkpoint.Saver(run, CheckpointConfig(keep=9), policy)
+    counts, states = [], []
+    for step in range(1, 6):
+        if step == 3:
+            saver.others["critic"] = critic
+        update(policy, mesh)
+        if step > 3:
+            update(critic, mesh)
+        saver.save(step, {})
+        saver.wait()
+        counts.append(len(planned))
+        states.append((whole(state_dict_of(policy)), whole(state_dict_of(critic))))
+    # The obvious twin: the same state, planned anew.
+    state = state_dict_of(policy) | state_dict_of(critic, "critic_")
+    dcp.save(state, checkpoint_id=run / "planned")
+    return counts, states
+
+
+def resume_both(mesh, folder, run, steps):
+    resumed = []
+    for step in steps:
+        policy, critic = make(mesh, folder, False), make(mesh, folder, False)
+        checkpoint.load_checkpoint(checkpoint.finished(run)[step], policy)
+        if step > 2:
+            checkpoint.restore(checkpoint.finished(run)[step], critic, "critic")
+        resumed.append((whole(state_dict_of(policy)), whole(state_dict_of(critic))))
+    return resumed
+
+
+def entries(folder):
+    """What is where, of a folder that torch wrote."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    return metadata.state_dict_metadata, metadata.planner_data, metadata.storage_data.keys()
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [(1, ParallelConfig()), (2, ParallelConfig(tensor=2)), (4, ParallelConfig(replicate=2))],
+)
+def test_a_plan_is_made_again_only_when_what_is_saved_has_changed(tmp_path, world, parallel):
+    folder, run = tiny.make(tmp_path / "model", "llama", dtype=torch.float64), tmp_path / "run"
+    counts, states = ranks(world, save_changing_sets, folder, run, parallel=parallel)[0]
+    assert counts == [1, 1, 2, 2, 2]
+    steps = [1, 2, 3, 5]
+    resumed = ranks(world, resume_both, folder, run, steps, parallel=parallel)[0]
+    for step, (policy, critic) in zip(steps, resumed, strict=True):
+        expected_policy, expected_critic = states[step - 1]
+        assert differences(expected_policy, policy) == []
+        assert step <= 2 or differences(expected_critic, critic) == []
+    assert entries(run / "checkpoints/step-5/state") == entries(run / "planned")
+
+
+def save_rollouts(mesh, folder, run):
+    saver = checkpoint.Saver(run, CheckpointConfig(), make(mesh, folder, False))
+    saver.rollouts = lambda: [f"{mesh.rank}.{i}".encode() for i in range(mesh.rank + 1)]
+    with saver:
+        saver.save(1, {})
+
+
+def read_rollouts(mesh, run):
+    opened = []
+    load = torch.load
+    torch.load = lambda path: opened.append(path.name) or load(path)
+    return checkpoint.load_rollouts(checkpoint.find(run), mesh), opened
+
+
+def test_a_rank_reads_the_unfinished_episodes_of_others_only_if_the_world_has_changed(tmp_path):
+    folder, run = tiny.make(tmp_path / "model", "llama", dtype=torch.float64), tmp_path / "run"
+    ranks(2, save_rollouts, folder, run)
+    everything = [[b"0.0"], [b"1.0", b"1.1"]]
+    files = ["rollouts-0.pt", "rollouts-1.pt"]
+    assert ranks(2, read_rollouts, run) == [
+        ([[b"0.0"], []], files[:1]),
+        ([[], [b"1.0", b"1.1"]], files[1:]),
+    ]
+    for world in (1, 4):
+        assert ranks(world, read_rollouts, run) == [(everything, files)] * world
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,11 +18,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from minirl.config.shared import CheckpointConfig
 from minirl.errors import UserError, require
+from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 
 LOWER_IS_BETTER = ("loss", "perplexity")
@@ -145,7 +147,13 @@ class Saver(contextlib.AbstractContextManager):
                 state |= state_dict_of(model, _prefix(name))
                 if not has_stepped:
                     model.forget_optimizer_state()
-            where = {"checkpoint_id": partial / "state", "process_group": self.group}
+            where = {
+                "checkpoint_id": partial / "state",
+                "process_group": self.group,
+                # torch keeps the plan in its class. Ranks that would save the same names and
+                # regions as last time send nothing, and rank 0 plans again for the others only.
+                "planner": DefaultSavePlanner(enable_plan_caching=True),
+            }
             if self.cfg.background:
                 write = dcp.async_save(state, **where).result  # type: ignore[union-attr]
                 self.pending = self.thread.submit(self._publish, write, partial, final)
@@ -250,10 +258,22 @@ def load_checkpoint(checkpoint: Path, policy: Policy) -> dict:
     return description
 
 
-def load_rollouts(checkpoint: Path) -> list[list[bytes]]:
-    """Return the unfinished episodes, as `Saver.rollouts` gave them on each rank."""
+def load_rollouts(checkpoint: Path, mesh: Mesh) -> list[list[bytes]]:
+    """Return the unfinished episodes, as `Saver.rollouts` gave them on each rank.
+
+    If as many ranks saved as there are now, each reads its own, and those of others are empty.
+    """
+
+    def path(rank: int) -> Path:
+        return checkpoint / f"rollouts-{rank}.pt"
+
+    # Two looks at names, because a listing of the folder would be as long as there are ranks.
+    if path(mesh.world_size - 1).exists() and not path(mesh.world_size).exists():
+        states: list[list[bytes]] = [[] for _ in range(mesh.world_size)]
+        states[mesh.rank] = torch.load(path(mesh.rank))
+        return states
     num_ranks = len(list(checkpoint.glob("rollouts-*.pt")))
-    return [torch.load(checkpoint / f"rollouts-{rank}.pt") for rank in range(num_ranks)]
+    return [torch.load(path(rank)) for rank in range(num_ranks)]
 
 
 def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
