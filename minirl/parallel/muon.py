@@ -3,10 +3,10 @@
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from minirl.parallel.fsdp import local, local_region
+from minirl.parallel.collect import ShardedTensor, collect, exchange_parts, regions_of_ranks
+from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.regions import view_of
 
@@ -54,9 +54,8 @@ class Muon(torch.optim.Optimizer):
     ):
         super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": weight_decay})
         self.mesh = mesh
-        # Of each parameter the region of each rank. Ranks with equal ones hold copies.
-        regions = zip(*mesh.gather([local_region(p) for p in params]), strict=True)
-        self._regions = dict(zip(params, regions, strict=True))
+        # Of each parameter the region of each rank.
+        self._regions = dict(zip(params, regions_of_ranks(list(params), mesh), strict=True))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure
@@ -85,13 +84,16 @@ class Muon(torch.optim.Optimizer):
             shards.append(grad.lerp(buffer, group["momentum"]).to(self.mesh.device, dtype))
 
         # 2. This rank orthogonalizes one whole matrix, and sends every rank its part.
-        whole = self._collect(matrices, shards)
+        wanted = {}
+        for rank, (p, shard) in enumerate(zip(matrices, shards, strict=True)):
+            wanted[rank] = ShardedTensor(p.shape, shard, self._regions[p])
+        whole = collect(wanted, self.mesh)
         if whole is None:
             sent = [shards[0].new_empty(0)]
         else:
             whole = orthogonalize(whole)
-            sent = [view_of(whole, region) for region in self._regions[matrices[self.mesh.rank]]]
-        updates = self._exchange(sent, [shard.shape for shard in shards])
+            sent = [view_of(whole, region) for region in wanted[self.mesh.rank].regions]
+        updates = exchange_parts(sent, [shard.shape for shard in shards], self.mesh)
 
         # 3. The step.
         for p, update in zip(matrices, updates, strict=True):
@@ -99,43 +101,3 @@ class Muon(torch.optim.Optimizer):
             shard = local(p)
             shard.mul_(1 - group["lr"] * group["weight_decay"])
             shard.add_(update.to(shard), alpha=-rate)
-
-    def _collect(self, matrices: list[nn.Parameter], shards: list[Tensor]) -> Tensor | None:
-        """Return this rank's whole matrix out of all ranks' shards, None if there is none for it.
-
-        Of the ranks that hold copies of a shard the first one sends it.
-        """
-        rank = self.mesh.rank
-        sent = []
-        for p, shard in zip(matrices, shards, strict=True):
-            regions = self._regions[p]
-            is_first = regions.index(regions[rank]) == rank
-            sent.append(shard if is_first else shard.new_empty(0))
-        if rank >= len(matrices):
-            self._exchange(sent, [])
-            return None
-        regions = self._regions[matrices[rank]]
-        shapes = []
-        for source, region in enumerate(regions):
-            is_first = regions.index(region) == source
-            shapes.append(region.size if is_first else (0,))
-        whole = shards[0].new_empty(matrices[rank].shape)
-        for part, region in zip(self._exchange(sent, shapes), regions, strict=True):
-            if part.numel():
-                view_of(whole, region).copy_(part)
-        return whole
-
-    def _exchange(self, sent: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
-        """Send `sent[r]` to rank r, and return a tensor of `shapes[r]` from each rank r.
-
-        Ranks behind the end of a list get nothing, or send nothing.
-        """
-        num_sent = [0] * self.mesh.world_size
-        num_sent[: len(sent)] = [t.numel() for t in sent]
-        num_received = [0] * self.mesh.world_size
-        num_received[: len(shapes)] = map(math.prod, shapes)
-        received = sent[0].new_empty(sum(num_received))
-        flat = torch.cat([t.flatten() for t in sent])
-        dist.all_to_all_single(received, flat, num_received, num_sent)
-        parts = received.split(num_received)
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
