@@ -98,6 +98,7 @@ class Trainer(Program):
             self.warm_start()
         self.load_reference(first_step)
         if cfg.algo.advantage == "gae":
+            self.run.wait_for_export()  # the critic may begin as the result of the warm start
             folder = self.inputs.critic or self.start_folder
             self.critic = self.load_model(cfg.critic, folder, score=True)
             self.run.attach("critic", self.critic)  # and go on with that of the checkpoint
@@ -106,11 +107,14 @@ class Trainer(Program):
         self.progress.add(self.timer.take())
 
         for step in range(first_step, cfg.num_steps):
-            # After the checkpoint of these weights, so that a resumed run does it, too.
-            if cfg.ref.every and step and step % cfg.ref.every == 0:
-                self.refresh_reference(step)
-
+            # After the checkpoint of these weights, so that a resumed run does it, too. The new
+            # reference is written while the engine samples.
+            is_refresh = cfg.ref.every and step and step % cfg.ref.every == 0
+            if is_refresh:
+                self.export_reference(step)
             trajectories = self.collect(step)  # refit the engine, sample, score
+            if is_refresh:
+                self.load_refreshed_reference(step)
             with self.timer.phase("prepare"):
                 self.shape(trajectories)  # scores -> rewards
                 minibatches = self.make_batches(trajectories)  # even over the ranks, packed
@@ -333,9 +337,9 @@ class Trainer(Program):
         self.progress.add(self.timer.take())
         with self.timer.phase("sft"):
             num_tokens = warm_start(self.cfg, self.inputs, self.policy, self.run.log)
-            checkpoint.export(self.policy, self.run.output / "sft")
         # One phase, because its forward and backward are not RL's.
         self.progress.add({"sft": sum(self.timer.take().values())}, sft=num_tokens)
+        self.run.export("sft")  # written while RL begins, unless it begins with loading it
 
     def load_reference(self, step: int) -> None:
         """Load the frozen model that the KL is taken to, if the config asks for one.
@@ -344,6 +348,7 @@ class Trainer(Program):
         """
         if not (self.cfg.algo.kl_coef or self.inputs.ref):
             return
+        self.run.wait_for_export()  # it may be the result of the warm start
         folder = self.inputs.ref or self.start_folder
         for n, refreshed in checkpoint.finished(self.run.output, "references").items():
             if n <= step:
@@ -351,22 +356,26 @@ class Trainer(Program):
         self.ref = self.load_model(self.cfg.policy, folder, trainable=False)
         self.ref.sleeper.sleep()
 
-    def refresh_reference(self, step: int) -> None:
-        """Make the policy as it is after `step` steps the reference. Collective."""
-        folder = self.run.output / "references" / f"step-{step}"
-        checkpoint.export(self.policy, folder)
+    def export_reference(self, step: int) -> None:
+        """Begin to write the policy, as it is after `step` steps, as the reference. Collective."""
+        self.run.export(f"references/step-{step}")
+        if self.cfg.ref.reset_optimizer:
+            self.policy.forget_optimizer_state()
+        self.ref = None  # frees its memory before the next one is loaded
+
+    def load_refreshed_reference(self, step: int) -> None:
+        """Wait until all ranks have written the reference of this step, and load it. Collective."""
+        self.run.wait_for_export()
         if self.mesh.rank == 0:
             # The first checkpoint may still be under way, and need the first reference.
             no_checkpoint = 0 if self.cfg.checkpoint.every else step
             checkpoint.drop_references(self.run.output, no_checkpoint)
         self.mesh.barrier()
-        if self.cfg.ref.reset_optimizer:
-            self.policy.forget_optimizer_state()
-        self.ref = None  # frees its memory before the next one is loaded
         self.load_reference(step)
 
     def finish(self) -> None:
         """Evaluate for the last time, export, write the summary. Collective."""
+        self.run.export_result()  # written while the model is evaluated
         if self.generation:
             with self.generation.awake():
                 self.evaluate(self.generation, self.cfg.num_steps, "after_rl")

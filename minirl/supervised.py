@@ -117,9 +117,10 @@ class SupervisedTrainer(Program):
             metrics["tokens"] = examples.num_tokens
             run.report("train", step, metrics, ("loss", "tokens"), trained=examples.num_tokens)
             run.save_if_due(step + 1)
+        run.export_result()  # written while the model is evaluated
         self.evaluate(self.num_steps, "after")
 
-        # Export, and write the summary with the scores before and after.
+        # Write the summary with the scores before and after.
         titled = {}
         for when, scores in run.progress.evaluations.items():
             for name, value in scores.items():

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 from minirl import checkpoint, report
 from minirl.config.parse import save_config
 from minirl.config.shared import Checkpointing, PolicyConfig, TrainingConfig
@@ -28,6 +30,8 @@ class Progress:
     # Name (before_sft, before_rl, after_rl, before, after) -> result of that evaluation.
     evaluations: dict[str, dict] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # Of each phase.
+    # That checkpoints and exports were written beside training, which did not wait for them.
+    background_seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)  # Generated, trained, ...
     # Prompts that dynamic sampling took beyond rollout.prompts_per_step, in all steps.
     extra_tickets: int = 0
@@ -86,6 +90,7 @@ class TrainingRun:
                 keep_sft=self.resumed_from is not None,
             )
         self.saver = checkpoint.Saver(self.output, cfg.checkpoint, policy)
+        self.exporter = checkpoint.Exporter(mesh)
         self.outcomes: Callable[[], str] = str  # A curriculum's, for a checkpoint.
         self.log = Log(self.output, rank=mesh.rank, first_step=self.first_step)
 
@@ -131,7 +136,8 @@ class TrainingRun:
         speeds = report.slowest(self._of_ranks(seconds), **tokens)
         memory = report.highest(self._of_ranks(own_memory))
         in_gib = {f"gpu_gib/{name}": value for name, value in memory.items()}
-        self.log.scalars(phase, step, metrics | speeds | in_gib, highlights)
+        background = {f"time/{name}": value for name, value in self._take_background().items()}
+        self.log.scalars(phase, step, metrics | speeds | in_gib | background, highlights)
         self.progress.add(seconds, **tokens)
         self.progress.add_memory(memory)
 
@@ -139,6 +145,20 @@ class TrainingRun:
         """Return the named numbers of each rank. Collective."""
         by_rank = self.mesh.gather_named(values.items())
         return [{name: part.item() for name, part in of_rank.items()} for of_rank in by_rank]
+
+    def _take_background(self) -> dict[str, float]:
+        """Return the seconds that writes have taken beside training, of those waited for since."""
+        seconds = {
+            "checkpoint_background": self.saver.background_seconds,
+            "export_background": self.exporter.background_seconds,
+        }
+        self.saver.background_seconds = 0.0
+        self.exporter.background_seconds = 0.0
+        taken = {name: value for name, value in seconds.items() if value}
+        for name, value in taken.items():
+            total = self.progress.background_seconds
+            total[name] = total.get(name, 0.0) + value
+        return taken
 
     def record_evaluation(
         self,
@@ -158,26 +178,57 @@ class TrainingRun:
             result: of the evaluation.
         """
         self.log.scalars("eval", step, scores)
-        self.saver.score(step, scores)
+        with self.timer.phase("checkpoint"):
+            self.saver.score(step, scores)
         printed = ", ".join(f"{score} {scores[score]:.4g}" for score in highlights)
         self.log.say(f"step {step}: held-out {printed}")
         if name:
             self.progress.evaluations[name] = result
 
+    def export(self, name: str, weights: dict[str, Tensor] | None = None) -> None:
+        """Begin to export the model, as it is now, to a folder of the run. Collective.
+
+        The folder is there after `wait_for_export`, `save_if_due` or the next export.
+
+        Args:
+            name: the folder's path in that of the run.
+            weights: others than the model's, by the same names.
+        """
+        with self.timer.phase("export"):
+            self.exporter.start(self.policy, self.output / name, weights=weights)
+
+    def wait_for_export(self) -> None:
+        """Wait until the last export is finished. Collective.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        with self.timer.phase("export"):
+            self.exporter.wait()
+
     def save_if_due(self, num_steps: int) -> None:
         """Write a checkpoint if one is due after `num_steps` finished steps. Collective."""
         cfg = self.cfg.checkpoint
         if cfg.every and num_steps % cfg.every == 0:
+            self.wait_for_export()  # a run resumed from this checkpoint may need it
             with self.timer.phase("checkpoint"):
                 self.progress.outcomes = self.outcomes()
                 path = self.saver.save(num_steps, dataclasses.asdict(self.progress))
             verb = "writing" if cfg.background else "saved"
             self.log.say(f"step {num_steps}: {verb} {path}")
 
-    def finish(self, scores: dict[str, float | None], sizes: dict[str, int]) -> None:
-        """Export the model, close the log, write the summary. Collective.
+    def export_result(self) -> None:
+        """Begin to export the trained model, and the moving average of its weights. Collective.
 
-        The moving average of the weights is exported, too, if there is one.
+        Call it after the last step; `finish` waits.
+        """
+        self.export("model")
+        if self.cfg.policy.ema_decay:
+            with self.policy.state_awake():
+                self.export("model_ema", self.policy.averages())
+
+    def finish(self, scores: dict[str, float | None], sizes: dict[str, int]) -> None:
+        """Wait for what is being written, close the log, write the summary. Collective.
 
         Args:
             scores: held-out scores by title, with which the summary begins.
@@ -185,14 +236,9 @@ class TrainingRun:
         """
         with self.timer.phase("checkpoint"):
             self.saver.wait()
-        with self.timer.phase("export"):
-            checkpoint.export(self.policy, self.output / "model")
-            if self.cfg.policy.ema_decay:
-                with self.policy.state_awake():
-                    checkpoint.export(
-                        self.policy, self.output / "model_ema", weights=self.policy.averages()
-                    )
+        self.wait_for_export()
         self.progress.add(self.timer.take())
+        self._take_background()
         self.log.close()
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak_mib = self.mesh.gather(round(kilobytes / 1024, 1))
@@ -204,6 +250,7 @@ class TrainingRun:
                 self.progress.tokens,
                 {name: round(value, 3) for name, value in longest_first},
                 {
+                    "background_seconds": self.progress.background_seconds,
                     "sizes": sizes,
                     "gpu_memory_gib": self.progress.gpu_memory,
                     "peak_rss_mb": max(peak_mib),

@@ -105,7 +105,7 @@ DOORS = {
     "flash_attn_3": {"model/flash_package.py": None},
     "huggingface_hub": {
         "model/build.py": None,
-        "checkpoint/export.py": {"split_torch_state_dict_into_shards"},
+        "checkpoint/folder.py": {"split_torch_state_dict_into_shards"},
     },
     "safetensors": {"model/build.py": None, "checkpoint/*": None},
     "torch.utils.tensorboard": {"log.py": None},

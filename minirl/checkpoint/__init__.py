@@ -1,6 +1,6 @@
 """Checkpoints of a run: resumable state (`state.py`) and Hugging Face folders (`export.py`)."""
 
-from minirl.checkpoint.export import export
+from minirl.checkpoint.export import Exporter, export
 from minirl.checkpoint.state import (
     Saver,
     drop_references,
@@ -12,6 +12,7 @@ from minirl.checkpoint.state import (
 )
 
 __all__ = [
+    "Exporter",
     "Saver",
     "drop_references",
     "export",

@@ -1,25 +1,31 @@
-"""Hugging Face folders of models in training, and of checkpoints."""
+"""Export models in training, in the background, and checkpoints of runs."""
 
-import json
 import shutil
+import time
 import warnings
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
+from minirl.checkpoint.folder import (
+    FolderPlan,
+    Reader,
+    plan_folder,
+    write_companions,
+    write_files,
+)
 from minirl.checkpoint.state import find_best, finished, saved_shapes
 from minirl.config.parse import load_config
 from minirl.config.shared import ExportConfig, PolicyConfig
-from minirl.data import chat
 from minirl.errors import UserError, require
-from minirl.model import build, families
+from minirl.model import build
+from minirl.parallel.collect import ShardedTensor, collect, regions_of_ranks
+from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 
@@ -33,106 +39,185 @@ def export(
 ) -> None:
     """Write a Hugging Face folder that `transformers` and vLLM load. Collective.
 
-    Args:
-        policy: the model; weights are written in the dtype of its forward.
-        folder: replaced if it exists.
-        weights: others than the policy's, by the same names.
-        max_file_gb: size of a safetensors file, in GiB.
+    Args and errors are those of `Exporter.start`.
     """
-    shards = weights or policy.shards()
-
-    def gather(names: list[str], is_writer: bool) -> dict[str, Tensor]:
-        whole = {}
-        for name in names:
-            shard = shards[name].detach()
-            t = shard.full_tensor() if isinstance(shard, DTensor) else shard
-            if is_writer:
-                whole[name] = t.to("cpu")
-        return whole
-
-    shapes = {name: shard.shape for name, shard in shards.items()}
-    dtype = getattr(torch, policy.cfg.dtype)
-    _write_folder(folder, shapes, gather, policy.folder, dtype, policy.mesh, max_file_gb)
+    exporter = Exporter(policy.mesh)
+    exporter.start(policy, folder, weights=weights, max_file_gb=max_file_gb)
+    exporter.wait()
 
 
-def _write_folder(
-    folder: Path,
-    shapes: dict[str, torch.Size],
-    read: Callable[[list[str], bool], dict[str, Tensor]],
-    source: Path,
-    dtype: torch.dtype,
-    mesh: Mesh,
-    max_file_gb: float = 4.0,
-) -> None:
-    """Write a Hugging Face folder beside its final name, and rename it. Collective.
+@dataclass(frozen=True)
+class _Written:
+    """What a rank's thread leaves when it ends."""
 
-    Files are written by ranks in turn, so that one weight is whole at a time, and one file on one
-    rank only.
+    failure: str  # Why it could not write; empty: it has written.
+    seconds: float
+
+
+class Exporter:
+    """The writer of Hugging Face folders: training goes on while threads write.
+
+    All ranks call its methods alike. Each rank writes files of its own, from a copy in host memory.
+    The folder is written beside its final name, and `wait` renames it when all ranks are done.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self.thread = ThreadPoolExecutor(1, "export")
+        self.folder = Path()  # Of the export under way.
+        self.pending: Future[_Written] | None = None
+        # How long the slowest ranks have written, in exports that were waited for.
+        self.background_seconds = 0.0
+
+    def start(
+        self,
+        policy: Policy,
+        folder: Path,
+        *,
+        weights: dict[str, Tensor] | None = None,
+        max_file_gb: float = 4.0,
+    ) -> None:
+        """Copy a model to its writers and begin to write it, after any export under way.
+
+        On return the weights may change, and in host memory each rank has those of its own files.
+
+        Args:
+            policy: the model; weights are written in the dtype of its forward.
+            folder: replaced if it exists.
+            weights: others than the policy's, by the same names.
+            max_file_gb: size of a safetensors file, in GiB.
+
+        Raises:
+            UserError: this or the last folder could not be written.
+        """
+        self.wait()
+        tensors = weights or policy.shards()
+        shapes = {name: t.shape for name, t in tensors.items()}
+        dtype = getattr(torch, policy.cfg.dtype)
+        plan = plan_folder(policy.folder, shapes, dtype, self.mesh.world_size, max_file_gb)
+        own = collect_own(plan, tensors, self.mesh)
+
+        def read(names: list[str]) -> dict[str, Tensor]:
+            return {name: own.pop(name) for name in names}  # freed when its file is written
+
+        self.write(plan, folder, read)
+
+    def write(self, plan: FolderPlan, folder: Path, read: Reader) -> None:
+        """Begin to write a folder, after any export under way.
+
+        Args:
+            plan: of the folder.
+            folder: replaced if it exists.
+            read: returns the tensors of one of this rank's files; a thread calls it.
+
+        Raises:
+            UserError: this or the last folder could not be written.
+        """
+        self.wait()
+        self.folder = folder
+        partial = _partial(folder)
+        failure = ""
+        if self.mesh.rank == 0:
+            try:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            except OSError as error:
+                failure = self._describe(error)
+        self._require_no_failure(self.mesh.gather(failure))
+        self.pending = self.thread.submit(self._write, plan, partial, read)
+
+    def _write(self, plan: FolderPlan, partial: Path, read: Reader) -> _Written:
+        """Write what falls to this rank, in the thread."""
+        began = time.perf_counter()
+        failure = ""
+        try:
+            write_files(plan, partial, self.mesh.rank, read)
+            if self.mesh.rank == 0:
+                write_companions(plan, partial)
+        except (OSError, SafetensorError) as error:
+            failure = self._describe(error)
+        return _Written(failure, time.perf_counter() - began)
+
+    def wait(self) -> None:
+        """Wait for the export under way, and give its folder its name. Collective.
+
+        Raises:
+            UserError: a rank could not write.
+        """
+        pending = self.pending
+        self.pending = None
+        if pending is None:
+            return
+        of_ranks = self.mesh.gather(pending.result())
+        self.background_seconds += max(written.seconds for written in of_ranks)
+        self._require_no_failure([written.failure for written in of_ranks])
+        failure = ""
+        if self.mesh.rank == 0:
+            try:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                _partial(self.folder).rename(self.folder)
+            except OSError as error:
+                failure = self._describe(error)
+        self._require_no_failure(self.mesh.gather(failure))
+
+    def _describe(self, error: Exception) -> str:
+        return f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
+
+    def _require_no_failure(self, failures: list[str]) -> None:
+        """Raise UserError on every rank if one has failed."""
+        found = "; ".join(failure for failure in failures if failure)
+        require(
+            not found,
+            f"{self.folder} could not be written ({found}); make room there, or name another "
+            f"output folder. {_partial(self.folder)} is not whole",
+        )
+
+
+def _partial(folder: Path) -> Path:
+    """Return where a folder is while it is not whole."""
+    return Path(f"{folder}.partial")
+
+
+def collect_own(plan: FolderPlan, tensors: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Return a copy of the tensors that this rank writes, whole and in host memory. Collective.
+
+    A rank receives these and no others. On the device one of them is whole at a time.
 
     Args:
-        folder: replaced if it exists.
-        shapes: of the model's tensors, by name.
-        read: (names, is_writer) -> these tensors in host memory on the rank that writes them, and
-            nothing on others. Collective.
-        source: the folder whose config and tokenizer are taken.
-        dtype: of the files' weights.
+        plan: which rank writes which tensor.
+        tensors: this rank's parts of all of them, by name.
         mesh: the ranks.
-        max_file_gb: size of a safetensors file, in GiB.
     """
-    config = build.read_config(source)
-    slices = {
-        name: families.checkpoint_slices(config, name, shape) for name, shape in shapes.items()
-    }
-    sizes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    plan = split_torch_state_dict_into_shards(sizes, max_shard_size=int(max_file_gb * 2**30))
-
-    partial = Path(f"{folder}.partial")
-    if mesh.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    mesh.barrier()
-    for i, (file, names) in enumerate(plan.filename_to_tensors.items()):
-        is_writer = i % mesh.world_size == mesh.rank
-        weights = {}
-        for name, t in read(names, is_writer).items():
-            # A router's correction is float32 in any file: rounded it would choose other experts.
-            if not name.endswith("e_score_correction_bias"):
-                t = t.to(dtype)
-            for part in slices[name]:
-                weights[part.name] = part.of(t).clone(memory_format=torch.contiguous_format)
-        if is_writer:
-            save_file(weights, partial / file, metadata={"format": "pt"})
-    mesh.barrier()
-    if mesh.rank == 0:
-        if plan.is_sharded:
-            file_of_weight = {}
-            for name, file in plan.tensor_to_filename.items():
-                for part in slices[name]:
-                    file_of_weight[part.name] = file
-            index = {"metadata": plan.metadata, "weight_map": file_of_weight}
-            (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        config.dtype = dtype
-        _write_companions(config, source, partial, score=build.SCORE in shapes)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    mesh.barrier()
+    regions = dict(zip(tensors, regions_of_ranks(list(tensors.values()), mesh), strict=True))
+    own = {}
+    for names in _rounds(plan, tensors, mesh.world_size):
+        wanted = {}
+        for rank, name in names.items():
+            t = tensors[name]
+            shard = local(t.detach()).to(mesh.device, plan.dtype_in_file(name, t.dtype))
+            wanted[rank] = ShardedTensor(t.shape, shard, regions[name])
+        whole = collect(wanted, mesh)
+        if whole is not None:
+            own[names[mesh.rank]] = whole.to("cpu")
+    return own
 
 
-def _write_companions(config: PretrainedConfig, source: Path, folder: Path, *, score: bool) -> None:
-    """Write config, tokenizer, generation config and image processor."""
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    if score:
-        config.architectures = [families.score_class(config, str(source))]
-        config.num_labels = 1
-        stops = chat.stop_token_ids(tokenizer, source)
-        config.pad_token_id = chat.filling_token_id(tokenizer, stops, str(source))
-        tokenizer.pad_token_id = config.pad_token_id
-    config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    if (source / "generation_config.json").exists():
-        GenerationConfig.from_pretrained(source).save_pretrained(folder)
-    for file in source.glob("*processor_config.json"):  # for images
-        shutil.copy(file, folder)
+def _rounds(plan: FolderPlan, tensors: dict[str, Tensor], world_size: int) -> list[dict[int, str]]:
+    """Return who receives which tensor in each round, by rank: the largest first, of one dtype."""
+    queues: dict[torch.dtype, dict[int, list[str]]] = {}
+    for rank in range(world_size):
+        for file in plan.files_of(rank):
+            for name in plan.files[file]:
+                dtype = plan.dtype_in_file(name, tensors[name].dtype)
+                queues.setdefault(dtype, {}).setdefault(rank, []).append(name)
+    rounds = []
+    for queue_of_rank in queues.values():
+        for names in queue_of_rank.values():
+            names.sort(key=lambda name: tensors[name].numel())
+        while queue_of_rank:
+            rounds.append({rank: names.pop() for rank, names in queue_of_rank.items()})
+            queue_of_rank = {rank: names for rank, names in queue_of_rank.items() if names}
+    return rounds
 
 
 def choose(run: Path, step: int | None, best: bool) -> Path:
@@ -199,9 +284,7 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
     dtype = getattr(torch, policy.dtype)
     master_dtype = torch.promote_types(dtype, torch.float32)
 
-    def read(names: list[str], is_writer: bool) -> dict[str, Tensor]:
-        if not is_writer:
-            return {}
+    def read(names: list[str]) -> dict[str, Tensor]:
         whole = {name: torch.empty(shapes[name], dtype=master_dtype) for name in names}
         with warnings.catch_warnings():
             # On purpose: each rank reads on its own.
@@ -209,6 +292,8 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
             dcp.load({"model": whole}, checkpoint_id=checkpoint / "state", no_dist=True)
         return whole
 
-    _write_folder(output, shapes, read, source, dtype, mesh)
+    exporter = Exporter(mesh)
+    exporter.write(plan_folder(source, shapes, dtype, mesh.world_size), output, read)
+    exporter.wait()
     if mesh.rank == 0:
         print(output)

@@ -10,6 +10,7 @@ import math
 import random
 import re
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -101,7 +102,8 @@ class Saver(contextlib.AbstractContextManager):
         self.best = best if best and cfg.best_metric in ("", best["metric"]) else None
         self.group = dist.new_group(backend="gloo")
         self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.pending: Future | None = None  # The write in the background.
+        self.pending: Future[float] | None = None  # The write in the background.
+        self.background_seconds = 0.0  # That writes have taken there, of those waited for.
 
     def save(self, step: int, progress: dict) -> Path:
         """Save the state after `step` finished steps.
@@ -163,8 +165,9 @@ class Saver(contextlib.AbstractContextManager):
             model.sleeper.sleep()
         return final
 
-    def _publish(self, write: Callable[[], object], partial: Path, final: Path) -> None:
-        """Write, and rename when all ranks have."""
+    def _publish(self, write: Callable[[], object], partial: Path, final: Path) -> float:
+        """Write, and rename when all ranks have. Return the seconds that it took."""
+        began = time.perf_counter()
         try:
             write()  # ends on each rank when all have written
         except dcp.CheckpointException as error:
@@ -180,6 +183,7 @@ class Saver(contextlib.AbstractContextManager):
             partial.rename(final)
             self._rotate()
         dist.barrier(group=self.group)
+        return time.perf_counter() - began
 
     def _rotate(self) -> None:
         """Delete checkpoints beyond the newest and the best, and what was left half written."""
@@ -221,7 +225,7 @@ class Saver(contextlib.AbstractContextManager):
         pending = self.pending
         self.pending = None
         if pending:
-            pending.result()
+            self.background_seconds += pending.result()
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """Wait for the checkpoint under way, also when the run fails.
