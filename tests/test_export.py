@@ -1,0 +1,197 @@
+"""An export in the background is, byte by byte, what gathering and writing on one rank would be."""
+
+import json
+import resource
+import signal
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+import tiny
+from harness import RankFailed, ranks
+from minirl import checkpoint
+from minirl.checkpoint.folder import plan_folder, spread, write_companions
+from minirl.config.shared import ParallelConfig, PolicyConfig
+from minirl.errors import UserError
+from minirl.model import families
+from minirl.policy import Policy
+
+SMALL_FILE_GB = 1e-4
+
+
+def export_plainly(policy, folder, max_file_gb):
+    """The obvious twin: gather every weight on every rank, and write all files on rank 0."""
+    dtype = getattr(torch, policy.cfg.dtype)
+    whole = {}
+    for name, t in policy.shards().items():
+        t = t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()
+        whole[name] = t if name.endswith("e_score_correction_bias") else t.to(dtype)
+    if policy.mesh.rank > 0:
+        return
+    sizes = {name: t.to(dtype) for name, t in whole.items()}
+    split = split_torch_state_dict_into_shards(sizes, max_shard_size=int(max_file_gb * 2**30))
+    folder.mkdir()
+    weight_map = {}
+    for file, names in split.filename_to_tensors.items():
+        weights = {}
+        for name in names:
+            config = policy.model.config
+            for part in families.checkpoint_slices(config, name, whole[name].shape):
+                weights[part.name] = part.of(whole[name]).clone()
+                weight_map[part.name] = file
+        save_file(weights, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    shapes = {name: t.shape for name, t in whole.items()}
+    write_companions(plan_folder(policy.folder, shapes, dtype, 1, 1e9), folder)
+
+
+def count_received(mesh):
+    """[bytes of weights that this rank receives from now on]"""
+    received = [0]
+    exchange = dist.all_to_all_single
+
+    def counted(output, sent, *args):
+        received[0] += output.nbytes
+        return exchange(output, sent, *args)
+
+    dist.all_to_all_single = counted
+    return received
+
+
+def export_in_the_background(mesh, folder, run, dtype):
+    policy = Policy(PolicyConfig(dtype=dtype), folder, mesh)
+    export_plainly(policy, run / "plain", SMALL_FILE_GB)
+    export_plainly(policy, run / "plain whole", 4.0)
+    exporter = checkpoint.Exporter(mesh)
+    begin, write = threading.Event(), exporter._write
+    exporter._write = lambda *args: begin.wait() and write(*args)
+    received = count_received(mesh)
+
+    exporter.start(policy, run / "exported", max_file_gb=SMALL_FILE_GB)
+    for t in policy.shards().values():
+        t.data.fill_(torch.nan)  # as later steps would
+    assert not (run / "exported").exists()
+    begin.set()
+    exporter.wait()
+    assert (run / "exported").exists()
+    assert exporter.background_seconds > 0
+
+    policy = Policy(PolicyConfig(dtype=dtype), folder, mesh)
+    checkpoint.export(policy, run / "whole")
+    return received[0]
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "parallel", "dtype"),
+    [
+        ("llama", 1, ParallelConfig(), "float64"),
+        ("qwen3_moe", 1, ParallelConfig(), "bfloat16"),
+        ("qwen3", 2, ParallelConfig(), "bfloat16"),
+        ("glm4_moe", 2, ParallelConfig(tensor=2), "bfloat16"),
+        ("qwen3_moe", 4, ParallelConfig(replicate=2), "bfloat16"),
+        ("glm4_moe", 4, ParallelConfig(tensor=2), "bfloat16"),
+        ("gemma", 4, ParallelConfig(), "float32"),
+    ],
+)
+def test_every_byte_is_that_of_a_plain_export(tmp_path, family, world, parallel, dtype):
+    folder = tiny.make(tmp_path / "model", family)
+    received = ranks(world, export_in_the_background, folder, tmp_path, dtype, parallel=parallel)
+    plain = content(tmp_path / "plain")
+    files = [name for name in plain if name.endswith(".safetensors")]
+    assert len(files) > 4 and "model.safetensors.index.json" in plain
+    assert content(tmp_path / "exported") == plain
+    assert content(tmp_path / "whole") == content(tmp_path / "plain whole")
+
+    # Ranks received what they wrote, and nothing else: their files, and rank 0 the single one.
+    num_bytes = 0
+    for path in [
+        *(tmp_path / "plain").glob("*.safetensors"),
+        tmp_path / "plain whole" / "model.safetensors",
+    ]:
+        num_bytes += sum(t.nbytes for t in load_file(path).values())
+    assert sum(received) == num_bytes
+    sizes = [len(plain[file]) for file in files]
+    received[0] -= num_bytes // 2
+    assert max(received) - min(received) <= max(sizes)
+
+
+def export_between(mesh, folder, run):
+    """Exports wait for each other, and so does what follows."""
+    policy = Policy(PolicyConfig(), folder, mesh)
+    exporter = checkpoint.Exporter(mesh)
+    for name in ("first", "second"):
+        exporter.start(policy, run / name)
+    assert (run / "first").exists()
+    exporter.wait()
+    exporter.wait()
+    with policy.inference():  # gathers the root
+        policy.model.unshard()
+        checkpoint.export(policy, run / "second")  # replaced
+    return content(run / "first") == content(run / "second")
+
+
+def test_exports_one_after_the_other(tmp_path):
+    folder = tiny.make(tmp_path / "model", "llama", tied=True)
+    assert ranks(2, export_between, folder, tmp_path) == [True, True]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "model", "second"]
+
+
+def export_without_room(mesh, folder, output):
+    """The disk of rank 1 is full after 20 kB."""
+    policy = Policy(PolicyConfig(), folder, mesh)
+    checkpoint.export(policy, output, max_file_gb=SMALL_FILE_GB)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if mesh.rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
+    exporter = checkpoint.Exporter(mesh)
+    exporter.start(policy, output, max_file_gb=SMALL_FILE_GB)
+    mesh.barrier()  # training goes on
+    try:
+        exporter.wait()
+    except UserError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        return str(error)
+    return ""
+
+
+def test_without_room_every_rank_says_so_once_and_the_old_folder_stays(tmp_path):
+    folder = tiny.make(tmp_path / "model", "llama")
+    output = tmp_path / "out"
+    said = ranks(2, export_without_room, folder, output)
+    assert said[0] == said[1]
+    for text in (f"{output} could not be written (rank 1: ", "File too large", "make room there"):
+        assert text in said[0]
+    assert "rank 0" not in said[0] and f"{output}.partial is not whole" in said[0]
+    assert len(list(output.glob("*.safetensors"))) > 4 and (output / "config.json").exists()
+
+
+def export_to(mesh, folder, output):
+    checkpoint.export(Policy(PolicyConfig(), folder, mesh), output)
+
+
+def test_where_no_folder_can_be_made(tmp_path):
+    folder = tiny.make(tmp_path / "model", "llama")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RankFailed) as failed:
+        ranks(2, export_to, folder, tmp_path / "file" / "out")
+    assert failed.value.kind == "UserError"
+    assert "file/out could not be written (rank 0: NotADirectoryError" in failed.value.text
+
+
+def test_files_are_spread_by_bytes():
+    sizes = {"a": 5, "b": 9, "c": 4, "d": 3, "e": 3}
+    assert spread(sizes, 2) == {"b": 0, "a": 1, "c": 1, "d": 0, "e": 1}
+    assert spread(sizes, 8) == {"b": 0, "a": 1, "c": 2, "d": 3, "e": 4}
+    assert set(spread(sizes, 1).values()) == {0}
