@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 import tiny
+from benchmarks import growth_save
 from harness import RankFailed, ranks
 from minirl import checkpoint
 from minirl.checkpoint.folder import plan_folder, spread, write_companions
@@ -195,3 +196,18 @@ def test_files_are_spread_by_bytes():
     assert spread(sizes, 2) == {"b": 0, "a": 1, "c": 1, "d": 0, "e": 1}
     assert spread(sizes, 8) == {"b": 0, "a": 1, "c": 2, "d": 3, "e": 4}
     assert set(spread(sizes, 1).values()) == {0}
+
+
+def test_what_later_saves_and_exports_cost_does_not_follow_the_model_on_every_rank():
+    laws = {}
+    for law in growth_save.laws([1, 8], [2, 8]):
+        laws[law.name, law.size, law.world] = law
+    for layers in (1, 8):
+        first = laws["checkpoint plan, first save", layers, 8]
+        later = laws["checkpoint plan, later saves", layers, 8]
+        assert later.num_bytes < 1000 and later.cpu_seconds < first.cpu_seconds
+        gathered = laws["export, gathered to writers", layers, 8].num_bytes
+        assert gathered < 4 * 2**30 + 2**28
+        assert gathered <= laws["export, all gathered to all", layers, 8].num_bytes / 2
+    later = [laws["checkpoint plan, later saves", layers, 8].num_bytes for layers in (1, 8)]
+    assert later[0] == later[1]

@@ -443,6 +443,26 @@ def test_resumed_run_with_every_state_is_the_uninterrupted_one(runs):
     assert [p.name for p in (runs / "whole" / "references").iterdir()] == ["step-3"]
 
 
+def test_what_saves_take_of_training_and_what_they_take_beside_it(runs):
+    """A checkpoint's time is in the row after it, and what it took beside training in the row after
+    the next one began; a reference is written and waited for in its step."""
+    whole = rows(runs / "whole")
+    steps_with = {}
+    for name in ("checkpoint", "checkpoint_background", "export_background"):
+        steps_with[name] = [row["step"] for row in whole if row.get(f"time/{name}", 0) > 0]
+    assert steps_with == {
+        "checkpoint": [2, 4],
+        "checkpoint_background": [4],
+        "export_background": [3],
+    }
+    assert whole[3]["time/export"] > 0
+    summary = json.loads((runs / "whole" / "summary.json").read_text())
+    background = summary["background_seconds"]
+    assert background.keys() == {"checkpoint_background", "export_background"}
+    for name, seconds in background.items():  # the last ones are waited for after the last row
+        assert seconds > sum(row.get(f"time/{name}", 0) for row in whole)
+
+
 def test_resumed_run_with_a_curriculum_and_a_reset_optimizer_is_the_uninterrupted_one(
     runs, tmp_path
 ):
