@@ -17,8 +17,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import tyro
@@ -43,6 +44,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import fits
 from minirl.checkpoint.folder import plan_folder
 
+Result = TypeVar("Result")
 STATES = ("weight", "exp_avg", "exp_avg_sq")
 WEIGHTS_OF_A_LAYER = 11
 ROWS = 4  # Of a rank's part of a weight.
@@ -66,7 +68,7 @@ class Law(NamedTuple):
     num_bytes: int
 
 
-def measure(work: Callable[[], object]) -> tuple[float, object]:
+def measure(work: Callable[[], Result]) -> tuple[float, Result]:
     """Return its seconds of CPU and its result."""
     began = time.process_time()
     result = work()
@@ -122,10 +124,8 @@ def checkpoint_laws(layers: int, world: int) -> Iterator[Law]:
         ("checkpoint plan, first save", plans, True),
         ("checkpoint plan, later saves", unchanged, True),
     ):
-        seconds, result = measure(lambda p=received, c=caching: planned(p, caching=c))
+        seconds, (_, metadata) = measure(partial(planned, received, caching=caching))
         yield Law(name, world, layers, seconds, sum(map(len, received)))
-    assert isinstance(result, tuple)
-    _, metadata = result
     forget_plans()
 
     # What ranks say of the parts that they wrote, and the file that says where all of it is.
@@ -156,7 +156,7 @@ def export_laws(layers: int, worlds: list[int]) -> Iterator[Law]:
         for world in worlds:
             yield Law("export, all gathered to all", world, layers, 0.0, 4 * num_elements)
             seconds, plan = measure(
-                lambda w=world: plan_folder(Path(folder), shapes, torch.bfloat16, w)
+                partial(plan_folder, Path(folder), shapes, torch.bfloat16, world)
             )
             received = [0] * world
             for file, rank in plan.writers.items():
