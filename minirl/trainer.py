@@ -178,8 +178,9 @@ class TrainingRun:
             result: of the evaluation.
         """
         self.log.scalars("eval", step, scores)
-        with self.timer.phase("checkpoint"):
-            self.saver.score(step, scores)
+        if self.cfg.checkpoint.best_metric:
+            with self.timer.phase("checkpoint"):
+                self.saver.score(step, scores)
         printed = ", ".join(f"{score} {scores[score]:.4g}" for score in highlights)
         self.log.say(f"step {step}: held-out {printed}")
         if name:
