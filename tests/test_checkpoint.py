@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -373,6 +374,34 @@ def test_a_failed_write_is_reported(tmp_path, background, use, kind):
         list(checkpoint.finished(tmp_path)) == [1]
         and (tmp_path / "checkpoints" / "step-2.partial").exists()
     )
+
+
+def fail_on_one(mesh, folder, run, where):
+    """Rank 1 cannot write its small files, or rank 0 cannot rename. Return what each rank says."""
+    saver = checkpoint.Saver(run, CheckpointConfig(), make(mesh, folder, False))
+
+    def no_room(*args):
+        raise OSError(28, "No space left on device")
+
+    if where == "small files" and mesh.rank == 1:
+        Path.write_bytes = no_room
+    if where == "rename" and mesh.rank == 0:
+        Path.rename = no_room
+    try:
+        saver.save(1, {})
+        saver.wait()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("where", "rank"), [("small files", 1), ("rename", 0)])
+def test_a_failure_beside_the_weights_is_one_error_on_all_ranks(tmp_path, where, rank):
+    folder = tiny.make(tmp_path / "model", "llama", dtype=torch.float64)
+    said = ranks(2, fail_on_one, folder, tmp_path, where)
+    assert said[0] == said[1]
+    assert f"step-1 could not be written (rank {rank}: OSError: [Errno 28] No space" in said[0]
+    assert list(checkpoint.finished(tmp_path)) == []
 
 
 def crash(mesh, folder, run):

@@ -1,7 +1,9 @@
 """An export in the background is, byte by byte, what gathering and writing on one rank would be."""
 
 import json
+import os
 import resource
+import shutil
 import signal
 import threading
 
@@ -12,6 +14,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+import minirl.checkpoint.folder
 import tiny
 from benchmarks import growth_save
 from harness import RankFailed, ranks
@@ -176,6 +179,69 @@ def test_without_room_every_rank_says_so_once_and_the_old_folder_stays(tmp_path)
         assert text in said[0]
     assert "rank 0" not in said[0] and f"{output}.partial is not whole" in said[0]
     assert len(list(output.glob("*.safetensors"))) > 4 and (output / "config.json").exists()
+
+
+def export_with_a_bug(mesh, folder, output):
+    """The thread of rank 1 fails as no disk does."""
+    if mesh.rank == 1:
+
+        def divide(*args, **_):
+            raise ZeroDivisionError("a bug")
+
+        minirl.checkpoint.folder.save_file = divide
+    try:
+        policy = Policy(PolicyConfig(), folder, mesh)
+        checkpoint.export(policy, output, max_file_gb=SMALL_FILE_GB)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_bug_in_the_thread_of_one_rank_is_one_error_on_all_with_its_traceback(tmp_path):
+    folder = tiny.make(tmp_path / "model", "llama")
+    said = ranks(2, export_with_a_bug, folder, tmp_path / "out")
+    assert said[0] == said[1]
+    for text in ("(rank 1: Traceback", "in divide", "ZeroDivisionError: a bug"):
+        assert text in said[0]
+    assert not (tmp_path / "out").exists()
+
+
+def export_until_killed(mesh, folder, output, when):
+    """Export twice; in the second time all ranks are killed."""
+    policy = Policy(PolicyConfig(), folder, mesh)
+    checkpoint.export(policy, output, max_file_gb=SMALL_FILE_GB)
+    for t in policy.shards().values():
+        t.data.zero_()
+
+    def die_half_way(weights, path, **_):
+        path.write_bytes(b"half")
+        os._exit(9)
+
+    def die(path, **_):
+        if str(path).endswith(".replaced") and path.exists():
+            os._exit(9)
+
+    if when == "writing":
+        minirl.checkpoint.folder.save_file = die_half_way
+    else:
+        shutil.rmtree = die
+    checkpoint.export(policy, output, max_file_gb=SMALL_FILE_GB)
+    mesh.barrier()
+
+
+@pytest.mark.parametrize(("when", "is_new"), [("writing", False), ("removing", True)])
+def test_killed_at_any_time_what_has_the_name_is_whole(tmp_path, when, is_new):
+    folder, output = tiny.make(tmp_path / "model", "llama"), tmp_path / "out"
+    with pytest.raises((TimeoutError, RankFailed)):  # rank 1 loses rank 0
+        ranks(2, export_until_killed, folder, output, when)
+    num_weights = 0
+    for path in output.glob("*.safetensors"):
+        for t in load_file(path).values():
+            assert bool((t == 0).all()) == is_new
+            num_weights += 1
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    assert num_weights == len(index["weight_map"])
+    assert (tmp_path / "out.partial").exists() != is_new
 
 
 def export_to(mesh, folder, output):

@@ -3,15 +3,15 @@
 import shutil
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch import Tensor
 
+from minirl.checkpoint.failures import attempt, describe, require_written
 from minirl.checkpoint.folder import (
     FolderPlan,
     Reader,
@@ -46,14 +46,6 @@ def export(
     exporter.wait()
 
 
-@dataclass(frozen=True)
-class _Written:
-    """What a rank's thread leaves when it ends."""
-
-    failure: str  # Why it could not write; empty: it has written.
-    seconds: float
-
-
 class Exporter:
     """The writer of Hugging Face folders: training goes on while threads write.
 
@@ -65,7 +57,7 @@ class Exporter:
         self.mesh = mesh
         self.thread = ThreadPoolExecutor(1, "export")
         self.folder = Path()  # Of the export under way.
-        self.pending: Future[_Written] | None = None
+        self.pending: Future[float] | None = None  # Seconds of this rank's write.
         # How long the slowest ranks have written, in exports that were waited for.
         self.background_seconds = 0.0
 
@@ -116,27 +108,21 @@ class Exporter:
         self.wait()
         self.folder = folder
         partial = _partial(folder)
-        failure = ""
-        if self.mesh.rank == 0:
-            try:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-            except OSError as error:
-                failure = self._describe(error)
-        self._require_no_failure(self.mesh.gather(failure))
+
+        def make_folder() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+        self._on_rank_0(make_folder)
         self.pending = self.thread.submit(self._write, plan, partial, read)
 
-    def _write(self, plan: FolderPlan, partial: Path, read: Reader) -> _Written:
-        """Write what falls to this rank, in the thread."""
+    def _write(self, plan: FolderPlan, partial: Path, read: Reader) -> float:
+        """Write what falls to this rank, in the thread. Return the seconds that it took."""
         began = time.perf_counter()
-        failure = ""
-        try:
-            write_files(plan, partial, self.mesh.rank, read)
-            if self.mesh.rank == 0:
-                write_companions(plan, partial)
-        except (OSError, SafetensorError) as error:
-            failure = self._describe(error)
-        return _Written(failure, time.perf_counter() - began)
+        write_files(plan, partial, self.mesh.rank, read)
+        if self.mesh.rank == 0:
+            write_companions(plan, partial)
+        return time.perf_counter() - began
 
     def wait(self) -> None:
         """Wait for the export under way, and give its folder its name. Collective.
@@ -148,34 +134,35 @@ class Exporter:
         self.pending = None
         if pending is None:
             return
-        of_ranks = self.mesh.gather(pending.result())
-        self.background_seconds += max(written.seconds for written in of_ranks)
-        self._require_no_failure([written.failure for written in of_ranks])
-        failure = ""
-        if self.mesh.rank == 0:
-            try:
-                shutil.rmtree(self.folder, ignore_errors=True)
-                _partial(self.folder).rename(self.folder)
-            except OSError as error:
-                failure = self._describe(error)
-        self._require_no_failure(self.mesh.gather(failure))
+        error = pending.exception()  # when the thread has ended
+        seconds = 0.0 if error else pending.result()
+        of_ranks = self.mesh.gather((describe(error, self.mesh.rank), seconds))
+        self._require_written([failure for failure, _ in of_ranks])
+        self.background_seconds += max(seconds for _, seconds in of_ranks)
+        self._on_rank_0(lambda: _publish(self.folder))
 
-    def _describe(self, error: Exception) -> str:
-        return f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
+    def _on_rank_0(self, change: Callable[[], None]) -> None:
+        """Change folders on rank 0 while the others wait. UserError everywhere if it fails."""
+        failure = attempt(change, 0) if self.mesh.rank == 0 else ""
+        self._require_written(self.mesh.gather(failure))
 
-    def _require_no_failure(self, failures: list[str]) -> None:
-        """Raise UserError on every rank if one has failed."""
-        found = "; ".join(failure for failure in failures if failure)
-        require(
-            not found,
-            f"{self.folder} could not be written ({found}); make room there, or name another "
-            f"output folder. {_partial(self.folder)} is not whole",
-        )
+    def _require_written(self, failures: list[str]) -> None:
+        require_written(self.folder, _partial(self.folder), failures)
 
 
 def _partial(folder: Path) -> Path:
     """Return where a folder is while it is not whole."""
     return Path(f"{folder}.partial")
+
+
+def _publish(folder: Path) -> None:
+    """Give a whole folder its name. Whenever this is killed, what has the name is whole."""
+    replaced = Path(f"{folder}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+    _partial(folder).rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def collect_own(plan: FolderPlan, tensors: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ returns is always whole.
 """
 
 import contextlib
+import io
 import json
 import math
 import random
@@ -23,8 +24,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from minirl.checkpoint.failures import attempt, require_written
 from minirl.config.shared import CheckpointConfig
-from minirl.errors import UserError, require
+from minirl.errors import require
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 
@@ -120,27 +122,8 @@ class Saver(contextlib.AbstractContextManager):
         partial = final.with_suffix(".partial")
         self.step = step
 
-        # 1. What is small: a description, random states, unfinished episodes.
-        description = {"progress": progress, "step": step, **_describe(self.policy)}
-        for name, model in self.others.items():
-            description[name] = _describe(model)
-        if self.mesh.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            (partial / "progress.json").write_text(json.dumps(description))
-        self.mesh.barrier()
-        random_states = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-        }
-        if torch.cuda.is_available():
-            random_states["cuda"] = torch.cuda.get_rng_state()
-        torch.save(random_states, partial / f"random-{self.mesh.rank}.pt")
-        torch.save(self.rollouts(), partial / f"rollouts-{self.mesh.rank}.pt")
-
-        # 2. Models and optimizers.
-        state: dict = {}
+        self._write_small_files(step, progress, partial, final)
+        state: dict = {}  # Of models and optimizers.
         with contextlib.ExitStack() as stack:
             for name, model in ({"policy": self.policy} | self.others).items():
                 model.sleeper.wake_parameters()
@@ -165,24 +148,45 @@ class Saver(contextlib.AbstractContextManager):
             model.sleeper.sleep()
         return final
 
+    def _write_small_files(self, step: int, progress: dict, partial: Path, final: Path) -> None:
+        """Write a description, random states and unfinished episodes. Collective."""
+        rank = self.mesh.rank
+        description = {"progress": progress, "step": step, **_describe(self.policy)}
+        for name, model in self.others.items():
+            description[name] = _describe(model)
+
+        def make_folder() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            (partial / "progress.json").write_text(json.dumps(description))
+
+        failure = attempt(make_folder, rank) if rank == 0 else ""
+        require_written(final, partial, self.mesh.gather(failure))
+
+        def write_own() -> None:
+            _write_pickled(_random_states(), partial / f"random-{rank}.pt")
+            _write_pickled(self.rollouts(), partial / f"rollouts-{rank}.pt")
+
+        require_written(final, partial, self.mesh.gather(attempt(write_own, rank)))
+
     def _publish(self, write: Callable[[], object], partial: Path, final: Path) -> float:
         """Write, and rename when all ranks have. Return the seconds that it took."""
         began = time.perf_counter()
+        failures = []
         try:
-            write()  # ends on each rank when all have written
+            write()  # ends on each rank when all have written, or one has failed
         except dcp.CheckpointException as error:
-            failures = [
-                f"rank {rank}: {type(cause).__name__}: {cause}"
-                for rank, (cause, _) in error.failures.items()
-            ]
-            raise UserError(
-                f"checkpoint {final} could not be written ({'; '.join(failures)}); {partial} is "
-                "not whole and will not be resumed from"
-            ) from error
-        if self.mesh.rank == 0:
+            for rank, (cause, _) in error.failures.items():
+                failures.append(f"rank {rank}: {type(cause).__name__}: {cause}")
+        require_written(final, partial, failures)
+
+        def rename() -> None:
             partial.rename(final)
             self._rotate()
-        dist.barrier(group=self.group)
+
+        failures = [attempt(rename, 0) if self.mesh.rank == 0 else ""]
+        dist.broadcast_object_list(failures, group=self.group)
+        require_written(final, partial, failures)
         return time.perf_counter() - began
 
     def _rotate(self) -> None:
@@ -239,6 +243,25 @@ class Saver(contextlib.AbstractContextManager):
                 failure = self.pending.exception(60)
                 if failure:
                     error.add_note(str(failure))
+
+
+def _random_states() -> dict:
+    """Return the state of every generator that a run may draw from."""
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _write_pickled(value: object, path: Path) -> None:
+    """Write what `torch.load` reads. On a full disk it raises OSError; `torch.save` would not."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 def load_checkpoint(checkpoint: Path, policy: Policy) -> dict:
