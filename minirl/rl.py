@@ -113,6 +113,7 @@ class Trainer(Program):
             if is_refresh:
                 self.export_reference(step)
             trajectories = self.collect(step)  # refit the engine, sample, score
+            self.run.wait_for_export()  # a reference's, or in the first step the warm start's
             if is_refresh:
                 self.load_refreshed_reference(step)
             with self.timer.phase("prepare"):
@@ -364,8 +365,7 @@ class Trainer(Program):
         self.ref = None  # frees its memory before the next one is loaded
 
     def load_refreshed_reference(self, step: int) -> None:
-        """Wait until all ranks have written the reference of this step, and load it. Collective."""
-        self.run.wait_for_export()
+        """Load the reference of this step, which all ranks have written. Collective."""
         if self.mesh.rank == 0:
             # The first checkpoint may still be under way, and need the first reference.
             no_checkpoint = 0 if self.cfg.checkpoint.every else step

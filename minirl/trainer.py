@@ -199,13 +199,14 @@ class TrainingRun:
             self.exporter.start(self.policy, self.output / name, weights=weights)
 
     def wait_for_export(self) -> None:
-        """Wait until the last export is finished. Collective.
+        """Wait until the last export is finished, if one is under way. Collective.
 
         Raises:
             UserError: it could not be written.
         """
-        with self.timer.phase("export"):
-            self.exporter.wait()
+        if self.exporter.pending:
+            with self.timer.phase("export"):
+                self.exporter.wait()
 
     def save_if_due(self, num_steps: int) -> None:
         """Write a checkpoint if one is due after `num_steps` finished steps. Collective."""
