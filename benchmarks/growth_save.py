@@ -7,14 +7,16 @@ One process, no weights: plans are stubs of those that ranks send, and the expor
 meta device. The model is a mixture like Qwen3-30B-A3B, which has 48 layers; a checkpoint has its
 weights, two moments of each and the count of steps.
 
-Prints seconds of CPU, and for the checkpoint the bytes that rank 0 receives of all ranks, for the
-export those that a rank receives at most.
+Prints seconds of CPU, and for the checkpoint the bytes that rank 0 receives of all ranks (and those
+that it keeps for the next save), for the export those that a rank receives at most.
 """
 
+import gc
 import math
 import pickle
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -114,6 +116,17 @@ def planned(plans: list[bytes], *, caching: bool = True) -> tuple[list[SavePlan]
     return planner.create_global_plan([pickle.loads(plan) for plan in plans])
 
 
+def kept_bytes(plans: list[bytes]) -> int:
+    """Return the bytes that rank 0 keeps from one save to the next, by caching."""
+    tracemalloc.start()
+    planned(plans)
+    gc.collect()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    forget_plans()
+    return kept
+
+
 def checkpoint_laws(layers: int, world: int) -> Iterator[Law]:
     """Measure rank 0: planning without caching, at first, later, and the end of a save."""
     plans = [pickle.dumps(plan_of_rank(rank, world, layers)) for rank in range(world)]
@@ -127,6 +140,7 @@ def checkpoint_laws(layers: int, world: int) -> Iterator[Law]:
         seconds, (_, metadata) = measure(partial(planned, received, caching=caching))
         yield Law(name, world, layers, seconds, sum(map(len, received)))
     forget_plans()
+    yield Law("checkpoint plan, kept by rank 0", world, layers, 0.0, kept_bytes(plans))
 
     # What ranks say of the parts that they wrote, and the file that says where all of it is.
     results = []
