@@ -17,13 +17,14 @@ from typing import Literal
 import torch
 import tyro
 
-from benchmarks import growth_refit, growth_rows, growth_step
+from benchmarks import growth_refit, growth_rows, growth_save, growth_step
 from benchmarks.growth_law import Bound, Part, Point, powers
 
 PARTS: dict[str, Part] = {
     "refit": growth_refit.PART,
     "step": growth_step.PART,
     "rows": growth_rows.PART,
+    "save": growth_save.PART,
 }
 
 

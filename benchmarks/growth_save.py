@@ -1,14 +1,11 @@
 """How the cost of a checkpoint's plan and of an export grows with layers and ranks.
 
-    python benchmarks/growth_save.py
-    python benchmarks/growth_save.py --layers 48 --worlds 256
+A part of `benchmarks/growth.py`. There are no weights: plans are stubs of those that ranks send,
+and the exported model is on the meta device. The model is a mixture like Qwen3-30B-A3B; a
+checkpoint has its weights, two moments of each and the count of steps.
 
-One process, no weights: plans are stubs of those that ranks send, and the exported model is on the
-meta device. The model is a mixture like Qwen3-30B-A3B, which has 48 layers; a checkpoint has its
-weights, two moments of each and the count of steps.
-
-Prints seconds of CPU, and for the checkpoint the bytes that rank 0 receives of all ranks (and those
-that it keeps for the next save), for the export those that a rank receives at most.
+Bytes of a checkpoint are those that rank 0 receives of all ranks or keeps, those of an export what
+a rank receives at most.
 """
 
 import gc
@@ -17,14 +14,12 @@ import pickle
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
-import tyro
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -44,33 +39,21 @@ from torch.distributed.checkpoint.storage import WriteResult
 from transformers import AutoModelForCausalLM
 
 from benchmarks import fits
+from benchmarks.growth_law import Bound, Part, Point
 from minirl.checkpoint.folder import plan_folder
 
 Result = TypeVar("Result")
 STATES = ("weight", "exp_avg", "exp_avg_sq")
 WEIGHTS_OF_A_LAYER = 11
 ROWS = 4  # Of a rank's part of a weight.
+FIRST = "checkpoint plan, first save"
+LATER = "checkpoint plan, later saves"
+KEPT = "checkpoint plan, kept by rank 0"
+WRITTEN = "checkpoint, what was written where"
+EXPORT = "export"
 
 
-@dataclass
-class Load:
-    """What to measure."""
-
-    layers: list[int] = field(default_factory=lambda: [6, 12])
-    worlds: list[int] = field(default_factory=lambda: [8, 64])  # Numbers of ranks.
-
-
-class Law(NamedTuple):
-    """A measured point of a law."""
-
-    name: str
-    world: int  # Ranks.
-    size: int  # Layers.
-    cpu_seconds: float
-    num_bytes: int
-
-
-def measure(work: Callable[[], Result]) -> tuple[float, Result]:
+def timed(work: Callable[[], Result]) -> tuple[float, Result]:
     """Return its seconds of CPU and its result."""
     began = time.process_time()
     result = work()
@@ -109,9 +92,9 @@ def forget_plans() -> None:
         cache.clear()
 
 
-def planned(plans: list[bytes], *, caching: bool = True) -> tuple[list[SavePlan], Metadata]:
+def planned(plans: list[bytes]) -> tuple[list[SavePlan], Metadata]:
     """Return what rank 0 makes of the plans that it received."""
-    planner = DefaultSavePlanner(enable_plan_caching=caching)
+    planner = DefaultSavePlanner(enable_plan_caching=True)
     planner.set_up_planner({}, is_coordinator=True)
     return planner.create_global_plan([pickle.loads(plan) for plan in plans])
 
@@ -127,20 +110,17 @@ def kept_bytes(plans: list[bytes]) -> int:
     return kept
 
 
-def checkpoint_laws(layers: int, world: int) -> Iterator[Law]:
-    """Measure rank 0: planning without caching, at first, later, and the end of a save."""
+def checkpoint_points(layers: int, world: int) -> list[Point]:
+    """Measure rank 0: planning at first and later, and the end of a save."""
+    points = []
     plans = [pickle.dumps(plan_of_rank(rank, world, layers)) for rank in range(world)]
     unchanged = [pickle.dumps(SavePlan([], usable=False))] * world
     forget_plans()
-    for name, received, caching in (
-        ("checkpoint plan, every save without caching", plans, False),
-        ("checkpoint plan, first save", plans, True),
-        ("checkpoint plan, later saves", unchanged, True),
-    ):
-        seconds, (_, metadata) = measure(partial(planned, received, caching=caching))
-        yield Law(name, world, layers, seconds, sum(map(len, received)))
+    for name, received in ((FIRST, plans), (LATER, unchanged)):
+        seconds, (_, metadata) = timed(partial(planned, received))
+        points.append(Point(name, world, layers, seconds, sum(map(len, received))))
     forget_plans()
-    yield Law("checkpoint plan, kept by rank 0", world, layers, 0.0, kept_bytes(plans))
+    points.append(Point(KEPT, world, layers, 0.0, kept_bytes(plans)))
 
     # What ranks say of the parts that they wrote, and the file that says where all of it is.
     results = []
@@ -151,52 +131,44 @@ def checkpoint_laws(layers: int, world: int) -> Iterator[Law]:
         results.append(pickle.dumps(written))
     with tempfile.TemporaryDirectory() as folder:
         writer = FileSystemWriter(folder)
-        seconds, _ = measure(
+        seconds, _ = timed(
             lambda: writer.finish(metadata, [pickle.loads(part) for part in results])
         )
-    num_bytes = sum(map(len, results))
-    yield Law("checkpoint, what was written where", world, layers, seconds, num_bytes)
+    points.append(Point(WRITTEN, world, layers, seconds, sum(map(len, results))))
+    return points
 
 
-def export_laws(layers: int, worlds: list[int]) -> Iterator[Law]:
+def export_point(layers: int, world: int) -> Point:
     """Measure the plan of an export in bfloat16, and the bytes that a rank receives at most."""
     config = fits.mixture(2048, 768, layers, 32)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    num_elements = sum(map(math.prod, shapes.values()))
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        for world in worlds:
-            yield Law("export, all gathered to all", world, layers, 0.0, 4 * num_elements)
-            seconds, plan = measure(
-                partial(plan_folder, Path(folder), shapes, torch.bfloat16, world)
-            )
-            received = [0] * world
-            for file, rank in plan.writers.items():
-                received[rank] += 2 * sum(math.prod(shapes[name]) for name in plan.files[file])
-            yield Law("export, gathered to writers", world, layers, seconds, max(received))
+        seconds, plan = timed(partial(plan_folder, Path(folder), shapes, torch.bfloat16, world))
+    received = [0] * world
+    for file, rank in plan.writers.items():
+        received[rank] += 2 * sum(math.prod(shapes[name]) for name in plan.files[file])
+    return Point(EXPORT, world, layers, seconds, max(received))
 
 
-def laws(sizes: list[int], worlds: list[int]) -> list[Law]:
-    """Return the laws at these numbers of layers and ranks, those of one law side by side."""
-    found: list[Law] = []
-    for size in sizes:
-        for world in worlds:
-            found += checkpoint_laws(size, world)
-        found += export_laws(size, worlds)
-    names = [law.name for law in found]
-    return sorted(found, key=lambda law: (names.index(law.name), law.size, law.world))
+def measure(layers: int, world: int) -> list[Point]:
+    """Measure the saves of a model with so many layers."""
+    return [*checkpoint_points(layers, world), export_point(layers, world)]
 
 
-def main(load: Load) -> None:
-    """Print a line for each law, number of layers and number of ranks."""
-    for law in laws(load.layers, load.worlds):
-        print(
-            f"{law.name:44} {law.size:>3} layers {law.world:>5} ranks "
-            f"{law.cpu_seconds:8.3f} CPU-s {law.num_bytes / 1e6:10.2f} MB"
-        )
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Load))
+PART = Part(
+    unit="layers (30B-A3B has 48)",
+    sizes=[1, 2, 4],
+    worlds=[8, 64, 1024],
+    bounds={
+        # Rank 0 plans for all: torch's own way. Only the first save pays for it.
+        FIRST: Bound(size=1, ranks=1),
+        LATER: Bound(size=0, ranks=1),
+        KEPT: Bound(size=1, ranks=1),
+        WRITTEN: Bound(size=1, ranks=1),
+        EXPORT: Bound(size=1, ranks=0),
+    },
+    measure=measure,
+)

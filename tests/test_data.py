@@ -247,7 +247,8 @@ def test_a_curriculum_draws_by_the_variance_of_success(floor):
         floor,
     )
     for row, (tries, right) in tried.items():
-        order.record(np.array([(row, n < right) for n in range(tries)]))
+        results = [(row, n < right) for n in range(tries)]
+        order.record(np.array(results, int).reshape(-1, 2))
     weights = np.array(
         [
             max(4 * (right + 1) / (tries + 2) * (1 - (right + 1) / (tries + 2)), floor)

@@ -264,16 +264,10 @@ def test_files_are_spread_by_bytes():
     assert set(spread(sizes, 1).values()) == {0}
 
 
-def test_what_later_saves_and_exports_cost_does_not_follow_the_model_on_every_rank():
-    laws = {}
-    for law in growth_save.laws([1, 8], [2, 8]):
-        laws[law.name, law.size, law.world] = law
-    for layers in (1, 8):
-        first = laws["checkpoint plan, first save", layers, 8]
-        later = laws["checkpoint plan, later saves", layers, 8]
-        assert later.num_bytes < 1000 and later.cpu_seconds < first.cpu_seconds
-        gathered = laws["export, gathered to writers", layers, 8].num_bytes
-        assert gathered < 4 * 2**30 + 2**28
-        assert gathered <= laws["export, all gathered to all", layers, 8].num_bytes / 2
-    later = [laws["checkpoint plan, later saves", layers, 8].num_bytes for layers in (1, 8)]
-    assert later[0] == later[1]
+def test_later_saves_send_no_plan_and_a_writer_receives_a_file_of_the_model():
+    of_law = {}
+    for point in [*growth_save.measure(1, 8), *growth_save.measure(8, 8)]:
+        of_law.setdefault(point.law, []).append(point.num_bytes)
+    assert of_law[growth_save.LATER][0] == of_law[growth_save.LATER][1] < 1000
+    assert of_law[growth_save.FIRST][1] > 7 * of_law[growth_save.FIRST][0] > 10**5
+    assert max(of_law[growth_save.EXPORT]) < 4 * 2**30 + 2**28  # of 11 GB
