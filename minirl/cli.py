@@ -4,23 +4,31 @@ For what the user can correct there is one message, and for each kind of end one
 """
 
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from minirl.config.parse import parse_flags
+from minirl.config.parse import flatten, parse_flags
 from minirl.config.shared import TrainingConfig
 from minirl.errors import UserError
-from minirl.parallel.mesh import Mesh, join_world
+from minirl.parallel.launch import end_with_agent
+from minirl.parallel.machines import check_same, errors_of_machines
+from minirl.parallel.mesh import Mesh, arrange, open_world
 
 BAD_INPUT = 2
 CRASH = 1
+
+JOIN_MINUTES = 5.0  # To wait for the other ranks without a config that says it.
+# What may differ between machines: where a rank is found.
+OWN_SETTINGS = ("endpoint.host",)
 
 
 def run(config: type, program: Callable[[Any, Mesh], None]) -> None:
@@ -29,19 +37,24 @@ def run(config: type, program: Callable[[Any, Mesh], None]) -> None:
     Exit code 0: done. 2: a mistake that the user can correct, said in one message. 1: a crash.
     """
     faulthandler.enable()
-    mesh = None
+    end_with_agent()
+    world = None
     try:
-        cfg = parse_flags(config)
+        # Ranks with a mistake join the others, too, which may see none and would wait.
+        cfg, mistake = _parse(config)
+        minutes = cfg.timeout_minutes if cfg else JOIN_MINUTES
+        world = open_world(minutes)
+        with errors_of_machines(world):
+            if mistake:
+                raise mistake
+        check_same(_settings(cfg), world)
         parallel = cfg.parallel if isinstance(cfg, TrainingConfig) else None
-        mesh = join_world(cfg.timeout_minutes, parallel)
-        program(cfg, mesh)
+        program(cfg, arrange(world, parallel, timedelta(minutes=minutes)))
         if dist.is_initialized():  # some versions of vLLM's executor destroy the default group
             dist.destroy_process_group()
     except UserError as error:
-        if mesh is None:
-            _let_rank_0_speak()
         # All ranks usually find the same mistake, and one message is enough.
-        if mesh is None or mesh.store.add("minirl/errors", 1) == 1:
+        if world is None or world.store.add("minirl/errors", 1) == 1:
             notes = vars(error).get("__notes__", [])
             print("\n".join([f"\nminirl: error: {error}", *notes]), file=sys.stderr)
         _leave(BAD_INPUT)
@@ -51,11 +64,25 @@ def run(config: type, program: Callable[[Any, Mesh], None]) -> None:
         raise
     except Exception:  # the last handler of the program: whatever it is, this rank ends now
         with contextlib.suppress(dist.DistError):  # the store is gone too
-            if mesh is not None and mesh.store.add("minirl/errors", 0) > 0:
+            if world is not None and world.store.add("minirl/errors", 0) > 0:
                 _leave(CRASH)  # another rank has said what is wrong and left; this one misses it
         rank = os.environ.get("RANK", 0)
         print(f"\nminirl: rank {rank} crashed\n{traceback.format_exc()}", file=sys.stderr)
         _leave(CRASH)
+
+
+def _parse(config: type) -> tuple[Any, UserError | None]:
+    """Return the config of this process, or None and what is wrong with it."""
+    try:
+        return parse_flags(config), None
+    except UserError as error:
+        return None, error
+
+
+def _settings(cfg: Any) -> dict[str, object]:
+    """Return the settings that all machines must have alike, by `section.name`."""
+    settings = flatten(dataclasses.asdict(cfg))
+    return {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
 
 
 def _let_rank_0_speak() -> None:

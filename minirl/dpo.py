@@ -20,6 +20,7 @@ from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Chats
 from minirl.errors import require
 from minirl.inputs import find_other_model
+from minirl.parallel.machines import check_shared
 from minirl.policy import Minibatch, Policy, annotate_examples
 from minirl.supervised import PairTrainer
 from minirl.types import Trajectory
@@ -47,7 +48,8 @@ class Trainer(PairTrainer):
                 return self.load_model(cfg.policy, folder, trainable=False)
             cache = Path(cfg.reference_cache)
             contents = self._describe_cache(folder)
-            if cache.exists():
+            check_shared(cache.parent, "reference_cache", self.mesh)
+            if self.mesh.gather(cache.exists())[0]:  # all ranks do as rank 0, which wrote the file
                 with np.load(cache) as arrays:
                     logprobs = dict(arrays)
                 saved = json.loads(str(logprobs.pop("about", "{}")))

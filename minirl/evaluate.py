@@ -21,6 +21,7 @@ from minirl.errors import require
 from minirl.evaluation import evaluate
 from minirl.inputs import MAY_BE_LONG, ModelFiles, PromptChecks, find_other_model
 from minirl.model import build, families
+from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 from minirl.rewards.functions import make_rewards
@@ -34,13 +35,14 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     # 1. Find and check what the config names.
     resolve_lengths(cfg)
     validate_sampling(cfg)
-    folder, config, tokenizer, vision = find_model(cfg, mesh)
-    env_maker = make_env(cfg.env.name)
-    rewards = make_rewards(cfg.reward)
-    scorer = find_other_model(cfg.reward.model, config, 1, "reward.model", scores=True)
-    graded = env_maker().graded
-    if graded:
-        rewards.check_supported()
+    with errors_of_machines(mesh):
+        folder, config, tokenizer, vision = find_model(cfg, mesh)
+        env_maker = make_env(cfg.env.name)
+        rewards = make_rewards(cfg.reward)
+        scorer = find_other_model(cfg.reward.model, config, 1, "reward.model", scores=True)
+        graded = env_maker().graded
+        if graded:
+            rewards.check_supported()
     checks = PromptChecks(rewards if graded else None, tokenizer, cfg.data)
     opened = open_prompts(cfg.data.eval, "data.eval", cfg.data, mesh)
     rows, _ = read_rows(opened, mesh, cfg.seed, mark=checks.mark)

@@ -23,6 +23,12 @@ from minirl.envs.registry import make_env
 from minirl.errors import UserError, require
 from minirl.model import build, families, scratch
 from minirl.parallel import tensor
+from minirl.parallel.machines import (
+    check_same,
+    check_shared,
+    errors_of_all,
+    errors_of_machines,
+)
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.functions import Rewards, make_rewards
 
@@ -54,27 +60,28 @@ class Inputs:
     def __init__(self, cfg: RLConfig, mesh: Mesh):
         resolve_lengths(cfg)
         validate_rl(cfg, mesh.world_size)
-        check_output(Path(cfg.output), cfg.resume)
+        check_output(Path(cfg.output), cfg.resume, mesh)
+        with errors_of_machines(mesh):
+            # What scores the answers.
+            self.make_env = make_env(cfg.env.name)
+            self.rewards = make_rewards(cfg.reward)
+            self.estimator = advantages.find(cfg.algo.advantage)
+            graded = self.make_env().graded
+            if graded:
+                self.rewards.check_supported()
+            correction.resolve(cfg.algo.correction)
 
-        # What scores the answers.
-        self.make_env = make_env(cfg.env.name)
-        self.rewards = make_rewards(cfg.reward)
-        self.estimator = advantages.find(cfg.algo.advantage)
-        graded = self.make_env().graded
-        if graded:
-            self.rewards.check_supported()
-        correction.resolve(cfg.algo.correction)
-
-        # Models. The rewards of dumped rollouts have the scores of a reward model in them.
-        max_len = cfg.engine.max_model_len
-        files = find_model(cfg, max_len, engine_on=mesh.device.type)
-        find = partial(find_other_model, policy=files.config, tensor_parallel=cfg.parallel.tensor)
-        self.folder = files.folder
-        self.ref = find(cfg.ref.model, setting="ref.model")
-        self.critic = find(cfg.critic.model, setting="critic.model")
-        self.reward_model = find(
-            "" if cfg.rollout.replay else cfg.reward.model, setting="reward.model", scores=True
-        )
+            # Models. The rewards of dumped rollouts have the scores of a reward model in them.
+            max_len = cfg.engine.max_model_len
+            files = find_model(cfg, max_len, engine_on=mesh.device.type)
+            tensor_parallel = cfg.parallel.tensor
+            find = partial(find_other_model, policy=files.config, tensor_parallel=tensor_parallel)
+            self.folder = files.folder
+            self.ref = find(cfg.ref.model, setting="ref.model")
+            self.critic = find(cfg.critic.model, setting="critic.model")
+            scorer = "" if cfg.rollout.replay else cfg.reward.model
+            self.reward_model = find(scorer, setting="reward.model", scores=True)
+        check_same_models(cfg, self.folders(), mesh)
 
         # Rows, each of which is read once, and prompts as token ids.
         checks = PromptChecks(self.rewards if graded else None, files.tokenizer, cfg.data)
@@ -101,19 +108,51 @@ class Inputs:
         make_scratch(cfg, max_len, mesh)
         self.stop_ids = chat.stop_token_ids(files.tokenizer, files.folder)
 
-    def model_configs(self) -> dict[str, PretrainedConfig]:
-        """Return the configs of the models, by their roles."""
-        folders = {
+    def folders(self) -> dict[str, Path]:
+        """Return the folders of the models, by their roles."""
+        found = {
             "policy": self.folder,
             "reference": self.ref,
             "critic": self.critic,
             "reward model": self.reward_model,
         }
-        return {role: build.read_config(folder) for role, folder in folders.items() if folder}
+        return {role: folder for role, folder in found.items() if folder}
+
+    def model_configs(self) -> dict[str, PretrainedConfig]:
+        """Return the configs of the models, by their roles."""
+        return {role: build.read_config(folder) for role, folder in self.folders().items()}
 
 
-def check_output(output: Path, resume: bool) -> None:
-    """Refuse the folder of another run. Raises UserError."""
+def check_same_models(
+    cfg: RLConfig | SupervisedConfig, folders: dict[str, Path], mesh: Mesh
+) -> None:
+    """Refuse models whose files have other sizes on another machine. Collective.
+
+    Args:
+        cfg: the folder of a scratch model, which is still to be made, is left out.
+        folders: of the models, by their roles.
+        mesh: the ranks.
+    """
+    sizes = {}
+    for role, folder in folders.items():
+        if role == "policy" and cfg.policy.model == "scratch":
+            continue
+        for file in sorted(folder.iterdir()):
+            if file.is_file():
+                sizes[f"the size of {file} ({role}), in bytes,"] = file.stat().st_size
+    check_same(sizes, mesh)
+
+
+def check_output(output: Path, resume: bool, mesh: Mesh) -> None:
+    """Refuse the folder of another run, and one that not all machines share. Collective."""
+    with errors_of_all(mesh):
+        if mesh.rank == 0:  # alone, as check_shared demands
+            _refuse_other_run(output, resume)
+    check_shared(output, "output", mesh)
+
+
+def _refuse_other_run(output: Path, resume: bool) -> None:
+    """Raise UserError if the folder is that of another run."""
     in_the_way = [output.name] if output.exists() else []
     if output.is_dir():
         if resume:

@@ -20,8 +20,16 @@ from minirl.data import chat, images
 from minirl.data.examples import Chats, StepExamples, open_chats, to_example
 from minirl.data.pairs import Pairs, open_pairs
 from minirl.errors import require
-from minirl.inputs import Inputs, check_output, find_model, load_splits, make_scratch
+from minirl.inputs import (
+    Inputs,
+    check_output,
+    check_same_models,
+    find_model,
+    load_splits,
+    make_scratch,
+)
 from minirl.log import Log
+from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.plan.workload import supervised_workload
 from minirl.policy import Metrics, Minibatch, Policy, learning_rate, make_minibatch
@@ -46,12 +54,14 @@ class SupervisedTrainer(Program):
         with self.timer.phase("start"):
             # 1. Find and check what the config names.
             validate_supervised(cfg, mesh.world_size)
-            check_output(Path(cfg.output), cfg.resume)
+            check_output(Path(cfg.output), cfg.resume, mesh)
             open_rows = open_pairs if self.pairs else open_chats
             train, held_out = load_splits(open_rows, cfg.data, cfg.seed, mesh, mark_row)
             marks = np.concatenate([train.marks, held_out.marks])
             has_chats = bool(np.any(marks & IS_CHAT))
-            files = find_model(cfg, max_tokens, chats=has_chats)
+            with errors_of_machines(mesh):
+                files = find_model(cfg, max_tokens, chats=has_chats)
+            check_same_models(cfg, {"policy": files.folder}, mesh)
             num_positions = files.config.get_text_config().max_position_embeddings
             require(
                 num_positions >= max_tokens,

@@ -75,7 +75,10 @@ class TrainingRun:
         self.output = Path(cfg.output)
         self.first_step = 0
         self.progress = Progress()
-        self.resumed_from = checkpoint.find(self.output) if cfg.resume else None
+        self.resumed_from = None
+        if cfg.resume:
+            # Rank 0 chooses: another machine may see a new checkpoint later.
+            self.resumed_from = mesh.gather(checkpoint.find(self.output))[0]
         if self.resumed_from:
             saved = checkpoint.load_checkpoint(self.resumed_from, policy)
             self.first_step = saved["step"]

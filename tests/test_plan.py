@@ -244,8 +244,8 @@ def test_the_lower_bound_refuses_what_no_batch_size_helps():
 
 def test_a_program_on_cpu_says_what_its_tensors_take(monkeypatch):
     """And refuses what cannot fit the host, before it loads anything."""
-    mesh = SimpleNamespace(device=torch.device("cpu"), world_size=2)
-    monkeypatch.setattr(announce, "_share_of_host", lambda _: cards.of_device("CPU", 64 * GIB))
+    mesh = SimpleNamespace(device=torch.device("cpu"), world_size=2, maxima=lambda values: values)
+    monkeypatch.setattr(announce, "_share_of_host", lambda _: 64 * GIB)
     plan, lines = announce.announce(workload_of("Qwen3-0.6B", 2), mesh)
     assert plan.checkpointing == "off"
     assert len(lines) == 3

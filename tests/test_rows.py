@@ -20,10 +20,11 @@ from minirl.data.examples import Chats, open_chats
 from minirl.data.json_lines import JsonLines
 from minirl.data.order import Order
 from minirl.data.prompts import LengthBound, Prompts, open_prompts
-from minirl.data.rows import choose, errors_of_all, read_rows
+from minirl.data.rows import choose, read_rows
 from minirl.errors import UserError
 from minirl.inputs import NO_ANSWER, UNGRADED, PromptChecks
 from minirl.model.scratch import make_tokenizer
+from minirl.parallel.machines import errors_of_all
 from minirl.rewards.functions import make_rewards
 
 

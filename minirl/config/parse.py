@@ -94,6 +94,17 @@ def save_config(cfg: Any, path: Path) -> None:
     path.write_text(yaml.dump(dataclasses.asdict(cfg), Dumper=_Dumper, sort_keys=False))
 
 
+def flatten(values: dict, prefix: str = "") -> dict[str, object]:
+    """Return the settings of nested mappings by `section.name`."""
+    flat: dict[str, object] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
 def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> Any:
     """Make a config class from nested mappings.
 

@@ -17,14 +17,13 @@ from minirl.data.rows import (
     Rows,
     column,
     errors_at,
-    errors_of_all,
     is_messages,
     is_prompt,
     open_rows,
-    raise_first,
     with_images,
 )
 from minirl.errors import UserError, require
+from minirl.parallel.machines import errors_of_all, raise_first
 from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory
 

@@ -16,13 +16,13 @@ from minirl.data.rows import (
     Rows,
     column,
     errors_at,
-    errors_of_all,
     is_messages,
     is_prompt,
     open_rows,
     with_images,
 )
 from minirl.errors import UserError, require
+from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 
 

@@ -15,6 +15,7 @@ from minirl.data.chat import Messages, RowPrompt, to_messages
 from minirl.data.images import BadImage, attach
 from minirl.data.sources import Source, open_source
 from minirl.errors import UserError, require
+from minirl.parallel.machines import check_same, errors_of_all
 from minirl.parallel.mesh import Mesh
 
 # What TRL, OpenRLHF and others call a column. These names are tried where a row has none of the
@@ -146,6 +147,8 @@ def open_rows(
             "(held-out rows are all used once, without weights)"
         )
     sizes = [len(opened.rows) for opened in sources]
+    labels = [f"the number of rows of {opened.label}" for opened in sources]
+    check_same(dict(zip(labels, sizes, strict=True)), mesh)
     dtype = np.min_scalar_type(sum(sizes))  # 4 bytes a row, up to four thousand million of them
     numbers = []
     first_number = 0
@@ -279,24 +282,6 @@ def choose(digests: np.ndarray, held_out: int, *, distinct: bool) -> tuple[np.nd
         "data.train; lower it or set data.eval",
     )
     return np.flatnonzero(is_trained), np.concatenate(chosen)
-
-
-@contextlib.contextmanager
-def errors_of_all(mesh: Mesh) -> Iterator[None]:
-    """Raise the UserError of a rank in the block on every rank: that of the lowest. Collective."""
-    message = None
-    try:
-        yield
-    except UserError as error:
-        message = str(error)
-    raise_first(mesh.gather(message))
-
-
-def raise_first(messages: list[str | None]) -> None:
-    """Raise UserError with the first message; None: the rank has no error."""
-    for message in messages:
-        if message is not None:
-            raise UserError(message)
 
 
 @contextlib.contextmanager

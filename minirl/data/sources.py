@@ -17,6 +17,7 @@ Rows are read when they are asked for: JSON lines from their place in the file, 
 file's rows.
 """
 
+import contextlib
 import csv
 import difflib
 import json
@@ -24,7 +25,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -35,6 +36,7 @@ from reasoning_gym.factory import DATASETS, create_dataset
 
 from minirl.data.json_lines import JsonLines
 from minirl.errors import UserError, require
+from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
 
 GYM = "reasoning_gym:"
@@ -82,6 +84,15 @@ def open_source(text: str, setting: str, mesh: Mesh | None = None) -> Source:
         UserError: it is not there, or has no such option. A line that is no JSON raises one when it
             is read.
     """
+    with errors_of_machines(mesh) if mesh else contextlib.nullcontext():
+        source, lines = _open(text, setting)
+    if lines:
+        return replace(source, rows=JsonLines(lines, source.label, mesh))
+    return source
+
+
+def _open(text: str, setting: str) -> tuple[Source, Path | None]:
+    """Open a source; return it, and the file of JSON lines whose rows it still lacks."""
     label = f"{setting} = {text}"
     place, _, query = text.partition("?")
     path = Path(place)
@@ -105,7 +116,7 @@ def open_source(text: str, setting: str, mesh: Mesh | None = None) -> Source:
     name = options.pop("name", path.stem if path.is_file() else generator)
 
     # 2. Its rows.
-    rows: Sequence
+    rows: Sequence | None
     if is_generated:
         rows = _generate(generator, options, label)
     elif path.is_file():
@@ -113,7 +124,7 @@ def open_source(text: str, setting: str, mesh: Mesh | None = None) -> Source:
             raise UserError(
                 f"{label}: a file has no option {next(iter(options))}; it has weight and name"
             )
-        rows = _read_file(path, label, mesh)
+        rows = _read_file(path, label)
     elif is_hub_id or (place and path.is_dir()):
         rows = _load_dataset(path, options, label)
     else:
@@ -121,10 +132,14 @@ def open_source(text: str, setting: str, mesh: Mesh | None = None) -> Source:
             f"{setting} = {text!r}: no such file; give a JSONL, JSON, Parquet or CSV file, a "
             f"folder or hub id of datasets or {GYM}NAME"
         )
-    return Source(label=label, name=name, weight=weight, is_generated=is_generated, rows=rows)
+    source = Source(
+        label=label, name=name, weight=weight, is_generated=is_generated, rows=rows or ()
+    )
+    return source, path if rows is None else None
 
 
-def _read_file(path: Path, label: str, mesh: Mesh | None) -> Sequence:
+def _read_file(path: Path, label: str) -> Sequence | None:
+    """Open a file of rows; None: it is one of JSON lines, which the ranks read together."""
     try:
         if path.suffix == ".parquet":
             return datasets.Dataset.from_parquet(str(path))
@@ -143,7 +158,7 @@ def _read_file(path: Path, label: str, mesh: Mesh | None) -> Sequence:
                 return json.loads(text)
     except (DatasetsError, csv.Error, ValueError) as error:
         raise UserError(f"{label}: not a good {path.suffix} file: {error}") from error
-    return JsonLines(path, label, mesh)
+    return None
 
 
 def _load_dataset(path: Path, options: dict[str, str], label: str) -> datasets.Dataset:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minirl.config.shared import ParallelConfig
 from minirl.config.validate import validate_parallel
+from minirl.parallel.launch import open_attempt_store
 
 try:
     all_gather_single = dist.all_gather_single
@@ -43,41 +44,15 @@ class Context:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """This rank's place among all ranks, and how it talks to them.
-
-    The axes, from the outermost in: dp_replicate, dp_shard, cp, tp. The last one counts fastest, so
-    the ranks that talk most are neighbours.
-    """
+class World:
+    """All ranks of a run, and how they exchange small values between hosts."""
 
     rank: int
     world_size: int
     device: torch.device
-    # 1-D (dp_shard x cp) or 2-D (dp_replicate, dp_shard x cp). FSDP shards over the last axis and
-    # replicates over the first.
-    fsdp: DeviceMesh
-    # The ranks that hold parts of the same sequences; None if each sequence is on one rank.
-    context: Context | None
-    # 1-D (tp): consecutive ranks that hold parts of each matrix and work on the same data.
-    tensor: DeviceMesh
     # A gloo twin of the world for numpy arrays and counters, which then never pass the accelerator.
     host_group: ProcessGroup
     store: dist.Store
-
-    @property
-    def context_size(self) -> int:
-        """Return the number of ranks that share a sequence."""
-        return self.context.size if self.context else 1
-
-    @property
-    def num_copies(self) -> int:
-        """Return the number of ranks, all consecutive, that work on the same sequences."""
-        return self.context_size * self.tensor.size()
-
-    @property
-    def data_size(self) -> int:
-        """Return the number of parts that a batch's sequences are divided into."""
-        return self.world_size // self.num_copies
 
     def sums(self, values: Tensor) -> Tensor:
         """Add a CPU tensor over all ranks, in place, and return it."""
@@ -88,13 +63,6 @@ class Mesh:
         """Take the elementwise maximum of a CPU tensor over all ranks, in place, and return it."""
         dist.all_reduce(values, dist.ReduceOp.MAX, self.host_group)
         return values
-
-    def data_sums(self, values: Tensor) -> Tensor:
-        """Add a CPU tensor of counts of this rank's tokens over all ranks, each token once.
-
-        Tensor-parallel ranks count the same tokens; context-parallel ones do not.
-        """
-        return self.sums(values) / self.tensor.size()
 
     def gather(self, value: object) -> list:
         """Return a small picklable value of every rank, in rank order."""
@@ -201,19 +169,70 @@ class Mesh:
         dist.barrier(group=self.host_group)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mesh(World):
+    """This rank's place among all ranks.
+
+    The axes, from the outermost in: dp_replicate, dp_shard, cp, tp. The last one counts fastest, so
+    the ranks that talk most are neighbours.
+    """
+
+    # 1-D (dp_shard x cp) or 2-D (dp_replicate, dp_shard x cp). FSDP shards over the last axis and
+    # replicates over the first.
+    fsdp: DeviceMesh
+    # The ranks that hold parts of the same sequences; None if each sequence is on one rank.
+    context: Context | None
+    # 1-D (tp): consecutive ranks that hold parts of each matrix and work on the same data.
+    tensor: DeviceMesh
+
+    @property
+    def context_size(self) -> int:
+        """Return the number of ranks that share a sequence."""
+        return self.context.size if self.context else 1
+
+    @property
+    def num_copies(self) -> int:
+        """Return the number of ranks, all consecutive, that work on the same sequences."""
+        return self.context_size * self.tensor.size()
+
+    @property
+    def data_size(self) -> int:
+        """Return the number of parts that a batch's sequences are divided into."""
+        return self.world_size // self.num_copies
+
+    def data_sums(self, values: Tensor) -> Tensor:
+        """Add a CPU tensor of counts of this rank's tokens over all ranks, each token once.
+
+        Tensor-parallel ranks count the same tokens; context-parallel ones do not.
+        """
+        return self.sums(values) / self.tensor.size()
+
+
 def _hash(name: str) -> int:
     """Return 48 bits, which a float64 holds."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest())
 
 
 def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = None) -> Mesh:
+    """Join the ranks that torchrun started, and arrange them in a mesh.
+
+    Args:
+        timeout_minutes: how long a collective may wait for the other ranks.
+        parallel: sizes of the mesh's axes; None: all ranks are data-parallel.
+
+    Raises:
+        UserError: the axes do not multiply to the size of the world.
+    """
+    return arrange(open_world(timeout_minutes), parallel, timedelta(minutes=timeout_minutes))
+
+
+def open_world(timeout_minutes: float = 30.0) -> World:
     """Join the ranks that torchrun started; without torchrun, be a world of one.
 
     CUDA ranks get NCCL for device tensors and gloo for host ones. vLLM reuses this default group.
 
     Args:
         timeout_minutes: how long a collective may wait for the other ranks.
-        parallel: sizes of the mesh's axes; None: all ranks are data-parallel.
     """
     if "RANK" not in os.environ:
         os.environ.update(
@@ -242,8 +261,33 @@ def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = 
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
         backend = "gloo"
-    dist.init_process_group(backend, timeout=timeout)
-    return make_mesh(device, parallel, timeout)
+    store = open_attempt_store(timeout)
+    if store is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timeout,
+        )
+    return make_world(device, timeout)
+
+
+def make_world(device: torch.device, timeout: timedelta | None = None) -> World:
+    """Return the world of an initialised default process group. Collective."""
+    if device.type == "cuda":
+        host_group = dist.new_group(backend="gloo", timeout=timeout)
+    else:
+        host_group = dist.distributed_c10d._get_default_group()
+    return World(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=device,
+        host_group=host_group,
+        store=dist.distributed_c10d._get_default_store(),
+    )
 
 
 def make_mesh(
@@ -254,8 +298,19 @@ def make_mesh(
     Raises:
         UserError: the axes do not multiply to the size of the world.
     """
+    return arrange(make_world(device, timeout), parallel, timeout)
+
+
+def arrange(
+    world: World, parallel: ParallelConfig | None = None, timeout: timedelta | None = None
+) -> Mesh:
+    """Arrange the ranks of a world in a mesh. Collective.
+
+    Raises:
+        UserError: the axes do not multiply to the size of the world.
+    """
     parallel = parallel or ParallelConfig()
-    world_size = dist.get_world_size()
+    world_size = world.world_size
     validate_parallel(parallel, world_size)
     # FSDP over tensor parallelism gathers in an order that torch's redistribution finds worth a
     # warning per rank and shape.
@@ -265,14 +320,10 @@ def make_mesh(
     fsdp_axes = ("dp_replicate", "dp_shard_cp") if parallel.replicate > 1 else "dp_shard_cp"
     num_shards = world_size // (parallel.replicate * parallel.tensor)
     whole = init_device_mesh(
-        device.type,
+        world.device.type,
         (parallel.replicate, num_shards, parallel.tensor),
         mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"),
     )
-    if device.type == "cuda":
-        host_group = dist.new_group(backend="gloo", timeout=timeout)
-    else:
-        host_group = dist.distributed_c10d._get_default_group()
     context = None
     if parallel.context > 1:
         # Ranks are numbered [others, context, tensor]: those of a context are `tensor` apart.
@@ -284,12 +335,12 @@ def make_mesh(
             group, dist.get_rank(group), parallel.context, ring=parallel.context_engine == "ring"
         )
     return Mesh(
-        rank=dist.get_rank(),
+        rank=world.rank,
         world_size=world_size,
-        device=device,
+        device=world.device,
+        host_group=world.host_group,
+        store=world.store,
         fsdp=whole[fsdp_axes],
         context=context,
         tensor=whole["tp"],
-        host_group=host_group,
-        store=dist.distributed_c10d._get_default_store(),
     )

@@ -1,0 +1,141 @@
+"""What the machines of a run must have alike, looked at before anything is loaded.
+
+A file that only one of them has would end some ranks while the others wait for them.
+"""
+
+import contextlib
+import socket
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from minirl.errors import UserError, require
+from minirl.parallel.mesh import World
+
+
+@contextlib.contextmanager
+def errors_of_all(world: World) -> Iterator[None]:
+    """Raise the UserError of a rank in the block on every rank: that of the lowest. Collective."""
+    message = None
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+    raise_first(world.gather(message))
+
+
+def raise_first(messages: list[str | None]) -> None:
+    """Raise UserError with the first message; None: the rank has no error."""
+    for message in messages:
+        if message is not None:
+            raise UserError(message)
+
+
+@contextlib.contextmanager
+def errors_of_machines(world: World) -> Iterator[None]:
+    """Raise the UserError of a rank in the block on all, and say where it is one. Collective.
+
+    For a block that does the same on every rank. An error that not all ranks have is of a machine.
+    """
+    message = None
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+    of_ranks = world.gather(message)
+    failed = [rank for rank, text in enumerate(of_ranks) if text is not None]
+    if not failed:
+        return
+    text = of_ranks[failed[0]]
+    if len(failed) < world.world_size:
+        hosts = world.gather(socket.gethostname())
+        good = [rank for rank in range(world.world_size) if rank not in failed]
+        text = (
+            f"{text} (so on {_places(failed, hosts)}, and not on {_places(good, hosts)}; every "
+            "machine of a run needs the same files at the same place)"
+        )
+    raise UserError(text)
+
+
+def check_same(values: Mapping[str, object], world: World) -> None:
+    """Refuse values that differ between the ranks. Collective.
+
+    Args:
+        values: what they are of, as an error names it -> a value that has a text.
+        world: the ranks.
+
+    Raises:
+        UserError: for the first that differs.
+    """
+    of_ranks = world.gather({name: str(value) for name, value in values.items()})
+    names = dict.fromkeys(name for seen in of_ranks for name in seen)
+    for name in names:
+        texts = [seen.get(name, "missing") for seen in of_ranks]
+        if len(set(texts)) == 1:
+            continue
+        hosts = world.gather(socket.gethostname())
+        other = next(text for text in texts if text != texts[0])
+        places = []
+        for text in (texts[0], other):
+            ranks = [rank for rank, of_rank in enumerate(texts) if of_rank == text]
+            places.append(f"{text} on {_places(ranks, hosts)}")
+        raise UserError(
+            f"{name} is {' and '.join(places)}; every machine of a run needs the same settings and "
+            "files"
+        )
+
+
+def check_shared(folder: Path, setting: str, world: World) -> None:
+    """Refuse a folder that rank 0 cannot write to or that another rank does not see. Collective.
+
+    Rank 0 writes a small file, for which the others look; what was made for it is removed again.
+    Nobody but rank 0 may have looked for the folder before: a network file system may remember for
+    a minute that there was none.
+
+    Args:
+        folder: it may not exist yet.
+        setting: the setting that names it, for errors.
+        world: the ranks.
+    """
+    # 1. Rank 0 writes.
+    name = world.gather(f".seen-by-all-{uuid.uuid4().hex[:8]}")[0]
+    made: list[Path] = []
+    with errors_of_all(world):
+        if world.rank == 0:
+            try:
+                made = [path for path in (folder, *folder.parents) if not path.exists()]
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).touch()
+            except OSError as error:
+                raise UserError(
+                    f"{setting} = {folder} cannot be written to: {error}; choose another folder"
+                ) from error
+
+    # 2. All look.
+    seen = world.gather((folder / name).exists())
+    hosts = world.gather(socket.gethostname())
+    if world.rank == 0:
+        (folder / name).unlink()
+        for path in made:
+            path.rmdir()
+    blind = [rank for rank, has_seen in enumerate(seen) if not has_seen]
+    require(
+        not blind,
+        f"{setting} = {folder} is not one folder for all machines: what rank 0 writes there on "
+        f"{hosts[0]} is not seen on {_places(blind, hosts)}; name a folder of a file system that "
+        "all machines of the run mount at the same place",
+    )
+
+
+def _places(ranks: list[int], hosts: list[str]) -> str:
+    """Return the machines of some ranks with those ranks: `node-1 (ranks 2, 3)`."""
+    of_host: dict[str, list[str]] = {}
+    for rank in ranks:
+        of_host.setdefault(hosts[rank], []).append(str(rank))
+    named = [
+        f"{host} (rank{'s' * (len(numbers) > 1)} {', '.join(numbers)})"
+        for host, numbers in of_host.items()
+    ]
+    if len(named) > 3:
+        named = [*named[:3], f"{len(named) - 3} more"]
+    return ", ".join(named)
