@@ -24,6 +24,7 @@ from minirl.errors import UserError, require
 from minirl.model import build, families, scratch
 from minirl.parallel import tensor
 from minirl.parallel.machines import (
+    check_on_one_machine,
     check_same,
     check_shared,
     errors_of_all,
@@ -61,6 +62,9 @@ class Inputs:
         resolve_lengths(cfg)
         validate_rl(cfg, mesh.world_size)
         check_output(Path(cfg.output), cfg.resume, mesh)
+        if mesh.device.type == "cpu":  # where an engine's ranks share memory
+            num_ranks = cfg.engine.tensor_parallel_size
+            check_on_one_machine(num_ranks, "engine.tensor_parallel_size", mesh)
         with errors_of_machines(mesh):
             # What scores the answers.
             self.make_env = make_env(cfg.env.name)

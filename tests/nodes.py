@@ -41,6 +41,7 @@ class Node:
     address: str
     folder: Path
     namespaces: dict[str, int] = field(default_factory=dict)  # file -> kind; empty: this machine's
+    environment: dict[str, str] = field(default_factory=dict)  # of its agent and ranks
 
     def enter(self) -> None:
         """Make this process one of the node."""
@@ -51,6 +52,7 @@ class Node:
                     raise OSError(ctypes.get_errno(), f"setns to {path}")
         if self.namespaces:
             os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+        os.environ.update(self.environment)
         os.chdir(self.folder)
 
 

@@ -127,6 +127,24 @@ def check_shared(folder: Path, setting: str, world: World) -> None:
     )
 
 
+def check_on_one_machine(num_ranks: int, setting: str, world: World) -> None:
+    """Refuse groups of consecutive ranks that span machines. Collective.
+
+    Args:
+        num_ranks: size of a group.
+        setting: the setting that has it, for errors.
+        world: the ranks.
+    """
+    hosts = world.gather(socket.gethostname())
+    for first in range(0, world.world_size, num_ranks):
+        group = list(range(first, first + num_ranks))
+        require(
+            len({hosts[rank] for rank in group}) == 1,
+            f"{setting} = {num_ranks} puts ranks of {_places(group, hosts)} together, which must "
+            "be on one machine; lower it, or start more ranks on each",
+        )
+
+
 def _places(ranks: list[int], hosts: list[str]) -> str:
     """Return the machines of some ranks with those ranks: `node-1 (ranks 2, 3)`."""
     of_host: dict[str, list[str]] = {}

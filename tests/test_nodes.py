@@ -1,0 +1,317 @@
+"""Two machines of two ranks each: what they agree on, what each must have, and what is left when a
+rank or a whole agent is killed."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import tiny
+from minirl.parallel.launch import agree_on_name
+from nodes import Job, Node, two_nodes
+from programs import Ended, fork
+from test_program import read, repeatable
+
+NUM_STEPS = 3
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="four ranks, each with an engine")
+
+# Notes what a rank is, and holds the run behind a checkpoint until the test has done its deed.
+REWARD = """
+import json, os, socket, time
+from pathlib import Path
+import torch
+
+here = Path(__file__).parent
+names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "WORLD_SIZE")
+facts = {name: int(os.environ.get(name, 0)) for name in names}
+facts |= {"host": socket.gethostname(), "threads": torch.get_num_threads()}
+(here / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(facts))
+
+def length(prompt, completion, row):
+    while (here / "hold").read_text() in checkpoints():
+        time.sleep(0.01)
+    return len(completion) / 10
+
+def checkpoints():
+    return [path.name for path in here.glob("out/checkpoints/step-?")]
+"""
+
+
+@dataclass
+class World:
+    """Two nodes, and what they both see."""
+
+    nodes: list[Node]
+    folder: Path
+
+    def flags(self, name: str) -> list:
+        """Of a run with a folder of its own, where it has its reward function and its output."""
+        folder = self.folder / name
+        folder.mkdir()
+        (folder / "reward.py").write_text(REWARD)
+        (folder / "hold").write_text("nothing")
+        given = {
+            "output": folder / "out",
+            "policy.model": self.folder / "model",
+            "policy.dtype": "float32",
+            "data.train": self.folder / "rows.jsonl",
+            "data.held-out": 2,
+            "data.max-prompt-tokens": 32,
+            "reward.function": f"{folder}/reward.py:length",
+            "num-steps": NUM_STEPS,
+            "rollout.prompts-per-step": 4,
+            "rollout.samples-per-prompt": 2,
+            "rollout.max-tokens": 6,
+            "eval.every": NUM_STEPS,
+            "checkpoint.every": 1,
+            "checkpoint.keep": NUM_STEPS,
+            # Shards and engines stay on a node.
+            "parallel.replicate": 2,
+            "engine.tensor-parallel-size": 2,
+            "engine.kv-cache-gb": 0.01,
+            "timeout-minutes": 2,
+        }
+        pairs = [[f"--{name}", value] for name, value in given.items()]
+        return [*sum(pairs, []), "--resume"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nodes")
+    tiny.make(folder / "model")
+    rows = [json.dumps({"prompt": f"{i} times {i}", "answer": str(i * i)}) for i in range(20)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    with two_nodes(folder) as nodes:
+        yield World(nodes, folder)
+
+
+@dataclass
+class Killed:
+    """A run that was killed in the middle and has come to its end."""
+
+    folder: Path
+    flags: list
+    ended: Ended
+
+    def rows(self, phase: str) -> list[dict]:
+        rows = read(self.folder / "out/metrics.jsonl")
+        return repeatable([row for row in rows if row["phase"] == phase])
+
+
+def start_and_hold(world: World, name: str, step: int) -> tuple[Job, list]:
+    """Start a run that can be restarted once, and wait until it is held behind a checkpoint."""
+    flags = world.flags(name)
+    (world.folder / name / "hold").write_text(f"step-{step}")
+    job = Job(world.nodes, "minirl.rl", [flags, flags], world.folder / name, max_restarts=1)
+    job.wait_for((world.folder / name / f"out/checkpoints/step-{step}").exists)
+    return job, flags
+
+
+def let_go(world: World, name: str) -> None:
+    (world.folder / name / "hold").write_text("nothing")
+
+
+@pytest.fixture(scope="module")
+def rank_killed(world):
+    job, flags = start_and_hold(world, "rank", step=1)
+    job.agents[1].ranks()[3].kill()
+    let_go(world, "rank")
+    return Killed(world.folder / "rank", flags, job.end())
+
+
+@pytest.fixture(scope="module")
+def agent_killed(world):
+    """Another one takes its place, which takes this variable of torch's."""
+    for node in world.nodes:
+        node.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    job, flags = start_and_hold(world, "agent", step=2)
+    ranks = list(job.agents[1].ranks().values())
+    job.agents[1].kill()
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    job.start(1)
+    let_go(world, "agent")
+    ended = job.end()
+    for node in world.nodes:
+        node.environment.clear()
+    assert not alive, "ranks of a killed agent live on"
+    return Killed(world.folder / "agent", flags, ended)
+
+
+def test_ranks_know_their_node(world, rank_killed):
+    facts = [json.loads((rank_killed.folder / f"rank-{r}.json").read_text()) for r in range(4)]
+    assert [fact["LOCAL_RANK"] for fact in facts] == [0, 1, 0, 1]
+    assert [fact["GROUP_RANK"] for fact in facts] == [0, 0, 1, 1]
+    assert all(fact["LOCAL_WORLD_SIZE"] == 2 and fact["WORLD_SIZE"] == 4 for fact in facts)
+    # The cores and the memory of a machine are divided by its own ranks.
+    cores = len(psutil.Process().cpu_affinity())
+    assert {fact["threads"] for fact in facts} == {max(1, cores // 2)}
+    assert "this machine's memory over its 2 ranks" in rank_killed.ended.err
+    assert "4 ranks on cpu" in rank_killed.ended.err
+    if world.nodes[0].namespaces:
+        assert [fact["host"] for fact in facts] == ["node-0", "node-0", "node-1", "node-1"]
+
+
+def test_a_killed_rank_is_started_again_with_all_others(rank_killed):
+    assert rank_killed.ended.code == 0, rank_killed.ended.err
+    assert "resuming at step 1" in rank_killed.ended.err
+    assert [row["step"] for row in rank_killed.rows("rl")] == list(range(NUM_STEPS))
+    assert (rank_killed.folder / "out/model/model.safetensors").exists()
+
+
+def test_a_killed_agent_takes_its_ranks_along_and_can_be_replaced(agent_killed):
+    assert agent_killed.ended.code == 0, agent_killed.ended.err
+    assert "resuming at step 2" in agent_killed.ended.err
+
+
+def test_restarts_do_not_show_in_the_results(rank_killed, agent_killed):
+    """One was interrupted after step 1, the other after step 2."""
+    for phase in ("rl", "eval"):
+        assert rank_killed.rows(phase) == agent_killed.rows(phase)
+
+
+def test_a_checkpoint_of_two_nodes_resumes_on_one_rank(world, rank_killed):
+    folder = world.folder / "one"
+    shutil.copytree(rank_killed.folder / "out", folder)
+    flags = [
+        *rank_killed.flags,
+        *("--output", folder, "--num-steps", NUM_STEPS + 1),
+        *("--parallel.replicate", 1, "--engine.tensor-parallel-size", 1),
+    ]
+    ended = fork("minirl.rl", flags, world.folder / "log-one", world=1)
+    assert ended.code == 0, ended.err
+    assert f"resuming at step {NUM_STEPS}" in ended.err
+    rows = read(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["phase"] == "rl"] == list(range(NUM_STEPS + 1))
+    # Held-out prompts get the same answers of the same weights.
+    scores = [row for row in rows if row["phase"] == "eval" and row["step"] == NUM_STEPS]
+    before = [row for row in rank_killed.rows("eval") if row["step"] == NUM_STEPS]
+    assert scores[0]["reward"] == pytest.approx(before[0]["reward"], abs=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------
+# what every machine must have
+
+
+def copied(world: World, name: str, i: int) -> Path:
+    """Put a copy of what all see into the folder of node i, where the other does not look."""
+    source = world.folder / name
+    copy = world.nodes[i].folder / name
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
+    return copy
+
+
+def only_on_the_first(world: World, name: str) -> None:
+    copied(world, name, 0)
+
+
+def shorter_on_the_second(world: World, name: str) -> None:
+    copied(world, name, 0)
+    copy = copied(world, name, 1)
+    file = copy / "tokenizer_config.json" if copy.is_dir() else copy
+    file.write_text(file.read_text().rstrip()[:-1] + " }\n")
+
+
+# case -> (what is done to the nodes, flags of both, flags of the second, what the message has)
+CASES = {
+    "output": (
+        None,
+        ["--output", "mine"],
+        [],
+        ["output = mine is not one folder for all machines", "is not seen on", "(ranks 2, 3)"],
+    ),
+    "model": (
+        lambda world: only_on_the_first(world, "model"),
+        ["--policy.model", "./model"],
+        [],
+        ["policy.model = './model' is neither a folder", "(ranks 2, 3), and not on"],
+    ),
+    "data": (
+        lambda world: only_on_the_first(world, "rows.jsonl"),
+        ["--data.train", "rows.jsonl"],
+        [],
+        ["data.train = 'rows.jsonl': no such file", "(ranks 2, 3), and not on"],
+    ),
+    "another model": (
+        lambda world: shorter_on_the_second(world, "model"),
+        ["--policy.model", "./model"],
+        [],
+        ["model/tokenizer_config.json (policy), in bytes, is", "(ranks 2, 3)"],
+    ),
+    "another setting": (None, [], ["--seed", 1], ["seed is 0 on", "and 1 on", "(ranks 2, 3)"]),
+    "config": (
+        None,
+        [],
+        ["--config", "none.yaml"],
+        ["--config 'none.yaml': no such file", "(ranks 2, 3), and not on"],
+    ),
+    "engine": (
+        None,
+        ["--engine.tensor-parallel-size", 4],
+        [],
+        ["engine.tensor_parallel_size = 4", "node-0", "node-1", "lower it"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_one_node_lacks_is_one_message(world, case):
+    deed, of_both, of_second, texts = CASES[case]
+    if case == "engine" and not world.nodes[0].namespaces:
+        pytest.skip("no network namespaces (ip, unshare): the ranks are on one machine")
+    for node in world.nodes:
+        shutil.rmtree(node.folder)
+        node.folder.mkdir()
+    if deed:
+        deed(world)
+    flags = [*world.flags(case), *of_both]
+    output = flags[-1] if case == "output" else world.folder / case / "out"
+    job = Job(world.nodes, "minirl.rl", [flags, [*flags, *of_second]], world.folder / case)
+    ended = job.end(60)
+    assert ended.code == 1, ended.err
+    assert len(ended.errors()) == 1 and "crashed" not in ended.err, ended.err
+    for text in texts:
+        assert text in ended.errors()[0], ended.errors()
+    # Nothing is left behind.
+    assert not any((node.folder / output).exists() for node in world.nodes)
+
+
+# --------------------------------------------------------------------------------------------------
+# how ranks of an attempt find each other
+
+
+def test_dead_ranks_do_not_mislead_the_living():
+    """Whoever comes first, and whatever earlier attempts left half done in the store."""
+    timeout = timedelta(seconds=20)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
+    names = []
+    for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
+        found: dict[int, str] = {}
+
+        def join(rank: int, found: dict[int, str] = found) -> None:
+            own = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timeout)
+            found[rank] = agree_on_name(own, rank, 3, timeout)
+
+        threads = [Thread(target=join, args=(rank,)) for rank in order]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(found) == [0, 1, 2] and len(set(found.values())) == 1
+        names.append(found[0])
+        # The next attempt finds one that rank 0 announced and nobody has joined.
+        store.set("minirl/newest", "never joined")
+    assert len(set(names)) == 3
+
+
+def test_a_rank_that_is_alone_gives_up():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=1))
+    for rank in (0, 1):
+        with pytest.raises(dist.DistStoreError):
+            agree_on_name(store, rank, 2, timedelta(seconds=0.2))
