@@ -23,6 +23,7 @@ MODULES = [
     "openai",
     "anthropic",
     "pytest",
+    "torch.distributed.run",
     "torch.utils.tensorboard",
     "matplotlib.backends.backend_agg",
     *(

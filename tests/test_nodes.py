@@ -3,10 +3,12 @@ rank or a whole agent is killed."""
 
 import json
 import shutil
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
+from unittest import mock
 
 import psutil
 import pytest
@@ -14,7 +16,11 @@ import torch
 import torch.distributed as dist
 
 import tiny
+from harness import ranks
+from minirl.errors import UserError
+from minirl.inputs import check_output
 from minirl.parallel.launch import agree_on_name
+from minirl.parallel.machines import check_on_one_machine, check_same
 from nodes import Job, Node, two_nodes
 from programs import Ended, fork
 from test_program import read, repeatable
@@ -199,26 +205,7 @@ def test_a_checkpoint_of_two_nodes_resumes_on_one_rank(world, rank_killed):
 # what every machine must have
 
 
-def copied(world: World, name: str, i: int) -> Path:
-    """Put a copy of what all see into the folder of node i, where the other does not look."""
-    source = world.folder / name
-    copy = world.nodes[i].folder / name
-    (shutil.copytree if source.is_dir() else shutil.copy)(source, copy)
-    return copy
-
-
-def only_on_the_first(world: World, name: str) -> None:
-    copied(world, name, 0)
-
-
-def shorter_on_the_second(world: World, name: str) -> None:
-    copied(world, name, 0)
-    copy = copied(world, name, 1)
-    file = copy / "tokenizer_config.json" if copy.is_dir() else copy
-    file.write_text(file.read_text().rstrip()[:-1] + " }\n")
-
-
-# case -> (what is done to the nodes, flags of both, flags of the second, what the message has)
+# case -> (what only the first node has, flags of both, flags of the second, what the message says)
 CASES = {
     "output": (
         None,
@@ -227,22 +214,16 @@ CASES = {
         ["output = mine is not one folder for all machines", "is not seen on", "(ranks 2, 3)"],
     ),
     "model": (
-        lambda world: only_on_the_first(world, "model"),
+        "model",
         ["--policy.model", "./model"],
         [],
         ["policy.model = './model' is neither a folder", "(ranks 2, 3), and not on"],
     ),
     "data": (
-        lambda world: only_on_the_first(world, "rows.jsonl"),
+        "rows.jsonl",
         ["--data.train", "rows.jsonl"],
         [],
         ["data.train = 'rows.jsonl': no such file", "(ranks 2, 3), and not on"],
-    ),
-    "another model": (
-        lambda world: shorter_on_the_second(world, "model"),
-        ["--policy.model", "./model"],
-        [],
-        ["model/tokenizer_config.json (policy), in bytes, is", "(ranks 2, 3)"],
     ),
     "another setting": (None, [], ["--seed", 1], ["seed is 0 on", "and 1 on", "(ranks 2, 3)"]),
     "config": (
@@ -251,35 +232,77 @@ CASES = {
         ["--config", "none.yaml"],
         ["--config 'none.yaml': no such file", "(ranks 2, 3), and not on"],
     ),
-    "engine": (
-        None,
-        ["--engine.tensor-parallel-size", 4],
-        [],
-        ["engine.tensor_parallel_size = 4", "node-0", "node-1", "lower it"],
-    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_one_node_lacks_is_one_message(world, case):
-    deed, of_both, of_second, texts = CASES[case]
-    if case == "engine" and not world.nodes[0].namespaces:
-        pytest.skip("no network namespaces (ip, unshare): the ranks are on one machine")
-    for node in world.nodes:
-        shutil.rmtree(node.folder)
-        node.folder.mkdir()
-    if deed:
-        deed(world)
-    flags = [*world.flags(case), *of_both]
-    output = flags[-1] if case == "output" else world.folder / case / "out"
-    job = Job(world.nodes, "minirl.rl", [flags, [*flags, *of_second]], world.folder / case)
+    lacking, of_both, of_second, texts = CASES[case]
+    if lacking:
+        source = world.folder / lacking
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, world.nodes[0].folder / lacking)
+    name = f"no {case}"
+    flags = [*world.flags(name), *of_both]
+    job = Job(world.nodes, "minirl.rl", [flags, [*flags, *of_second]], world.folder / name)
     ended = job.end(60)
     assert ended.code == 1, ended.err
     assert len(ended.errors()) == 1 and "crashed" not in ended.err, ended.err
     for text in texts:
         assert text in ended.errors()[0], ended.errors()
     # Nothing is left behind.
-    assert not any((node.folder / output).exists() for node in world.nodes)
+    assert not (world.folder / name / "out").exists()
+    assert not any((node.folder / "mine").exists() for node in world.nodes)
+
+
+def on_two_hosts(mesh) -> list[str]:
+    """What is said of ranks 0 and 1, as if each had a machine of its own."""
+    sizes = {"the size of config.json": 10}
+    if mesh.rank == 0:
+        sizes["the size of model.safetensors"] = 1
+    calls = {
+        "files": lambda: check_same(sizes, mesh),
+        "values": lambda: check_same({"seed": mesh.rank, "lr": 1}, mesh),
+        "engine": lambda: check_on_one_machine(2, "engine.tensor_parallel_size", mesh),
+        "lone": lambda: check_on_one_machine(1, "engine.tensor_parallel_size", mesh),
+    }
+    said = []
+    with mock.patch.object(socket, "gethostname", lambda: f"host-{mesh.rank}"):
+        for call in calls.values():
+            try:
+                said.append(str(call() or ""))
+            except UserError as error:
+                said.append(str(error))
+    return said
+
+
+def test_ranks_of_two_hosts_are_compared():
+    told = ranks(2, on_two_hosts)
+    assert told[0] == told[1]
+    files, values, engine, lone = told[0]
+    assert "model.safetensors is 1 on host-0 (rank 0) and missing on host-1 (rank 1)" in files
+    assert "seed is 0 on host-0 (rank 0) and 1 on host-1 (rank 1); every machine" in values
+    assert "engine.tensor_parallel_size = 2 puts ranks of host-0 (rank 0), host-1" in engine
+    assert lone == ""
+
+
+def use_output(mesh, folder: Path) -> tuple[str, str, list[str]]:
+    """What is said of a good folder and of one that cannot be, and what is left."""
+    said = []
+    for output in (folder / "a/b", folder / "file/b"):
+        try:
+            said.append(str(check_output(output, False, mesh) or ""))
+        except UserError as error:
+            said.append(str(error))
+    return *said, sorted(path.name for path in folder.iterdir())
+
+
+def test_a_look_at_the_output_leaves_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    for good, bad, left in ranks(2, use_output, tmp_path):
+        assert good == "" and left == ["file"]
+        assert f"output = {tmp_path}/file/b cannot be written to" in bad
+        assert "choose another folder" in bad
 
 
 # --------------------------------------------------------------------------------------------------
