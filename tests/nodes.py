@@ -211,7 +211,7 @@ class Job:
         log = self.folder / f"agent-{i}-{time.monotonic_ns()}.txt"
         self.agents[i] = Agent(node, arguments, self.module, self.flags[i], log)
 
-    def wait_for(self, happened: Callable[[], bool], seconds: float = 120) -> None:
+    def wait_for(self, happened: Callable[[], bool], seconds: float = 240) -> None:
         """Wait; raise AssertionError if an agent ends or the time is over before."""
         end = time.monotonic() + seconds
         while not happened():
@@ -220,7 +220,7 @@ class Job:
                 raise AssertionError(f"it did not come to that:\n{self.end(0).err}")
             time.sleep(0.01)
 
-    def end(self, seconds: float = 120) -> Ended:
+    def end(self, seconds: float = 240) -> Ended:
         """Wait for all agents; those that take longer are killed with their ranks.
 
         The exit code is that of the first agent that failed; all that was printed is in `err`.

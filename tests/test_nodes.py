@@ -2,8 +2,10 @@
 rank or a whole agent is killed."""
 
 import json
+import os
 import shutil
 import socket
+import subprocess
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import run
 
 import tiny
 from harness import ranks
@@ -22,7 +25,7 @@ from minirl.inputs import check_output
 from minirl.parallel.launch import agree_on_name
 from minirl.parallel.machines import check_on_one_machine, check_same
 from nodes import Job, Node, two_nodes
-from programs import Ended, fork
+from programs import ROOT, Ended, fork
 from test_program import read, repeatable
 
 NUM_STEPS = 3
@@ -245,7 +248,7 @@ def test_what_one_node_lacks_is_one_message(world, case):
     name = f"no {case}"
     flags = [*world.flags(name), *of_both]
     job = Job(world.nodes, "minirl.rl", [flags, [*flags, *of_second]], world.folder / name)
-    ended = job.end(60)
+    ended = job.end()
     assert ended.code == 1, ended.err
     assert len(ended.errors()) == 1 and "crashed" not in ended.err, ended.err
     for text in texts:
@@ -338,3 +341,35 @@ def test_a_rank_that_is_alone_gives_up():
     for rank in (0, 1):
         with pytest.raises(dist.DistStoreError):
             agree_on_name(store, rank, 2, timedelta(seconds=0.2))
+
+
+# --------------------------------------------------------------------------------------------------
+# SLURM
+
+
+def test_the_batch_script_restarts_and_resumes(tmp_path):
+    """With stand-ins for what SLURM has."""
+    for name, body in {"scontrol": "printf 'n7\\nn8\\n'", "srun": 'printf "%s\\n" "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "n[7-8]",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_JOB_ID": "123456",
+    }
+    script = ROOT / "launch/slurm.sbatch"
+    command = ["bash", script, "--config", "a b.yaml"]
+    out = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+    launcher, flags = out.split("-m\nminirl.rl\n")
+    assert flags.splitlines() == ["--config", "a b.yaml", "--resume"]
+    srun, _, given = launcher.partition(".venv/bin/torchrun\n")
+    assert srun.splitlines() == ["--kill-on-bad-exit=1"]
+    arguments = run.parse_args([*given.splitlines(), "-m", "minirl.rl"])
+    config, _, _ = run.config_from_args(arguments)
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 4)
+    assert config.max_restarts == 3 and config.run_id == "123456"
+    assert config.rdzv_endpoint == "n7:23456"
+    for line in ("--requeue", "--open-mode=append", "--ntasks-per-node=1"):
+        assert f"#SBATCH {line}\n" in script.read_text()
