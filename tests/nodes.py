@@ -203,8 +203,8 @@ class Job:
             "rdzv-backend": "c10d",
             "rdzv-endpoint": f"{self.nodes[0].address}:{self.port}",
             "rdzv-id": "job",
-            # A dead agent is missed after two seconds, not fifteen.
-            "rdzv-conf": f"is_host={is_host},keep_alive_interval=1,keep_alive_max_attempt=2",
+            # An agent counts as dead when it was silent for ten seconds: a busy machine is slow.
+            "rdzv-conf": f"is_host={is_host},keep_alive_interval=1,keep_alive_max_attempt=10",
             "max-restarts": self.max_restarts,
         }
         arguments = [f"--{name}={value}" for name, value in launch.items()]

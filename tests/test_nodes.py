@@ -1,6 +1,7 @@
 """Two machines of two ranks each: what they agree on, what each must have, and what is left when a
 rank or a whole agent is killed."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -138,17 +139,15 @@ def rank_killed(world):
 @pytest.fixture(scope="module")
 def agent_killed(world):
     """Another one takes its place, which takes this variable of torch's."""
-    for node in world.nodes:
-        node.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    job, flags = start_and_hold(world, "agent", step=2)
+    variable = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    nodes = [dataclasses.replace(node, environment=variable) for node in world.nodes]
+    job, flags = start_and_hold(World(nodes, world.folder), "agent", step=2)
     ranks = list(job.agents[1].ranks().values())
     job.agents[1].kill()
     _, alive = psutil.wait_procs(ranks, timeout=20)
     job.start(1)
     let_go(world, "agent")
     ended = job.end()
-    for node in world.nodes:
-        node.environment.clear()
     assert not alive, "ranks of a killed agent live on"
     return Killed(world.folder / "agent", flags, ended)
 
