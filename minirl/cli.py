@@ -8,7 +8,6 @@ import dataclasses
 import faulthandler
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -47,7 +46,7 @@ def run(config: type, program: Callable[[Any, Mesh], None]) -> None:
         with errors_of_machines(world):
             if mistake:
                 raise mistake
-        check_same(_settings(cfg), world)
+        check_same(settings(cfg), world)
         parallel = cfg.parallel if isinstance(cfg, TrainingConfig) else None
         program(cfg, arrange(world, parallel, timedelta(minutes=minutes)))
         if dist.is_initialized():  # some versions of vLLM's executor destroy the default group
@@ -58,10 +57,6 @@ def run(config: type, program: Callable[[Any, Mesh], None]) -> None:
             notes = vars(error).get("__notes__", [])
             print("\n".join([f"\nminirl: error: {error}", *notes]), file=sys.stderr)
         _leave(BAD_INPUT)
-    except SystemExit as stop:  # tyro has said on rank 0 what is wrong with the flags
-        if stop.code:
-            _let_rank_0_speak()
-        raise
     except Exception:  # the last handler of the program: whatever it is, this rank ends now
         with contextlib.suppress(dist.DistError):  # the store is gone too
             if world is not None and world.store.add("minirl/errors", 0) > 0:
@@ -79,20 +74,10 @@ def _parse(config: type) -> tuple[Any, UserError | None]:
         return None, error
 
 
-def _settings(cfg: Any) -> dict[str, object]:
+def settings(cfg: Any) -> dict[str, object]:
     """Return the settings that all machines must have alike, by `section.name`."""
     settings = flatten(dataclasses.asdict(cfg))
     return {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
-
-
-def _let_rank_0_speak() -> None:
-    """Wait, before the ranks have met, until rank 0 has printed its message.
-
-    torchrun ends all ranks when the first one leaves, so another would cut rank 0 short. Returns at
-    once on rank 0, and elsewhere if rank 0 has not found the mistake after half a minute.
-    """
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(30)
 
 
 def _leave(code: int) -> NoReturn:

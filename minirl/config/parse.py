@@ -4,8 +4,10 @@ Only known keys and right types are accepted, and one message says what is wrong
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
+import io
 import json
 import os
 import re
@@ -45,14 +47,15 @@ MESSAGES = {
 def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
     """Read `--config FILE` (if given) and then the flags of a config class.
 
-    tyro itself answers wrong flags, and exits with code 2.
+    `--help` prints the flags, on rank 0, and exits.
 
     Args:
         cls: a config class, whose docstring says by `-m minirl.NAME` which program it belongs to.
         argv: arguments; None: those of the process.
 
     Raises:
-        UserError: for a missing file, an unknown setting and a wrong value.
+        UserError: for a missing file, a flag that tyro refuses (its words are the message), an
+            unknown setting and a wrong value.
     """
     import tyro  # here, because only programs need it and importing it is slow
 
@@ -61,15 +64,25 @@ def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
     known, flags = config_flag.parse_known_args(argv)
     default = {} if known.config is None else {"default": load_config(cls, known.config)}
     description = cls.__doc__ or ""
-    cfg = tyro.cli(
-        cls,
-        prog="python " + re.findall(r"-m minirl\.\w+", description)[0],
-        args=flags,
-        description=description,
-        config=(tyro.conf.PositionalRequiredArgs,),
-        console_outputs=os.environ.get("RANK", "0") == "0",  # one rank is enough to say it
-        **default,
-    )
+    asks_for_help = not {"-h", "--help"}.isdisjoint(flags)
+    refusal = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(refusal):
+            cfg = tyro.cli(
+                cls,
+                prog="python " + re.findall(r"-m minirl\.\w+", description)[0],
+                args=flags,
+                description=description,
+                config=(tyro.conf.PositionalRequiredArgs,),
+                # One rank is enough to print the help.
+                console_outputs=not asks_for_help or os.environ.get("RANK", "0") == "0",
+                **default,
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        lines = [line.rstrip() for line in refusal.getvalue().splitlines()]
+        raise UserError("wrong flags\n" + "\n".join(lines).rstrip()) from stop
     return fill_config(cls, dataclasses.asdict(cfg))
 
 
