@@ -27,8 +27,16 @@ def end_with_agent() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # it went before the line above
+    if os.getppid() == 1 and not is_this_python(1):  # it was gone before the line above
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_this_python(pid: int) -> bool:
+    """Whether a process runs this Python, as the torchrun that a container starts first does."""
+    try:
+        return os.path.samefile(f"/proc/{pid}/exe", "/proc/self/exe")
+    except OSError:  # another user's
+        return False
 
 
 def open_attempt_store(timeout: timedelta) -> dist.Store | None:
