@@ -20,7 +20,7 @@ from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Chats
 from minirl.errors import require
 from minirl.inputs import find_other_model
-from minirl.parallel.machines import check_shared
+from minirl.parallel.machines import check_same
 from minirl.policy import Minibatch, Policy, annotate_examples
 from minirl.supervised import PairTrainer
 from minirl.types import Trajectory
@@ -48,8 +48,10 @@ class Trainer(PairTrainer):
                 return self.load_model(cfg.policy, folder, trainable=False)
             cache = Path(cfg.reference_cache)
             contents = self._describe_cache(folder)
-            check_shared(cache.parent, "reference_cache", self.mesh)
-            if self.mesh.gather(cache.exists())[0]:  # all ranks do as rank 0, which wrote the file
+            # All do as rank 0, which wrote the file.
+            if self.mesh.broadcast(self.mesh.rank == 0 and cache.exists(), 0):
+                found = "there" if cache.exists() else "missing"
+                check_same({f"reference_cache = {cache}": found}, self.mesh)
                 with np.load(cache) as arrays:
                     logprobs = dict(arrays)
                 saved = json.loads(str(logprobs.pop("about", "{}")))

@@ -130,25 +130,31 @@ class Inputs:
 def check_same_models(
     cfg: RLConfig | SupervisedConfig, folders: dict[str, Path], mesh: Mesh
 ) -> None:
-    """Refuse models whose files have other sizes on another machine. Collective.
+    """Refuse models whose weights or config have other sizes on another machine. Collective.
 
     Args:
         cfg: the folder of a scratch model, which is still to be made, is left out.
-        folders: of the models, by their roles.
+        folders: of the models, by their roles. A hub's cache may be elsewhere on each machine.
         mesh: the ranks.
+
+    Raises:
+        UserError: for the first file that differs.
     """
     sizes = {}
     for role, folder in folders.items():
         if role == "policy" and cfg.policy.model == "scratch":
             continue
-        for file in sorted(folder.iterdir()):
-            if file.is_file():
-                sizes[f"the size of {file} ({role}), in bytes,"] = file.stat().st_size
+        for file in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
+            sizes[f"the size of {file.name} of the {role}"] = f"{file.stat().st_size} bytes"
     check_same(sizes, mesh)
 
 
 def check_output(output: Path, resume: bool, mesh: Mesh) -> None:
-    """Refuse the folder of another run, and one that not all machines share. Collective."""
+    """Refuse the folder of another run, and one that not all machines share. Collective.
+
+    Raises:
+        UserError: on all ranks.
+    """
     with errors_of_all(mesh):
         if mesh.rank == 0:  # alone, as check_shared demands
             _refuse_other_run(output, resume)

@@ -78,7 +78,8 @@ class TrainingRun:
         self.resumed_from = None
         if cfg.resume:
             # Rank 0 chooses: another machine may see a new checkpoint later.
-            self.resumed_from = mesh.gather(checkpoint.find(self.output))[0]
+            newest = checkpoint.find(self.output) if mesh.rank == 0 else None
+            self.resumed_from = mesh.broadcast(newest, 0)
         if self.resumed_from:
             saved = checkpoint.load_checkpoint(self.resumed_from, policy)
             self.first_step = saved["step"]

@@ -4,6 +4,7 @@ A file that only one of them has would end some ranks while the others wait for 
 """
 
 import contextlib
+import os
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
@@ -86,7 +87,7 @@ def check_same(values: Mapping[str, object], world: World) -> None:
 
 
 def check_shared(folder: Path, setting: str, world: World) -> None:
-    """Refuse a folder that rank 0 cannot write to or that another rank does not see. Collective.
+    """Refuse a folder that not all ranks can write to, or that is not the same one. Collective.
 
     Rank 0 writes a small file, for which the others look; what was made for it is removed again.
     Nobody but rank 0 may have looked for the folder before: a network file system may remember for
@@ -96,9 +97,12 @@ def check_shared(folder: Path, setting: str, world: World) -> None:
         folder: it may not exist yet.
         setting: the setting that names it, for errors.
         world: the ranks.
+
+    Raises:
+        UserError: on all ranks.
     """
     # 1. Rank 0 writes.
-    name = world.gather(f".seen-by-all-{uuid.uuid4().hex[:8]}")[0]
+    name = world.broadcast(f".seen-by-all-{uuid.uuid4().hex[:8]}", 0)
     made: list[Path] = []
     with errors_of_all(world):
         if world.rank == 0:
@@ -111,19 +115,27 @@ def check_shared(folder: Path, setting: str, world: World) -> None:
                     f"{setting} = {folder} cannot be written to: {error}; choose another folder"
                 ) from error
 
-    # 2. All look.
-    seen = world.gather((folder / name).exists())
+    # 2. All look. (pathlib would raise for a folder that this user may not enter.)
     hosts = world.gather(socket.gethostname())
+    seen = world.gather(os.path.exists(folder / name))
+    writable = world.gather(os.access(folder, os.W_OK))
     if world.rank == 0:
         (folder / name).unlink()
-        for path in made:
-            path.rmdir()
-    blind = [rank for rank, has_seen in enumerate(seen) if not has_seen]
+        with contextlib.suppress(OSError):  # another run has put something there meanwhile
+            for path in made:
+                path.rmdir()
+    blind = [rank for rank in range(world.world_size) if not seen[rank]]
     require(
         not blind,
         f"{setting} = {folder} is not one folder for all machines: what rank 0 writes there on "
         f"{hosts[0]} is not seen on {_places(blind, hosts)}; name a folder of a file system that "
         "all machines of the run mount at the same place",
+    )
+    mute = [rank for rank in range(world.world_size) if not writable[rank]]
+    require(
+        not mute,
+        f"{setting} = {folder} cannot be written to on {_places(mute, hosts)}; every rank writes "
+        "its part of a checkpoint there, so mount it for writing on all machines",
     )
 
 
@@ -134,6 +146,9 @@ def check_on_one_machine(num_ranks: int, setting: str, world: World) -> None:
         num_ranks: size of a group.
         setting: the setting that has it, for errors.
         world: the ranks.
+
+    Raises:
+        UserError: on all ranks.
     """
     hosts = world.gather(socket.gethostname())
     for first in range(0, world.world_size, num_ranks):
