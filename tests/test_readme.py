@@ -69,8 +69,11 @@ OTHER_FLAGS = {
     "--find-links",
     "--fix",
     "--help",
+    "--local-addr",
+    "--max-restarts",
     *PLAN_FLAGS,
     "--nproc-per-node",
+    "--requeue",
     "--write",
 }
 # Files of users and of runs that documents speak of.

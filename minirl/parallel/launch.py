@@ -44,7 +44,8 @@ def open_attempt_store(timeout: timedelta) -> dist.Store | None:
 
     The ranks of all attempts share the agents' store. There those of a second attempt would find
     the addresses of ranks that are dead. So they put a name in front of their keys that rank 0
-    makes up. Restarts are not counted alike on all machines, and cannot serve as that name.
+    makes up. Restarts are not counted alike on all machines, and cannot serve as that name. What an
+    attempt put there stays until the agents end; nobody asks for it again.
 
     Args:
         timeout: of the store, and of the wait for the other ranks.
@@ -79,7 +80,8 @@ def agree_on_name(store: dist.Store, rank: int, world_size: int, timeout: timede
         store.set("minirl/newest", own)
         answers = [f"minirl/answer/{own}/{other}" for other in range(1, world_size)]
         store.wait(answers, timeout)
-        store.set(f"minirl/heard/{own}", b" ".join(store.get(answer) for answer in answers))
+        names = [store.get(answer).decode() for answer in answers]
+        store.set(f"minirl/heard/{own}", " ".join(names))
         return own
 
     end = time.monotonic() + timeout.total_seconds()
