@@ -1,7 +1,8 @@
 """The rollout engine: vLLM inside this process.
 
-Only this file and vllm_patches.py import vLLM. Versions 0.26 (torch 2.11) and 0.32 (torch 2.13) run
-through the calls used here; where they differ, the difference is in these two files.
+Only this file, vllm_patches.py, vllm_cpu.py and packed.py import vLLM. Versions 0.26 (torch 2.11)
+and 0.32 (torch 2.13) run through the calls used here; where they differ, the difference is in these
+files.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from minirl.errors import UserError
 from minirl.log import Timer
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.offload import Sleeper
-from minirl.rollout import vllm_patches
+from minirl.rollout import packed, vllm_cpu, vllm_patches
 
 # Read when vLLM is imported or builds its engine. The engine core must live in this process, or its
 # weights are out of reach.
@@ -118,7 +119,7 @@ class RolloutEngine:
 
             vllm_patches.patch_transformers_base()
             if not self.on_cuda:
-                vllm_patches.patch_cpu(mesh)
+                vllm_cpu.patch_cpu(mesh)
             try:
                 self.llm = vllm.LLM(**self._arguments(folder, dtype, load_weights))
             except (ValueError, RuntimeError) as error:
@@ -215,9 +216,13 @@ class RolloutEngine:
         config = self.llm.llm_engine.vllm_config
         with torch.no_grad(), self.vllm.config.set_current_vllm_config(config):
             self.model.load_weights(named)
+        packed.forget()
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return this rank's weights by vLLM's names."""
+        """Return this rank's weights by vLLM's names.
+
+        The engine sees what is written there from the next `awake` on.
+        """
         return {name: p.data for name, p in self.model.named_parameters()}
 
     def padding(self) -> dict[str, int]:
@@ -258,6 +263,7 @@ class RolloutEngine:
                 self.llm.wake_up(["weights"])
         with self.timer.phase("refit"):
             refit()
+            packed.forget()
         with self.timer.phase("sleep_wake"):
             sleeper.sleep_parameters()
             if self.on_cuda:
@@ -373,6 +379,7 @@ class RolloutEngine:
         self.mesh.barrier()
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.model
+        packed.forget()
         gc.collect()
         self.vllm.distributed.destroy_model_parallel()
 
