@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import fits
+from benchmarks import fits, vs_trl
 from minirl.plan.pretend import compiler
 from programs import ROOT, fork
 
@@ -63,14 +63,20 @@ LOADS = {
     "growth": (0, ["--parts", "step", "--sizes", 1, 2, "--worlds", 8]),
     "startup": (1, ["--prompts", 300, "--chats", 300]),
     "pacing": (0, ["--steps", 3]),
+    # TRL's side needs an environment of its own, which only a network gives.
+    "vs_trl": (
+        0,
+        ["--order", "minirl", "--cases", "grpo-natural", "dpo", "--steps", 3]
+        + ["--prompts", 2, "--samples", 2, "--rows", 2, "--hidden-size", 32, "--num-layers", 1],
+    ),
     "dryrun": (0, ["--model", "Qwen3-0.6B", "--tokens", 1100, "--variants", 1]),
 }
 # Benchmarks that cannot do without a compiler.
 COMPILING = ("dryrun",)
 # Benchmarks that start processes, which become forks.
-STARTING = ("long", "mesh", "algorithms", "gpu")
+STARTING = ("long", "mesh", "algorithms", "gpu", "vs_trl")
 # Files that are parts of another one.
-PARTS = {"gpu_bench", "gpu_plan", "gpu_sections"}
+PARTS = {"gpu_bench", "gpu_plan", "gpu_sections", "trl_side"}
 PARTS |= {"growth_law", "growth_refit", "growth_rows", "growth_save", "growth_step"}
 # The plan's figure beside a measured one: a pretended device needs a compiler.
 PLAN = " #" if compiler() else ""
@@ -108,6 +114,7 @@ SHOWN = {
         "300 chats, first step encoded: # s, # CPU-s a rank, # MB",
     ],
     "pacing": ["pace # #% # # #", "no limit # #% # # #"],
+    "vs_trl": ["| grpo-natural | # | | |", "| dpo | # | | |"],
     "dryrun": ["as it was: whole gradients", "| # | # | #% | # | # | # | 2 |"],
 }
 
@@ -169,6 +176,17 @@ def test_the_smallest_load_prints_finite_figures(name, tmp_path, forks, monkeypa
         match = re.search(pattern, words)
         assert match, f"{piece!r} is not in\n{out}"
         assert all(math.isfinite(float(n.strip(",").replace(",", ""))) for n in match.groups())
+
+
+def test_the_comparison_reads_what_both_sides_print():
+    assert vs_trl.parse_seconds("{'loss': 1}\n[9.0, 8.0, 2.0, 4.0]\n", 4) == [2.0, 4.0]
+    seconds = {"minirl": [1.0, 2.0, 3.0], "trl": [3.0, 5.0, 100.0]}
+    assert vs_trl.table_row("dpo", seconds) == "| dpo | 2.00 | 5.00 | 2.50 |"
+    assert vs_trl.as_trl({"prompt": "ab"}) == {"prompt": "<|user|>ab<|end|><|assistant|>"}
+    load = vs_trl.Load(prompts=8, samples=16)
+    arguments = vs_trl.trl_arguments("grpo-forced", load)
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    assert math.prod(arguments[name] for name in names) == 8 * 16
 
 
 def test_sections_of_the_gpu_benchmark_fail_alone(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,90 @@
+"""TRL's side of vs_trl.py, which runs this file by the Python of TRL's own environment.
+
+    python trl_side.py CASE FOLDER STEPS ARGUMENTS
+
+FOLDER has the model, the rows and the reward; ARGUMENTS are those of the case, as JSON. One
+optimizer step is all rows. The last line of the output is a JSON list: CPU-seconds of each step.
+"""
+
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+CLASSES = {
+    "grpo": (GRPOConfig, GRPOTrainer),
+    "sft": (SFTConfig, SFTTrainer),
+    "dpo": (DPOConfig, DPOTrainer),
+    "rm": (RewardConfig, RewardTrainer),
+}
+
+
+class Clock(TrainerCallback):
+    """Notes the CPU-seconds between the ends of steps."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.mark = 0.0
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        self.mark = time.process_time()
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        now = time.process_time()
+        self.seconds.append(now - self.mark)
+        self.mark = now
+
+
+def main(case: str, folder: Path, steps: int, arguments: dict[str, Any]) -> None:
+    program = case.split("-")[0]
+    make_config, make_trainer = CLASSES[program]
+    config = make_config(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        learning_rate=0.0,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        model_init_kwargs={"dtype": "float32"},
+        **arguments,
+        **({"max_steps": steps} if program == "grpo" else {"num_train_epochs": steps}),
+    )
+    rows = [json.loads(line) for line in (folder / "trl.jsonl").read_text().splitlines()]
+    clock = Clock()
+    more = {}
+    if program == "grpo":
+        more["reward_funcs"] = runpy.run_path(str(folder / "reward.py"))["count_letters"]
+    trainer = make_trainer(
+        model=str(folder / "model"),
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        callbacks=[clock],
+        **more,
+    )
+    trainer.train()
+    print(json.dumps(clock.seconds))
+
+
+if __name__ == "__main__":
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # As minirl's side.
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))
