@@ -22,6 +22,7 @@ dpo, rm         pairs: prompts of 64 tokens, answers of 32 to 96
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -293,6 +294,7 @@ def table_row(case: Case, seconds: dict[Side, list[float]]) -> str:
 def inner(case: Case, folder: Path, sizes: dict[str, int]) -> None:
     """Be minirl's side, on one core, so that there is one thread: others spin while they wait."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    shutil.rmtree(folder / "minirl", ignore_errors=True)  # Of this side's turn before.
     print(json.dumps(run_minirl(case, Load(**sizes), folder)))  # type: ignore[arg-type]
 
 

@@ -66,7 +66,7 @@ LOADS = {
     # TRL's side needs an environment of its own, which only a network gives.
     "vs_trl": (
         0,
-        ["--order", "minirl", "--cases", "grpo-natural", "dpo", "--steps", 3]
+        ["--order", "minirl", "minirl", "--cases", "grpo-natural", "dpo", "--steps", 3]
         + ["--prompts", 2, "--samples", 2, "--rows", 2, "--hidden-size", 32, "--num-layers", 1],
     ),
     "dryrun": (0, ["--model", "Qwen3-0.6B", "--tokens", 1100, "--variants", 1]),
