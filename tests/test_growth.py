@@ -9,7 +9,7 @@ from benchmarks.growth_law import Bound, Point, powers
 
 # Sizes and worlds in which a power too many is seen by a clock, and which take few seconds.
 SMALL = {
-    "refit": ([1, 2], [8, 64]),
+    "refit": ([1, 4], [8, 64]),
     "step": ([16, 64], [32, 128]),
     "rows": ([4000, 32000], [8, 32]),
     "save": ([1, 3], [8, 16]),
