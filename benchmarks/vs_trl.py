@@ -27,10 +27,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 from unittest import mock
 
 import numpy as np
@@ -45,6 +46,7 @@ from minirl import cli, dpo, rl, rm
 from minirl.config.rl import RLConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.model.scratch import make_tokenizer
+from minirl.parallel.mesh import Mesh
 from minirl.supervised import SupervisedTrainer
 
 TRL = "1.16.0"
@@ -53,11 +55,11 @@ Case = Literal[
     "grpo-natural", "grpo-forced", "grpo-long", "sft-packed", "sft-unpacked", "dpo", "rm"
 ]
 Side = Literal["minirl", "trl"]
-PROGRAMS = {
-    "grpo": (RLConfig, rl.Trainer),
-    "sft": (SFTConfig, SupervisedTrainer),
-    "dpo": (DPOConfig, dpo.Trainer),
-    "rm": (RMConfig, rm.Trainer),
+PROGRAMS: dict[str, tuple[type, Callable[[Any, Mesh], None]]] = {
+    "grpo": (RLConfig, rl.Trainer.main),
+    "sft": (SFTConfig, SupervisedTrainer.main),
+    "dpo": (DPOConfig, dpo.Trainer.main),
+    "rm": (RMConfig, rm.Trainer.main),
 }
 REWARD = """def count_letters(completions, **_):
     return [float(len(completion)) for completion in completions]
@@ -123,7 +125,7 @@ def make_model(load: Load, folder: Path, mean_tokens: int) -> None:
     supervised.make_model(
         supervised.Load(hidden_size=load.hidden_size, num_layers=load.num_layers), folder
     )
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     embedding = model.get_input_embeddings().weight
     end = make_tokenizer([]).eos_token_id
     with torch.no_grad():
@@ -212,7 +214,7 @@ def trl_arguments(case: Case, load: Load) -> dict[str, object]:
 
 def run_minirl(case: Case, load: Load, folder: Path) -> list[float]:
     """Run a program of minirl in this process; return the CPU-seconds of its steps."""
-    config, trainer_class = PROGRAMS[case.split("-")[0]]
+    config, program = PROGRAMS[case.split("-")[0]]
     timers = []
 
     def make_timer(device: torch.device) -> CpuTimer:
@@ -224,7 +226,7 @@ def run_minirl(case: Case, load: Load, folder: Path) -> list[float]:
         mock.patch("minirl.trainer.Timer", make_timer),
         mock.patch.object(sys, "argv", ["vs_trl", *flags]),
     ):
-        cli.run(config, trainer_class.main)
+        cli.run(config, program)
     steps = [interval for interval in timers[0].intervals if "backward" in interval]
     return [sum(step.values()) for step in steps]
 
