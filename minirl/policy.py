@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minirl.algo import normalize
 from minirl.algo.losses import Loss
@@ -115,8 +115,9 @@ class Policy:
     def _make_optimizer(self) -> Optimizer:
         """Return Muon for the layers' matrices, if configured, and AdamW for everything else."""
         cfg = self.cfg
+        fsdp.reshard(self.model)  # or the optimizer would get what is gathered
         layers = build.layers(self.model) if cfg.optimizer == "muon" else []
-        in_layers = set(torch.nn.ModuleList(layers).parameters())
+        in_layers = set(nn.ModuleList(layers).parameters())
         matrices, vectors, hidden = [], [], []
         for p in self.model.parameters():
             if p.ndim < 2:
@@ -290,8 +291,10 @@ class Policy:
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's part of all that a checkpoint holds, by the model's names.
 
-        A tied head appears once, under the embedding's name.
+        A tied head appears once, under the embedding's name. Call it between two steps: it
+        reshards the model, so that its parameters are those that the optimizer knows.
         """
+        fsdp.reshard(self.model)
         return build.tensors(self.model)
 
     def parts(self) -> dict[str, list[CheckpointSlice]]:
@@ -304,10 +307,14 @@ class Policy:
     def averages(self) -> dict[str, Tensor]:
         """Return the moving averages of `shards`, by name; only inside `state_awake`.
 
-        Before the first update they are the parameters themselves.
+        What was never updated is its own average: everything before the first update, and buffers.
         """
         averages = self.optimizer.averages()
-        return {name: averages.get(p, p) for name, p in self.shards().items()}
+        found = self.shards()
+        for name, p in found.items():
+            if isinstance(p, nn.Parameter):
+                found[name] = averages[p]
+        return found
 
 
 def make_minibatch(
