@@ -10,7 +10,8 @@
 """
 
 import hashlib
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from minirl.config.rl import RefitConfig
+from minirl.errors import require
 from minirl.parallel.fsdp import local, local_region
 from minirl.parallel.mesh import all_gather_single
-from minirl.parallel.regions import CheckpointSlice
+from minirl.parallel.regions import CheckpointSlice, Region
 from minirl.rollout.engine import NamedTensors, RolloutEngine
 from minirl.rollout.refit_buckets import Wanted, wire_dtypes
 from minirl.rollout.refit_copies import Place
@@ -77,6 +79,7 @@ class Refit:
             check: compare with a full gather after each call.
 
         Raises:
+            UserError: the engine has no place for a weight.
             RuntimeError: an element of the engine would stay unfilled.
             NotImplementedError: the loader does something that cannot be planned.
         """
@@ -91,6 +94,7 @@ class Refit:
         self.arrivals = self._record()
         self._check_coverage()
         wanted, class_of = self._share_wanted()
+        self._check_nothing_lost(wanted)
         grids = self._make_grids()
         # On the wire, by name, in the same order on all ranks.
         self.dtypes = wire_dtypes(grids, wanted)
@@ -171,6 +175,30 @@ class Refit:
         class_of = {digest: i for i, digest in enumerate(first_of)}
         return wanted, [class_of[digest] for digest in digests]
 
+    def _check_nothing_lost(self, wanted: list[list[Wanted]]) -> None:
+        """Raise UserError, on all ranks, if elements of a weight go to no engine.
+
+        The engine would sample from another model than the one that is trained: some of vLLM's
+        loaders skip weights for which their model has no parameter. (A tied head is no weight of
+        its own.) `wanted`: of the engines of each class, which together are all ranks.
+        """
+        regions: dict[str, set[Region]] = defaultdict(set)
+        for of_class in wanted:
+            for want in of_class:
+                regions[want.name].add(want.region)
+        lost = []
+        for name, shard in self.shards.items():
+            arriving = sum(math.prod(region.size) for region in regions[name])
+            if arriving < shard.numel():
+                lost.append(f"{name} ({shard.numel() - arriving} of {shard.numel()} elements)")
+        require(
+            not lost,
+            f"policy.model: the engine, {type(self.engine.model).__name__}, has no place for "
+            f"{len(lost)} trained weights, {', '.join(lost[:4])}{', ...' * (len(lost) > 4)}: it "
+            "would sample from another model than the one that is trained; take a model without "
+            "them (config.json decides, as by attention_bias), or a version of vLLM that has them",
+        )
+
     def _make_grids(self) -> dict[str, Grid]:
         """Return the grid of each weight's shards; weights of one layout share one. Collective."""
         layout_of = one_of_each_layout(self.shards)
@@ -193,7 +221,7 @@ class Refit:
         """Move the current weights. Collective.
 
         Raises:
-            RuntimeError: with `check`, if the engine differs from a full gather.
+            UserError: with `check`, if an engine differs from a full gather; on all ranks.
         """
         self.bytes_received = 0
         self.peak_bytes = 0
@@ -247,7 +275,7 @@ class Refit:
     # the obvious way, as an oracle
 
     def _compare_with_oracle(self) -> None:
-        """Raise RuntimeError naming the engine parameters that differ from a full gather."""
+        """Raise UserError, on all ranks, if engine parameters differ from a full gather."""
         engine = self.engine.parameters()
         padding = self.engine.padding()
         refitted = {name: p.clone() for name, p in engine.items()}
@@ -260,11 +288,16 @@ class Refit:
             if not torch.equal(p.flatten()[:filled], refitted[name].flatten()[:filled]):
                 wrong.append(name)
             p.copy_(refitted[name])
-        if wrong:
-            raise RuntimeError(
-                f"refit differs from the full gather in {len(wrong)} engine parameters: "
-                f"{', '.join(wrong[:5])}"
-            )
+        of_ranks = self.mesh.gather(wrong)
+        bad_ranks = [rank for rank, names in enumerate(of_ranks) if names]
+        named = sorted({name for names in of_ranks for name in names})
+        require(
+            not bad_ranks,
+            f"debug.check_refit: the engines of ranks {bad_ranks} differ from a full gather of the "
+            f"policy's weights in {len(named)} parameters, {', '.join(named[:5])}: they would "
+            "sample from another model than the one that is trained. This is a fault of the refit "
+            f"for {type(self.engine.model).__name__}; try refit.transport = all_gather",
+        )
 
     def full_gather(self) -> None:
         """Refit the obvious way: gather each weight whole on every rank, for the engine's loader.
