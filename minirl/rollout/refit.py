@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from minirl.config.rl import RefitConfig
-from minirl.errors import require
+from minirl.errors import UserError, require
 from minirl.parallel.fsdp import local, local_region
 from minirl.parallel.mesh import all_gather_single
 from minirl.parallel.regions import CheckpointSlice, Region
@@ -79,8 +79,7 @@ class Refit:
             check: compare with a full gather after each call.
 
         Raises:
-            UserError: the engine has no place for a weight.
-            RuntimeError: an element of the engine would stay unfilled.
+            UserError: the engine has no place for a weight, or a part that none would fill.
             NotImplementedError: the loader does something that cannot be planned.
         """
         self.cfg = cfg
@@ -124,9 +123,20 @@ class Refit:
         weights = {name: torch.empty(p.shape, device="meta") for name, p in self.shards.items()}
         in_files = list(self._in_files(weights.items()))
         recorder = Recorder(weights)
-        with recorder:
-            self.engine.load_weights(in_files)
+        try:
+            with recorder:
+                self.engine.load_weights(in_files)
+        except (KeyError, ValueError) as error:  # what vLLM's loaders raise for an unknown name
+            raise UserError(
+                f"policy.model: the loader of the engine, {self._engine_model}, refuses the "
+                f"trained weights: {error}; take a model that vLLM knows, or another version of it"
+            ) from error
         return join(recorder.arrivals)
+
+    @property
+    def _engine_model(self) -> str:
+        """Return the name of the engine's class of models."""
+        return type(self.engine.model).__name__
 
     def _in_files(self, weights: NamedTensors) -> NamedTensors:
         """Yield the weights of a checkpoint's files: names there, and views of whole weights."""
@@ -135,7 +145,7 @@ class Refit:
                 yield part.name, part.of(weight)
 
     def _check_coverage(self) -> None:
-        """Raise RuntimeError unless a refit writes every element of every engine parameter.
+        """Raise UserError unless a refit writes every element of every engine parameter.
 
         One that it does not write would keep its random start. Rows that only make the vocabulary
         divisible are set to 0 here.
@@ -147,11 +157,13 @@ class Refit:
         for name, parameter in self.engine.parameters().items():
             filled = covered[parameter.untyped_storage()._cdata]
             num_padding = padding.get(name, 0)
-            if filled != parameter.numel() - num_padding:
-                raise RuntimeError(
-                    f"refit would fill {filled} of the {parameter.numel()} elements of the "
-                    f"engine's {name} ({num_padding} are padding)"
-                )
+            require(
+                filled == parameter.numel() - num_padding,
+                f"policy.model: a refit would fill {filled} of the {parameter.numel()} elements of "
+                f"the engine's {name} ({num_padding} are padding), and leave the others as they "
+                f"are: {self._engine_model} has weights that the trained model has not; take "
+                "another model or version of vLLM",
+            )
             if num_padding:
                 parameter[-num_padding // parameter.shape[1] :].zero_()
 
@@ -193,7 +205,7 @@ class Refit:
                 lost.append(f"{name} ({shard.numel() - arriving} of {shard.numel()} elements)")
         require(
             not lost,
-            f"policy.model: the engine, {type(self.engine.model).__name__}, has no place for "
+            f"policy.model: the engine, {self._engine_model}, has no place for "
             f"{len(lost)} trained weights, {', '.join(lost[:4])}{', ...' * (len(lost) > 4)}: it "
             "would sample from another model than the one that is trained; take a model without "
             "them (config.json decides, as by attention_bias), or a version of vLLM that has them",
@@ -296,7 +308,7 @@ class Refit:
             f"debug.check_refit: the engines of ranks {bad_ranks} differ from a full gather of the "
             f"policy's weights in {len(named)} parameters, {', '.join(named[:5])}: they would "
             "sample from another model than the one that is trained. This is a fault of the refit "
-            f"for {type(self.engine.model).__name__}; try refit.transport = all_gather",
+            f"for {self._engine_model}; try refit.transport = all_gather",
         )
 
     def full_gather(self) -> None:
