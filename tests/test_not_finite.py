@@ -74,6 +74,26 @@ def test_weights_of_other_float_dtypes_are_read(tmp_path, dtype):
     ranks(1, load, spoiled(tmp_path / "model", WEIGHT, lambda t: t.to(dtype)))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_an_evaluated_model_without_finite_weights_is_refused(tmp_path, value):
+    folder = spoiled(tmp_path / "model", WEIGHT, set_last(value))
+    rows = "".join(json.dumps({"prompt": f"{n}", "answer": "1"}) + "\n" for n in range(4))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    flags = {
+        "--model": folder,
+        "--data.eval": tmp_path / "rows.jsonl",
+        "--data.max-prompt-tokens": 32,
+        "--rollout.max-tokens": 4,
+        "--engine.dtype": "float32",
+        "--engine.kv-cache-gb": 0.02,
+    }
+    ended = fork("minirl.evaluate", [x for item in flags.items() for x in item], tmp_path / "log")
+    assert ended.code == 2, ended.err
+    (message,) = ended.errors()
+    assert f"model = {folder} has NaN or infinity in 1 of the engine's weights" in message
+    assert "model.layers.1.mlp.gate_up_proj.weight" in message
+
+
 # --------------------------------------------------------------------------------------------------
 # skipped updates
 
