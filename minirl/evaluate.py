@@ -21,7 +21,7 @@ from minirl.errors import require
 from minirl.evaluation import evaluate
 from minirl.inputs import MAY_BE_LONG, ModelFiles, PromptChecks, find_other_model
 from minirl.model import build, families
-from minirl.parallel.machines import errors_of_machines
+from minirl.parallel.machines import errors_of_all, errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 from minirl.rewards.functions import make_rewards
@@ -61,6 +61,13 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         reads_images=vision is not None,
         num_answers=len(rows) * cfg.eval.samples,
     )
+    with errors_of_all(mesh):
+        wrong = engine.names_of_not_finite()
+        require(
+            not wrong,
+            f"model = {folder} has NaN or infinity in {len(wrong)} of the engine's weights, "
+            f"{', '.join(wrong[:3])}; take another checkpoint",
+        )
     sampler = Sampler(engine, env_maker, rewards, prompts, cfg)
     stop_ids = chat.stop_token_ids(tokenizer, folder)
     reward_model = None

@@ -22,6 +22,7 @@ from minirl.data.rows import Mark, Rows, errors_at, read_rows
 from minirl.envs.registry import make_env
 from minirl.errors import UserError, require
 from minirl.model import build, families, scratch
+from minirl.model.weight_files import open_weights
 from minirl.parallel import tensor
 from minirl.parallel.machines import (
     check_on_one_machine,
@@ -348,7 +349,7 @@ def check_head(folder: Path, setting: str) -> None:
     reward model would all be 0.
     """
     require(
-        build.SCORE in build.open_weights(folder),
+        build.SCORE in open_weights(folder),
         f"{setting} = {folder} is no reward model: its weights have no {build.SCORE}; train one "
         "with minirl.rm",
     )

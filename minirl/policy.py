@@ -14,16 +14,18 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minirl.algo import normalize
 from minirl.algo.losses import Loss
+from minirl.config.rl import CriticConfig
 from minirl.config.shared import PolicyConfig
 from minirl.data.blocks import Layout
 from minirl.data.exchange import exchange
 from minirl.data.images import Vision
 from minirl.data.packing import pack, unpack
-from minirl.log import Timer
+from minirl.errors import require
+from minirl.log import Timer, say
 from minirl.model import build, families
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
@@ -36,6 +38,8 @@ from minirl.types import Packed, Trajectory
 Metrics = dict[str, float]
 Minibatch = list[Packed]  # This rank's micro-batches of one optimizer step.
 
+# Updates that may be skipped in a row. One is no harm, but a run that learns nothing has to end.
+MAX_SKIPPED = 5
 # `policy.accumulate` auto keeps the whole gradient on a rank if it takes no more than this.
 WHOLE_GRADIENT_BYTES = 4 * 2**30
 
@@ -110,13 +114,15 @@ class Policy:
         )
         self.optimizer = self._make_optimizer()
         self.num_updates = 0
+        self.num_skipped = 0  # Updates in a row whose gradient was not finite.
         self.sleeper = Sleeper(self.model, lambda: self.optimizer.tensors())
 
     def _make_optimizer(self) -> Optimizer:
         """Return Muon for the layers' matrices, if configured, and AdamW for everything else."""
         cfg = self.cfg
+        fsdp.reshard(self.model)  # or the optimizer would get what is gathered
         layers = build.layers(self.model) if cfg.optimizer == "muon" else []
-        in_layers = set(torch.nn.ModuleList(layers).parameters())
+        in_layers = set(nn.ModuleList(layers).parameters())
         matrices, vectors, hidden = [], [], []
         for p in self.model.parameters():
             if p.ndim < 2:
@@ -188,7 +194,8 @@ class Policy:
     def update(self, minibatch: Minibatch, loss: Loss, lr: float) -> Metrics:
         """Make one optimizer step over the micro-batches of all ranks. Collective.
 
-        A step whose gradient is not finite is skipped and counted in `skipped_updates`.
+        A step whose gradient is not finite is skipped, said on the console and counted in
+        `skipped_updates`.
 
         Args:
             minibatch: this rank's micro-batches; every rank must bring the same number of them.
@@ -197,6 +204,9 @@ class Policy:
 
         Returns:
             The loss, means of its metrics over the tokens (or pairs) in the loss, grad_norm, lr.
+
+        Raises:
+            UserError: five steps in a row were skipped, or the weights are not finite themselves.
         """
         sums = self._accumulate(minibatch, loss)
         with self.timer.phase("sleep_wake"):
@@ -204,8 +214,11 @@ class Policy:
         with self.timer.phase("optimizer"):
             sums.values["grad_norm"] = fsdp.grad_norm(self.model.parameters())
             metrics = self._reduce_metrics(sums)
+            is_finite = math.isfinite(metrics["grad_norm"])
+            if not is_finite:
+                self._tell_skipped(metrics["loss"], lr)
+            self.num_skipped = 0 if is_finite else self.num_skipped + 1
             self._step(metrics["grad_norm"], lr)
-        is_finite = math.isfinite(metrics["grad_norm"])
         return metrics | {"lr": lr, "skipped_updates": float(not is_finite)}
 
     def _step(self, grad_norm: float, lr: float) -> None:
@@ -222,6 +235,57 @@ class Policy:
             self.optimizer.step()
         self.model.zero_grad()
         self.num_updates += 1
+
+    def _tell_skipped(self, loss: float, lr: float) -> None:
+        """Say on the console that an update is skipped, and why. Collective.
+
+        Raises:
+            UserError: it is the fifth in a row, or no later one could be any better.
+        """
+        section = "critic" if isinstance(self.cfg, CriticConfig) else "policy"
+        self.check_finite(
+            f"every update would be skipped from now on; go on from a checkpoint before, with a "
+            f"{section}.lr below {lr:g}"
+        )
+        gradients = {name: p.grad for name, p in self.shards().items() if p.grad is not None}
+        wrong = self._names_of_not_finite(gradients)
+        if not math.isfinite(loss):
+            cause = f"the loss is {loss}"
+        elif wrong:
+            cause = f"the loss is {loss:.4g}, but its gradient overflows"
+        else:
+            cause = f"the loss is {loss:.4g}, but the norm of its gradient overflows"
+        if wrong:
+            cause += f" (in {len(wrong)} of {len(gradients)} weights, {', '.join(wrong[:2])})"
+        number = self.num_updates + 1
+        text = f"the gradient of update {number} of the {section} is not finite: {cause}"
+        if self.mesh.rank == 0:
+            say(f"{text}; the update is skipped")
+        require(
+            self.num_skipped + 1 < MAX_SKIPPED,
+            f"{MAX_SKIPPED} updates in a row were skipped: {text}. Nothing is learnt any more; "
+            f"lower {section}.lr, take {section}.dtype float32, or look at what the loss is made "
+            "of (rewards, advantages, log-probs in metrics.jsonl)",
+        )
+
+    def check_finite(self, consequence: str) -> None:
+        """Raise UserError, on all ranks, if weights are NaN or infinite. Collective.
+
+        Args:
+            consequence: what follows from it, and what to do.
+        """
+        wrong = self._names_of_not_finite(self.shards())
+        require(
+            not wrong,
+            f"after {self.num_updates} updates {len(wrong)} weights of {self.folder} are not "
+            f"finite, {', '.join(wrong[:3])}: {consequence}",
+        )
+
+    def _names_of_not_finite(self, shards: dict[str, Tensor]) -> list[str]:
+        """Return the names of those tensors of which a rank has NaN or infinity. Collective."""
+        is_wrong = [int(not fsdp.local(t).isfinite().all()) for t in shards.values()]
+        num_wrong = self.mesh.sums(torch.tensor(is_wrong)).tolist()
+        return [name for name, num in zip(shards, num_wrong, strict=True) if num]
 
     def measure(self, minibatch: Minibatch, loss: Loss) -> Metrics:
         """Return the loss and metrics that `update` would return, without a step. Collective."""
@@ -290,8 +354,10 @@ class Policy:
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's part of all that a checkpoint holds, by the model's names.
 
-        A tied head appears once, under the embedding's name.
+        A tied head appears once, under the embedding's name. Call it between two steps: it
+        reshards the model, so that its parameters are those that the optimizer knows.
         """
+        fsdp.reshard(self.model)
         return build.tensors(self.model)
 
     def parts(self) -> dict[str, list[CheckpointSlice]]:
@@ -304,10 +370,14 @@ class Policy:
     def averages(self) -> dict[str, Tensor]:
         """Return the moving averages of `shards`, by name; only inside `state_awake`.
 
-        Before the first update they are the parameters themselves.
+        What was never updated is its own average: everything before the first update, and buffers.
         """
         averages = self.optimizer.averages()
-        return {name: averages.get(p, p) for name, p in self.shards().items()}
+        found = self.shards()
+        for name, p in found.items():
+            if isinstance(p, nn.Parameter):
+                found[name] = averages[p]
+        return found
 
 
 def make_minibatch(

@@ -14,6 +14,7 @@ import torch
 
 from minirl import checkpoint, cli, report
 from minirl.algo import advantages, losses, shaping
+from minirl.algo.mismatch import MismatchWatch
 from minirl.config.rl import RLConfig
 from minirl.data.curriculum import Curriculum
 from minirl.data.exchange import exchange
@@ -89,6 +90,8 @@ class Trainer(Program):
         # Of the current step: prompts that dynamic sampling took, tokens that were thrown away.
         self.num_extra_prompts = 0
         self.num_discarded_tokens = 0
+        engine_dtype = cfg.policy.dtype if cfg.engine.dtype == "auto" else cfg.engine.dtype
+        self.mismatch = MismatchWatch((cfg.policy.dtype, engine_dtype), cfg.rollout.temperature)
 
     def train(self) -> None:
         """Train from the first step of the run to the last. All ranks take each step together."""
@@ -307,6 +310,9 @@ class Trainer(Program):
             generated=generated,
             trained=trained // self.mesh.tensor.size(),  # its ranks have the same tokens
         )
+        # Older tokens, and those of other weights in a replay, differ for good reasons.
+        if self.generation and row["staleness"] == 0 and "mismatch" in metrics:
+            self.mismatch.check(step, metrics["mismatch"])
 
     def adapt_kl_coef(self, metrics: Metrics) -> None:
         """Move the weight of the KL towards `algo.kl_target`, if the policy was updated."""

@@ -227,7 +227,14 @@ class TrainingRun:
         """Begin to export the trained model, and the moving average of its weights. Collective.
 
         Call it after the last step; `finish` waits.
+
+        Raises:
+            UserError: weights are not finite.
         """
+        self.policy.check_finite(
+            "there is nothing to export; train again with a lower policy.lr, or go on from a "
+            "checkpoint before"
+        )
         self.export("model")
         if self.cfg.policy.ema_decay:
             with self.policy.state_awake():

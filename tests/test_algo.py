@@ -181,6 +181,53 @@ def test_an_estimator_is_found_by_name_or_in_a_file(tmp_path):
         advantages.find("grpoo")
 
 
+WRONG_ESTIMATORS = {
+    "not a number": ("return rewards * float('nan')", r"2 of them are not finite.*reward \[3.0\]"),
+    "infinite": ("return rewards / 0.0", "2 of them are not finite"),
+    "nothing": ("pass", "it returned None"),
+    "a list": ("return rewards.tolist()", r"it returned \[3.0, 5.0\]"),
+    "complex": ("return rewards * 1j", "it returned tensor"),
+    "too many": ("return rewards.repeat(2)", r"it returned one of shape \[4\]"),
+    "one": ("return rewards.mean()", r"it returned one of shape \[\]"),
+    "a column": ("return rewards[:, None]", r"it returned one of shape \[2, 1\]"),
+    "raises": ("raise ValueError('mine')", "it raised ValueError: mine"),
+    "leaves": ("raise SystemExit(0)", "it raised SystemExit: 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ESTIMATORS)
+def test_an_estimator_that_returns_no_advantages_is_told_by_name(tmp_path, name):
+    body, message = WRONG_ESTIMATORS[name]
+    (tmp_path / "mine.py").write_text(f"def wrong(rewards, groups):\n    {body}\n")
+    setting = f"{tmp_path}/mine.py:wrong"
+    with pytest.raises(UserError, match=rf"algo.advantage = .*mine.py:wrong must .*{message}"):
+        assign_alone(setting)
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["rewards.int()", "(rewards.float() * torch.ones(2, requires_grad=True))", "rewards.half()"],
+)
+def test_an_estimator_may_return_numbers_of_any_dtype(tmp_path, body):
+    text = f"import torch\n\n\ndef mine(rewards, groups):\n    return {body}\n"
+    (tmp_path / "mine.py").write_text(text)
+    assert assign_alone(f"{tmp_path}/mine.py:mine") == [[0, 0, 3, 3, 3], [0, 0, 5, 5, 5]]
+
+
+def assign_alone(setting):
+    own = [sample(0, 0, 3.0), sample(0, 1, 5.0)]
+    batch = pack(own, CPU)
+    advantages.assign(
+        [batch],
+        advantages.find(setting),
+        AlgoConfig(advantage=setting),
+        sum_over_ranks=alone,
+        max_over_ranks=alone,
+        gather_rows=lambda value: [value],
+    )
+    return [found.tolist() for found in unpack(batch.advantages, own, batch)]
+
+
 # --------------------------------------------------------------------------------------------------
 # ppo_clip
 

@@ -392,6 +392,10 @@ IMPOSSIBLE = [
         "algo.kl_estimator = unbiased is about the gradient",
     ),
     (
+        {"algo__whiten_tokens": True},
+        "algo.whiten_tokens belongs to algo.advantage = reinforce_pp_baseline, not grpo",
+    ),
+    (
         {"algo__loss": "cispo", "algo__dual_clip": 3.0},
         "algo.dual_clip = 3.0 bounds what algo.loss = cispo bounds already",
     ),

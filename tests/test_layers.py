@@ -112,7 +112,7 @@ DOORS = {
         "model/build.py": None,
         "checkpoint/folder.py": {"split_torch_state_dict_into_shards"},
     },
-    "safetensors": {"model/build.py": None, "checkpoint/*": None},
+    "safetensors": {"model/weight_files.py": None, "checkpoint/*": None},
     "torch.utils.tensorboard": {"log.py": None},
     "wandb": {"log.py": None},
     "tqdm": {"log.py": None},
@@ -145,6 +145,7 @@ DOORS = {
 }
 # Handlers that catch everything, and why nothing narrower would do.
 BROAD = {
+    "algo/advantages.py:_call": "a user's estimator may raise anything; the user is told what",
     "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and all others",
     "config/lookup.py:find_function": "importing a user's file may raise anything; the user is "
     "told which file and what",

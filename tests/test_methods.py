@@ -9,6 +9,7 @@ import torch
 
 from harness import ranks
 from minirl.algo import advantages, correction, losses, normalize, shaping
+from minirl.algo.ratio import bounded_exp
 from minirl.config.rl import AlgoConfig, CorrectionConfig
 from minirl.config.shared import ParallelConfig, RewardConfig
 from minirl.data.blocks import Layout
@@ -220,6 +221,127 @@ def test_unbiased_kl_has_the_gradient_of_the_kl_and_k3_has_not():
     assert (got["k3"] - true).abs().max() > 0.01 and (got["k1"] - true).abs().max() > 0.01
 
 
+def test_k1_in_the_reward_has_the_gradient_of_the_kl_and_k3_has_not():
+    """Over the whole distribution of one token, near the reference: the policy gradient of what a
+    token pays, sum p pays grad log p, beside the gradient of sum p log(p / ref)."""
+    rng = np.random.default_rng(4)
+    logits = torch.tensor(rng.normal(size=7), requires_grad=True)
+    ref = (logits.detach() + 0.1 * torch.tensor(rng.normal(size=7))).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    p = logprobs.exp()
+    (true,) = torch.autograd.grad((p * (logprobs - ref)).sum(), logits, retain_graph=True)
+    length = {}
+    for name in ("k1", "k2", "k3"):
+        paid = losses.kl(logprobs, ref, name).detach()
+        (got,) = torch.autograd.grad((p.detach() * paid * logprobs).sum(), logits, None, True)
+        length[name] = float(got.norm() / true.norm())
+        if name == "k1":
+            np.testing.assert_allclose(got, true, atol=1e-15)
+    assert length["k2"] < 0.1 and length["k3"] < 0.1  # hardly any pull back
+
+
+def test_auto_is_k1_in_the_reward_and_k3_in_the_loss():
+    assert losses.kl_estimator(AlgoConfig(kl_in="reward")) == "k1"
+    assert losses.kl_estimator(AlgoConfig()) == "k3"
+    assert losses.kl_estimator(AlgoConfig(kl_in="reward", kl_estimator="k3")) == "k3"
+    whole = answers()
+    of = {}
+    for name in ("auto", "k1", "k3"):
+        (batch,) = packed(whole)
+        cfg = AlgoConfig(advantage="reinforce_pp", kl_coef=0.1, kl_in="reward", kl_estimator=name)
+        advantages.assign([batch], advantages.find("reinforce_pp"), cfg, **ALONE)
+        x = lay(batch, whole, lambda t: draw(t, "x"))
+        in_loss = AlgoConfig(kl_coef=0.1, kl_estimator=name)
+        of[name] = batch.advantages, losses.policy(in_loss, 16).token_loss(batch, x, x)[1]["ref_kl"]
+    assert torch.equal(of["auto"][0], of["k1"][0]) and not torch.equal(of["auto"][0], of["k3"][0])
+    assert torch.equal(of["auto"][1], of["k3"][1]) and not torch.equal(of["auto"][1], of["k1"][1])
+
+
+# --------------------------------------------------------------------------------------------------
+# extremes
+
+
+def far_batch(log_ratio, advantage, num=4):
+    """An answer of tokens one of which has become e^log_ratio times as likely, in float32."""
+    (t,) = [t for t in answers() if t.sampled.sum() >= num][:1]
+    batch = pack([t], CPU)
+    batch.old_logprobs = batch.engine_logprobs.clone()
+    batch.advantages = torch.where(batch.loss_mask, advantage, 0.0)
+    place = int(batch.loss_mask.nonzero()[1])
+    logprobs = batch.old_logprobs.clone()
+    logprobs[place] += log_ratio
+    return batch, logprobs.requires_grad_(), place
+
+
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+@pytest.mark.parametrize("log_ratio", [-100.0, -30.0, 19.9, 30.0, 100.0, 1e4])
+@pytest.mark.parametrize("method", ["ppo", "gspo", "cispo"])
+def test_a_token_far_from_the_old_policy_leaves_the_gradient_finite(method, log_ratio, advantage):
+    batch, x, place = far_batch(log_ratio, advantage)
+    off = CorrectionConfig(preset="off")
+    loss = losses.policy(AlgoConfig(loss=method, correction=off), 16)
+    value, metrics = loss.token_loss(batch, x, x.detach())
+    (gradient,) = torch.autograd.grad(value.sum(), x)
+    assert value.isfinite().all() and gradient.isfinite().all()
+    assert all(v.isfinite().all() for v in metrics.values())
+    others = batch.loss_mask.clone()
+    others[place] = False
+    if method == "ppo":  # The far token alone is clamped.
+        torch.testing.assert_close(gradient[others], torch.full_like(gradient[others], -advantage))
+        far = log_ratio < 0 or advantage > 0 or log_ratio > 20
+        expected = 0.0 if far and not (log_ratio < 0 < advantage) else None
+        if expected is None and log_ratio > 0:
+            assert gradient[place] == pytest.approx(1.5 * math.exp(log_ratio), rel=1e-4)
+        else:
+            assert abs(float(gradient[place])) < 1e-8
+
+
+@pytest.mark.parametrize("d", [8.0, 20.0, 30.0, 100.0, -30.0])
+def test_a_token_far_from_the_reference_leaves_the_gradient_finite(d):
+    old = torch.full((3,), -2.0)
+    ref = torch.full((3,), d - 2.0)
+    for name in ("k1", "k2", "k3", "unbiased"):
+        x = torch.full((3,), -2.0, requires_grad=True)
+        value = losses.kl_loss(x, old, ref, name)
+        (gradient,) = torch.autograd.grad(value.sum(), x)
+        right = {"k1": 1.0, "k2": -d, "k3": 1 - math.exp(min(d, 10)), "unbiased": -d}[name]
+        if name == "k3" and d > 10:
+            right = 0.0
+        np.testing.assert_allclose(gradient, np.full(3, right), rtol=1e-6, err_msg=name)
+        assert value.isfinite().all()
+
+
+def test_what_is_not_clamped_is_the_plain_formula_to_the_bit():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, generator=generator) * 3
+    old, ref = (torch.randn(1000, generator=generator) * 3 for _ in range(2))
+    x, old, ref = x - 12, old - 12, ref - 12
+    keep = (ref - x).abs() < 10
+    x, old, ref = x[keep].requires_grad_(), old[keep], ref[keep]
+    ratio = bounded_exp(x - old)
+    assert torch.equal(ratio, (x - old).exp())
+    (gradient,) = torch.autograd.grad(ratio.sum(), x)
+    assert torch.equal(gradient, (x - old).exp().detach())
+    d = ref - x
+    k3 = losses.kl(x, ref, "k3")
+    assert torch.equal(k3, torch.expm1(d) - d)
+    (plain,) = torch.autograd.grad((torch.expm1(d) - d).sum(), x, retain_graph=True)
+    (gradient,) = torch.autograd.grad(k3.sum(), x, retain_graph=True)
+    assert torch.equal(gradient, plain)
+    assert torch.equal(losses.kl_loss(x, old, ref, "unbiased"), (x - old).exp() * k3)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", ["clip", "mask", "mis", "truncate"])
+@pytest.mark.parametrize("gate", ["ratio", "binary_kl", "tv"])
+@pytest.mark.parametrize("apart", [-200.0, 200.0])
+def test_a_token_far_from_the_engine_has_a_finite_weight(level, mode, gate, apart):
+    batch, old, place = far_batch(0.0, 1.0)
+    batch.engine_logprobs[place] = old[place].detach() - apart
+    cfg = correction.resolve(CorrectionConfig(level=level, mode=mode, gate=gate))
+    assert correction.weights(old, batch, cfg)[0].isfinite().all()
+
+
 def test_kl_controller_follows_ziegler():
     assert losses.adapt_kl_coef(0.1, 0.06, 0.05) == pytest.approx(0.1 * 1.02)
     assert losses.adapt_kl_coef(0.1, 0.05, 0.05) == 0.1
@@ -250,12 +372,14 @@ def correction_formula(t, level, mode, gate, low, high, bound):
     outside = (ratio < low) | (ratio > high) if gate == "ratio" else apart > bound
     if mode == "mask":
         return np.where(outside, 0.0, own), outside
+    if mode == "mis":
+        return np.where(outside, 0.0, ratio), outside
     brought = np.minimum(ratio, high) if mode == "truncate" else np.clip(ratio, low, high)
     return np.where(outside, brought, ratio), outside
 
 
 @pytest.mark.parametrize("gate", ["ratio", "binary_kl", "tv"])
-@pytest.mark.parametrize("mode", ["clip", "mask", "truncate"])
+@pytest.mark.parametrize("mode", ["clip", "mask", "mis", "truncate"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_correction_equals_its_formula(level, mode, gate):
     whole = answers()
@@ -295,12 +419,13 @@ def test_correction_equals_its_formula(level, mode, gate):
 def test_presets_are_what_their_sources_say():
     shown = {
         name: correction.resolve(CorrectionConfig(preset=name))
-        for name in ("tis", "icepop", "seq-mask-tis")
+        for name in ("tis", "icepop", "seq-mask-tis", "seq-mis")
     }
     assert {name: (c.level, c.mode, c.gate, c.low, c.high) for name, c in shown.items()} == {
         "tis": ("token", "truncate", "ratio", 0.0, 2.0),
         "icepop": ("token", "mask", "ratio", 0.5, 5.0),
         "seq-mask-tis": ("geometric", "mask", "ratio", 0.5, 5.0),
+        "seq-mis": ("sequence", "mis", "ratio", 0.0, 3.0),
     }
     assert correction.resolve(CorrectionConfig(preset="off")).level == "off"
     assert correction.resolve(CorrectionConfig(preset="icepop", high=3.0)).high == 3.0
@@ -434,6 +559,32 @@ def test_group_estimators_with_the_kl_in_the_reward(estimator):
     )
 
 
+def test_whitening_over_tokens_is_that_of_the_authors():
+    """The group's mean is gone; then mean and deviation over all tokens, long answers more."""
+    whole = answers()
+    kept = [t for t in whole if t.sampled.any()]
+    centered = {}
+    for t in kept:
+        rewards = [s.reward for s in kept if s.group == t.group]
+        centered[t.episode] = t.reward - np.mean(rewards) if len(rewards) > 1 else 0.0
+    tokens = np.concatenate([np.full(int(t.sampled.sum()), centered[t.episode]) for t in kept])
+    assert abs(tokens.mean()) > 0.05  # over tokens the mean is not 0
+    expected = expected_by_token(
+        whole,
+        lambda t: np.full(
+            int(t.sampled.sum()), (centered[t.episode] - tokens.mean()) / tokens.std()
+        ),
+    )
+    found = {}
+    for whitened in (True, False):
+        batches = packed(whole, 1, 4)
+        cfg = AlgoConfig(advantage="reinforce_pp_baseline", whiten_tokens=whitened)
+        advantages.assign(batches, advantages.find(cfg.advantage), cfg, **ALONE)
+        found[whitened] = by_token(batches, whole)
+    assert_equal_tokens(found[True], expected, atol=1e-6)
+    assert max(abs(found[True][k] - found[False][k]) for k in expected) > 0.05
+
+
 def test_discounted_sums_stop_at_the_end_of_a_sequence():
     rng = np.random.default_rng(5)
     sequence = np.repeat([0, 1, 2, 5], [1, 7, 13, 2])
@@ -466,21 +617,24 @@ def spread(mesh, budget):
             lay(b, whole, lambda t, n=name: draw(t, n)) for name in ("old", "ref")
         )
     out = {"micros": len(batches)}
-    for name, coef in (
-        ("reinforce_pp", 0.1),
-        ("grpo", 0.1),
-        ("reinforce_pp_baseline", 0.1),
-        ("on_policy_distill", 0.0),
+    for name, coef, whitened in (
+        ("reinforce_pp", 0.1, False),
+        ("grpo", 0.1, False),
+        ("reinforce_pp_baseline", 0.1, False),
+        ("reinforce_pp_baseline", 0.1, True),
+        ("on_policy_distill", 0.0, False),
     ):
         advantages.assign(
             batches,
             advantages.find(name),
-            AlgoConfig(advantage=name, gamma=0.9, kl_coef=coef, kl_in="reward"),
+            AlgoConfig(
+                advantage=name, gamma=0.9, kl_coef=coef, kl_in="reward", whiten_tokens=whitened
+            ),
             sum_over_ranks=mesh.data_sums,
             max_over_ranks=mesh.maxima,
             gather_rows=mesh.gather_rows,
         )
-        out[name] = by_token(batches, whole)
+        out[f"{name} whitened" if whitened else name] = by_token(batches, whole)
     for method, aggregation in (("gspo", "sequence"), ("cispo", "prompt"), ("ppo", "prompt")):
         cfg = AlgoConfig(
             loss=method,

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minirl.algo.losses import kl
+from minirl.algo.losses import kl, kl_estimator
 from minirl.algo.normalize import over_sequences, sequence_sums, to_rows
 from minirl.config.lookup import find_function
 from minirl.config.rl import AlgoConfig
+from minirl.errors import UserError, require
 from minirl.types import Packed
 
 Reduce = Callable[[Tensor], Tensor]  # A CPU tensor of every rank to their sum or maximum.
@@ -81,8 +82,13 @@ def reinforce_pp_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
     """Return A_i = (r_i - mean(r)) / std over the global batch.
 
     Hu et al. 2025, REINFORCE++ (arXiv 2501.03262), sec. 3.2. The paper also subtracts the batch
-    mean, which is 0 after the group means are gone; leaving that out keeps equal groups at exactly
-    0.
+    mean, which over answers is 0 after the group means are gone; leaving that out keeps equal
+    groups at exactly 0.
+
+    The authors' code (OpenRLHF) and verl normalise over tokens: long answers count more, the mean
+    over tokens is not 0 and is subtracted, and equal groups do not stay at 0. On random groups the
+    two differ by up to 0.6. `algo.whiten_tokens` takes theirs: `assign` then whitens the result,
+    whose scale does not matter to that.
     """
     centered, _ = center(rewards, groups)
     return centered / (centered.square().mean().sqrt() + 1e-8)
@@ -201,7 +207,9 @@ def assign(
         if cfg.advantage in WHITENED:
             values = whiten(values, batches, sum_over_ranks, max_over_ranks)
     else:
-        values = _by_group(batches, penalties, estimator, gather_rows)
+        values = _by_group(batches, penalties, estimator, gather_rows, cfg.advantage)
+        if cfg.whiten_tokens:
+            values = whiten(values, batches, sum_over_ranks, max_over_ranks)
 
     for batch, value in zip(batches, values, strict=True):
         outputs = (batch.old_logprobs, batch.values, batch.engine_logprobs)
@@ -213,7 +221,7 @@ def _kl_penalty(batch: Packed, cfg: AlgoConfig) -> Tensor:
     """Return what each token pays for its KL to the reference, float64 [T]; 0 if in the loss."""
     if cfg.kl_in != "reward" or not cfg.kl_coef:
         return torch.zeros_like(batch.engine_logprobs, dtype=torch.float64)
-    penalty = cfg.kl_coef * kl(batch.old_logprobs, batch.ref_logprobs, cfg.kl_estimator)
+    penalty = cfg.kl_coef * kl(batch.old_logprobs, batch.ref_logprobs, kl_estimator(cfg))
     return torch.where(batch.loss_mask, penalty, 0.0).double()
 
 
@@ -266,11 +274,12 @@ def _by_group(
     penalties: list[Tensor],
     estimator: Callable[..., Tensor],
     gather_rows: GatherRows,
+    name: str,
 ) -> list[Tensor]:
     """Return the advantages [T] of each micro-batch from an estimator that compares siblings.
 
     Siblings may be on any rank, so every rank gathers a row of each sequence and estimates the
-    whole step.
+    whole step. `name`: of the estimator, for errors.
     """
     # 1. All sequences. Tensor- and context-parallel ranks have copies: the first rank's count.
     tables = gather_rows(_rows_of_sequences(batches, penalties))
@@ -289,19 +298,47 @@ def _by_group(
 
     # 3. Estimate, with groups numbered 0 .. G - 1.
     _, groups = np.unique(episodes[:, 0], return_inverse=True)
-    estimates = estimator(torch.from_numpy(earned), torch.from_numpy(groups).long()).numpy()
+    estimates = _call(estimator, name, torch.from_numpy(earned), torch.from_numpy(groups).long())
 
     # 4. Every row of a sequence gets the advantage of its episode.
     own_groups = [group for batch in batches for group, _, _ in batch.sequence_ids]
     is_own = np.isin(episodes[:, 0], own_groups)
     own_episodes = map(tuple, episodes[is_own].tolist())
-    advantage_of = dict(zip(own_episodes, estimates[is_own].tolist(), strict=True))
+    advantage_of = dict(zip(own_episodes, estimates.numpy()[is_own].tolist(), strict=True))
     values = []
     for batch in batches:
         per_sequence = [advantage_of.get(ids[:2], 0.0) for ids in batch.sequence_ids]
         as_tensor = torch.tensor(per_sequence, dtype=torch.float64, device=batch.inputs.device)
         values.append(to_rows(as_tensor, batch))
     return values
+
+
+def _call(estimator: Callable[..., Tensor], name: str, rewards: Tensor, groups: Tensor) -> Tensor:
+    """Return the advantages of an estimator, which may be the user's; float64 [N].
+
+    Raises:
+        UserError: it raises, or returns anything but N finite numbers.
+    """
+    expected = f"algo.advantage = {name} must return {len(rewards)} finite numbers, a tensor [N]"
+    try:
+        estimates = estimator(rewards, groups)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"{expected}; it raised {problem}") from error
+    if not isinstance(estimates, Tensor) or estimates.is_complex():
+        raise UserError(f"{expected}; it returned {estimates!r:.200}")
+    require(
+        estimates.shape == rewards.shape,
+        f"{expected}; it returned one of shape {list(estimates.shape)}",
+    )
+    estimates = estimates.detach().to("cpu", torch.float64)
+    wrong = int((~estimates.isfinite()).sum())
+    require(
+        not wrong,
+        f"{expected}; {wrong} of them are not finite, the first for an answer with reward "
+        f"{rewards[~estimates.isfinite()][:1].tolist()}",
+    )
+    return estimates
 
 
 def _rows_of_sequences(batches: list[Packed], penalties: list[Tensor]) -> np.ndarray:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minirl.algo.normalize import sequence_sums, to_rows
+from minirl.algo.ratio import bounded_exp
 from minirl.config.rl import CorrectionConfig
 from minirl.errors import require
 from minirl.types import Packed
@@ -31,12 +32,15 @@ class Correction:
 # tis, truncated importance sampling: Yao et al. 2025, "Your efficient RL framework secretly brings
 # you off-policy RL training"; Ionides 2008 for the truncation. icepop: Ling team 2025, "Every step
 # evolves" (arXiv 2510.18855), sec. 3. seq-mask-tis: sequences are dropped by the geometric mean of
-# their ratios, tokens of the others count with their own ratio; as OpenRLHF does.
+# their ratios, tokens of the others count with their own ratio; as OpenRLHF does. seq-mis, masked
+# importance sampling: sequences whose ratio is above 3 are dropped, the tokens of the others count
+# with the ratio of their sequence; TRL's default, its `sequence_mask`.
 PRESETS = {
     "off": Correction(level="off", mode="truncate", low=0.0, high=2.0),
     "tis": Correction(level="token", mode="truncate", low=0.0, high=2.0),
     "icepop": Correction(level="token", mode="mask", low=0.5, high=5.0),
     "seq-mask-tis": Correction(level="geometric", mode="mask", low=0.5, high=5.0),
+    "seq-mis": Correction(level="sequence", mode="mis", low=0.0, high=3.0),
 }
 
 
@@ -88,9 +92,10 @@ def weights(old: Tensor, batch: Packed, cfg: Correction) -> tuple[Tensor, Tensor
     The level says what a ratio or divergence belongs to. token: the token. sequence: the product of
     its tokens' ratios, the sum of their divergences. geometric: the geometric mean, the mean.
     Outside the gate are ratios not in [low, high], or divergences above cfg.divergence. There the
-    mode sets the weight. mask: 0. clip: the ratio brought into [low, high]. truncate: the ratio,
-    but at most high. Inside the gate the weight is the ratio; under mask it is the token's own
-    ratio, because there the level only selects.
+    mode sets the weight. mask and mis: 0. clip: the ratio brought into [low, high]. truncate: the
+    ratio, but at most high. Inside the gate the weight is the ratio; under mask it is the token's
+    own ratio, because there the level only selects. Logarithms of ratios are clamped to [-20, 20],
+    as in verl.
 
     Args:
         old: log-probs under the trainer, float [T].
@@ -110,7 +115,7 @@ def weights(old: Tensor, batch: Packed, cfg: Correction) -> tuple[Tensor, Tensor
             per_sequence = per_sequence / batch.loss_tokens.clamp(min=1)
         return to_rows(per_sequence, batch)
 
-    ratio = at_level(log_ratio).exp()
+    ratio = bounded_exp(at_level(log_ratio))
     if cfg.gate == "ratio":
         outside = (ratio < cfg.low) | (ratio > cfg.high)
     else:
@@ -118,6 +123,8 @@ def weights(old: Tensor, batch: Packed, cfg: Correction) -> tuple[Tensor, Tensor
         distance = torch.where(batch.loss_mask, distance, 0.0)
         outside = at_level(distance) > cfg.divergence
     if cfg.mode == "mask":
-        return log_ratio.exp().masked_fill(outside, 0.0), outside
+        return bounded_exp(log_ratio).masked_fill(outside, 0.0), outside
+    if cfg.mode == "mis":
+        return ratio.masked_fill(outside, 0.0), outside
     lowest = cfg.low if cfg.mode == "clip" else None
     return torch.where(outside, ratio.clamp(lowest, cfg.high), ratio), outside

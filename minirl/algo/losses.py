@@ -15,11 +15,14 @@ from torch import Tensor
 
 from minirl.algo import correction
 from minirl.algo.normalize import sequence_sums, to_rows
+from minirl.algo.ratio import MAX_MEAN_LOG_RATIO, bounded_exp, clamp_log_ratio
 from minirl.algo.selection import kth_largest
 from minirl.config.rl import AlgoConfig
 from minirl.types import Packed
 
 Metrics = dict[str, Tensor]
+
+MAX_K3_LOG_RATIO = 10.0  # log(reference / policy) of a token, beyond which k3 does not grow.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,32 +36,51 @@ class Loss:
     entropy_gradient: bool = False
 
 
+def kl_estimator(cfg: AlgoConfig) -> str:
+    """Return what `algo.kl_estimator` auto stands for: k1 in the reward, k3 in the loss."""
+    if cfg.kl_estimator != "auto":
+        return cfg.kl_estimator
+    return "k1" if cfg.kl_in == "reward" else "k3"
+
+
 def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Estimate KL(policy || reference) at sampled tokens, [T].
 
-    With d = log(ref / policy): k1 = -d (unbiased, noisy), k2 = d^2 / 2 (its gradient is the
-    unbiased one of the KL), k3 = e^d - 1 - d (unbiased, never negative). Schulman 2020,
-    "Approximating KL divergence".
+    With d = log(ref / policy): k1 = -d (unbiased, noisy), k2 = d^2 / 2, k3 = e^d - 1 - d (unbiased,
+    never negative). Schulman 2020, "Approximating KL divergence". k3 takes d as at most 10, so that
+    its gradient is 0 above: e^d is 10^13 at d = 30. (OpenRLHF and verl, which bound k3 itself by
+    10, have that from d = 2.6 on.)
+
+    Which one is right depends on where it counts, since the gradient of an estimate is not an
+    estimate of the gradient. As a loss k2 has the gradient of the KL; that of k1 is 0 on average,
+    and that of k3 belongs to the reverse divergence. As a part of the reward, where the policy
+    gradient multiplies it by grad log policy, k1 gives the gradient of the KL; k2 and k3, which
+    vanish to second order near the reference, hardly pull back there.
     """
     d = ref_logprobs - logprobs
     if estimator == "k1":
         return -d
     if estimator == "k2":
         return d**2 / 2
+    d = d.clamp(max=MAX_K3_LOG_RATIO)
     return torch.expm1(d) - d
 
 
 def kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Return the KL term of a loss, [T].
 
-    It is k1, k2 or k3, or `unbiased`: r k3 with r = policy / old, through which the gradient goes
-    too. The gradient of an estimate is not an estimate of the gradient: that of k1 is 0 on average,
-    that of k3 belongs to the reverse divergence. With g = grad log policy, grad (r k3) =
-    r (k3 + 1 - e^d) g = -r d g, whose mean over tokens of `old` is the gradient of the KL. Tang and
-    Munos 2025 (arXiv 2506.09477); DeepSeek-V3.2 (arXiv 2512.02556), sec. 3.1.
+    It is k1, k2 or k3, or `unbiased`: the value of r k3 with r = policy / old, through which the
+    gradient goes too. With g = grad log policy, grad (r k3) = r (k3 + 1 - e^d) g = -r d g, whose
+    mean over tokens of `old` is the gradient of the KL. Tang and Munos 2025 (arXiv 2506.09477);
+    DeepSeek-V3.2 (arXiv 2512.02556), sec. 3.1. It is computed as -r d g, the gradient of r k2 with
+    a constant r: in float32 the terms of r (k3 + 1 - e^d) cancel from 17 nats on.
     """
     if estimator == "unbiased":
-        return (logprobs - old_logprobs).exp() * kl(logprobs, ref_logprobs, "k3")
+        ratio = bounded_exp(logprobs - old_logprobs).detach()
+        d = clamp_log_ratio(ref_logprobs - logprobs).detach()
+        value = ratio * (torch.expm1(d) - d)
+        with_gradient = ratio * kl(logprobs, ref_logprobs, "k2")
+        return value + (with_gradient - with_gradient.detach())
     return kl(logprobs, ref_logprobs, estimator)
 
 
@@ -90,11 +112,12 @@ def ppo_clip(ratio: Tensor, advantages: Tensor, cfg: AlgoConfig) -> Tensor:
 def sequence_ratio(log_ratio: Tensor, batch: Packed) -> Tensor:
     """Return (prod_t r_t)^(1/L) of each sequence at its rows, [T]; differentiable.
 
-    GSPO: Zheng et al. 2025 (arXiv 2507.18071), eq. 7.
+    GSPO: Zheng et al. 2025 (arXiv 2507.18071), eq. 7. Mean log-ratios are at most 10, where the
+    gradient is 0, as in verl.
     """
     sums = sequence_sums(torch.where(batch.loss_mask, log_ratio, 0.0), batch)
     means = sums / batch.loss_tokens.clamp(min=1)
-    return to_rows(means.exp(), batch)
+    return to_rows(means.clamp(max=MAX_MEAN_LOG_RATIO).exp(), batch)
 
 
 def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, cfg: AlgoConfig) -> Tensor:
@@ -136,6 +159,7 @@ def policy(cfg: AlgoConfig, max_tokens: int) -> Loss:
         max_tokens: sampled tokens of an episode at most, for aggregation `fixed`.
     """
     corrected = correction.resolve(cfg.correction)
+    estimator = kl_estimator(cfg)
 
     def token_loss(batch: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
         # 1. The ratio to the old policy, and the surrogate.
@@ -143,7 +167,7 @@ def policy(cfg: AlgoConfig, max_tokens: int) -> Loss:
         if cfg.loss == "gspo":
             ratio = sequence_ratio(logprobs - old, batch)
         else:
-            ratio = (logprobs - old).exp()
+            ratio = bounded_exp(logprobs - old)
         if cfg.loss == "cispo":
             loss = cispo(ratio, logprobs, batch.advantages, cfg)
         else:
@@ -164,7 +188,7 @@ def policy(cfg: AlgoConfig, max_tokens: int) -> Loss:
 
         # 4. KL to the reference, at every token.
         if batch.ref_logprobs is not None:
-            ref_kl = kl_loss(logprobs, old, batch.ref_logprobs, cfg.kl_estimator)
+            ref_kl = kl_loss(logprobs, old, batch.ref_logprobs, estimator)
             if cfg.kl_coef and cfg.kl_in == "loss":
                 loss = loss + cfg.kl_coef * ref_kl
             metrics["ref_kl"] = ref_kl.detach()

@@ -26,13 +26,15 @@ class CorrectionConfig:
     See algo/correction.py. A setting that is None takes the preset's value.
     """
 
-    preset: Literal["off", "tis", "icepop", "seq-mask-tis"] = "tis"
+    #: Presets and their sources are in algo/correction.py. seq-mis is TRL's default.
+    preset: Literal["off", "tis", "icepop", "seq-mask-tis", "seq-mis"] = "tis"
     #: Which trainer-over-engine ratio counts: that of each token, the product over a sequence, or
     #: the geometric mean of the sequence.
     level: Literal["off", "token", "sequence", "geometric"] | None = None
     #: What happens outside the gate. clip: bring the ratio into [low, high]. mask: leave the tokens
-    #: out. truncate: bring the ratio down to high.
-    mode: Literal["clip", "mask", "truncate"] | None = None
+    #: out; the others weigh by their own ratio, whatever the level. mis: leave them out; the others
+    #: weigh by the ratio of the level. truncate: bring the ratio down to high.
+    mode: Literal["clip", "mask", "mis", "truncate"] | None = None
     #: Outside is a ratio not in [low, high], or a divergence above `divergence`.
     gate: Literal["ratio", "binary_kl", "tv"] | None = None
     low: float | None = None
@@ -68,6 +70,10 @@ class AlgoConfig:
     #: A registered name, or `file.py:function` to be called as f(rewards, groups); see
     #: algo/advantages.py.
     advantage: str = "grpo"
+    #: Of reinforce_pp_baseline: after the group means, give the advantages mean 0 and deviation 1
+    #: over the tokens of the global batch, as its authors' code does, instead of deviation 1 over
+    #: its answers.
+    whiten_tokens: bool = False
     gamma: PositiveShare = 1.0  # Discount per sampled token, of reinforce_pp and gae.
     #: Of gae. 0 trusts the critic for all but the next token's reward, 1 only the rewards.
     gae_lambda: Share = 0.95
@@ -85,9 +91,10 @@ class AlgoConfig:
     #: Where the KL counts. reward: each token pays for its own; estimators that compare answers sum
     #: it over the answer.
     kl_in: Literal["loss", "reward"] = "loss"
-    #: unbiased (in the loss only): the value of k3, weighted so that its gradient is right, off
-    #: policy too.
-    kl_estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
+    #: Formulas of `kl` in algo/losses.py. unbiased (in the loss only): the value of k3, weighted so
+    #: that its gradient is right, off policy too. auto: k1 in the reward, where the gradients of k2
+    #: and k3 are not the KL's; k3 in the loss.
+    kl_estimator: Literal["auto", "k1", "k2", "k3", "unbiased"] = "auto"
     #: Nats per token: the weight of the KL is adapted so that the KL stays there (Ziegler et al.
     #: 2019). 0: the weight is fixed.
     kl_target: NonNegativeFloat = 0.0

@@ -305,8 +305,14 @@ def _algorithm(cfg: RLConfig) -> None:
 
     require(
         algo.kl_in == "loss" or algo.kl_estimator != "unbiased",
-        "algo.kl_estimator = unbiased is about the gradient, and a reward has none; take k1, k2 or "
-        "k3",
+        "algo.kl_estimator = unbiased is about the gradient, and a reward has none; take k1 (or "
+        "auto)",
+    )
+
+    require(
+        not algo.whiten_tokens or algo.advantage == "reinforce_pp_baseline",
+        f"algo.whiten_tokens belongs to algo.advantage = reinforce_pp_baseline, not "
+        f"{algo.advantage}; unset it",
     )
 
 

@@ -4,7 +4,6 @@ Build on the meta device, shard by FSDP2, and let each rank read its own slices 
 """
 
 import functools
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
@@ -29,7 +27,9 @@ from minirl.config.shared import PolicyConfig
 from minirl.errors import UserError, require
 from minirl.model import attention, experts, families, fused
 from minirl.model.logprob import logprob_entropy
+from minirl.model.weight_files import check_floats, file_of, open_weights
 from minirl.parallel import fsdp, tensor
+from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.regions import CheckpointSlice, intersect, view_of
 from minirl.parallel.tensor import TensorParallel
@@ -108,37 +108,6 @@ class CausalModel(PreTrainedModel):
     set_requires_all_reduce: Callable[[bool], None]
 
 
-def open_weights(folder: Path) -> dict[str, Any]:
-    """Open the safetensors files of a model's folder, and read none of their weights yet.
-
-    Returns:
-        Name of a weight -> what has its shape (`get_shape`) and reads what an index asks for.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
-    # The files that an index names, or else the single file, or else all there are.
-    paths = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if index.exists():
-        file_of_weight = json.loads(index.read_text())["weight_map"]
-        paths = sorted({folder / file for file in file_of_weight.values()})
-    elif single.exists():
-        paths = [single]
-
-    weights = {}
-    for path in paths:
-        try:
-            file = safe_open(path, framework="pt", device="cpu")
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"policy.model: cannot read {path}: {error}") from error
-        names = file.keys()
-        for name in names:
-            weights[name] = file.get_slice(name)
-    return weights
-
-
 def layers(model: nn.Module) -> list[nn.Module]:
     """Return what is gathered and recomputed one at a time.
 
@@ -177,7 +146,8 @@ def load_weights(
         cpu_offload: parameters are kept on the host (buffers are not).
 
     Raises:
-        UserError: the files hold other names or shapes than the model.
+        UserError: the files hold other names or shapes than the model, numbers that are no floats,
+            or, where this rank reads them, NaN or infinity.
     """
     # 1. The files hold the model's weights, all of them and nothing else.
     weights = open_weights(folder)
@@ -204,6 +174,8 @@ def load_weights(
         f"shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}",
     )
 
+    check_floats(in_model, weights, folder)
+
     # 2. Each rank fills its shards.
     allocate(model, device, cpu_offload=cpu_offload)
     for name, t in tensors(model).items():
@@ -211,6 +183,30 @@ def load_weights(
             fill_shard(t, slices[name], weights)
         else:
             t.zero_()
+    _check_finite(model, folder, slices)
+
+
+def _check_finite(
+    model: PreTrainedModel, folder: Path, slices: dict[str, list[CheckpointSlice]]
+) -> None:
+    """Raise UserError if this rank has read NaN or infinity, naming the weight and its file."""
+    for name, t in tensors(model).items():
+        read = fsdp.local(t)
+        if name not in slices or read.isfinite().all():
+            continue
+        shard = fsdp.local_region(t)
+        for part in slices[name]:
+            common = intersect(part.region, shard)
+            if common is None:
+                continue
+            values = view_of(read, common, shard.offset)
+            num_wrong = int((~values.isfinite()).sum())
+            require(
+                not num_wrong,
+                f"policy.model = {folder}: {part.name} in {file_of(part.name, folder)} has NaN or "
+                f"infinity at {num_wrong} of {values.numel()} places; nothing can be learnt from "
+                "there, so take another checkpoint",
+            )
 
 
 def allocate(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool) -> None:
@@ -405,7 +401,8 @@ def build_model(
     )
 
     # 3. Filled from files.
-    load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
+    with errors_of_all(mesh):  # each rank reads its own part
+        load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
     forward = score_forward if score else packed_forward
     model.forward = functools.partial(forward, model, tp=tp)
     return model

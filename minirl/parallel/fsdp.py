@@ -77,6 +77,18 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what is gathered, so that the model's parameters are its shards again.
+
+    After a forward without a backward the root is still gathered. Its parameters are then other
+    objects than those that the optimizer knows, in memory that the next step frees. Without
+    anything gathered this does nothing.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def local(t: Tensor, *, partial: bool = False) -> Tensor:
     """Return this rank's tensor, which is `t` itself if that is no DTensor.
 

@@ -4,9 +4,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from minirl.parallel.fsdp import local
+from minirl.parallel.fsdp import local, reshard
 
 SMALLEST_CHUNK = 2**20  # Bytes.
 LARGEST_CHUNK = 2**28
@@ -133,9 +132,7 @@ class Sleeper:
         """Offload the parameters."""
         if not self.active:
             return
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # the root stays gathered after a forward
+        reshard(self.model)
         self._parameters.sleep([local(p) for p in self.model.parameters()])
 
     def sleep(self) -> None:

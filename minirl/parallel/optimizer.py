@@ -94,13 +94,18 @@ class Optimizer:
         return out
 
     def averages(self) -> dict[Tensor, Tensor]:
-        """Return the moving average of every parameter that has been updated.
+        """Return the moving average of every parameter; only inside `awake`.
 
-        Only if they are kept, and inside `awake`.
+        One that was never updated is its own average.
+
+        Raises:
+            KeyError: averages are not kept.
         """
         averages: dict[Tensor, Tensor] = {}
         for part in self.parts:
-            averages |= {p: state["ema"] for p, state in part.state.items()}
+            for group in part.param_groups:
+                for p in group["params"]:
+                    averages[p] = part.state[p]["ema"] if p in part.state else p
         return averages
 
     @torch.no_grad()

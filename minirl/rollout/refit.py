@@ -10,7 +10,8 @@
 """
 
 import hashlib
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from minirl.config.rl import RefitConfig
+from minirl.errors import UserError, require
 from minirl.parallel.fsdp import local, local_region
 from minirl.parallel.mesh import all_gather_single
-from minirl.parallel.regions import CheckpointSlice
+from minirl.parallel.regions import CheckpointSlice, Region
 from minirl.rollout.engine import NamedTensors, RolloutEngine
 from minirl.rollout.refit_buckets import Wanted, wire_dtypes
 from minirl.rollout.refit_copies import Place
@@ -77,7 +79,7 @@ class Refit:
             check: compare with a full gather after each call.
 
         Raises:
-            RuntimeError: an element of the engine would stay unfilled.
+            UserError: the engine has no place for a weight, or a part that none would fill.
             NotImplementedError: the loader does something that cannot be planned.
         """
         self.cfg = cfg
@@ -91,6 +93,7 @@ class Refit:
         self.arrivals = self._record()
         self._check_coverage()
         wanted, class_of = self._share_wanted()
+        self._check_nothing_lost(wanted)
         grids = self._make_grids()
         # On the wire, by name, in the same order on all ranks.
         self.dtypes = wire_dtypes(grids, wanted)
@@ -120,9 +123,20 @@ class Refit:
         weights = {name: torch.empty(p.shape, device="meta") for name, p in self.shards.items()}
         in_files = list(self._in_files(weights.items()))
         recorder = Recorder(weights)
-        with recorder:
-            self.engine.load_weights(in_files)
+        try:
+            with recorder:
+                self.engine.load_weights(in_files)
+        except (KeyError, ValueError) as error:  # what vLLM's loaders raise for an unknown name
+            raise UserError(
+                f"policy.model: the loader of the engine, {self._engine_model}, refuses the "
+                f"trained weights: {error}; take a model that vLLM knows, or another version of it"
+            ) from error
         return join(recorder.arrivals)
+
+    @property
+    def _engine_model(self) -> str:
+        """Return the name of the engine's class of models."""
+        return type(self.engine.model).__name__
 
     def _in_files(self, weights: NamedTensors) -> NamedTensors:
         """Yield the weights of a checkpoint's files: names there, and views of whole weights."""
@@ -131,7 +145,7 @@ class Refit:
                 yield part.name, part.of(weight)
 
     def _check_coverage(self) -> None:
-        """Raise RuntimeError unless a refit writes every element of every engine parameter.
+        """Raise UserError unless a refit writes every element of every engine parameter.
 
         One that it does not write would keep its random start. Rows that only make the vocabulary
         divisible are set to 0 here.
@@ -143,11 +157,13 @@ class Refit:
         for name, parameter in self.engine.parameters().items():
             filled = covered[parameter.untyped_storage()._cdata]
             num_padding = padding.get(name, 0)
-            if filled != parameter.numel() - num_padding:
-                raise RuntimeError(
-                    f"refit would fill {filled} of the {parameter.numel()} elements of the "
-                    f"engine's {name} ({num_padding} are padding)"
-                )
+            require(
+                filled == parameter.numel() - num_padding,
+                f"policy.model: a refit would fill {filled} of the {parameter.numel()} elements of "
+                f"the engine's {name} ({num_padding} are padding), and leave the others as they "
+                f"are: {self._engine_model} has weights that the trained model has not; take "
+                "another model or version of vLLM",
+            )
             if num_padding:
                 parameter[-num_padding // parameter.shape[1] :].zero_()
 
@@ -171,6 +187,30 @@ class Refit:
         class_of = {digest: i for i, digest in enumerate(first_of)}
         return wanted, [class_of[digest] for digest in digests]
 
+    def _check_nothing_lost(self, wanted: list[list[Wanted]]) -> None:
+        """Raise UserError, on all ranks, if elements of a weight go to no engine.
+
+        The engine would sample from another model than the one that is trained: some of vLLM's
+        loaders skip weights for which their model has no parameter. (A tied head is no weight of
+        its own.) `wanted`: of the engines of each class, which together are all ranks.
+        """
+        regions: dict[str, set[Region]] = defaultdict(set)
+        for of_class in wanted:
+            for want in of_class:
+                regions[want.name].add(want.region)
+        lost = []
+        for name, shard in self.shards.items():
+            arriving = sum(math.prod(region.size) for region in regions[name])
+            if arriving < shard.numel():
+                lost.append(f"{name} ({shard.numel() - arriving} of {shard.numel()} elements)")
+        require(
+            not lost,
+            f"policy.model: the engine, {self._engine_model}, has no place for "
+            f"{len(lost)} trained weights, {', '.join(lost[:4])}{', ...' * (len(lost) > 4)}: it "
+            "would sample from another model than the one that is trained; take a model without "
+            "them (config.json decides, as by attention_bias), or a version of vLLM that has them",
+        )
+
     def _make_grids(self) -> dict[str, Grid]:
         """Return the grid of each weight's shards; weights of one layout share one. Collective."""
         layout_of = one_of_each_layout(self.shards)
@@ -193,7 +233,7 @@ class Refit:
         """Move the current weights. Collective.
 
         Raises:
-            RuntimeError: with `check`, if the engine differs from a full gather.
+            UserError: with `check`, if an engine differs from a full gather; on all ranks.
         """
         self.bytes_received = 0
         self.peak_bytes = 0
@@ -247,7 +287,7 @@ class Refit:
     # the obvious way, as an oracle
 
     def _compare_with_oracle(self) -> None:
-        """Raise RuntimeError naming the engine parameters that differ from a full gather."""
+        """Raise UserError, on all ranks, if engine parameters differ from a full gather."""
         engine = self.engine.parameters()
         padding = self.engine.padding()
         refitted = {name: p.clone() for name, p in engine.items()}
@@ -260,11 +300,16 @@ class Refit:
             if not torch.equal(p.flatten()[:filled], refitted[name].flatten()[:filled]):
                 wrong.append(name)
             p.copy_(refitted[name])
-        if wrong:
-            raise RuntimeError(
-                f"refit differs from the full gather in {len(wrong)} engine parameters: "
-                f"{', '.join(wrong[:5])}"
-            )
+        of_ranks = self.mesh.gather(wrong)
+        bad_ranks = [rank for rank, names in enumerate(of_ranks) if names]
+        named = sorted({name for names in of_ranks for name in names})
+        require(
+            not bad_ranks,
+            f"debug.check_refit: the engines of ranks {bad_ranks} differ from a full gather of the "
+            f"policy's weights in {len(named)} parameters, {', '.join(named[:5])}: they would "
+            "sample from another model than the one that is trained. This is a fault of the refit "
+            f"for {self._engine_model}; try refit.transport = all_gather",
+        )
 
     def full_gather(self) -> None:
         """Refit the obvious way: gather each weight whole on every rank, for the engine's loader.

@@ -1,0 +1,73 @@
+"""The safetensors files of a model's folder: which there are, and what they hold."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from minirl.errors import UserError, require
+
+# What weights may be, by the names of safetensors.
+FLOATS = ("F16", "BF16", "F32", "F64")
+
+
+def open_weights(folder: Path) -> dict[str, Any]:
+    """Open the safetensors files of a model's folder, and read none of their weights yet.
+
+    Returns:
+        Name of a weight -> what has its shape (`get_shape`) and reads what an index asks for.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    weights = {}
+    for path in weight_files(folder):
+        try:
+            file = safe_open(path, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"policy.model: cannot read {path}: {error}") from error
+        names = file.keys()
+        for name in names:
+            weights[name] = file.get_slice(name)
+    return weights
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that an index names, or else the single file, or else all there are."""
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if index.exists():
+        file_of_weight = json.loads(index.read_text())["weight_map"]
+        return sorted({folder / file for file in file_of_weight.values()})
+    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+
+
+def file_of(weight: str, folder: Path) -> Path:
+    """Return the file of a model's folder that a weight is in; it must be in one."""
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            if weight in set(file.keys()):
+                return path
+    raise KeyError(weight)
+
+
+def check_floats(names: Iterable[str], weights: dict[str, Any], folder: Path) -> None:
+    """Refuse weights that are no floating-point numbers of 16 bits or more.
+
+    Args:
+        names: of the weights that are wanted.
+        weights: as `open_weights` returns them.
+        folder: of the model.
+
+    Raises:
+        UserError: for the first; integers without their scales would be copied as they are.
+    """
+    for name in names:
+        dtype = weights[name].get_dtype()
+        require(
+            dtype in FLOATS,
+            f"policy.model = {folder}: {name} in {file_of(name, folder)} is of dtype {dtype}; "
+            f"take a model that is not quantized, with weights of {', '.join(FLOATS)}",
+        )
