@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minirl.checkpoint.checksums import find_damage
 from minirl.checkpoint.failures import attempt, describe, require_written
-from minirl.checkpoint.find import describe_damages, finished, newest_whole, read_best
+from minirl.checkpoint.finding import describe_damages, finished, newest_whole, read_best
 from minirl.checkpoint.folder import (
     FolderPlan,
     Reader,
@@ -268,14 +268,17 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
         UserError: there is no such checkpoint, it is damaged, or the output folder exists.
     """
     run = Path(cfg.run)
-    checkpoint = choose_whole(run, cfg.step, cfg.best, mesh)
+    choose(run, cfg.step, cfg.best)
     policy = load_config(PolicyConfig, str(run / "config.yaml"), section="policy")
     if policy.model == "scratch":
         source = run / "scratch"
     else:
         source = build.find_folder(policy.model, "policy.model")
+    if cfg.output:
+        _require_new(Path(cfg.output))
+    checkpoint = choose_whole(run, cfg.step, cfg.best, mesh)
     output = Path(cfg.output or run / f"model-{checkpoint.name}")
-    require(not output.exists(), f"--output {output} exists; name another folder or remove it")
+    _require_new(output)
     mesh.barrier()  # all ranks have looked
 
     shapes = saved_shapes(checkpoint)
@@ -294,3 +297,7 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
     exporter.wait()
     if mesh.rank == 0:
         print(output)
+
+
+def _require_new(output: Path) -> None:
+    require(not output.exists(), f"--output {output} exists; name another folder or remove it")

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from minirl.checkpoint.checksums import StateWriter, write_checksums
 from minirl.checkpoint.failures import attempt, require_written
-from minirl.checkpoint.find import find_best, finished, read_best
+from minirl.checkpoint.finding import find_best, finished, read_best
 from minirl.checkpoint.reading import read_state, saved_shapes
 from minirl.config.shared import CheckpointConfig
 from minirl.errors import UserError, require

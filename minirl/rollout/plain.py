@@ -99,7 +99,8 @@ class PlainWriter:
         """Return the attributes of an object whose class does nothing of its own with them."""
         cls = type(value)
         is_plain = (
-            cls.__new__ is object.__new__
+            hasattr(value, "__dict__")
+            and cls.__new__ is object.__new__
             and cls.__reduce_ex__ is object.__reduce_ex__
             and cls.__getstate__ is object.__getstate__
             and "__setstate__" not in dir(cls)

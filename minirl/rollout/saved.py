@@ -101,7 +101,7 @@ def _save_episode(e: Episode) -> dict:
     writer = PlainWriter(e.row)
     return {
         "segments": [vars(segment) for segment in segments],
-        "segment": segments.index(e.segment) if e.segment else None,
+        "segment": next((i for i, s in enumerate(segments) if s is e.segment), None),
         "request": _save_request(e.request) if e.request else None,
         "sampling": dataclasses.asdict(e.sampling),
         "rendered_prompt": e.row["rendered_prompt"],
