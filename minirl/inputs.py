@@ -174,7 +174,13 @@ def check_output(cfg: TrainingConfig, mesh: Mesh) -> None:
 
 
 # What a start that was killed while it made its model leaves. A new start makes them anew.
-LEFT_BY_A_START = ("scratch", "scratch.partial", "scratch.replaced", lock.NAME)
+LEFT_BY_A_START = (
+    "scratch",
+    "scratch.partial",
+    "scratch.replaced",
+    "config.yaml.partial",
+    lock.NAME,
+)
 
 
 def _refuse_other_run(output: Path, resume: bool) -> None:

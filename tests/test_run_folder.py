@@ -234,16 +234,18 @@ def test_the_list_has_every_file_with_its_checksum(saved):
 
 
 def export_with(mesh, run, damage, flags):
+    said = []
+    export_checkpoint.__globals__["say"] = said.append
     if damage:
         file, change = damage
         change(run / "checkpoints/step-2" / file)
     export_checkpoint(
         ExportConfig(command="export", run=str(run), output=str(run / "out"), **flags), mesh
     )
-    return sorted(path.name for path in (run / "out").iterdir())
+    return sorted(path.name for path in (run / "out").iterdir()), said
 
 
-def test_export_takes_the_newest_that_is_whole(saved, tmp_path, capfd):
+def test_export_takes_the_newest_that_is_whole(saved, tmp_path):
     model, run, _ = saved
     cfg = RLConfig(output=str(run))
     cfg.policy.model = str(model)
@@ -267,8 +269,9 @@ def test_export_takes_the_newest_that_is_whole(saved, tmp_path, capfd):
                 ranks(1, export_with, copy, damage, flags)
             assert failed.value.kind == "UserError" and not (copy / "out").exists()
         else:
-            assert "model.safetensors" in ranks(1, export_with, copy, damage, flags)[0]
-            assert "newer ones are damaged (step-2: state/__1_0" in capfd.readouterr().err
+            names, said = ranks(1, export_with, copy, damage, flags)[0]
+            assert "model.safetensors" in names
+            assert "newer ones are damaged (step-2: state/__1_0" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +305,10 @@ def die(mesh, folder, run, moment):
     policy = make(mesh, folder, False)
     saver = checkpoint.Saver(run, CheckpointConfig(keep=1, best_metric="reward"), policy)
     saver.save(1, {"step": 1})
-    saver.score(1, {"reward": 0.5})
+    saver.wait()
+    if moment == "best":
+        saver.score(1, {"reward": 0.5})
+    rotate = saver._rotate
 
     def killed(*args):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -320,7 +326,12 @@ def die(mesh, folder, run, moment):
     if moment == "rotate":
         saver._rotate = killed
     if moment == "in rotate":
-        shutil.rmtree = killed
+
+        def kill_in_it():
+            shutil.rmtree = killed
+            rotate()
+
+        saver._rotate = kill_in_it
     saver.save(2, {"step": 2})
     saver.wait()
     if moment == "best":

@@ -48,6 +48,6 @@ def require_written(path: Path, partial: Path, failures: list[str]) -> None:
     found = "; ".join(failure for failure in failures if failure)
     require(
         not found,
-        f"{path} could not be written ({found}); make room there, or name another output folder. "
-        f"{partial} is not whole, and nothing will read it",
+        f"{path} could not be written ({found}); make room there and go on by --resume, or name "
+        f"another output folder. {partial} is not whole, and nothing will read it",
     )

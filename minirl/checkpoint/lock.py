@@ -31,11 +31,21 @@ def hold(output: Path) -> None:
     """Lock the folder of a run, which is made if it is missing. Nothing if this process has it.
 
     Raises:
-        UserError: another run holds it.
-        OSError: the folder cannot be written to.
+        UserError: another run holds it, or it cannot be written to.
     """
     if output in _held:
         return
+    try:
+        _held[output] = _open_locked(output)
+    except OSError as error:
+        raise UserError(
+            f"output = {output} cannot be written to: {error}; make room there, or choose another "
+            "folder"
+        ) from error
+
+
+def _open_locked(output: Path) -> int:
+    """Return the descriptor that holds the lock. Raises UserError and OSError."""
     output.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(output / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if not _lock(descriptor, output):
@@ -47,7 +57,7 @@ def hold(output: Path) -> None:
         )
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    _held[output] = descriptor
+    return descriptor
 
 
 def _lock(descriptor: int, output: Path) -> bool:

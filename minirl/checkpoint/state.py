@@ -198,7 +198,7 @@ class Saver(contextlib.AbstractContextManager):
             kept.append(self.best["step"])
         for step, path in steps.items():
             if step not in kept:
-                shutil.rmtree(path)
+                path.rename(path.with_name(f"{path.name}.old.partial"))  # removed below
         for path in self.run.glob("checkpoints/step-*.partial"):
             shutil.rmtree(path)
 
