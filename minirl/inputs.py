@@ -3,6 +3,7 @@
 Each function raises UserError at the first thing that is missing or cannot work.
 """
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import NamedTuple
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from minirl.algo import advantages, correction
+from minirl.checkpoint import changes, lock
+from minirl.checkpoint.failures import attempt, require_written
 from minirl.config.rl import RLConfig
-from minirl.config.shared import DataConfig, RowsConfig
+from minirl.config.shared import DataConfig, RowsConfig, TrainingConfig
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import resolve_lengths, validate_rl
 from minirl.data import chat
@@ -21,6 +24,8 @@ from minirl.data.prompts import LengthBound, Prompts, open_prompts
 from minirl.data.rows import Mark, Rows, errors_at, read_rows
 from minirl.envs.registry import make_env
 from minirl.errors import UserError, require
+from minirl.files import partial_of, publish_folder, sync_files
+from minirl.log import say
 from minirl.model import build, families, scratch
 from minirl.model.weight_files import open_weights
 from minirl.parallel import tensor
@@ -62,7 +67,7 @@ class Inputs:
     def __init__(self, cfg: RLConfig, mesh: Mesh):
         resolve_lengths(cfg)
         validate_rl(cfg, mesh.world_size)
-        check_output(Path(cfg.output), cfg.resume, mesh)
+        check_output(cfg, mesh)
         if mesh.device.type == "cpu":  # where an engine's ranks share memory
             num_ranks = cfg.engine.tensor_parallel_size
             check_on_one_machine(num_ranks, "engine.tensor_parallel_size", mesh)
@@ -150,16 +155,33 @@ def check_same_models(
     check_same(sizes, mesh)
 
 
-def check_output(output: Path, resume: bool, mesh: Mesh) -> None:
+def check_output(cfg: TrainingConfig, mesh: Mesh) -> None:
     """Refuse the folder of another run, and one that not all machines share. Collective.
+
+    A resumed run's settings are compared with those that it was begun with.
 
     Raises:
         UserError: on all ranks.
     """
+    output = Path(cfg.output)
     with errors_of_all(mesh):
         if mesh.rank == 0:  # alone, as check_shared demands
-            _refuse_other_run(output, resume)
+            _refuse_other_run(output, cfg.resume)
+            lock.require_free(output)
+            changed = changes.compare_settings(cfg) if cfg.resume else []
+            if changed:
+                say(f"resuming with other settings than before: {', '.join(changed)}")
     check_shared(output, "output", mesh)
+
+
+# What a start that was killed while it made its model leaves. A new start makes them anew.
+LEFT_BY_A_START = (
+    "scratch",
+    "scratch.partial",
+    "scratch.replaced",
+    "config.yaml.partial",
+    lock.NAME,
+)
 
 
 def _refuse_other_run(output: Path, resume: bool) -> None:
@@ -168,7 +190,7 @@ def _refuse_other_run(output: Path, resume: bool) -> None:
     if output.is_dir():
         if resume:
             return
-        in_the_way = [path.name for path in output.iterdir() if path.name != "scratch"]
+        in_the_way = [path.name for path in output.iterdir() if path.name not in LEFT_BY_A_START]
     if in_the_way:
         raise UserError(
             f"output = {output} holds {in_the_way[0]} of another run; choose another folder with "
@@ -356,14 +378,33 @@ def check_head(folder: Path, setting: str) -> None:
 
 
 def make_scratch(cfg: RLConfig | SupervisedConfig, max_len: int, mesh: Mesh) -> None:
-    """Write the model that `policy.model = scratch` asks for. Collective.
+    """Lock the output folder, and write the model that `policy.model = scratch` asks for there.
 
-    Call it after the last check: a program that refuses its config leaves nothing behind.
+    Collective. Call it after the last check: a program that refuses its config leaves nothing
+    behind.
+
+    Raises:
+        UserError: another run is in the folder, or the model could not be written.
     """
     mesh.barrier()  # every rank has looked at the output folder
-    if cfg.policy.model == "scratch":
-        folder = Path(cfg.output) / "scratch"
-        # A resumed run keeps the folder: other weights would be another run.
-        if mesh.rank == 0 and not (cfg.resume and folder.exists()):
-            scratch.make_model(cfg.policy.scratch, folder, max_len=max_len, seed=cfg.seed)
-        mesh.barrier()
+    output = Path(cfg.output)
+    folder = output / "scratch"
+    failure = ""
+    with errors_of_all(mesh):
+        if mesh.rank == 0:
+            lock.hold(output)
+            _refuse_other_run(output, cfg.resume)  # another run may have been here meanwhile
+            # A run that has begun keeps the model: other weights would be another run.
+            has_begun = (output / "config.yaml").exists()
+            if cfg.policy.model == "scratch" and not (has_begun and folder.exists()):
+                failure = attempt(lambda: _write_scratch(cfg, folder, max_len), 0)
+            require_written(folder, partial_of(folder), [failure])
+
+
+def _write_scratch(cfg: RLConfig | SupervisedConfig, folder: Path, max_len: int) -> None:
+    """Write the scratch model as a whole or not at all."""
+    partial_folder = partial_of(folder)
+    shutil.rmtree(partial_folder, ignore_errors=True)
+    scratch.make_model(cfg.policy.scratch, partial_folder, max_len=max_len, seed=cfg.seed)
+    sync_files(partial_folder)
+    publish_folder(folder)

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from minirl.files import write_whole
+
 # A point of time: in seconds of the host, or on the device, whose kernels run behind the host.
 Moment = float | torch.cuda.Event
 
@@ -178,6 +180,9 @@ def say(message: str) -> None:
 def truncate(path: Path, *, keep_before: int, keep_sft: bool) -> None:
     """Drop the rows of metrics.jsonl that a resumed run will write again.
 
+    Lines that are no rows, as a full disk or a power cut leaves one at the end, are dropped, too,
+    and told in one line.
+
     Args:
         path: the file.
         keep_before: RL and evaluation steps from this one on are dropped.
@@ -186,9 +191,27 @@ def truncate(path: Path, *, keep_before: int, keep_sft: bool) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines(keepends=True):
+    num_torn = 0
+    for line in path.read_bytes().split(b"\n"):
+        if not line.strip():
+            continue
+        place = _place_of_row(line)
+        if place is None:
+            num_torn += 1
+            continue
+        phase, step = place
+        is_warm_start = phase == "sft" or step < 0
+        if keep_sft if is_warm_start else step < keep_before:
+            kept.append(line.decode() + "\n")
+    if num_torn:
+        say(f"{path}: {num_torn} lines that are no rows (written only in part?) are left out")
+    write_whole(path, "".join(kept))
+
+
+def _place_of_row(line: bytes) -> tuple[str, int] | None:
+    """Return phase and step of a row of metrics.jsonl; None: the line is no row."""
+    try:
         row = json.loads(line)
-        is_warm_start = row["phase"] == "sft" or row["step"] < 0
-        if keep_sft if is_warm_start else row["step"] < keep_before:
-            kept.append(line)
-    path.write_text("".join(kept))
+        return str(row["phase"]), int(row["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None

@@ -5,6 +5,8 @@ import math
 import statistics
 from pathlib import Path
 
+from minirl.files import sync_file, write_whole
+
 # By kind of token: the phases that generate or train on it.
 PHASES_OF_TOKENS = {"generated": ("rollout",), "trained": ("forward", "backward")}
 # Phases that are not part of the RL steps.
@@ -86,14 +88,17 @@ def write_curves(folder: Path) -> Path:
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
     path = folder / "curves.png"
-    figure.savefig(path, dpi=110)
+    partial = folder / "curves.png.partial"
+    figure.savefig(partial, dpi=110, format="png")
+    sync_file(partial)
+    partial.replace(path)
     return path
 
 
 def write_answers(folder: Path, evaluations: dict[str, dict]) -> None:
     """Write answers.json, and print the answers before and after RL."""
     answers = {name: evaluation["answers"] for name, evaluation in evaluations.items()}
-    (folder / "answers.json").write_text(json.dumps(answers, indent=2) + "\n")
+    write_whole(folder / "answers.json", json.dumps(answers, indent=2) + "\n")
     for when in ("before", "after"):
         print(f"sampled answers {when} RL")
         for entry in answers.get(f"{when}_rl", []):
@@ -134,7 +139,7 @@ def write(
     summary |= common
 
     path = folder / "summary.json"
-    path.write_text(json.dumps(summary, indent=2) + "\n")
+    write_whole(path, json.dumps(summary, indent=2) + "\n")
     print(table(summary, scores))
     print(f"curves       {write_curves(folder)}")
     print(f"TensorBoard  tensorboard --logdir {folder / 'tensorboard'}")

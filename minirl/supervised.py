@@ -8,7 +8,6 @@ import dataclasses
 import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -54,7 +53,7 @@ class SupervisedTrainer(Program):
         with self.timer.phase("start"):
             # 1. Find and check what the config names.
             validate_supervised(cfg, mesh.world_size)
-            check_output(Path(cfg.output), cfg.resume, mesh)
+            check_output(cfg, mesh)
             open_rows = open_pairs if self.pairs else open_chats
             train, held_out = load_splits(open_rows, cfg.data, cfg.seed, mesh, mark_row)
             marks = np.concatenate([train.marks, held_out.marks])

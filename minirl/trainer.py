@@ -4,23 +4,28 @@ It opens the folder of the run or goes on in it, logs, saves, and writes the sum
 """
 
 import abc
+import contextlib
 import dataclasses
 import resource
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
 from minirl import checkpoint, report
+from minirl.checkpoint import changes, lock
 from minirl.config.parse import save_config
 from minirl.config.shared import Checkpointing, PolicyConfig, TrainingConfig
+from minirl.errors import UserError
+from minirl.files import DISK_FAILURES, write_whole
 from minirl.log import Log, Timer, say, truncate
 from minirl.parallel.mesh import Mesh
 from minirl.plan.announce import announce
 from minirl.plan.workload import Workload
 from minirl.policy import Metrics, Policy
+from minirl.rollout import records
 
 
 @dataclass(kw_only=True)
@@ -77,22 +82,14 @@ class TrainingRun:
         self.progress = Progress()
         self.resumed_from = None
         if cfg.resume:
-            # Rank 0 chooses: another machine may see a new checkpoint later.
-            newest = checkpoint.find(self.output) if mesh.rank == 0 else None
-            self.resumed_from = mesh.broadcast(newest, 0)
+            self.resumed_from = checkpoint.find_whole(self.output, mesh)
         if self.resumed_from:
             saved = checkpoint.load_checkpoint(self.resumed_from, policy)
             self.first_step = saved["step"]
             self.progress = Progress(**saved["progress"])
 
         if mesh.rank == 0:
-            self.output.mkdir(parents=True, exist_ok=True)
-            save_config(cfg, self.output / "config.yaml")
-            truncate(
-                self.output / "metrics.jsonl",
-                keep_before=self.first_step,
-                keep_sft=self.resumed_from is not None,
-            )
+            self._open_folder()
         self.saver = checkpoint.Saver(self.output, cfg.checkpoint, policy)
         self.exporter = checkpoint.Exporter(mesh)
         self.outcomes: Callable[[], str] = str  # A curriculum's, for a checkpoint.
@@ -107,6 +104,20 @@ class TrainingRun:
             self.log.say(f"resuming at step {self.first_step} from {self.resumed_from}")
         elif cfg.resume:
             self.log.say("no finished checkpoint to resume from; starting at step 0")
+
+    def _open_folder(self) -> None:
+        """Write the config; drop what the run will write again. On rank 0."""
+        lock.hold(self.output)
+        unfinished = self.output / "config.yaml.partial"
+        save_config(self.cfg, unfinished)
+        text = changes.head_of(type(self.cfg)) + unfinished.read_text()
+        write_whole(self.output / "config.yaml", text)
+        truncate(
+            self.output / "metrics.jsonl",
+            keep_before=self.first_step,
+            keep_sft=self.resumed_from is not None,
+        )
+        records.drop_steps(self.output / "rollouts", self.first_step)
 
     def attach(self, name: str, model: Policy) -> None:
         """Keep another trained model in the checkpoints, and restore it if the run is resumed.
@@ -323,6 +334,22 @@ class Program(abc.ABC):
     @classmethod
     def main(cls, cfg: TrainingConfig, mesh: Mesh) -> None:
         """Make the program and train; finish a checkpoint under way however training ends."""
-        program = cls(cfg, mesh)
-        with program.run.saver:
-            program.train()
+        output = Path(cfg.output)
+        with lock.released(output), _disk_failures(output):
+            program = cls(cfg, mesh)
+            with program.run.saver:
+                program.train()
+
+
+@contextlib.contextmanager
+def _disk_failures(output: Path) -> Iterator[None]:
+    """Raise what a disk without room says as one UserError, whichever file was to be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FAILURES:
+            raise
+        raise UserError(
+            f"output = {output}: writing failed ({error}); make room there, and go on by the same "
+            "command with --resume"
+        ) from error

@@ -329,14 +329,7 @@ def test_checkpoint_of_another_model_is_not_resumed(world, old_run):
     model, before = tiny.make(world / "model", "qwen3"), contents(old_run)
     ended = rl(world, old_run, "--resume", "--policy.model", model)
     assert ended.code == 2 and len(ended.errors()) == 1 and "Traceback" not in ended.err, ended.err
-    for text in (
-        "resume",
-        "step-3",
-        "llama, 9 layers of 512",
-        str(model),
-        "qwen3, 2 layers of",
-        "another output folder",
-    ):
+    for text in ("resume: policy.model =", str(model), "'scratch'", "another output folder"):
         assert text in ended.errors()[0]
     assert contents(old_run) == before
 

@@ -22,6 +22,7 @@ import tiny
 from harness import RankFailed, ranks
 from minirl import checkpoint
 from minirl.algo import losses
+from minirl.checkpoint import state as state_module
 from minirl.checkpoint.export import choose, export_checkpoint
 from minirl.checkpoint.state import find_best, state_dict_of
 from minirl.config.parse import save_config
@@ -232,26 +233,26 @@ def test_a_plan_is_made_again_only_when_what_is_saved_has_changed(tmp_path, worl
 
 def save_rollouts(mesh, folder, run):
     saver = checkpoint.Saver(run, CheckpointConfig(), make(mesh, folder, False))
-    saver.rollouts = lambda: [f"{mesh.rank}.{i}".encode() for i in range(mesh.rank + 1)]
+    saver.rollouts = lambda: [f"{mesh.rank}.{i}" for i in range(mesh.rank + 1)]
     with saver:
         saver.save(1, {})
 
 
 def read_rollouts(mesh, run):
     opened = []
-    load = torch.load
-    torch.load = lambda path: opened.append(path.name) or load(path)
+    read = Path.read_text
+    Path.read_text = lambda path: opened.append(path.name) or read(path)
     return checkpoint.load_rollouts(checkpoint.find(run), mesh), opened
 
 
 def test_a_rank_reads_the_unfinished_episodes_of_others_only_if_the_world_has_changed(tmp_path):
     folder, run = tiny.make(tmp_path / "model", "llama", dtype=torch.float64), tmp_path / "run"
     ranks(2, save_rollouts, folder, run)
-    everything = [[b"0.0"], [b"1.0", b"1.1"]]
-    files = ["rollouts-0.pt", "rollouts-1.pt"]
+    everything = [["0.0"], ["1.0", "1.1"]]
+    files = ["rollouts-0.jsonl", "rollouts-1.jsonl"]
     assert ranks(2, read_rollouts, run) == [
-        ([[b"0.0"], []], files[:1]),
-        ([[], [b"1.0", b"1.1"]], files[1:]),
+        ([["0.0"], []], files[:1]),
+        ([[], ["1.0", "1.1"]], files[1:]),
     ]
     for world in (1, 4):
         assert ranks(world, read_rollouts, run) == [(everything, files)] * world
@@ -384,7 +385,7 @@ def fail_on_one(mesh, folder, run, where):
         raise OSError(28, "No space left on device")
 
     if where == "small files" and mesh.rank == 1:
-        Path.write_bytes = no_room
+        state_module.write_synced = no_room
     if where == "rename" and mesh.rank == 0:
         Path.rename = no_room
     try:

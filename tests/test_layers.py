@@ -21,6 +21,7 @@ PROGRAMS = ("rl", "sft", "rm", "dpo", "evaluate", "walk")
 LAYERS = {
     "__init__.py": 0,
     "errors.py": 0,
+    "files.py": 0,
     "types.py": 0,
     "log.py": 0,
     "config/*": 0,

@@ -331,7 +331,7 @@ def use_output(mesh, folder: Path) -> tuple[list[str], list[str]]:
     ):
         try:
             with machine:
-                said.append(str(check_output(output, False, mesh) or ""))
+                said.append(str(check_output(RLConfig(output=str(output)), mesh) or ""))
         except UserError as error:
             said.append(str(error))
     mesh.barrier()

@@ -1,15 +1,8 @@
 """Checkpoints of a run: resumable state (`state.py`) and Hugging Face folders (`export.py`)."""
 
 from minirl.checkpoint.export import Exporter, export
-from minirl.checkpoint.state import (
-    Saver,
-    drop_references,
-    find,
-    finished,
-    load_checkpoint,
-    load_rollouts,
-    restore,
-)
+from minirl.checkpoint.finding import drop_references, find, find_whole, finished
+from minirl.checkpoint.state import Saver, load_checkpoint, load_rollouts, restore
 
 __all__ = [
     "Exporter",
@@ -17,6 +10,7 @@ __all__ = [
     "drop_references",
     "export",
     "find",
+    "find_whole",
     "finished",
     "load_checkpoint",
     "load_rollouts",

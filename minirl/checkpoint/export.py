@@ -2,16 +2,16 @@
 
 import shutil
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from minirl.checkpoint.checksums import find_damage
 from minirl.checkpoint.failures import attempt, describe, require_written
+from minirl.checkpoint.finding import describe_damages, finished, newest_whole, read_best
 from minirl.checkpoint.folder import (
     FolderPlan,
     Reader,
@@ -19,10 +19,12 @@ from minirl.checkpoint.folder import (
     write_companions,
     write_files,
 )
-from minirl.checkpoint.state import find_best, finished, saved_shapes
+from minirl.checkpoint.reading import read_state, saved_shapes
 from minirl.config.parse import load_config
 from minirl.config.shared import ExportConfig, PolicyConfig
 from minirl.errors import UserError, require
+from minirl.files import partial_of, publish_folder, sync_file, sync_files
+from minirl.log import say
 from minirl.model import build
 from minirl.parallel.collect import ShardedTensor, collect, regions_of_ranks
 from minirl.parallel.fsdp import local
@@ -107,7 +109,7 @@ class Exporter:
         """
         self.wait()
         self.folder = folder
-        partial = _partial(folder)
+        partial = partial_of(folder)
 
         def make_folder() -> None:
             shutil.rmtree(partial, ignore_errors=True)
@@ -120,8 +122,11 @@ class Exporter:
         """Write what falls to this rank, in the thread. Return the seconds that it took."""
         began = time.perf_counter()
         write_files(plan, partial, self.mesh.rank, read)
+        for file in plan.files_of(self.mesh.rank):
+            sync_file(partial / file)
         if self.mesh.rank == 0:
             write_companions(plan, partial)
+            sync_files(partial)
         return time.perf_counter() - began
 
     def wait(self) -> None:
@@ -139,7 +144,7 @@ class Exporter:
         of_ranks = self.mesh.gather((describe(error, self.mesh.rank), seconds))
         self._require_written([failure for failure, _ in of_ranks])
         self.background_seconds += max(seconds for _, seconds in of_ranks)
-        self._on_rank_0(lambda: _publish(self.folder))
+        self._on_rank_0(lambda: publish_folder(self.folder))
 
     def _on_rank_0(self, change: Callable[[], None]) -> None:
         """Change folders on rank 0 while the others wait. UserError everywhere if it fails."""
@@ -147,22 +152,7 @@ class Exporter:
         self._require_written(self.mesh.gather(failure))
 
     def _require_written(self, failures: list[str]) -> None:
-        require_written(self.folder, _partial(self.folder), failures)
-
-
-def _partial(folder: Path) -> Path:
-    """Return where a folder is while it is not whole."""
-    return Path(f"{folder}.partial")
-
-
-def _publish(folder: Path) -> None:
-    """Give a whole folder its name. Whenever this is killed, what has the name is whole."""
-    replaced = Path(f"{folder}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if folder.exists():
-        folder.rename(replaced)
-    _partial(folder).rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+        require_written(self.folder, partial_of(self.folder), failures)
 
 
 def collect_own(plan: FolderPlan, tensors: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
@@ -232,8 +222,11 @@ def choose(run: Path, step: int | None, best: bool) -> Path:
         step is None or not best, f"--step {step} and --best name two checkpoints; give one of them"
     )
     if best:
-        scored = find_best(run)
-        if scored is None:
+        try:
+            scored = read_best(run)
+        except ValueError as error:
+            raise UserError(f"--best: {error}; use --step, one of {list(steps)}") from error
+        if scored is None or scored["step"] not in steps:
             raise UserError(
                 f"--best: no checkpoint of {run} is marked as the best, which "
                 f"checkpoint.best_metric asks for; use --step, one of {list(steps)}"
@@ -245,24 +238,47 @@ def choose(run: Path, step: int | None, best: bool) -> Path:
     return steps[step]
 
 
+def choose_whole(run: Path, step: int | None, best: bool, mesh: Mesh) -> Path:
+    """Return the checkpoint that flags name; without them the newest that is whole. Collective.
+
+    Raises:
+        UserError: there is no such checkpoint, or it is damaged.
+    """
+    chosen = choose(run, step, best)
+    if step is not None or best:
+        damage = find_damage(chosen, mesh)
+        require(not damage, f"{chosen} is damaged ({damage}); use another one of {run} by --step")
+        return chosen
+    whole, damages = newest_whole(run, mesh)
+    told = describe_damages(damages)
+    if whole is None:
+        raise UserError(f"no checkpoint of {run} is whole ({told})")
+    if damages and mesh.rank == 0:
+        say(f"exporting {whole}, because newer ones are damaged ({told})")
+    return whole
+
+
 def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
     """Export a checkpoint of a run.
 
-    Each rank reads the weights of its own files and nothing else: no model is built, no optimizer
-    state is read.
+    Each rank reads the weights of its own files: no model is built, no optimizer state is loaded.
+    Before that the ranks share the checkpoint's files and compare them with their checksums.
 
     Raises:
-        UserError: there is no such checkpoint, or the output folder exists.
+        UserError: there is no such checkpoint, it is damaged, or the output folder exists.
     """
     run = Path(cfg.run)
-    checkpoint = choose(run, cfg.step, cfg.best)
+    choose(run, cfg.step, cfg.best)
     policy = load_config(PolicyConfig, str(run / "config.yaml"), section="policy")
     if policy.model == "scratch":
         source = run / "scratch"
     else:
         source = build.find_folder(policy.model, "policy.model")
+    if cfg.output:
+        _require_new(Path(cfg.output))
+    checkpoint = choose_whole(run, cfg.step, cfg.best, mesh)
     output = Path(cfg.output or run / f"model-{checkpoint.name}")
-    require(not output.exists(), f"--output {output} exists; name another folder or remove it")
+    _require_new(output)
     mesh.barrier()  # all ranks have looked
 
     shapes = saved_shapes(checkpoint)
@@ -273,10 +289,7 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
 
     def read(names: list[str]) -> dict[str, Tensor]:
         whole = {name: torch.empty(shapes[name], dtype=master_dtype) for name in names}
-        with warnings.catch_warnings():
-            # On purpose: each rank reads on its own.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load({"model": whole}, checkpoint_id=checkpoint / "state", no_dist=True)
+        read_state(checkpoint, {"model": whole}, alone=True)
         return whole
 
     exporter = Exporter(mesh)
@@ -284,3 +297,7 @@ def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
     exporter.wait()
     if mesh.rank == 0:
         print(output)
+
+
+def _require_new(output: Path) -> None:
+    require(not output.exists(), f"--output {output} exists; name another folder or remove it")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from minirl.errors import require
+from minirl.errors import UserError, require
 
 # What disks and folders do. Anything else is a bug.
 DISK_ERRORS = (OSError, SafetensorError)
@@ -23,6 +23,8 @@ def describe(error: BaseException | None, rank: int) -> str:
         return ""
     if isinstance(error, DISK_ERRORS):
         return f"rank {rank}: {type(error).__name__}: {error}"
+    if isinstance(error, UserError):
+        return f"rank {rank}: {error}"
     return f"rank {rank}: {''.join(traceback.format_exception(error))}"
 
 
@@ -46,6 +48,6 @@ def require_written(path: Path, partial: Path, failures: list[str]) -> None:
     found = "; ".join(failure for failure in failures if failure)
     require(
         not found,
-        f"{path} could not be written ({found}); make room there, or name another output folder. "
-        f"{partial} is not whole, and nothing will read it",
+        f"{path} could not be written ({found}); make room there and go on by --resume, or name "
+        f"another output folder. {partial} is not whole, and nothing will read it",
     )

@@ -1,15 +1,14 @@
 """Resumable state of a run, by torch.distributed.checkpoint.
 
-A checkpoint is written beside its final name and renamed when all ranks are done, so what `find`
-returns is always whole.
+A checkpoint is written beside its final name, brought to the disk, and renamed when all ranks are
+done. Its last file lists sizes and checksums of the others (checksums.py).
 """
 
+import base64
 import contextlib
-import io
 import json
 import math
 import random
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -21,61 +20,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from minirl.checkpoint.checksums import StateWriter, write_checksums
 from minirl.checkpoint.failures import attempt, require_written
+from minirl.checkpoint.finding import find_best, finished, read_best
+from minirl.checkpoint.reading import read_state, saved_shapes
 from minirl.config.shared import CheckpointConfig
-from minirl.errors import require
+from minirl.errors import UserError, require
+from minirl.files import Checksum, sync_folder, write_synced, write_whole
+from minirl.log import say
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 
 LOWER_IS_BETTER = ("loss", "perplexity")
-
-
-def finished(run: Path, kind: str = "checkpoints") -> dict[int, Path]:
-    """Return the whole checkpoints (or `references`) of a run folder by step, oldest first."""
-    steps = {}
-    for path in run.glob(f"{kind}/step-*"):
-        if match := re.fullmatch(r"step-(\d+)", path.name):
-            steps[int(match[1])] = path
-    return dict(sorted(steps.items()))
-
-
-def find(run: Path) -> Path | None:
-    """Return the newest finished checkpoint of a run folder."""
-    return next(reversed(finished(run).values()), None)
-
-
-def drop_references(run: Path, step: int) -> None:
-    """Delete references that no checkpoint of the run would resume with.
-
-    A checkpoint resumes with the newest reference that is not newer than itself, so those before
-    the one of the oldest checkpoint go.
-
-    Args:
-        run: the folder of the run.
-        step: stands for the oldest checkpoint if none is finished.
-    """
-    oldest = min(finished(run), default=step)
-    references = finished(run, "references")
-    oldest_in_use = max((n for n in references if n <= oldest), default=0)
-    for n, path in references.items():
-        if n < oldest_in_use:
-            shutil.rmtree(path)
-
-
-def find_best(run: Path) -> dict | None:
-    """Return {"step", "metric", "value"} of the checkpoint that scored best.
-
-    None if there is none, or if it is gone.
-    """
-    path = run / "checkpoints/best.json"
-    if path.exists():
-        best = json.loads(path.read_text())
-        if best["step"] in finished(run):
-            return best
-    return None
 
 
 class Saver(contextlib.AbstractContextManager):
@@ -99,13 +57,23 @@ class Saver(contextlib.AbstractContextManager):
         self.others: dict[str, Policy] = {}
         # Of the newest checkpoint, finished or under way.
         self.step = max(finished(run), default=None)
-        self.rollouts: Callable[[], list[bytes]] = list  # This rank's unfinished episodes.
-        best = find_best(run)
+        # This rank's unfinished episodes: a line of text each.
+        self.rollouts: Callable[[], list[str]] = list
+        best = self._find_best()
         self.best = best if best and cfg.best_metric in ("", best["metric"]) else None
         self.group = dist.new_group(backend="gloo")
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.pending: Future[float] | None = None  # The write in the background.
         self.background_seconds = 0.0  # That writes have taken there, of those waited for.
+
+    def _find_best(self) -> dict | None:
+        """Return what `find_best` does, and say if it is damaged."""
+        try:
+            read_best(self.run)
+        except ValueError as error:
+            if self.mesh.rank == 0:
+                say(f"{error}: no checkpoint counts as the best until the next is scored")
+        return find_best(self.run)
 
     def save(self, step: int, progress: dict) -> Path:
         """Save the state after `step` finished steps.
@@ -122,7 +90,8 @@ class Saver(contextlib.AbstractContextManager):
         partial = final.with_suffix(".partial")
         self.step = step
 
-        self._write_small_files(step, progress, partial, final)
+        small_files = self._write_small_files(step, progress, partial, final)
+        writer = StateWriter(partial / "state")
         state: dict = {}  # Of models and optimizers.
         with contextlib.ExitStack() as stack:
             for name, model in ({"policy": self.policy} | self.others).items():
@@ -133,7 +102,7 @@ class Saver(contextlib.AbstractContextManager):
                 if not has_stepped:
                     model.forget_optimizer_state()
             where = {
-                "checkpoint_id": partial / "state",
+                "storage_writer": writer,
                 "process_group": self.group,
                 # torch keeps the plan in its class. Ranks that would save the same names and
                 # regions as last time send nothing, and rank 0 plans again for the others only.
@@ -141,35 +110,55 @@ class Saver(contextlib.AbstractContextManager):
             }
             if self.cfg.background:
                 write = dcp.async_save(state, **where).result  # type: ignore[union-attr]
-                self.pending = self.thread.submit(self._publish, write, partial, final)
+                self.pending = self.thread.submit(
+                    self._publish, write, writer, small_files, partial, final
+                )
             else:
-                self._publish(lambda: dcp.save(state, **where), partial, final)
+                self._publish(lambda: dcp.save(state, **where), writer, small_files, partial, final)
         for model in self.others.values():
             model.sleeper.sleep()
         return final
 
-    def _write_small_files(self, step: int, progress: dict, partial: Path, final: Path) -> None:
-        """Write a description, random states and unfinished episodes. Collective."""
+    def _write_small_files(
+        self, step: int, progress: dict, partial: Path, final: Path
+    ) -> dict[str, Checksum]:
+        """Write a description, random states and unfinished episodes. Collective.
+
+        Returns:
+            The checksums of what this rank has written.
+        """
         rank = self.mesh.rank
         description = {"progress": progress, "step": step, **_describe(self.policy)}
         for name, model in self.others.items():
             description[name] = _describe(model)
+        written: dict[str, Checksum] = {}
+
+        def write(name: str, text: str) -> None:
+            written[name] = write_synced(partial / name, text.encode())
 
         def make_folder() -> None:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            (partial / "progress.json").write_text(json.dumps(description))
+            (partial / "state").mkdir(parents=True)
+            write("progress.json", json.dumps(description))
 
         failure = attempt(make_folder, rank) if rank == 0 else ""
         require_written(final, partial, self.mesh.gather(failure))
 
         def write_own() -> None:
-            _write_pickled(_random_states(), partial / f"random-{rank}.pt")
-            _write_pickled(self.rollouts(), partial / f"rollouts-{rank}.pt")
+            write(f"random-{rank}.json", json.dumps(_random_states()))
+            write(f"rollouts-{rank}.jsonl", "".join(f"{line}\n" for line in self.rollouts()))
 
         require_written(final, partial, self.mesh.gather(attempt(write_own, rank)))
+        return written
 
-    def _publish(self, write: Callable[[], object], partial: Path, final: Path) -> float:
+    def _publish(
+        self,
+        write: Callable[[], object],
+        writer: StateWriter,
+        small_files: dict[str, Checksum],
+        partial: Path,
+        final: Path,
+    ) -> float:
         """Write, and rename when all ranks have. Return the seconds that it took."""
         began = time.perf_counter()
         failures = []
@@ -180,11 +169,23 @@ class Saver(contextlib.AbstractContextManager):
                 failures.append(f"rank {rank}: {type(cause).__name__}: {cause}")
         require_written(final, partial, failures)
 
-        def rename() -> None:
+        own = small_files | {f"state/{name}": sum_ for name, sum_ in writer.checksums.items()}
+        of_ranks: list[dict[str, Checksum]] = [{}] * self.mesh.world_size
+        is_first = self.mesh.rank == 0
+        dist.gather_object(own, of_ranks if is_first else None, group=self.group)
+
+        def publish() -> None:
+            files: dict[str, Checksum] = {}
+            for of_rank in of_ranks:
+                files |= of_rank
+            sync_folder(partial / "state")
+            write_checksums(partial, files)
+            sync_folder(partial)
             partial.rename(final)
+            sync_folder(final.parent)
             self._rotate()
 
-        failures = [attempt(rename, 0) if self.mesh.rank == 0 else ""]
+        failures = [attempt(publish, 0) if is_first else ""]
         dist.broadcast_object_list(failures, group=self.group)
         require_written(final, partial, failures)
         return time.perf_counter() - began
@@ -197,7 +198,7 @@ class Saver(contextlib.AbstractContextManager):
             kept.append(self.best["step"])
         for step, path in steps.items():
             if step not in kept:
-                shutil.rmtree(path)
+                path.rename(path.with_name(f"{path.name}.old.partial"))  # removed below
         for path in self.run.glob("checkpoints/step-*.partial"):
             shutil.rmtree(path)
 
@@ -215,9 +216,7 @@ class Saver(contextlib.AbstractContextManager):
         if math.isfinite(value) and (self.best is None or sign * value > sign * self.best["value"]):
             self.best = {"step": step, "metric": metric, "value": value}
             if self.mesh.rank == 0:
-                partial = self.run / "checkpoints/best.partial"
-                partial.write_text(json.dumps(self.best))
-                partial.rename(partial.with_suffix(".json"))
+                write_whole(self.run / "checkpoints/best.json", json.dumps(self.best))
                 self._rotate()
 
     def wait(self) -> None:
@@ -246,22 +245,36 @@ class Saver(contextlib.AbstractContextManager):
 
 
 def _random_states() -> dict:
-    """Return the state of every generator that a run may draw from."""
+    """Return the state of every generator that a run may draw from, as JSON has it."""
+    version, python_state, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state()
     states = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
+        "python": [version, list(python_state), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": _to_text(torch.get_rng_state()),
     }
     if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+        states["cuda"] = _to_text(torch.cuda.get_rng_state())
     return states
 
 
-def _write_pickled(value: object, path: Path) -> None:
-    """Write what `torch.load` reads. On a full disk it raises OSError; `torch.save` would not."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    path.write_bytes(buffer.getbuffer())
+def _set_random_states(states: dict) -> None:
+    """Set every generator to its state in a checkpoint."""
+    version, python_state, gauss = states["python"]
+    random.setstate((version, tuple(python_state), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    torch.set_rng_state(_from_text(states["torch"]))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_from_text(states["cuda"]))
+
+
+def _to_text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _from_text(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def load_checkpoint(checkpoint: Path, policy: Policy) -> dict:
@@ -271,36 +284,40 @@ def load_checkpoint(checkpoint: Path, policy: Policy) -> dict:
         The checkpoint's description, with `progress` as `Saver.save` was given it, and `step`.
 
     Raises:
-        UserError: it is a checkpoint of another model or optimizer.
+        UserError: it is a checkpoint of another model or optimizer, or cannot be read.
     """
     description = restore(checkpoint, policy)
-    path = checkpoint / f"random-{policy.mesh.rank}.pt"
+    path = checkpoint / f"random-{policy.mesh.rank}.json"
     if path.exists():  # or else the run has more ranks now: the new ones start from their seed
-        random_states = torch.load(path, weights_only=False)
-        random.setstate(random_states["python"])
-        np.random.set_state(random_states["numpy"])
-        torch.set_rng_state(random_states["torch"])
-        if "cuda" in random_states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(random_states["cuda"])
+        try:
+            _set_random_states(json.loads(path.read_bytes()))
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"resume: {path} holds no states of random generators ({type(error).__name__}: "
+                f"{error}); go on from another checkpoint"
+            ) from error
     return description
 
 
-def load_rollouts(checkpoint: Path, mesh: Mesh) -> list[list[bytes]]:
+def load_rollouts(checkpoint: Path, mesh: Mesh) -> list[list[str]]:
     """Return the unfinished episodes, as `Saver.rollouts` gave them on each rank.
 
     If as many ranks saved as there are now, each reads its own, and those of others are empty.
     """
 
     def path(rank: int) -> Path:
-        return checkpoint / f"rollouts-{rank}.pt"
+        return checkpoint / f"rollouts-{rank}.jsonl"
+
+    def read(rank: int) -> list[str]:
+        return path(rank).read_text().splitlines()
 
     # Two looks at names, because a listing of the folder would be as long as there are ranks.
     if path(mesh.world_size - 1).exists() and not path(mesh.world_size).exists():
-        states: list[list[bytes]] = [[] for _ in range(mesh.world_size)]
-        states[mesh.rank] = torch.load(path(mesh.rank))
+        states: list[list[str]] = [[] for _ in range(mesh.world_size)]
+        states[mesh.rank] = read(mesh.rank)
         return states
-    num_ranks = len(list(checkpoint.glob("rollouts-*.pt")))
-    return [torch.load(path(rank)) for rank in range(num_ranks)]
+    num_ranks = len(list(checkpoint.glob("rollouts-*.jsonl")))
+    return [read(rank) for rank in range(num_ranks)]
 
 
 def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
@@ -326,7 +343,7 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
         f"resume: {checkpoint} is of another model ({saved['model']}) than "
         f"{name}.model = {policy.folder} ({now['model']}); start in another output folder",
     )
-    optimizer = saved.get("optimizer", "adamw")  # the first checkpoints do not say
+    optimizer = saved["optimizer"]
     require(
         optimizer == now["optimizer"],
         f"resume: {checkpoint} holds the state of {optimizer}, and {name}.optimizer and "
@@ -346,14 +363,14 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
                 f"resume: {checkpoint} has {key} of shape {shape and list(shape)}, and "
                 f"{name}.model = {policy.folder} {list(p.shape)}; start in another output folder",
             )
-        dcp.load(state, checkpoint_id=checkpoint / "state")
+        read_state(checkpoint, state)
         set_state_dict(
             policy.model,
             policy.optimizer.parts,
             model_state_dict=weights,
             optim_state_dict=state[f"{prefix}optimizer"],
         )
-    if not saved.get("stepped", True):
+    if not saved["stepped"]:
         policy.forget_optimizer_state()
     policy.num_updates = saved["num_updates"]
     return description
@@ -390,15 +407,4 @@ def _describe(policy: Policy) -> dict:
         "optimizer": policy.cfg.optimizer + average,
         "model": f"{config.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, "
         f"vocabulary {text.vocab_size}",
-    }
-
-
-def saved_shapes(checkpoint: Path, prefix: str = "") -> dict[str, torch.Size]:
-    """Return the shape of every weight of a model; a tied head may be there under both names."""
-    entries = dcp.FileSystemReader(checkpoint / "state").read_metadata().state_dict_metadata
-    start = f"{prefix}model."
-    return {
-        name.removeprefix(start): entry.size
-        for name, entry in entries.items()
-        if name.startswith(start) and isinstance(entry, TensorStorageMetadata)
     }

@@ -90,12 +90,12 @@ class OpenRLHF(Env):
 
     def __init__(self, file: str):
         self.agent_class: Any = load_class("env.name", file, "AgentInstance")
-        self.agent: Any = None  # made by `reset`
+        # `reset` calls its constructor.
+        self.agent: Any = self.agent_class.__new__(self.agent_class)
         self.text = ""  # all that was shown and answered so far
 
     async def reset(self, row: dict) -> Raw:
-        """Make the agent and return its first observation."""
-        self.agent = self.agent_class.__new__(self.agent_class)
+        """Construct the agent and return its first observation."""
         # Older files have `async def __init__`, because their agents were remote actors.
         made = self.agent.__init__()
         if inspect.isawaitable(made):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import copy
 import dataclasses
 import inspect
 import math
@@ -63,25 +62,6 @@ class Episode:
             return sum(int(t.sampled.sum()) for t in self.outcome())
         unfinished = len(self.request.done.tokens) if self.request else 0
         return self.conversation.num_sampled() + unfinished
-
-    def saved(self) -> "tuple[Episode, list[Segment]] | list[Trajectory]":
-        """Return what `restored` needs, for pickle; waits for the rewards if the episode has ended.
-
-        The conversation's tokenizer stays behind.
-        """
-        if self.outcome:
-            return self.outcome()
-        unfinished = copy.copy(self)
-        del unfinished.conversation
-        return unfinished, self.conversation.segments
-
-    def restored(self, saved: "tuple[Episode, list[Segment]] | list[Trajectory]") -> "Episode":
-        """Return the episode that was `saved`; this one is a new one of the same number."""
-        if isinstance(saved, list):
-            return dataclasses.replace(self, outcome=lambda: saved)
-        unfinished, self.conversation.segments = saved
-        unfinished.conversation = self.conversation
-        return unfinished
 
 
 class EpisodeRunner:

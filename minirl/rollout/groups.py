@@ -1,25 +1,13 @@
 """Groups of episodes that run together on this rank's engine."""
 
 import asyncio
-import contextlib
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 from minirl.envs.base import Agent
 from minirl.rollout.episode import Episode, EpisodeRunner
 from minirl.rollout.pacing import IsEnough
 from minirl.types import Trajectory
-
-
-class SavedGroup(NamedTuple):
-    """A group in a checkpoint."""
-
-    ticket: int
-    version: int  # -1: no token has been sampled for it, or they are not saved.
-    episodes: list[Any]  # What `Episode.saved` returned of each; none if the group begins anew.
-    num_sampled: list[int]  # Tokens of each episode, saved or not.
 
 
 @dataclass
@@ -47,19 +35,6 @@ class Group:
     def num_sampled(self) -> int:
         """Return the number of tokens that have been sampled for it, but for dropped episodes."""
         return sum(e.num_sampled() for e in self.episodes)
-
-    def pickled(self) -> bytes:
-        """Return a SavedGroup for a checkpoint.
-
-        It begins anew there if one of its episodes is an agent's that goes on, or cannot be
-        pickled.
-        """
-        num_sampled = [e.num_sampled() for e in self.episodes]
-        if all(e.outcome or not isinstance(e.env, Agent) for e in self.episodes):
-            with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):
-                episodes = [e.saved() for e in self.episodes]
-                return pickle.dumps(SavedGroup(self.ticket, self.version, episodes, num_sampled))
-        return pickle.dumps(SavedGroup(self.ticket, -1, [], num_sampled))
 
 
 class GroupScheduler:

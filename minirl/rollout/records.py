@@ -16,6 +16,7 @@ minirl.rollout.show FILE` prints them.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,31 +24,69 @@ import numpy as np
 
 from minirl.data.images import ImageSpan
 from minirl.errors import UserError, require
+from minirl.files import write_whole
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.conversation import to_arrays
 from minirl.types import Trajectory
 
 
 def write_step(trajectories: list[Trajectory], folder: Path, step: int, mesh: Mesh) -> None:
-    """Write this rank's file of a step; the folder is made if it is missing."""
+    """Write this rank's file of a step; the folder is made if it is missing.
+
+    Files that more ranks have left of the same step are removed: they hold the same groups.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"step-{step}-rank-{mesh.rank}.jsonl").open("w") as file:
-        for t in trajectories:
-            record = {
-                "group": t.group,
-                "episode": t.episode,
-                "segment": t.segment,
-                "version": t.version,
-                "reward": t.reward,
-                "images": t.images,
-                "info": t.info,
-                "tokens": t.tokens,
-                "sampled": t.sampled,
-                "logprobs": t.logprobs,
-                "rewards": t.turn_rewards,
-                "versions": t.versions,
-            }
-            file.write(json.dumps(record, default=np.ndarray.tolist) + "\n")
+    lines = [json.dumps(to_record(t), default=np.ndarray.tolist) + "\n" for t in trajectories]
+    write_whole(folder / f"step-{step}-rank-{mesh.rank}.jsonl", "".join(lines))
+    if mesh.rank == 0:
+        for path in folder.glob(f"step-{step}-rank-*.jsonl"):
+            if _numbers(path)[1] >= mesh.world_size:
+                path.unlink()
+
+
+def drop_steps(folder: Path, first: int) -> None:
+    """Remove the files of the steps from `first` on, which a resumed run writes again."""
+    for path in folder.glob("step-*-rank-*.jsonl"):
+        if _numbers(path)[0] >= first:
+            path.unlink()
+
+
+def _numbers(path: Path) -> tuple[int, int]:
+    """Return step and rank of a file; (-1, -1) if its name has none."""
+    match = re.fullmatch(r"step-(\d+)-rank-(\d+)\.jsonl", path.name)
+    return (int(match[1]), int(match[2])) if match else (-1, -1)
+
+
+def to_record(t: Trajectory) -> dict:
+    """Return a trajectory as a line has it, with arrays, which `json` takes by their `tolist`."""
+    return {
+        "group": t.group,
+        "episode": t.episode,
+        "segment": t.segment,
+        "version": t.version,
+        "reward": t.reward,
+        "images": t.images,
+        "info": t.info,
+        "tokens": t.tokens,
+        "sampled": t.sampled,
+        "logprobs": t.logprobs,
+        "rewards": t.turn_rewards,
+        "versions": t.versions,
+    }
+
+
+def from_record(record: dict) -> Trajectory:
+    """Return the trajectory of a line. Raises KeyError, TypeError or ValueError if it is none."""
+    return Trajectory(
+        group=record["group"],
+        episode=record["episode"],
+        segment=record["segment"],
+        version=record["version"],
+        reward=record["reward"],
+        images=[ImageSpan(*image) for image in record["images"]],
+        info=record["info"],
+        **to_arrays(record | {"turn_rewards": record["rewards"]}),
+    )
 
 
 def read_file(path: Path) -> Iterator[Trajectory]:
@@ -58,17 +97,7 @@ def read_file(path: Path) -> Iterator[Trajectory]:
     """
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
-            record = json.loads(line)
-            yield Trajectory(
-                group=record["group"],
-                episode=record["episode"],
-                segment=record["segment"],
-                version=record["version"],
-                reward=record["reward"],
-                images=[ImageSpan(*image) for image in record["images"]],
-                info=record["info"],
-                **to_arrays(record | {"turn_rewards": record["rewards"]}),
-            )
+            yield from_record(json.loads(line))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path}: line {number} is not a trajectory (rollout/records.py has the form): "
@@ -80,7 +109,7 @@ def load_step(folder: Path, step: int, mesh: Mesh) -> list[Trajectory]:
     """Return this rank's part of a step: whole groups, whichever ranks wrote them.
 
     Raises:
-        UserError: the folder has no file of this step.
+        UserError: the folder has no file of this step, or one trajectory twice.
     """
     files = sorted(folder.glob(f"step-{step}-rank-*.jsonl"))
     require(
@@ -89,8 +118,17 @@ def load_step(folder: Path, step: int, mesh: Mesh) -> list[Trajectory]:
         "more steps by rollout.dump",
     )
     trajectories: list[Trajectory] = []
+    file_of: dict[tuple[int, int, int], Path] = {}
     for path in files:
-        trajectories += read_file(path)
+        for t in read_file(path):
+            key = (t.group, t.episode, t.segment)
+            if key in file_of:
+                raise UserError(
+                    f"rollout.replay: group {t.group}, episode {t.episode}, segment {t.segment} is "
+                    f"in {file_of[key]} and in {path}; remove the file that is of another run"
+                )
+            file_of[key] = path
+            trajectories.append(t)
     groups = sorted({t.group for t in trajectories})[mesh.rank :: mesh.world_size]
     own = [t for t in trajectories if t.group in groups]
     return sorted(own, key=lambda t: (t.group, t.episode, t.segment))

@@ -8,7 +8,6 @@ arXiv 2501.12599, sec. 2.6.2). pacing.py says when groups begin and which of the
 
 import itertools
 import math
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +25,15 @@ from minirl.rollout.conversation import Conversation
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.episode import Episode, EpisodeRunner
-from minirl.rollout.groups import Group, GroupScheduler, SavedGroup
+from minirl.rollout.groups import Group, GroupScheduler
 from minirl.rollout.pacing import Goal, GroupState, Pace
+from minirl.rollout.saved import (
+    SavedGroup,
+    read_line,
+    restore_episodes,
+    write_anew,
+    write_group,
+)
 from minirl.rollout.tickets import deal, pull
 from minirl.types import Trajectory
 
@@ -346,17 +352,17 @@ class Sampler:
     # ----------------------------------------------------------------------------------------------
     # checkpoints, and the end of a run
 
-    def state(self) -> list[bytes]:
-        """Return what the next step would go on with, group by group, for a checkpoint.
+    def state(self) -> list[str]:
+        """Return what the next step would go on with, a line for each group, for a checkpoint.
 
-        What cannot be pickled begins anew there.
+        What is no plain value begins anew there (saved.py).
         """
-        saved = [group.pickled() for group in self.training.groups.values()]
+        lines = [write_group(group) for group in self.training.groups.values()]
         if self.mesh.rank == 0:
-            saved += [pickle.dumps(SavedGroup(ticket, -1, [], [])) for ticket in self.waiting]
-        return saved
+            lines += [write_anew(ticket, []) for ticket in self.waiting]
+        return lines
 
-    def load(self, states: list[list[bytes]], sampling: Sampling, *, version: int) -> None:
+    def load(self, states: list[list[str]], sampling: Sampling, *, version: int) -> None:
         """Take this rank's part of the unfinished groups of a checkpoint. Collective.
 
         Args:
@@ -364,17 +370,19 @@ class Sampler:
                 each engine takes a share.
             sampling: of episodes that begin anew.
             version: optimizer steps that the weights have seen.
+
+        Raises:
+            UserError: a line is none.
         """
-        pickled: list[bytes] = []
+        lines: list[str] = []
         if len(states) == self.mesh.world_size:
-            pickled = states[self.mesh.rank]
+            lines = states[self.mesh.rank]
         elif self.engine.is_leader:
-            pickled = sum(states, [])[self.engine.replica :: self.engine.num_replicas]
+            lines = sum(states, [])[self.engine.replica :: self.engine.num_replicas]
         waiting = []
-        for saved in map(pickle.loads, pickled):
-            if saved.episodes:
-                self._restore(saved, sampling)
-            else:
+        for line in lines:
+            saved = read_line(line)
+            if not (saved.episodes and self._restore(saved, sampling)):
                 waiting.append(saved.ticket)
                 self.engine_loop.discarded_tokens += sum(saved.num_sampled)
 
@@ -388,14 +396,19 @@ class Sampler:
                 self.engine_loop.discarded_tokens += group.num_sampled()
         self.waiting = sorted(itertools.chain(late, *self.mesh.gather(waiting)))
 
-    def _restore(self, saved: SavedGroup, sampling: Sampling) -> None:
-        """Go on with a group of a checkpoint. Samples more than the config's are discarded."""
+    def _restore(self, saved: SavedGroup, sampling: Sampling) -> bool:
+        """Go on with a group of a checkpoint. Samples more than the config's are discarded.
+
+        Returns:
+            Whether it could be restored.
+        """
         num_samples = self.cfg.rollout.samples_per_prompt
         group = self._make_group(self.prompts, num_samples, sampling, saved.version, saved.ticket)
-        for i, episode in enumerate(saved.episodes[:num_samples]):
-            group.episodes[i] = group.episodes[i].restored(episode)
+        if not restore_episodes(group, saved):
+            return False
         self.training.groups[saved.ticket] = group
         self.engine_loop.discarded_tokens += sum(saved.num_sampled[num_samples:])
+        return True
 
     def num_unfinished_tokens(self) -> int:
         """Return the tokens that all ranks have sampled for groups of later steps. Collective."""

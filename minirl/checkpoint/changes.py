@@ -1,0 +1,92 @@
+"""What a resumed run may change: its settings are compared with those that it was begun with."""
+
+import dataclasses
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+from minirl.config.parse import flatten, load_config
+from minirl.config.shared import TrainingConfig
+from minirl.errors import UserError, require
+
+# Settings of another run -> what they decide. Steps, examples and tickets count from the begin of
+# the run, so those that say how many belong to a step decide which rows come next.
+FIXED = {
+    "seed": "the order of the rows and all samples",
+    "data.*": "what the run trains on",
+    "rollout.replay": "what the run trains on",
+    "rollout.prompts_per_step": "which rows the next step takes",
+    "batch_size": "which rows the next step takes",
+    "policy.model": "the model",
+    "policy.scratch.*": "the model",
+    "ref.model": "the model beside the policy",
+    "sft.num_steps": "the model that RL begins with",
+    "critic.model": "the model beside the policy",
+    "reward.model": "the model beside the policy",
+    "reference": "the model beside the policy",
+}
+# Where a run is and how it is started is no setting of it.
+IGNORED = ("output", "resume")
+
+
+def program_of(cls: type) -> str:
+    """Return the program of a config class, as its docstring names it."""
+    return re.findall(r"-m (minirl\.\w+)", cls.__doc__ or "")[0]
+
+
+def head_of(cls: type) -> str:
+    """Return the line that begins the config.yaml of a run."""
+    return f"# Settings of a run of {program_of(cls)}.\n"
+
+
+def compare_settings(cfg: TrainingConfig) -> list[str]:
+    """Compare a resumed run's settings with those in its folder.
+
+    Returns:
+        What has changed and may: `name old -> new`.
+
+    Raises:
+        UserError: the folder is that of another program, or a setting has changed that makes
+            another run; or the folder's config.yaml cannot be read.
+    """
+    path = Path(cfg.output) / "config.yaml"
+    if not path.exists():
+        return []  # it ended before it began
+    try:
+        begin = path.read_bytes()[:200].decode(errors="replace")
+    except OSError as error:
+        raise UserError(f"resume: {path} cannot be read: {error}") from error
+    begun_by = re.match(r"# Settings of a run of (minirl\.\w+)\.", begin)
+    program = program_of(type(cfg))
+    require(
+        begun_by is None or begun_by[1] == program,
+        f"resume: {cfg.output} is a run of {begun_by and begun_by[1]}, and this is {program}; name "
+        "another folder with --output",
+    )
+    try:
+        saved = load_config(type(cfg), str(path))
+    except UserError as error:
+        raise UserError(
+            f"resume: {cfg.output} holds no settings of {program} of this version: {error}; start "
+            "in another output folder"
+        ) from error
+
+    old = flatten(dataclasses.asdict(saved))
+    changed = []
+    for name, value in flatten(dataclasses.asdict(cfg)).items():
+        if name in IGNORED or old[name] == value:
+            continue
+        _refuse_if_fixed(name, old[name], value, path)
+        changed.append(f"{name} {old[name]!r} -> {value!r}")
+    return changed
+
+
+def _refuse_if_fixed(name: str, old: object, new: object, path: Path) -> None:
+    """Raise UserError for a change that makes another run."""
+    for pattern, decided in FIXED.items():
+        require(
+            not fnmatch(name, pattern),
+            f"resume: {name} = {new!r}, and the run was begun with {old!r}: it decides {decided}; "
+            f"set it as it was, or start in another output folder (if it is the same thing at "
+            f"another place, change {path}, too)",
+        )

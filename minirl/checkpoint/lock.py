@@ -1,0 +1,106 @@
+"""A lock on the folder of a run, so that no second run writes there.
+
+Rank 0 holds `lock` in the folder from the first thing that the run writes to its end. The kernel
+frees it however the process ends. The file stays: if it were removed, two runs could lock two files
+of one name.
+
+Across machines it is as good as the file system: NFS (version 4, or 3 with its lock daemon) makes
+such a lock one of the server, which frees that of a dead machine when its lease has run out. A file
+system that knows no locks is told in one line.
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from minirl.errors import UserError
+from minirl.log import say
+
+NAME = "lock"
+# A killed process frees its memory before its locks.
+SECONDS_TO_WAIT = 5.0
+
+_held: dict[Path, int] = {}  # File descriptors by folder, of this process.
+
+
+def hold(output: Path) -> None:
+    """Lock the folder of a run, which is made if it is missing. Nothing if this process has it.
+
+    Raises:
+        UserError: another run holds it, or it cannot be written to.
+    """
+    if output in _held:
+        return
+    try:
+        _held[output] = _open_locked(output)
+    except OSError as error:
+        raise UserError(
+            f"output = {output} cannot be written to: {error}; make room there, or choose another "
+            "folder"
+        ) from error
+
+
+def _open_locked(output: Path) -> int:
+    """Return the descriptor that holds the lock. Raises UserError and OSError."""
+    output.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(output / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    if not _lock(descriptor, output):
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise UserError(
+            f"output = {output} is in use by another run ({holder or 'it does not say which'}); "
+            "wait for its end or end it, or name another folder with --output"
+        )
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return descriptor
+
+
+def _lock(descriptor: int, output: Path) -> bool:
+    """Return whether nobody else has the lock; wait a little for a run that is ending."""
+    end = time.monotonic() + SECONDS_TO_WAIT
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.05)
+        except OSError as error:
+            say(
+                f"output = {output} cannot be locked ({error}): see that no second run writes there"
+            )
+            return True
+        else:
+            return True
+
+
+def require_free(output: Path) -> None:
+    """Raise UserError if another run holds the folder. Writes nothing where there is no lock."""
+    if output not in _held and (output / NAME).is_file():
+        hold(output)
+
+
+@contextlib.contextmanager
+def released(output: Path) -> Iterator[None]:
+    """Release the lock of a folder, if this process holds it, at the end of the block."""
+    try:
+        yield
+    finally:
+        descriptor = _held.pop(output, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _forget() -> None:
+    """Close the locks in a fork of this process, which would hold them beyond its end."""
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
