@@ -6,6 +6,7 @@ Files that a run writes and reads again itself are not meant here.
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from minirl.errors import UserError, require
 
 MOST_LEVELS = 100  # Of values inside one another. Python's own functions recurse.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # In JSON; two of them are a character.
 
 
 def is_file(path: str | Path) -> bool:
@@ -71,7 +73,7 @@ def check_value(value: object, text: str) -> None:
             looked through.
     """
     may_be_deep = text.count("[") + text.count("{") > MOST_LEVELS
-    if not may_be_deep and "\\u" not in text:
+    if not may_be_deep and not _SURROGATE.search(text):
         return
     waiting: list[tuple[object, int]] = [(value, 0)]
     while waiting:

@@ -4,7 +4,7 @@ Build on the meta device, shard by FSDP2, and let each rank read its own slices 
 """
 
 import functools
-import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +33,7 @@ from minirl.parallel import fsdp, tensor
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.regions import CheckpointSlice, intersect, view_of
 from minirl.parallel.tensor import TensorParallel
+from minirl.reading import library_reads, read_json
 from minirl.types import Packed
 
 SCORE = "score.weight"
@@ -64,7 +65,7 @@ def find_folder(model: str, setting: str) -> Path:
         UserError: there is neither, or the folder lacks config, weights or tokenizer.
     """
     folder = Path(model)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         try:
             folder = Path(snapshot_download(model, ignore_patterns=_UNUSED))
         except (HFValidationError, OSError) as error:  # the hub's other errors are OSErrors
@@ -83,10 +84,8 @@ def read_config(folder: Path | str) -> PretrainedConfig:
     Raises:
         UserError: it cannot be read, or this version of transformers does not know its model type.
     """
-    try:
+    with library_reads(f"{folder}/config.json"):
         return AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError) as error:
-        raise UserError(f"{folder}/config.json: {error}") from error
 
 
 class ScoreHead(nn.Linear):
@@ -122,7 +121,14 @@ def open_weights(folder: Path) -> dict[str, Any]:
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if index.exists():
-        file_of_weight = json.loads(index.read_text())["weight_map"]
+        read = read_json(index, "policy.model:")
+        file_of_weight = read.get("weight_map") if isinstance(read, dict) else None
+        require(
+            isinstance(file_of_weight, dict)
+            and all(isinstance(file, str) for file in file_of_weight.values()),
+            f"policy.model: {index} has no weight_map of names and files; write it as "
+            "save_pretrained does, or remove it",
+        )
         paths = sorted({folder / file for file in file_of_weight.values()})
     elif single.exists():
         paths = [single]
