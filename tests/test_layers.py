@@ -98,6 +98,7 @@ DOORS = {
         "data/pairs.py": {"PreTrainedTokenizerBase"},
         "data/prompts.py": {"PreTrainedTokenizerBase"},
         "rollout/conversation.py": {"PreTrainedTokenizerBase"},
+        "rollout/episode.py": {"PreTrainedTokenizerBase"},
         "rollout/protocol.py": {"PreTrainedTokenizerBase"},
         "rollout/server.py": {"PreTrainedTokenizerBase"},
         "inputs.py": {"PretrainedConfig", "PreTrainedTokenizerBase"},

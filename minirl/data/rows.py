@@ -364,8 +364,8 @@ def require_column(raw: dict, setting: str, key: str, default: str, place: Place
     Rows may lack it. But one that has the default's column instead was meant otherwise.
     """
     require(
-        key in raw or key == default or column(raw, default) is None,
-        f"{place}: {setting} = {key!r} names no column, and the row has a {default} (its keys: "
+        key in raw or key == default or raw.get(default) is None,
+        f"{place}: {setting} = {key!r} names no column, and the row has {default!r} (its keys: "
         f"{', '.join(map(str, raw))}); set {setting} to one of them",
     )
 

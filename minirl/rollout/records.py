@@ -16,6 +16,7 @@ minirl.rollout.show FILE` prints them.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import numpy as np
 from minirl.data.images import ImageSpan
 from minirl.errors import UserError, require
 from minirl.parallel.mesh import Mesh
+from minirl.reading import parse_json, read_text
 from minirl.rollout.conversation import to_arrays
 from minirl.types import Trajectory
 
@@ -56,9 +58,13 @@ def read_file(path: Path) -> Iterator[Trajectory]:
     Raises:
         UserError: a line is not a trajectory.
     """
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(read_text(path, "rollout.replay:").split("\n"), start=1):
+        if not line:
+            continue  # behind the last line feed
         try:
-            record = json.loads(line)
+            record = parse_json(line)
+            arrays = to_arrays(record | {"turn_rewards": record["rewards"]})
+            _check_arrays(arrays, record["reward"])
             yield Trajectory(
                 group=record["group"],
                 episode=record["episode"],
@@ -67,7 +73,7 @@ def read_file(path: Path) -> Iterator[Trajectory]:
                 reward=record["reward"],
                 images=[ImageSpan(*image) for image in record["images"]],
                 info=record["info"],
-                **to_arrays(record | {"turn_rewards": record["rewards"]}),
+                **arrays,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
@@ -76,20 +82,52 @@ def read_file(path: Path) -> Iterator[Trajectory]:
             ) from error
 
 
-def load_step(folder: Path, step: int, mesh: Mesh) -> list[Trajectory]:
-    """Return this rank's part of a step: whole groups, whichever ranks wrote them.
+def _check_arrays(arrays: dict[str, np.ndarray], reward: float) -> None:
+    """Raise ValueError for lists of other lengths, and for numbers that are not finite."""
+    shapes = {name: list(array.shape) for name, array in arrays.items()}
+    length = len(arrays["tokens"])
+    if any(shape != [length] for shape in shapes.values()):
+        raise ValueError(f"its lists differ in length: {shapes}")
+    numbers = [reward, *arrays["logprobs"].tolist(), *arrays["turn_rewards"].tolist()]
+    if not length or not all(map(math.isfinite, numbers)):
+        raise ValueError("it has no token, or a number that is not finite")
+
+
+def check_steps(folder: Path, num_steps: int, *, resume: bool) -> None:
+    """Refuse a folder without the dumped rollouts of a run's steps, before anything is loaded.
+
+    Args:
+        folder: rollout.replay.
+        num_steps: of the run.
+        resume: the run may have had its first steps, which need not be there any more.
 
     Raises:
-        UserError: the folder has no file of this step.
+        UserError: a step has no file.
     """
+    first = max(0, num_steps - 1) if resume else 0
+    for step in range(first, num_steps):
+        _files_of(folder, step)
+
+
+def _files_of(folder: Path, step: int) -> list[Path]:
+    """Return the files of a step. Raises UserError if there are none."""
     files = sorted(folder.glob(f"step-{step}-rank-*.jsonl"))
     require(
         files,
         f"rollout.replay = {folder} has no step-{step}-rank-*.jsonl; lower num_steps, or dump "
         "more steps by rollout.dump",
     )
+    return files
+
+
+def load_step(folder: Path, step: int, mesh: Mesh) -> list[Trajectory]:
+    """Return this rank's part of a step: whole groups, whichever ranks wrote them.
+
+    Raises:
+        UserError: the folder has no file of this step.
+    """
     trajectories: list[Trajectory] = []
-    for path in files:
+    for path in _files_of(folder, step):
         trajectories += read_file(path)
     groups = sorted({t.group for t in trajectories})[mesh.rank :: mesh.world_size]
     own = [t for t in trajectories if t.group in groups]
