@@ -22,6 +22,7 @@ from minirl.errors import require
 from minirl.inputs import find_other_model
 from minirl.parallel.machines import check_same
 from minirl.policy import Minibatch, Policy, annotate_examples
+from minirl.reading import check_can_write, is_file, library_reads
 from minirl.supervised import PairTrainer
 from minirl.types import Trajectory
 
@@ -31,6 +32,17 @@ class Trainer(PairTrainer):
 
     cfg: DPOConfig
     name = "dpo"
+
+    def check_model(self) -> None:
+        """Refuse now a reference cache that cannot be read, or could not be written."""
+        cache = Path(self.cfg.reference_cache)
+        if not self.cfg.reference_cache:
+            return
+        if not is_file(cache):
+            check_can_write(cache, "reference_cache")
+            return
+        with library_reads(f"reference_cache = {cache}"), np.load(cache) as arrays:
+            json.loads(str(arrays["about"]))
 
     def load_reference(self) -> Policy | None:
         """Return the reference; None: the rows have its log-probs, from `reference_cache`.
@@ -52,9 +64,9 @@ class Trainer(PairTrainer):
             if self.mesh.broadcast(self.mesh.rank == 0 and cache.exists(), 0):
                 found = "there" if cache.exists() else "missing"
                 check_same({f"reference_cache = {cache}": found}, self.mesh)
-                with np.load(cache) as arrays:
+                with library_reads(f"reference_cache = {cache}"), np.load(cache) as arrays:
                     logprobs = dict(arrays)
-                saved = json.loads(str(logprobs.pop("about", "{}")))
+                    saved = json.loads(str(logprobs.pop("about", "{}")))
                 different = [name for name in contents if saved.get(name) != contents[name]]
                 require(
                     not different,

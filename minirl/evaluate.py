@@ -19,11 +19,12 @@ from minirl.data.rows import read_rows
 from minirl.envs.registry import make_env
 from minirl.errors import require
 from minirl.evaluation import evaluate
-from minirl.inputs import MAY_BE_LONG, ModelFiles, PromptChecks, find_other_model
+from minirl.inputs import MAY_BE_LONG, ModelFiles, PromptChecks, check_tokens, find_other_model
 from minirl.model import build, families
 from minirl.parallel.machines import errors_of_all, errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
+from minirl.reading import check_can_write
 from minirl.rewards.functions import make_rewards
 from minirl.rewards.model import RewardModel
 from minirl.rollout.engine import RolloutEngine, Sampling
@@ -103,13 +104,19 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
 def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
     """Find and check the model to evaluate. Raises UserError."""
     require(cfg.model, "model is empty: give a folder or a hub id with --model")
+    if cfg.output:
+        check_can_write(Path(cfg.output), "output")
     require(cfg.data.eval, "data.eval is empty: give a JSONL file or reasoning_gym:NAME")
     folder = build.find_folder(cfg.model, "model")
     config = build.read_config(folder)
     families.check_supported(
         config, f"model = {folder}", cfg.engine.tensor_parallel_size, device=mesh.device.type
     )
+    families.check_positions(
+        config, f"model = {folder}", "engine.max_model_len", cfg.engine.max_model_len
+    )
     tokenizer = chat.load_tokenizer(folder, cfg.data)
+    check_tokens(tokenizer, folder, config, f"model = {folder}")
     vision = Vision(folder, cfg.engine.max_images) if families.reads_images(config) else None
     return ModelFiles(folder, config, tokenizer, vision)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from minirl.config.shared import EvalConfig
 from minirl.data.prompts import Prompts
+from minirl.errors import UserError
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.model import RewardModel
 from minirl.rollout.engine import Sampling
@@ -79,6 +80,28 @@ def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) 
     return breakdown(episodes, threshold, mesh, values)
 
 
+def _require_answers(sampler: Sampler, num_prompts: int, num_trajectories: int) -> None:
+    """Refuse an evaluation without any answer, and say why there is none. Collective.
+
+    Args:
+        sampler: knows why episodes have failed on this rank.
+        num_prompts: held out.
+        num_trajectories: on this rank.
+
+    Raises:
+        UserError: on all ranks.
+    """
+    of_ranks = sampler.mesh.gather((num_trajectories, sampler.runner.failures[:1]))
+    if any(num for num, _ in of_ranks):
+        return
+    failures = sum((failures for _, failures in of_ranks), [])
+    why = failures[0] if failures else "the policy sampled no token in any"
+    raise UserError(
+        f"none of the {num_prompts} held-out prompts got an answer to evaluate: {why}; mend "
+        "env.name, or give its prompts more room by engine.max_model_len"
+    )
+
+
 def evaluate(
     sampler: Sampler,
     prompts: Prompts,
@@ -96,8 +119,12 @@ def evaluate(
         reward, answer_tokens, stopped (share of answers that ended by themselves), and what
         `breakdown` adds. `answers`: prompt, answer and reward of the first sample of the first
         five prompts.
+
+    Raises:
+        UserError: no prompt got an answer.
     """
     trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
+    _require_answers(sampler, len(prompts.rows), len(trajectories))
     if reward_model:
         reward_model.grade(trajectories)
     episodes = [t for t in trajectories if t.segment == 0]

@@ -3,6 +3,7 @@
 Each function raises UserError at the first thing that is missing or cannot work.
 """
 
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -38,6 +39,7 @@ from minirl.parallel.machines import (
 )
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.functions import Rewards, make_rewards
+from minirl.rollout import records
 
 
 class ModelFiles(NamedTuple):
@@ -75,6 +77,8 @@ class Inputs:
             # What scores the answers.
             self.make_env = make_env(cfg.env.name)
             self.rewards = make_rewards(cfg.reward)
+            if cfg.rollout.replay:
+                records.check_steps(Path(cfg.rollout.replay), cfg.num_steps, resume=cfg.resume)
             self.estimator = advantages.find(cfg.algo.advantage)
             graded = self.make_env().graded
             if graded:
@@ -186,11 +190,17 @@ LEFT_BY_A_START = (
 
 def _refuse_other_run(output: Path, resume: bool) -> None:
     """Raise UserError if the folder is that of another run."""
-    in_the_way = [output.name] if output.exists() else []
-    if output.is_dir():
+    in_the_way = [output.name] if os.path.lexists(output) else []
+    if os.path.isdir(output):
         if resume:
             return
-        in_the_way = [path.name for path in output.iterdir() if path.name not in LEFT_BY_A_START]
+        try:
+            names = os.listdir(output)
+        except OSError as error:
+            raise UserError(
+                f"output = {output} cannot be read: {error}; choose another folder"
+            ) from error
+        in_the_way = [name for name in names if name not in LEFT_BY_A_START]
     if in_the_way:
         raise UserError(
             f"output = {output} holds {in_the_way[0]} of another run; choose another folder with "
@@ -296,6 +306,8 @@ def find_model(
         made = scratch.make_tokenizer(cfg.policy.scratch.phrases)
         config: PretrainedConfig = scratch.make_config(cfg.policy.scratch, made, max_len)
         tokenizer = chat.use_template(made, cfg.data)
+        if chats and cfg.data.chat_template:
+            chat.check_template(tokenizer, f"data.chat_template = {cfg.data.chat_template}")
     else:
         folder = build.find_folder(cfg.policy.model, "policy.model")
         config = build.read_config(folder)
@@ -308,6 +320,7 @@ def find_model(
         families.check_supported(
             config, where, engine.tensor_parallel_size, engine.max_model_len, engine_on
         )
+        families.check_positions(config, where, "engine.max_model_len", engine.max_model_len)
     else:
         families.check_supported(config, where)
     tensor.check_divides(families.divided(config), cfg.parallel.tensor)
@@ -315,7 +328,32 @@ def find_model(
     vision = Vision(folder, max_images) if families.reads_images(config) else None
     if tokenizer is None:
         tokenizer = chat.load_tokenizer(folder, cfg.data, chats=chats)
+        check_tokens(tokenizer, folder, config, where, chats=chats)
     return ModelFiles(folder, config, tokenizer, vision)
+
+
+def check_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    config: PretrainedConfig,
+    where: str,
+    *,
+    chats: bool = True,
+) -> None:
+    """Refuse a tokenizer, or eos tokens, beyond the model's vocabulary.
+
+    Args:
+        tokenizer: of the model.
+        folder: of the model.
+        config: of the model.
+        where: begins an error message.
+        chats: there are chats, whose answers must end.
+
+    Raises:
+        UserError: for what lies beyond, or if answers have no end.
+    """
+    stop_ids = chat.stop_token_ids(tokenizer, folder) if chats else []
+    chat.check_tokens(tokenizer, stop_ids, config.get_text_config().vocab_size, where)
 
 
 def find_other_model(

@@ -92,8 +92,8 @@ class SupervisedTrainer(Program):
             self.num_steps = cfg.num_steps or max(1, num_steps)
 
             # 3. Models.
-            make_scratch(cfg, max_tokens, mesh)
             self.check_model()
+            make_scratch(cfg, max_tokens, mesh)
             self.announce(supervised_workload(cfg, mesh.world_size, {"policy": files.config}))
             self.policy = self.load_model(cfg.policy, files.folder, score=self.score_head)
             self.ref = self.load_reference()

@@ -287,7 +287,10 @@ IMPOSSIBLE = [
     ({"seed": -1}, "seed = -1 should be greater than or equal to 0"),
     ({"data__train": ""}, "data.train is empty"),
     ({"data__eval": "", "data__held_out": 0}, "data.held_out = 0 must be at least 1"),
-    ({"data__eval": "", "data__held_out": -3}, "data.held_out = -3 must be at least 1"),
+    (
+        {"data__eval": "", "data__held_out": -3},
+        "data.held_out = -3 should be greater than or equal to 0",
+    ),
     ({"data__max_prompt_tokens": 0}, "data.max_prompt_tokens = 0 should be greater than 0"),
     ({"rollout__max_tokens": 0}, "rollout.max_tokens = 0 should be greater than 0"),
     ({"rollout__prompts_per_step": 0}, "rollout.prompts_per_step = 0 should be greater than 0"),
@@ -484,7 +487,7 @@ IMPOSSIBLE = [
     ),
     ({"algo__kl_coef": -0.1}, "algo.kl_coef = -0.1 should be greater than or equal to 0"),
     ({"policy__lr": -1e-6}, "policy.lr = -1e-06 should be greater than or equal to 0"),
-    ({"policy__lr": float("nan")}, "policy.lr = nan should be greater than or equal to 0"),
+    ({"policy__lr": float("nan")}, "policy.lr = nan should be a finite number"),
     (
         {"policy__max_grad_norm": -1.0},
         "policy.max_grad_norm = -1.0 should be greater than or equal to 0",

@@ -22,6 +22,7 @@ LAYERS = {
     "__init__.py": 0,
     "errors.py": 0,
     "files.py": 0,
+    "reading.py": 0,
     "types.py": 0,
     "log.py": 0,
     "config/*": 0,
@@ -98,6 +99,7 @@ DOORS = {
         "data/pairs.py": {"PreTrainedTokenizerBase"},
         "data/prompts.py": {"PreTrainedTokenizerBase"},
         "rollout/conversation.py": {"PreTrainedTokenizerBase"},
+        "rollout/episode.py": {"PreTrainedTokenizerBase"},
         "rollout/protocol.py": {"PreTrainedTokenizerBase"},
         "rollout/server.py": {"PreTrainedTokenizerBase"},
         "inputs.py": {"PretrainedConfig", "PreTrainedTokenizerBase"},
@@ -119,7 +121,7 @@ DOORS = {
     "tqdm": {"log.py": None},
     "matplotlib": {"report.py": None},
     "tyro": {"config/parse.py": None},
-    "yaml": {"config/parse.py": None},
+    "yaml": {"config/yaml_text.py": None},
     "math_verify": {"rewards/functions.py": None},
     "reasoning_gym": {"rewards/functions.py": None, "data/sources.py": None},
     "datasets": {"data/sources.py": None},
@@ -150,6 +152,8 @@ BROAD = {
     "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and all others",
     "config/lookup.py:find_function": "importing a user's file may raise anything; the user is "
     "told which file and what",
+    "reading.py:library_reads": "a library's parser may raise anything for a broken file; the user "
+    "is told which file and what",
     "sandbox/inside.py:main": "an untrusted program may raise anything, and is told so",
     "rewards/functions.py:grade": "so may a user's reward function; the user is told the input",
     "rollout/episode.py:_call": "and a user's environment, of which only one episode ends",

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from minirl.data import chat
 from minirl.model import build, families
@@ -134,7 +134,6 @@ def write_companions(plan: FolderPlan, folder: Path) -> None:
         tokenizer.pad_token_id = config.pad_token_id
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if (source / "generation_config.json").exists():
-        GenerationConfig.from_pretrained(source).save_pretrained(folder)
-    for file in source.glob("*processor_config.json"):  # for images
+    # The library would refuse to write some generation configs that it reads.
+    for file in [*source.glob("generation_config.json"), *source.glob("*processor_config.json")]:
         shutil.copy(file, folder)

@@ -6,6 +6,7 @@ Only known keys and right types are accepted, and one message says what is wrong
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import difflib
 import io
 import json
@@ -16,26 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
-import yaml
 
+from minirl.config.yaml_text import parse_yaml, to_yaml
 from minirl.errors import UserError, require
+from minirl.reading import read_text, why_no_text
 
-
-class _Loader(yaml.SafeLoader):
-    """Reads 1e-4 as a number, which YAML 1.1 takes for a text."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes the text 1e-4 with quotes, because the loader would read a number."""
-
-
-yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+$"),
-    list("-+0123456789"),
-    Loader=_Loader,
-    Dumper=_Dumper,
-)
+# More values, or deeper ones, are of a file that repeats or contains itself (YAML's aliases).
+MOST_VALUES = 10_000
+MOST_LEVELS = 20
 
 # By pydantic's kind of error: what to say instead of its message, which speaks of Python.
 MESSAGES = {
@@ -60,9 +49,11 @@ def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
     import tyro  # here, because only programs need it and importing it is slow
 
     config_flag = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    config_flag.add_argument("--config", nargs="?", const="")
+    config_flag.add_argument("--config", nargs="?", const="", action="append", default=[])
     known, flags = config_flag.parse_known_args(argv)
-    default = {} if known.config is None else {"default": load_config(cls, known.config)}
+    files = known.config
+    require(len(files) < 2, f"--config is given {len(files)} times: {', '.join(files)}; name one")
+    default = {"default": load_config(cls, files[0])} if files else {}
     description = cls.__doc__ or ""
     asks_for_help = not {"-h", "--help"}.isdisjoint(flags)
     refusal = io.StringIO()
@@ -90,13 +81,10 @@ def load_config(cls: type, path: str, section: str = "") -> Any:
     """Read a config class from a YAML file, or from one section of the file.
 
     Raises:
-        UserError: for a missing file, YAML that is not valid, and what `fill_config` refuses.
+        UserError: for a file that cannot be read, YAML that is not valid, and what `fill_config`
+            refuses.
     """
-    require(Path(path).is_file(), f"--config {path!r}: no such file")
-    try:
-        values = yaml.load(Path(path).read_text(), _Loader) or {}
-    except yaml.YAMLError as error:
-        raise UserError(f"--config {path}: not valid YAML: {error}") from error
+    values = parse_yaml(read_text(path, "--config"), f"--config {path}")
     if section and isinstance(values, dict):
         values = values.get(section, {})
     return fill_config(cls, values, f"{path}: ", section)
@@ -104,7 +92,7 @@ def load_config(cls: type, path: str, section: str = "") -> Any:
 
 def save_config(cfg: Any, path: Path) -> None:
     """Write a config that `load_config` reads back equal."""
-    path.write_text(yaml.dump(dataclasses.asdict(cfg), Dumper=_Dumper, sort_keys=False))
+    path.write_text(to_yaml(dataclasses.asdict(cfg)), encoding="utf-8")
 
 
 def flatten(values: dict, prefix: str = "") -> dict[str, object]:
@@ -131,10 +119,11 @@ def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> A
         UserError: for a key that does not exist (naming the closest that does), and for a value of
             the wrong type or out of its bounds.
     """
+    _check_values(values, where)
     strict = pydantic.ConfigDict(strict=True, extra="forbid")
     model: Any = pydantic.create_model("Config", __config__=strict, cfg=(cls, ...))
     try:
-        as_json = json.dumps({"cfg": values}, default=str)
+        as_json = json.dumps({"cfg": values}, default=str)  # a date as a text
         return model.model_validate_json(as_json).cfg  # by JSON's types: lists become tuples
     except pydantic.ValidationError as error:
         first = error.errors()[0]
@@ -157,4 +146,44 @@ def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> A
         values = values[key]
     setting = ".".join(names) or "the file"
     problem = MESSAGES.get(first["type"], first["msg"].removeprefix("Input "))
-    raise UserError(f"{where}{setting} = {values!r} {problem}")
+    shown = repr(values)
+    if len(shown) > 300:
+        shown = f"{shown[:300]}..."
+    raise UserError(f"{where}{setting} = {shown} {problem}")
+
+
+def _check_values(values: Any, where: str) -> None:
+    """Refuse nested mappings that are no settings, whatever their names are.
+
+    Raises:
+        UserError: for values that have no end, a key that is no text, an object that YAML makes of
+            a tag, and a text that no file name or tokenizer takes.
+    """
+    waiting: list[tuple[str, Any, int]] = [("", values, 0)]
+    num_values = 0
+    while waiting:
+        name, value, level = waiting.pop()
+        num_values += 1
+        require(
+            num_values <= MOST_VALUES and level <= MOST_LEVELS,
+            f"{where}more than {MOST_VALUES} values, or {MOST_LEVELS} levels of them, at "
+            f"{name[:80]}; write the settings out, without aliases (*name) that repeat one another",
+        )
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                require(
+                    isinstance(key, str),
+                    f"{where}unknown setting {key}; the name of a setting is a text",
+                )
+                waiting.append((f"{name}.{key}".lstrip("."), inner, level + 1))
+        elif isinstance(value, list | tuple):
+            waiting += [(name, inner, level + 1) for inner in value]
+        elif isinstance(value, str):
+            problem = why_no_text(value)
+            require(not problem, f"{where}{name} = {value[:200]!r} {problem}; write it without")
+        else:
+            require(
+                value is None or isinstance(value, bool | int | float | datetime.date),
+                f"{where}{name} = {value!r} is a {type(value).__name__}, which no setting takes; "
+                "write it without a tag (!!)",
+            )

@@ -3,9 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
-
-from minirl.config.shared import PolicyConfig, PositiveShare, SamplingConfig, Share, TrainingConfig
+from minirl.config.bounds import (
+    Finite,
+    NonNegative,
+    NonNegativeInt,
+    PositiveInt,
+    PositiveShare,
+    Share,
+)
+from minirl.config.shared import PolicyConfig, SamplingConfig, TrainingConfig
 
 
 @dataclass(kw_only=True)
@@ -81,13 +87,13 @@ class AlgoConfig:
     #: cispo: clipped weights of log-probs.
     loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     clip_low: Share = 0.2  # The ratio is clipped below 1 - clip_low ...
-    clip_high: NonNegativeFloat = 0.2  # ... and above 1 + clip_high (DAPO's clip-higher: 0.28).
+    clip_high: NonNegative = 0.2  # ... and above 1 + clip_high (DAPO's clip-higher: 0.28).
     #: Bound c > 1 of the loss at negative advantages (Ye et al. 2020). 0: off.
-    dual_clip: float = 0.0
+    dual_clip: Finite = 0.0
     #: How the tokens' losses become one number, as said above.
     aggregation: Literal["token", "sequence", "prompt", "fixed"] = "token"
     #: Weight of the KL to the reference (`ref`). 0: no reference is loaded for it.
-    kl_coef: NonNegativeFloat = 0.0
+    kl_coef: NonNegative = 0.0
     #: Where the KL counts. reward: each token pays for its own; estimators that compare answers sum
     #: it over the answer.
     kl_in: Literal["loss", "reward"] = "loss"
@@ -97,8 +103,8 @@ class AlgoConfig:
     kl_estimator: Literal["auto", "k1", "k2", "k3", "unbiased"] = "auto"
     #: Nats per token: the weight of the KL is adapted so that the KL stays there (Ziegler et al.
     #: 2019). 0: the weight is fixed.
-    kl_target: NonNegativeFloat = 0.0
-    entropy_coef: FiniteFloat = 0.0  # Weight of the entropy bonus.
+    kl_target: NonNegative = 0.0
+    entropy_coef: Finite = 0.0  # Weight of the entropy bonus.
     #: Policy gradient and bonus count only at this share of a step's tokens, those with the highest
     #: entropy before its first update (0.2 in arXiv 2506.01939). 0: at all tokens.
     entropy_share: Share = 0.0
@@ -117,10 +123,10 @@ class CriticConfig(PolicyConfig):
     #: Folder or hub id with the policy's vocabulary: a reward model, or a language model (its score
     #: head starts at 0). Empty: the policy before RL.
     model: str = ""
-    lr: NonNegativeFloat = 5e-6  # Learning rate.
+    lr: NonNegative = 5e-6  # Learning rate.
     warmup_steps: NonNegativeInt = 0  # RL steps in which only the critic learns.
     #: How far values may move from those that advantages were made with. 0: no bound.
-    value_clip: NonNegativeFloat = 0.2
+    value_clip: NonNegative = 0.2
 
 
 @dataclass(kw_only=True)
@@ -129,7 +135,7 @@ class WarmStartConfig:
 
     num_steps: NonNegativeInt = 0  # Optimizer steps; 0: no warm start.
     batch_size: PositiveInt = 64
-    lr: NonNegativeFloat = 2e-3  # Learning rate.
+    lr: NonNegative = 2e-3  # Learning rate.
     lr_warmup_steps: NonNegativeInt = 20
     #: Share of the answers in which one character is replaced at random: a model that knows the
     #: task but makes mistakes is what a reward teaches fastest.

@@ -13,12 +13,28 @@ before anything is loaded or written.
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-PositiveShare = Annotated[float, Field(gt=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
+from minirl.config.bounds import (
+    Decay,
+    Finite,
+    Gigabytes,
+    Minutes,
+    NonNegative,
+    NonNegativeInt,
+    Pause,
+    Port,
+    Positive,
+    PositiveInt,
+    PositiveShare,
+    Retries,
+    Seconds,
+    Seed,
+    Share,
+    Size,
+    TopK,
+)
+
 Checkpointing = Literal["auto", "off", "selective", "full"]
 
 
@@ -29,11 +45,11 @@ class ScratchConfig:
     It has the Qwen3 architecture, random weights and a character tokenizer.
     """
 
-    hidden_size: PositiveInt = 128
-    num_layers: PositiveInt = 3
-    num_heads: PositiveInt = 4
-    num_kv_heads: PositiveInt = 2
-    head_dim: PositiveInt = 32
+    hidden_size: Size = 128
+    num_layers: Size = 3
+    num_heads: Size = 4
+    num_kv_heads: Size = 2
+    head_dim: Size = 32
     #: Fixed texts that become single tokens, so that a small model need not read them letter by
     #: letter.
     phrases: list[str] = field(default_factory=list)
@@ -77,13 +93,13 @@ class PolicyConfig:
     #: Decay of an exponential moving average of the weights, written to <output>/model_ema at the
     #: end. It rises to this value as (1 + n) / (10 + n) over n updates. 0: no average.
     ema_decay: Decay = 0.0
-    lr: NonNegativeFloat = 1e-6  # Learning rate.
+    lr: NonNegative = 1e-6  # Learning rate.
     lr_schedule: Literal["constant", "cosine"] = "constant"
     lr_warmup_steps: NonNegativeInt = 0  # Optimizer steps of linear warm-up from 0.
-    lr_min_ratio: NonNegativeFloat = 0.1  # Share of `lr` at the end of the cosine.
+    lr_min_ratio: NonNegative = 0.1  # Share of `lr` at the end of the cosine.
     betas: tuple[Decay, Decay] = (0.9, 0.95)  # Of AdamW.
-    weight_decay: NonNegativeFloat = 0.0  # Applied to matrices only.
-    max_grad_norm: NonNegativeFloat = 1.0  # Gradients are scaled down to this norm; 0: never.
+    weight_decay: NonNegative = 0.0  # Applied to matrices only.
+    max_grad_norm: NonNegative = 1.0  # Gradients are scaled down to this norm; 0: never.
 
 
 @dataclass(kw_only=True)
@@ -121,7 +137,7 @@ class EngineConfig:
     max_num_seqs: NonNegativeInt = 0
     #: Memory of the KV cache on each rank. 0: on CUDA what gpu_memory_utilization leaves, on CPU
     #: one GB.
-    kv_cache_gb: NonNegativeFloat = 0.0
+    kv_cache_gb: Gigabytes = 0.0
     #: CUDA: share of the device for the engine, which has it while the trainer sleeps.
     gpu_memory_utilization: PositiveShare = 0.85
     #: Images in a context, for a model that reads them. An episode that shows more is truncated.
@@ -145,7 +161,7 @@ class RowsConfig:
     #: Sources of held-out rows. Empty: `held_out` distinct rows of `train` (in RL: distinct
     #: prompts), which are then never trained on.
     eval: str | list[str] = ""
-    held_out: int = 128  # Rows of `train` to hold out where `eval` is empty.
+    held_out: NonNegativeInt = 128  # Rows of `train` to hold out where `eval` is empty.
     max_samples: NonNegativeInt = 0  # Take the first rows of each source, so many; 0: all.
     #: Column of a prompt's images: paths, bytes or PIL images (or a single one in a column
     #: `image`), for the parts {"type": "image"} of its messages, or before its text.
@@ -194,13 +210,13 @@ class RolloutConfig:
     samples_per_prompt: PositiveInt = 8
     max_tokens: PositiveInt = 256  # Longest answer.
     temperature: Positive = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
+    top_p: PositiveShare = 1.0
+    top_k: TopK = -1
+    min_p: Share = 0.0
     #: Dynamic sampling (DAPO): at most so many more prompts a step, in place of those whose mean
     #: reward is not inside `keep_inside`. 0: off.
     extra_prompts: NonNegativeInt = 0
-    keep_inside: tuple[float, float] = (0.0, 1.0)  # Open interval of mean rewards to train on.
+    keep_inside: tuple[Finite, Finite] = (0.0, 1.0)  # Open interval of mean rewards to train on.
     #: Curriculum: draw prompts by their past success. The floor is the least weight of a prompt, as
     #: a share of an untried one's (0.1 is usual; with 1 all are alike). 0: off.
     curriculum_floor: Share = 0.0
@@ -235,11 +251,11 @@ class EnvConfig:
     threads: PositiveInt = 64
     #: Time limit of a `reset` or `step` (of an agent: of the whole `run`). An episode fails if one
     #: takes longer or raises.
-    timeout_seconds: Positive = 60.0
+    timeout_seconds: Seconds = 60.0
     #: A failed episode ends with `error_reward` for its last answer (reward), is left out of its
     #: group (drop), or ends the run (raise).
     on_error: Literal["reward", "drop", "raise"] = "reward"
-    error_reward: FiniteFloat = 0.0
+    error_reward: Finite = 0.0
 
 
 @dataclass(kw_only=True)
@@ -247,7 +263,7 @@ class EndpointConfig:
     """The HTTP endpoint where agents find the policy (rollout/server.py)."""
 
     host: str = "127.0.0.1"
-    port: NonNegativeInt = 0  # 0: a free one. Every rank with an engine has its own endpoint.
+    port: Port = 0  # 0: a free one. Every rank with an engine has its own endpoint.
 
 
 @dataclass(kw_only=True)
@@ -271,26 +287,26 @@ class RewardConfig:
     #: vocabulary. Its score is added to the sum.
     model: str = ""
     #: Weight of the reward model's score in the sum. `reward/model` in the metrics is the score.
-    model_weight: FiniteFloat = 1.0
+    model_weight: Finite = 1.0
     #: Threads that compute rewards beside generation; also the most answers in a request to an
     #: endpoint.
     threads: PositiveInt = 4
-    timeout_seconds: Positive = 60.0  # Time limit of a request to an endpoint.
+    timeout_seconds: Seconds = 60.0  # Time limit of a request to an endpoint.
     #: Further attempts, each at the next endpoint, when one cannot be reached, is too slow or fails
     #: with status 408, 429 or 5xx.
-    retries: NonNegativeInt = 4
-    backoff_seconds: NonNegativeFloat = 1.0  # Pause before the second attempt; doubles each time.
+    retries: Retries = 4
+    backoff_seconds: Pause = 1.0  # Pause before the second attempt; doubles each time.
     #: The reward of an answer that was cut at its limit is multiplied by `unstopped_value` (scale)
     #: or replaced by it (set).
     unstopped: Literal["keep", "scale", "set"] = "keep"
-    unstopped_value: FiniteFloat = 0.0
+    unstopped_value: Finite = 0.0
     #: The last so many of the env.max_tokens sampled tokens of an episode cost `overlong_penalty`
     #: in equal parts (DAPO). 0: off.
     overlong_tokens: NonNegativeInt = 0
-    overlong_penalty: FiniteFloat = 1.0
+    overlong_penalty: Finite = 1.0
     #: Subtract the running mean of all rewards of the run and divide by their running deviation.
     normalize: bool = False
-    clip: NonNegativeFloat = 0.0  # After all of the above, clip to [-clip, clip]; 0: off.
+    clip: NonNegative = 0.0  # After all of the above, clip to [-clip, clip]; 0: off.
 
 
 @dataclass(kw_only=True)
@@ -299,8 +315,8 @@ class EvalConfig:
 
     every: NonNegativeInt = 10  # RL steps between evaluations; 0: only before and after.
     samples: PositiveInt = 1  # Answers per prompt; pass@k is reported for k = 1 and k = samples.
-    temperature: NonNegativeFloat = 1.0
-    threshold: float = 1.0  # A reward of at least this counts as correct.
+    temperature: NonNegative = 1.0
+    threshold: Finite = 1.0  # A reward of at least this counts as correct.
 
 
 @dataclass(kw_only=True)
@@ -328,10 +344,10 @@ class ProgramConfig:
 
     output: str = ""
     """Folder of the run: config, metrics, checkpoints, model. In evaluate: a file for the JSON."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     #: A collective that waits longer ends the run. It must exceed the difference in rollout time
     #: between ranks.
-    timeout_minutes: Positive = 30.0
+    timeout_minutes: Minutes = 30.0
 
 
 @dataclass(kw_only=True)
@@ -380,7 +396,9 @@ class ExportConfig:
 
     command: Literal["export"]
     run: str  # Folder of a run of minirl.rl or minirl.sft.
-    step: int | None = None  # Which checkpoint; the newest if neither this nor `best` is given.
+    step: NonNegativeInt | None = (
+        None  # Which checkpoint; the newest if neither this nor `best` is given.
+    )
     best: bool = False  # The checkpoint that checkpoint.best_metric found best.
     output: str = ""  # Folder to write; empty: model-step-N in the run's folder.
-    timeout_minutes: Positive = 30.0
+    timeout_minutes: Minutes = 30.0

@@ -3,11 +3,19 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field
 
-from minirl.config.shared import Positive, RowsConfig, TrainingConfig
-
-MaxTokens = Annotated[int, Field(ge=2)]  # A token and the next one.
+from minirl.config.bounds import (
+    Epochs,
+    MaxTokens,
+    Minutes,
+    NonNegative,
+    NonNegativeInt,
+    Port,
+    Positive,
+    PositiveInt,
+)
+from minirl.config.shared import RowsConfig, TrainingConfig
 
 
 @dataclass(kw_only=True)
@@ -59,7 +67,7 @@ class PairsConfig(RowsConfig):
 class SupervisedConfig(TrainingConfig):
     """The settings that SFT, reward models and DPO share."""
 
-    num_epochs: Positive = 1.0  # Passes over the rows.
+    num_epochs: Epochs = 1.0  # Passes over the rows.
     num_steps: NonNegativeInt = 0  # Optimizer steps; 0: as many as num_epochs takes.
     batch_size: PositiveInt = 64  # Rows (or pairs) of an optimizer step, over all ranks.
     data: ChatsConfig | PairsConfig = field(default_factory=ChatsConfig)
@@ -80,7 +88,7 @@ class RewardModelLossConfig:
 
     loss: Literal["sigmoid", "logexp"] = "sigmoid"  # Bradley-Terry with margins, or without.
     #: Weight of the squared sum of a pair's scores, which holds their mean near 0 (0.01 is usual).
-    center_coef: NonNegativeFloat = 0.0
+    center_coef: NonNegative = 0.0
 
 
 @dataclass(kw_only=True)
@@ -94,7 +102,7 @@ class DPOLossConfig:
     #: Of loss sigmoid: the chance that a pair is the wrong way round (cDPO).
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     #: Weight of the chosen answer's negative log-likelihood per token.
-    nll_coef: NonNegativeFloat = 0.0
+    nll_coef: NonNegative = 0.0
     length_normalized: bool = False  # Log-probs are means over the tokens of an answer.
 
 
@@ -119,11 +127,11 @@ class ServeConfig:
     #: one label.
     model: str
     host: str = "127.0.0.1"  # 0.0.0.0 lets other machines connect, too.
-    port: NonNegativeInt = 5000
+    port: Port = 5000
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     max_tokens: MaxTokens = 8192  # A longer text is scored by its last tokens.
     tokens_per_batch: PositiveInt = 16384
-    timeout_minutes: Positive = 30.0
+    timeout_minutes: Minutes = 30.0
 
 
 @dataclass(kw_only=True)

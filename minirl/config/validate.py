@@ -10,6 +10,8 @@ from minirl.config.shared import DataConfig, EvaluateConfig, ParallelConfig
 from minirl.config.supervised import ChatsConfig, DPOConfig, PairsConfig, SupervisedConfig
 from minirl.errors import require
 
+COLDEST = 0.01  # Temperature, of vLLM.
+
 # ------------------------------------------------------------------------------------- entry points
 
 
@@ -32,6 +34,7 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
     validate_sampling(cfg)
     _training(cfg, world_size, "engine.max_model_len", longest, scores)
     _rollout(cfg)
+    _temperature(cfg)
     _partial_rollouts(cfg)
     _reward(cfg)
     _algorithm(cfg)
@@ -275,6 +278,14 @@ def _rollout(cfg: RLConfig) -> None:
         not rollout.replay or not needs_engine,
         f"rollout.replay = {rollout.replay} runs no engine, so sft.num_steps, rollout.ahead, "
         "rollout.dump and checkpoint.best_metric have no effect; unset them",
+    )
+
+
+def _temperature(cfg: RLConfig) -> None:
+    require(
+        cfg.rollout.temperature >= COLDEST,
+        f"rollout.temperature = {cfg.rollout.temperature}: vLLM samples at {COLDEST} instead of "
+        f"less, and the trainer would not know; use {COLDEST} or more",
     )
 
 

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from minirl.config.shared import RowsConfig
 from minirl.errors import UserError, require
+from minirl.reading import is_unicode, library_reads, read_text
 
 Messages = list[dict]  # A chat: each with a role and a content.
 RowPrompt = str | Messages
@@ -25,10 +26,12 @@ def load_tokenizer(
         chats: whether there are chats to encode.
 
     Raises:
-        UserError: there are chats to encode, and no template for them.
+        UserError: the tokenizer cannot be read; or there are chats to encode, and no template for
+            them, or one that leaves out what it is given.
     """
-    # Cleaning up would not give texts back as they were.
-    tokenizer = AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False)
+    with library_reads(f"policy.model = {folder}: its tokenizer"):
+        # Cleaning up would not give texts back as they were.
+        tokenizer = AutoTokenizer.from_pretrained(folder, clean_up_tokenization_spaces=False)
     if data:
         use_template(tokenizer, data)
     if chats and tokenizer.chat_template is None:
@@ -36,7 +39,77 @@ def load_tokenizer(
             f"policy.model = {folder}: its tokenizer has no chat template; name a file with one by "
             "data.chat_template"
         )
+    if chats:
+        named = f"data.chat_template = {data.chat_template}" if data and data.chat_template else ""
+        check_template(tokenizer, named or f"policy.model = {folder}: its chat template")
     return tokenizer
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Refuse a chat template that leaves out what the user says.
+
+    One that refuses this chat may take those of the data, which are told with their rows.
+
+    Args:
+        tokenizer: has the template.
+        where: begins an error message.
+
+    Raises:
+        UserError: the prompt is in no rendering of it, neither as a text nor as parts.
+    """
+    text = "minirl asks"
+    renderings = []
+    for content in (text, [{"type": "text", "text": text}]):
+        try:
+            renderings.append(render(tokenizer, [{"role": "user", "content": content}]))
+        except UserError:
+            return
+        if text in renderings[-1]:
+            return
+    raise UserError(
+        f"{where} leaves out the prompt: it renders {renderings[0][:80]!r} where the user says "
+        f"{text!r}; correct it, or name another by data.chat_template"
+    )
+
+
+def check_tokens(
+    tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], vocab_size: int, where: str
+) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for.
+
+    Special tokens may lie beyond it, as that of images does in models for text alone. A prompt that
+    has one is refused by `encode`.
+
+    Args:
+        tokenizer: of the model.
+        stop_ids: tokens that end an answer.
+        vocab_size: of the model's config.
+        where: begins an error message.
+
+    Raises:
+        UserError: a token that texts are made of, or one that ends an answer, lies beyond.
+    """
+    advice = "take the tokenizer and the config.json that belong to the weights"
+    wrong = [token for token in stop_ids if token >= vocab_size]
+    require(
+        not wrong,
+        f"{where}: the eos tokens {wrong} lie beyond vocab_size = {vocab_size}; correct "
+        f"eos_token_id in generation_config.json, or {advice}",
+    )
+    special = set(tokenizer.all_special_ids)
+    for number, added in tokenizer.added_tokens_decoder.items():
+        if added.special:
+            special.add(number)
+    beyond = {
+        text: number
+        for text, number in tokenizer.get_vocab().items()
+        if number >= vocab_size and number not in special
+    }
+    require(
+        not beyond,
+        f"{where}: its tokenizer has {len(beyond)} tokens beyond vocab_size = {vocab_size}, such "
+        f"as {list(beyond.items())[:1]}; {advice}",
+    )
 
 
 def use_template(tokenizer: PreTrainedTokenizerBase, data: RowsConfig) -> PreTrainedTokenizerBase:
@@ -55,13 +128,7 @@ def use_template(tokenizer: PreTrainedTokenizerBase, data: RowsConfig) -> PreTra
         UserError: the file cannot be read.
     """
     if data.chat_template:
-        try:
-            tokenizer.chat_template = Path(data.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"data.chat_template = {data.chat_template!r} cannot be read ({error}); give a "
-                "text file with a Jinja template"
-            ) from error
+        tokenizer.chat_template = read_text(data.chat_template, "data.chat_template =")
     if data.input_template:
         # A chat begins as a plain text of this tokenizer does: with its first token, if it has one.
         begins = tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
@@ -82,12 +149,20 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int
     """Return every token that ends an answer: the tokenizer's and generation_config.json's.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or generation_config.json says it in another form.
     """
     ids = {tokenizer.eos_token_id}
+    where = f"policy.model = {folder}: its generation_config.json"
     if (folder / "generation_config.json").exists():
-        eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        ids.update(eos if isinstance(eos, list) else [eos])
+        with library_reads(where):
+            eos = GenerationConfig.from_pretrained(folder).eos_token_id
+        for token in eos if isinstance(eos, list) else [eos]:
+            require(
+                token is None or (type(token) is int and token >= 0),
+                f"{where} has eos_token_id = {eos!r}; give the number of a token, or a list of "
+                "numbers",
+            )
+            ids.add(token)
     ids.discard(None)
     require(
         ids,
@@ -140,23 +215,33 @@ def render(
         tools: descriptions of tools, for the template.
 
     Raises:
-        UserError: the template raises an error.
+        UserError: the template raises an error, or renders nothing.
     """
+    shown = f"({str(messages)[:200]}); correct the messages or data.chat_template"
     try:
-        return tokenizer.apply_chat_template(  # type: ignore[return-value]  # a text
+        text = tokenizer.apply_chat_template(
             messages,
             tokenize=False,
             add_generation_prompt=header,
             tools=tools,  # type: ignore[arg-type]  # a list of dict is one of dict | Callable
         )
-    except (TemplateError, TypeError) as error:  # raised on purpose, or by adding None to a text
-        raise UserError(
-            f"the chat template refuses a chat: {error} ({str(messages)[:200]})"
-        ) from error
+    except Exception as error:  # a template is a program: it may raise anything
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        raise UserError(f"the chat template refuses a chat: {kind}{error} {shown}") from error
+    require(text, f"the chat template renders nothing for a chat {shown}")
+    return str(text)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the token ids of a text that has all its special tokens."""
+    """Return the token ids of a text that has all its special tokens.
+
+    Raises:
+        UserError: the text has half of a surrogate pair.
+    """
+    require(
+        text.isascii() or is_unicode(text),
+        f"the text {text[:200]!r} has half of a surrogate pair, which is no character; remove it",
+    )
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 

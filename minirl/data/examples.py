@@ -17,9 +17,11 @@ from minirl.data.rows import (
     Rows,
     column,
     errors_at,
+    fault_of,
     is_messages,
     is_prompt,
     open_rows,
+    why_no_messages,
     with_images,
 )
 from minirl.errors import UserError, require
@@ -70,18 +72,20 @@ def _to_chat(raw: dict, place: Place, cfg: ChatsConfig) -> dict:
     else:
         raise UserError(
             f"{place} has neither {cfg.messages_key!r} (data.messages_key: messages with role and "
-            f"content), nor {cfg.prompt_key!r} with {cfg.completion_key!r} (data.prompt_key, "
-            f"data.completion_key), nor {cfg.text_key!r} (data.text_key) (its keys: "
-            f"{', '.join(raw)}); set data.messages_key, prompt_key and completion_key, or text_key"
+            f"content{fault_of(messages)}), nor {cfg.prompt_key!r} with {cfg.completion_key!r} "
+            f"(data.prompt_key, data.completion_key), nor {cfg.text_key!r} (data.text_key) "
+            f"(its keys: {', '.join(raw)}); set data.messages_key, prompt_key and "
+            "completion_key, or text_key"
         )
 
     # 2. The turns in the loss.
-    turns = with_images(before + answer, raw, place, cfg)
-    if not is_messages(turns) or not all(isinstance(m["content"], str | list) for m in turns):
+    if problem := why_no_messages(before + answer):
         raise UserError(
             f"{place}: every message needs a role and a content that is a text, or a list of texts "
-            "and images"
+            f"and images; {problem}"
         )
+    turns = with_images(before + answer, raw, place, cfg)
+    assert not isinstance(turns, str)
     roles = [message["role"] for message in turns]
     trained = [i for i in range(len(before), len(turns)) if roles[i] == "assistant"]
     if not trained:

@@ -68,7 +68,7 @@ def to_url(image: object) -> str:
     if isinstance(image, str) and not image.startswith("data:"):
         try:
             image = Path(image).read_bytes()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             raise BadImage(
                 f"image {image[:200]!r} cannot be read ({error}); give a path, bytes, a PIL image "
                 "or a data URL"

@@ -11,6 +11,7 @@ import numpy as np
 
 from minirl.errors import UserError, require
 from minirl.parallel.mesh import Mesh
+from minirl.reading import check_value
 
 LINE_FEED = ord("\n")
 BLOCK_BYTES = 2**20  # Bytes that the index reads at once.
@@ -36,7 +37,10 @@ class JsonLines(Sequence):
             UserError: the ranks see files of different sizes.
         """
         self.label = label
-        self.file = path.open("rb")
+        try:
+            self.file = path.open("rb")
+        except OSError as error:
+            raise UserError(f"{label} cannot be read: {error}; give another file") from error
         self.size = os.fstat(self.file.fileno()).st_size
         rank, world_size = (mesh.rank, mesh.world_size) if mesh else (0, 1)
         if mesh:
@@ -77,9 +81,11 @@ class JsonLines(Sequence):
             line, _, _ = block[start - begin : stop - begin].partition(b"\n")
             try:
                 rows.append(_parse(line.decode()))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 wanted = "UTF-8 text" if isinstance(error, UnicodeDecodeError) else "JSON"
-                raise UserError(f"{self.where(first + i)} is not {wanted}: {error}") from error
+                raise UserError(
+                    f"{self.where(first + i)} is not {wanted}: {error}; mend or remove the line"
+                ) from error
         return rows
 
     def where(self, i: int) -> str:
@@ -115,9 +121,12 @@ class JsonLines(Sequence):
 
 
 def _parse(text: str) -> Any:
-    """Return what `json.loads` does; a text without spaces around it takes less time."""
+    """Return what `parse_json` does; a text without spaces around it takes less time."""
     try:
         value, end = DECODER.raw_decode(text)
     except ValueError:
         end = -1
-    return value if end == len(text) else json.loads(text)
+    if end != len(text):
+        value = json.loads(text)
+    check_value(value, text)
+    return value

@@ -11,7 +11,16 @@ import numpy as np
 from minirl.config.supervised import PairsConfig
 from minirl.data.chat import Messages, RowPrompt, to_messages
 from minirl.data.examples import Chats, Encoded
-from minirl.data.rows import Place, Rows, is_messages, is_prompt, open_rows, with_images
+from minirl.data.rows import (
+    Place,
+    Rows,
+    fault_of,
+    is_messages,
+    is_prompt,
+    open_rows,
+    require_column,
+    with_images,
+)
 from minirl.data.sources import Source
 from minirl.errors import UserError
 from minirl.parallel.mesh import Mesh
@@ -53,11 +62,13 @@ def _to_pair(raw: dict, place: Place, cfg: PairsConfig) -> dict:
     if prompt is not None and not is_prompt(prompt):
         raise UserError(
             f"{place}: data.prompt_key = {cfg.prompt_key!r} must name a text or messages with role "
-            f"and content, not {str(prompt)[:60]!r} (the row's keys: {', '.join(raw)}); set "
+            f"and content, not {str(prompt)[:60]!r}{fault_of(prompt)} (the row's keys: "
+            f"{', '.join(raw)}); set "
             "data.prompt_key to the one that holds the prompt"
         )
     if type(chosen) is not type(rejected):
         raise UserError(f"{place}: one side of the pair is a text and the other a list of messages")
+    require_column(raw, "data.margin_key", cfg.margin_key, "margin", place)
     margin = raw.get(cfg.margin_key, 0.0)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not np.isfinite(margin):
         raise UserError(
@@ -108,8 +119,9 @@ def _side(raw: dict, side: str, key: str, place: Place) -> RowPrompt:
         return answer
     raise UserError(
         f"{place}: data.{side}_key = {key!r} must name a text or messages with role and content, "
-        f"not empty, for the {side} side of a pair (it is {str(answer)[:60]!r}; the row's keys: "
-        f"{', '.join(raw)}); set data.chosen_key and data.rejected_key, or drop the row"
+        f"not empty, for the {side} side of a pair (it is {str(answer)[:60]!r}"
+        f"{fault_of(answer)}; the row's keys: {', '.join(raw)}); set "
+        "data.chosen_key and data.rejected_key, or drop the row"
     )
 
 

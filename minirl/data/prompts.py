@@ -16,9 +16,11 @@ from minirl.data.rows import (
     Rows,
     column,
     errors_at,
+    fault_of,
     is_messages,
     is_prompt,
     open_rows,
+    require_column,
     with_images,
 )
 from minirl.errors import UserError, require
@@ -47,6 +49,7 @@ def open_prompts(source: str | list[str], setting: str, cfg: DataConfig, mesh: M
 
 
 def _to_prompt(raw: dict, place: Place, cfg: DataConfig, several: bool) -> dict:
+    require_column(raw, "data.answer_key", cfg.answer_key, "answer", place)
     prompt = column(raw, cfg.prompt_key)
     answer = column(raw, cfg.answer_key)
     # Of a chat to imitate, the last turn is the answer.
@@ -57,8 +60,8 @@ def _to_prompt(raw: dict, place: Place, cfg: DataConfig, several: bool) -> dict:
     if not is_prompt(prompt):
         raise UserError(
             f"{place}: data.prompt_key = {cfg.prompt_key!r} names no text and no list of messages "
-            f"with role and content (its keys: {', '.join(raw)}); set data.prompt_key to the one "
-            "that holds the prompt"
+            f"with role and content{fault_of(prompt)} (its keys: {', '.join(map(str, raw))}); set "
+            "data.prompt_key to the one that holds the prompt"
         )
     row = dict(raw)
     row.pop(cfg.images_key, None)

@@ -312,12 +312,61 @@ def column(row: dict, key: str) -> Any:
     return None
 
 
+def why_no_messages(value: object) -> str:
+    """Return what is wrong with a list of messages with role and content; empty: nothing."""
+    if not isinstance(value, list) or not value:
+        return "there is no list of messages"
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            return f"message {number} has no role and content"
+        role = message["role"]
+        if not isinstance(role, str) or not role:
+            return f"the role of message {number} is {role!r}; it must be a text"
+        content = message["content"]
+        is_call = content is None and bool(message.get("tool_calls"))
+        if not (isinstance(content, str) or is_call or _are_parts(content)):
+            return (
+                f"the content of message {number} is {str(content)[:80]!r}; it must be a text or a "
+                'list of {"type": "text", "text": ...} and {"type": "image"}'
+            )
+    return ""
+
+
+def _are_parts(content: object) -> bool:
+    """Return whether a message's content is a list of texts and images."""
+    return isinstance(content, list) and bool(content) and all(map(_is_part, content))
+
+
+def _is_part(part: object) -> bool:
+    if not isinstance(part, dict):
+        return False
+    if part.get("type") == "text":
+        return isinstance(part.get("text"), str)
+    if part.get("type") == "image_url":
+        place = part.get("image_url")
+        return isinstance(place, dict) and isinstance(place.get("url"), str)
+    return part.get("type") == "image"
+
+
 def is_messages(value: object) -> TypeGuard[Messages]:
     """Return whether this is a list of messages with role and content, and not empty."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    return not why_no_messages(value)
+
+
+def fault_of(value: object) -> str:
+    """Return what is wrong with a value that is a list but no messages, to end a sentence."""
+    return f", as {why_no_messages(value)}" if isinstance(value, list) and value else ""
+
+
+def require_column(raw: dict, setting: str, key: str, default: str, place: Place) -> None:
+    """Refuse a row without the named column that has the default one. Raises UserError.
+
+    Rows may lack it. But one that has the default's column instead was meant otherwise.
+    """
+    require(
+        key in raw or key == default or raw.get(default) is None,
+        f"{place}: {setting} = {key!r} names no column, and the row has {default!r} (its keys: "
+        f"{', '.join(map(str, raw))}); set {setting} to one of them",
     )
 
 

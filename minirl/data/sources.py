@@ -22,6 +22,7 @@ import csv
 import difflib
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ from minirl.data.json_lines import JsonLines
 from minirl.errors import UserError, require
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
+from minirl.reading import is_file, library_reads, parse_json
 
 GYM = "reasoning_gym:"
 FILES = (".jsonl", ".json", ".parquet", ".csv")
@@ -113,19 +115,19 @@ def _open(text: str, setting: str) -> tuple[Source, Path | None]:
             f"{label}: {error}; options are written ?name=value&name=value, and weight is a number "
             "above 0"
         ) from error
-    name = options.pop("name", path.stem if path.is_file() else generator)
+    name = options.pop("name", path.stem if is_file(path) else generator)
 
     # 2. Its rows.
     rows: Sequence | None
     if is_generated:
         rows = _generate(generator, options, label)
-    elif path.is_file():
+    elif is_file(path):
         if options:
             raise UserError(
                 f"{label}: a file has no option {next(iter(options))}; it has weight and name"
             )
         rows = _read_file(path, label)
-    elif is_hub_id or (place and path.is_dir()):
+    elif is_hub_id or (place and os.path.isdir(path)):
         rows = _load_dataset(path, options, label)
     else:
         raise UserError(
@@ -146,18 +148,26 @@ def _read_file(path: Path, label: str) -> Sequence | None:
         if path.suffix == ".csv":
             csv.field_size_limit(sys.maxsize)
             with path.open(newline="", encoding="utf-8-sig") as file:
-                rows = list(csv.DictReader(file, strict=True))
+                table = csv.DictReader(file, strict=True)
+                rows = list(table)
+            names = table.fieldnames or []
+            require(
+                len(set(names)) == len(names),
+                f"{label}: the first line has a name twice ({', '.join(names)}); rename one",
+            )
             require(
                 not any(None in row or None in row.values() for row in rows),
                 f"{label}: a row has more or fewer values than the first line has names",
             )
             return rows
         if path.suffix == ".json":
-            text = path.read_text(encoding="utf-8").lstrip()
+            text = path.read_text(encoding="utf-8-sig").lstrip()
             if text.startswith("["):
-                return json.loads(text)
-    except (DatasetsError, csv.Error, ValueError) as error:
-        raise UserError(f"{label}: not a good {path.suffix} file: {error}") from error
+                return parse_json(text)
+    except (DatasetsError, csv.Error, OSError, ValueError) as error:
+        raise UserError(
+            f"{label}: not a good {path.suffix} file: {error}; mend or replace it"
+        ) from error
     return None
 
 
@@ -169,13 +179,14 @@ def _load_dataset(path: Path, options: dict[str, str], label: str) -> datasets.D
             f"{label}: a data set has no option {min(options)}; it has split, subset, weight and "
             "name"
         )
-    is_saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    is_saved = any(is_file(path / name) for name in ("state.json", "dataset_dict.json"))
     try:
-        if is_saved:
-            loaded = datasets.load_from_disk(str(path))
-        else:
-            loaded = datasets.load_dataset(str(path), subset, split=split)
-    except (DatasetsError, OSError, ValueError) as error:
+        with library_reads(label):
+            if is_saved:
+                loaded = datasets.load_from_disk(str(path))
+            else:
+                loaded = datasets.load_dataset(str(path), subset, split=split)
+    except UserError as error:
         raise UserError(
             f"{label}: no file or folder of that name, and no data set that can be loaded: {error}"
         ) from error
@@ -202,8 +213,9 @@ def _generate(name: str, options: dict[str, str], label: str) -> list[dict]:
         values = {key: option(value) for key, value in options.items()}
         entries = create_dataset(name, **({"size": 1000, "seed": 1} | values))
         return [entry | {"prompt": entry["question"]} for entry in entries]
-    except (TypeError, ValueError, AssertionError) as error:
-        raise UserError(f"{label}: {error}") from error
+    # What generators raise for options that do not go together.
+    except (TypeError, ValueError, AssertionError, ArithmeticError, LookupError) as error:
+        raise UserError(f"{label}: {type(error).__name__}: {error}; correct its options") from error
 
 
 def option(value: str) -> Any:

@@ -4,6 +4,7 @@ Build on the meta device, shard by FSDP2, and let each rank read its own slices 
 """
 
 import functools
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,7 @@ from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.regions import CheckpointSlice, intersect, view_of
 from minirl.parallel.tensor import TensorParallel
+from minirl.reading import library_reads
 from minirl.types import Packed
 
 SCORE = "score.weight"
@@ -64,7 +66,7 @@ def find_folder(model: str, setting: str) -> Path:
         UserError: there is neither, or the folder lacks config, weights or tokenizer.
     """
     folder = Path(model)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         try:
             folder = Path(snapshot_download(model, ignore_patterns=_UNUSED))
         except (HFValidationError, OSError) as error:  # the hub's other errors are OSErrors
@@ -83,10 +85,8 @@ def read_config(folder: Path | str) -> PretrainedConfig:
     Raises:
         UserError: it cannot be read, or this version of transformers does not know its model type.
     """
-    try:
+    with library_reads(f"{folder}/config.json"):
         return AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError) as error:
-        raise UserError(f"{folder}/config.json: {error}") from error
 
 
 class ScoreHead(nn.Linear):

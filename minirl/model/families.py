@@ -138,6 +138,9 @@ FAMILIES = {
     ),
 }
 
+# Of vLLM's kernels of attention.
+_HEAD_DIMS_ON_CPU = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
 _LEAKS = "its linear attention leaks from one packed sequence into the next"
 _NO_SEQUENCE_PARALLELISM = "it fails under sequence parallelism"
 # Families that users ask for, and what was found wrong with them.
@@ -183,6 +186,14 @@ def check_supported(
         "(its router scores); use a CUDA device",
     )
 
+    head_dim = _head_dim(config.get_text_config().to_dict())
+    require(
+        device != "cpu" or head_dim in _HEAD_DIMS_ON_CPU,
+        f"{where}: head_dim = {head_dim}, and vLLM's CPU build has attention for "
+        f"{', '.join(map(str, _HEAD_DIMS_ON_CPU))} alone; take another model, or another "
+        "policy.scratch.head_dim",
+    )
+
     window = config.sliding_window if family.engine_window_differs else None
     require(
         not window or max_model_len <= window,
@@ -215,6 +226,80 @@ def check_supported(
     )
 
 
+def check_positions(config: PretrainedConfig, where: str, setting: str, num_tokens: int) -> None:
+    """Refuse sequences longer than what the model was made for, as the engine does later.
+
+    Args:
+        config: the model's config. One that scales its rotary positions reaches farther, which the
+            engine knows.
+        where: the setting that names the model and its value.
+        setting: what says how long sequences are.
+        num_tokens: its value.
+
+    Raises:
+        UserError: there are fewer positions.
+    """
+    values = config.get_text_config().to_dict()
+    positions = values.get("max_position_embeddings")
+    rope = values.get("rope_parameters") or {}
+    is_scaled = rope.get("rope_type", "default") != "default" or any(
+        isinstance(part, dict) for part in rope.values()
+    )
+    require(
+        is_scaled or not positions or num_tokens <= positions,
+        f"{setting} = {num_tokens} is above max_position_embeddings = {positions} of {where}; "
+        f"lower it to {positions}",
+    )
+
+
+# What every config has, and where the trainer or the engine would divide by it.
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "intermediate_size",
+    "head_dim",
+    "max_position_embeddings",
+)
+
+
+def _check_sizes(values: dict, where: str) -> None:
+    """Refuse sizes that are no numbers above 0, or that do not fit one another.
+
+    `values`: of the config of the language model.
+    """
+    for name in _SIZES:
+        size = values.get(name)
+        if size is None and name not in ("hidden_size", "num_hidden_layers", "vocab_size"):
+            continue  # some families have no such size
+        require(
+            type(size) is int and 0 < size < 2**31,
+            f"{where}: {name} = {size!r} in its config.json must be a whole number above 0; take "
+            "the config.json that belongs to the weights",
+        )
+
+    layers = values["num_hidden_layers"]
+    kinds = values.get("layer_types")
+    require(
+        kinds is None or len(kinds) == layers,
+        f"{where}: layer_types in its config.json has {len(kinds or [])} layers, and "
+        f"num_hidden_layers = {layers}; make them equal",
+    )
+
+    head_dim = _head_dim(values)
+    require(
+        head_dim > 0 and head_dim % 2 == 0,
+        f"{where}: head_dim = {head_dim} must be even: rotary positions turn pairs of features; "
+        "use 32, 64 or 128",
+    )
+
+
+def _head_dim(values: dict) -> int:
+    return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+
+
 def _check_config(config: PretrainedConfig, where: str) -> None:
     """Refuse what the trainer cannot compute, packed, as the library does it unpacked."""
     why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
@@ -225,6 +310,8 @@ def _check_config(config: PretrainedConfig, where: str) -> None:
     )
 
     values = config.get_text_config().to_dict()
+    _check_sizes(values, where)
+
     require(
         "quantization_config" not in values,
         f"{where} is quantised; train the unquantised checkpoint",
@@ -250,7 +337,7 @@ def _check_config(config: PretrainedConfig, where: str) -> None:
 def divided(config: PretrainedConfig) -> dict[str, int]:
     """Return what parallel.tensor splits: config values, or products of them, by their names."""
     text = config.get_text_config()
-    head_dim = text.to_dict().get("head_dim") or text.hidden_size // text.num_attention_heads
+    head_dim = _head_dim(text.to_dict())
     sizes = {}
     for product in ("vocab_size", *FAMILIES[config.model_type].divided):
         sizes[product] = math.prod(

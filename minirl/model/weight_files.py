@@ -1,6 +1,5 @@
 """The safetensors files of a model's folder: which there are, and what they hold."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from minirl.errors import UserError, require
+from minirl.reading import read_json
 
 # What weights may be, by the names of safetensors.
 FLOATS = ("F16", "BF16", "F32", "F64")
@@ -35,11 +35,22 @@ def open_weights(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that an index names, or else the single file, or else all there are."""
+    """Return the files that an index names, or else the single file, or else all there are.
+
+    Raises:
+        UserError: the index is not one.
+    """
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if index.exists():
-        file_of_weight = json.loads(index.read_text())["weight_map"]
+        read = read_json(index, "policy.model:")
+        file_of_weight = read.get("weight_map") if isinstance(read, dict) else None
+        require(
+            isinstance(file_of_weight, dict)
+            and all(isinstance(file, str) for file in file_of_weight.values()),
+            f"policy.model: {index} has no weight_map of names and files; write it as "
+            "save_pretrained does, or remove it",
+        )
         return sorted({folder / file for file in file_of_weight.values()})
     return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
 

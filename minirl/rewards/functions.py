@@ -13,6 +13,7 @@ or an HTTP endpoint (rewards/http.py), or a function written for OpenRLHF or TRL
 prompt as the policy reads it.
 """
 
+import copy
 import math
 import numbers
 import re
@@ -54,9 +55,9 @@ class Rewards:
         """
         for _, _, name in self.weighted:
             if name in ("exact", "final_answer", "math_verify"):
-                if row.get("answer") is not None:
+                problem = _why_no_answer(row.get("answer"))
+                if not problem:
                     continue
-                problem = "compares with the answer, and a row has none (data.answer_key)"
             elif name == "python_tests" and not isinstance(row.get("tests"), str):
                 problem = "runs the text in the column `tests`, and a row has none"
             elif name == "reasoning_gym" and not _names_generator(row):
@@ -84,8 +85,22 @@ class Rewards:
         return sum(weight * values[name] for weight, _, name in self.weighted)
 
 
+def _why_no_answer(answer: object) -> str:
+    """Return why nothing compares with this answer; empty: it is a text or a number."""
+    if answer is None:
+        return "compares with the answer, and a row has none (data.answer_key)"
+    is_number = isinstance(answer, int | float) and not isinstance(answer, bool)
+    if isinstance(answer, str) or (is_number and math.isfinite(answer)):
+        return ""
+    return (
+        f"compares with the answer, and that of a row is {str(answer)[:80]} "
+        f"({type(answer).__name__}); make it a text or a finite number (data.answer_key)"
+    )
+
+
 def _names_generator(row: dict) -> bool:
-    return "source_dataset" in (row.get("metadata") or {})
+    metadata = row.get("metadata")
+    return isinstance(metadata, dict) and isinstance(metadata.get("source_dataset"), str)
 
 
 def grade(function: RewardFunction, name: str, row: dict, completion: str) -> float:
@@ -97,7 +112,9 @@ def grade(function: RewardFunction, name: str, row: dict, completion: str) -> fl
     """
     inputs = f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
     try:
-        value = function(row["prompt"], completion, row)
+        # A row of its own: the samples of a prompt are scored at the same time, from one row.
+        own = copy.deepcopy(row)
+        value = function(own["prompt"], completion, own)
         valid = isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
     except UserError:
         raise

@@ -88,7 +88,7 @@ class RemoteReward:
             if response.is_success:
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     rewards = response.json()["rewards"]
-                    if len(rewards) == len(sent):
+                    if len(rewards) == len(sent) and all(type(r) in (int, float) for r in rewards):
                         return list(rewards)
                 raise UserError(
                     f"reward.function = {self.name}: {url} answered {response.text[:200]!r} "

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import inspect
+import json
 import math
 import numbers
 from collections.abc import Callable
@@ -12,13 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.data import chat
 from minirl.data.images import BadImage, attach, plain, to_url
+from minirl.data.rows import why_no_messages
 from minirl.envs.base import Agent, Env, Result, State
 from minirl.errors import UserError
+from minirl.reading import is_unicode
 from minirl.rewards.functions import Rewards
 from minirl.rollout.conversation import Conversation, Segment, decode
 from minirl.rollout.engine import Sampling
@@ -207,6 +211,7 @@ class EpisodeRunner:
                 f"its result sets sampling {', '.join(sorted(unknown))}, and an environment may "
                 "set max_tokens and stop_token_ids"
             )
+        _check_sampling(result.sampling, e.conversation.tokenizer)
         e.sampling = dataclasses.replace(e.sampling, **result.sampling)
         if result.done or result.truncated:
             return False
@@ -255,6 +260,9 @@ class EpisodeRunner:
         is_chat = isinstance(observation, list) and observation and isinstance(observation[0], dict)
         messages = result.messages
         history = e.messages if messages is None else []
+        tokenizer = e.conversation.tokenizer
+        if isinstance(observation, str) and not is_unicode(observation):
+            raise EnvFailed(f"it said {observation[:200]!r}, with half of a surrogate pair")
         if type(observation) is str or (messages is None and is_chat):
             if e.segment and not e.messages:
                 raise EnvFailed(
@@ -263,9 +271,15 @@ class EpisodeRunner:
                 )
             messages = chat.to_messages(observation, "" if e.segment else self.system_prompt)
         if messages:
+            problem = why_no_messages(messages)
+            if problem or not is_unicode(json.dumps(messages, ensure_ascii=False, default=str)):
+                problem = problem or "a text has half of a surrogate pair"
+                raise EnvFailed(f"it said {str(messages)[:200]}, and {problem}")
             e.messages = history + attach(messages, result.images)
             e.segment = e.conversation.continue_with_messages(e.messages)
         elif observation and isinstance(observation, list | str):
+            if isinstance(observation, list):
+                _check_tokens(f"it said {str(observation)[:200]}", observation, tokenizer)
             urls = [to_url(image) for image in result.images]
             e.segment = e.conversation.append_raw(observation, e.segment, urls)
         else:
@@ -323,6 +337,30 @@ class EpisodeRunner:
                 raise EnvFailed(
                     f"{function.__qualname__} raised {type(error).__name__}: {error}"
                 ) from error
+
+
+def _check_sampling(changed: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse what an environment sets and the engine would not take. Raises EnvFailed."""
+    max_tokens = changed.get("max_tokens", 1)
+    if type(max_tokens) is not int or max_tokens < 1:
+        raise EnvFailed(
+            f"its result sets sampling max_tokens = {max_tokens!r}; give a whole number above 0"
+        )
+    stop_ids = changed.get("stop_token_ids", [])
+    what = f"its result sets sampling stop_token_ids = {str(stop_ids)[:200]}"
+    if not isinstance(stop_ids, list | tuple):
+        raise EnvFailed(f"{what}; give a list of tokens")
+    _check_tokens(what, stop_ids, tokenizer)
+
+
+def _check_tokens(what: str, values: list | tuple, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse what are no numbers of tokens. Raises EnvFailed, whose message begins with `what`."""
+    for value in values:
+        is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < len(tokenizer):
+            raise EnvFailed(
+                f"{what}: {value!r} is no token; tokens are numbers from 0 to {len(tokenizer) - 1}"
+            )
 
 
 def sample_seed(*numbers: int) -> int:

@@ -16,6 +16,7 @@ minirl.rollout.show FILE` prints them.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from minirl.data.images import ImageSpan
 from minirl.errors import UserError, require
 from minirl.files import write_whole
 from minirl.parallel.mesh import Mesh
+from minirl.reading import parse_json, read_text
 from minirl.rollout.conversation import to_arrays
 from minirl.types import Trajectory
 
@@ -77,6 +79,8 @@ def to_record(t: Trajectory) -> dict:
 
 def from_record(record: dict) -> Trajectory:
     """Return the trajectory of a line. Raises KeyError, TypeError or ValueError if it is none."""
+    arrays = to_arrays(record | {"turn_rewards": record["rewards"]})
+    _check_arrays(arrays, record["reward"])
     return Trajectory(
         group=record["group"],
         episode=record["episode"],
@@ -85,7 +89,7 @@ def from_record(record: dict) -> Trajectory:
         reward=record["reward"],
         images=[ImageSpan(*image) for image in record["images"]],
         info=record["info"],
-        **to_arrays(record | {"turn_rewards": record["rewards"]}),
+        **arrays,
     )
 
 
@@ -95,14 +99,54 @@ def read_file(path: Path) -> Iterator[Trajectory]:
     Raises:
         UserError: a line is not a trajectory.
     """
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(read_text(path, "rollout.replay:").split("\n"), start=1):
+        if not line:
+            continue  # behind the last line feed
         try:
-            yield from_record(json.loads(line))
+            yield from_record(parse_json(line))
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path}: line {number} is not a trajectory (rollout/records.py has the form): "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def _check_arrays(arrays: dict[str, np.ndarray], reward: float) -> None:
+    """Raise ValueError for lists of other lengths, and for numbers that are not finite."""
+    shapes = {name: list(array.shape) for name, array in arrays.items()}
+    length = len(arrays["tokens"])
+    if any(shape != [length] for shape in shapes.values()):
+        raise ValueError(f"its lists differ in length: {shapes}")
+    numbers = [reward, *arrays["logprobs"].tolist(), *arrays["turn_rewards"].tolist()]
+    if not length or not all(map(math.isfinite, numbers)):
+        raise ValueError("it has no token, or a number that is not finite")
+
+
+def check_steps(folder: Path, num_steps: int, *, resume: bool) -> None:
+    """Refuse a folder without the dumped rollouts of a run's steps, before anything is loaded.
+
+    Args:
+        folder: rollout.replay.
+        num_steps: of the run.
+        resume: the run may have had its first steps, which need not be there any more.
+
+    Raises:
+        UserError: a step has no file.
+    """
+    first = max(0, num_steps - 1) if resume else 0
+    for step in range(first, num_steps):
+        _files_of(folder, step)
+
+
+def _files_of(folder: Path, step: int) -> list[Path]:
+    """Return the files of a step. Raises UserError if there are none."""
+    files = sorted(folder.glob(f"step-{step}-rank-*.jsonl"))
+    require(
+        files,
+        f"rollout.replay = {folder} has no step-{step}-rank-*.jsonl; lower num_steps, or dump "
+        "more steps by rollout.dump",
+    )
+    return files
 
 
 def load_step(folder: Path, step: int, mesh: Mesh) -> list[Trajectory]:
@@ -111,15 +155,9 @@ def load_step(folder: Path, step: int, mesh: Mesh) -> list[Trajectory]:
     Raises:
         UserError: the folder has no file of this step, or one trajectory twice.
     """
-    files = sorted(folder.glob(f"step-{step}-rank-*.jsonl"))
-    require(
-        files,
-        f"rollout.replay = {folder} has no step-{step}-rank-*.jsonl; lower num_steps, or dump "
-        "more steps by rollout.dump",
-    )
     trajectories: list[Trajectory] = []
     file_of: dict[tuple[int, int, int], Path] = {}
-    for path in files:
+    for path in _files_of(folder, step):
         for t in read_file(path):
             key = (t.group, t.episode, t.segment)
             if key in file_of:

@@ -6,6 +6,7 @@ step goes on with them under its new weights (partial rollouts: APRIL, arXiv 250
 arXiv 2501.12599, sec. 2.6.2). pacing.py says when groups begin and which of them a step waits for.
 """
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -340,7 +341,7 @@ class Sampler:
             Episode(
                 ticket=ticket,
                 number=i,
-                row=row,
+                row=copy.deepcopy(row),  # an environment may change it
                 env=self.make_env(),
                 conversation=Conversation(prompts.tokenizer, prompts.vision),
                 sampling=sampling,

@@ -1,0 +1,72 @@
+"""YAML to nested values and back, as settings are written in it."""
+
+import re
+from typing import Any
+
+import yaml
+
+from minirl.errors import UserError
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-4 as a number, which YAML 1.1 takes for a text, and refuses a key that comes twice.
+
+    The plain loader would take the last of such keys.
+    """
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """Return the mapping that begins here, whose keys differ."""
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise yaml.composer.ComposerError(
+                    None, None, f"the key {key.value!r} is there twice; remove one", key.start_mark
+                )
+            seen.add(key.value)
+        return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes the text 1e-4 with quotes, because the loader would read a number."""
+
+
+yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?\d[\d.]*[eE][-+]?\d+$"),
+    list("-+0123456789"),
+    Loader=_Loader,
+    Dumper=_Dumper,
+)
+
+# What the library raises for values that their tags do not allow (a 13th month, a number of 5,000
+# digits, !!bool maybe) and for brackets that are nested too deep.
+_BAD_VALUE = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError)
+_BAD_VALUE += (TypeError, ValueError)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Return the values of a YAML text; {} of an empty one.
+
+    Args:
+        text: one document.
+        where: begins an error message.
+
+    Raises:
+        UserError: it is not valid, or a mapping has a key twice.
+    """
+    try:
+        values = yaml.load(text, _Loader)
+    except _BAD_VALUE as error:
+        problem = str(error)
+        if not isinstance(error, yaml.YAMLError):
+            problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"{where}: not valid YAML: {problem[:1000]}; correct it there") from error
+    return {} if values is None else values
+
+
+def to_yaml(values: dict) -> str:
+    """Return a YAML text that `parse_yaml` reads back equal."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)

@@ -1,0 +1,143 @@
+"""Read what the user gives: whatever is wrong with a file or a text becomes one message.
+
+Files that a run writes and reads again itself are not meant here.
+"""
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from minirl.errors import UserError, require
+
+MOST_LEVELS = 100  # Of values inside one another. Python's own functions recurse.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # In JSON; two of them are a character.
+
+
+def is_file(path: str | Path) -> bool:
+    """Return whether there is a file; no for a name that cannot be one."""
+    return os.path.isfile(path)  # pathlib's raises for a name that is too long
+
+
+def read_text(path: str | Path, setting: str) -> str:
+    """Return the text of a file.
+
+    Args:
+        path: the file.
+        setting: what names it, for messages.
+
+    Raises:
+        UserError: there is none, it cannot be read, or it is not UTF-8.
+    """
+    require(is_file(path), f"{setting} {str(path)!r}: no such file; give the path of a text file")
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{setting} {path} cannot be read: {error}; give another file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{setting} {path} is not UTF-8 text: {error}; save it as UTF-8") from error
+
+
+def read_json(path: Path, setting: str) -> Any:
+    """Return the value that a JSON file holds.
+
+    Raises:
+        UserError: as `read_text` does, and if it is not JSON.
+    """
+    text = read_text(path, setting)
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise UserError(f"{setting} {path} is not JSON: {error}; mend or replace it") from error
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError, also for what nothing else can take."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep") from error
+    check_value(value, text)
+    return value
+
+
+def check_value(value: object, text: str) -> None:
+    """Raise ValueError for a JSON value that later steps cannot take.
+
+    Args:
+        value: nested too deep, or with a text that `why_no_text` refuses.
+        text: what it was parsed from. Few texts have what such values need, so most are not
+            looked through.
+    """
+    may_be_deep = text.count("[") + text.count("{") > MOST_LEVELS
+    if not may_be_deep and not _SURROGATE.search(text):
+        return
+    waiting: list[tuple[object, int]] = [(value, 0)]
+    while waiting:
+        inner, level = waiting.pop()
+        if level > MOST_LEVELS:
+            raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
+        if isinstance(inner, dict):
+            waiting += [(key, level + 1) for key in inner]
+            waiting += [(child, level + 1) for child in inner.values()]
+        elif isinstance(inner, list):
+            waiting += [(child, level + 1) for child in inner]
+        elif isinstance(inner, str) and not is_unicode(inner):
+            raise ValueError(f"{inner[:80]!r} has half of a surrogate pair, which is no character")
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text has no lone surrogates, which no encoding and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def why_no_text(text: str) -> str:
+    """Return what is wrong with a text in a setting; empty: nothing."""
+    if "\0" in text:
+        return "has a zero byte"
+    return "" if is_unicode(text) else "has bytes that are not UTF-8"
+
+
+@contextlib.contextmanager
+def library_reads(what: str) -> Iterator[None]:
+    """Raise anything that a library raises in the block as a UserError.
+
+    The parsers of model folders and images raise whatever comes when a file is broken.
+
+    Args:
+        what: the setting and the file, which begin the message.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        problem = " ".join(str(error).split())[:500]
+        raise UserError(
+            f"{what} cannot be read: {type(error).__name__}: {problem}; mend or replace it"
+        ) from error
+
+
+def check_can_write(path: Path, setting: str) -> None:
+    """Refuse a file that could not be written later; its folder is made.
+
+    Raises:
+        UserError: it is a folder, or its folder cannot be made or written to.
+    """
+    problem = ""
+    try:
+        if path.is_dir():
+            problem = "it is a folder"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            problem = "there is no permission"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    require(not problem, f"{setting} = {path} cannot be written: {problem}; name another file")

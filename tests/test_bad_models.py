@@ -1,0 +1,452 @@
+"""Model folders, rollouts, caches and output paths that cannot be used end by one message."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import tiny
+from in_memory import ALONE
+from minirl.checkpoint.folder import plan_folder, write_companions
+from minirl.config.rl import RLConfig
+from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig, PolicyConfig
+from minirl.config.supervised import DPOConfig, SFTConfig
+from minirl.dpo import Trainer
+from minirl.envs.base import Env, Result
+from minirl.errors import UserError
+from minirl.evaluation import evaluate
+from minirl.inputs import check_output, find_model
+from minirl.model import build
+from minirl.model.scratch import make_tokenizer
+from minirl.reading import check_can_write
+from minirl.rollout import records
+from minirl.rollout.conversation import Completion, Conversation
+from minirl.rollout.engine import Sampling
+from minirl.rollout.episode import Episode, EpisodeRunner
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny.make(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def changed(folder: Path, file: str, **values: object) -> None:
+    text = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+    (folder / file).write_text(json.dumps(text | values))
+
+
+def write(file: str, text: str | bytes):
+    data = text if isinstance(text, bytes) else text.encode()
+    return lambda folder: (folder / file).write_bytes(data)
+
+
+def config(**values: object):
+    return lambda folder: changed(folder, "config.json", **values)
+
+
+def generation(**values: object):
+    return lambda folder: changed(folder, "generation_config.json", **values)
+
+
+def add_token(folder: Path) -> None:
+    """A word with a token beyond the embedding."""
+    text = json.loads((folder / "tokenizer.json").read_text())
+    text["model"]["vocab"]["minirl"] = 5000
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+
+
+def remove(file: str):
+    return lambda folder: (folder / file).unlink()
+
+
+# name -> what is done to a good folder, and what the message must say
+FOLDERS = {
+    "heads 0": (config(num_attention_heads=0), "num_attention_heads = 0"),
+    "kv heads 0": (config(num_key_value_heads=0), "num_key_value_heads = 0"),
+    "heads -4": (config(num_attention_heads=-4), "num_attention_heads = -4"),
+    "heads that do not divide": (config(num_key_value_heads=3), "num_key_value_heads = 3"),
+    "hidden size is a text": (config(hidden_size="big"), "hidden_size"),
+    "hidden size is null": (config(hidden_size=None), "hidden_size"),
+    "hidden size is 0": (config(hidden_size=0), "hidden_size = 0"),
+    "hidden size is a fraction": (config(hidden_size=12.5), "hidden_size"),
+    "hidden size is a list": (config(hidden_size=[128]), "hidden_size"),
+    "vocabulary 0": (config(vocab_size=0), "vocab_size"),
+    "vocabulary -1": (config(vocab_size=-1), "vocab_size"),
+    "vocabulary is a text": (config(vocab_size="many"), "vocab_size"),
+    "vocabulary too small": (config(vocab_size=100), "beyond vocab_size = 100"),
+    "layers 0": (config(num_hidden_layers=0, layer_types=[]), "num_hidden_layers = 0"),
+    "layer types too few": (config(layer_types=["full_attention"]), "layer_types"),
+    "layer types of none": (config(layer_types=["a", "b"]), "layer_types"),
+    "layer types too many": (config(layer_types=["full_attention"] * 9), "layer_types"),
+    "head_dim 31": (config(head_dim=31), "head_dim = 31"),
+    "head_dim 2": (config(head_dim=2), "head_dim = 2, and vLLM's CPU build"),
+    "head_dim 34": (config(head_dim=34), "head_dim = 34, and vLLM's CPU build"),
+    "head_dim 0": (config(head_dim=0), "head_dim"),
+    "head_dim -32": (config(head_dim=-32), "head_dim = -32"),
+    "positions 0": (config(max_position_embeddings=0), "max_position_embeddings"),
+    "positions too few": (config(max_position_embeddings=10), "engine.max_model_len = 40"),
+    "intermediate 0": (config(intermediate_size=0), "intermediate_size = 0"),
+    "another family": (config(model_type="gpt2"), "gpt2"),
+    "no family": (config(model_type="none"), "config.json"),
+    "family is a number": (config(model_type=3), "config.json"),
+    "dtype of nothing": (config(dtype="float7"), "config.json"),
+    "quantised": (config(quantization_config={"quant_method": "fp8"}), "quantised"),
+    "rope of nothing": (config(rope_parameters="fast"), "config.json"),
+    "config cut": (write("config.json", '{"model_type": "qw'), "config.json cannot be read"),
+    "config empty": (write("config.json", ""), "config.json cannot be read"),
+    "config a list": (write("config.json", "[]"), "config.json cannot be read"),
+    "config bytes": (write("config.json", b"\xff\xfe\x00"), "config.json cannot be read"),
+    "config deep": (write("config.json", "[" * 100_000), "config.json cannot be read"),
+    "config without anything": (write("config.json", "{}"), "config.json cannot be read"),
+    "tokenizer empty": (write("tokenizer.json", "{}"), "its tokenizer cannot be read"),
+    "tokenizer cut": (write("tokenizer.json", '{"version": '), "its tokenizer cannot be read"),
+    "tokenizer bytes": (write("tokenizer.json", b"\x00\xff"), "its tokenizer cannot be read"),
+    "tokenizer a list": (write("tokenizer.json", "[]"), "its tokenizer cannot be read"),
+    "tokenizer config cut": (write("tokenizer_config.json", "{"), "tokenizer"),
+    "tokenizer config a list": (write("tokenizer_config.json", "[]"), "tokenizer"),
+    "no tokenizer.json": (remove("tokenizer.json"), "tokenizer"),
+    "token beyond": (add_token, "1 tokens beyond vocab_size"),
+    "template": (write("chat_template.jinja", "hello"), "leaves out the prompt"),
+    "generation cut": (write("generation_config.json", "{"), "generation_config.json cannot"),
+    "generation a list": (write("generation_config.json", "[1]"), "generation_config.json cannot"),
+    "generation bytes": (write("generation_config.json", b"\xff"), "generation_config.json cannot"),
+    "eos beyond": (generation(eos_token_id=1_000_000), "1000000.* lie beyond vocab_size"),
+    "one eos beyond": (generation(eos_token_id=[1, 1_000_000]), "1000000.* lie beyond"),
+    "eos negative": (generation(eos_token_id=-1), "eos_token_id = -1; give the number"),
+    "eos a text": (generation(eos_token_id="</s>"), "eos_token_id = '</s>'; give the number"),
+    "eos a fraction": (generation(eos_token_id=1.5), "eos_token_id = 1.5; give the number"),
+    "eos a bool": (generation(eos_token_id=True), "eos_token_id = True; give the number"),
+    "eos lists": (generation(eos_token_id=[[1]]), "eos_token_id = .* give the number"),
+    "eos texts": (generation(eos_token_id=["a"]), "eos_token_id = .* give the number"),
+    "weights missing": (remove("model.safetensors"), "has no weights"),
+    "config missing": (remove("config.json"), "has no config.json"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_that_is_no_model(tmp_path, model, name):
+    change, message = FOLDERS[name]
+    folder = tmp_path / "m"
+    shutil.copytree(model, folder)
+    change(folder)
+    cfg = RLConfig(policy=PolicyConfig(model=str(folder)))
+    cfg.engine.max_model_len = 40
+    with pytest.raises(UserError, match=message) as error:
+        find_model(cfg, 40)
+    assert str(folder) in str(error.value) and len(str(error.value)) < 1500
+
+
+INDEXES = {
+    "cut": "{",
+    "empty": "",
+    "a list": "[]",
+    "without a map": "{}",
+    "a map that is a list": '{"weight_map": []}',
+    "a map of numbers": '{"weight_map": {"a": 1}}',
+    "a file that is not there": '{"weight_map": {"a": "none.safetensors"}}',
+    "a file with a zero byte": '{"weight_map": {"a": "\\u0000"}}',
+    "deep": "[" * 100_000,
+    "bytes": b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_an_index_that_names_no_weights(tmp_path, model, name):
+    shutil.copytree(model, tmp_path / "m")
+    write("model.safetensors.index.json", INDEXES[name])(tmp_path / "m")
+    with pytest.raises(UserError, match="^policy.model: "):
+        build.open_weights(tmp_path / "m")
+
+
+@pytest.mark.parametrize("text", [b"", b"\x00" * 8, b"\xff" * 100, b"{}"])
+def test_weights_that_are_none(tmp_path, model, text):
+    shutil.copytree(model, tmp_path / "m")
+    write("model.safetensors", text)(tmp_path / "m")
+    with pytest.raises(UserError, match="^policy.model: cannot read"):
+        build.open_weights(tmp_path / "m")
+
+
+@pytest.mark.parametrize("place", ["/nowhere", "x" * 300, "/dev/null", "a b", "../..//", ""])
+def test_a_place_without_a_model(place):
+    with pytest.raises(UserError, match="policy.model = "):
+        build.find_folder(place, "policy.model")
+
+
+def test_a_generation_config_that_the_library_would_not_write(tmp_path, model):
+    """Real models have such: a temperature without do_sample."""
+    shutil.copytree(model, tmp_path / "m")
+    generation(eos_token_id=1, temperature=0.6, top_p=0.9)(tmp_path / "m")
+    (tmp_path / "out").mkdir()
+    shapes = {"model.norm.weight": build.torch.Size([4])}
+    plan = plan_folder(tmp_path / "m", shapes, build.torch.float32, 1)
+    write_companions(plan, tmp_path / "out")
+    copied = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert copied["temperature"] == 0.6
+
+
+def test_text_that_is_only_learned_needs_no_end(tmp_path, model):
+    shutil.copytree(model, tmp_path / "m")
+    generation(eos_token_id=1_000_000)(tmp_path / "m")
+    cfg = SFTConfig(policy=PolicyConfig(model=str(tmp_path / "m")))
+    find_model(cfg, 40, chats=False)
+    with pytest.raises(UserError, match="lie beyond"):
+        find_model(cfg, 40)
+
+
+# --------------------------------------------------------------------------------------------------
+# where things are written
+
+
+ONE = SimpleNamespace(
+    **vars(ALONE), barrier=lambda: None, broadcast=lambda value, rank: value, device="cpu"
+)
+
+
+@pytest.mark.parametrize(
+    "place", ["/proc/run", "/proc/self/run", "{0}/file/run", "{0}/" + "x" * 300]
+)
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_output_that_nobody_can_write(tmp_path, place, resume):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="output = .*(choose|cannot)"):
+        check_output(Path(place.format(tmp_path)), resume, ONE)
+
+
+@pytest.mark.parametrize(
+    "place", ["{0}", "/", "/proc/a.json", "{0}/file/a.json", "{0}/" + "x" * 300, "{0}/a\0b"]
+)
+def test_a_file_that_nobody_can_write(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="output = .* cannot be written: .*; name another file"):
+        check_can_write(Path(place.format(tmp_path)), "output")
+
+
+def test_a_file_in_a_new_folder_can_be_written(tmp_path):
+    check_can_write(tmp_path / "a" / "b" / "c.json", "output")
+    (tmp_path / "a" / "b" / "c.json").write_text("")
+    check_can_write(tmp_path / "a" / "b" / "c.json", "output")
+
+
+CACHES = {
+    "garbage": b"nothing of the kind",
+    "empty": b"",
+    "a zip that is cut": b"PK\x03\x04" + b"\x00" * 20,
+    "a pickle": b"\x80\x04K\x01.",
+    "one array": None,
+    "no name": {},
+    "a name that is no JSON": {"about": "{"},
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_reference_cache_that_is_none(tmp_path, name):
+    cache = tmp_path / "c.npz"
+    contents = CACHES[name]
+    if isinstance(contents, bytes):
+        cache.write_bytes(contents)
+    elif contents is None:
+        np.save(tmp_path / "c.npy", np.zeros(3))
+        os.rename(tmp_path / "c.npy", cache)
+    else:
+        np.savez(cache, **contents)
+    with pytest.raises(UserError, match=f"reference_cache = {cache} cannot be read"):
+        check_cache(cache)
+
+
+@pytest.mark.parametrize("place", ["{0}", "/proc/x/c.npz", "{0}/file/c.npz"])
+def test_a_reference_cache_that_cannot_be_written(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="reference_cache = .* cannot be written"):
+        check_cache(Path(place.format(tmp_path)))
+
+
+def check_cache(cache: Path) -> None:
+    """What minirl.dpo does before it loads a model."""
+    Trainer.check_model(SimpleNamespace(cfg=DPOConfig(reference_cache=str(cache))))
+
+
+# --------------------------------------------------------------------------------------------------
+# rollouts
+
+RECORD = {
+    "group": 0,
+    "episode": 0,
+    "segment": 0,
+    "version": 0,
+    "reward": 1.0,
+    "images": [],
+    "info": {},
+    "tokens": [1, 2],
+    "sampled": [False, True],
+    "logprobs": [0.0, -1.0],
+    "rewards": [0.0, 1.0],
+    "versions": [-1, 0],
+}
+LINES = {
+    "no JSON": "{",
+    "a list": "[]",
+    "no keys": "{}",
+    "deep": "[" * 100_000,
+    "blank inside": "\x0c",
+    "no tokens": RECORD
+    | {"tokens": [], "sampled": [], "logprobs": [], "rewards": [], "versions": []},
+    "lists of other lengths": RECORD | {"tokens": [1, 2, 3]},
+    "tokens in tokens": RECORD | {"tokens": [[1], [2]]},
+    "tokens are texts": RECORD | {"tokens": ["a", "b"]},
+    "tokens are a number": RECORD | {"tokens": 3},
+    "token too large": RECORD | {"tokens": [1, 2**40]},
+    "log-prob of nan": RECORD | {"logprobs": [0.0, float("nan")]},
+    "reward of inf": RECORD | {"reward": float("inf")},
+    "reward of a text": RECORD | {"reward": "much"},
+    "reward of null": RECORD | {"reward": None},
+    "images of numbers": RECORD | {"images": [3]},
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_that_is_no_trajectory(tmp_path, name):
+    line = LINES[name]
+    text = line if isinstance(line, str) else json.dumps(line)
+    (tmp_path / "step-0-rank-0.jsonl").write_text(f"{json.dumps(RECORD)}\n{text}\n")
+    with pytest.raises(UserError, match="line 2 is not a trajectory"):
+        list(records.read_file(tmp_path / "step-0-rank-0.jsonl"))
+
+
+def test_replay_of_nothing_is_told_before_anything_is_loaded(tmp_path):
+    (tmp_path / "step-0-rank-0.jsonl").write_text(json.dumps(RECORD) + "\n")
+    assert len(list(records.read_file(tmp_path / "step-0-rank-0.jsonl"))) == 1
+    records.check_steps(tmp_path, 1, resume=False)
+    for folder, num_steps, resume in (
+        (tmp_path / "none", 1, False),
+        (tmp_path / "step-0-rank-0.jsonl", 1, False),
+        (tmp_path, 2, False),
+        (tmp_path, 2, True),
+    ):
+        with pytest.raises(UserError, match=f"rollout.replay = {folder} has no step-"):
+            records.check_steps(folder, num_steps, resume=resume)
+    (tmp_path / "step-0-rank-0.jsonl").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="rollout.replay: .* is not UTF-8 text"):
+        list(records.read_file(tmp_path / "step-0-rank-0.jsonl"))
+
+
+# --------------------------------------------------------------------------------------------------
+# environments
+
+
+class Answers:
+    """An engine loop that answers every prompt by the same token."""
+
+    def __init__(self):
+        self.engine = SimpleNamespace(cfg=SimpleNamespace(max_model_len=60))
+        self.at_work = contextlib.nullcontext
+
+    async def generate_for_episode(self, request):
+        return Completion([10], [-0.5], stopped=True, versions=[0])
+
+
+class Scripted(Env):
+    """Says what it was given."""
+
+    def __init__(self, first: object, reply: Result):
+        self.first = first
+        self.reply = reply
+
+    async def reset(self, row):
+        return self.first
+
+    async def step(self, state):
+        return self.reply
+
+
+DONE = Result(done=True)
+# name -> first observation, reply, and why the episode fails
+ENVS = {
+    "tokens beyond the vocabulary": ([5, 10**6], DONE, "1000000 is no token"),
+    "negative tokens": ([-1], DONE, "-1 is no token"),
+    "fractions": ([1.5], DONE, "1.5 is no token"),
+    "bools": ([True], DONE, "True is no token"),
+    "texts": (["a"], DONE, "'a' is no token"),
+    "null": (None, DONE, "said None"),
+    "nothing": ("", DONE, "said ''"),
+    "no messages": ([], DONE, r"said \[\]"),
+    "a number": (3, DONE, "said 3"),
+    "bytes": (b"a", DONE, "said b'a'"),
+    "an object": ({"role": "user", "content": "a"}, DONE, "said {'role'"),
+    "a surrogate": ("a\ud800", DONE, "half of a surrogate pair"),
+    "a surrogate in a message": ([{"role": "user", "content": "\udc00"}], DONE, "surrogate"),
+    "a message without content": ([{"role": "user"}], DONE, "message 1 has no role and content"),
+    "a message without role": ([{"content": "a"}], DONE, "message 1 has no role and content"),
+    "a content of a number": (
+        [{"role": "user", "content": 3}],
+        DONE,
+        "content of message 1 is '3'",
+    ),
+    "a content of texts": ([{"role": "user", "content": ["a"]}], DONE, "content of message 1"),
+    "a message that is a text": ([{"role": "user", "content": "a"}, "b"], DONE, "message 2"),
+    "max_tokens 0": ("a", Result(observation="b", sampling={"max_tokens": 0}), "max_tokens = 0;"),
+    "max_tokens -1": ("a", Result(observation="b", sampling={"max_tokens": -1}), "max_tokens = -1"),
+    "max_tokens a text": ("a", Result(observation="b", sampling={"max_tokens": "9"}), "= '9'"),
+    "max_tokens null": ("a", Result(observation="b", sampling={"max_tokens": None}), "= None"),
+    "max_tokens 1.5": ("a", Result(observation="b", sampling={"max_tokens": 1.5}), "= 1.5"),
+    "stop tokens": ("a", Result(observation="b", sampling={"stop_token_ids": 3}), "a list of tok"),
+    "stop tokens beyond": (
+        "a",
+        Result(observation="b", sampling={"stop_token_ids": [10**6]}),
+        "1000000 is no token",
+    ),
+    "temperature": ("a", Result(observation="b", sampling={"temperature": 0}), "may set max_tok"),
+    "a reward of nan": ("a", Result(reward=float("nan")), "finite reward"),
+    "a reward of a text": ("a", Result(reward="1"), "finite reward"),  # type: ignore[arg-type]
+    "an info of a text": ("a", Result(info={"a": "b"}), "finite numbers"),  # type: ignore[dict-item]
+    "no reply": ("a", Result(), "it is not done and said None"),
+    "tokens in the reply": ("a", Result(observation=[10**6]), "is no token"),
+    "a surrogate in the reply": ("a", Result(observation="\ud800"), "surrogate"),
+    "messages in the reply": ("a", Result(messages=[{"role": "user"}]), "no role and content"),
+}
+
+
+@pytest.mark.parametrize("name", ENVS)
+def test_an_environment_whose_episode_fails(name):
+    first, reply, message = ENVS[name]
+    e = played(Scripted(first, reply))
+    assert message.replace("\\", "") in e.error, e.error
+
+
+def played(env: Env) -> Episode:
+    cfg = EvaluateConfig(env=EnvConfig(max_turns=4, max_tokens=40), data=DataConfig())
+    runner = EpisodeRunner(Answers(), None, cfg)  # type: ignore[arg-type]
+    e = Episode(
+        ticket=0,
+        number=0,
+        row={"prompt": "a"},
+        env=env,
+        conversation=Conversation(make_tokenizer([])),
+        sampling=Sampling(max_tokens=8, stop_token_ids=()),
+    )
+    asyncio.run(runner.run(e))
+    return e
+
+
+@pytest.mark.parametrize(
+    ("failures", "why"), [([], "sampled no token in any"), (["reset raised OSError"], "OSError")]
+)
+def test_an_evaluation_without_answers_says_why(failures, why):
+    sampler = SimpleNamespace(
+        mesh=ALONE,
+        runner=SimpleNamespace(failures=failures),
+        collect=lambda *arguments: [],
+    )
+    prompts = SimpleNamespace(rows=[1, 2, 3])
+    with pytest.raises(UserError, match=f"none of the 3 held-out prompts got an answer.*{why}"):
+        evaluate(sampler, prompts, EvaluateConfig().eval, None, None)  # type: ignore[arg-type]
+
+
+def test_a_prompt_longer_than_the_context_is_cut_short_without_a_crash():
+    e = played(Scripted("x" * 500, DONE))
+    assert e.truncated and not e.error and not e.conversation.num_sampled()

@@ -1,0 +1,102 @@
+"""A sample of bad inputs through the programs themselves: one message, exit code 2, no traceback.
+
+What each check refuses is in tests/test_bad_values.py, test_bad_rows.py and test_bad_models.py."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import tiny
+from programs import QUICKSTART, fork
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A folder with everything that the cases below name."""
+    folder = tmp_path_factory.mktemp("bad_programs")
+    rows = [{"prompt": f"word {i}", "answer": str(i)} for i in range(20)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "lists.jsonl").write_text(json.dumps({"prompt": "a", "answer": ["b"]}) + "\n")
+    (folder / "deep.jsonl").write_text('{"prompt": ' + "[" * 100_000 + "\n")
+    (folder / "half.jsonl").write_text('{"prompt": "a\\ud800", "answer": "b"}\n')
+    chats = [{"prompt": f"word {i}", "completion": ["a"]} for i in range(20)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    pairs = [{"prompt": f"word {i}", "chosen": "a", "rejected": "b"} for i in range(20)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    (folder / "twice.yaml").write_text("seed: 1\nseed: 2\n")
+    (folder / "utf16.yaml").write_bytes("seed: 1".encode("utf-16"))
+    (folder / "loop.yaml").write_text("policy: &a [*a]\n")
+    (folder / "nothing.jinja").write_text("hello")
+    (folder / "zero.jinja").write_text("{{ messages[0].content }}{{ 1 / 0 }}")
+    (folder / "file").write_text("")
+    (folder / "cache.npz").write_bytes(b"PK\x03\x04 cut")
+    model = tiny.make(folder / "model")
+    for name, file, values in (
+        ("heads", "config.json", {"num_key_value_heads": 0}),
+        ("eos", "generation_config.json", {"eos_token_id": 1_000_000}),
+        ("tokens", "config.json", {"vocab_size": 100}),
+    ):
+        shutil.copytree(model, folder / name)
+        text = json.loads((folder / name / file).read_text())
+        (folder / name / file).write_text(json.dumps(text | values))
+    shutil.copytree(model, folder / "tokenizer")
+    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+    return folder
+
+
+RL = "--config {quickstart} --data.train {world}/rows.jsonl --data.held-out 4 --output {world}/out "
+EVALUATE = "--model {world}/model --data.eval {world}/rows.jsonl "
+DPO = "--policy.model {world}/model --data.train {world}/pairs.jsonl --output {world}/out "
+DPO += "--data.held-out 4 "
+# name -> program, flags, and what the message must say
+CASES = {
+    "a key twice": ("rl", "--config {world}/twice.yaml", "'seed' is there twice"),
+    "UTF-16": ("rl", "--config {world}/utf16.yaml", "is not UTF-8 text"),
+    "a list in itself": ("sft", "--config {world}/loop.yaml", "without aliases"),
+    "infinite weight decay": ("rl", RL + "--policy.weight-decay inf", "policy.weight_decay = inf"),
+    "a large seed": ("rl", RL + "--seed 18446744073709551616", "seed = 18446744073709551616"),
+    "head_dim 2": ("rl", RL + "--policy.scratch.head-dim 2", "head_dim = 2"),
+    "an odd head_dim": ("rl", RL + "--policy.scratch.head-dim 31", "head_dim = 31"),
+    "answers are lists": ("rl", RL + "--data.train {world}/lists.jsonl", "compares with the ans"),
+    "a wrong answer key": ("rl", RL + "--data.answer-key gold", "data.answer_key = 'gold'"),
+    "deep rows": ("rl", RL + "--data.train {world}/deep.jsonl", "line 1 is not JSON"),
+    "a surrogate": ("rl", RL + "--data.train {world}/half.jsonl", "surrogate"),
+    "a template without prompt": (
+        "rl",
+        RL + "--data.chat-template {world}/nothing.jinja",
+        "leaves out the prompt",
+    ),
+    "a template that divides": (
+        "rl",
+        RL + "--data.chat-template {world}/zero.jinja",
+        "ZeroDivisionError",
+    ),
+    "output in /proc": ("rl", RL + "--output /proc/run", "output = /proc/run"),
+    "output below a file": ("rl", RL + "--output {world}/file/run", "file/run"),
+    "a long output": ("rl", RL + "--output {world}/" + "x" * 300, "output = "),
+    "replay of nothing": ("rl", RL + "--rollout.replay {world}", "rollout.replay = "),
+    "no heads": ("rl", RL + "--policy.model {world}/heads", "num_key_value_heads = 0"),
+    "tokens beyond": ("rl", RL + "--policy.model {world}/tokens", "beyond vocab_size = 100"),
+    "chats": ("sft", "--data.train {world}/chats.jsonl --output {world}/out", "line 1"),
+    "tokenizer": ("dpo", DPO + "--policy.model {world}/tokenizer", "its tokenizer cannot be"),
+    "a cache that is a folder": ("dpo", DPO + "--reference-cache {world}", "it is a folder"),
+    "a cache that is cut": ("dpo", DPO + "--reference-cache {world}/cache.npz", "cache.npz cannot"),
+    "infinite nll": ("dpo", DPO + "--algo.nll-coef inf", "algo.nll_coef = inf"),
+    "top_p 0": ("evaluate", EVALUATE + "--rollout.top-p 0", "rollout.top_p = 0"),
+    "eos beyond": ("evaluate", EVALUATE + "--model {world}/eos", "1000000] lie beyond"),
+    "an output in /proc": ("evaluate", EVALUATE + "--output /proc/a.json", "output = /proc/a.json"),
+    "an output that is a folder": ("evaluate", EVALUATE + "--output {world}", "it is a folder"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_message_and_exit_code_2(world, name):
+    program, flags, message = CASES[name]
+    words = flags.format(world=world, quickstart=QUICKSTART).split()
+    ended = fork(f"minirl.{program}", words, world / "log" / name, seconds=900)
+    assert ended.code == 2 and len(ended.errors()) == 1, ended.err
+    assert "Traceback" not in ended.err and not ended.out
+    assert message in ended.err
+    assert not (world / "out").exists()
