@@ -25,6 +25,7 @@ LAYERS = {
     "log.py": 0,
     "config/*": 0,
     "sandbox/*": 0,
+    "serving/*": 1,
     "algo/*": 1,
     "parallel/*": 2,
     "model/*": 3,
@@ -100,6 +101,7 @@ DOORS = {
         "rollout/protocol.py": {"PreTrainedTokenizerBase"},
         "rollout/server.py": {"PreTrainedTokenizerBase"},
         "inputs.py": {"PretrainedConfig", "PreTrainedTokenizerBase"},
+        "rm.py": {"PreTrainedTokenizerBase"},
         "plan/*": {"PretrainedConfig", "logging"},
         "walk_step.py": {"AutoModelForCausalLM"},  # for the plain step beside minirl's
     },
@@ -127,9 +129,15 @@ DOORS = {
     "websockets": {"envs/openenv.py": None},
     "verifiers": {"envs/verifiers.py": None},
     "openai": {"envs/verifiers.py": None},
-    "fastapi": {"rewards/http.py": None, "rollout/server.py": None},
-    "starlette": {"rollout/server.py": None, "rollout/response.py": {"Receive"}},
-    "uvicorn": {"rewards/http.py": None, "rollout/server.py": None},
+    "fastapi": {"serving/limits.py": None},
+    "starlette": {
+        "serving/limits.py": None,
+        "rollout/server.py": None,
+        "rollout/response.py": {"Receive"},
+        "rewards/server.py": {"Request", "JSONResponse", "Route"},
+    },
+    "uvicorn": {"serving/server.py": None},
+    "h11": {"serving/server.py": None},
     "pydantic": {
         "rollout/protocol.py": None,
         "config/parse.py": None,
@@ -146,13 +154,15 @@ DOORS = {
 # Handlers that catch everything, and why nothing narrower would do.
 BROAD = {
     "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and all others",
-    "config/lookup.py:find_function": "importing a user's file may raise anything; the user is "
+    "config/lookup.py:_import_file": "importing a user's file may raise anything; the user is "
     "told which file and what",
     "sandbox/inside.py:main": "an untrusted program may raise anything, and is told so",
     "rewards/functions.py:grade": "so may a user's reward function; the user is told the input",
     "rollout/episode.py:_call": "and a user's environment, of which only one episode ends",
     "plan/dryrun.py:_result": "a job that crashes is a result of its own, whatever it is; the "
     "process is for all jobs",
+    "rewards/server.py:_score_batch": "a forward may raise anything, and every request "
+    "of its batch gets an answer of its own",
     "rollout/engine_loop.py:work": "whatever it is, it is raised again where the thread was "
     "asked for",
 }

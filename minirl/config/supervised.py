@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from minirl.config.shared import Positive, RowsConfig, TrainingConfig
+from minirl.config.shared import LimitsConfig, Positive, RowsConfig, TrainingConfig
 
 MaxTokens = Annotated[int, Field(ge=2)]  # A token and the next one.
 
@@ -121,8 +121,15 @@ class ServeConfig:
     host: str = "127.0.0.1"  # 0.0.0.0 lets other machines connect, too.
     port: NonNegativeInt = 5000
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
-    max_tokens: MaxTokens = 8192  # A longer text is scored by its last tokens.
+    #: A longer text is scored by its last tokens. 0: 8192, or as many as the model has positions.
+    max_tokens: NonNegativeInt = 0
+    #: Tokens in a forward. Texts of requests that come together share it.
     tokens_per_batch: PositiveInt = 16384
+    #: How long a text waits for others before the model runs.
+    wait_ms: NonNegativeFloat = 5.0
+    #: Environment variable with the key that clients must send, as a bearer token. Empty: no key.
+    api_key_env: str = ""
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     timeout_minutes: Positive = 30.0
 
 

@@ -273,16 +273,18 @@ class EpisodeRunner:
         """Append what the environment shows to the segment that goes on, or to a new one."""
         observation: Any = result.observation  # Anything: the environment is the user's code.
         is_chat = isinstance(observation, list) and observation and isinstance(observation[0], dict)
-        messages = result.messages
+        messages = result.messages  # Of the whole chat: they count, beside an observation too.
         history = e.messages if messages is None else []
-        if type(observation) is str or (messages is None and is_chat):
+        if messages is None and (type(observation) is str or is_chat):
             if e.segment and not e.messages:
                 raise EnvFailed(
                     "it began with tokens or a Raw text and goes on with the message "
                     f"{observation!r}"
                 )
+            _check_messages(observation)
             messages = chat.to_messages(observation, "" if e.segment else self.system_prompt)
-        if messages:
+        if messages is not None:
+            _check_messages(messages)
             e.messages = history + attach(messages, result.images)
             e.segment = e.conversation.continue_with_messages(e.messages)
         elif observation and isinstance(observation, list | str):
@@ -343,6 +345,18 @@ class EpisodeRunner:
                 raise EnvFailed(
                     f"{function.__qualname__} raised {type(error).__name__}: {error}"
                 ) from error
+
+
+def _check_messages(value: Any) -> None:
+    """Refuse what is neither a text nor messages. Raises EnvFailed."""
+    if isinstance(value, str):
+        return
+    if not (isinstance(value, list) and value) or not all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
+    ):
+        raise EnvFailed(
+            f"it gave the messages {value!r}; give a list of messages, each with a role"
+        )
 
 
 def sample_seed(*numbers: int) -> int:
