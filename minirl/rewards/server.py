@@ -110,7 +110,7 @@ class Batcher:
         """Return the scores of the texts, in their order.
 
         Raises:
-            BadRequest: A text cannot be read, or its score is no finite number.
+            BadRequest: A text cannot be read or scored, or its score is no finite number.
         """
         loop = asyncio.get_running_loop()
         rows = await loop.run_in_executor(self._encoder, self._encode_all, texts)
@@ -119,8 +119,10 @@ class Batcher:
         self._news.set()
         scores = await asyncio.gather(*(each.score for each in mine), return_exceptions=True)
         for number, score in enumerate(scores):
-            if isinstance(score, BaseException) or not math.isfinite(score):
+            if isinstance(score, BaseException):
                 raise BadRequest(f"query {number} cannot be scored: {score!r}", 500)
+            if not math.isfinite(score):  # another try would not help
+                raise BadRequest(f"query {number} was scored {score}", 422)
         return [score for score in scores if not isinstance(score, BaseException)]
 
     def _encode_all(self, texts: list[str]) -> list[Trajectory]:

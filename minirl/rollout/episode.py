@@ -281,7 +281,8 @@ class EpisodeRunner:
                     "it began with tokens or a Raw text and goes on with the message "
                     f"{observation!r}"
                 )
-            _check_messages(observation)
+            if is_chat:
+                _check_messages(observation)
             messages = chat.to_messages(observation, "" if e.segment else self.system_prompt)
         if messages is not None:
             _check_messages(messages)
@@ -348,9 +349,7 @@ class EpisodeRunner:
 
 
 def _check_messages(value: Any) -> None:
-    """Refuse what is neither a text nor messages. Raises EnvFailed."""
-    if isinstance(value, str):
-        return
+    """Refuse what is no list of messages. Raises EnvFailed."""
     if not (isinstance(value, list) and value) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
     ):

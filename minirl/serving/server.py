@@ -7,7 +7,6 @@ that stands still for minutes, as while the trainer trains, finds its clients as
 
 import asyncio
 import json
-import logging
 import resource
 import socket
 import sys
@@ -193,8 +192,8 @@ class Server(uvicorn.Server):
             loop.default_exception_handler(context)
         elif time.monotonic() - self._last_warning > 60:
             self._last_warning = time.monotonic()
-            logging.getLogger(__name__).error(
-                "minirl: no file descriptor is left for a new connection, which waits (%s); raise "
-                "`ulimit -n`, or lower limits.connections",
-                context["exception"],
+            print(
+                f"minirl: no file descriptor is left for a new connection ({context['exception']}),"
+                " which waits; raise `ulimit -n`, or lower limits.connections",
+                file=sys.stderr,
             )
