@@ -466,7 +466,9 @@ def test_files_of_one_name_are_modules_of_their_own(tmp_path):
         graded = functions.make_rewards(RewardConfig(function=f"{file}:score"))
         assert graded({"prompt": "a"}, "b") == number + 1 + 10 * number
         again = written(folder, "from helper import Point\ndef kind():\n    return Point\n", "2.py")
-        makers.append((find_function("x", f"{file}:made", {}), find_function("x", f"{again}:kind", {})))
+        makers.append(
+            (find_function("x", f"{file}:made", {}), find_function("x", f"{again}:kind", {}))
+        )
     for number, (made, kind) in enumerate(makers):
         objects = made()
         assert type(objects[0]) is kind()  # one module for both files of the folder
@@ -481,7 +483,9 @@ def test_files_of_one_name_are_modules_of_their_own(tmp_path):
 
 
 def test_a_file_is_imported_once(tmp_path):
-    file = written(tmp_path, "seen = []\ndef f():\n    return seen\ndef g():\n    return seen\n", "n.py")
+    file = written(
+        tmp_path, "seen = []\ndef f():\n    return seen\ndef g():\n    return seen\n", "n.py"
+    )
     assert find_function("x", f"{file}:f", {})() is find_function("x", f"{file}:g", {})()
 
 
@@ -489,7 +493,9 @@ def test_a_neighbour_comes_before_another_folders_module_of_its_name(tmp_path, m
     """As `tests/tiny.py` here: it is hidden while the file is imported, and comes back."""
     written(tmp_path, "x = 5\n", "tiny.py")
     written(tmp_path, "raise ValueError\n", "json.py")  # Python's own stays
-    file = written(tmp_path, "import tiny, json\ndef f():\n    return tiny.x, json.dumps([])\n", "m.py")
+    file = written(
+        tmp_path, "import tiny, json\ndef f():\n    return tiny.x, json.dumps([])\n", "m.py"
+    )
     assert find_function("x", f"{file}:f", {})() == (5, "[]")
     assert sys.modules["tiny"] is tiny
     monkeypatch.syspath_prepend(str(tmp_path))  # a folder on Python's path keeps its modules there
