@@ -11,8 +11,10 @@ requests for rewards by the first command, and RL asks it by the flag below:
 """
 
 import sys
+from functools import partial
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from minirl import cli
 from minirl.algo import preference
@@ -25,8 +27,8 @@ from minirl.inputs import check_head
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
-from minirl.rewards.http import serve
 from minirl.rewards.model import RewardModel
+from minirl.rewards.server import serve
 from minirl.supervised import PairTrainer
 from minirl.types import Trajectory
 
@@ -57,32 +59,52 @@ def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
         f"minirl.rm serve is one process, and there are {mesh.world_size} ranks; start one server "
         "each, at ports of their own, and name all of them in reward.function, separated by commas",
     )
-    require(
-        cfg.tokens_per_batch >= cfg.max_tokens,
-        f"tokens_per_batch = {cfg.tokens_per_batch} must be at least max_tokens = {cfg.max_tokens}",
-    )
     folder = build.find_folder(cfg.model, "model")
     check_head(folder, "model")
+    config = build.read_config(folder).get_text_config()
+    max_tokens = _max_tokens(cfg, config.max_position_embeddings)
     tokenizer = chat.load_tokenizer(folder, chats=False)
+    policy = Policy(PolicyConfig(dtype=cfg.dtype), folder, mesh, trainable=False, score=True)
     model = RewardModel(
-        Policy(PolicyConfig(dtype=cfg.dtype), folder, mesh, trainable=False, score=True),
+        policy,
         chat.stop_token_ids(tokenizer, folder),
         tokenizer.eos_token_id,
         cfg.tokens_per_batch,
     )
     model.model.sleeper.wake_parameters()
+    serve(partial(_to_row, tokenizer, max_tokens, config.vocab_size), model, cfg)
 
-    def score(texts: list[str]) -> list[float]:
-        """Score whole texts: prompts with their chat template, followed by answers."""
-        rows = []
-        for text in texts:
-            ids = chat.encode(tokenizer, text)
-            tokens = np.array(ids[-cfg.max_tokens + 1 :], np.int32)
-            zeros = np.zeros(len(tokens), np.float32)
-            rows.append(Trajectory(tokens=tokens, sampled=zeros.astype(bool), logprobs=zeros))
-        return model(rows)
 
-    serve(score, cfg.host, cfg.port)
+def _max_tokens(cfg: ServeConfig, num_positions: int) -> int:
+    """Return the most tokens of a sequence. Raises UserError if the model takes fewer."""
+    require(
+        cfg.max_tokens <= num_positions and cfg.max_tokens != 1,
+        f"max_tokens = {cfg.max_tokens}: the model {cfg.model} has {num_positions} positions "
+        f"(max_position_embeddings); use 2 to {num_positions}, or 0 for 8192 or all of them",
+    )
+    max_tokens = cfg.max_tokens or min(8192, num_positions)
+    require(
+        cfg.tokens_per_batch >= max_tokens,
+        f"tokens_per_batch = {cfg.tokens_per_batch} must be at least max_tokens = {max_tokens}",
+    )
+    return max_tokens
+
+
+def _to_row(
+    tokenizer: PreTrainedTokenizerBase, max_tokens: int, vocab_size: int, text: str
+) -> Trajectory:
+    """Return a whole text as a sequence: a prompt with its chat template, and an answer.
+
+    Raises:
+        UserError: The text has half of a character, or a token that the model has not got.
+    """
+    tokens = np.array(chat.encode(tokenizer, text)[-max_tokens + 1 :], np.int32)
+    require(
+        np.all(tokens < vocab_size),
+        f"the text has the token {tokens.max(initial=0)}, and the model has {vocab_size} tokens",
+    )
+    zeros = np.zeros(len(tokens), np.float32)
+    return Trajectory(tokens=tokens, sampled=zeros.astype(bool), logprobs=zeros)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout.conversation import Completion, Conversation, Segment
 from minirl.rollout.engine import Sampling
-from minirl.rollout.episode import Episode, EpisodeRunner
+from minirl.rollout.episode import EnvFailed, Episode, EpisodeRunner
 
 # --------------------------------------------------------------------------------------------------
 # templates
@@ -696,3 +696,32 @@ def test_a_tokenizer_gives_back_what_was_said(tmp_path):
     ).save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).decode([0, 1]) == "x,"
     assert chat.load_tokenizer(tmp_path, chats=False).decode([0, 1]) == "x ,"
+
+
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        (Result(observation="no", messages=[{"role": "user", "content": "new"}]), "new"),
+        (Result(observation=[1, 2], messages=[{"role": "user", "content": "new"}]), "new"),
+        (Result(observation="yes"), "yes"),
+        (Result(observation=[{"role": "user", "content": "yes"}]), "yes"),
+        (Result(observation="no", messages=[]), None),
+        (Result(observation="no", messages=["new"]), None),
+        (Result(messages="new"), None),
+        (Result(observation=[{"content": "x"}]), None),
+        (Result(observation=[{"role": "user", "content": "x"}, 3]), None),
+        (Result(observation=[{"role": None, "content": "x"}]), None),
+        (Result(), None),
+    ],
+)
+def test_the_messages_of_a_result_count_before_its_observation(result, shown):
+    tokenizer = tokenizer_of("Qwen 2.5")
+    runner = SimpleNamespace(system_prompt="")
+    episode = SimpleNamespace(segment=None, messages=[], conversation=Conversation(tokenizer))
+    if shown is None:
+        with pytest.raises(EnvFailed, match="give"):
+            EpisodeRunner._observe(runner, episode, result)
+        return
+    EpisodeRunner._observe(runner, episode, result)
+    assert [m["content"] for m in episode.messages] == [shown]
+    assert shown in episode.segment.text and "no" not in episode.segment.text

@@ -87,7 +87,11 @@ class Forgetful(Env):
 
     def step(self, state):
         return (
-            Result(messages=[{"role": "user", "content": "summary"}], reward=0.5)
+            Result(
+                messages=[{"role": "user", "content": "summary"}],
+                observation="does not count",
+                reward=0.5,
+            )
             if state.turn == 0
             else Result(observation="more", done=state.turn == 2, reward=0.25)
         )

@@ -162,6 +162,13 @@ def test_tokens_of_a_chat_are_the_processors(folder):
         Conversation(tokenizer).continue_with_messages(messages)
 
 
+def test_a_message_without_a_text_gets_its_image_alone():
+    url = tiny.picture(30, 40)
+    for content in (None, ""):
+        (message,) = attach([{"role": "user", "content": content}], [url])
+        assert message["content"] == [{"type": "image", "image": url}]
+
+
 def test_rows_with_images(tmp_path, folder):
     """Of RL, SFT and DPO, in TRL's layout and in short; a place in the file where one is bad. In
     the loss is what it would be without."""

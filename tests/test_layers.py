@@ -27,6 +27,7 @@ LAYERS = {
     "log.py": 0,
     "config/*": 0,
     "sandbox/*": 0,
+    "serving/*": 1,
     "algo/*": 1,
     "parallel/*": 2,
     "model/*": 3,
@@ -103,6 +104,7 @@ DOORS = {
         "rollout/protocol.py": {"PreTrainedTokenizerBase"},
         "rollout/server.py": {"PreTrainedTokenizerBase"},
         "inputs.py": {"PretrainedConfig", "PreTrainedTokenizerBase"},
+        "rm.py": {"PreTrainedTokenizerBase"},
         "plan/*": {"PretrainedConfig", "logging"},
         "walk_step.py": {"AutoModelForCausalLM"},  # for the plain step beside minirl's
     },
@@ -130,9 +132,15 @@ DOORS = {
     "websockets": {"envs/openenv.py": None},
     "verifiers": {"envs/verifiers.py": None},
     "openai": {"envs/verifiers.py": None},
-    "fastapi": {"rewards/http.py": None, "rollout/server.py": None},
-    "starlette": {"rollout/server.py": None, "rollout/response.py": {"Receive"}},
-    "uvicorn": {"rewards/http.py": None, "rollout/server.py": None},
+    "fastapi": {"serving/limits.py": None},
+    "starlette": {
+        "serving/limits.py": None,
+        "rollout/server.py": None,
+        "rollout/response.py": {"Receive"},
+        "rewards/server.py": {"Request", "JSONResponse", "Route"},
+    },
+    "uvicorn": {"serving/server.py": None},
+    "h11": {"serving/server.py": None},
     "pydantic": {
         "rollout/protocol.py": None,
         "config/parse.py": None,
@@ -150,7 +158,7 @@ DOORS = {
 BROAD = {
     "algo/advantages.py:_call": "a user's estimator may raise anything; the user is told what",
     "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and all others",
-    "config/lookup.py:find_function": "importing a user's file may raise anything; the user is "
+    "config/lookup.py:_import_file": "importing a user's file may raise anything; the user is "
     "told which file and what",
     "reading.py:library_reads": "a library's parser may raise anything for a broken file; the user "
     "is told which file and what",
@@ -159,6 +167,8 @@ BROAD = {
     "rollout/episode.py:_call": "and a user's environment, of which only one episode ends",
     "plan/dryrun.py:_result": "a job that crashes is a result of its own, whatever it is; the "
     "process is for all jobs",
+    "rewards/server.py:_score_batch": "a forward may raise anything, and every request "
+    "of its batch gets an answer of its own",
     "rollout/engine_loop.py:work": "whatever it is, it is raised again where the thread was "
     "asked for",
 }

@@ -9,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import httpx
 import pytest
 
 from harness import ranks
@@ -113,32 +112,6 @@ def test_endpoints_take_turns(endpoint):
     for _ in range(9):
         graded(ROW, "a")
     assert [len(s.bodies) for s in servers] == [3, 3, 3]
-
-
-def test_serve_answers_this_protocol(monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    batches = []
-
-    def score(texts):
-        batches.append(texts)
-        return [len(text) / 4 for text in texts]
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-        with pytest.raises(
-            UserError, match=rf"host = 127.0.0.1, port = {port}: .*choose a free one"
-        ):
-            http.serve(score, "127.0.0.1", port)
-    threading.Thread(target=http.serve, args=(score, "127.0.0.1", port), daemon=True).start()
-    graded = made(
-        f"http://127.0.0.1:{port}/get_reward", backoff_seconds=0.05, retries=8
-    )  # it is not there yet
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda n: graded(ROW, "x" * n), range(24)))
-    assert found == [(len(ROW["rendered_prompt"]) + n) / 4 for n in range(24)]
-    assert sum(map(len, batches)) == 24 and ROW["rendered_prompt"] + "xx" in sum(batches, [])
-    assert made(f"http://127.0.0.1:{port}")(ROW, "") == len(ROW["rendered_prompt"]) / 4
-    assert httpx.post(f"http://127.0.0.1:{port}/", json={"query": "no list"}).status_code == 422
 
 
 # --------------------------------------------------------------------------------------------------

@@ -365,6 +365,11 @@ def test_columns_say_what_a_row_is(tmp_path):
         (["a"], "line 2: a row must be an object of named values, not a list"),
         ({"messages": [HI, BYE]}, "line 2: no assistant turn follows"),
         ({"prompt": [HI, YO], "completion": [BYE]}, "line 2: no assistant turn follows"),
+        (
+            {"prompt": "a", "completion": ["b"]},
+            r"line 2: 'completion' .* is the list \['b'\]; give",
+        ),
+        ({"prompt": "a", "completion": [{"role": "assistant"}]}, "line 2: 'completion' .*; give"),
         ({"messages": [SYSTEM, YO]}, "line 2: nothing is asked before the assistant's first turn"),
         (
             {"messages": [HI, {"role": "assistant", "content": None}]},

@@ -259,11 +259,31 @@ class EnvConfig:
 
 
 @dataclass(kw_only=True)
+class LimitsConfig:
+    """What an HTTP server takes from its clients; it refuses what is beyond by an error."""
+
+    #: Open connections, and at most half of the process's file descriptors. A further one takes the
+    #: place of that which was idle longest.
+    connections: PositiveInt = 4096
+    requests: PositiveInt = 2048  # That are open at once: being read or answered.
+    head_kb: PositiveInt = 64  # Request line and headers of a request.
+    body_mb: Positive = 10.0  # The body of a request.
+    bodies_mb: Positive = 256.0  # The bodies of all open requests.
+    prompts: PositiveInt = 128  # Prompts in a request for completions, queries in one for rewards.
+    #: To send the head of a request, then its body, then to read the response. Time in which the
+    #: server stands still, as the endpoint does while the trainer trains, does not count.
+    seconds: Positive = 30.0
+
+
+@dataclass(kw_only=True)
 class EndpointConfig:
     """The HTTP endpoint where agents find the policy (rollout/server.py)."""
 
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # 0.0.0.0 lets other machines connect, too.
     port: Port = 0  # 0: a free one. Every rank with an engine has its own endpoint.
+    completions: PositiveInt = 1024  # Of a request: prompts times `n`.
+    image_megapixels: Positive = 16.0  # Of an image. Larger ones are refused before decoding.
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
 
 
 @dataclass(kw_only=True)
@@ -291,6 +311,8 @@ class RewardConfig:
     #: Threads that compute rewards beside generation; also the most answers in a request to an
     #: endpoint.
     threads: PositiveInt = 4
+    #: Environment variable with the key that endpoints want, as a bearer token. Empty: no key.
+    api_key_env: str = ""
     timeout_seconds: Seconds = 60.0  # Time limit of a request to an endpoint.
     #: Further attempts, each at the next endpoint, when one cannot be reached, is too slow or fails
     #: with status 408, 429 or 5xx.

@@ -15,7 +15,7 @@ from minirl.config.bounds import (
     Positive,
     PositiveInt,
 )
-from minirl.config.shared import RowsConfig, TrainingConfig
+from minirl.config.shared import LimitsConfig, RowsConfig, TrainingConfig
 
 
 @dataclass(kw_only=True)
@@ -129,8 +129,15 @@ class ServeConfig:
     host: str = "127.0.0.1"  # 0.0.0.0 lets other machines connect, too.
     port: Port = 5000
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
-    max_tokens: MaxTokens = 8192  # A longer text is scored by its last tokens.
+    #: A longer text is scored by its last tokens. 0: 8192, or as many as the model has positions.
+    max_tokens: NonNegativeInt = 0
+    #: Tokens in a forward. Texts of requests that come together share it.
     tokens_per_batch: PositiveInt = 16384
+    #: How long a text waits for others before the model runs.
+    wait_ms: NonNegative = 5.0
+    #: Environment variable with the key that clients must send, as a bearer token. Empty: no key.
+    api_key_env: str = ""
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
     timeout_minutes: Minutes = 30.0
 
 

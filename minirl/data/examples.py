@@ -64,9 +64,14 @@ def _to_chat(raw: dict, place: Place, cfg: ChatsConfig) -> dict:
     if isinstance(completion, str | int | float):
         completion = [{"role": "assistant", "content": str(completion)}]
     before = []
+    require(
+        messages is not None or not isinstance(completion, list) or is_messages(completion),
+        f"{place}: {cfg.completion_key!r} (data.completion_key) is the list {str(completion)[:100]}"
+        "; give a text, or a list of messages with role and content",
+    )
     if is_messages(messages):
         answer = chat.to_messages(messages, cfg.system_prompt)
-    elif messages is None and is_prompt(prompt) and isinstance(completion, list):
+    elif messages is None and is_prompt(prompt) and is_messages(completion):
         before = chat.to_messages(prompt, cfg.system_prompt)
         answer = completion
     else:

@@ -6,9 +6,12 @@ has three rotary positions, in time, height and width.
 """
 
 import base64
-import functools
+import contextlib
 import io
 import itertools
+import struct
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,21 @@ from transformers import AutoConfig, AutoImageProcessor
 
 from minirl.data.chat import Messages, RowPrompt
 from minirl.errors import UserError
+
+# Others are rare, and some of their readers start programs (EPS) or hold further formats (ICO).
+_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    EOFError,
+    IndexError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    struct.error,
+    Image.DecompressionBombError,
+)  # as Pillow's readers raise for files that are damaged
 
 
 class ImageSpan(NamedTuple):
@@ -83,18 +101,72 @@ def to_url(image: object) -> str:
     return image
 
 
-@functools.lru_cache(maxsize=64)  # the samples of a prompt read the same one
 def rgb(url: str) -> Image.Image:
-    """Return the pixels of a data URL.
+    """Return the pixels of a data URL, which nobody may change.
 
     Raises:
         BadImage: it holds no image, or one that is too large.
     """
+    picture = _decoded.get(url)
+    if picture is None:
+        with _open(url) as image:
+            picture = image.convert("RGB")
+        _decoded.put(url, picture)
+    return picture
+
+
+def size(url: str) -> tuple[int, int]:
+    """Return (width, height) of the image in a data URL by its head: no pixel is decoded.
+
+    Raises:
+        BadImage: it holds no image.
+    """
+    with _open(url) as image:
+        return image.size
+
+
+@contextlib.contextmanager
+def _open(url: str) -> Iterator[Image.Image]:
+    """Open the image of a data URL; what goes wrong in it while it is open is a BadImage."""
     try:
         data = base64.b64decode(url.partition(",")[2], validate=True)
-        return Image.open(io.BytesIO(data)).convert("RGB")
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            yield image
+    except _UNREADABLE as error:
         raise BadImage(f"an image cannot be read ({error}): {url[:60]!r}") from error
+
+
+class _Decoded:
+    """The images that were decoded last: the samples of a prompt read the same one."""
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._images: OrderedDict[str, Image.Image] = OrderedDict()
+        self._lock = threading.Lock()  # environments show images from threads of their own
+
+    def get(self, url: str) -> Image.Image | None:
+        """Return the image if it is here."""
+        with self._lock:
+            if url in self._images:
+                self._images.move_to_end(url)
+            return self._images.get(url)
+
+    def put(self, url: str, image: Image.Image) -> None:
+        """Keep the image, and drop those that were read longest ago. One that is too large goes."""
+        with self._lock:
+            if url not in self._images:
+                self._images[url] = image
+                self.num_bytes += self._size(url, image)
+            while self.num_bytes > self.max_bytes:
+                self.num_bytes -= self._size(*self._images.popitem(last=False))
+
+    @staticmethod
+    def _size(url: str, image: Image.Image) -> int:
+        return len(url) + 3 * image.width * image.height
+
+
+_decoded = _Decoded(256 * 2**20)
 
 
 def attach(messages: Messages, images: Iterable[object]) -> Messages:
@@ -113,7 +185,8 @@ def attach(messages: Messages, images: Iterable[object]) -> Messages:
         roles = [message["role"] for message in messages]
         place = roles.index("user") if "user" in roles else -1
         message = messages[place]
-        parts = _parts(message) or [{"type": "text", "text": message["content"]}]
+        content = message["content"]
+        parts = _parts(message) or ([{"type": "text", "text": content}] if content else [])
         messages = list(messages)
         messages[place] = message | {"content": [{"type": "image"}] * len(urls) + parts}
     elif num_places != len(urls):

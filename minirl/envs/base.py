@@ -56,7 +56,7 @@ class Result:
     done: bool = False
     # Done, but not because of the policy: for metrics and reward.unstopped.
     truncated: bool = False
-    # The whole chat from here on, instead of an observation, to rewrite history.
+    # The whole chat from here on, to rewrite history. It counts instead of an observation.
     messages: list[dict] | None = None
     # Images of the observation: paths, bytes, PIL images or data URLs, for its parts {"type":
     # "image"}; a text without such parts follows them.

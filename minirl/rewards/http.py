@@ -1,4 +1,4 @@
-"""Rewards over HTTP, both ends: `RemoteReward` sends requests, `serve` answers them.
+"""Rewards over HTTP: `RemoteReward` sends requests, and server.py answers them.
 
 The protocol is OpenRLHF's for remote reward models:
 
@@ -8,17 +8,14 @@ The protocol is OpenRLHF's for remote reward models:
     200   {"rewards": [number, ...]}    one for each query; other keys are ignored
 
 Texts are as the policy reads and writes them: prompts with their chat template, completions without
-special tokens.
+special tokens. A key, if there is one, goes as `Authorization: Bearer KEY`.
 """
 
 import contextlib
 import itertools
-import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Annotated
 from urllib.parse import urlsplit
 
 import httpx
@@ -26,6 +23,7 @@ import httpx
 from minirl.config.shared import RewardConfig
 from minirl.errors import UserError, require
 from minirl.rewards import RowPrompt
+from minirl.serving.keys import key_of_environment
 
 
 class RemoteReward:
@@ -36,7 +34,11 @@ class RemoteReward:
     """
 
     def __init__(self, name: str, cfg: RewardConfig):
-        """`name`: URLs separated by commas. Raises UserError if one has no host."""
+        """`name`: URLs separated by commas.
+
+        Raises:
+            UserError: One of them has no host, or there is no key where one is named.
+        """
         urls = [url.strip() for url in name.split(",")]
         for url in urls:
             parts = urlsplit(url)
@@ -46,7 +48,9 @@ class RemoteReward:
             )
         self.name = name
         self.cfg = cfg
-        self.client = httpx.Client(timeout=cfg.timeout_seconds)
+        key = key_of_environment("reward.api_key_env", cfg.api_key_env)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.client = httpx.Client(timeout=cfg.timeout_seconds, headers=headers)
         self.urls = itertools.cycle(urls)
         self.pool = ThreadPoolExecutor(len(urls), thread_name_prefix="endpoint")
         self.lock = threading.Lock()
@@ -103,47 +107,3 @@ class RemoteReward:
             f"reward.timeout_seconds = {self.cfg.timeout_seconds}), the last with {problem}; "
             "see that it runs and can be reached from every node"
         )
-
-
-def serve(score: Callable[[list[str]], list[float]], host: str, port: int) -> None:
-    """Answer the protocol at `/` and `/get_reward` until the process gets a signal to stop.
-
-    Args:
-        score: Texts -> rewards; called for one request at a time.
-        host: Address to bind.
-        port: Port to bind.
-
-    Raises:
-        UserError: The address is not free.
-    """
-    import uvicorn  # here, because only this program needs them and they take a while
-    from fastapi import Body, FastAPI
-
-    app = FastAPI()
-
-    @app.post("/")
-    @app.post("/get_reward")
-    async def get_reward(query: Annotated[list[str], Body(embed=True)]) -> dict[str, list[float]]:
-        return {"rewards": score(query)}  # in the loop itself, so one at a time
-
-    with bind(host, port) as bound_socket:
-        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[bound_socket])
-
-
-def bind(host: str, port: int, section: str = "") -> socket.socket:
-    """Return a socket that listens at the address.
-
-    Args:
-        host: Name or number of the interface.
-        port: 0 takes a free one.
-        section: Of the config that has `host` and `port`, for the message: `endpoint.`.
-
-    Raises:
-        UserError: The address is not free.
-    """
-    try:
-        return socket.create_server((host, port), backlog=4096)
-    except (OSError, OverflowError) as error:
-        raise UserError(
-            f"{section}host = {host}, {section}port = {port}: {error}; choose a free one"
-        ) from error

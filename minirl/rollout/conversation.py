@@ -180,16 +180,17 @@ class Conversation:
 
         Args:
             prompt: A text with all its special tokens, or tokens.
-            urls: Images of a text, as data URLs.
+            urls: Images of a text, as data URLs. Tokens come without.
+
+        Raises:
+            UserError: The images are not those that the prompt has places for.
         """
         segment = self._longest(urls, prompt) or Segment()
         if isinstance(prompt, str):
-            added = self._read(
-                prompt[len(segment.text) :], segment.tokens, urls[len(segment.images) :]
-            )
+            rest: str | list[int] = prompt[len(segment.text) :]
         else:
-            tokens = prompt[len(segment.tokens) :]
-            added = Prompt(tokens, decode_after(self.tokenizer, segment.tokens, tokens), [])
+            rest = prompt[len(segment.tokens) :]
+        added = self._read(rest, segment.tokens, urls[len(segment.images) :])
         return Prompt(
             segment.tokens + added.tokens, segment.text + added.text, segment.images + added.images
         )

@@ -258,23 +258,22 @@ class EpisodeRunner:
         """Append what the environment shows to the segment that goes on, or to a new one."""
         observation: Any = result.observation  # Anything: the environment is the user's code.
         is_chat = isinstance(observation, list) and observation and isinstance(observation[0], dict)
-        messages = result.messages
+        messages = result.messages  # Of the whole chat: they count, beside an observation too.
         history = e.messages if messages is None else []
         tokenizer = e.conversation.tokenizer
         if isinstance(observation, str) and not is_unicode(observation):
             raise EnvFailed(f"it said {observation[:200]!r}, with half of a surrogate pair")
-        if type(observation) is str or (messages is None and is_chat):
+        if messages is None and (type(observation) is str or is_chat):
             if e.segment and not e.messages:
                 raise EnvFailed(
                     "it began with tokens or a Raw text and goes on with the message "
                     f"{observation!r}"
                 )
+            if is_chat:
+                _check_messages(observation)
             messages = chat.to_messages(observation, "" if e.segment else self.system_prompt)
-        if messages:
-            problem = why_no_messages(messages)
-            if problem or not is_unicode(json.dumps(messages, ensure_ascii=False, default=str)):
-                problem = problem or "a text has half of a surrogate pair"
-                raise EnvFailed(f"it said {str(messages)[:200]}, and {problem}")
+        if messages is not None:
+            _check_messages(messages)
             e.messages = history + attach(messages, result.images)
             e.segment = e.conversation.continue_with_messages(e.messages)
         elif observation and isinstance(observation, list | str):
@@ -337,6 +336,15 @@ class EpisodeRunner:
                 raise EnvFailed(
                     f"{function.__qualname__} raised {type(error).__name__}: {error}"
                 ) from error
+
+
+def _check_messages(value: Any) -> None:
+    """Refuse what is no list of messages, or has no characters. Raises EnvFailed."""
+    problem = why_no_messages(value)
+    if not problem and not is_unicode(json.dumps(value, ensure_ascii=False, default=str)):
+        problem = "a text has half of a surrogate pair"
+    if problem:
+        raise EnvFailed(f"it gave the messages {str(value)[:200]}: {problem}")
 
 
 def _check_sampling(changed: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:

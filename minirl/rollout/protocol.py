@@ -14,37 +14,24 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 from transformers import PreTrainedTokenizerBase
 
+from minirl.config.shared import EndpointConfig
 from minirl.data import chat, images
+from minirl.data.images import Vision
 from minirl.errors import UserError
 from minirl.rollout.conversation import Completion, Prompt, decode, decode_after
 from minirl.rollout.engine_loop import Request
+from minirl.serving.limits import BadRequest
 
 # Tool calls are written as <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
 TOOL_CALL = "<tool_call>"
-_TOOL_CALLS = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_TOOL_CALLS = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_MAX_STOP_STRINGS = 64  # each is looked for after each token
+_MAX_NESTING = 100  # of a tool call's arguments, which others will read by recursion
 _UNSUPPORTED = ("top_logprobs", "response_format", "echo", "suffix")
 
 JSONObject = dict[str, Any]  # an object
 ToolCall = tuple[str, dict]  # name and arguments
 Content = str | list[dict]  # of a message: a text, or parts
-
-
-class BadRequest(UserError):
-    """A request that gets an error in place of a completion."""
-
-    def __init__(self, message: str, status: int = 400, code: str | None = None):
-        """`status`: of HTTP. `code`: OpenAI's name of the error."""
-        super().__init__(message)
-        self.status = status
-        self.code = code
-
-    def body(self) -> JSONObject:
-        """Return the body of the response, in OpenAI's form and Anthropic's at once."""
-        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        return {
-            "type": "error",
-            "error": {"message": str(self), "type": kind, "param": None, "code": self.code},
-        }
 
 
 def _as_list(value: Any) -> Any:
@@ -65,7 +52,9 @@ class CompletionRequest(BaseModel, extra="allow"):
         None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
     )
     # A completion is sampled until its text has one of these in it, and is sent up to before it.
-    stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
+    stop: Annotated[
+        Annotated[list[str], Field(max_length=_MAX_STOP_STRINGS)] | None, BeforeValidator(_as_list)
+    ] = None
     stream: bool | None = None
     stream_options: JSONObject | None = None
     # Of every sampled token, those included that end the completion or do not show in its text. In
@@ -82,15 +71,13 @@ class CompletionRequest(BaseModel, extra="allow"):
             markers.append(TOOL_CALL)
         return markers
 
-    def render_prompts(
-        self, tokenizer: PreTrainedTokenizerBase, sampled_texts: dict[str, str]
-    ) -> list[tuple[str | list[int], list[str]]]:
-        """Return each prompt, as text or tokens, with the data URLs of its images.
+    def check(self, cfg: EndpointConfig, vision: Vision | None, max_model_len: int) -> None:
+        """Refuse what is too much or not to be had, before anything is made of it.
 
         Args:
-            tokenizer: With the chat template.
-            sampled_texts: The session's earlier completions as they were sampled, by
-                `completion_key`. They stand in the chat for what the client sends back of them.
+            cfg: The limits.
+            vision: How the model reads images; None: it reads none.
+            max_model_len: Tokens of a context.
 
         Raises:
             UserError: The request asks for what the endpoint cannot do.
@@ -100,6 +87,42 @@ class CompletionRequest(BaseModel, extra="allow"):
         for name in _UNSUPPORTED:
             if extra.get(name) not in (None, 0, "", {"type": "text"}):
                 raise UserError(f"{name} is not supported here; leave it out")
+        if self.max_tokens is not None and self.max_tokens > max_model_len:
+            raise BadRequest(
+                f"max_tokens = {self.max_tokens} is more than engine.max_model_len = "
+                f"{max_model_len}; ask for fewer",
+                code="context_length_exceeded",
+            )
+        num_prompts = 1 if self.messages is not None else len(self.prompt or ())
+        if num_prompts > cfg.limits.prompts:
+            raise UserError(
+                f"the request has {num_prompts} prompts, more than endpoint.limits.prompts = "
+                f"{cfg.limits.prompts}; send several requests"
+            )
+        if num_prompts * self.n > cfg.completions:
+            raise UserError(
+                f"the request asks for {num_prompts * self.n} completions, more than "
+                f"endpoint.completions = {cfg.completions}; send several requests"
+            )
+        if self.messages is not None:
+            _check_images(self.messages, vision, cfg.image_megapixels)
+
+    def render_prompts(
+        self, tokenizer: PreTrainedTokenizerBase, sampled_texts: dict[str, str]
+    ) -> list[tuple[str | list[int], list[str]]]:
+        """Return each prompt, as text or tokens, with the data URLs of its images.
+
+        Call `check` first.
+
+        Args:
+            tokenizer: With the chat template.
+            sampled_texts: The session's earlier completions as they were sampled, by
+                `completion_key`. They stand in the chat for what the client sends back of them.
+
+        Raises:
+            UserError: The prompt is empty, or the template refuses it.
+            KeyError, TypeError, ValueError: The request is malformed.
+        """
         if self.messages is None:
             if not self.prompt or not all(self.prompt):
                 raise UserError("prompt is empty; give a text or token ids")
@@ -112,6 +135,33 @@ class CompletionRequest(BaseModel, extra="allow"):
         tools = None if self.tool_choice == "none" else self.tools
         text = chat.render(tokenizer, messages, tools=tools)
         return [(text, images.of_chat(messages))]
+
+
+def _check_images(messages: list[JSONObject], vision: Vision | None, max_megapixels: float) -> None:
+    """Refuse images that the model cannot read, by their heads. Raises UserError."""
+    urls = []
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if part["type"] == "image_url":
+                urls.append(part["image_url"]["url"])
+    if urls and vision is None:
+        raise UserError(
+            "a chat has images, and policy.model reads none; use a model of a family that does"
+        )
+    if vision is not None and len(urls) > vision.max_images:
+        raise UserError(
+            f"the chat has {len(urls)} images, more than engine.max_images = {vision.max_images}"
+        )
+    for url in urls:
+        if not url.startswith("data:"):
+            continue  # which is refused later
+        width, height = images.size(url)
+        if width * height > max_megapixels * 1e6:
+            raise UserError(
+                f"an image has {width} x {height} pixels, more than endpoint.image_megapixels = "
+                f"{max_megapixels:g}; send a smaller one"
+            )
 
 
 def _to_template_message(message: JSONObject, sampled_texts: dict[str, str]) -> JSONObject:
@@ -204,11 +254,10 @@ class Choice:
         if TOOL_CALL in self.request.markers:
             # In the form of Qwen and Hermes models. If one of them cannot be read there are none at
             # all, so that the client sees the text.
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                calls = map(json.loads, _TOOL_CALLS.findall(self.text))
-                self.tool_calls = [
-                    (call["name"], dict(call.get("arguments", {}))) for call in calls
-                ]
+            with contextlib.suppress(
+                ValueError, KeyError, TypeError, AttributeError, RecursionError
+            ):
+                self.tool_calls = [_to_tool_call(text) for text in _TOOL_CALLS.findall(self.text)]
         if self.tool_calls:
             self.finish_reason = "tool_calls"
         elif self.engine_request.done.stopped or self.stop_string is not None:
@@ -285,6 +334,29 @@ class Choice:
                 for token, logprob in zip(tokens, completion.logprobs, strict=True)
             ]
         }
+
+
+def _to_tool_call(text: str) -> ToolCall:
+    """Return the call that the policy wrote.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError, RecursionError: It is none.
+    """
+    call = json.loads(text)
+    arguments = dict(call.get("arguments", {}))
+    if _is_deeper(arguments, _MAX_NESTING):
+        raise ValueError("too deep to be written again")
+    return str(call["name"]), arguments
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """Return whether lists and objects are nested in more than so many levels."""
+    if not isinstance(value, list | dict):
+        return False
+    if not levels:
+        return True
+    parts = value.values() if isinstance(value, dict) else value
+    return any(_is_deeper(part, levels - 1) for part in parts)
 
 
 def _find_first(markers: list[str], text: str) -> tuple[int, str | None]:

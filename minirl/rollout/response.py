@@ -8,18 +8,19 @@ from functools import partial
 
 from starlette.types import Receive
 
+from minirl.config.shared import EndpointConfig
 from minirl.rollout.conversation import Completion, Conversation, Prompt
 from minirl.rollout.engine import Sampling
 from minirl.rollout.engine_loop import EngineLoop, Request
 from minirl.rollout.episode import sample_seed
 from minirl.rollout.protocol import (
-    BadRequest,
     Choice,
     CompletionRequest,
     JSONObject,
     completion_key,
     event,
 )
+from minirl.serving.limits import BadRequest
 
 MODEL = "policy"
 
@@ -32,6 +33,7 @@ class SessionState:
     sampling: Sampling
     conversation: Conversation
     engine_loop: EngineLoop
+    cfg: EndpointConfig
     # The completions as they were sampled, by `completion_key`.
     sampled_texts: dict[str, str] = field(default_factory=dict)
     # One for each request so far.
@@ -61,6 +63,8 @@ class PendingResponse:
         name = (*session.seed, len(session.tasks))
         self.choices: list[Choice] = []
         tokenizer = session.conversation.tokenizer
+        max_model_len = session.engine_loop.engine.cfg.max_model_len
+        request.check(session.cfg, session.conversation.vision, max_model_len)
         for text, urls in request.render_prompts(tokenizer, session.sampled_texts):
             prompt = session.conversation.tokenize_prompt(text, urls)
             sampling = replace(session.sampling, max_tokens=self._max_tokens(prompt))
@@ -96,12 +100,6 @@ class PendingResponse:
                 f"the prompt has {len(prompt.tokens)} tokens, and engine.max_model_len = "
                 f"{max_model_len} leaves no room for a completion",
                 code="context_length_exceeded",
-            )
-        vision = self.session.conversation.vision
-        if vision and len(prompt.images) > vision.max_images:
-            raise BadRequest(
-                f"the chat has {len(prompt.images)} images, more than engine.max_images = "
-                f"{vision.max_images}"
             )
         return min(self.request.max_tokens or room, self.session.sampling.max_tokens, room)
 

@@ -8,14 +8,10 @@ longer than a step.
 """
 
 import contextlib
-import json
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
-import uvicorn
-from fastapi import FastAPI
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -23,21 +19,21 @@ from starlette.routing import Route
 from minirl.config.shared import EndpointConfig
 from minirl.data.prompts import Prompts
 from minirl.envs.base import Session
-from minirl.errors import UserError
-from minirl.rewards.http import bind
 from minirl.rollout import anthropic
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.engine import Sampling
 from minirl.rollout.engine_loop import EngineLoop
-from minirl.rollout.protocol import BadRequest, CompletionRequest, event
+from minirl.rollout.protocol import CompletionRequest, event
 from minirl.rollout.response import MODEL, PendingResponse, SessionState
+from minirl.serving.limits import BadRequest, api_key, make_app, read_json
+from minirl.serving.server import Server, bind
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES = "/v1/messages"  # Anthropic's
 
 
-class _Server(uvicorn.Server):
+class _Server(Server):
     """A server that leaves the signals to the program."""
 
     capture_signals: Any = contextlib.nullcontext
@@ -52,7 +48,7 @@ class Endpoint:
         Args:
             engine_loop: Samples completions.
             prompts: Have the tokenizer, and how the model reads images.
-            cfg: The address.
+            cfg: The address, and what a client may ask for.
 
         Raises:
             UserError: The address is not free.
@@ -62,27 +58,11 @@ class Endpoint:
         self._sessions: dict[str, SessionState] = {}
         bound_socket = bind(cfg.host, cfg.port, "endpoint.")
         self.base_url = f"http://{cfg.host}:{bound_socket.getsockname()[1]}/v1"
+        self._cfg = cfg
         posts = [
             Route(path, self._post, methods=["POST"]) for path in (CHAT, COMPLETIONS, MESSAGES)
         ]
-        app = FastAPI(
-            openapi_url=None,
-            routes=[*posts, Route("/v1/models", self._models)],
-            exception_handlers={UserError: _send_error, ClientDisconnect: _send_nothing},
-        )
-        # The loop stands still for minutes, and a connection that was silent in this time must not
-        # be closed.
-        self._server = _Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                log_level="warning",
-                lifespan="off",
-                ws="none",
-                timeout_keep_alive=10**6,
-                timeout_graceful_shutdown=5,
-            )
-        )
+        self._server = _Server(make_app([*posts, Route("/v1/models", self._models)], cfg.limits))
         self._serving = engine_loop.loop.create_task(self._server.serve([bound_socket]))
 
     async def stop(self) -> None:
@@ -100,6 +80,7 @@ class Endpoint:
             sampling=sampling,
             conversation=Conversation(self.prompts.tokenizer, self.prompts.vision),
             engine_loop=self.engine_loop,
+            cfg=self._cfg,
         )
         return Session(base_url=self.base_url, api_key=key, model=MODEL)
 
@@ -129,11 +110,10 @@ class Endpoint:
     async def _post(self, http_request: HTTPRequest) -> Response:
         """Answer a request for completions, in the form of the API that its path belongs to."""
         path = http_request.url.path
-        body = await http_request.body()
         session = self._session(http_request)
+        fields = await read_json(http_request)
         make_response = PendingResponse
         try:
-            fields = json.loads(body)
             if path == MESSAGES:
                 fields = anthropic.to_chat(fields)
                 make_response = anthropic.AnthropicResponse
@@ -141,28 +121,17 @@ class Endpoint:
             if (request.messages is None) != (path == COMPLETIONS):
                 raise BadRequest("a chat needs `messages`, a completion needs a `prompt`")
             response = make_response(session, request, http_request.receive)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise BadRequest(f"malformed request: {type(error).__name__}: {error}") from error
         if request.stream:
             return StreamingResponse(_with_error(response.events()), media_type="text/event-stream")
         return JSONResponse(await response.body())
 
     def _session(self, http_request: HTTPRequest) -> SessionState:
-        headers = http_request.headers
-        key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        key = api_key(http_request)
         if key not in self._sessions:
             raise BadRequest("the API key belongs to no open session", 401, "invalid_api_key")
         return self._sessions[key]
-
-
-async def _send_error(_: HTTPRequest, error: UserError) -> JSONResponse:
-    bad_request = error if isinstance(error, BadRequest) else BadRequest(str(error))
-    return JSONResponse(bad_request.body(), bad_request.status)
-
-
-async def _send_nothing(*_: object) -> JSONResponse:
-    """Answer a client that has left."""
-    return JSONResponse({})
 
 
 async def _with_error(events: AsyncIterator[str]) -> AsyncIterator[str]:

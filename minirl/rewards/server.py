@@ -1,0 +1,178 @@
+"""A reward model's server: it answers the protocol of rewards/http.py.
+
+Texts of requests that come together are scored in one forward. What cannot be read is refused
+before it joins others, and each text of a forward that fails is tried alone.
+"""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from minirl.config.supervised import ServeConfig
+from minirl.errors import UserError
+from minirl.serving.keys import key_of_environment
+from minirl.serving.limits import BadRequest, make_app, read_json, require_key
+from minirl.serving.server import Server, bind
+from minirl.types import Trajectory
+
+Encode = Callable[[str], Trajectory]  # raises UserError
+Score = Callable[[list[Trajectory]], list[float]]
+
+
+def serve(encode: Encode, score: Score, cfg: ServeConfig) -> None:
+    """Answer the protocol at `/` and `/get_reward` until the process gets a signal to stop.
+
+    Args:
+        encode: A text -> the sequence to score; called in a thread of its own.
+        score: Sequences -> scores; called in another thread, with at most `tokens_per_batch` tokens
+            unless a single sequence has more.
+        cfg: Address, key, limits, and how texts share a forward.
+
+    Raises:
+        UserError: The address is not free, or there is no key where one is named.
+    """
+    key = key_of_environment("api_key_env", cfg.api_key_env)
+    with bind(cfg.host, cfg.port) as bound_socket:
+        asyncio.run(_serve(Batcher(encode, score, cfg), key, cfg, bound_socket))
+
+
+async def _serve(batcher: "Batcher", key: str, cfg: ServeConfig, bound_socket: Any) -> None:
+    async def get_reward(request: Request) -> JSONResponse:
+        require_key(request, key)
+        texts = _texts_of(await read_json(request), cfg.limits.prompts)
+        scoring = asyncio.ensure_future(batcher.score(texts))
+        leaving = asyncio.ensure_future(_disconnected(request))
+        await asyncio.wait([scoring, leaving], return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if not scoring.done():
+            scoring.cancel()
+            return JSONResponse({})  # nobody reads it
+        return JSONResponse({"rewards": scoring.result()})
+
+    routes = [Route(path, get_reward, methods=["POST"]) for path in ("/", "/get_reward")]
+    running = asyncio.create_task(batcher.run())
+    try:
+        await Server(make_app(routes, cfg.limits)).serve([bound_socket])
+    finally:
+        running.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    """Return when the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _texts_of(body: Any, max_texts: int) -> list[str]:
+    """Return the texts of a request. Raises BadRequest."""
+    texts = body.get("query") if isinstance(body, dict) else None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise BadRequest('malformed request: give {"query": [text, ...]}')
+    if len(texts) > max_texts:
+        raise BadRequest(
+            f"the request has {len(texts)} queries, more than limits.prompts = {max_texts}; send "
+            "several requests (minirl.rl sends at most reward.threads queries in one)"
+        )
+    return texts
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A sequence that waits for its score."""
+
+    row: Trajectory
+    score: asyncio.Future[float]  # cancelled when its client leaves
+
+
+class Batcher:
+    """Scores the texts of all requests, as many in a forward as its budget of tokens allows."""
+
+    def __init__(self, encode: Encode, score: Score, cfg: ServeConfig):
+        """`cfg`: has the budget, and how long to wait for other requests."""
+        self._encode = encode
+        self._score = score
+        self._tokens_per_batch = cfg.tokens_per_batch
+        self._wait_seconds = cfg.wait_ms / 1000
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self._model = ThreadPoolExecutor(1, thread_name_prefix="score")
+        self._waiting: deque[_Waiting] = deque()
+        self._news = asyncio.Event()  # Something waits.
+
+    async def score(self, texts: list[str]) -> list[float]:
+        """Return the scores of the texts, in their order.
+
+        Raises:
+            BadRequest: A text cannot be read or scored, or its score is no finite number.
+        """
+        loop = asyncio.get_running_loop()
+        rows = await loop.run_in_executor(self._encoder, self._encode_all, texts)
+        mine = [_Waiting(row, loop.create_future()) for row in rows]
+        self._waiting += mine
+        self._news.set()
+        scores = await asyncio.gather(*(each.score for each in mine), return_exceptions=True)
+        for number, score in enumerate(scores):
+            if isinstance(score, BaseException):
+                raise BadRequest(f"query {number} cannot be scored: {score!r}", 500)
+            if not math.isfinite(score):  # another try would not help
+                raise BadRequest(f"query {number} was scored {score}", 422)
+        return [score for score in scores if not isinstance(score, BaseException)]
+
+    def _encode_all(self, texts: list[str]) -> list[Trajectory]:
+        rows = []
+        for number, text in enumerate(texts):
+            try:
+                rows.append(self._encode(text))
+            except UserError as error:
+                raise BadRequest(f"query {number}: {error}") from error
+        return rows
+
+    async def run(self) -> None:
+        """Score what waits, for ever."""
+        while True:
+            await self._news.wait()
+            await asyncio.sleep(self._wait_seconds)
+            if batch := self._take():
+                await self._score_batch(batch)
+
+    def _take(self) -> list[_Waiting]:
+        """Take what waits longest and fits into the budget, at least one; leave out the rest."""
+        batch: list[_Waiting] = []
+        num_tokens = 0
+        while self._waiting:
+            each = self._waiting[0]
+            num_tokens += len(each.row.tokens) + 2  # the end, and the token whose row is its score
+            if batch and num_tokens > self._tokens_per_batch:
+                return batch
+            self._waiting.popleft()
+            if each.score.cancelled():
+                num_tokens -= len(each.row.tokens) + 2
+            else:
+                batch.append(each)
+        self._news.clear()
+        return batch
+
+    async def _score_batch(self, batch: list[_Waiting]) -> None:
+        """Set the scores of a batch; if it fails, those of each sequence alone."""
+        loop = asyncio.get_running_loop()
+        rows = [each.row for each in batch]
+        try:
+            scores = await loop.run_in_executor(self._model, self._score, rows)
+        except Exception as error:  # a forward may raise anything, and the others must be answered
+            if len(batch) == 1:
+                if not batch[0].score.cancelled():
+                    batch[0].score.set_exception(error)
+                return
+            for each in batch:
+                await self._score_batch([each])
+            return
+        for each, score in zip(batch, scores, strict=True):
+            if not each.score.cancelled():
+                each.score.set_result(score)

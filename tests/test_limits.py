@@ -1,0 +1,612 @@
+"""Clients that ask too much of the endpoint or of a reward model's server: raw sockets and the
+clients that people use. Both servers have the same limits, from minirl/serving."""
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import os
+import resource
+import socket
+import struct
+import threading
+import time
+import zlib
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+import tiny
+from minirl.config.shared import EndpointConfig, LimitsConfig, RewardConfig
+from minirl.config.supervised import ServeConfig
+from minirl.data import images
+from minirl.errors import UserError
+from minirl.rewards.http import RemoteReward
+from minirl.rewards.server import serve
+from minirl.rollout.engine import Sampling
+from minirl.rollout.server import Endpoint
+from minirl.types import Trajectory
+from test_server import HI, Scripted
+
+MB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def resident():
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def serving(*texts, vision=None, max_model_len=4000, **options):
+    """An endpoint in a thread, whose engine says `texts`."""
+    loop = asyncio.new_event_loop()
+    engine = Scripted(*texts, max_model_len=max_model_len)
+    engine.loop = loop
+    engine.prompts = SimpleNamespace(tokenizer=engine.tokenizer, vision=vision)
+    limits = LimitsConfig(**{k: v for k, v in options.items() if hasattr(LimitsConfig, k)})
+    rest = {k: v for k, v in options.items() if not hasattr(LimitsConfig, k)}
+    endpoint = Endpoint(engine, engine.prompts, EndpointConfig(limits=limits, **rest))
+    session = endpoint.open(
+        (1,), Sampling(max_tokens=30, stop_token_ids=(engine.tokenizer.eos_token_id,))
+    )
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    port = int(session.base_url.split(":")[2].split("/")[0])
+    try:
+        yield SimpleNamespace(
+            engine=engine, endpoint=endpoint, session=session, port=port, loop=loop
+        )
+    finally:
+        asyncio.run_coroutine_threadsafe(endpoint.stop(), loop).result(20)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def head(session, length, path="/v1/chat/completions", key=None, more=""):
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n{more}"
+        f"Authorization: Bearer {session.api_key if key is None else key}\r\n\r\n"
+    ).encode()
+
+
+def connect(port):
+    return socket.create_connection(("127.0.0.1", port), timeout=20)
+
+
+def answer(sock):
+    """Status, headers and JSON of a response."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        more = sock.recv(65536)
+        if not more:
+            raise ConnectionError(data)
+        data += more
+    top, _, body = data.partition(b"\r\n\r\n")
+    lines = top.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines[1:])
+    while len(body) < int(headers["content-length"]):
+        body += sock.recv(65536)
+    return int(lines[0].split()[1]), headers, json.loads(body)
+
+
+def ask(world, **options):
+    with openai.OpenAI(
+        base_url=world.session.base_url, api_key=world.session.api_key, max_retries=0, timeout=20
+    ) as client:
+        options.setdefault("messages", HI)
+        return client.chat.completions.create(model="any", **options).choices[0].message.content
+
+
+def post(world, fields, path="chat/completions"):
+    body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    key = world.session.api_key
+    reply = httpx.post(
+        f"{world.session.base_url}/{path}",
+        content=body,
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=20,
+    )
+    assert reply.json()["type"] == "error" or reply.status_code == 200
+    return reply
+
+
+# --------------------------------------------------------------------------------------------------
+# bodies and heads
+
+
+def test_the_key_is_read_before_the_body():
+    with serving() as world:
+        before = resident()
+        with connect(world.port) as sock:
+            sock.sendall(head(world.session, 9 * MB, key="wrong"))
+            status, _, body = answer(sock)  # and no byte of the body was sent
+            assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+            for _ in range(9):  # the rest is read and forgotten, so that the client sees the answer
+                sock.sendall(bytes(MB))
+            sock.sendall(head(world.session, 2) + b"{}")
+            assert answer(sock)[0] == 400
+        assert resident() - before < 5 * MB
+
+
+def test_bodies_have_a_limit():
+    with serving("ok", body_mb=1.0) as world:
+        with connect(world.port) as sock:
+            sock.sendall(head(world.session, 200 * MB))
+            status, _, body = answer(sock)
+            assert (status, body["error"]["type"]) == (413, "request_too_large")
+            assert "limits.body_mb = 1 MB" in body["error"]["message"]
+        with connect(world.port) as sock:  # one that does not say its length
+            sock.sendall(
+                head(world.session, 0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+            )
+            with contextlib.suppress(OSError):
+                for _ in range(20):
+                    sock.sendall(b"10000\r\n" + bytes(0x10000) + b"\r\n")
+            assert answer(sock)[0] == 413
+        text = "x" * 500_000
+        with pytest.raises(openai.BadRequestError, match=r"engine\.max_model_len"):
+            ask(world, messages=[{"role": "user", "content": text}])
+        assert ask(world) == "ok"
+
+
+def test_all_bodies_together_have_a_limit():
+    with serving(body_mb=1.0, bodies_mb=2.0) as world, contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(connect(world.port)) for _ in range(3)]
+        for sock in socks[:2]:
+            sock.sendall(head(world.session, MB) + bytes(MB - 1))
+        app = world.endpoint._server.config.app
+        until(lambda: app.body_bytes == 2 * MB - 2)
+        socks[2].sendall(head(world.session, MB) + bytes(100))
+        status, headers, body = answer(socks[2])
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert body["error"]["type"] == "overloaded_error"
+        socks[0].sendall(b"x")
+        assert answer(socks[0])[0] == 400  # zeros are no JSON
+        until(lambda: app.body_bytes == MB - 1)
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_heads_have_a_limit():
+    with serving("ok") as world:
+        before = resident()
+        long = "X-Long: " + "x" * 100_000 + "\r\n"
+        many = "".join(f"X-{i}: y\r\n" for i in range(10_000))
+        for more in (long, many):
+            with connect(world.port) as sock:
+                sock.sendall(head(world.session, 2, more=more) + b"{}")
+                status, _, body = answer(sock)
+                assert (status, "limits.head_kb = 64" in body["error"]["message"]) == (431, True)
+        with connect(world.port) as sock:  # one that never ends
+            with contextlib.suppress(OSError):
+                for _ in range(60):
+                    sock.sendall(b"GET /" + b"x" * MB)
+            with contextlib.suppress(OSError):
+                assert answer(sock)[0] == 431
+        for bad in (b"\x00\xff\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"nonsense\r\n\r\n"):
+            with connect(world.port) as sock:
+                sock.sendall(bad)
+                assert answer(sock)[0] == 400
+        with connect(world.port) as sock:
+            sock.sendall(b"HEAD /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 401 " in sock.recv(1000)
+        for path, status in (("/v1/models", 401), ("/none", 404), ("/v1/completions", 405)):
+            with connect(world.port) as sock:
+                sock.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                assert answer(sock)[0] == status
+        assert ask(world) == "ok"
+        assert resident() - before < 10 * MB
+
+
+def test_json_that_is_nested_too_deep_is_refused():
+    with serving("ok") as world:
+        for body in (
+            b"[" * 100_000,
+            b'{"messages": ' + b"[" * 100_000,
+            b'{"messages": [{"role": "user", "content": "x", "y": '
+            + b"[" * 5000
+            + b"]" * 5000
+            + b"}]}",
+            b'{"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": '
+            b'"f", "arguments": "' + b"[" * 100_000 + b'"}}]}]}',
+            b"1" * 10_000,
+            b"\xff\xfe",
+        ):
+            reply = post(world, body)
+            assert (reply.status_code, reply.json()["error"]["type"]) == (
+                400,
+                "invalid_request_error",
+            ), reply.text
+        assert ask(world) == "ok"
+
+
+@pytest.mark.parametrize(
+    "call", ["[" * 100_000, '{"name": "f", "arguments": {"x": ' + "[" * 300 + "]" * 300 + "}}"]
+)
+def test_what_the_policy_nests_is_no_call(call):
+    text = f"a<tool_call>{call}</tool_call>"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with serving(text, text[:20] + " " * 60_000 + "b", max_model_len=10**6) as world:
+        session = world.endpoint._sessions[world.session.api_key]
+        session.sampling = Sampling(max_tokens=200_000, stop_token_ids=())
+        world.engine.generate = at_once(world.engine)
+        for expected in (text, text[:20] + " " * 60_000 + "b"):
+            assert ask(world, tools=[tool]) == expected
+
+
+def at_once(engine):
+    """generate() of an engine that says its whole text in one step."""
+
+    async def generate(request):
+        tokens = engine.tokenizer(engine.texts.pop(0), add_special_tokens=False)["input_ids"]
+        request.done.tokens += tokens
+        request.done.logprobs += [0.0] * len(tokens)
+        request.done.versions += [0] * len(tokens)
+        request.done.stopped = True
+        return request.done
+
+    return generate
+
+
+# --------------------------------------------------------------------------------------------------
+# what a request asks for
+
+
+def test_a_request_asks_for_so_much():
+    with serving(max_model_len=100) as world:
+        begin = time.monotonic()
+        for fields, why in (
+            ({"prompt": ["x"] * 1_000}, "1000 prompts, more than endpoint.limits.prompts = 128"),
+            ({"prompt": [[5]] * 100_000}, "100000 prompts"),
+            ({"prompt": ["x"] * 128, "n": 9}, "1152 completions, more than endpoint.completions"),
+            ({"prompt": "x", "max_tokens": 101}, "max_tokens = 101 is more than engine.max_model"),
+            ({"prompt": "x", "stop": ["y"] * 65}, "at most 64"),
+        ):
+            reply = post(world, fields, "completions")
+            assert reply.status_code == 400 and why in reply.json()["error"]["message"], reply.text
+        assert time.monotonic() - begin < 5
+        with pytest.raises(openai.BadRequestError, match=r"max_tokens = 4000 is more"):
+            ask(world, max_tokens=4000)
+        assert world.engine.requests == []
+        reply = post(world, {"prompt": ["x"] * 128, "max_tokens": 1}, "completions")
+        assert len(reply.json()["choices"]) == 128
+
+
+class Reads:
+    """A policy that reads images, as far as the endpoint looks."""
+
+    token = 7
+    max_images = 2
+
+    def expand(self, ids, urls, begin=0):
+        if ids.count(self.token) != len(urls):
+            raise images.BadImage("other images than places")
+        return ids, []
+
+
+def huge_png(width, height):
+    """A small file of many pixels, all black."""
+
+    def chunk(kind, data):
+        crc = zlib.crc32(kind + data)
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", crc)
+
+    packer = zlib.compressobj(9)
+    row = bytes(1 + (width + 7) // 8)
+    pixels = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
+    data = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    file = (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", data) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    )
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
+
+
+def showing(*urls):
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]}
+
+
+def test_images_are_refused_before_they_are_decoded(monkeypatch):
+    def decoded(*_):
+        raise AssertionError("an image was decoded")
+
+    monkeypatch.setattr(Image.Image, "convert", decoded)
+    bomb = huge_png(13_000, 13_000)
+    before = resident()
+    with serving() as world:
+        reply = post(world, showing(bomb))
+        assert reply.status_code == 400 and "reads none" in reply.json()["error"]["message"]
+    with serving(vision=Reads()) as world:
+        for fields, why in (
+            (showing(bomb), "13000 x 13000 pixels, more than endpoint.image_megapixels = 16"),
+            (showing(*[huge_png(8, 8)] * 3), "3 images, more than engine.max_images = 2"),
+            (showing("data:,AAAA"), "cannot be read"),
+            (
+                showing("data:;base64," + base64.b64encode(b"%!PS-Adobe-3.0 EPSF").decode()),
+                "cannot",
+            ),
+            ({"prompt": [5, 7, 5]}, "other images than places"),
+        ):
+            path = "completions" if "prompt" in fields else "chat/completions"
+            reply = post(world, fields, path)
+            assert reply.status_code == 400 and why in reply.json()["error"]["message"], reply.text
+        assert world.engine.requests == []
+    assert resident() - before < 20 * MB
+
+
+def test_decoded_images_are_kept_within_a_number_of_bytes():
+    cache = images._Decoded(max_bytes=3 * 1000 + 30)
+    picture = Image.new("RGB", (10, 10))
+    for i in range(50):
+        cache.put(f"{i:02}", picture)
+        cache.put(f"{i:02}", picture)
+        assert cache.num_bytes <= cache.max_bytes and cache.get(f"{i:02}") is picture
+    assert cache.num_bytes == 10 * 302 and cache.get("39") is None and cache.get("40") is picture
+    cache.put("new", picture)
+    assert cache.get("41") is None and cache.get("40") is picture  # that was read again
+    cache.put("large", Image.new("RGB", (100, 100)))
+    assert cache.num_bytes == 0 and cache.get("large") is None
+    url = tiny.picture(30, 40)
+    assert images.rgb(url) is images.rgb(url) and images.size(url) == images.rgb(url).size
+
+
+def test_damaged_images_are_told():
+    rng = np.random.default_rng(0)
+    picture = Image.fromarray(rng.integers(0, 256, (40, 40, 3), np.uint8))
+    num_bad = 0
+    for kind in ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF"):
+        picture.save(file := io.BytesIO(), kind)
+        whole = file.getvalue()
+        for _ in range(60):
+            data = bytearray(whole[: rng.integers(1, len(whole) + 1)])
+            for place in rng.integers(0, min(len(data), 300), 4):
+                data[place] = rng.integers(0, 256)
+            url = f"data:;base64,{base64.b64encode(data).decode()}"
+            try:
+                if np.prod(images.size(url)) < 1e6:
+                    images.rgb(url)
+            except images.BadImage:
+                num_bad += 1
+    assert num_bad > 100
+
+
+# --------------------------------------------------------------------------------------------------
+# connections
+
+
+def test_slow_clients_are_ended_and_quiet_ones_are_not():
+    with serving("one", "two", seconds=2.0) as world, contextlib.ExitStack() as stack:
+        quiet = stack.enter_context(
+            httpx.Client(headers={"Authorization": f"Bearer {world.session.api_key}"})
+        )
+        url = f"{world.session.base_url}/chat/completions"
+        assert quiet.post(url, json={"messages": HI}).status_code == 200
+        socks = [stack.enter_context(connect(world.port)) for _ in range(8)]
+        begun = [b"", b"POST /v1/chat", head(world.session, 100) + b"{", b"GET / HTTP/1.1\r\nA: "]
+        for sock, data in zip(socks, begun * 2, strict=True):
+            sock.sendall(data)
+        end = time.monotonic() + 15
+        for sock in socks:
+            sock.settimeout(0.2)
+        while world.endpoint._server.server_state.connections and time.monotonic() < end:
+            if len(world.endpoint._server.server_state.connections) == 1:
+                break
+            for sock in socks[4:]:  # a byte now and then does not help
+                with contextlib.suppress(OSError):
+                    sock.sendall(b"x")
+            time.sleep(0.5)
+        for sock in socks[:4]:
+            status, headers, body = answer(sock)
+            assert (status, headers["connection"]) == (408, "close")
+            assert "limits.seconds = 2" in body["error"]["message"]
+            assert sock.recv(10) == b""
+        reply = quiet.post(url, json={"messages": HI})
+        assert reply.json()["choices"][0]["message"]["content"] == "two"
+        assert len(world.endpoint._server.server_state.connections) == 1  # the same one
+
+
+def test_two_thousand_connections():
+    with serving("ok") as world, contextlib.ExitStack() as stack:
+        before = resident()
+        cap = world.endpoint._server.config.max_connections
+        for i in range(2000):
+            sock = stack.enter_context(connect(world.port))
+            sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nX: " if i % 2 else b"")
+        begin = time.monotonic()
+        assert ask(world) == "ok"
+        assert time.monotonic() - begin < 5
+        assert len(world.endpoint._server.server_state.connections) <= cap
+        assert resident() - before < 60 * MB
+
+
+def test_the_connection_that_was_idle_longest_makes_room():
+    with serving("ok", connections=3) as world, contextlib.ExitStack() as stack:
+        asking = stack.enter_context(connect(world.port))
+        asking.sendall(head(world.session, 100) + b"{")
+        until(lambda: world.endpoint._server.config.app.open_requests == 1)
+        for _ in range(6):
+            stack.enter_context(connect(world.port))
+        assert ask(world) == "ok"
+        asking.sendall(b" " * 99)
+        assert answer(asking)[0] == 400  # it was read all the while
+
+
+def test_open_requests_have_a_limit():
+    with serving("ok", requests=2) as world, contextlib.ExitStack() as stack:
+        for _ in range(2):
+            sock = stack.enter_context(connect(world.port))
+            sock.sendall(head(world.session, 100) + b"{")
+        app = world.endpoint._server.config.app
+        until(lambda: app.open_requests == 2)
+        reply = post(world, {"messages": HI})
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        assert reply.json()["error"]["type"] == "overloaded_error"
+        stack.close()
+        until(lambda: app.open_requests == 0)
+        assert ask(world) == "ok"
+
+
+def test_out_of_descriptors_it_waits_quietly(capfd):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/proc/self/fd"))
+    with serving("ok") as world, contextlib.ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 40, limits[1]))
+        try:
+            # The clients' ends are of this process, too: all descriptors are taken by these.
+            socks = []
+            with contextlib.suppress(OSError):
+                while True:
+                    socks.append(socket.socket())
+            for sock in socks:
+                stack.enter_context(sock)
+            socks[0].connect(("127.0.0.1", world.port))
+            socks[0].sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            time.sleep(2.5)
+        finally:
+            for sock in socks[1:]:
+                sock.close()
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        socks[0].settimeout(10)
+        begin = time.monotonic()
+        assert answer(socks[0])[0] == 401
+        assert time.monotonic() - begin < 5
+        assert ask(world) == "ok"
+    said = capfd.readouterr().err
+    assert said.count("no file descriptor is left") == 1 and "Traceback" not in said
+
+
+# --------------------------------------------------------------------------------------------------
+# a reward model's server
+
+
+@contextlib.contextmanager
+def scoring(score, **options):
+    """A server whose score of a text is what `score` makes of its characters' codes."""
+
+    def encode(text):
+        if "\ud800" in text:
+            raise UserError("half a character")
+        tokens = np.array([ord(c) for c in text], np.int32)
+        return Trajectory(
+            tokens=tokens,
+            sampled=np.zeros(len(tokens), bool),
+            logprobs=np.zeros(len(tokens), np.float32),
+        )
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+        with pytest.raises(
+            UserError, match=rf"host = 127.0.0.1, port = {port}: .*choose a free one"
+        ):
+            serve(encode, score, ServeConfig(command="serve", model="x", port=port))
+    cfg = ServeConfig(command="serve", model="x", port=port, **options)
+    threading.Thread(target=serve, args=(encode, score, cfg), daemon=True).start()
+    until(lambda: is_up(port))
+    yield f"http://127.0.0.1:{port}/get_reward"
+
+
+def is_up(port):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+
+
+def lengths(rows):
+    return [len(row.tokens) / 4 for row in rows]
+
+
+def test_requests_that_come_together_share_a_forward():
+    batches = []
+
+    def score(rows):
+        batches.append([len(row.tokens) for row in rows])
+        time.sleep(0.05)
+        return lengths(rows)
+
+    async def main(url):
+        async with httpx.AsyncClient(timeout=20) as client:
+
+            async def one(i):
+                texts = ["x" * (i + j) for j in range(3)]
+                reply = await client.post(url, json={"query": texts, "labels": [None]})
+                assert reply.json() == {"rewards": [(i + j) / 4 for j in range(3)]}
+
+            await asyncio.gather(*(one(i) for i in range(30)))
+
+    with scoring(score, tokens_per_batch=200) as url:
+        asyncio.run(main(url))
+        assert sum(map(len, batches)) == 90 and len(batches) < 30
+        assert all(sum(batch) + 2 * len(batch) <= 200 for batch in batches)
+        batches.clear()
+        reply = httpx.post(url, json={"query": ["x" * 300, "", "y"]})  # one has more than fits
+        assert reply.json() == {"rewards": [75.0, 0.0, 0.25]}
+        assert [300] in batches
+
+
+def test_a_bad_request_does_not_spoil_its_neighbours():
+    def score(rows):
+        time.sleep(0.05)
+        if any(ord("!") in row.tokens for row in rows):
+            raise RuntimeError("a bad forward")
+        return [float("nan") if ord("?") in row.tokens else len(row.tokens) for row in rows]
+
+    async def main(url):
+        async with httpx.AsyncClient(timeout=20) as client:
+            bodies = [{"query": [text]} for text in ("a", "!", "bc", "?", "def", "\ud800")]
+            bodies += [{}, [], {"query": "x"}, {"query": [1]}, {"query": ["x"] * 129}]
+            replies = await asyncio.gather(
+                *(client.post(url, content=json.dumps(body)) for body in bodies * 3)
+            )
+            return [(reply.status_code, reply.json()) for reply in replies]
+
+    with scoring(score) as url:
+        found = asyncio.run(main(url))
+        for begin in range(0, len(found), 11):
+            statuses = [status for status, _ in found[begin : begin + 11]]
+            assert statuses == [200, 500, 200, 422, 200, 400, 400, 400, 400, 400, 400]
+            bodies = [body for _, body in found[begin : begin + 11]]
+            assert [bodies[i]["rewards"] for i in (0, 2, 4)] == [[1], [2], [3]]
+            messages = [body["error"]["message"] for body in bodies if "error" in body]
+            assert "a bad forward" in messages[0] and "nan" in messages[1]
+            assert messages[2] == "query 0: half a character" and "limits.prompts" in messages[-1]
+
+
+def test_the_reward_server_has_a_key_and_limits(monkeypatch):
+    monkeypatch.setenv("REWARD_KEY", "s3cret")
+    reward = {"prompt": "q", "rendered_prompt": "ab"}
+    with scoring(lengths, api_key_env="REWARD_KEY") as url:
+        port = int(url.split(":")[2].split("/")[0])
+        for key in (None, "s3cre", "s3crét"):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
+            reply = httpx.post(url, content=bytes(100), headers=headers)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert RemoteReward(url, RewardConfig(api_key_env="REWARD_KEY"))("", "cd", reward) == 1.0
+        with pytest.raises(UserError, match="status 401"):
+            RemoteReward(url, RewardConfig())("", "cd", reward)
+        session = SimpleNamespace(api_key="s3cret")
+        with connect(port) as sock:
+            sock.sendall(head(session, 200 * MB, "/get_reward"))
+            assert answer(sock)[0] == 413
+        with connect(port) as sock:
+            sock.sendall(head(session, 100_000, "/get_reward") + b"[" * 100_000)
+            assert answer(sock)[0] == 400
+        assert httpx.get(url).status_code == 405
+    monkeypatch.setenv("REWARD_KEY", " ")
+    with pytest.raises(UserError, match="reward.api_key_env = REWARD_KEY: .* not set or empty"):
+        RemoteReward(url, RewardConfig(api_key_env="REWARD_KEY"))
