@@ -24,6 +24,7 @@ LAYERS = {
     "types.py": 0,
     "log.py": 0,
     "config/*": 0,
+    "confine/*": 0,
     "sandbox/*": 0,
     "algo/*": 1,
     "parallel/*": 2,
@@ -148,7 +149,7 @@ BROAD = {
     "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and all others",
     "config/lookup.py:find_function": "importing a user's file may raise anything; the user is "
     "told which file and what",
-    "sandbox/inside.py:main": "an untrusted program may raise anything, and is told so",
+    "confine/program.py:execute": "an untrusted program may raise anything, and is told so",
     "rewards/functions.py:grade": "so may a user's reward function; the user is told the input",
     "rollout/episode.py:_call": "and a user's environment, of which only one episode ends",
     "plan/dryrun.py:_result": "a job that crashes is a result of its own, whatever it is; the "

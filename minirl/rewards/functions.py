@@ -16,7 +16,6 @@ prompt as the policy reads it.
 import math
 import numbers
 import re
-import secrets
 from pkgutil import resolve_name
 
 import math_verify
@@ -32,6 +31,8 @@ from minirl.rewards.http import RemoteReward
 
 # What makes a reward function of the text behind `openrlhf:` or `trl:`; imported when it is needed.
 ADAPTERS = {"openrlhf": "minirl.envs.openrlhf:reward", "trl": "minirl.rewards.trl:reward"}
+
+FENCE_FLAGS = re.DOTALL | re.IGNORECASE
 
 
 class Rewards:
@@ -192,16 +193,13 @@ def python_tests(prompt: RowPrompt, completion: str, row: dict) -> float:
     """Return 1 if the program in the completion passes the row's `tests`.
 
     The program is the completion's last fenced block, or all of it. The tests are Python statements
-    that run behind it, in the sandbox. Both run in one process, so the tests must reach a last
-    line, which prints a secret. A program that reads this line in its own file and prints the
-    secret would pass.
+    that run behind it, in its process in the sandbox. What it prints does not count, nor that it
+    ends by sys.exit(0).
     """
-    blocks = re.findall(r"```(?:python|py)?\n(.*?)```", completion, flags=re.DOTALL)
+    blocks = re.findall(r"```(?:python3?|py)?[ \t]*\r?\n(.*?)```", completion, FENCE_FLAGS)
     program = blocks[-1] if blocks else completion
-    secret = secrets.token_hex(8)
-    code = f"{program}\n\n{row['tests']}\nprint({secret!r})\n"
-    result = sandbox.run(code, sandbox.Limits(seconds=10.0))
-    return float(result.status == "ok" and result.output.rstrip().endswith(secret))
+    passed = sandbox.passes(program, row["tests"], sandbox.Limits(seconds=10.0))
+    return float(passed)
 
 
 REWARDS = {
