@@ -19,7 +19,7 @@ import resource
 import signal
 import struct
 from dataclasses import dataclass
-from errno import EINVAL, ENOSYS, EPERM
+from errno import EINVAL, ENOSYS, EOPNOTSUPP, EPERM
 
 # Numbers of the system calls that are allowed with any arguments: (x86_64, aarch64). None where
 # there is no such call.
@@ -178,6 +178,15 @@ UNKNOWN = {
     "openat2": (437, 437),
     "epoll_pwait2": (441, 441),
 }
+# Calls that shutil.copy2 does without where a file system has no such attributes.
+UNSUPPORTED = {
+    "getxattr": (191, 8),
+    "lgetxattr": (192, 9),
+    "fgetxattr": (193, 10),
+    "listxattr": (194, 11),
+    "llistxattr": (195, 12),
+    "flistxattr": (196, 13),
+}
 # Calls of which some are allowed, by their arguments: see `_argument_rules`.
 BY_ARGUMENT = {
     "clone": (56, 220),
@@ -229,6 +238,7 @@ KILL = (RETURN, 0, 0, 0x80000000)
 ERRNO = 0x00050000
 DENY = (RETURN, 0, 0, ERRNO | EPERM)
 NO_SUCH_CALL = (RETURN, 0, 0, ERRNO | ENOSYS)
+NOT_SUPPORTED = (RETURN, 0, 0, ERRNO | EOPNOTSUPP)
 DO_NOTHING = (RETURN, 0, 0, ERRNO | 0)
 LOAD_NUMBER = (LOAD, 0, 0, 0)
 LOAD_ARCHITECTURE = (LOAD, 0, 0, 4)
@@ -393,6 +403,7 @@ def filter_program(column: int, architecture: int) -> list[Instruction]:
     rules = {numbers: [ALLOW] for numbers in ALLOWED.values()}
     rules |= {numbers: [DO_NOTHING] for numbers in IGNORED.values()}
     rules |= {numbers: [NO_SUCH_CALL] for numbers in UNKNOWN.values()}
+    rules |= {numbers: [NOT_SUPPORTED] for numbers in UNSUPPORTED.values()}
     by_argument = _argument_rules()
     rules |= {numbers: by_argument[name] for name, numbers in BY_ARGUMENT.items()}
 
