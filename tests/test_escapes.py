@@ -3,7 +3,6 @@
 Those that a call of the kernel has to refuse are tried one after the other by one program, which
 says how each ended. Those that use something up are programs of their own."""
 
-import ctypes
 import os
 import platform
 import subprocess
@@ -15,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minirl import sandbox
 from minirl.sandbox import Limits, run
 
 COLUMN = ("x86_64", "aarch64").index(platform.machine())

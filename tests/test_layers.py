@@ -120,8 +120,9 @@ DOORS = {
     "matplotlib": {"report.py": None},
     "tyro": {"config/parse.py": None},
     "yaml": {"config/parse.py": None},
-    "math_verify": {"rewards/functions.py": None},
-    "reasoning_gym": {"rewards/functions.py": None, "data/sources.py": None},
+    "math_verify": {"confine/grading.py": None},
+    "sympy": {"confine/grading.py": None},
+    "reasoning_gym": {"confine/grading.py": None, "data/sources.py": None},
     "datasets": {"data/sources.py": None},
     "bm25s": {"envs/tools.py": None},
     "httpx": {"rewards/http.py": None},
@@ -150,6 +151,7 @@ BROAD = {
     "config/lookup.py:find_function": "importing a user's file may raise anything; the user is "
     "told which file and what",
     "confine/program.py:execute": "an untrusted program may raise anything, and is told so",
+    "confine/grading.py:_grade": "so may a grader at what a policy wrote, which earns 0 then",
     "rewards/functions.py:grade": "so may a user's reward function; the user is told the input",
     "rollout/episode.py:_call": "and a user's environment, of which only one episode ends",
     "plan/dryrun.py:_result": "a job that crashes is a result of its own, whatever it is; the "

@@ -1,1 +1,1 @@
-"""The code on the inner side of a sandbox. It imports the standard library only."""
+"""The code on the inner side of a sandbox. It imports nothing else of minirl."""

@@ -258,7 +258,7 @@ class Confinement:
     """What a process keeps."""
 
     readable: list[str]  # Paths below which it may read.
-    folder: str  # Below it everything is allowed.
+    folder: str | None  # Below it everything is allowed.
     limits: dict[int, tuple[int, int]]  # By resource (RLIMIT_...): soft and hard limit.
 
 
@@ -310,7 +310,7 @@ def _drop_capabilities(column: int) -> None:
     _call(CAPSET[column], header, none)
 
 
-def _restrict_files(readable: list[str], folder: str) -> None:
+def _restrict_files(readable: list[str], folder: str | None) -> None:
     """Refuse all file accesses that this kernel can refuse.
 
     Allowed are reading below `readable`, everything below `folder`, and /dev/null.
@@ -324,11 +324,9 @@ def _restrict_files(readable: list[str], folder: str) -> None:
         handled += struct.pack("Q", SCOPES)
     ruleset = _call(LANDLOCK_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
 
-    allowed_below = {
-        **dict.fromkeys(readable, READING),
-        folder: rights,
-        "/dev/null": READ_AND_WRITE,
-    }
+    allowed_below = {**dict.fromkeys(readable, READING), "/dev/null": READ_AND_WRITE}
+    if folder is not None:
+        allowed_below[folder] = rights
     for path, allowed in allowed_below.items():
         if os.path.exists(path):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
