@@ -127,7 +127,7 @@ REFUSED = {
     "sched_setscheduler": "os.sched_setscheduler(VICTIM, os.SCHED_IDLE, os.sched_param(0))",
     "sched_setscheduler of itself": "os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))",
     "sched_setparam": "os.sched_setparam(VICTIM, os.sched_param(0))",
-    "sched_setattr": "call((314, 274), VICTIM, struct.pack('IIQiIQQQ', 48, 5, 0, 0, 0, 0, 0, 0), 0)",
+    "sched_setattr": "call((314, 274), VICTIM, bytes(48), 0)",
     "ioprio_set": "call((251, 30), 1, VICTIM, 3 << 13)",
     "setpgid of another": "os.setpgid(VICTIM, 0)",
     "setsid": "os.setsid()",
@@ -215,7 +215,7 @@ REFUSED = {
     "msgget": "call((68, 186), 0, 0o1600)",
     "mq_open": "call((240, 180), b'minirl', 0o102, 0o600, None)",
     "POSIX shared memory": (
-        "__import__('multiprocessing.shared_memory').shared_memory.SharedMemory(create=True, size=9)"
+        "from multiprocessing.shared_memory import SharedMemory; SharedMemory(None, True, 9)"
     ),
     "POSIX semaphore": "__import__('multiprocessing').Lock()",
     "huge pages": "call((9, 222), None, 1 << 21, 3, 0x40022, -1, 0)",
@@ -418,7 +418,8 @@ EXHAUSTING = {
         "",
     ),
     "nested folders": (
-        "import os, time\nfor n in range(1500):\n    os.mkdir('x')\n    os.chdir('x')\nprint('deep')",
+        "import os, time\nfor n in range(1500):\n    os.mkdir('x')\n    os.chdir('x')\n"
+        "print('deep')",
         {"ok", "disk"},
         "",
     ),
@@ -461,7 +462,8 @@ EXHAUSTING = {
         "gone",
     ),
     "folders made without rights": (
-        "import os\nos.umask(0o777)\nos.mkdir('a', 0)\nos.mkdir('b')\nopen('c', 'w')\nprint('made')",
+        "import os\nos.umask(0o777)\nos.mkdir('a', 0)\nos.mkdir('b')\nopen('c', 'w')\n"
+        "print('made')",
         {"ok"},
         "made",
     ),
@@ -565,7 +567,8 @@ HONEST = {
     ),
     "data base": (
         "import sqlite3\nc = sqlite3.connect('a.db')\nc.execute('create table t (x)')\n"
-        "c.execute('insert into t values (1)')\nc.commit()\nprint(c.execute('select * from t').fetchall())"
+        "c.execute('insert into t values (1)')\nc.commit()\n"
+        "print(c.execute('select * from t').fetchall())"
     ),
     "event loop": (
         "import asyncio\nasync def f(n):\n    await asyncio.sleep(0.01)\n    return n\n"
@@ -594,7 +597,10 @@ HONEST = {
         "a = numpy.memmap(f, dtype='f8', mode='w+', shape=9)\na[:] = 1\ntime.sleep(0.2)\n"
         "print(a.sum())"
     ),
-    "linear algebra": "import numpy as np\nprint(np.linalg.det(np.eye(50)), (np.ones((200, 200)) @ np.ones(200))[0])",
+    "linear algebra": (
+        "import numpy as np\nones = np.ones((200, 200))\n"
+        "print(np.linalg.det(np.eye(50)), (ones @ ones)[0, 0])"
+    ),
     "time and chance": (
         "import datetime, random, secrets, time, uuid\ntime.sleep(0.01)\nrandom.seed()\n"
         "print(len(secrets.token_hex(4)), len(str(uuid.uuid4())), datetime.date(2020, 1, 1))"

@@ -5,9 +5,8 @@ and then forks a worker whenever it is asked to, which costs milliseconds. A wor
 rights (kernel.py), and grades answers until it is killed, or is no longer wanted. So what an answer
 makes a grader do can hurt no other process, and a worker that runs into a limit is soon replaced.
 
-Both sides speak in frames: four bytes of length, then the text. A request is pickled, since it
-comes from the trainer. A reply is JSON, since it comes from a process that has read what a policy
-wrote: {"value": number}, {"stopped": why} or {"mistake": what is wrong with the row}.
+Both sides speak in frames (frames.py). A request is pickled, since it comes from the trainer. A
+reply is JSON, since it comes from a process that has read what a policy wrote: {"value": number}, {"stopped": why} or {"mistake": what is wrong with the row}.
 """
 
 import ast
@@ -25,10 +24,10 @@ import signal
 import socket
 import struct
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+from minirl.confine.frames import receive, send
 from minirl.confine.kernel import Confinement, confine, end_with_parent
 
 # To the template process: what to do, and for KILL the worker's pid. FORK comes with a socket.
@@ -36,7 +35,6 @@ ORDER = struct.Struct("=ci")
 FORK, KILL = b"f", b"k"
 NUMBER = struct.Struct("=i")  # Its reply: the pid, or how the worker ended.
 READY = b"ready"
-LENGTH = struct.Struct("=I")
 SECONDS_BETWEEN_LOOKS = 5.0  # At the parent, which could have ended without a word.
 
 # reasoning-gym's modules that evaluate an answer as Python, and as an expression of sympy.
@@ -49,7 +47,10 @@ READ_AS_PYTHON = (
 )
 # What an expression may be made of, beside numbers and names that mean nothing to sympy.
 FUNCTIONS = frozenset(
-    ["sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "acot", "asec", "acsc", "sinh", "cosh", "tanh", "coth", "sech", "csch", "asinh", "acosh", "atanh", "exp", "log", "ln", "sqrt", "cbrt", "root", "Abs", "abs", "sign", "floor", "ceiling", "factorial", "erf", "Rational", "Integer", "pi", "oo"]
+    ("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "acot", "asec", "acsc")
+    + ("sinh", "cosh", "tanh", "coth", "sech", "csch", "asinh", "acosh", "atanh")
+    + ("exp", "log", "ln", "sqrt", "cbrt", "root", "erf", "factorial")
+    + ("Abs", "abs", "sign", "floor", "ceiling", "Rational", "Integer", "pi", "oo")
 )
 EXPRESSION = re.compile(r"[\w\s+\-*/^().,!]*", re.ASCII)
 ATTRIBUTE = re.compile(r"\.\s*[A-Za-z_]")
@@ -136,48 +137,6 @@ def _grade(grade: Callable, arguments: tuple) -> dict[str, object]:
         return {"stopped": "memory"}
     except Exception as error:  # a grader may raise anything at what a policy wrote
         return {"stopped": f"{type(error).__name__}: {error}"[:200]}
-
-
-def send(peer: socket.socket, text: bytes) -> None:
-    """Send a frame."""
-    peer.sendall(LENGTH.pack(len(text)) + text)
-
-
-def receive(peer: socket.socket, longest: int = 2**32, end: float | None = None) -> bytes:
-    """Return the next frame; nothing if the other side has left.
-
-    Args:
-        peer: the connection.
-        longest: length that a frame may have in bytes.
-        end: time.monotonic() when the frame has to be there.
-
-    Raises:
-        ConnectionError: the frame is longer, or is cut.
-        TimeoutError: it is not there in time.
-    """
-    head = _receive_exactly(peer, LENGTH.size, end)
-    if not head:
-        return b""
-    (length,) = LENGTH.unpack(head)
-    if not 0 < length <= longest:
-        raise ConnectionError(f"a frame of {length} bytes")
-    return _receive_exactly(peer, length, end)
-
-
-def _receive_exactly(peer: socket.socket, length: int, end: float | None) -> bytes:
-    """Return so many bytes; nothing if there are none. Raises as `receive`."""
-    received = bytearray()
-    while len(received) < length:
-        if end is not None:
-            # Not 0, with which nothing is waited for.
-            peer.settimeout(max(0.001, end - time.monotonic()))
-        part = peer.recv(min(length - len(received), 2**20))
-        if not part:
-            if received:
-                raise ConnectionError("a frame is cut")
-            break
-        received += part
-    return bytes(received)
 
 
 def make_math_verify() -> Callable[[str, str], bool]:

@@ -21,13 +21,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import minirl
 from minirl import sandbox
-from minirl.confine import grading
+from minirl.confine import frames, grading
 from minirl.confine.grading import GRADERS
 from minirl.errors import UserError, require
 from minirl.log import say
@@ -45,7 +44,7 @@ class GraderLimits:
     """What the grading of one answer may use."""
 
     seconds: float = 5.0  # CPU time, so that a busy machine changes no reward.
-    wall_seconds: float = 60.0  # For what waits instead of computing.
+    wall_seconds: int = 60  # For what waits instead of computing.
     memory_mb: int = 1024  # Address space beyond that of the packages, in MiB.
 
 
@@ -199,14 +198,17 @@ class GraderPool:
         )
 
     def _ask(self, worker: Worker, request: bytes) -> dict[str, object]:
-        """Return a worker's reply; {} if it has ended, or says what is no reply."""
-        end = time.monotonic() + self.limits.wall_seconds
+        """Return a worker's reply, or why there is none; {} if it has ended or speaks nonsense."""
+        patience = self.limits.wall_seconds
         try:
-            worker.socket.settimeout(self.limits.wall_seconds)
-            grading.send(worker.socket, request)
-            reply = json.loads(grading.receive(worker.socket, MAX_REPLY, end))
+            # Waits are counted, not read from a clock, so that the seconds in which all processes
+            # of a run are stopped do not count.
+            worker.socket.settimeout(patience)
+            frames.send(worker.socket, request)
+            worker.socket.settimeout(1.0)
+            reply = json.loads(frames.receive(worker.socket, MAX_REPLY, patience))
         except TimeoutError:
-            return {"stopped": f"it took more than {self.limits.wall_seconds:g} seconds"}
+            return {"stopped": f"it took more than {patience} seconds"}
         except (ConnectionError, ValueError):
             return {}
         return reply if isinstance(reply, dict) else {}

@@ -1,18 +1,16 @@
-"""The outer side of the talk about tests; minirl/confine/program.py has the inner one."""
+"""The outer side of a trial; minirl/confine/trial.py has the inner one."""
 
 import contextlib
-import json
-import secrets
 import selectors
 import socket
 
-from minirl.confine.program import READY
+from minirl.confine.trial import PASSED
 
 
 class Judge:
-    """Gives a program its tests when it has run, and hears whether they have passed.
+    """Sends tests into the sandbox and hears whether they have passed.
 
-    It never waits: `talk` is called when the selector says that there is something to do.
+    It never waits: `send` and `hear` are called when the selector says that they can.
 
     Args:
         tests: Python statements.
@@ -22,33 +20,26 @@ class Judge:
         self.passed = False
         self.own, self.inner = socket.socketpair()
         self.own.setblocking(False)
-        nonce = secrets.token_hex(16)
-        self._verdict = nonce.encode()
-        self._unsent = json.dumps({"source": tests, "nonce": nonce}).encode()
+        self._unsent = tests.encode(errors="replace")
         self._heard = b""
 
-    def talk(self, selector: selectors.BaseSelector) -> None:
-        """Say or hear the next bytes. A program that says anything unexpected is left alone."""
-        with contextlib.suppress(ConnectionError):  # the program has left
-            if self._heard == READY and self._unsent:
-                self._send(selector)
+    def send(self, selector: selectors.BaseSelector) -> None:
+        """Send what fits into the connection; then listen."""
+        with contextlib.suppress(ConnectionError):  # the process has ended
+            num_sent = self.own.send(self._unsent)
+            self._unsent = self._unsent[num_sent:]
+            if self._unsent:
                 return
-            heard = self.own.recv(4096)
-            self._heard += heard
-            if self._heard == READY and self._unsent:
-                selector.modify(self.own, selectors.EVENT_WRITE, self.talk)
-                return
-            self.passed = not self._unsent and self._heard == READY + self._verdict
-            if heard and (READY + self._verdict).startswith(self._heard) and not self.passed:
-                return
+            self.own.shutdown(socket.SHUT_WR)
+            selector.modify(self.own, selectors.EVENT_READ, self.hear)
+            return
         selector.unregister(self.own)
 
-    def _send(self, selector: selectors.BaseSelector) -> None:
-        num_sent = self.own.send(self._unsent)
-        self._unsent = self._unsent[num_sent:]
-        if not self._unsent:
-            self.own.shutdown(socket.SHUT_WR)
-            selector.modify(self.own, selectors.EVENT_READ, self.talk)
+    def hear(self, selector: selectors.BaseSelector) -> None:
+        """Take the verdict, or notice that there will be none."""
+        with contextlib.suppress(ConnectionError):
+            self.passed = self.own.recv(len(PASSED)) == PASSED
+        selector.unregister(self.own)
 
     def close(self) -> None:
         """Close both ends."""

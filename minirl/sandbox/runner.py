@@ -82,10 +82,10 @@ def run(program: str, limits: Limits) -> ProgramResult:
 
 
 def passes(program: str, tests: str, limits: Limits) -> bool:
-    """Return whether `tests`, which run behind `program` in its process, reach their end.
+    """Return whether `tests` of what `program` defines reach their end.
 
-    The program prints what it likes, and may leave by sys.exit(0). It has run when it is sent the
-    tests, and neither is the verdict printed nor is it in a file.
+    Both run in the sandbox, in two processes: minirl/confine/trial.py says how. The program prints
+    what it likes, and may leave by sys.exit(0).
 
     Raises:
         UserError: as `run` does.
@@ -188,7 +188,7 @@ class Watch:
         self._selector.register(self._ended, selectors.EVENT_READ, self._note_end)
         self._selector.register(self.pipe, selectors.EVENT_READ, self._read)
         if judge:
-            self._selector.register(judge.own, selectors.EVENT_READ, judge.talk)
+            self._selector.register(judge.own, selectors.EVENT_WRITE, judge.send)
 
     def until_end(self) -> None:
         """Return when the program has ended, or has to."""
