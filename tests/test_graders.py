@@ -249,7 +249,8 @@ def test_they_end_with_their_rank(how):
     code = (
         "import sys, threading, time\nfrom minirl.rewards import graders\n"
         "pool = graders.pool('math_verify')\n"
-        "threading.Thread(target=pool.grade, args=('$1$', '$9^{9^{9^{9}}}$'), daemon=True).start()\n"
+        "hostile = ('$1$', '$9^{9^{9^{9}}}$')\n"
+        "threading.Thread(target=pool.grade, args=hostile, daemon=True).start()\n"
         "time.sleep(0.2)\nprint('ready', flush=True)\nsys.stdin.read()\n"
     )
     rank = subprocess.Popen(

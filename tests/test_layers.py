@@ -151,6 +151,8 @@ BROAD = {
     "config/lookup.py:find_function": "importing a user's file may raise anything; the user is "
     "told which file and what",
     "confine/program.py:execute": "an untrusted program may raise anything, and is told so",
+    "confine/remote.py:serve": "and it may do so when its tests call it, which they may expect",
+    "confine/trial.py:_do_pass": "tests that end by any error have failed",
     "confine/grading.py:_grade": "so may a grader at what a policy wrote, which earns 0 then",
     "rewards/functions.py:grade": "so may a user's reward function; the user is told the input",
     "rollout/episode.py:_call": "and a user's environment, of which only one episode ends",

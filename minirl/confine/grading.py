@@ -6,7 +6,8 @@ rights (kernel.py), and grades answers until it is killed, or is no longer wante
 makes a grader do can hurt no other process, and a worker that runs into a limit is soon replaced.
 
 Both sides speak in frames (frames.py). A request is pickled, since it comes from the trainer. A
-reply is JSON, since it comes from a process that has read what a policy wrote: {"value": number}, {"stopped": why} or {"mistake": what is wrong with the row}.
+reply is JSON, since it comes from a process that has read what a policy wrote: {"value": number},
+{"stopped": why} or {"mistake": what is wrong with the row}.
 """
 
 import ast

@@ -16,6 +16,7 @@ from minirl.confine.kernel import Confinement, confine, end_with_parent
 from minirl.confine.remote import serve
 from minirl.confine.trial import start_tests
 
+
 def main() -> None:
     """Give up all rights, then run main.py of the current folder. Settings are in sys.argv[1]."""
     del sys.path[0]  # Where this file is; the program has no need of it.

@@ -27,18 +27,19 @@ MAPPINGS: dict[str, Callable] = {
     "Counter": collections.Counter,
     "OrderedDict": collections.OrderedDict,
 }
-# Kinds that are made of their text.
-TEXTS: dict[str, Callable] = {
-    "complex": complex,
-    "Fraction": fractions.Fraction,
-    "Decimal": decimal.Decimal,
+# Kinds that are made of a text: type, its text, and what makes it of a text.
+TEXTS: dict[str, tuple[type, Callable, Callable]] = {
+    "int": (int, hex, lambda text: int(text, 16)),
+    "float": (float, str, float),
+    "complex": (complex, str, complex),
+    "Fraction": (fractions.Fraction, str, fractions.Fraction),
+    "Decimal": (decimal.Decimal, str, decimal.Decimal),
+    "date": (datetime.date, str, datetime.date.fromisoformat),
+    "datetime": (datetime.datetime, str, datetime.datetime.fromisoformat),
+    "time": (datetime.time, str, datetime.time.fromisoformat),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
 }
-DATES: dict[str, Any] = {
-    "date": datetime.date,
-    "datetime": datetime.datetime,
-    "time": datetime.time,
-}
-BYTES: dict[str, Any] = {"bytes": bytes, "bytearray": bytearray}
 ARRAYS = "biufcU"  # Kinds of numbers and texts that an array or a scalar of numpy may have.
 
 Refer = Callable[[object], object]
@@ -48,7 +49,7 @@ class NotPlainError(BaseException):
     """A value does not travel. Not an Exception, so that tests do not take it for the program's."""
 
 
-def encode(value: object, refer: Refer, depth: int = 0) -> object:
+def encode(value: Any, refer: Refer, depth: int = 0) -> object:
     """Return what json.dumps takes: {kind: content}, or a plain number, text, bool, None or list.
 
     Args:
@@ -67,12 +68,8 @@ def encode(value: object, refer: Refer, depth: int = 0) -> object:
 
     # Exact types: an object of a class below one of these has code of its own.
     kind = type(value).__name__
-    if value is None or type(value) in (bool, str):
+    if _is_json(value):
         return value
-    if type(value) is int:
-        return value if abs(value) < 2**53 else {"int": hex(value)}
-    if type(value) is float:
-        return value if math.isfinite(value) else {"float": str(value)}
     if type(value) is list:
         return encode_all(value)
     if type(value) is range:
@@ -81,13 +78,18 @@ def encode(value: object, refer: Refer, depth: int = 0) -> object:
         return {kind: encode_all(value)}
     if type(value) is MAPPINGS.get(kind):
         return {kind: encode_all(list(pair) for pair in value.items())}
-    if type(value) is TEXTS.get(kind):
-        return {kind: str(value)}
-    if type(value) is DATES.get(kind):
-        return {kind: value.isoformat()}
-    if type(value) is BYTES.get(kind):
-        return {kind: value.hex()}
+    if kind in TEXTS and type(value) is TEXTS[kind][0]:
+        return {kind: TEXTS[kind][1](value)}
     return _encode_array(value) or refer(value)
+
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON has such a value, and all who read JSON read it alike."""
+    if type(value) is int:
+        return abs(value) < 2**53
+    if type(value) is float:
+        return math.isfinite(value)
+    return value is None or type(value) in (bool, str)
 
 
 def _encode_array(value: object) -> object:
@@ -141,15 +143,7 @@ def decode(content: Any, resolve: Callable[[Any], object], depth: int = 0) -> An
     if kind in MAPPINGS:
         return MAPPINGS[kind](dict(decode_all(inner)))
     if kind in TEXTS:
-        return TEXTS[kind](inner)
-    if kind in DATES:
-        return DATES[kind].fromisoformat(inner)
-    if kind in BYTES:
-        return BYTES[kind].fromhex(inner)
-    if kind == "int":
-        return int(inner, 16)
-    if kind == "float":
-        return float(inner)
+        return TEXTS[kind][2](inner)
     if kind == "range":
         return range(*inner)
     if kind == "array":
