@@ -36,12 +36,14 @@ def breakdown(
 
     Returns:
         `source/NAME/accuracy` and `source/NAME/reward` of each data source, where rows have one;
-        `reward/NAME` of each of several reward functions; `env/turns`, `env/truncated`,
-        `env/failed` and all other `env/NAME` that the environment reports; the means of `more`.
+        `reward/NAME` of each of several reward functions; `graders/stopped`, the share of answers
+        that a grader of another package could not grade within its limits; `env/turns`,
+        `env/truncated`, `env/failed` and all other `env/NAME` that the environment reports; the
+        means of `more`.
     """
     values = list(more)
     for t in episodes:
-        for kind, key in (("reward", "rewards"), ("env", "env")):
+        for kind, key in (("reward", "rewards"), ("graders", "graders"), ("env", "env")):
             for name, value in t.info.get(key, {}).items():
                 values.append((f"{kind}/{name}", float(value)))
         source = t.info["source"]

@@ -17,22 +17,21 @@ import copy
 import math
 import numbers
 import re
-import secrets
 from pkgutil import resolve_name
 
-import math_verify
 import numpy as np
-import reasoning_gym
 
 from minirl import sandbox
 from minirl.config.lookup import find_function
 from minirl.config.shared import RewardConfig
 from minirl.errors import UserError, require
-from minirl.rewards import RewardFunction, RowPrompt
+from minirl.rewards import RewardFunction, RowPrompt, graders
 from minirl.rewards.http import RemoteReward
 
 # What makes a reward function of the text behind `openrlhf:` or `trl:`; imported when it is needed.
 ADAPTERS = {"openrlhf": "minirl.envs.openrlhf:reward", "trl": "minirl.rewards.trl:reward"}
+
+FENCE_FLAGS = re.DOTALL | re.IGNORECASE
 
 
 class Rewards:
@@ -41,11 +40,16 @@ class Rewards:
     def __init__(self, *weighted: tuple[float, RewardFunction, str]):
         """`weighted`: weight, function and name of each."""
         self.weighted = weighted
+        self._has_graders = any(name in graders.GRADERS for _, _, name in weighted)
+        self._stop_reports = graders.StopReports()
 
     def check_supported(self) -> None:
         """Refuse a function that cannot work on this machine. Raises UserError."""
-        if any(name == "python_tests" for _, _, name in self.weighted):
-            sandbox.check_supported()
+        for _, _, name in self.weighted:
+            if name == "python_tests":
+                sandbox.check_supported()
+            elif name in graders.GRADERS:
+                graders.pool(name)  # started before anything is generated
 
     def check_row(self, row: dict) -> None:
         """Refuse, before anything is generated, what a registered function cannot grade.
@@ -72,7 +76,9 @@ class Rewards:
         Args:
             row: Of the data, with `prompt` and, for some functions, `rendered_prompt`.
             completion: Without special tokens.
-            info: If there are several functions, `info["rewards"]` is set to name -> value.
+            info: If there are several functions, `info["rewards"]` is set to name -> value. If one
+                is a grader of another package, `info["graders"]["stopped"]` to whether it reached a
+                limit or failed.
 
         Raises:
             UserError: As `grade` does.
@@ -80,8 +86,13 @@ class Rewards:
         values = {
             name: grade(function, name, row, completion) for _, function, name in self.weighted
         }
+        stopped = {n: v for n, v in values.items() if isinstance(v, graders.StoppedGrade)}
+        for name, value in stopped.items():
+            self._stop_reports.report(name, value, completion)
         if info is not None and len(values) > 1:
-            info["rewards"] = values
+            info["rewards"] = {name: float(value) for name, value in values.items()}
+        if info is not None and self._has_graders:
+            info["graders"] = {"stopped": float(bool(stopped))}
         return sum(weight * values[name] for weight, _, name in self.weighted)
 
 
@@ -127,7 +138,8 @@ def grade(function: RewardFunction, name: str, row: dict, completion: str) -> fl
         f"reward.function = {name} returned {value!r} for {inputs}; "
         "it must return one finite number",
     )
-    return float(value)
+    # A stopped grade says why it is 0.
+    return value if isinstance(value, graders.StoppedGrade) else float(value)
 
 
 def make_rewards(cfg: RewardConfig) -> Rewards:
@@ -184,41 +196,36 @@ def final_answer(prompt: RowPrompt, completion: str, row: dict) -> float:
 def verify_math(prompt: RowPrompt, completion: str, row: dict) -> float:
     """Return 1 if math-verify finds the completion's last expression equal to the answer.
 
-    Its own timeouts are off: they use signals, which do not work in threads.
+    It runs in a process with limits; a completion that reaches one earns 0, as a StoppedGrade.
     """
     answer = str(row["answer"])
     if "$" not in answer and "\\boxed" not in answer:
         # Bare LaTeX, as in MATH, would be read as a text with some number in it.
         answer = f"${answer}$"
-    gold = math_verify.parse(answer, parsing_timeout=None)
-    given = math_verify.parse(completion, parsing_timeout=None)
-    return float(math_verify.verify(gold, given, timeout_seconds=None))
+    return graders.pool("math_verify").grade(answer, completion)
 
 
 def score_reasoning_gym(prompt: RowPrompt, completion: str, row: dict) -> float:
     """Return the score of reasoning-gym's own grader of the row's data set, 0 to 1.
 
-    Partly right answers earn a part. Some graders evaluate what the policy wrote as code (that of
-    `countdown` by sympy's parser); the environment `countdown` does not.
+    Partly right answers earn a part. It runs in a process with limits, as math-verify does. What
+    some graders would evaluate as code is read as a literal or a plain expression.
     """
-    score = reasoning_gym.get_score_answer_fn(row["metadata"]["source_dataset"])
-    return score(completion.strip(), row)
+    entry = {name: row[name] for name in ("question", "answer", "metadata") if name in row}
+    return graders.pool("reasoning_gym").grade(completion.strip(), entry)
 
 
 def python_tests(prompt: RowPrompt, completion: str, row: dict) -> float:
     """Return 1 if the program in the completion passes the row's `tests`.
 
     The program is the completion's last fenced block, or all of it. The tests are Python statements
-    that run behind it, in the sandbox. Both run in one process, so the tests must reach a last
-    line, which prints a secret. A program that reads this line in its own file and prints the
-    secret would pass.
+    that run in the sandbox, in a process beside the program's (minirl/confine/trial.py). What the
+    program prints does not count, nor that it ends by sys.exit(0).
     """
-    blocks = re.findall(r"```(?:python|py)?\n(.*?)```", completion, flags=re.DOTALL)
+    blocks = re.findall(r"```(?:python3?|py)?[ \t]*\r?\n(.*?)```", completion, FENCE_FLAGS)
     program = blocks[-1] if blocks else completion
-    secret = secrets.token_hex(8)
-    code = f"{program}\n\n{row['tests']}\nprint({secret!r})\n"
-    result = sandbox.run(code, sandbox.Limits(seconds=10.0))
-    return float(result.status == "ok" and result.output.rstrip().endswith(secret))
+    passed = sandbox.passes(program, row["tests"], sandbox.Limits(seconds=10.0))
+    return float(passed)
 
 
 REWARDS = {

@@ -3,12 +3,10 @@
 It runs in a process of its own, in a folder of its own, and can reach nothing else.
 """
 
-import contextlib
 import functools
 import json
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +16,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import minirl
 from minirl.errors import require
+from minirl.sandbox.judge import Judge
+from minirl.sandbox.usage import OverLimitError, check_usage, remove_folder
 
-INSIDE = Path(__file__).with_name("inside.py")
+# Starts the program with the inner side of minirl only, whatever is installed.
+START = "import sys; sys.path.insert(0, {!r}); from minirl.confine.program import main; main()"
+ROOT = Path(minirl.__file__).parents[1]
 # What Python and compiled packages read while they start.
 READABLE = (
     sys.prefix,
@@ -37,6 +40,7 @@ READABLE = (
     "/dev/zero",
     "/sys/devices/system/cpu",
 )
+SECONDS_BETWEEN_LOOKS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,8 @@ class Limits:
 class ProgramResult:
     """How a program ended, and what it printed."""
 
-    # ok; error (an exception, or an exit code other than 0); timeout; disk; killed (by a signal).
+    # ok; error (an exception, or an exit code other than 0); timeout; disk (too many bytes or
+    # names); killed (by a signal, or for too many threads).
     status: str
     output: str  # Standard output and error in the order they came, cut at the end.
 
@@ -66,13 +71,32 @@ def run(program: str, limits: Limits) -> ProgramResult:
     """Run `program` under Python with the packages of this environment.
 
     Blocks; call it from a thread. The program cannot read or write a file outside its folder
-    (except Python's own), open a socket, start or signal a process, or outlive its time.
+    (except Python's own), open a socket, start or signal a process, or outlive its time. Changes
+    of the attributes of its own files do nothing.
 
     Raises:
         UserError: where the kernel cannot enforce that: nothing runs unprotected.
     """
     check_supported()
     return _run(program, limits)
+
+
+def passes(program: str, tests: str, limits: Limits) -> bool:
+    """Return whether `tests` of what `program` defines reach their end.
+
+    Both run in the sandbox, in two processes: minirl/confine/trial.py says how. The program prints
+    what it likes, and may leave by sys.exit(0).
+
+    Raises:
+        UserError: as `run` does.
+    """
+    check_supported()
+    judge = Judge(tests)
+    try:
+        _run(program, limits, judge)
+    finally:
+        judge.close()
+    return judge.passed
 
 
 @functools.cache
@@ -86,91 +110,121 @@ def check_supported() -> None:
     )
 
 
-def _run(program: str, limits: Limits) -> ProgramResult:
+def _run(program: str, limits: Limits, judge: Judge | None = None) -> ProgramResult:
     end = time.monotonic() + limits.seconds
-    folder = tempfile.mkdtemp(prefix="minirl-")
+    # The program's folder is in one where it cannot write, which is needed to remove it.
+    root = tempfile.mkdtemp(prefix="minirl-")
+    folder = os.path.join(root, "program")
+    os.mkdir(folder)
     Path(folder, "main.py").write_text(program, encoding="utf-8", errors="surrogatepass")
     settings = {
+        "parent": os.getpid(),
         "readable": READABLE,
-        "limits": {
-            "RLIMIT_CPU": int(limits.seconds) + 1,
-            "RLIMIT_AS": limits.memory_mb * 2**20,
-            "RLIMIT_CORE": 0,
-            "RLIMIT_FSIZE": limits.disk_mb * 2**20,
-            "RLIMIT_NOFILE": 256,
-        },
+        "seconds": int(limits.seconds) + 1,
+        "memory": limits.memory_mb * 2**20,
+        "disk": limits.disk_mb * 2**20,
+        "judge": judge.inner.fileno() if judge else None,
     }
     process = subprocess.Popen(
-        [sys.executable, "-I", "-B", str(INSIDE), json.dumps(settings)],
+        [sys.executable, "-I", "-B", "-c", START.format(str(ROOT)), json.dumps(settings)],
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        pass_fds=[judge.inner.fileno()] if judge else [],
         start_new_session=True,
         env={"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"},
     )
+    if judge:
+        judge.inner.close()
+    watch = Watch(process, folder, limits, end, judge)
     try:
-        output, status = _watch(process, folder, limits, end)
+        watch.until_end()
     finally:
         process.kill()  # it has no children
         code = process.wait()
-        _remove(folder)
+        watch.close()
+        remove_folder(root, "program")
 
-    text = output[: limits.output].decode(errors="replace")
-    if len(output) > limits.output:
+    text = watch.output[: limits.output].decode(errors="replace")
+    if len(watch.output) > limits.output:
         text += "\n... (cut)"
-    if status is None:
-        status = STATUSES.get(code, "error" if code > 0 else "killed")
+    status = watch.status or STATUSES.get(code, "error" if code > 0 else "killed")
     return ProgramResult(status, text)
 
 
-def _watch(
-    process: subprocess.Popen, folder: str, limits: Limits, end: float
-) -> tuple[bytes, str | None]:
-    """Read the output of a process until it ends.
+class Watch:
+    """Looks at a program until it ends, has passed its tests, or uses more than it may.
 
-    Output beyond `limits.output` is dropped, not left in the pipe, so that the program goes on.
-
-    Returns:
-        The output, and why the process has to be ended if it does not end by itself.
+    Args:
+        process: of the program, with a pipe as its output.
+        folder: of the program.
+        limits: of the program.
+        end: when its time is over, by time.monotonic().
+        judge: of its tests, if there are any.
     """
-    pipe = process.stdout
-    assert pipe  # as `_run` has asked for
-    output = b""
-    next_look = 0.0
-    with pipe, selectors.DefaultSelector() as selector:
-        selector.register(pipe, selectors.EVENT_READ)
-        while process.poll() is None or selector.select(0):
+
+    def __init__(
+        self,
+        process: subprocess.Popen,
+        folder: str,
+        limits: Limits,
+        end: float,
+        judge: Judge | None,
+    ):
+        assert process.stdout  # as `_run` has asked for
+        self.pipe = process.stdout
+        self.pid = process.pid
+        self.folder = folder
+        self.limits = limits
+        self.end = end
+        self.judge = judge
+        self.output = b""
+        self.status: str | None = None  # Why the process has to be ended.
+        self._has_ended = False
+        self._has_said_all = False
+        self._ended = os.pidfd_open(process.pid)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._ended, selectors.EVENT_READ, self._note_end)
+        self._selector.register(self.pipe, selectors.EVENT_READ, self._read)
+        if judge:
+            self._selector.register(judge.own, selectors.EVENT_WRITE, judge.send)
+
+    def until_end(self) -> None:
+        """Return when the program has ended, or has to."""
+        next_look = 0.0
+        while not (self._has_ended and self._has_said_all):
             now = time.monotonic()
-            if now > end:
-                return output, "timeout"
+            if now > self.end:
+                self.status = "timeout"
+                return
             if now > next_look:
-                next_look = now + 0.1
-                if _size(folder) > limits.disk_mb * 2**20:
-                    return output, "disk"
-            for key, _ in selector.select(min(0.05, end - now)):
-                chunk = os.read(key.fd, 65536)
-                if not chunk:
-                    selector.unregister(pipe)
-                elif len(output) <= limits.output:
-                    output += chunk
-    return output, None
+                next_look = now + SECONDS_BETWEEN_LOOKS
+                try:
+                    check_usage(self.folder, self.pid, self.limits.disk_mb * 2**20)
+                except OverLimitError as over:
+                    self.status = over.status
+                    return
+            for key, _ in self._selector.select(min(SECONDS_BETWEEN_LOOKS, self.end - now)):
+                key.data(self._selector)
+            if self.judge and self.judge.passed:
+                return
 
+    def _read(self, selector: selectors.BaseSelector) -> None:
+        """Take output. What goes beyond the limit is dropped, so that the program goes on."""
+        chunk = os.read(self.pipe.fileno(), 65536)
+        if not chunk:
+            self._has_said_all = True
+            selector.unregister(self.pipe)
+        elif len(self.output) <= self.limits.output:
+            self.output += chunk
 
-def _size(folder: str) -> int:
-    """Return the bytes of all files, while the program may be changing them."""
-    total = 0
-    for root, _, files in os.walk(folder):
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += Path(root, name).lstat().st_size
-    return total
+    def _note_end(self, selector: selectors.BaseSelector) -> None:
+        self._has_ended = True
+        selector.unregister(self._ended)
 
-
-def _remove(folder: str) -> None:
-    """Remove a folder whose program may have taken away the right to look into parts of it."""
-    for root, folders, _ in os.walk(folder):
-        for name in folders:
-            if not Path(root, name).is_symlink():
-                os.chmod(Path(root, name), 0o700)
-    shutil.rmtree(folder)
+    def close(self) -> None:
+        """Close what the watch has opened, and the pipe."""
+        self._selector.close()
+        os.close(self._ended)
+        self.pipe.close()

@@ -1,0 +1,73 @@
+"""The first code in a sandbox's process: it gives up its rights and runs main.py.
+
+It is started by `minirl.sandbox.runner`. A program that is to be judged by tests starts a second
+process before it knows anything (trial.py).
+"""
+
+import builtins
+import json
+import os
+import resource
+import sys
+import traceback
+from pathlib import Path
+
+from minirl.confine.kernel import Confinement, confine, end_with_parent
+from minirl.confine.remote import serve
+from minirl.confine.trial import start_tests
+
+
+def main() -> None:
+    """Give up all rights, then run main.py of the current folder. Settings are in sys.argv[1]."""
+    del sys.path[0]  # Where this file is; the program has no need of it.
+    settings = json.loads(sys.argv[1])
+    sys.argv = ["main.py"]
+    folder = os.getcwd()
+    end_with_parent()
+    if os.getppid() != settings["parent"]:
+        sys.exit(1)  # It ended before the line above.
+    rights = Confinement(settings["readable"], folder, limits(settings))
+    scope = {"__name__": "__main__", "__builtins__": builtins, "__file__": "main.py"}
+    if settings["judge"] is None:
+        confine(rights)
+        sys.path.insert(0, folder)
+        execute("main.py", scope)
+        return
+
+    tests = start_tests(settings["judge"], rights)
+    confine(rights)
+    sys.path.insert(0, folder)
+    try:
+        execute("main.py", scope)
+    except SystemExit as left:
+        if left.code not in (None, 0):
+            raise
+    serve(scope, tests)
+
+
+def limits(settings: dict) -> dict[int, tuple[int, int]]:
+    """Return the limits of `confine`, by resource."""
+    seconds, memory, disk = settings["seconds"], settings["memory"], settings["disk"]
+    return {
+        # The first makes a signal that says why, the second cannot be caught.
+        resource.RLIMIT_CPU: (seconds, seconds + 1),
+        resource.RLIMIT_AS: (memory, memory),
+        resource.RLIMIT_FSIZE: (disk, disk),
+        resource.RLIMIT_NOFILE: (256, 256),
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_MEMLOCK: (0, 0),
+        resource.RLIMIT_MSGQUEUE: (0, 0),
+    }
+
+
+def execute(file: str, scope: dict) -> None:
+    """Run a file. An error is printed without the frames of this one, and ends the process."""
+    try:
+        source = Path(file).read_text(encoding="utf-8")
+        exec(compile(source, file, "exec"), scope)
+    except SystemExit:
+        raise
+    except BaseException as error:  # whatever it is, the traceback shows the program's frames only
+        own_frames = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(error.with_traceback(own_frames))
+        sys.exit(1)

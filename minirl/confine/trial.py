@@ -1,0 +1,118 @@
+"""The process in which tests judge a program that runs in another one.
+
+    runner   main.py ───────────────▶ program's process: runs main.py, then serves (remote.py)
+       ╲                                  ▲ calls and values
+        tests ──────────────────────▶ tests' process: runs them with stand-ins for what main.py
+              ◀────────────────────── defines, and says PASSED
+             verdict
+
+Both are in the sandbox. The program's process holds neither the tests nor the connection that the
+verdict goes through. What it prints, and whether it leaves by sys.exit(0), is no matter.
+
+Some tests need the program in their own process: they give it a function of their own, or replace
+its standard output. Those run there, and then it is the program's process that says how they
+ended. A program that was made for it could lie there.
+"""
+
+import ast
+import builtins
+import os
+import socket
+import traceback
+from collections.abc import Callable
+
+from minirl.confine.kernel import Confinement, confine, end_with_parent
+from minirl.confine.remote import PURE_MODULES, Program, StandIn
+from minirl.confine.values import NotPlainError
+
+PASSED = b"passed"
+# Names with which tests look at more than values.
+INSIDE_ONLY = frozenset(
+    ("__builtins__", "__import__", "breakpoint", "compile", "dir", "eval", "exec", "globals")
+    + ("input", "locals", "open", "super", "vars")
+)
+ASYNCHRONOUS = (ast.AsyncFunctionDef, ast.AsyncFor, ast.AsyncWith, ast.Await)
+
+
+def start_tests(verdict_descriptor: int, rights: Confinement) -> socket.socket:
+    """Start the tests' process. Returns the program's end of the connection to it.
+
+    Args:
+        verdict_descriptor: of the connection to the runner, which this process does not keep.
+        rights: of the process; it does not outlive this one.
+    """
+    program_end, tests_end = socket.socketpair()
+    verdict = socket.socket(fileno=verdict_descriptor)
+    program = os.getpid()
+    if os.fork():
+        verdict.close()
+        tests_end.close()
+        return program_end
+    program_end.close()
+    end_with_parent()
+    if os.getppid() == program:
+        confine(rights)
+        with verdict.makefile("rb") as stream:
+            source = stream.read().decode()
+        if _do_pass(source, Program(tests_end)):
+            verdict.sendall(PASSED)
+    os._exit(0)
+
+
+def _do_pass(source: str, program: Program) -> bool:
+    """Run the tests. Returns whether they reach their end; prints the error if not."""
+    try:
+        names = program.names()
+        if can_be_apart(source):
+            try:
+                scope = {"__name__": "__main__", "__builtins__": builtins, **names}
+                scope["type"] = _type_in(program)
+                exec(compile(source, "tests.py", "exec"), scope)
+                return True
+            except NotPlainError:
+                pass  # They do what cannot be done apart.
+        program.run_inside(source)
+        return True
+    except BaseException:  # the tests' or the program's, and it has failed whatever it is
+        traceback.print_exc()
+        return False
+
+
+def _type_in(program: Program) -> Callable:
+    """Return what `type` is for the tests: it knows the classes of the program's objects."""
+
+    def type_of(value: object) -> object:
+        if type(value) is StandIn:
+            return program.ask("__getattr__", value, "__class__")
+        return type(value)
+
+    return type_of
+
+
+def can_be_apart(source: str) -> bool:
+    """Return whether tests look at nothing of a program but values."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    return all(_is_apart(node, called) for node in ast.walk(tree))
+
+
+def _is_apart(node: ast.AST, called: set[int]) -> bool:
+    match node:
+        case ast.Import(names=names):
+            return all(alias.name.split(".")[0] in PURE_MODULES for alias in names)
+        case ast.ImportFrom(module=module):
+            return (module or "").split(".")[0] in PURE_MODULES
+        case ast.ClassDef(bases=bases):
+            return not bases  # One of them could be the program's.
+        case ast.FunctionDef(name=name):
+            return name not in vars(builtins)  # The program would see what takes its place.
+        case ast.Name(id="type"):
+            return id(node) in called
+        case ast.Name(id=name, ctx=ast.Store()):
+            return name not in vars(builtins)
+        case ast.Name(id=name):
+            return name not in INSIDE_ONLY
+    return not isinstance(node, ASYNCHRONOUS)

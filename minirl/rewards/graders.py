@@ -1,0 +1,281 @@
+"""Graders of other packages, in processes with limits.
+
+What a policy writes can keep math-verify or reasoning-gym busy for ever, or take all memory
+(`$9^{9^{9^9}}$`). So they run in workers (minirl/confine/grading.py): a process for each package,
+started once in a rank, imports it and forks the workers, which grade one answer after the other.
+A worker that reaches a limit is killed and replaced, and the answer earns 0.
+
+Workers have only what they need: no device, no connection of the run, no right to files but
+Python's own. They end with the rank.
+"""
+
+import functools
+import importlib.util
+import json
+import math
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import minirl
+from minirl import sandbox
+from minirl.confine import frames, grading
+from minirl.confine.grading import GRADERS
+from minirl.errors import UserError, require
+from minirl.log import say
+
+__all__ = ["GRADERS", "GraderLimits", "GraderPool", "StopReports", "StoppedGrade", "pool"]
+
+START = "from minirl.confine.grading import main; main()"
+ROOT = Path(minirl.__file__).parents[1]
+MAX_REPLY = 2**16  # Bytes.
+MAX_STARTS = 3  # Of the process that forks workers, for one answer.
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraderLimits:
+    """What the grading of one answer may use."""
+
+    seconds: float = 5.0  # CPU time, so that a busy machine changes no reward.
+    wall_seconds: int = 60  # For what waits instead of computing.
+    memory_mb: int = 1024  # Address space beyond that of the packages, in MiB.
+
+
+class StoppedGrade(float):
+    """The 0 that an answer earns which no grader could grade, and why."""
+
+    why: str
+
+    def __new__(cls, why: str) -> "StoppedGrade":
+        """Return 0 with a reason."""
+        grade = super().__new__(cls, 0.0)
+        grade.why = why
+        return grade
+
+
+class Template:
+    """The process that imports a package and forks workers.
+
+    Args:
+        package: one of minirl.confine.grading.GRADERS.
+        limits: of each answer.
+
+    Raises:
+        UserError: the package does not import, or the kernel cannot keep workers in.
+    """
+
+    def __init__(self, package: str, limits: GraderLimits):
+        self._lock = threading.Lock()  # One order at a time.
+        self._control, inner = socket.socketpair()
+        settings = {
+            "package": package,
+            "control": inner.fileno(),
+            "parent": os.getpid(),
+            "readable": [*sandbox.READABLE, *_folder_of(package)],
+            "seconds": limits.seconds,
+            "memory": limits.memory_mb * 2**20,
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-B", "-P", "-c", START, json.dumps(settings)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[inner.fileno()],
+            start_new_session=True,
+            env={
+                "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+                "PYTHONHASHSEED": "0",  # The order of sets can decide what sympy finds.
+                "LANG": "C.UTF-8",
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+            },
+        )
+        inner.close()
+        ready = self._control.recv(len(grading.READY), socket.MSG_WAITALL)
+        assert self._process.stderr
+        with self._process.stderr as errors:
+            said = errors.read().decode(errors="replace")  # To its end, which comes with READY.
+        require(
+            ready == grading.READY,
+            f"reward.function = {package}: its grader did not start: {said[-500:]}",
+        )
+
+    def fork(self) -> "Worker":
+        """Start a worker. Raises ConnectionError if this process is gone."""
+        own, inner = socket.socketpair()
+        with inner:
+            pid = self._order(grading.FORK, 0, [inner.fileno()])
+        return Worker(pid, own, self)
+
+    def end(self, worker: "Worker") -> int:
+        """Kill a worker. Returns how it ended, as os.waitpid; raises ConnectionError as `fork`."""
+        worker.socket.close()
+        return self._order(grading.KILL, worker.pid, [])
+
+    def _order(self, kind: bytes, pid: int, descriptors: list[int]) -> int:
+        with self._lock:
+            socket.send_fds(self._control, [grading.ORDER.pack(kind, pid)], descriptors)
+            reply = self._control.recv(grading.NUMBER.size, socket.MSG_WAITALL)
+        if len(reply) < grading.NUMBER.size:
+            raise ConnectionError("the process that forks graders has ended")
+        return grading.NUMBER.unpack(reply)[0]
+
+    def close(self) -> None:
+        """End the process and its workers."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+@dataclass(frozen=True, eq=False)
+class Worker:
+    """A process that grades."""
+
+    pid: int
+    socket: socket.socket
+    template: Template
+
+
+class GraderPool:
+    """Workers for the grader of one package, which threads may use at once.
+
+    Args:
+        package: one of minirl.confine.grading.GRADERS.
+        num_workers: at most; they are forked when they are needed.
+        limits: of each answer.
+
+    Raises:
+        UserError: as Template does.
+    """
+
+    def __init__(self, package: str, num_workers: int, limits: GraderLimits):
+        self.package = package
+        self.limits = limits
+        self._free: queue.LifoQueue[Worker | None] = queue.LifoQueue()  # None: to be forked.
+        for _ in range(num_workers):
+            self._free.put(None)
+        self._lock = threading.Lock()
+        self._template = Template(package, limits)
+
+    def grade(self, *arguments: object) -> float:
+        """Return the grade of an answer; a StoppedGrade if it reached a limit or the grader failed.
+
+        Args:
+            arguments: of the package's grader in minirl/confine/grading.py.
+
+        Raises:
+            UserError: the row is wrong, or the process that forks workers ends again and again.
+        """
+        request = pickle.dumps(arguments)
+        for _ in range(MAX_STARTS):
+            worker = self._free.get()
+            kept = None
+            template = worker.template if worker else self._template
+            try:
+                worker = worker or template.fork()
+                reply = self._ask(worker, request)
+                if "value" in reply:
+                    kept = worker
+                else:
+                    reply = {"stopped": self._why(template.end(worker)), **reply}
+            except ConnectionError:
+                self._replace(template)
+                continue
+            finally:
+                self._free.put(kept)
+            return self._grade_of(reply)
+        raise UserError(
+            f"reward.function = {self.package}: the process of its graders was killed "
+            f"{MAX_STARTS} times; is the memory of the machine used up?"
+        )
+
+    def _ask(self, worker: Worker, request: bytes) -> dict[str, object]:
+        """Return a worker's reply, or why there is none; {} if it has ended or speaks nonsense."""
+        patience = self.limits.wall_seconds
+        try:
+            # Waits are counted, not read from a clock, so that the seconds in which all processes
+            # of a run are stopped do not count.
+            worker.socket.settimeout(patience)
+            frames.send(worker.socket, request)
+            worker.socket.settimeout(1.0)
+            reply = json.loads(frames.receive(worker.socket, MAX_REPLY, patience))
+        except TimeoutError:
+            return {"stopped": f"it took more than {patience} seconds"}
+        except (ConnectionError, ValueError):
+            return {}
+        return reply if isinstance(reply, dict) else {}
+
+    def _why(self, status: int) -> str:
+        """Return why a worker has ended, of what os.waitpid says."""
+        if not os.WIFSIGNALED(status):
+            return "its process has left"
+        if os.WTERMSIG(status) == signal.SIGPROF:
+            return f"it took more than {self.limits.seconds:g} seconds of CPU time"
+        return f"its process was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+
+    def _grade_of(self, reply: dict[str, object]) -> float:
+        if "mistake" in reply:
+            raise UserError(f"reward.function = {self.package}: {reply['mistake']}")
+        value = reply.get("value")
+        if isinstance(value, float) and math.isfinite(value):
+            return value
+        return StoppedGrade(str(reply.get("stopped", f"it returned {value!r}"))[:200])
+
+    def _replace(self, template: Template) -> None:
+        """Start another template process in place of one that is gone."""
+        with self._lock:
+            if self._template is template:
+                template.close()
+                self._template = Template(self.package, self.limits)
+
+    def close(self) -> None:
+        """End all processes of the pool."""
+        self._template.close()
+
+
+def _folder_of(package: str) -> list[str]:
+    """Return where a package and those it needs are installed."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise UserError(f"reward.function = {package}: the package {package} is not installed")
+    return [str(Path(spec.origin).parents[1])]
+
+
+@functools.cache
+def pool(package: str) -> GraderPool:
+    """Return this process's workers for a package. The first call starts them (seconds)."""
+    num_cores = len(os.sched_getaffinity(0))
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    # Two at least: an answer that takes its time must not stop all others.
+    return GraderPool(package, min(16, max(2, num_cores // num_ranks)), GraderLimits())
+
+
+# A process that is forked from this one must not speak with its workers.
+os.register_at_fork(after_in_child=pool.cache_clear)
+
+
+class StopReports:
+    """Says on the console which answers could not be graded: the 1st, 2nd, 4th, 8th, ..."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def report(self, name: str, grade: StoppedGrade, completion: str) -> None:
+        """Count a stopped grade of the function `name`."""
+        with self._lock:
+            count = self._counts.get(name, 0) + 1
+            self._counts[name] = count
+        if count & (count - 1) == 0:
+            say(
+                f"{name} could not grade an answer, which earns 0 ({grade.why}); {count} so far "
+                f"in this process: {completion[:80]!r}"
+            )
