@@ -5,9 +5,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
+import torch
 
 from minirl.config.shared import EvalConfig
 from minirl.data.prompts import Prompts
+from minirl.errors import UserError
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.model import RewardModel
 from minirl.rollout.engine import Sampling
@@ -96,8 +98,15 @@ def evaluate(
         reward, answer_tokens, stopped (share of answers that ended by themselves), and what
         `breakdown` adds. `answers`: prompt, answer and reward of the first sample of the first
         five prompts.
+
+    Raises:
+        UserError: all episodes failed.
     """
     trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
+    if not int(sampler.mesh.sums(torch.tensor(len(trajectories)))):
+        failures = sum(sampler.mesh.gather(sampler.runner.failures), [])
+        why = failures[0] if failures else "the policy sampled no token in any"
+        raise UserError(f"evaluation: no episode can be scored: {why}")
     if reward_model:
         reward_model.grade(trajectories)
     episodes = [t for t in trajectories if t.segment == 0]

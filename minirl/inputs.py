@@ -68,7 +68,7 @@ class Inputs:
         with errors_of_machines(mesh):
             # What scores the answers.
             self.make_env = make_env(cfg.env.name)
-            self.rewards = make_rewards(cfg.reward)
+            self.rewards = make_rewards(cfg.reward, mesh.watch)
             self.estimator = advantages.find(cfg.algo.advantage)
             graded = self.make_env().graded
             if graded:

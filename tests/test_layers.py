@@ -35,6 +35,7 @@ LAYERS = {
     "rollout/*": 7,
     # Programs, and what only they use.
     "cli.py": 8,
+    "faults.py": 8,
     "checkpoint/*": 8,
     "generation.py": 8,
     "inputs.py": 8,
@@ -150,7 +151,7 @@ BROAD = {
     "told which file and what",
     "sandbox/inside.py:main": "an untrusted program may raise anything, and is told so",
     "rewards/functions.py:grade": "so may a user's reward function; the user is told the input",
-    "rollout/episode.py:_call": "and a user's environment, of which only one episode ends",
+    "rollout/episode.py:_within_limit": "and a user's environment, of which only one episode ends",
     "plan/dryrun.py:_result": "a job that crashes is a result of its own, whatever it is; the "
     "process is for all jobs",
     "rollout/engine_loop.py:work": "whatever it is, it is raised again where the thread was "

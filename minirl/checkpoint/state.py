@@ -181,6 +181,8 @@ class Saver(contextlib.AbstractContextManager):
         require_written(final, partial, failures)
 
         def rename() -> None:
+            if final.exists():  # of an interrupted step that was interrupted again
+                final.rename(final.with_name(f"{final.name}.replaced.partial"))
             partial.rename(final)
             self._rotate()
 

@@ -35,7 +35,8 @@ def find_function(setting: str, value: str, registered: dict[str, Callable]) -> 
     sys.modules[spec.name] = module  # dataclasses look up their module there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything
+    # The user's code may raise anything.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         problem = f"{type(error).__name__}: {error}"
         raise UserError(f"{setting} = {value}: {file} does not import: {problem}") from error
     function = vars(module).get(name)

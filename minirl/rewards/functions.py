@@ -17,6 +17,7 @@ import math
 import numbers
 import re
 import secrets
+from functools import partial
 from pkgutil import resolve_name
 
 import math_verify
@@ -27,6 +28,7 @@ from minirl import sandbox
 from minirl.config.lookup import find_function
 from minirl.config.shared import RewardConfig
 from minirl.errors import UserError, require
+from minirl.parallel.watch import Watch
 from minirl.rewards import RewardFunction, RowPrompt
 from minirl.rewards.http import RemoteReward
 
@@ -37,9 +39,22 @@ ADAPTERS = {"openrlhf": "minirl.envs.openrlhf:reward", "trl": "minirl.rewards.tr
 class Rewards:
     """A weighted sum of reward functions."""
 
-    def __init__(self, *weighted: tuple[float, RewardFunction, str]):
-        """`weighted`: weight, function and name of each."""
+    def __init__(
+        self,
+        *weighted: tuple[float, RewardFunction, str],
+        seconds: float = math.inf,
+        watch: Watch | None = None,
+    ):
+        """Take the functions.
+
+        Args:
+            weighted: weight, function and name of each.
+            seconds: time limit of a call, but of an endpoint's, which has its own.
+            watch: of the process, which ends the run if a call takes longer; None: none does.
+        """
         self.weighted = weighted
+        self.seconds = seconds
+        self.watch = watch or Watch()
 
     def check_supported(self) -> None:
         """Refuse a function that cannot work on this machine. Raises UserError."""
@@ -76,12 +91,27 @@ class Rewards:
         Raises:
             UserError: As `grade` does.
         """
-        values = {
-            name: grade(function, name, row, completion) for _, function, name in self.weighted
-        }
+        values = {}
+        for _, function, name in self.weighted:
+            seconds = math.inf if isinstance(function, RemoteReward) else self.seconds
+            too_slow = partial(_describe_too_slow, name, seconds, row, completion)
+            with self.watch.limit(seconds, too_slow):
+                values[name] = grade(function, name, row, completion)
         if info is not None and len(values) > 1:
             info["rewards"] = values
         return sum(weight * values[name] for weight, _, name in self.weighted)
+
+
+def _describe_too_slow(name: str, seconds: float, row: dict, completion: str) -> str:
+    return (
+        f"reward.function = {name} took longer than reward.timeout_seconds = {seconds:g} for "
+        f"{_inputs(row, completion)}; mend it, or raise reward.timeout_seconds"
+    )
+
+
+def _inputs(row: dict, completion: str) -> str:
+    """Return what a function was called with, for errors."""
+    return f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
 
 
 def _names_generator(row: dict) -> bool:
@@ -95,13 +125,14 @@ def grade(function: RewardFunction, name: str, row: dict, completion: str) -> fl
         UserError: The function raises, or returns anything but one finite number. The answer cannot
             be left out of its group, and any number in place of its reward would be learned.
     """
-    inputs = f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
+    inputs = _inputs(row, completion)
     try:
         value = function(row["prompt"], completion, row)
         valid = isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
     except UserError:
         raise
-    except Exception as error:  # the user's code may raise anything
+    # The user's code may raise anything. sys.exit is no end of the run, either.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise UserError(
             f"reward.function = {name} raised {type(error).__name__}: {error} for {inputs}"
         ) from error
@@ -113,8 +144,12 @@ def grade(function: RewardFunction, name: str, row: dict, completion: str) -> fl
     return float(value)
 
 
-def make_rewards(cfg: RewardConfig) -> Rewards:
+def make_rewards(cfg: RewardConfig, watch: Watch | None = None) -> Rewards:
     """Return the sum that `reward.function` and `reward.weights` describe.
+
+    Args:
+        cfg: the section of the config.
+        watch: of the process, for reward.timeout_seconds; None: there is no time limit.
 
     Raises:
         UserError: A function is not found, or functions and weights do not fit.
@@ -135,7 +170,8 @@ def make_rewards(cfg: RewardConfig) -> Rewards:
     )
     functions = [_find_function(name, cfg) for name in names]
     weights = cfg.weights or [1.0] * len(names)
-    return Rewards(*zip(weights, functions, names, strict=True))
+    weighted = zip(weights, functions, names, strict=True)
+    return Rewards(*weighted, seconds=cfg.timeout_seconds, watch=watch)
 
 
 def _find_function(name: str, cfg: RewardConfig) -> RewardFunction:
