@@ -21,6 +21,7 @@ from minirl.data.packing import pack
 from minirl.errors import UserError
 from minirl.evaluation import evaluate, means_of_step
 from minirl.generation import Generation
+from minirl.health import Health
 from minirl.inputs import Inputs
 from minirl.parallel.mesh import Mesh
 from minirl.plan.workload import rl_workload
@@ -89,6 +90,7 @@ class Trainer(Program):
         # Of the current step: prompts that dynamic sampling took, tokens that were thrown away.
         self.num_extra_prompts = 0
         self.num_discarded_tokens = 0
+        self.health = Health(cfg.debug)
 
     def train(self) -> None:
         """Train from the first step of the run to the last. All ranks take each step together."""
@@ -321,6 +323,8 @@ class Trainer(Program):
             generated=generated,
             trained=trained // self.mesh.tensor.size(),  # its ranks have the same tokens
         )
+        for ill in self.health.check(step, row):
+            self.run.log.say(ill)
 
     def adapt_kl_coef(self, metrics: Metrics) -> None:
         """Move the weight of the KL towards `algo.kl_target`, if the policy was updated."""

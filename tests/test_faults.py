@@ -1,11 +1,16 @@
 """What ends a run before its time: signals, time limits, other ranks, and the user's code. Each is
 told once, by its cause, and no run hangs."""
 
+import contextlib
+import errno
+import http.server
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +18,13 @@ from safetensors.torch import load_file
 
 import tiny
 from minirl.checkpoint.state import finished
+from minirl.config.rl import DebugConfig
+from minirl.config.shared import RewardConfig
+from minirl.errors import UserError
+from minirl.faults import explain
+from minirl.health import Health
+from minirl.parallel.watch import Watch
+from minirl.rewards.http import RemoteReward
 from nodes import Job, Node
 from programs import Ended, fork, torchrun
 from test_program import read, repeatable
@@ -238,7 +250,7 @@ def test_torchrun_passes_signals_on_and_waits(folder, tmp_path, number):
     assert not any(p.is_running() for p in ranks)
     assert ended.err.count(f"{number.name}: the checkpoint of this step") == 1, ended.err
     assert ended.err.count("stopped by a signal after") == 1
-    assert "crashed" not in ended.err and "Traceback" not in ended.err and not ended.errors()
+    assert " crashed\n" not in ended.err and "Traceback" not in ended.err and not ended.errors()
     assert list(finished(out)) == [len(steps(out, "train"))]
 
 
@@ -320,9 +332,7 @@ CASES = {
         1,
         env("Blocks"),
         2,
-        [
-            "keeps the engine's loop from turning for longer than env.timeout_seconds = 1, in epi"
-        ]
+        ["keeps the engine's loop from turning for longer than env.timeout_seconds = 1, in epi"]
         + ["of prompt", "time.sleep(1000)"],
     ),
     "an environment swallows": (
@@ -360,7 +370,7 @@ def test_it_ends_and_says_why_once(folder, tmp_path, case):
     given = flags(folder, tmp_path / "out", *own)
     ended = fork("minirl.rl", given, tmp_path / "log", SECONDS, world=world)
     assert ended.code == code, ended.err
-    assert len(ended.errors()) == 1 and "crashed" not in ended.err, ended.err
+    assert len(ended.errors()) == 1 and " crashed\n" not in ended.err, ended.err
     for text in texts:
         assert text in ended.err, ended.err
 
@@ -381,3 +391,79 @@ def test_threads_that_are_left_do_not_hold_the_exit(folder, tmp_path):
     ended = fork("minirl.rl", given, tmp_path / "log", SECONDS, world=2)
     assert ended.code == 0, ended.err
     assert (tmp_path / "out/summary.json").exists()
+
+
+def test_the_memory_of_a_gpu_is_explained():
+    memory = {"mem_get_info": (2**30, 80 * 2**30), "memory_allocated": 40 * 2**30}
+    memory["memory_reserved"] = 50 * 2**30
+    watch = Watch()
+    watch.phase = lambda: "backward"
+    with contextlib.ExitStack() as stack:
+        for name, value in memory.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda v=value: v))
+        text = explain(torch.OutOfMemoryError("tried to allocate 2 GiB"), watch, 30)
+    assert "rank 0 in phase backward: the GPU's memory is used up: tried to allocate" in text
+    assert "Of 80.0 GiB, 1.0 are free; this rank's tensors have 40.0, what torch keeps" in text
+    assert "them 10.0, and engine, CUDA and other processes 29.0. Lower tokens_per_rank" in text
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "out/x"), "a file cannot be written: "),
+        (MemoryError(), "the host's memory is used up"),
+        (SystemExit(0), "SystemExit (0) was raised by code that the program called"),
+        (KeyboardInterrupt(), "KeyboardInterrupt () was raised by code"),
+        (RuntimeError("[pair.cc] Connection closed by peer"), "has lost another rank"),
+        (RuntimeError("Timed out waiting 9ms for recv"), "longer than timeout_minutes = 30 for"),
+        (RuntimeError("a bug"), None),
+        (FileNotFoundError(errno.ENOENT, "no such file", "x"), None),
+    ],
+)
+def test_failures_are_explained(error, said):
+    text = explain(error, Watch(), 30)
+    assert text is None if said is None else said in text and "rank 0 in phase start" in text
+
+
+def test_lasting_symptoms_are_said_once():
+    well = {"equal_groups": 0.5, "reward": 0.3, "stopped": 1, "answer_tokens": 9, "entropy": 1}
+    health = Health(DebugConfig(collapse_steps=3))
+    steps = [well, *[well | {"equal_groups": 1.0}] * 4, well, *[well | {"stopped": 0.0}] * 3]
+    said = [health.check(i, metrics) for i, metrics in enumerate(steps)]
+    assert [len(lines) for lines in said] == [0, 0, 0, 1, 0, 0, 0, 0, 1]
+    assert said[3][0].startswith("step 3: equal rewards for 3 steps: all answers to each prompt")
+    assert said[8][0].startswith("step 8: runaway length for 3 steps: no answer ends by itself")
+    for entropy, name in ((1e-4, "no entropy"), (7.0, "runaway entropy")):
+        strict = Health(DebugConfig(collapse_steps=1, end_on_collapse=True))
+        with pytest.raises(UserError, match=f"step 0: {name} for 1 steps.*end_on_collapse is set"):
+            strict.check(0, well | {"entropy": entropy})
+    assert not Health(DebugConfig(collapse_steps=0)).check(0, well | {"entropy": 0.0})
+
+
+class Drip(http.server.BaseHTTPRequestHandler):
+    """Sends a byte now and then, which no limit of reads notices."""
+
+    def do_POST(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                self.wfile.write(b" ")
+                self.wfile.flush()
+                time.sleep(0.1)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_dripping_endpoint_is_given_up():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Drip) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/"
+        cfg = RewardConfig(timeout_seconds=0.5, retries=1, backoff_seconds=0)
+        began = time.monotonic()
+        with pytest.raises(UserError, match="after 2 tries.*TimeoutError: the response was not wh"):
+            RemoteReward(url, cfg)([], "", {"rendered_prompt": ""})
+        assert time.monotonic() - began < 8
+        server.shutdown()

@@ -36,6 +36,7 @@ LAYERS = {
     # Programs, and what only they use.
     "cli.py": 8,
     "faults.py": 8,
+    "health.py": 8,
     "checkpoint/*": 8,
     "generation.py": 8,
     "inputs.py": 8,
