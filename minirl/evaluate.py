@@ -39,7 +39,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     with errors_of_machines(mesh):
         folder, config, tokenizer, vision = find_model(cfg, mesh)
         env_maker = make_env(cfg.env.name)
-        rewards = make_rewards(cfg.reward)
+        rewards = make_rewards(cfg.reward, mesh.watch)
         scorer = find_other_model(cfg.reward.model, config, 1, "reward.model", scores=True)
         graded = env_maker().graded
         if graded:

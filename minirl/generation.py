@@ -7,8 +7,9 @@ from minirl.data.images import sampling_stops
 from minirl.inputs import Inputs
 from minirl.policy import Policy
 from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rollout.groups import StepRollout
 from minirl.rollout.refit import Refit
-from minirl.rollout.sampler import Sampler, StepRollout
+from minirl.rollout.sampler import Sampler
 
 
 class Generation:

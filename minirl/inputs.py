@@ -76,7 +76,7 @@ class Inputs:
         with errors_of_machines(mesh):
             # What scores the answers.
             self.make_env = make_env(cfg.env.name)
-            self.rewards = make_rewards(cfg.reward)
+            self.rewards = make_rewards(cfg.reward, mesh.watch)
             if cfg.rollout.replay:
                 records.check_steps(Path(cfg.rollout.replay), cfg.num_steps, resume=cfg.resume)
             self.estimator = advantages.find(cfg.algo.advantage)

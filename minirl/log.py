@@ -78,6 +78,11 @@ class Timer:
             self._add_interval()
             self._stack.pop()
 
+    def current(self) -> str:
+        """Return the innermost phase; another thread may ask, too."""
+        stack = self._stack[-1:]
+        return stack[0] if stack else "between steps"
+
     def take(self) -> dict[str, float]:
         """Return seconds by phase since the last call. On CUDA it waits for the device."""
         self._add_interval()

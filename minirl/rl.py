@@ -22,6 +22,7 @@ from minirl.data.packing import pack
 from minirl.errors import UserError
 from minirl.evaluation import evaluate, means_of_step
 from minirl.generation import Generation
+from minirl.health import Health
 from minirl.inputs import Inputs
 from minirl.parallel.mesh import Mesh
 from minirl.plan.workload import rl_workload
@@ -29,7 +30,7 @@ from minirl.policy import Metrics, Minibatch, Policy, learning_rate
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records
 from minirl.supervised import warm_start
-from minirl.trainer import Program, TrainingRun
+from minirl.trainer import GO_ON, Program, TrainingRun
 from minirl.types import Trajectory
 
 # [minibatch][micro-batch] of this rank, as many on every rank. An optimizer step is made of a
@@ -92,6 +93,7 @@ class Trainer(Program):
         self.num_discarded_tokens = 0
         engine_dtype = cfg.policy.dtype if cfg.engine.dtype == "auto" else cfg.engine.dtype
         self.mismatch = MismatchWatch((cfg.policy.dtype, engine_dtype), cfg.rollout.temperature)
+        self.health = Health(cfg.debug)
 
     def train(self) -> None:
         """Train from the first step of the run to the last. All ranks take each step together."""
@@ -99,6 +101,8 @@ class Trainer(Program):
         first_step = self.run.first_step
         if cfg.sft.num_steps and first_step == 0 and "before_rl" not in self.progress.evaluations:
             self.warm_start()
+            if self.run.is_stopping:
+                return
         self.load_reference(first_step)
         if cfg.algo.advantage == "gae":
             self.run.wait_for_export()  # the critic may begin as the result of the warm start
@@ -116,6 +120,9 @@ class Trainer(Program):
             if is_refresh:
                 self.export_reference(step)
             trajectories = self.collect(step)  # refit the engine, sample, score
+            if trajectories is None:  # a signal has interrupted it
+                self.run.stop(step, is_interrupted=True)
+                return
             self.run.wait_for_export()  # a reference's, or in the first step the warm start's
             if is_refresh:
                 self.load_refreshed_reference(step)
@@ -129,10 +136,16 @@ class Trainer(Program):
             self.report(step, trajectories, minibatches, metrics)
             self.adapt_kl_coef(metrics)
             self.run.save_if_due(step + 1)
+            if self.run.is_stopping:
+                self.run.stop(step + 1)
+                return
         self.finish()
 
-    def collect(self, step: int) -> list[Trajectory]:
+    def collect(self, step: int) -> list[Trajectory] | None:
         """Return this rank's part of the step's episodes, scored. Collective.
+
+        With rollout.ahead a signal that asks to stop interrupts it: then it returns None, and the
+        episodes are in the sampler, as they are.
 
         If an evaluation is due, it comes first, while the engine is awake anyway. A ticket is the
         number of a prompt in the run. Raises UserError if no rank has an episode to train on.
@@ -152,6 +165,9 @@ class Trainer(Program):
                 if self.curriculum:
                     self.curriculum.start(first_ticket)
                 rollout = generation.collect_step(first_ticket)
+        if rollout.is_interrupted:  # The step will begin again, behind the tickets that it took.
+            self.progress.extra_tickets += rollout.next_ticket - first_ticket
+            return None
         self.num_extra_prompts = rollout.next_ticket - first_ticket - cfg.rollout.prompts_per_step
         self.progress.extra_tickets += self.num_extra_prompts
         self.num_discarded_tokens = rollout.discarded_tokens
@@ -313,6 +329,8 @@ class Trainer(Program):
         # Older tokens, and those of other weights in a replay, differ for good reasons.
         if self.generation and row["staleness"] == 0 and "mismatch" in metrics:
             self.mismatch.check(step, metrics["mismatch"])
+        for ill in self.health.check(step, row):
+            self.run.log.say(ill)
 
     def adapt_kl_coef(self, metrics: Metrics) -> None:
         """Move the weight of the KL towards `algo.kl_target`, if the policy was updated."""
@@ -344,6 +362,10 @@ class Trainer(Program):
         self.progress.add(self.timer.take())
         with self.timer.phase("sft"):
             num_tokens = warm_start(self.cfg, self.inputs, self.policy, self.run.log)
+        if num_tokens is None:
+            self.run.is_stopping = True
+            self.run.log.say(f"stopped by a signal in the warm start, which begins anew. {GO_ON}")
+            return
         # One phase, because its forward and backward are not RL's.
         self.progress.add({"sft": sum(self.timer.take().values())}, sft=num_tokens)
         self.run.export("sft")  # written while RL begins, unless it begins with loading it

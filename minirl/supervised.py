@@ -126,6 +126,9 @@ class SupervisedTrainer(Program):
             metrics["tokens"] = examples.num_tokens
             run.report("train", step, metrics, ("loss", "tokens"), trained=examples.num_tokens)
             run.save_if_due(step + 1)
+            if run.is_stopping:
+                run.stop(step + 1)
+                return
         run.export_result()  # written while the model is evaluated
         self.evaluate(self.num_steps, "after")
 
@@ -203,14 +206,15 @@ def mark_row(row: dict) -> int:
     return IS_CHAT | (HAS_IMAGES if images.of_chat(messages) else 0)
 
 
-def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int:
+def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int | None:
     """Take `cfg.sft.num_steps` steps of negative log-likelihood on the rows' answers. Collective.
 
     Example n of the run is a function of (seed, n) alone, so any number of ranks sees the same
     examples in the same steps.
 
     Returns:
-        How many tokens this rank trained on.
+        How many tokens this rank trained on; None: a signal has asked to stop, and nothing of the
+        warm start is kept.
     """
     sft = cfg.sft
     policy.start_phase(
@@ -229,6 +233,8 @@ def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int:
         metrics = policy.update(batches, losses.sft(), lr)
         num_tokens += sum(sum(batch.lengths) for batch in batches)
         log.scalars("sft", step, metrics, ("loss",))
+        if policy.mesh.agree_to_stop():
+            return None
     policy.start_phase(cfg.policy)
     return num_tokens
 

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,14 +18,16 @@ from minirl import checkpoint, report
 from minirl.checkpoint import changes, lock
 from minirl.config.parse import save_config
 from minirl.config.shared import Checkpointing, PolicyConfig, TrainingConfig
-from minirl.errors import UserError
-from minirl.files import DISK_FAILURES, write_whole
+from minirl.files import write_whole
 from minirl.log import Log, Timer, say, truncate
 from minirl.parallel.mesh import Mesh
 from minirl.plan.announce import announce
 from minirl.plan.workload import Workload
 from minirl.policy import Metrics, Policy
 from minirl.rollout import records
+
+# What whoever reads the last line of a stopped run has to know.
+GO_ON = "Go on with the same command and --resume"
 
 
 @dataclass(kw_only=True)
@@ -90,7 +92,9 @@ class TrainingRun:
 
         if mesh.rank == 0:
             self._open_folder()
+        self.is_stopping = False  # A signal asks to save after this step, and to leave.
         self.saver = checkpoint.Saver(self.output, cfg.checkpoint, policy)
+        mesh.watch.finish_writing = self._finish_writing
         self.exporter = checkpoint.Exporter(mesh)
         self.outcomes: Callable[[], str] = str  # A curriculum's, for a checkpoint.
         self.log = Log(self.output, rank=mesh.rank, first_step=self.first_step)
@@ -139,6 +143,8 @@ class TrainingRun:
     ) -> None:
         """Log a step of training with the seconds of its phases. Collective.
 
+        Here all ranks agree whether a signal has asked for the end: see `is_stopping`.
+
         Args:
             phase: name of the rows in metrics.jsonl.
             step: number of the step.
@@ -148,7 +154,11 @@ class TrainingRun:
         """
         seconds = self.timer.take()
         own_memory = self.timer.take_memory()
-        speeds = report.slowest(self._of_ranks(seconds), **tokens)
+        # The request travels with the seconds.
+        of_ranks = self._of_ranks(seconds | {"is_requested": float(self.mesh.watch.requested)})
+        requests = [of_rank.pop("is_requested") for of_rank in of_ranks]
+        self.is_stopping = any(requests)
+        speeds = report.slowest(of_ranks, **tokens)
         memory = report.highest(self._of_ranks(own_memory))
         in_gib = {f"gpu_gib/{name}": value for name, value in memory.items()}
         background = {f"time/{name}": value for name, value in self._take_background().items()}
@@ -225,14 +235,46 @@ class TrainingRun:
 
     def save_if_due(self, num_steps: int) -> None:
         """Write a checkpoint if one is due after `num_steps` finished steps. Collective."""
-        cfg = self.cfg.checkpoint
-        if cfg.every and num_steps % cfg.every == 0:
-            self.wait_for_export()  # a run resumed from this checkpoint may need it
-            with self.timer.phase("checkpoint"):
-                self.progress.outcomes = self.outcomes()
-                path = self.saver.save(num_steps, dataclasses.asdict(self.progress))
-            verb = "writing" if cfg.background else "saved"
+        every = self.cfg.checkpoint.every
+        if every and num_steps % every == 0:
+            path = self._save(num_steps)
+            verb = "writing" if self.cfg.checkpoint.background else "saved"
             self.log.say(f"step {num_steps}: {verb} {path}")
+
+    def _save(self, num_steps: int) -> Path:
+        """Write a checkpoint of `num_steps` finished steps; return its folder. Collective."""
+        self.wait_for_export()  # a run resumed from this checkpoint may need it
+        with self.timer.phase("checkpoint"):
+            self.progress.outcomes = self.outcomes()
+            return self.saver.save(num_steps, dataclasses.asdict(self.progress))
+
+    def _finish_writing(self) -> None:
+        """Give the checkpoint under way a minute; called when another thread ends the run."""
+        pending = self.saver.pending
+        if pending:
+            with contextlib.suppress(TimeoutError):
+                pending.exception(60)
+
+    def stop(self, num_steps: int, *, is_interrupted: bool = False) -> None:
+        """Save, if that is not done, and close the log. Collective.
+
+        This is the end of a run that a signal has asked to leave. It can be resumed.
+
+        Args:
+            num_steps: finished steps.
+            is_interrupted: the next one has begun, so that there is more to save.
+        """
+        if self.saver.step != num_steps or is_interrupted:
+            self._save(num_steps)
+        with self.timer.phase("checkpoint"):
+            self.saver.wait()
+        self.log.bar.close()
+        newest = self.output / f"checkpoints/step-{num_steps}"
+        where = f"after {num_steps} steps"
+        if is_interrupted:
+            where += " and in the rollout of the next, whose episodes are kept"
+        self.log.say(f"stopped by a signal {where}; saved {newest}. {GO_ON}")
+        self.log.close()
 
     def export_result(self) -> None:
         """Begin to export the trained model, and the moving average of its weights. Collective.
@@ -294,6 +336,7 @@ class Program(abc.ABC):
         self.cfg = cfg
         self.mesh = mesh
         self.timer = Timer(mesh.device)
+        mesh.watch.phase = self.timer.current
         # What policy.activation_checkpointing = auto stands for; `announce` finds it out.
         self.checkpointing: Checkpointing = "off"
 
@@ -334,22 +377,11 @@ class Program(abc.ABC):
     @classmethod
     def main(cls, cfg: TrainingConfig, mesh: Mesh) -> None:
         """Make the program and train; finish a checkpoint under way however training ends."""
-        output = Path(cfg.output)
-        with lock.released(output), _disk_failures(output):
+        with lock.released(Path(cfg.output)):
             program = cls(cfg, mesh)
+            mesh.watch.can_save = True  # before they agree: from here on a signal is a request
+            if mesh.agree_to_stop():
+                program.run.log.say(f"stopped by a signal before the first step. {GO_ON}")
+                return
             with program.run.saver:
                 program.train()
-
-
-@contextlib.contextmanager
-def _disk_failures(output: Path) -> Iterator[None]:
-    """Raise what a disk without room says as one UserError, whichever file was to be written."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_FAILURES:
-            raise
-        raise UserError(
-            f"output = {output}: writing failed ({error}); make room there, and go on by the same "
-            "command with --resume"
-        ) from error

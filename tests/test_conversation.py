@@ -19,6 +19,7 @@ from minirl.data import chat
 from minirl.envs.base import Env, Raw, Result
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
+from minirl.parallel.watch import Watch
 from minirl.rollout.conversation import Completion, Conversation, Segment
 from minirl.rollout.engine import Sampling
 from minirl.rollout.episode import EnvFailed, Episode, EpisodeRunner
@@ -312,6 +313,7 @@ class Play(Env):
             SimpleNamespace(cfg=SimpleNamespace(max_model_len=10**6)),
             contextlib.nullcontext,
         )
+        self.watch = Watch()
         runner = EpisodeRunner(
             self,
             None,

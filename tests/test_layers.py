@@ -39,6 +39,8 @@ LAYERS = {
     "rollout/*": 7,
     # Programs, and what only they use.
     "cli.py": 8,
+    "faults.py": 8,
+    "health.py": 8,
     "checkpoint/*": 8,
     "generation.py": 8,
     "inputs.py": 8,
@@ -169,7 +171,7 @@ BROAD = {
     "confine/trial.py:_do_pass": "tests that end by any error have failed",
     "confine/grading.py:_grade": "so may a grader at what a policy wrote, which earns 0 then",
     "rewards/functions.py:grade": "so may a user's reward function; the user is told the input",
-    "rollout/episode.py:_call": "and a user's environment, of which only one episode ends",
+    "rollout/episode.py:_within_limit": "and a user's environment, of which only one episode ends",
     "plan/dryrun.py:_result": "a job that crashes is a result of its own, whatever it is; the "
     "process is for all jobs",
     "rewards/server.py:_score_batch": "a forward may raise anything, and every request "

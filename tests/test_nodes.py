@@ -6,8 +6,11 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import textwrap
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -394,29 +397,89 @@ def test_a_rank_that_is_alone_gives_up():
 # SLURM
 
 
-def test_the_batch_script_restarts_and_resumes(tmp_path):
-    """With stand-ins for what SLURM has."""
-    for name, body in {"scontrol": "printf 'n7\\nn8\\n'", "srun": 'printf "%s\\n" "$@"'}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+# Stand-ins. srun passes signals on to its tasks and ends with their code, as SLURM's does; torchrun
+# notes what it was called with and starts a rank, which is stopped by SIGUSR1 only.
+STAND_INS = {
+    "scontrol": """
+        echo "$@" >> calls
+        printf 'n7\\nn8\\n'""",
+    "srun": """
+        while [[ $1 == -* ]]; do shift; done
+        "$@" & task=$!
+        trap 'kill -USR1 $task' USR1
+        while kill -0 $task 2> /dev/null; do wait $task; done
+        wait $task""",
+    ".venv/bin/torchrun": """
+        printf '%s\\n' "$@" > arguments
+        python3 rank.py & rank=$!
+        [[ -e hold ]] || kill -KILL $rank
+        wait $rank""",
+}
+
+
+RANK = """
+import signal, sys
+from pathlib import Path
+
+def stop(number, frame):
+    with open("calls", "a") as calls:
+        print("saved", file=calls)
+    sys.exit(0)
+
+signal.signal(signal.SIGUSR1, stop)  # also where it was ignored, which a shell could not
+Path("up").touch()
+while True:
+    signal.pause()
+"""
+
+
+def batch(folder: Path, *arguments: str) -> subprocess.Popen:
+    """The batch script under way in a folder, with its stand-ins."""
+    for name, body in STAND_INS.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\n{textwrap.dedent(body)}\n")
+        path.chmod(0o755)
+    (folder / "rank.py").write_text(RANK)
     env = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PATH": f"{folder}:{os.environ['PATH']}",
         "SLURM_JOB_NODELIST": "n[7-8]",
         "SLURM_NNODES": "2",
         "SLURM_GPUS_ON_NODE": "4",
         "SLURM_JOB_ID": "123456",
     }
-    script = ROOT / "launch/slurm.sbatch"
-    command = ["bash", script, "--config", "a b.yaml"]
-    out = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
-    launcher, flags = out.split("-m\nminirl.rl\n")
-    assert flags.splitlines() == ["--config", "a b.yaml", "--resume"]
-    srun, _, given = launcher.partition(".venv/bin/torchrun\n")
-    assert srun.splitlines() == ["--kill-on-bad-exit=1"]
-    arguments = run.parse_args([*given.splitlines(), "-m", "minirl.rl"])
-    config, _, _ = run.config_from_args(arguments)
+    command = ["bash", ROOT / "launch/slurm.sbatch", *arguments]
+    return subprocess.Popen(command, env=env, cwd=folder)
+
+
+@pytest.mark.parametrize("program", [[], ["minirl.sft"]])
+def test_the_batch_script_restarts_and_resumes(tmp_path, program):
+    job = batch(tmp_path, *program, "--config", "a b.yaml")
+    assert job.wait(60) == 128 + signal.SIGKILL  # as the rank; the job fails, and is not requeued
+    assert (tmp_path / "calls").read_text() == "show hostnames n[7-8]\n"
+    given = (tmp_path / "arguments").read_text().splitlines()
+    module = given.index("-m")
+    assert given[module + 1] == (program or ["minirl.rl"])[0]
+    assert given[module + 2 :] == ["--config", "a b.yaml", "--resume"]
+    config, _, _ = run.config_from_args(run.parse_args(given))
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 4)
     assert config.max_restarts == 3 and config.run_id == "123456"
     assert config.rdzv_endpoint == "n7:23456"
-    for line in ("--requeue", "--open-mode=append", "--ntasks-per-node=1"):
-        assert f"#SBATCH {line}\n" in script.read_text()
+    assert config.logs_specs.root_log_dir == "logs/123456"
+    script = (ROOT / "launch/slurm.sbatch").read_text()
+    options = ("--requeue", "--open-mode=append", "--ntasks-per-node=1", "--signal=B:USR1@300")
+    for option in options:
+        assert f"#SBATCH {option}\n" in script
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_the_batch_script_stops_its_ranks_and_queues_itself(tmp_path, number):
+    (tmp_path / "hold").touch()
+    job = batch(tmp_path)
+    end = time.monotonic() + 60
+    while not (tmp_path / "up").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    job.send_signal(number)
+    assert job.wait(60) == 0
+    requeued = ["requeue 123456"] if number == signal.SIGUSR1 else []
+    assert (tmp_path / "calls").read_text().splitlines()[1:] == ["saved", *requeued]

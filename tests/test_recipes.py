@@ -658,6 +658,7 @@ class Recorded(Sampler):
         self.runner = SimpleNamespace(failures=[])
         self.training = GroupScheduler(self.runner)
         self.begun, self.waiting, self.prompts = {}, [], None
+        self.is_interrupted = False
         self.engine = SimpleNamespace(timer=Timer(torch.device("cpu")))
         self.engine_loop = EngineLoop(self.engine, repeatable=True)
 

@@ -181,6 +181,8 @@ class Saver(contextlib.AbstractContextManager):
             sync_folder(partial / "state")
             write_checksums(partial, files)
             sync_folder(partial)
+            if final.exists():  # of an interrupted step that was interrupted again
+                final.rename(final.with_name(f"{final.name}.replaced.partial"))
             partial.rename(final)
             sync_folder(final.parent)
             self._rotate()

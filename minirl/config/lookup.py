@@ -64,7 +64,8 @@ def _import_file(file: Path, where: str) -> ModuleType:
     try:
         with _neighbours_of(file.parent):
             spec.loader.exec_module(module)
-    except Exception as error:  # the user's code may raise anything
+    # The user's code may raise anything.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         del sys.modules[name]
         problem = f"{type(error).__name__}: {error}"
         raise UserError(f"{where} does not import: {problem}") from error

@@ -144,11 +144,16 @@ class WarmStartConfig:
 
 @dataclass(kw_only=True)
 class DebugConfig:
-    """Checks that cost time."""
+    """Checks, of which some cost time."""
 
     #: After each refit compare the engine bitwise with a full gather into weights that were all NaN
     #: before; end the run if they differ.
     check_refit: bool = False
+    #: Say it when so many steps in a row are ill in the same way: all rewards of each prompt are
+    #: equal, no answer ends by itself, or the entropy is next to nothing or that of noise.
+    #: 0: never.
+    collapse_steps: NonNegativeInt = 10
+    end_on_collapse: bool = False  # And end the run then.
 
 
 @dataclass(kw_only=True)

@@ -249,8 +249,9 @@ class EnvConfig:
     max_tokens: NonNegativeInt = 0
     #: Calls of environments that are not `async` and run at once on a rank.
     threads: PositiveInt = 64
-    #: Time limit of a `reset` or `step` (of an agent: of the whole `run`). An episode fails if one
-    #: takes longer or raises.
+    #: Time limit of a constructor, a `reset` or a `step` (of an agent: of the whole `run`). An
+    #: episode fails if one takes longer or raises. What cannot be interrupted, because it is
+    #: asynchronous and blocks or will not be cancelled, ends the run.
     timeout_seconds: Seconds = 60.0
     #: A failed episode ends with `error_reward` for its last answer (reward), is left out of its
     #: group (drop), or ends the run (raise).
@@ -313,7 +314,9 @@ class RewardConfig:
     threads: PositiveInt = 4
     #: Environment variable with the key that endpoints want, as a bearer token. Empty: no key.
     api_key_env: str = ""
-    timeout_seconds: Seconds = 60.0  # Time limit of a request to an endpoint.
+    #: Time limit of a call of a function, which ends the run if it takes longer, and of a request
+    #: to an endpoint, from its first byte to its last.
+    timeout_seconds: Seconds = 60.0
     #: Further attempts, each at the next endpoint, when one cannot be reached, is too slow or fails
     #: with status 408, 429 or 5xx.
     retries: Retries = 4
@@ -367,8 +370,8 @@ class ProgramConfig:
     output: str = ""
     """Folder of the run: config, metrics, checkpoints, model. In evaluate: a file for the JSON."""
     seed: Seed = 0
-    #: A collective that waits longer ends the run. It must exceed the difference in rollout time
-    #: between ranks.
+    #: A collective, or a step of the engine, that takes longer ends the run. It must exceed the
+    #: difference in rollout time between ranks.
     timeout_minutes: Minutes = 30.0
 
 

@@ -5,7 +5,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from minirl.config.shared import ParallelConfig
 from minirl.config.validate import validate_parallel
 from minirl.parallel.launch import open_attempt_store
+from minirl.parallel.watch import Watch, this_process
 
 try:
     all_gather_single = dist.all_gather_single
@@ -53,6 +54,7 @@ class World:
     # A gloo twin of the world for numpy arrays and counters, which then never pass the accelerator.
     host_group: ProcessGroup
     store: dist.Store
+    watch: Watch = field(default_factory=Watch)  # Of this process.
 
     def sums(self, values: Tensor) -> Tensor:
         """Add a CPU tensor over all ranks, in place, and return it."""
@@ -168,6 +170,10 @@ class World:
         """Wait until all ranks are here."""
         dist.barrier(group=self.host_group)
 
+    def agree_to_stop(self) -> bool:
+        """Return whether a signal has asked any rank to save and leave. Collective."""
+        return bool(self.maxima(torch.tensor(self.watch.requested, dtype=torch.int64)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(World):
@@ -226,13 +232,14 @@ def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = 
     return arrange(open_world(timeout_minutes), parallel, timedelta(minutes=timeout_minutes))
 
 
-def open_world(timeout_minutes: float = 30.0) -> World:
+def open_world(timeout_minutes: float = 30.0, watch: Watch | None = None) -> World:
     """Join the ranks that torchrun started; without torchrun, be a world of one.
 
     CUDA ranks get NCCL for device tensors and gloo for host ones. vLLM reuses this default group.
 
     Args:
         timeout_minutes: how long a collective may wait for the other ranks.
+        watch: of this process, which then hears from the other ranks; None: one that is deaf.
     """
     if "RANK" not in os.environ:
         os.environ.update(
@@ -272,10 +279,15 @@ def open_world(timeout_minutes: float = 30.0) -> World:
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timeout,
         )
-    return make_world(device, timeout)
+    world = make_world(device, timeout, watch)
+    if watch:
+        watch.join(world.store, world.rank, world.gather(this_process(world.rank)))
+    return world
 
 
-def make_world(device: torch.device, timeout: timedelta | None = None) -> World:
+def make_world(
+    device: torch.device, timeout: timedelta | None = None, watch: Watch | None = None
+) -> World:
     """Return the world of an initialised default process group. Collective."""
     if device.type == "cuda":
         host_group = dist.new_group(backend="gloo", timeout=timeout)
@@ -287,6 +299,7 @@ def make_world(device: torch.device, timeout: timedelta | None = None) -> World:
         device=device,
         host_group=host_group,
         store=dist.distributed_c10d._get_default_store(),
+        watch=watch or Watch(),
     )
 
 
@@ -340,6 +353,7 @@ def arrange(
         device=world.device,
         host_group=world.host_group,
         store=world.store,
+        watch=world.watch,
         fsdp=whole[fsdp_axes],
         context=context,
         tensor=whole["tp"],

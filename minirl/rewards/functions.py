@@ -17,6 +17,7 @@ import copy
 import math
 import numbers
 import re
+from functools import partial
 from pkgutil import resolve_name
 
 import numpy as np
@@ -25,6 +26,7 @@ from minirl import sandbox
 from minirl.config.lookup import find_function
 from minirl.config.shared import RewardConfig
 from minirl.errors import UserError, require
+from minirl.parallel.watch import Watch
 from minirl.rewards import RewardFunction, RowPrompt, graders
 from minirl.rewards.http import RemoteReward
 
@@ -37,11 +39,24 @@ FENCE_FLAGS = re.DOTALL | re.IGNORECASE
 class Rewards:
     """A weighted sum of reward functions."""
 
-    def __init__(self, *weighted: tuple[float, RewardFunction, str]):
-        """`weighted`: weight, function and name of each."""
+    def __init__(
+        self,
+        *weighted: tuple[float, RewardFunction, str],
+        seconds: float = math.inf,
+        watch: Watch | None = None,
+    ):
+        """Take the functions.
+
+        Args:
+            weighted: weight, function and name of each.
+            seconds: time limit of a call of a function that has none of its own.
+            watch: of the process, which ends the run if a call takes longer; None: none does.
+        """
         self.weighted = weighted
         self._has_graders = any(name in graders.GRADERS for _, _, name in weighted)
         self._stop_reports = graders.StopReports()
+        self.seconds = seconds
+        self.watch = watch or Watch()
 
     def check_supported(self) -> None:
         """Refuse a function that cannot work on this machine. Raises UserError."""
@@ -83,9 +98,12 @@ class Rewards:
         Raises:
             UserError: As `grade` does.
         """
-        values = {
-            name: grade(function, name, row, completion) for _, function, name in self.weighted
-        }
+        values = {}
+        for _, function, name in self.weighted:
+            seconds = math.inf if _has_own_limit(function, name) else self.seconds
+            too_slow = partial(_describe_too_slow, name, seconds, row, completion)
+            with self.watch.limit(seconds, too_slow):
+                values[name] = grade(function, name, row, completion)
         stopped = {n: v for n, v in values.items() if isinstance(v, graders.StoppedGrade)}
         for name, value in stopped.items():
             self._stop_reports.report(name, value, completion)
@@ -109,6 +127,23 @@ def _why_no_answer(answer: object) -> str:
     )
 
 
+def _has_own_limit(function: RewardFunction, name: str) -> bool:
+    """Whether a call ends in time by itself: an endpoint's, a grader's, or that of a sandbox."""
+    return isinstance(function, RemoteReward) or name in graders.GRADERS or name == "python_tests"
+
+
+def _describe_too_slow(name: str, seconds: float, row: dict, completion: str) -> str:
+    return (
+        f"reward.function = {name} took longer than reward.timeout_seconds = {seconds:g} for "
+        f"{_inputs(row, completion)}; mend it, or raise reward.timeout_seconds"
+    )
+
+
+def _inputs(row: dict, completion: str) -> str:
+    """Return what a function was called with, for errors."""
+    return f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
+
+
 def _names_generator(row: dict) -> bool:
     metadata = row.get("metadata")
     return isinstance(metadata, dict) and isinstance(metadata.get("source_dataset"), str)
@@ -121,7 +156,7 @@ def grade(function: RewardFunction, name: str, row: dict, completion: str) -> fl
         UserError: The function raises, or returns anything but one finite number. The answer cannot
             be left out of its group, and any number in place of its reward would be learned.
     """
-    inputs = f"prompt {str(row['prompt'])[:80]!r}, completion {completion[:80]!r}"
+    inputs = _inputs(row, completion)
     try:
         # A row of its own: the samples of a prompt are scored at the same time, from one row.
         own = copy.deepcopy(row)
@@ -129,7 +164,8 @@ def grade(function: RewardFunction, name: str, row: dict, completion: str) -> fl
         valid = isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
     except UserError:
         raise
-    except Exception as error:  # the user's code may raise anything
+    # The user's code may raise anything. sys.exit is no end of the run, either.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise UserError(
             f"reward.function = {name} raised {type(error).__name__}: {error} for {inputs}"
         ) from error
@@ -142,8 +178,12 @@ def grade(function: RewardFunction, name: str, row: dict, completion: str) -> fl
     return value if isinstance(value, graders.StoppedGrade) else float(value)
 
 
-def make_rewards(cfg: RewardConfig) -> Rewards:
+def make_rewards(cfg: RewardConfig, watch: Watch | None = None) -> Rewards:
     """Return the sum that `reward.function` and `reward.weights` describe.
+
+    Args:
+        cfg: the section of the config.
+        watch: of the process, for reward.timeout_seconds; None: there is no time limit.
 
     Raises:
         UserError: A function is not found, or functions and weights do not fit.
@@ -164,7 +204,8 @@ def make_rewards(cfg: RewardConfig) -> Rewards:
     )
     functions = [_find_function(name, cfg) for name in names]
     weights = cfg.weights or [1.0] * len(names)
-    return Rewards(*zip(weights, functions, names, strict=True))
+    weighted = zip(weights, functions, names, strict=True)
+    return Rewards(*weighted, seconds=cfg.timeout_seconds, watch=watch)
 
 
 def _find_function(name: str, cfg: RewardConfig) -> RewardFunction:

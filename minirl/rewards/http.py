@@ -85,8 +85,8 @@ class RemoteReward:
                 time.sleep(self.cfg.backoff_seconds * 2 ** (attempt - 1))
             url = next(self.urls)
             try:
-                response = self.client.post(url, json=body)
-            except httpx.RequestError as error:
+                response = self._post(url, body)
+            except (httpx.RequestError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
                 continue
             if response.is_success:
@@ -107,3 +107,21 @@ class RemoteReward:
             f"reward.timeout_seconds = {self.cfg.timeout_seconds}), the last with {problem}; "
             "see that it runs and can be reached from every node"
         )
+
+    def _post(self, url: str, body: dict) -> httpx.Response:
+        """Send a request, and return the response if it is whole in time.
+
+        httpx limits the time between two bytes, and a server may send them slowly for ever. So the
+        request has a thread, which is left behind if it is late.
+
+        Raises:
+            TimeoutError: it took longer than reward.timeout_seconds in all.
+            httpx.RequestError: there is no response.
+        """
+        thread = ThreadPoolExecutor(1, thread_name_prefix="request")
+        pending = thread.submit(self.client.post, url, json=body)
+        thread.shutdown(wait=False)
+        try:
+            return pending.result(self.cfg.timeout_seconds)
+        except TimeoutError as error:
+            raise TimeoutError("the response was not whole in time") from error

@@ -6,14 +6,17 @@ and sends the others, before each step, the requests to add and to abort.
 """
 
 import asyncio
+import contextlib
 import itertools
+import math
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minirl.data.images import ImageSpan
+from minirl.parallel.watch import Limit, Watch
 from minirl.rollout.conversation import Completion, unexpanded
 from minirl.rollout.engine import EngineOutput, RolloutEngine, Sampling
 
@@ -40,6 +43,9 @@ class Request:
 _Entry = tuple[Request, asyncio.Future[Completion]]
 
 
+CLOSE_SECONDS = 5.0  # For tasks that are cancelled when the loop closes.
+
+
 class EngineLoop:
     """Steps an engine while episodes and the endpoint ask it for completions.
 
@@ -49,18 +55,34 @@ class EngineLoop:
         active_episodes: episodes that are at work and not waiting for a completion.
         may_step: False: do not step the engine any more in this run.
         discarded_tokens: tokens that were sampled and thrown away, since `take_discarded`.
+        watch: ends the run when the loop stands still.
     """
 
-    def __init__(self, engine: RolloutEngine, *, repeatable: bool):
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        repeatable: bool,
+        watch: Watch | None = None,
+        step_seconds: float = math.inf,
+        turn_seconds: float = math.inf,
+    ):
         """Make the loop.
 
         Args:
             engine: the engine, awake while `run` runs.
             repeatable: step the engine only when every active episode waits for a completion, so
                 that what it computes together does not depend on how long environments take.
+            watch: of the process; None: there are no time limits.
+            step_seconds: time limit of a step of the engine.
+            turn_seconds: time limit of what an environment does in the loop without awaiting.
         """
         self.engine = engine
         self.repeatable = repeatable
+        self.watch = watch or Watch()
+        self.step_seconds = step_seconds
+        self.turn_seconds = turn_seconds
+        self._turn_limit: Limit | None = None  # While the loop runs.
         self.loop = asyncio.new_event_loop()
         self.version = 0
         self.active_episodes = 0
@@ -73,12 +95,19 @@ class EngineLoop:
         self._paused: list[_Entry] = []  # Unfinished when the last run ended.
 
     def close(self) -> None:
-        """Cancel everything that still runs in the loop, and close it."""
-        while tasks := asyncio.all_tasks(self.loop):
-            for task in tasks:
-                task.cancel()
-            self.loop.run_until_complete(asyncio.wait(tasks))
-        self.loop.close()
+        """Cancel everything that still runs in the loop, and close it.
+
+        Tasks of a user's code that swallow the cancellation are left behind.
+        """
+        with self._limited_turns():
+            for _ in range(2):  # What is cancelled may begin new tasks.
+                tasks = asyncio.all_tasks(self.loop)
+                for task in tasks:
+                    task.cancel()
+                if tasks:
+                    self.loop.run_until_complete(asyncio.wait(tasks, timeout=CLOSE_SECONDS))
+        if not asyncio.all_tasks(self.loop):
+            self.loop.close()
 
     # ----------------------------------------------------------------------------------------------
     # for those who need a completion
@@ -122,7 +151,8 @@ class EngineLoop:
         None; they take part in the leader's steps and return None.
         """
         if main:
-            return self.loop.run_until_complete(self._drive(main))
+            with self._limited_turns():
+                return self.loop.run_until_complete(self._drive(main))
         while self._tick():
             pass
         return None
@@ -131,6 +161,40 @@ class EngineLoop:
         """Go on with the requests that earlier runs left unfinished."""
         self._waiting = self._paused + self._waiting
         self._paused = []
+
+    @contextlib.contextmanager
+    def _limited_turns(self) -> Iterator[None]:
+        """End the run if the loop stands still in the block, for nothing in the loop could."""
+        with self.watch.limit(self.turn_seconds, self._describe_turn) as limit:
+            self._turn_limit = limit
+            beat = self.loop.call_soon(self._beat)
+            try:
+                yield
+            finally:
+                beat.cancel()
+                self._turn_limit = None
+
+    def _beat(self) -> None:
+        """Note that the loop turns, and do so again soon."""
+        if self._turn_limit:
+            self.watch.renew(self._turn_limit)
+            self.loop.call_later(min(1.0, self.turn_seconds / 4), self._beat)
+
+    def _describe_turn(self) -> str:
+        task = asyncio.current_task(self.loop)
+        name = task.get_name() if task else "no task"
+        return (
+            "an environment keeps the engine's loop from turning for longer than "
+            f"env.timeout_seconds = {self.turn_seconds:g}, in {name}. An async function must await "
+            "what takes long; one that blocks should be an ordinary function, which runs in a "
+            "thread"
+        )
+
+    def _describe_step(self) -> str:
+        return (
+            f"a step of the engine takes longer than timeout_minutes = {self.step_seconds / 60:g}, "
+            f"with {len(self._running)} requests; another rank of the engine, or the GPU, is stuck"
+        )
 
     async def _drive(self, main: Coroutine) -> Any:
         self.may_step = True
@@ -161,13 +225,18 @@ class EngineLoop:
 
         Returns False at the end of a run, when every request has been aborted.
         """
+        if self._turn_limit:
+            self._turn_limit.deadline = math.inf  # A step has a limit of its own.
         orders = self._orders(more) if self.engine.is_leader else None
         more, aborted, added = self.engine.tensor_parallel_broadcast(orders)
         self.engine.abort(aborted)
         for arguments in added:
             self.engine.add(*arguments)
         if more:
-            self._record(self.engine.step())
+            with self.watch.limit(self.step_seconds, self._describe_step):
+                self._record(self.engine.step())
+        if self._turn_limit:
+            self.watch.renew(self._turn_limit)
         return more
 
     def _orders(self, more: bool) -> tuple[bool, list[str], list[tuple]]:
@@ -255,7 +324,7 @@ async def in_thread(function: Callable, *arguments: object) -> Any:
     def work() -> None:
         try:
             future.set_result(function(*arguments))
-        except Exception as error:  # It is raised again where the call was made.
+        except BaseException as error:  # It is raised again where the call was made.
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()

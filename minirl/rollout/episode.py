@@ -1,13 +1,12 @@
 """An episode: the environment and the policy take turns until one of them or a budget ends it."""
 
 import asyncio
-import contextlib
 import dataclasses
 import inspect
 import json
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +28,8 @@ from minirl.rollout.engine import Sampling
 from minirl.rollout.engine_loop import EngineLoop, Request, in_thread
 from minirl.types import UNSET, Trajectory
 
+CANCEL_SECONDS = 1.0  # At least, for what an environment does when it is cancelled.
+
 
 class EnvFailed(Exception):
     """An environment raised, was too slow, or returned what it must not."""
@@ -41,7 +42,7 @@ class Episode:
     ticket: int
     number: int  # Of the sample in its group.
     row: dict
-    env: Env
+    env: Env = UNSET  # Made when the episode begins.
     conversation: Conversation
     segment: Segment = UNSET  # The one that goes on, once it has begun.
     messages: list[dict] = field(default_factory=list)
@@ -83,6 +84,9 @@ class EpisodeRunner:
         rewards: Rewards,
         cfg: RLConfig | EvaluateConfig,
         endpoint: Any = None,
+        make_env: Callable[[], Env] = Env,
+        *,
+        makes_in_thread: bool = False,
     ):
         """Make the runner.
 
@@ -92,6 +96,8 @@ class EpisodeRunner:
             cfg: of the program. Its seed is that of all samples, together with ticket, number and
                 turn.
             endpoint: that of server.py, for agents.
+            make_env: makes the environment of an episode.
+            makes_in_thread: it may block, and does not mind where it is called.
         """
         self.engine_loop = engine_loop
         self.rewards = rewards
@@ -99,6 +105,9 @@ class EpisodeRunner:
         self.system_prompt = cfg.data.system_prompt
         self.seed = cfg.seed
         self.endpoint = endpoint
+        self.makes_agents = endpoint is not None
+        self.make_env = make_env
+        self.makes_in_thread = makes_in_thread
         self.threads = asyncio.Semaphore(self.cfg.threads)
         self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
         self.failures: list[str] = []
@@ -147,7 +156,7 @@ class EpisodeRunner:
                 **e.info,
             }
         reward = e.reward
-        if e.env.graded and not e.error:
+        if not e.error and e.env.graded:
             reward += self.rewards(e.row, e.answer, info)
         return e.conversation.trajectories(
             group=e.ticket, episode=e.number, reward=reward, info=info
@@ -162,6 +171,8 @@ class EpisodeRunner:
         return bool(e.error) and self.cfg.on_error == "drop"
 
     async def _run_to_end(self, e: Episode) -> None:
+        if e.env is UNSET:
+            e.env = await self._make_env()
         try:
             if isinstance(e.env, Agent):
                 await self._run_agent(e, e.env)
@@ -310,6 +321,17 @@ class EpisodeRunner:
             tokenizer = e.conversation.tokenizer
             e.answer = decode(tokenizer, last.tokens[begin:], skip_special_tokens=True)
 
+    async def _make_env(self) -> Env:
+        """Make the environment of an episode. Raises EnvFailed if it cannot be made in time."""
+
+        async def make_here() -> Env:
+            return self.make_env()
+
+        if not self.makes_in_thread:
+            return await self._within_limit("its constructor", make_here())
+        async with self.threads:
+            return await self._within_limit("its constructor", in_thread(self.make_env))
+
     async def _call(self, function: Callable, *arguments: object) -> Any:
         """Call a function of the environment, in a thread unless it is asynchronous.
 
@@ -317,25 +339,36 @@ class EpisodeRunner:
             UserError: as the function does.
             EnvFailed: it raised anything else, or was too slow.
         """
-        direct = inspect.iscoroutinefunction(function)
-        async with contextlib.nullcontext() if direct else self.threads:
-            try:
-                async with asyncio.timeout(self.cfg.timeout_seconds):
-                    if direct:
-                        return await function(*arguments)
-                    return await in_thread(function, *arguments)
-            except UserError:
-                raise
-            except TimeoutError as error:
-                raise EnvFailed(
-                    f"{function.__qualname__} took longer than env.timeout_seconds = "
-                    f"{self.cfg.timeout_seconds}"
-                ) from error
-            # The user's code may raise anything, and only its own episode must end.
-            except Exception as error:
-                raise EnvFailed(
-                    f"{function.__qualname__} raised {type(error).__name__}: {error}"
-                ) from error
+        name = function.__qualname__
+        if inspect.iscoroutinefunction(function):
+            return await self._within_limit(name, function(*arguments))
+        async with self.threads:
+            return await self._within_limit(name, in_thread(function, *arguments))
+
+    async def _within_limit(self, name: str, call: Coroutine) -> Any:
+        """Await a call of the user's code, of this name; raises as `_call` does.
+
+        What does not end when it is cancelled ends the run.
+        """
+        seconds = self.cfg.timeout_seconds
+
+        def describe() -> str:
+            return (
+                f"env.name = {self.cfg.name}: {name} goes on after env.timeout_seconds = "
+                f"{seconds:g}, though it was cancelled; let asyncio.CancelledError pass"
+            )
+
+        try:
+            with self.engine_loop.watch.limit(2 * seconds + CANCEL_SECONDS, describe):
+                async with asyncio.timeout(seconds):
+                    return await call
+        except UserError:
+            raise
+        except TimeoutError as error:
+            raise EnvFailed(f"{name} took longer than env.timeout_seconds = {seconds}") from error
+        # The user's code may raise anything, and only its own episode must end.
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            raise EnvFailed(f"{name} raised {type(error).__name__}: {error}") from error
 
 
 def _check_messages(value: Any) -> None:

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from minirl.envs.base import Agent
 from minirl.rollout.episode import Episode, EpisodeRunner
 from minirl.rollout.pacing import IsEnough
 from minirl.types import Trajectory
@@ -35,6 +34,21 @@ class Group:
     def num_sampled(self) -> int:
         """Return the number of tokens that have been sampled for it, but for dropped episodes."""
         return sum(e.num_sampled() for e in self.episodes)
+
+
+@dataclass(kw_only=True)
+class StepRollout:
+    """What the rollout of a training step gives. All but the first field are of all ranks."""
+
+    trajectories: list[Trajectory]  # This rank's part.
+    num_trajectories: int
+    next_ticket: int  # The first ticket of the next step.
+    failures: list[str]  # Why episodes failed.
+    # Tokens that were sampled since the last step and will not be trained on: groups that dynamic
+    # sampling leaves out, episodes that are dropped, requests that an agent gave up.
+    discarded_tokens: int
+    # A signal has interrupted it: there are no trajectories, and all groups go on in the next one.
+    is_interrupted: bool = False
 
 
 class GroupScheduler:
@@ -104,9 +118,10 @@ class GroupScheduler:
             self._num_active += 1
             # The engine must not step before all episodes that begin together have made their first
             # request. When an agent, which asks through the endpoint, will do so is unknown.
-            if not isinstance(episode.env, Agent):
+            if not self.runner.makes_agents:
                 self.runner.engine_loop.active_episodes += 1
-            task = asyncio.create_task(self.runner.run(episode))
+            name = f"episode {episode.number} of prompt {episode.ticket}: {str(episode.row)[:200]}"
+            task = asyncio.create_task(self.runner.run(episode), name=name)
             self._episode_of[task] = group, episode
             task.add_done_callback(self._ended.put_nowait)
             group.tasks.append(task)
@@ -119,7 +134,7 @@ class GroupScheduler:
         except TimeoutError:
             return
         group, episode = self._episode_of.pop(task)
-        if not isinstance(episode.env, Agent):
+        if not self.runner.makes_agents:
             self.runner.engine_loop.mark_idle()
         if task.exception():
             self._error = self._error or task.exception()

@@ -7,10 +7,10 @@ arXiv 2501.12599, sec. 2.6.2). pacing.py says when groups begin and which of the
 """
 
 import copy
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -26,7 +26,7 @@ from minirl.rollout.conversation import Conversation
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.episode import Episode, EpisodeRunner
-from minirl.rollout.groups import Group, GroupScheduler
+from minirl.rollout.groups import Group, GroupScheduler, StepRollout
 from minirl.rollout.pacing import Goal, GroupState, Pace
 from minirl.rollout.saved import (
     SavedGroup,
@@ -38,18 +38,7 @@ from minirl.rollout.saved import (
 from minirl.rollout.tickets import deal, pull
 from minirl.types import Trajectory
 
-
-@dataclass(kw_only=True)
-class StepRollout:
-    """What the rollout of a training step gives. All but the first field are of all ranks."""
-
-    trajectories: list[Trajectory]  # This rank's part.
-    num_trajectories: int
-    next_ticket: int  # The first ticket of the next step.
-    failures: list[str]  # Why episodes failed.
-    # Tokens that were sampled since the last step and will not be trained on: groups that dynamic
-    # sampling leaves out, episodes that are dropped, requests that an agent gave up.
-    discarded_tokens: int
+REQUEST = -1  # In place of a ticket: a signal has asked this rank to save and leave.
 
 
 class Sampler:
@@ -87,17 +76,41 @@ class Sampler:
         self.cfg = cfg
         pulls = {"pull": True, "round_robin": False, "auto": engine.on_cuda}
         self.pulls = pulls[cfg.rollout.tickets]
-        self.engine_loop = EngineLoop(engine, repeatable=not self.pulls)
+        self.engine_loop = EngineLoop(
+            engine,
+            repeatable=not self.pulls,
+            watch=self.mesh.watch,
+            step_seconds=60 * cfg.timeout_minutes,
+            turn_seconds=cfg.env.timeout_seconds,
+        )
         self.endpoint = None
-        if engine.is_leader and isinstance(make_env(), Agent):
+        self.is_interrupted = False  # The rollout of this training step, by a signal, on any rank.
+        example = self._make_example()
+        if engine.is_leader and isinstance(example, Agent):
             from minirl.rollout.server import Endpoint  # Slow to import; only agents need it.
 
             self.endpoint = Endpoint(self.engine_loop, prompts, cfg.endpoint)
-        self.runner = EpisodeRunner(self.engine_loop, rewards, cfg, self.endpoint)
+        first_call = example.run if isinstance(example, Agent) else example.reset
+        self.runner = EpisodeRunner(
+            self.engine_loop,
+            rewards,
+            cfg,
+            self.endpoint,
+            make_env,
+            # What is asynchronous may belong to the thread that made it.
+            makes_in_thread=not inspect.iscoroutinefunction(first_call),
+        )
         self.training = GroupScheduler(self.runner)
         self.begun: dict[int, GroupState] = {}
         self.waiting: list[int] = []
         self.counter_numbers = itertools.count()  # One for each pair of counters on the store.
+
+    def _make_example(self) -> Env:
+        """Make an environment, to see of which kind they are."""
+        cfg = self.cfg.env
+        too_slow = f"env.name = {cfg.name}: its constructor takes longer than env.timeout_seconds"
+        with self.mesh.watch.limit(cfg.timeout_seconds, lambda: too_slow):
+            return self.make_env()
 
     def close(self) -> None:
         """Stop the endpoint and the loop."""
@@ -136,6 +149,7 @@ class Sampler:
             UserError: a reward function failed, or an environment with env.on_error raise.
         """
         self.engine_loop.version = version
+        self.runner.failures.clear()
         make_group = partial(self._make_group, prompts, num_samples, sampling, version)
         goals = [Goal(version, len(tickets))]
         groups = self._run_groups(
@@ -197,6 +211,9 @@ class Sampler:
             states |= self._exchange_states(groups)
             most_new -= self._return_tickets(tickets, states)
             goals = []
+            if self.is_interrupted:
+                self.training.groups |= finished
+                return self._step_rollout([], first)
         trajectories = self._take_chosen(finished, states, pace.choose(states.values()))
         return self._step_rollout(trajectories, first)
 
@@ -232,17 +249,29 @@ class Sampler:
             rows.append((group.ticket, group.version, True, is_varied, len(trajectories), rank))
         for group in self.training.groups.values():
             rows.append((group.ticket, group.version, False, False, 0, rank))
+        if self._may_interrupt():
+            rows.append((REQUEST, 0, False, False, 0, rank))
 
         with self.engine.timer.phase("idle"):
             table = self.mesh.gather_array(np.array(rows, np.int64).reshape(-1, 6))
         self.begun = {}
         finished_of_all: dict[int, GroupState] = {}
         for ticket, version, is_finished, is_varied, num_trajectories, of_rank in table.tolist():
+            if ticket == REQUEST:
+                self.is_interrupted = True
+                continue
             state = GroupState(
                 ticket, version, bool(is_finished), bool(is_varied), num_trajectories, of_rank
             )
             (finished_of_all if is_finished else self.begun)[ticket] = state
         return finished_of_all
+
+    def _may_interrupt(self) -> bool:
+        """Return whether this rank wants to interrupt the rollout of a training step.
+
+        Only with rollout.ahead does a checkpoint hold unfinished episodes.
+        """
+        return bool(self.cfg.rollout.ahead) and self.mesh.watch.requested
 
     def _is_varied(self, trajectories: list[Trajectory]) -> bool:
         """Return whether a group's mean reward is inside rollout.keep_inside, if that matters."""
@@ -286,6 +315,7 @@ class Sampler:
             next_ticket=next_ticket,
             failures=sum(self.mesh.gather(failures), []) if num_failures else [],
             discarded_tokens=discarded_tokens,
+            is_interrupted=self.is_interrupted,
         )
 
     # ----------------------------------------------------------------------------------------------
@@ -330,6 +360,12 @@ class Sampler:
         # everything. A group begins only where all its episodes have room.
         share = math.ceil((len(begun) + len(tickets)) / num_engines)
         room = min(self.engine.cfg.max_num_seqs, share * num_samples) - num_samples + 1
+        if scheduler is self.training:
+            goals_reached = is_enough
+
+            def is_enough(versions: list[int]) -> bool:
+                return self._may_interrupt() or goals_reached(versions)
+
         return self.engine_loop.run(scheduler.run(map(make_group, own_tickets), room, is_enough))
 
     def _make_group(
@@ -342,7 +378,6 @@ class Sampler:
                 ticket=ticket,
                 number=i,
                 row=copy.deepcopy(row),  # an environment may change it
-                env=self.make_env(),
                 conversation=Conversation(prompts.tokenizer, prompts.vision),
                 sampling=sampling,
             )
@@ -405,6 +440,8 @@ class Sampler:
         """
         num_samples = self.cfg.rollout.samples_per_prompt
         group = self._make_group(self.prompts, num_samples, sampling, saved.version, saved.ticket)
+        for episode in group.episodes:
+            episode.env = self.make_env()
         if not restore_episodes(group, saved):
             return False
         self.training.groups[saved.ticket] = group

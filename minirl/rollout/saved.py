@@ -28,6 +28,7 @@ from minirl.rollout.episode import Episode
 from minirl.rollout.groups import Group
 from minirl.rollout.plain import NotPlain, PlainReader, PlainWriter
 from minirl.rollout.records import from_record, to_record
+from minirl.types import UNSET
 
 # What a line raises that is of another version, or that somebody has written by hand.
 BAD_LINE = (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError)
@@ -46,7 +47,7 @@ def write_group(group: Group) -> str:
     """Return a group as a line. Waits for the rewards of episodes that have ended."""
     num_sampled = [e.num_sampled() for e in group.episodes]
     anew = write_anew(group.ticket, num_sampled)
-    if any(isinstance(e.env, Agent) and not e.outcome for e in group.episodes):
+    if any(_cannot_go_on(e) for e in group.episodes):
         return anew
     saved = {"ticket": group.ticket, "version": group.version, "num_sampled": num_sampled}
     try:
@@ -54,6 +55,11 @@ def write_group(group: Group) -> str:
         return json.dumps(saved, default=np.ndarray.tolist)
     except (NotPlain, TypeError, RecursionError):  # TypeError: of json, for what a row or info has
         return anew
+
+
+def _cannot_go_on(e: Episode) -> bool:
+    """Whether an episode has not ended, and is an agent's or has no environment yet."""
+    return not e.outcome and (e.env is UNSET or isinstance(e.env, Agent))
 
 
 def write_anew(ticket: int, num_sampled: list[int]) -> str:
@@ -80,6 +86,8 @@ def read_line(line: str) -> SavedGroup:
 
 def restore_episodes(group: Group, saved: SavedGroup) -> bool:
     """Put the saved episodes in the place of a new group's. Those beyond its number are left out.
+
+    Episodes of the group need environments, in which the saved values are put.
 
     Returns:
         False if one of them cannot be restored; then the group is as new.

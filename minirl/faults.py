@@ -1,0 +1,85 @@
+"""What the failures of a rank mean, and what to do about them.
+
+`launch/README.md` has the table of them.
+"""
+
+import torch
+import torch.distributed as dist
+
+from minirl.files import DISK_FAILURES
+from minirl.parallel.watch import Watch
+
+# What gloo, NCCL and the store say of other ranks.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process")
+LATE = ("Timed out waiting", "timed out after", "Timeout waiting", "wait timeout after")
+
+SECONDS_TO_REPLY = 3.0
+SECONDS_OF_A_CAUSE = 2.0
+
+
+def explain(error: BaseException, watch: Watch, minutes: float, output: str) -> str | None:
+    """Return what an error means, in place of its traceback. None: it is a bug.
+
+    If it comes from another rank that has failed, this process leaves: the other one says why.
+
+    Args:
+        error: what ended the program on this rank.
+        watch: of the rank.
+        minutes: how long a collective waits.
+        output: folder or file that the program writes; empty: none.
+    """
+    text = f"{type(error).__name__}: {error}"
+    where = f"rank {watch.rank} in phase {watch.phase()}"
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"{where}: the GPU's memory is used up: {error}\n{_gpu_memory()}"
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in text:
+        return (
+            f"{where}: the host's memory is used up: {text}\nLower tokens_per_rank, "
+            "engine.kv_cache_gb or engine.max_model_len, or start fewer ranks on a machine; "
+            "`python -m minirl.plan` shows what takes what"
+        )
+    if isinstance(error, OSError) and error.errno in DISK_FAILURES:
+        return (
+            f"{where}: a file cannot be written: {error}\nMake room (output = {output!r}), or "
+            "mend the file system; a training run then goes on with --resume from its newest "
+            "checkpoint"
+        )
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        return (
+            f"{where}: {type(error).__name__} ({error}) was raised by code that the program "
+            "called. Nothing but its own end may end a run; mend the code, and raise an exception "
+            "that says what is wrong"
+        )
+    if isinstance(error, RuntimeError) and any(said in text for said in LATE):
+        watch.wait_for_cause(SECONDS_OF_A_CAUSE)
+        doing = watch.describe_all(SECONDS_TO_REPLY)
+        return (
+            f"{where} has waited longer than timeout_minutes = {minutes:g} for the other ranks "
+            f"({_first_line(text)}). This is what the ranks are doing; one of them is stuck, or "
+            f"needs longer than the others (then raise timeout_minutes):\n{doing}"
+        )
+    if isinstance(error, dist.DistError) or any(said in text for said in LOST):
+        watch.wait_for_cause(SECONDS_OF_A_CAUSE)
+        return (
+            f"{where} has lost another rank, which has not said why ({_first_line(text)}); look "
+            "for what ended first in the logs of the other machines"
+        )
+    return None
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0]
+
+
+def _gpu_memory() -> str:
+    """Return who has the GPU's memory, and what to change."""
+    free, total = (num / 2**30 for num in torch.cuda.mem_get_info())
+    tensors = torch.cuda.memory_allocated() / 2**30
+    reserved = torch.cuda.memory_reserved() / 2**30
+    return (
+        f"Of {total:.1f} GiB, {free:.1f} are free; this rank's tensors have {tensors:.1f}, what "
+        f"torch keeps for them {reserved - tensors:.1f}, and engine, CUDA and other processes "
+        f"{total - free - reserved:.1f}. Lower tokens_per_rank, set "
+        "policy.activation_checkpointing full, or (if it was the engine) lower "
+        "engine.gpu_memory_utilization; `python -m minirl.plan` shows what takes what"
+    )

@@ -1,0 +1,387 @@
+"""What a rank hears beside its work: signals, the ends of other ranks, and time limits.
+
+A thread of its own hears them, because the main thread may stand in a collective for minutes. It
+ends the process where the main thread cannot. One rank says why; the others hear that from the
+store and leave in silence.
+
+Signals ask a training program to save and to leave:
+
+* The first SIGTERM, SIGUSR1, SIGINT or SIGHUP, on any rank, is a request. All ranks agree on it
+  where they meet anyway, at the end of a step.
+* A SIGINT after it ends all ranks at once. So does any signal after a SIGINT: torchrun sends SIGINT
+  for the first Ctrl-C and SIGTERM for the second.
+* A SIGTERM that comes because another rank has failed is no request: torchrun ends the others so.
+"""
+
+import contextlib
+import itertools
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple, NoReturn
+
+import torch.distributed as dist
+
+from minirl.log import say
+
+# Exit codes.
+DONE = 0
+CRASH = 1
+BAD_INPUT = 2
+BY_SIGNAL = 128  # And the signal's number, as shells say it.
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+TICK_SECONDS = 0.25  # Limits are looked at so often.
+LOOK_SECONDS = 1.0  # And the store and the other ranks so often.
+NUM_FRAMES = 8  # Of a stack, the innermost ones.
+
+# Keys of the store.
+NEWS = "minirl/news"  # Counts what was written to the keys below.
+TOLD = "minirl/told"  # Counts who wanted to say why the run ends; the first one does.
+OVER = "minirl/over"  # The exit code with which all ranks leave.
+STOP = "minirl/stop"  # The name of the signal that asked for a checkpoint.
+ASKED = "minirl/asked"  # Somebody wants to know what all ranks are doing.
+DOING = "minirl/doing"  # /RANK: the reply.
+ENDED = "minirl/ended"  # Counts the ranks that have done all their work.
+LEFT = "minirl/left"  # Counts the ranks that have left before that.
+
+
+class Peer(NamedTuple):
+    """Another rank: where its process is, and when it began, in ticks of its machine's clock."""
+
+    rank: int
+    host: str
+    pid: int
+    began: str
+
+
+@dataclass
+class Limit:
+    """A time limit of something that a thread is at."""
+
+    seconds: float
+    what: Callable[[], str]  # Says what took longer; called in another thread.
+    thread: int = field(default_factory=threading.get_ident)
+    deadline: float = 0.0  # By `Watch.clock`.
+
+
+class Watch:
+    """The watch of a rank; it hears nothing before `listen`.
+
+    Attributes:
+        requested: a signal to this rank, or to another that has told it, asks to save and leave.
+        can_save: the program will look at `requested`. Before that, a signal ends it at once.
+        goes_on: a program that ends at once can be started again with --resume.
+        clock: seconds that this process has run. It stands still while the process is stopped, so
+            that no limit is over when it goes on.
+        phase: returns what the main thread is at.
+        finish_writing: waits a while for what is written beside training, before a limit ends it.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.can_save = False
+        self.goes_on = False
+        self.clock = 0.0
+        self.phase: Callable[[], str] = lambda: "start"
+        self.finish_writing: Callable[[], None] = lambda: None
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = 1
+        self._store: dist.Store | None = None
+        self._has_store = False  # The store is in this process and ends with it.
+        self._peers: list[Peer] = []
+        self._limits: dict[int, Limit] = {}
+        self._limit_numbers = itertools.count()
+        self._had_interrupt = False  # A SIGINT is the request.
+        self._has_ended = False  # All ranks have done their work; nothing is a failure any more.
+        self._has_replied = False
+
+    # ----------------------------------------------------------------------------------------------
+    # beginning and end
+
+    def listen(self) -> None:
+        """Take the signals, and start the thread. Only the main thread may call it."""
+        heard, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, _ignore)
+            signal.siginterrupt(number, False)
+        threading.Thread(target=self._run, args=(heard,), name="watch", daemon=True).start()
+
+    def join(self, store: dist.Store, rank: int, peers: list[Peer]) -> None:
+        """Hear from the other ranks, too.
+
+        Args:
+            store: of all ranks. The watch talks to it over a connection of its own, because the
+                main thread may wait in it.
+            rank: of this process.
+            peers: all ranks, in rank order. Of those on this machine it sees when they end.
+        """
+        self.rank = rank
+        self.world_size = len(peers)
+        here = peers[rank].host
+        self._peers = [p for p in peers if p.rank != rank and p.host == here and _is_alive(p)]
+        own_store = store.clone()
+        own_store.set_timeout(timedelta(seconds=30))
+        self._store = own_store
+        agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._has_store = rank == 0 and not agents_store
+
+    def end(self) -> None:
+        """Wait until all ranks have done their work. From then on no end of a rank is a failure."""
+        self._has_ended = True
+        store = self._store
+        if store is None:
+            return
+        with contextlib.suppress(dist.DistError):  # The rank that had the store has left.
+            num_ended = store.add(ENDED, 1)
+            while num_ended < self.world_size:
+                time.sleep(0.01)
+                self._leave_if_over(store)
+                num_ended = store.add(ENDED, 0)
+
+    # ----------------------------------------------------------------------------------------------
+    # time limits
+
+    @contextlib.contextmanager
+    def limit(self, seconds: float, what: Callable[[], str]) -> Iterator[Limit]:
+        """End the run if the block takes longer.
+
+        For what cannot be interrupted in any other way. `renew` starts the time again.
+
+        Args:
+            seconds: of a process that runs.
+            what: says what took longer, and what to do.
+        """
+        limit = Limit(seconds, what)
+        self.renew(limit)
+        number = next(self._limit_numbers)
+        self._limits[number] = limit
+        try:
+            yield limit
+        finally:
+            del self._limits[number]
+
+    def renew(self, limit: Limit) -> None:
+        """Let the time of a limit begin now."""
+        limit.deadline = self.clock + limit.seconds
+
+    def _check_limits(self) -> None:
+        for limit in list(self._limits.values()):
+            if self.clock > limit.deadline:
+                where = f"phase {self.phase()}, stack:\n{stack_of(limit.thread)}"
+                message = f"error: rank {self.rank}: {limit.what()}\nIt stands in {where}"
+                self.end_all(message, BAD_INPUT)
+
+    # ----------------------------------------------------------------------------------------------
+    # the end of all ranks
+
+    def end_all(self, message: str, code: int) -> NoReturn:
+        """Say why the run ends, unless another rank has, and end this rank and all others.
+
+        It can be called in any thread, and does not return.
+        """
+        store = self._store
+        is_first = True  # If the store is gone, whoever had it could not say why.
+        with contextlib.suppress(dist.DistError):
+            is_first = store is None or store.add(TOLD, 1) == 1
+        if is_first:
+            print(f"\nminirl: {message}", file=sys.stderr, flush=True)
+            if threading.current_thread() is not threading.main_thread():
+                self.finish_writing()  # while the other ranks, which it needs, are there
+        self._leave_all(code)
+
+    def _leave_all(self, code: int) -> NoReturn:
+        """Let all ranks leave with an exit code."""
+        store = self._store
+        with contextlib.suppress(dist.DistError):
+            if store is not None:
+                self._announce(store, OVER, str(code))
+                num_left = store.add(LEFT, 1)
+                end = time.monotonic() + 2 * LOOK_SECONDS
+                while self._has_store and num_left < self.world_size and time.monotonic() < end:
+                    time.sleep(0.02)
+                    num_left = store.add(LEFT, 0)
+        leave(code)
+
+    def wait_for_cause(self, seconds: float) -> None:
+        """Leave if another rank is, or comes to be, the reason why this one fails.
+
+        Call it when something has failed that depends on other ranks.
+        """
+        end = time.monotonic() + seconds
+        while self._store is not None and time.monotonic() < end:
+            self._look(self._store)
+            time.sleep(0.05)
+
+    def describe_all(self, seconds: float) -> str:
+        """Return what all ranks are doing, as far as they reply in time."""
+        store = self._store
+        if store is None:
+            return self.describe()
+        replies = []
+        with contextlib.suppress(dist.DistError):
+            self._announce(store, ASKED, "1")
+            end = time.monotonic() + seconds
+            for rank in range(self.world_size):
+                key = f"{DOING}/{rank}"
+                if rank == self.rank:
+                    replies.append(self.describe())
+                    continue
+                while not store.check([key]) and time.monotonic() < end:
+                    time.sleep(0.05)
+                silent = f"rank {rank} does not reply: it is stopped, or its machine is gone"
+                replies.append(store.get(key).decode() if store.check([key]) else silent)
+        return "\n".join(replies)
+
+    def describe(self) -> str:
+        """Return what this rank is doing: its phase, and where its main thread stands."""
+        main = threading.main_thread().ident
+        assert main is not None
+        return f"rank {self.rank} is in phase {self.phase()}, stack:\n{stack_of(main)}"
+
+    # ----------------------------------------------------------------------------------------------
+    # the thread
+
+    def _run(self, heard: int) -> None:
+        """Hear. Bytes of `heard` are the numbers of signals."""
+        began = time.monotonic()
+        looked = began
+        while True:
+            ready, _, _ = select.select([heard], [], [], TICK_SECONDS)
+            now = time.monotonic()
+            self.clock += min(now - began, 2 * TICK_SECONDS)  # More: the process was stopped.
+            began = now
+            store = self._store
+            for number in os.read(heard, 64) if ready else b"":
+                if number in SIGNALS:
+                    self._take(signal.Signals(number))
+            if store is not None and not self._has_ended and now - looked > LOOK_SECONDS:
+                looked = now
+                try:
+                    self._look(store)
+                except dist.DistError:  # The main thread will notice, and knows more.
+                    self._store = None
+            self._check_limits()
+
+    def _take(self, number: signal.Signals) -> None:
+        """Take a signal: it is the request, or ends all ranks."""
+        if self._has_ended:
+            return
+        store = self._store
+        if store is not None and number == signal.SIGTERM:
+            try:
+                self._look(store)  # leaves if another rank has failed
+            except dist.DistError:
+                leave(CRASH)  # torchrun ends the ranks beside one that had the store
+        is_second = self.requested and (number == signal.SIGINT or self._had_interrupt)
+        if is_second or not self.can_save:
+            self._end_at_once(number)
+        if number == signal.SIGINT:
+            self._had_interrupt = True
+        if not self.requested:
+            self.requested = True
+            self._say_once(f"{number.name}: the checkpoint of this step is the last thing to do")
+            with contextlib.suppress(dist.DistError):
+                if store is not None:
+                    self._announce(store, STOP, number.name)
+
+    def _end_at_once(self, number: signal.Signals) -> NoReturn:
+        """End all ranks without a checkpoint, as the signal asks for."""
+        hint = "; go on with --resume" if self.goes_on else ""
+        nothing = "nothing is saved" if self.requested else "there is nothing to save yet"
+        self._say_once(f"{number.name}: ended at once, {nothing}{hint}", to_end=True)
+        code = DONE if self.goes_on and not self.requested else BY_SIGNAL + number
+        self._leave_all(code)
+
+    def _say_once(self, message: str, *, to_end: bool = False) -> None:
+        """Print a line, unless another rank has."""
+        key = TOLD if to_end else f"{STOP}/told"
+        store = self._store
+        with contextlib.suppress(dist.DistError):
+            if store is None or store.add(key, 1) == 1:
+                say(message)
+
+    def _look(self, store: dist.Store) -> None:
+        """Look at what others have written, and whether those of this machine are alive."""
+        dead = [peer for peer in self._peers if not _is_alive(peer)]
+        if store.add(NEWS, 0):
+            self._leave_if_over(store)
+            if store.check([STOP]):
+                self.requested = True
+            if not self._has_replied and store.check([ASKED]):
+                self._has_replied = True
+                store.set(f"{DOING}/{self.rank}", self.describe())
+        if dead and not self._has_ended:
+            peer = dead[0]
+            self.end_all(
+                f"error: rank {peer.rank} (process {peer.pid} on {peer.host}) is gone without a "
+                "word: it was killed, by hand or by the kernel for its memory (see dmesg), or it "
+                "crashed; what it printed last, or its log, may say why",
+                CRASH,
+            )
+
+    def _leave_if_over(self, store: dist.Store) -> None:
+        if store.check([OVER]):
+            code = int(store.get(OVER))
+            store.add(LEFT, 1)
+            leave(code)
+
+    @staticmethod
+    def _announce(store: dist.Store, key: str, value: str) -> None:
+        store.set(key, value)
+        store.add(NEWS, 1)
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Do nothing: the watch has read the signal from the wakeup descriptor."""
+
+
+def this_process(rank: int) -> Peer:
+    """Return this process, as the other ranks know it."""
+    pid = os.getpid()
+    return Peer(rank, socket.gethostname(), pid, _stat(pid)[19])
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; none if the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _is_alive(peer: Peer) -> bool:
+    """Whether the process of a rank runs on this machine."""
+    stat = _stat(peer.pid)
+    return bool(stat) and stat[0] not in "ZX" and stat[19] == peer.began
+
+
+def stack_of(thread: int) -> str:
+    """Return the innermost frames of a thread's Python stack."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "  (the thread has ended)"
+    return "".join(traceback.format_stack(frame)[-NUM_FRAMES:]).rstrip()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, without destructors and without waiting for threads.
+
+    Destructors would wait for ranks that still wait for this one, and a thread of a user's code may
+    never end.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
+            stream.flush()
+    os._exit(code)

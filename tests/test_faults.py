@@ -1,0 +1,469 @@
+"""What ends a run before its time: signals, time limits, other ranks, and the user's code. Each is
+told once, by its cause, and no run hangs."""
+
+import contextlib
+import errno
+import http.server
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny
+from minirl.checkpoint.state import finished
+from minirl.config.rl import DebugConfig
+from minirl.config.shared import RewardConfig
+from minirl.errors import UserError
+from minirl.faults import explain
+from minirl.health import Health
+from minirl.parallel.watch import Watch
+from minirl.rewards.http import RemoteReward
+from nodes import Job, Node
+from programs import Ended, fork, torchrun
+from test_program import read, repeatable
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks with an engine each")
+
+# Beside the time that the machine takes for anything at all.
+SECONDS = 60
+
+USER = '''
+import asyncio, json, os, re, sys, threading, time
+from pathlib import Path
+from minirl.envs import Env, Result
+
+here = Path(__file__).parent
+rank = os.environ.get("RANK", "0")
+
+def good(prompt, completion, row):
+    return len(completion) / 10
+
+def note(prompt, completion, row):
+    """Tell the test that a rollout is under way."""
+    (here / "scored").write_text("")
+    time.sleep(0.05)
+    return len(completion) / 10
+
+def sleeps(prompt, completion, row):
+    time.sleep(1000 if rank == "0" else 0)
+    return 1.0
+
+def exits(prompt, completion, row):
+    sys.exit(0)
+
+def interrupts(prompt, completion, row):
+    raise KeyboardInterrupt
+
+def leaves(prompt, completion, row):
+    if rank == "1":
+        os._exit(0)
+    return 1.0
+
+def leaves_thread(prompt, completion, row):
+    if threading.active_count() < 50:
+        threading.Thread(target=time.sleep, args=(1000,)).start()
+    return len(completion) / 10
+
+def stops(prompt, completion, row):
+    if rank == "1":
+        os.kill(os.getpid(), 19)
+    return 1.0
+
+class Asynchronous(Env):
+    graded = True
+    async def reset(self, row):
+        return row["prompt"]
+    async def step(self, state):
+        return Result(done=True)
+
+class Slow(Asynchronous):
+    """Six turns, and so a second at least."""
+    async def step(self, state):
+        await asyncio.sleep(0.2)
+        return Result(observation="more", done=state.turn == 5)
+
+class Fails(Asynchronous):
+    async def reset(self, row):
+        raise RuntimeError("no server")
+
+class Blocks(Asynchronous):
+    async def step(self, state):
+        time.sleep(1000)
+
+class Swallows(Asynchronous):
+    async def step(self, state):
+        while True:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                pass
+
+class Exits(Asynchronous):
+    async def step(self, state):
+        sys.exit(0)
+
+class Later(Env):
+    """A constructor that fails when the run is under way."""
+    made = 0
+    graded = True
+    def __init__(self):
+        Later.made += 1
+        if Later.made > 3:
+            self.fail()
+    def reset(self, row):
+        return row["prompt"]
+    def step(self, state):
+        return Result(done=True)
+
+class BlocksLater(Later):
+    def fail(self):
+        time.sleep(1000)
+
+class RaisesLater(Later):
+    def fail(self):
+        raise RuntimeError("no more of them")
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    tiny.make(folder / "model")
+    rows = [json.dumps({"prompt": f"{i} times {i}", "answer": str(i * i)}) for i in range(20)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    pairs = [json.dumps({"messages": chat(i)}) for i in range(20)]
+    (folder / "chats.jsonl").write_text("\n".join(pairs))
+    (folder / "user.py").write_text(USER)
+    return folder
+
+
+def chat(number: int) -> list[dict]:
+    return [
+        {"role": "user", "content": f"{number}?"},
+        {"role": "assistant", "content": "yes" * (number % 3 + 1)},
+    ]
+
+
+def flags(folder: Path, output: Path, *more: object) -> list:
+    given = {
+        "output": output,
+        "policy.model": folder / "model",
+        "policy.dtype": "float32",
+        "policy.lr": 1e-3,
+        "data.train": folder / "rows.jsonl",
+        "data.held-out": 2,
+        "data.max-prompt-tokens": 32,
+        "reward.function": f"{folder}/user.py:good",
+        "reward.timeout-seconds": 30,
+        "num-steps": 2,
+        "rollout.prompts-per-step": 2,
+        "rollout.samples-per-prompt": 2,
+        "rollout.max-tokens": 6,
+        "eval.every": 0,
+        "engine.kv-cache-gb": 0.01,
+        "env.timeout-seconds": 30,
+        "timeout-minutes": 1,
+    }
+    pairs = [[f"--{name}", value] for name, value in given.items()]
+    return [*sum(pairs, []), *more]
+
+
+# --------------------------------------------------------------------------------------------------
+# signals
+
+
+def start(folder: Path, module: str, given: list, log: Path) -> Job:
+    """Two ranks under an agent of torchrun, in forks."""
+    return Job([Node("127.0.0.1", folder)], module, [given], log)
+
+
+def stop(job: Job, number: int, to: list) -> tuple[Ended, float]:
+    """Send a signal to processes; return how the job ended, and after how many seconds."""
+    began = time.monotonic()
+    for process in to:
+        os.kill(process.pid, number)
+    ended = job.end(SECONDS)
+    return ended, time.monotonic() - began
+
+
+def steps(output: Path, phase: str = "rl") -> list[int]:
+    path = output / "metrics.jsonl"
+    if not path.exists():
+        return []
+    return [row["step"] for row in read(path) if row["phase"] == phase]
+
+
+def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_bitwise(folder, tmp_path):
+    """The only process that the signal does not reach is the real torchrun."""
+    out = tmp_path / "out"
+    given = flags(folder, out, "--num-steps", 12, "--resume")  # in an empty folder, it begins
+    running = torchrun("minirl.rl", given, tmp_path / "log")
+    running.wait_for(lambda: len(steps(out)) >= 2, 300)
+    began = time.monotonic()
+    running.ranks()[1].send_signal(signal.SIGUSR1)
+    ended = running.end(SECONDS)
+    print(f"SIGUSR1: ended after {time.monotonic() - began:.1f} s")
+    assert ended.code == 0, ended.err
+    assert "Traceback" not in ended.err and not ended.errors()
+    assert ended.err.count("SIGUSR1: the checkpoint of this step") == 1
+    (saved,) = finished(out)
+    assert saved < 12 and steps(out) == list(range(saved))
+    assert f"stopped by a signal after {saved} steps; saved" in ended.err
+    assert "the same command and --resume" in ended.err
+
+    resumed = fork("minirl.rl", given, tmp_path / "resumed", world=2)
+    undisturbed = flags(folder, tmp_path / "whole", "--num-steps", 12)
+    whole = fork("minirl.rl", undisturbed, tmp_path / "whole-log", world=2)
+    assert resumed.code == whole.code == 0, resumed.err + whole.err
+    rows = [repeatable(read(tmp_path / name / "metrics.jsonl")) for name in ("out", "whole")]
+    assert rows[0] == rows[1]
+    weights = [load_file(tmp_path / name / "model/model.safetensors") for name in ("out", "whole")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_torchrun_passes_signals_on_and_waits(folder, tmp_path, number):
+    out = tmp_path / "out"
+    given = {
+        "output": out,
+        "policy.model": folder / "model",
+        "policy.dtype": "float32",
+        "num-steps": 10**6,
+        "batch-size": 4,
+        "data.train": folder / "chats.jsonl",
+        "data.held-out": 2,
+        "data.max-tokens": 64,
+    }
+    pairs = [[f"--{name}", value] for name, value in given.items()]
+    job = start(folder, "minirl.sft", sum(pairs, []), tmp_path / "log")
+    job.wait_for(lambda: len(steps(out, "train")) > 2)
+    ranks = job.agents[0].ranks().values()
+    ended, seconds = stop(job, number, [job.agents[0].process])
+    print(f"{number.name}: ended after {seconds:.1f} s")
+    assert not any(p.is_running() for p in ranks)
+    assert ended.err.count(f"{number.name}: the checkpoint of this step") == 1, ended.err
+    assert ended.err.count("stopped by a signal after") == 1
+    assert " crashed\n" not in ended.err and "Traceback" not in ended.err and not ended.errors()
+    assert list(finished(out)) == [len(steps(out, "train"))]
+
+
+def test_a_second_interrupt_ends_all_at_once(folder, tmp_path):
+    """torchrun sends SIGTERM for it."""
+    given = flags(folder, tmp_path / "out", "--reward.function", f"{folder}/user.py:sleeps")
+    job = start(folder, "minirl.rl", given, tmp_path / "log")
+    printed = job.agents[0].log.read_text
+    job.wait_for(lambda: "no finished checkpoint" in printed() or "writing" in printed())
+    job.wait_for((tmp_path / "out/metrics.jsonl").exists)
+    time.sleep(1)
+    os.kill(job.agents[0].process.pid, signal.SIGINT)
+    job.wait_for(lambda: "SIGINT: the checkpoint" in printed(), 30)
+    ended, seconds = stop(job, signal.SIGINT, [job.agents[0].process])
+    print(f"second SIGINT: ended after {seconds:.1f} s")
+    assert ended.err.count("ended at once, nothing is saved; go on with --resume") == 1, ended.err
+    assert "Traceback" not in ended.err and "stopped by" not in ended.err
+    assert not (tmp_path / "out/checkpoints").exists()
+
+
+def test_a_signal_before_the_first_step_ends_at_once(folder, tmp_path):
+    """With code 0: whoever queued the job starts it again."""
+    (folder / "slow.py").write_text("import time\ntime.sleep(1000)\n")
+    given = flags(folder, tmp_path / "out", "--reward.function", f"{folder}/slow.py:f")
+    job = start(folder, "minirl.rl", given, tmp_path / "log")
+    job.wait_for(lambda: len(job.agents[0].ranks()) == 2)
+    time.sleep(3)
+    ended, _ = stop(job, signal.SIGUSR1, list(job.agents[0].ranks().values())[:1])
+    assert ended.code == 0, ended.err
+    assert ended.err.count("there is nothing to save yet; go on with --resume") == 1, ended.err
+
+
+def test_a_rollout_ahead_is_interrupted_and_goes_on(folder, tmp_path):
+    out = tmp_path / "out"
+    turns = ["--env.name", f"{folder}/user.py:Slow", "--env.max-turns", 9]
+    room = ["--engine.max-model-len", 300, "--rollout.ahead", 2, "--num-steps", 3]
+    given = flags(folder, out, *turns, *room, "--resume")
+    num_kept = 0
+    for attempt in range(3):
+        job = start(folder, "minirl.rl", given, tmp_path / f"log-{attempt}")
+        job.wait_for(lambda n=attempt: len(steps(out)) == n)
+        job.wait_for(lambda job=job: "rl:" in job.agents[0].log.read_text())
+        time.sleep(0.5)
+        ended, _ = stop(job, signal.SIGUSR1, list(job.agents[0].ranks().values())[:1])
+        assert ended.code == 0 and "Traceback" not in ended.err, ended.err
+        num_kept += "in the rollout of the next, whose episodes are kept" in ended.err
+    assert num_kept
+    ended = fork("minirl.rl", given, tmp_path / "last", world=2)
+    assert ended.code == 0, ended.err
+    assert steps(out) == [0, 1, 2]
+    assert sum(row.get("rollout/discarded_tokens", 0) for row in read(out / "metrics.jsonl")) == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# time limits, and the user's code
+
+
+def reward(name: str) -> list[str]:
+    return ["--reward.function", f"USER:{name}"]
+
+
+def env(name: str) -> list[str]:
+    return ["--env.name", f"USER:{name}", "--env.timeout-seconds", "1", "--env.on-error", "raise"]
+
+
+# case -> (ranks, flags, exit code, what the one message says)
+CASES = {
+    "a reward sleeps": (
+        2,
+        [*reward("sleeps"), "--reward.timeout-seconds", "2"],
+        2,
+        ["rank 0: reward.function = ", ":sleeps took longer than reward.timeout_seconds = 2 for "]
+        + ["prompt '", "completion '", "in phase evaluate", "time.sleep(1000"],
+    ),
+    "a reward exits": (1, reward("exits"), 2, ["raised SystemExit: 0 for prompt"]),
+    "a reward interrupts": (1, reward("interrupts"), 2, ["raised KeyboardInterrupt:  for prompt"]),
+    "a reward ends its process": (2, reward("leaves"), 1, ["rank 1 (process", "is gone without"]),
+    "an environment blocks": (
+        1,
+        env("Blocks"),
+        2,
+        ["keeps the engine's loop from turning for longer than env.timeout_seconds = 1, in epi"]
+        + ["of prompt", "time.sleep(1000)"],
+    ),
+    "an environment swallows": (
+        1,
+        env("Swallows"),
+        2,
+        ["Swallows.step goes on after env.timeout_seconds = 1, though it was cancelled"],
+    ),
+    "an environment exits": (1, env("Exits"), 2, ["Exits.step raised SystemExit: 0"]),
+    "a constructor blocks": (
+        1,
+        env("BlocksLater"),
+        2,
+        ["its constructor took longer than env.timeout_seconds = 1.0"],
+    ),
+    "a constructor raises": (
+        1,
+        env("RaisesLater"),
+        2,
+        ["its constructor raised RuntimeError: no more of them"],
+    ),
+    "every episode fails": (
+        1,
+        [*env("Fails"), "--env.on-error", "drop"],
+        2,
+        ["evaluation: no episode can be scored: Fails.reset raised RuntimeError: no server"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_ends_and_says_why_once(folder, tmp_path, case):
+    world, own, code, texts = CASES[case]
+    own = [flag.replace("USER", f"{folder}/user.py") for flag in own]
+    given = flags(folder, tmp_path / "out", *own)
+    ended = fork("minirl.rl", given, tmp_path / "log", SECONDS, world=world)
+    assert ended.code == code, ended.err
+    assert len(ended.errors()) == 1 and " crashed\n" not in ended.err, ended.err
+    for text in texts:
+        assert text in ended.err, ended.err
+
+
+def test_a_rank_that_is_stopped_is_named(folder, tmp_path):
+    """And the run ends, after the time limit of collectives."""
+    given = flags(folder, tmp_path / "out", "--timeout-minutes", 0.2)
+    given += ["--reward.function", f"{folder}/user.py:stops"]
+    ended = fork("minirl.rl", given, tmp_path / "log", SECONDS, world=2)
+    assert ended.code == 1 and len(ended.errors()) == 1, ended.err
+    assert "has waited longer than timeout_minutes = 0.2 for the other ranks" in ended.err
+    assert "rank 1 does not reply: it is stopped" in ended.err
+    assert "rank 0 is in phase evaluate" in ended.err or "rank 0 is in phase idle" in ended.err
+
+
+def test_threads_that_are_left_do_not_hold_the_exit(folder, tmp_path):
+    given = flags(folder, tmp_path / "out", "--reward.function", f"{folder}/user.py:leaves_thread")
+    ended = fork("minirl.rl", given, tmp_path / "log", SECONDS, world=2)
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "out/summary.json").exists()
+
+
+def test_the_memory_of_a_gpu_is_explained():
+    memory = {"mem_get_info": (2**30, 80 * 2**30), "memory_allocated": 40 * 2**30}
+    memory["memory_reserved"] = 50 * 2**30
+    watch = Watch()
+    watch.phase = lambda: "backward"
+    with contextlib.ExitStack() as stack:
+        for name, value in memory.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda v=value: v))
+        text = explain(torch.OutOfMemoryError("tried to allocate 2 GiB"), watch, 30)
+    assert "rank 0 in phase backward: the GPU's memory is used up: tried to allocate" in text
+    assert "Of 80.0 GiB, 1.0 are free; this rank's tensors have 40.0, what torch keeps" in text
+    assert "them 10.0, and engine, CUDA and other processes 29.0. Lower tokens_per_rank" in text
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "out/x"), "a file cannot be written: "),
+        (MemoryError(), "the host's memory is used up"),
+        (SystemExit(0), "SystemExit (0) was raised by code that the program called"),
+        (KeyboardInterrupt(), "KeyboardInterrupt () was raised by code"),
+        (RuntimeError("[pair.cc] Connection closed by peer"), "has lost another rank"),
+        (RuntimeError("Timed out waiting 9ms for recv"), "longer than timeout_minutes = 30 for"),
+        (RuntimeError("a bug"), None),
+        (FileNotFoundError(errno.ENOENT, "no such file", "x"), None),
+    ],
+)
+def test_failures_are_explained(error, said):
+    text = explain(error, Watch(), 30)
+    assert text is None if said is None else said in text and "rank 0 in phase start" in text
+
+
+def test_lasting_symptoms_are_said_once():
+    well = {"equal_groups": 0.5, "reward": 0.3, "stopped": 1, "answer_tokens": 9, "entropy": 1}
+    health = Health(DebugConfig(collapse_steps=3))
+    steps = [well, *[well | {"equal_groups": 1.0}] * 4, well, *[well | {"stopped": 0.0}] * 3]
+    said = [health.check(i, metrics) for i, metrics in enumerate(steps)]
+    assert [len(lines) for lines in said] == [0, 0, 0, 1, 0, 0, 0, 0, 1]
+    assert said[3][0].startswith("step 3: equal rewards for 3 steps: all answers to each prompt")
+    assert said[8][0].startswith("step 8: runaway length for 3 steps: no answer ends by itself")
+    for entropy, name in ((1e-4, "no entropy"), (7.0, "runaway entropy")):
+        strict = Health(DebugConfig(collapse_steps=1, end_on_collapse=True))
+        with pytest.raises(UserError, match=f"step 0: {name} for 1 steps.*end_on_collapse is set"):
+            strict.check(0, well | {"entropy": entropy})
+    assert not Health(DebugConfig(collapse_steps=0)).check(0, well | {"entropy": 0.0})
+
+
+class Drip(http.server.BaseHTTPRequestHandler):
+    """Sends a byte now and then, which no limit of reads notices."""
+
+    def do_POST(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                self.wfile.write(b" ")
+                self.wfile.flush()
+                time.sleep(0.1)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_dripping_endpoint_is_given_up():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Drip) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/"
+        cfg = RewardConfig(timeout_seconds=0.5, retries=1, backoff_seconds=0)
+        began = time.monotonic()
+        with pytest.raises(UserError, match="after 2 tries.*TimeoutError: the response was not wh"):
+            RemoteReward(url, cfg)([], "", {"rendered_prompt": ""})
+        assert time.monotonic() - began < 8
+        server.shutdown()
