@@ -401,7 +401,7 @@ def test_the_memory_of_a_gpu_is_explained():
     with contextlib.ExitStack() as stack:
         for name, value in memory.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda v=value: v))
-        text = explain(torch.OutOfMemoryError("tried to allocate 2 GiB"), watch, 30)
+        text = explain(torch.OutOfMemoryError("tried to allocate 2 GiB"), watch, 30, "out")
     assert "rank 0 in phase backward: the GPU's memory is used up: tried to allocate" in text
     assert "Of 80.0 GiB, 1.0 are free; this rank's tensors have 40.0, what torch keeps" in text
     assert "them 10.0, and engine, CUDA and other processes 29.0. Lower tokens_per_rank" in text
@@ -421,7 +421,7 @@ def test_the_memory_of_a_gpu_is_explained():
     ],
 )
 def test_failures_are_explained(error, said):
-    text = explain(error, Watch(), 30)
+    text = explain(error, Watch(), 30, "out")
     assert text is None if said is None else said in text and "rank 0 in phase start" in text
 
 
