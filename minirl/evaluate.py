@@ -62,13 +62,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         reads_images=vision is not None,
         num_answers=len(rows) * cfg.eval.samples,
     )
-    with errors_of_all(mesh):
-        wrong = engine.names_of_not_finite()
-        require(
-            not wrong,
-            f"model = {folder} has NaN or infinity in {len(wrong)} of the engine's weights, "
-            f"{', '.join(wrong[:3])}; take another checkpoint",
-        )
+    _check_finite(engine, folder, mesh)
     sampler = Sampler(engine, env_maker, rewards, prompts, cfg)
     stop_ids = chat.stop_token_ids(tokenizer, folder)
     reward_model = None
@@ -99,6 +93,17 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
             Path(cfg.output).write_text(text + "\n")
     sampler.close()
     engine.close()
+
+
+def _check_finite(engine: RolloutEngine, folder: Path, mesh: Mesh) -> None:
+    """Raise UserError, on all ranks, if weights of the engine are NaN or infinite."""
+    with errors_of_all(mesh):
+        wrong = engine.names_of_not_finite()
+        require(
+            not wrong,
+            f"model = {folder} has NaN or infinity in {len(wrong)} of the engine's weights, "
+            f"{', '.join(wrong[:3])}; take another checkpoint",
+        )
 
 
 def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:

@@ -95,6 +95,22 @@ def write_curves(folder: Path) -> Path:
     return path
 
 
+def accuracies(evaluations: dict[str, dict]) -> dict[str, float | None]:
+    """Return the accuracies of a run for its summary; None for an evaluation that it has not made.
+
+    Args:
+        evaluations: results by name: before_sft, before_rl, after_rl.
+    """
+    accuracy = {name: result["scores"]["accuracy"] for name, result in evaluations.items()}
+    after_sft = accuracy.get("before_rl") if "before_sft" in accuracy else None
+    return {
+        "accuracy before SFT": accuracy.get("before_sft"),
+        "accuracy after SFT": after_sft,
+        "accuracy before RL": accuracy.get("before_rl"),
+        "accuracy after RL": accuracy.get("after_rl"),
+    }
+
+
 def write_answers(folder: Path, evaluations: dict[str, dict]) -> None:
     """Write answers.json, and print the answers before and after RL."""
     answers = {name: evaluation["answers"] for name, evaluation in evaluations.items()}

@@ -91,18 +91,16 @@ class Trainer(Program):
         # Of the current step: prompts that dynamic sampling took, tokens that were thrown away.
         self.num_extra_prompts = 0
         self.num_discarded_tokens = 0
-        engine_dtype = cfg.policy.dtype if cfg.engine.dtype == "auto" else cfg.engine.dtype
-        self.mismatch = MismatchWatch((cfg.policy.dtype, engine_dtype), cfg.rollout.temperature)
+        self.mismatch = MismatchWatch(cfg)
         self.health = Health(cfg.debug)
 
     def train(self) -> None:
         """Train from the first step of the run to the last. All ranks take each step together."""
         cfg = self.cfg
         first_step = self.run.first_step
-        if cfg.sft.num_steps and first_step == 0 and "before_rl" not in self.progress.evaluations:
-            self.warm_start()
-            if self.run.is_stopping:
-                return
+        has_begun = first_step > 0 or "before_rl" in self.progress.evaluations
+        if cfg.sft.num_steps and not has_begun and not self.warm_start():
+            return
         self.load_reference(first_step)
         if cfg.algo.advantage == "gae":
             self.run.wait_for_export()  # the critic may begin as the result of the warm start
@@ -326,9 +324,8 @@ class Trainer(Program):
             generated=generated,
             trained=trained // self.mesh.tensor.size(),  # its ranks have the same tokens
         )
-        # Older tokens, and those of other weights in a replay, differ for good reasons.
-        if self.generation and row["staleness"] == 0 and "mismatch" in metrics:
-            self.mismatch.check(step, metrics["mismatch"])
+        if self.generation:  # tokens of a replay may be of other weights
+            self.mismatch.check(step, row)
         for ill in self.health.check(step, row):
             self.run.log.say(ill)
 
@@ -354,8 +351,12 @@ class Trainer(Program):
             )
         self.run.record_evaluation(step, result["scores"], ("accuracy", "reward"), name, result)
 
-    def warm_start(self) -> None:
-        """Imitate the training rows' answers for `sft.num_steps` steps, and export the result."""
+    def warm_start(self) -> bool:
+        """Imitate the training rows' answers for `sft.num_steps` steps, and export the result.
+
+        Returns:
+            False if a signal has asked to stop.
+        """
         if self.generation:
             with self.generation.awake():
                 self.evaluate(self.generation, -1, "before_sft")
@@ -363,12 +364,12 @@ class Trainer(Program):
         with self.timer.phase("sft"):
             num_tokens = warm_start(self.cfg, self.inputs, self.policy, self.run.log)
         if num_tokens is None:
-            self.run.is_stopping = True
             self.run.log.say(f"stopped by a signal in the warm start, which begins anew. {GO_ON}")
-            return
+            return False
         # One phase, because its forward and backward are not RL's.
         self.progress.add({"sft": sum(self.timer.take().values())}, sft=num_tokens)
         self.run.export("sft")  # written while RL begins, unless it begins with loading it
+        return True
 
     def load_reference(self, step: int) -> None:
         """Load the frozen model that the KL is taken to, if the config asks for one.
@@ -412,20 +413,12 @@ class Trainer(Program):
             self.progress.add({}, discarded=unfinished)
         self.run.log.bar.close()  # the answers are printed where it stands
         evaluations = self.progress.evaluations
-        accuracy = {name: result["scores"]["accuracy"] for name, result in evaluations.items()}
-        after_sft = accuracy.get("before_rl") if "before_sft" in accuracy else None
         if self.mesh.rank == 0:
             report.write_answers(self.run.output, evaluations)
-        scores = {
-            "accuracy before SFT": accuracy.get("before_sft"),
-            "accuracy after SFT": after_sft,
-            "accuracy before RL": accuracy.get("before_rl"),
-            "accuracy after RL": accuracy.get("after_rl"),
-        }
         sizes = {}
         if self.generation:
             sizes["KV cache of an engine, tokens"] = self.generation.engine.kv_cache_tokens
-        self.run.finish(scores, sizes)
+        self.run.finish(report.accuracies(evaluations), sizes)
         if self.generation:
             self.generation.close()
 

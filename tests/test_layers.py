@@ -166,6 +166,8 @@ BROAD = {
     "told which file and what",
     "reading.py:library_reads": "a library's parser may raise anything for a broken file; the user "
     "is told which file and what",
+    "data/chat.py:render": "a chat template is a program, and may raise anything; the user is told "
+    "for which chat",
     "confine/program.py:execute": "an untrusted program may raise anything, and is told so",
     "confine/remote.py:serve": "and it may do so when its tests call it, which they may expect",
     "confine/trial.py:_do_pass": "tests that end by any error have failed",

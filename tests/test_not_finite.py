@@ -187,10 +187,13 @@ def test_a_model_that_the_last_update_has_ruined_is_not_exported(tmp_path):
 
 def watch(values, dtypes=("float32", "float32"), temperature=1.0):
     """The step at which it ends the run."""
-    watched = MismatchWatch(dtypes, temperature)
+    cfg = RLConfig()
+    cfg.policy.dtype, cfg.engine.dtype = dtypes
+    cfg.rollout.temperature = temperature
+    watched = MismatchWatch(cfg)
     for step, value in enumerate(values):
         try:
-            watched.check(step, value)
+            watched.check(step, {"mismatch": value, "staleness": 0.0})
         except UserError as error:
             return step, str(error)
     return None, ""
@@ -211,6 +214,13 @@ def test_a_mismatch_that_the_dtype_does_not_explain_ends_the_run():
     for value in (float("nan"), float("inf")):
         step, message = watch([low, value])
         assert step == 1 and "log-probs of the sampled tokens are not finite" in message
+
+
+def test_a_mismatch_of_older_tokens_and_a_step_without_an_update_are_no_matter():
+    watched = MismatchWatch(RLConfig())
+    for step in range(5):
+        watched.check(step, {"mismatch": 9.0, "staleness": 0.5})
+        watched.check(step, {"staleness": 0.0})
 
 
 def run_without_refit(mesh, given):

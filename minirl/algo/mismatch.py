@@ -2,6 +2,7 @@
 
 import math
 
+from minirl.config.rl import RLConfig
 from minirl.errors import require
 
 # Nats, the mean over a step's tokens, by the coarser dtype of trainer and engine. A rounding error
@@ -15,25 +16,33 @@ PATIENCE = 3  # Steps in a row, after the first.
 class MismatchWatch:
     """Ends a run whose engine samples from another model than the one that is trained."""
 
-    def __init__(self, dtypes: tuple[str, str], temperature: float):
+    def __init__(self, cfg: RLConfig):
         """Take the limit for the dtypes of trainer and engine.
 
         A temperature below 1 magnifies the differences of logits, and the limit with them.
         """
-        self.dtype = "bfloat16" if "bfloat16" in dtypes else "float32"
-        self.limit = LIMITS[self.dtype] / min(1.0, temperature)
+        of_engine = cfg.policy.dtype if cfg.engine.dtype == "auto" else cfg.engine.dtype
+        self.dtype = "bfloat16" if "bfloat16" in (cfg.policy.dtype, of_engine) else "float32"
+        self.limit = LIMITS[self.dtype] / min(1.0, cfg.rollout.temperature)
         self.num_checked = 0
         self.num_high = 0  # In a row.
 
-    def check(self, step: int, mismatch: float) -> None:
-        """Look at the mean |trainer - engine| of a step whose tokens are of the trained weights.
+    def check(self, step: int, metrics: dict[str, float]) -> None:
+        """Look at the mean |trainer - engine| of a step, if its tokens are of the trained weights.
 
         The first step must be below the limit, for nothing has changed the weights yet but a
-        refit. Later on single steps may be above it.
+        refit. Later on single steps may be above it. Older tokens differ for good reasons.
+
+        Args:
+            step: number of the step.
+            metrics: of the step: `mismatch`, unless the policy was not updated, and `staleness`.
 
         Raises:
             UserError: it is not finite, or too high at the first step or three times in a row.
         """
+        if "mismatch" not in metrics or metrics["staleness"] > 0:
+            return
+        mismatch = metrics["mismatch"]
         require(
             math.isfinite(mismatch),
             f"step {step}: log-probs of the sampled tokens are not finite (mismatch {mismatch}): "

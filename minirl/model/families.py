@@ -179,21 +179,10 @@ def check_supported(
     _check_config(config, where)
 
     # What the engine does not run, or computes in another way than the trainer.
+    if device == "cpu":
+        _check_engine_on_cpu(config, where)
+
     family = FAMILIES[config.model_type]
-    require(
-        device != "cpu" or family.engine_on_cpu,
-        f"{where}: vLLM's CPU build does not run family {config.model_type!r} "
-        "(its router scores); use a CUDA device",
-    )
-
-    head_dim = _head_dim(config.get_text_config().to_dict())
-    require(
-        device != "cpu" or head_dim in _HEAD_DIMS_ON_CPU,
-        f"{where}: head_dim = {head_dim}, and vLLM's CPU build has attention for "
-        f"{', '.join(map(str, _HEAD_DIMS_ON_CPU))} alone; take another model, or another "
-        "policy.scratch.head_dim",
-    )
-
     window = config.sliding_window if family.engine_window_differs else None
     require(
         not window or max_model_len <= window,
@@ -202,6 +191,28 @@ def check_supported(
         "trainer's; lower the lengths",
     )
 
+    _check_heads(config, where, tensor_parallel)
+
+
+def _check_engine_on_cpu(config: PretrainedConfig, where: str) -> None:
+    """Refuse what vLLM's CPU build does not run."""
+    require(
+        FAMILIES[config.model_type].engine_on_cpu,
+        f"{where}: vLLM's CPU build does not run family {config.model_type!r} "
+        "(its router scores); use a CUDA device",
+    )
+
+    head_dim = _head_dim(config.get_text_config().to_dict())
+    require(
+        head_dim in _HEAD_DIMS_ON_CPU,
+        f"{where}: head_dim = {head_dim}, and vLLM's CPU build has attention for "
+        f"{', '.join(map(str, _HEAD_DIMS_ON_CPU))} alone; take another model, or another "
+        "policy.scratch.head_dim",
+    )
+
+
+def _check_heads(config: PretrainedConfig, where: str, tensor_parallel: int) -> None:
+    """Refuse numbers of heads that do not fit one another or the ranks of an engine."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = text.num_key_value_heads
