@@ -339,8 +339,10 @@ def test_the_printed_environment_plays(tmp_path):
 
 def test_the_printed_rewards(tmp_path):
     def load(page: str, name: str):
+        folder = tmp_path / name  # a file is imported once
+        folder.mkdir()
         return find_function(
-            "reward.function", f"{printed(page, 'my_reward.py', tmp_path)}:{name}", {}
+            "reward.function", f"{printed(page, 'my_reward.py', folder)}:{name}", {}
         )
 
     score = load("README.md", "score")

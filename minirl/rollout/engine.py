@@ -129,6 +129,7 @@ class RolloutEngine:
                 ) from error
         self.vllm = vllm
         self.model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
+        self.model_class = type(self.model).__name__
         self.tp_size = cfg.tensor_parallel_size
         self.num_replicas = mesh.world_size // self.tp_size
         self.replica = mesh.rank // self.tp_size

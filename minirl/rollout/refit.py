@@ -128,15 +128,10 @@ class Refit:
                 self.engine.load_weights(in_files)
         except (KeyError, ValueError) as error:  # what vLLM's loaders raise for an unknown name
             raise UserError(
-                f"policy.model: the loader of the engine, {self._engine_model}, refuses the "
+                f"policy.model: the loader of the engine, {self.engine.model_class}, refuses the "
                 f"trained weights: {error}; take a model that vLLM knows, or another version of it"
             ) from error
         return join(recorder.arrivals)
-
-    @property
-    def _engine_model(self) -> str:
-        """Return the name of the engine's class of models."""
-        return type(self.engine.model).__name__
 
     def _in_files(self, weights: NamedTensors) -> NamedTensors:
         """Yield the weights of a checkpoint's files: names there, and views of whole weights."""
@@ -161,7 +156,7 @@ class Refit:
                 filled == parameter.numel() - num_padding,
                 f"policy.model: a refit would fill {filled} of the {parameter.numel()} elements of "
                 f"the engine's {name} ({num_padding} are padding), and leave the others as they "
-                f"are: {self._engine_model} has weights that the trained model has not; take "
+                f"are: {self.engine.model_class} has weights that the trained model has not; take "
                 "another model or version of vLLM",
             )
             if num_padding:
@@ -205,7 +200,7 @@ class Refit:
                 lost.append(f"{name} ({shard.numel() - arriving} of {shard.numel()} elements)")
         require(
             not lost,
-            f"policy.model: the engine, {self._engine_model}, has no place for "
+            f"policy.model: the engine, {self.engine.model_class}, has no place for "
             f"{len(lost)} trained weights, {', '.join(lost[:4])}{', ...' * (len(lost) > 4)}: it "
             "would sample from another model than the one that is trained; take a model without "
             "them (config.json decides, as by attention_bias), or a version of vLLM that has them",
@@ -308,7 +303,7 @@ class Refit:
             f"debug.check_refit: the engines of ranks {bad_ranks} differ from a full gather of the "
             f"policy's weights in {len(named)} parameters, {', '.join(named[:5])}: they would "
             "sample from another model than the one that is trained. This is a fault of the refit "
-            f"for {self._engine_model}; try refit.transport = all_gather",
+            f"for {self.engine.model_class}; try refit.transport = all_gather",
         )
 
     def full_gather(self) -> None:
