@@ -29,6 +29,7 @@ from minirl.rewards.functions import make_rewards
 from minirl.rewards.model import RewardModel
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.sampler import Sampler
+from minirl.rollout.user_code import limited_imports, make_in_time
 
 
 def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
@@ -38,10 +39,11 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     validate_sampling(cfg)
     with errors_of_machines(mesh):
         folder, config, tokenizer, vision = find_model(cfg, mesh)
-        env_maker = make_env(cfg.env.name)
-        rewards = make_rewards(cfg.reward, mesh.watch)
+        with limited_imports(cfg, mesh.watch):
+            env_maker = make_env(cfg.env.name)
+            rewards = make_rewards(cfg.reward, mesh.watch)
         scorer = find_other_model(cfg.reward.model, config, 1, "reward.model", scores=True)
-        graded = env_maker().graded
+        graded = make_in_time(env_maker, cfg.env, mesh.watch).graded
         if graded:
             rewards.check_supported()
     checks = PromptChecks(rewards if graded else None, tokenizer, cfg.data)

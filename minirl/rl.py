@@ -66,12 +66,7 @@ class Trainer(Program):
         self.start_folder = self.run.output / "sft" if cfg.sft.num_steps else inputs.folder
         self.progress = self.run.progress
         if self.generation and cfg.rollout.ahead:
-            # Unfinished episodes are in the checkpoints, and a resumed run goes on with them.
-            sampler = self.generation.sampler
-            self.run.saver.rollouts = sampler.state
-            if self.run.resumed_from:
-                unfinished = checkpoint.load_rollouts(self.run.resumed_from, mesh)
-                sampler.load(unfinished, self.generation.sampling, version=self.policy.num_updates)
+            self.generation.keep_unfinished(self.run.saver, self.run.resumed_from)
 
         self.algo = cfg.algo  # with the weight of the KL as it is adapted
         if cfg.algo.kl_target and self.progress.kl_coef is not None:

@@ -32,7 +32,7 @@ from test_program import read, repeatable
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks with an engine each")
 
 # Beside the time that the machine takes for anything at all.
-SECONDS = 60
+SECONDS = 180
 
 USER = '''
 import asyncio, json, os, re, sys, threading, time
@@ -53,6 +53,11 @@ def note(prompt, completion, row):
 
 def sleeps(prompt, completion, row):
     time.sleep(1000 if rank == "0" else 0)
+    return 1.0
+
+def backtracks(prompt, completion, row):
+    if rank == "0":
+        re.match("(a+)+$", "a" * 99 + "b")
     return 1.0
 
 def exits(prompt, completion, row):
@@ -325,6 +330,13 @@ CASES = {
         ["rank 0: reward.function = ", ":sleeps took longer than reward.timeout_seconds = 2 for "]
         + ["prompt '", "completion '", "in phase evaluate", "time.sleep(1000"],
     ),
+    "a reward backtracks": (
+        1,
+        [*reward("backtracks"), "--reward.timeout-seconds", "1"],
+        -signal.SIGKILL,
+        ["rank 0: reward.function = ", ":backtracks took longer than reward.timeout_seconds = 1 f"]
+        + ["prompt '", "completion '", "keeps Python's global lock", "in backtracks", "in match"],
+    ),
     "a reward exits": (1, reward("exits"), 2, ["raised SystemExit: 0 for prompt"]),
     "a reward interrupts": (1, reward("interrupts"), 2, ["raised KeyboardInterrupt:  for prompt"]),
     "a reward ends its process": (2, reward("leaves"), 1, ["rank 1 (process", "is gone without"]),
@@ -373,6 +385,15 @@ def test_it_ends_and_says_why_once(folder, tmp_path, case):
     assert len(ended.errors()) == 1 and " crashed\n" not in ended.err, ended.err
     for text in texts:
         assert text in ended.err, ended.err
+
+
+def test_a_rank_that_keeps_the_lock_is_told_once(folder, tmp_path):
+    own = ["--reward.function", f"{folder}/user.py:backtracks", "--reward.timeout-seconds", 1]
+    job = start(folder, "minirl.rl", flags(folder, tmp_path / "out", *own), tmp_path / "log")
+    ended = job.end(SECONDS)
+    assert ended.code == 1 and len(ended.errors()) == 1, ended.err
+    assert ":backtracks took longer than reward.timeout_seconds = 1 for prompt" in ended.err
+    assert "is gone without a word" not in ended.err and "has lost" not in ended.err
 
 
 def test_a_rank_that_is_stopped_is_named(folder, tmp_path):

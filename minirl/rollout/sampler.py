@@ -36,6 +36,7 @@ from minirl.rollout.saved import (
     write_group,
 )
 from minirl.rollout.tickets import deal, pull
+from minirl.rollout.user_code import make_in_time
 from minirl.types import Trajectory
 
 REQUEST = -1  # In place of a ticket: a signal has asked this rank to save and leave.
@@ -85,7 +86,7 @@ class Sampler:
         )
         self.endpoint = None
         self.is_interrupted = False  # The rollout of this training step, by a signal, on any rank.
-        example = self._make_example()
+        example = make_in_time(make_env, cfg.env, self.mesh.watch)
         if engine.is_leader and isinstance(example, Agent):
             from minirl.rollout.server import Endpoint  # Slow to import; only agents need it.
 
@@ -104,13 +105,6 @@ class Sampler:
         self.begun: dict[int, GroupState] = {}
         self.waiting: list[int] = []
         self.counter_numbers = itertools.count()  # One for each pair of counters on the store.
-
-    def _make_example(self) -> Env:
-        """Make an environment, to see of which kind they are."""
-        cfg = self.cfg.env
-        too_slow = f"env.name = {cfg.name}: its constructor takes longer than env.timeout_seconds"
-        with self.mesh.watch.limit(cfg.timeout_seconds, lambda: too_slow):
-            return self.make_env()
 
     def close(self) -> None:
         """Stop the endpoint and the loop."""
@@ -198,7 +192,7 @@ class Sampler:
 
         finished: dict[int, Group] = {}  # This rank's, by ticket.
         states: dict[int, GroupState] = {}  # Of the finished groups of all ranks, by ticket.
-        while (missing := cfg.prompts_per_step - _num_varied(states)) > 0:
+        while (missing := cfg.prompts_per_step - sum(s.is_varied for s in states.values())) > 0:
             num_new = min(most_new, pace.num_new(missing, len(self.begun)))
             tickets, first = self._take_tickets(num_new, first)
             if not self.begun and not tickets:
@@ -441,7 +435,7 @@ class Sampler:
         num_samples = self.cfg.rollout.samples_per_prompt
         group = self._make_group(self.prompts, num_samples, sampling, saved.version, saved.ticket)
         for episode in group.episodes:
-            episode.env = self.make_env()
+            episode.env = make_in_time(self.make_env, self.cfg.env, self.mesh.watch)
         if not restore_episodes(group, saved):
             return False
         self.training.groups[saved.ticket] = group
@@ -452,7 +446,3 @@ class Sampler:
         """Return the tokens that all ranks have sampled for groups of later steps. Collective."""
         num_tokens = sum(group.num_sampled() for group in self.training.groups.values())
         return int(self.mesh.sums(torch.tensor(num_tokens)))
-
-
-def _num_varied(finished: dict[int, GroupState]) -> int:
-    return sum(state.is_varied for state in finished.values())
