@@ -78,8 +78,10 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         )
 
     # 3. Sample, score, write.
+    mesh.watch.phase = lambda: "evaluate"
     sampling = _sampling(cfg, sampling_stops(stop_ids, vision))
     result = evaluate(sampler, prompts, cfg.eval, sampling, reward_model)
+    assert result, "only training is interrupted"
     if mesh.rank == 0:
         summary = {
             "model": cfg.model,

@@ -40,7 +40,7 @@ from minirl.parallel.machines import (
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.functions import Rewards, make_rewards
 from minirl.rollout import records
-from minirl.rollout.user_code import limited_imports, make_in_time
+from minirl.rollout.user_code import in_time, limited_imports, make_in_time
 
 
 class ModelFiles(NamedTuple):
@@ -79,7 +79,7 @@ class Inputs:
             with limited_imports(cfg, mesh.watch):
                 self.make_env = make_env(cfg.env.name)
                 self.rewards = make_rewards(cfg.reward, mesh.watch)
-                self.estimator = advantages.find(cfg.algo.advantage)
+                self.estimator = in_time(advantages.find(cfg.algo.advantage), cfg, mesh.watch)
             if cfg.rollout.replay:
                 records.check_steps(Path(cfg.rollout.replay), cfg.num_steps, resume=cfg.resume)
             graded = make_in_time(self.make_env, cfg.env, mesh.watch).graded

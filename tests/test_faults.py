@@ -45,10 +45,9 @@ rank = os.environ.get("RANK", "0")
 def good(prompt, completion, row):
     return len(completion) / 10
 
-def note(prompt, completion, row):
-    """Tell the test that a rollout is under way."""
-    (here / "scored").write_text("")
-    time.sleep(0.05)
+def slow(prompt, completion, row):
+    (here / "scoring").touch()
+    time.sleep(1)
     return len(completion) / 10
 
 def sleeps(prompt, completion, row):
@@ -89,8 +88,11 @@ class Asynchronous(Env):
         return Result(done=True)
 
 class Slow(Asynchronous):
-    """Six turns, and so a second at least."""
+    """Six turns of training prompts, and so a second at least."""
     async def step(self, state):
+        if state.row["prompt"] == "held out":
+            return Result(done=True)
+        (here / "training").touch()
         await asyncio.sleep(0.2)
         return Result(observation="more", done=state.turn == 5)
 
@@ -293,12 +295,14 @@ def test_a_rollout_ahead_is_interrupted_and_goes_on(folder, tmp_path):
     turns = ["--env.name", f"{folder}/user.py:Slow", "--env.max-turns", 9]
     room = ["--engine.max-model-len", 300, "--rollout.ahead", 2, "--num-steps", 3]
     given = flags(folder, out, *turns, *room, "--resume")
+    (folder / "eval.jsonl").write_text(json.dumps({"prompt": "held out", "answer": "1"}))
+    given += ["--data.eval", folder / "eval.jsonl"]
     num_kept = 0
-    for attempt in range(3):
+    for attempt in range(2):
+        (folder / "training").unlink(missing_ok=True)
         job = start(folder, "minirl.rl", given, tmp_path / f"log-{attempt}")
-        job.wait_for(lambda n=attempt: len(steps(out)) == n)
-        job.wait_for(lambda job=job: "rl:" in job.agents[0].log.read_text())
-        time.sleep(0.5)
+        job.wait_for((folder / "training").exists)
+        time.sleep(0.3)
         ended, _ = stop(job, signal.SIGUSR1, list(job.agents[0].ranks().values())[:1])
         assert ended.code == 0 and "Traceback" not in ended.err, ended.err
         num_kept += "in the rollout of the next, whose episodes are kept" in ended.err
@@ -307,6 +311,25 @@ def test_a_rollout_ahead_is_interrupted_and_goes_on(folder, tmp_path):
     assert ended.code == 0, ended.err
     assert steps(out) == [0, 1, 2]
     assert sum(row.get("rollout/discarded_tokens", 0) for row in read(out / "metrics.jsonl")) == 0
+
+
+def test_an_evaluation_is_interrupted_and_begins_anew(folder, tmp_path):
+    """There is something to save already: the warm start before it is not done again."""
+    out = tmp_path / "out"
+    given = flags(folder, out, "--num-steps", 1, "--sft.num-steps", 2, "--resume")
+    held_out = ["--data.held-out", 16, "--reward.threads", 1]
+    slow = ["--reward.function", f"{folder}/user.py:slow"]
+    job = start(folder, "minirl.rl", [*given, *held_out, *slow], tmp_path / "log")
+    job.wait_for(lambda: steps(out, "sft") == [0, 1], 300)
+    (folder / "scoring").unlink(missing_ok=True)
+    job.wait_for((folder / "scoring").exists)
+    ended, seconds = stop(job, signal.SIGUSR1, list(job.agents[0].ranks().values())[:1])
+    print(f"SIGUSR1 in an evaluation: ended after {seconds:.1f} s")
+    assert ended.code == 0 and "Traceback" not in ended.err, ended.err
+    assert "stopped by a signal after 0 steps; saved" in ended.err
+    resumed = fork("minirl.rl", [*given, *held_out], tmp_path / "resumed", SECONDS, world=2)
+    assert resumed.code == 0 and "resuming at step 0" in resumed.err, resumed.err
+    assert steps(out, "sft") == [0, 1] and steps(out) == [0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -370,7 +393,7 @@ CASES = {
         1,
         [*env("Fails"), "--env.on-error", "drop"],
         2,
-        ["evaluation: no episode can be scored: Fails.reset raised RuntimeError: no server"],
+        ["none of the 2 held-out prompts got an answer", "Fails.reset raised RuntimeError: no ser"],
     ),
 }
 

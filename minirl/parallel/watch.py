@@ -185,7 +185,8 @@ class Watch:
         with contextlib.suppress(dist.DistError):
             is_first = store is None or store.add(TOLD, 1) == 1
         if is_first:
-            print(f"\nminirl: {message}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
+                print(f"\nminirl: {message}", file=sys.stderr, flush=True)
             if threading.current_thread() is not threading.main_thread():
                 self.finish_writing()  # while the other ranks, which it needs, are there
         self._leave_all(code)
@@ -209,15 +210,22 @@ class Watch:
         Call it when something has failed that depends on other ranks.
         """
         end = time.monotonic() + seconds
-        while self._store is not None and time.monotonic() < end:
-            self._look(self._store)
-            time.sleep(0.05)
+        with contextlib.suppress(dist.DistError):  # The store is gone, too.
+            while self._store is not None and time.monotonic() < end:
+                self._look(self._store)
+                time.sleep(0.05)
 
-    def describe_all(self, seconds: float) -> str:
-        """Return what all ranks are doing, as far as they reply in time."""
+    def describe_all(self, seconds: float, error: BaseException) -> str:
+        """Return what all ranks are doing, as far as they reply in time.
+
+        Args:
+            seconds: to wait for the replies.
+            error: what has ended the work of this rank.
+        """
         store = self._store
+        own = self._describe("".join(traceback.format_tb(error.__traceback__)[-NUM_FRAMES:]))
         if store is None:
-            return self.describe()
+            return own
         replies = []
         with contextlib.suppress(dist.DistError):
             self._announce(store, ASKED, "1")
@@ -225,7 +233,7 @@ class Watch:
             for rank in range(self.world_size):
                 key = f"{DOING}/{rank}"
                 if rank == self.rank:
-                    replies.append(self.describe())
+                    replies.append(own)
                     continue
                 while not store.check([key]) and time.monotonic() < end:
                     time.sleep(0.05)
@@ -233,11 +241,9 @@ class Watch:
                 replies.append(store.get(key).decode() if store.check([key]) else silent)
         return "\n".join(replies)
 
-    def describe(self) -> str:
+    def _describe(self, stack: str) -> str:
         """Return what this rank is doing: its phase, and where its main thread stands."""
-        main = threading.main_thread().ident
-        assert main is not None
-        return f"rank {self.rank} is in phase {self.phase()}, stack:\n{stack_of(main)}"
+        return f"rank {self.rank} is in phase {self.phase()}, stack:\n{stack.rstrip()}"
 
     # ----------------------------------------------------------------------------------------------
     # the thread
@@ -293,8 +299,11 @@ class Watch:
         """Print a line, unless another rank has."""
         key = TOLD if to_end else f"{STOP}/told"
         store = self._store
+        is_first = True
         with contextlib.suppress(dist.DistError):
-            if store is None or store.add(key, 1) == 1:
+            is_first = store is None or store.add(key, 1) == 1
+        if is_first:
+            with contextlib.suppress(OSError, ValueError):
                 say(message)
 
     def _look(self, store: dist.Store) -> None:
@@ -306,7 +315,9 @@ class Watch:
                 self.requested = True
             if not self._has_replied and store.check([ASKED]):
                 self._has_replied = True
-                store.set(f"{DOING}/{self.rank}", self.describe())
+                main = threading.main_thread().ident
+                assert main is not None
+                store.set(f"{DOING}/{self.rank}", self._describe(stack_of(main)))
         if dead and not self._has_ended:
             peer = dead[0]
             if guard.has_told(peer.guard):

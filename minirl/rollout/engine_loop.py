@@ -325,6 +325,8 @@ async def in_thread(function: Callable, *arguments: object) -> Any:
     def work() -> None:
         try:
             future.set_result(function(*arguments))
+        except StopIteration as error:  # which asyncio takes for the end of a coroutine
+            future.set_exception(RuntimeError(f"StopIteration: {error}"))
         except BaseException as error:  # It is raised again where the call was made.
             future.set_exception(error)
 

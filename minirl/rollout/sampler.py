@@ -123,7 +123,7 @@ class Sampler:
         sampling: Sampling,
         *,
         version: int = 0,
-    ) -> list[Trajectory]:
+    ) -> list[Trajectory] | None:
         """Run `num_samples` episodes of each ticket, together with the engines of the other ranks.
 
         Collective.
@@ -137,7 +137,7 @@ class Sampler:
 
         Returns:
             The trajectories of this rank's groups, in the order of their tickets. Ranks that follow
-            an engine's leader have none.
+            an engine's leader have none. None: a signal asks to stop, on any rank.
 
         Raises:
             UserError: a reward function failed, or an environment with env.on_error raise.
@@ -149,6 +149,8 @@ class Sampler:
         groups = self._run_groups(
             GroupScheduler(self.runner), make_group, tickets, num_samples, goals, {}
         )
+        if self.mesh.agree_to_stop():
+            return None
         return list(itertools.chain.from_iterable(group.trajectories() for group in groups))
 
     # ----------------------------------------------------------------------------------------------
@@ -243,7 +245,7 @@ class Sampler:
             rows.append((group.ticket, group.version, True, is_varied, len(trajectories), rank))
         for group in self.training.groups.values():
             rows.append((group.ticket, group.version, False, False, 0, rank))
-        if self._may_interrupt():
+        if self._may_interrupt(self.training):
             rows.append((REQUEST, 0, False, False, 0, rank))
 
         with self.engine.timer.phase("idle"):
@@ -260,12 +262,14 @@ class Sampler:
             (finished_of_all if is_finished else self.begun)[ticket] = state
         return finished_of_all
 
-    def _may_interrupt(self) -> bool:
-        """Return whether this rank wants to interrupt the rollout of a training step.
+    def _may_interrupt(self, scheduler: GroupScheduler) -> bool:
+        """Return whether a signal has asked this rank to stop, and its groups need not be finished.
 
-        Only with rollout.ahead does a checkpoint hold unfinished episodes.
+        Evaluations begin anew. Of training, a checkpoint holds unfinished episodes only with
+        rollout.ahead.
         """
-        return bool(self.cfg.rollout.ahead) and self.mesh.watch.requested
+        need_not_finish = scheduler is not self.training or bool(self.cfg.rollout.ahead)
+        return self.mesh.watch.requested and need_not_finish
 
     def _is_varied(self, trajectories: list[Trajectory]) -> bool:
         """Return whether a group's mean reward is inside rollout.keep_inside, if that matters."""
@@ -354,13 +358,11 @@ class Sampler:
         # everything. A group begins only where all its episodes have room.
         share = math.ceil((len(begun) + len(tickets)) / num_engines)
         room = min(self.engine.cfg.max_num_seqs, share * num_samples) - num_samples + 1
-        if scheduler is self.training:
-            goals_reached = is_enough
 
-            def is_enough(versions: list[int]) -> bool:
-                return self._may_interrupt() or goals_reached(versions)
+        def may_end(versions: list[int]) -> bool:
+            return self._may_interrupt(scheduler) or is_enough(versions)
 
-        return self.engine_loop.run(scheduler.run(map(make_group, own_tickets), room, is_enough))
+        return self.engine_loop.run(scheduler.run(map(make_group, own_tickets), room, may_end))
 
     def _make_group(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int
