@@ -5,6 +5,7 @@ import contextlib
 import errno
 import http.server
 import json
+import math
 import os
 import signal
 import threading
@@ -23,6 +24,8 @@ from minirl.config.shared import RewardConfig
 from minirl.errors import UserError
 from minirl.faults import explain
 from minirl.health import Health
+from minirl.parallel.guard import Board, has_told, make_page
+from minirl.parallel.limits import Limits
 from minirl.parallel.watch import Watch
 from minirl.rewards.http import RemoteReward
 from nodes import Job, Node
@@ -37,7 +40,7 @@ SECONDS = 180
 USER = '''
 import asyncio, json, os, re, sys, threading, time
 from pathlib import Path
-from minirl.envs import Env, Result
+from minirl.envs import Agent, Env, Result
 
 here = Path(__file__).parent
 rank = os.environ.get("RANK", "0")
@@ -64,6 +67,12 @@ def exits(prompt, completion, row):
 
 def interrupts(prompt, completion, row):
     raise KeyboardInterrupt
+
+def cancels(prompt, completion, row):
+    raise asyncio.CancelledError("mine")
+
+def always(prompt, completion, row):
+    return 1.0
 
 def leaves(prompt, completion, row):
     if rank == "1":
@@ -116,6 +125,31 @@ class Exits(Asynchronous):
     async def step(self, state):
         sys.exit(0)
 
+class Cancels(Asynchronous):
+    async def step(self, state):
+        raise asyncio.CancelledError("mine")
+
+class Times(Asynchronous):
+    """Its time is over, and that of the run is not."""
+    async def step(self, state):
+        raise TimeoutError("mine")
+
+class Stops(Env):
+    graded = True
+    def reset(self, row):
+        raise StopIteration("mine")
+
+class Unmade(Env):
+    def __init__(self):
+        sys.exit(0)
+
+class AgentExits(Agent):
+    async def run(self, row, session):
+        sys.exit(0)
+
+def estimate(rewards, groups):
+    sys.exit(0)
+
 class Later(Env):
     """A constructor that fails when the run is under way."""
     made = 0
@@ -148,6 +182,14 @@ def folder(tmp_path_factory) -> Path:
     pairs = [json.dumps({"messages": chat(i)}) for i in range(20)]
     (folder / "chats.jsonl").write_text("\n".join(pairs))
     (folder / "user.py").write_text(USER)
+    (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    (folder / "engine.py").write_text(
+        "import time\n"
+        "from minirl.rollout.engine import RolloutEngine\n"
+        "RolloutEngine.step = lambda engine: time.sleep(1000)\n"
+        "def good(prompt, completion, row):\n"
+        "    return 1.0\n"
+    )
     return folder
 
 
@@ -362,6 +404,37 @@ CASES = {
     ),
     "a reward exits": (1, reward("exits"), 2, ["raised SystemExit: 0 for prompt"]),
     "a reward interrupts": (1, reward("interrupts"), 2, ["raised KeyboardInterrupt:  for prompt"]),
+    "a reward cancels": (1, reward("cancels"), 2, ["raised CancelledError: mine for prompt"]),
+    "a file exits": (
+        1,
+        ["--reward.function", "FOLDER/exits.py:f"],
+        2,
+        ["exits.py does not import: SystemExit: 0"],
+    ),
+    "all rewards are equal": (
+        1,
+        [*reward("always"), "--debug.collapse-steps", "1", "--debug.end-on-collapse"],
+        2,
+        ["step 0: equal rewards for 1 steps: all answers to each prompt earn the same"],
+    ),
+    "the engine hangs": (
+        1,
+        ["--reward.function", "FOLDER/engine.py:good", "--timeout-minutes", "0.1"],
+        2,
+        ["rank 0: a step of the engine takes longer than timeout_minutes = 0.1, with 2 requests"]
+        + ["in phase evaluate", "time.sleep(1000)"],
+    ),
+    "an estimator exits": (
+        1,
+        ["--algo.advantage", "USER:estimate"],
+        2,
+        ["user.py:estimate must return 4 finite numbers, a tensor [N]; it raised SystemExit: 0"],
+    ),
+    "an environment cancels": (1, env("Cancels"), 2, ["Cancels.step raised CancelledError: mine"]),
+    "an environment times": (1, env("Times"), 2, ["Times.step raised TimeoutError: mine"]),
+    "an environment stops": (1, env("Stops"), 2, ["Stops.reset raised RuntimeError: StopIterat"]),
+    "an environment is not made": (1, env("Unmade"), 2, ["its constructor raised SystemExit: 0"]),
+    "an agent exits": (1, env("AgentExits"), 2, ["AgentExits.run raised SystemExit: 0"]),
     "a reward ends its process": (2, reward("leaves"), 1, ["rank 1 (process", "is gone without"]),
     "an environment blocks": (
         1,
@@ -402,6 +475,7 @@ CASES = {
 def test_it_ends_and_says_why_once(folder, tmp_path, case):
     world, own, code, texts = CASES[case]
     own = [flag.replace("USER", f"{folder}/user.py") for flag in own]
+    own = [flag.replace("FOLDER", str(folder)) for flag in own]
     given = flags(folder, tmp_path / "out", *own)
     ended = fork("minirl.rl", given, tmp_path / "log", SECONDS, world=world)
     assert ended.code == code, ended.err
@@ -428,6 +502,40 @@ def test_a_rank_that_is_stopped_is_named(folder, tmp_path):
     assert "has waited longer than timeout_minutes = 0.2 for the other ranks" in ended.err
     assert "rank 1 does not reply: it is stopped" in ended.err
     assert "rank 0 is in phase evaluate" in ended.err or "rank 0 is in phase idle" in ended.err
+
+
+def test_a_board_shows_the_earliest_limit():
+    page = make_page()
+    board, seen = Board(page), Board(page)  # of the rank, and of its guard
+    os.close(page)
+    assert seen.earliest() == (math.inf, "") and seen.head() == (0, 0.0)
+    board.note(0, 9.0, "late")
+    board.note(255, 5.0, "\ud800 early" + "x" * 5000)
+    board.beat(1.5)
+    deadline, text = seen.earliest()
+    assert deadline == 5.0 and text.startswith("\\ud800 earlyx") and len(text) < Board.PLACE_BYTES
+    board.move(255, math.inf)
+    assert seen.earliest() == (9.0, "late") and seen.head() == (1, 1.5)
+    assert not has_told(os.getpid()) and not has_told(2**22 + 1)
+
+
+def test_limits_are_by_the_clock_of_the_process():
+    """What is paused or has ended is not over, and a limit that is renewed begins again."""
+    over = []
+    limits = Limits(0, over.append)
+    with limits.limit(1.0, lambda: "first") as first, limits.limit(math.inf, lambda: "never"):
+        with limits.limit(2.0, lambda: "second"):
+            limits.clock = 1.5
+            limits.look()
+            assert over == [first]
+            limits.renew(first)
+            limits.look()
+            limits.clock = 2.2
+        limits.look()
+        limits.pause(first)
+        limits.clock = 99.0
+        limits.look()
+    assert over == [first]
 
 
 def test_threads_that_are_left_do_not_hold_the_exit(folder, tmp_path):

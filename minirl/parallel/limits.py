@@ -124,6 +124,10 @@ class Limits:
             before = now
             assert self._board
             self._board.beat(self.clock)
-            for limit in list(self._limits.values()):
-                if self.clock > limit.deadline:
-                    self.on_over(limit)
+            self.look()
+
+    def look(self) -> None:
+        """Call `on_over` for what is over."""
+        for limit in list(self._limits.values()):
+            if self.clock > limit.deadline:
+                self.on_over(limit)
