@@ -118,7 +118,7 @@ class Watch:
         self.world_size = len(peers)
         here = peers[rank].host
         self._peers = [p for p in peers if p.rank != rank and p.host == here and _is_alive(p)]
-        own_store = store.clone()
+        own_store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         own_store.set_timeout(timedelta(seconds=30))
         self._store = own_store
         agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
