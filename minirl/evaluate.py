@@ -83,20 +83,19 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     result = evaluate(sampler, prompts, cfg.eval, sampling, reward_model)
     assert result, "only training is interrupted"
     if mesh.rank == 0:
-        summary = {
-            "model": cfg.model,
-            "data": cfg.data.eval,
-            "prompts": len(prompts.rows),
-            "dropped": num_dropped,
-            **result["scores"],
-            "answers": result["answers"],
-        }
-        text = json.dumps(summary, indent=2)
-        print(text)
-        if cfg.output:
-            Path(cfg.output).write_text(text + "\n")
+        numbers = {"prompts": len(prompts.rows), "dropped": num_dropped, **result["scores"]}
+        _write(cfg, numbers, result["answers"])
     sampler.close()
     engine.close()
+
+
+def _write(cfg: EvaluateConfig, numbers: dict[str, float], answers: list[dict]) -> None:
+    """Print the result as JSON, and write it to `cfg.output`, if there is one."""
+    summary = {"model": cfg.model, "data": cfg.data.eval, **numbers, "answers": answers}
+    text = json.dumps(summary, indent=2)
+    print(text)
+    if cfg.output:
+        Path(cfg.output).write_text(text + "\n")
 
 
 def _check_finite(engine: RolloutEngine, folder: Path, mesh: Mesh) -> None:

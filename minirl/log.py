@@ -74,12 +74,13 @@ class Timer:
         self._add_interval()
         self._stack.append(name)
         self._failed = ""
+        has_failed = True
         try:
             yield
-        except BaseException:
-            self._failed = self._failed or name
-            raise
+            has_failed = False
         finally:
+            if has_failed:
+                self._failed = self._failed or name
             self._add_interval()
             self._stack.pop()
 
