@@ -235,6 +235,7 @@ class Bench:
         result, times = self.timed(
             lambda: sampler.collect(prompts, tickets_of_all, num_samples, sampling)
         )
+        assert result is not None  # no signal interrupts a benchmark
         sampler.close()
         return result, times
 

@@ -29,6 +29,7 @@ from minirl.rewards.functions import make_rewards
 from minirl.rewards.model import RewardModel
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.sampler import Sampler
+from minirl.rollout.user_code import limited_imports, make_in_time
 
 
 def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
@@ -38,10 +39,11 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     validate_sampling(cfg)
     with errors_of_machines(mesh):
         folder, config, tokenizer, vision = find_model(cfg, mesh)
-        env_maker = make_env(cfg.env.name)
-        rewards = make_rewards(cfg.reward, mesh.watch)
+        with limited_imports(cfg, mesh.watch):
+            env_maker = make_env(cfg.env.name)
+            rewards = make_rewards(cfg.reward, mesh.watch)
         scorer = find_other_model(cfg.reward.model, config, 1, "reward.model", scores=True)
-        graded = env_maker().graded
+        graded = make_in_time(env_maker, cfg.env, mesh.watch).graded
         if graded:
             rewards.check_supported()
     checks = PromptChecks(rewards if graded else None, tokenizer, cfg.data)
@@ -76,23 +78,24 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         )
 
     # 3. Sample, score, write.
+    mesh.watch.phase = lambda: "evaluate"
     sampling = _sampling(cfg, sampling_stops(stop_ids, vision))
     result = evaluate(sampler, prompts, cfg.eval, sampling, reward_model)
+    assert result, "only training is interrupted"
     if mesh.rank == 0:
-        summary = {
-            "model": cfg.model,
-            "data": cfg.data.eval,
-            "prompts": len(prompts.rows),
-            "dropped": num_dropped,
-            **result["scores"],
-            "answers": result["answers"],
-        }
-        text = json.dumps(summary, indent=2)
-        print(text)
-        if cfg.output:
-            Path(cfg.output).write_text(text + "\n")
+        numbers = {"prompts": len(prompts.rows), "dropped": num_dropped, **result["scores"]}
+        _write(cfg, numbers, result["answers"])
     sampler.close()
     engine.close()
+
+
+def _write(cfg: EvaluateConfig, numbers: dict[str, float], answers: list[dict]) -> None:
+    """Print the result as JSON, and write it to `cfg.output`, if there is one."""
+    summary = {"model": cfg.model, "data": cfg.data.eval, **numbers, "answers": answers}
+    text = json.dumps(summary, indent=2)
+    print(text)
+    if cfg.output:
+        Path(cfg.output).write_text(text + "\n")
 
 
 def _check_finite(engine: RolloutEngine, folder: Path, mesh: Mesh) -> None:

@@ -110,12 +110,13 @@ def evaluate(
     cfg: EvalConfig,
     sampling: Sampling,
     reward_model: RewardModel | None,
-) -> dict:
+) -> dict | None:
     """Sample `cfg.samples` answers to every prompt and score them. Collective.
 
     The engine must be awake. The seeds are the same at each call.
 
     Returns:
+        None: a signal asks to stop, on any rank, and has interrupted it. Else
         `scores`: accuracy (= pass@1), pass@k for k = cfg.samples (Chen et al. 2021, arXiv
         2107.03374, eq. 1, which is 1 for a prompt with a correct one among k samples, else 0),
         reward, answer_tokens, stopped (share of answers that ended by themselves), and what
@@ -126,6 +127,8 @@ def evaluate(
         UserError: no prompt got an answer.
     """
     trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
+    if trajectories is None:
+        return None
     _require_answers(sampler, len(prompts.rows), len(trajectories))
     if reward_model:
         reward_model.grade(trajectories)

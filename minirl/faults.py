@@ -52,7 +52,7 @@ def explain(error: BaseException, watch: Watch, minutes: float, output: str) -> 
         )
     if isinstance(error, RuntimeError) and any(said in text for said in LATE):
         watch.wait_for_cause(SECONDS_OF_A_CAUSE)
-        doing = watch.describe_all(SECONDS_TO_REPLY)
+        doing = watch.describe_all(SECONDS_TO_REPLY, error)
         return (
             f"{where} has waited longer than timeout_minutes = {minutes:g} for the other ranks "
             f"({_first_line(text)}). This is what the ranks are doing; one of them is stuck, or "

@@ -1,7 +1,9 @@
 """The engine of a training run, with what gives it weights and work."""
 
 import contextlib
+from pathlib import Path
 
+from minirl.checkpoint import Saver, load_rollouts
 from minirl.config.rl import RLConfig
 from minirl.data.images import sampling_stops
 from minirl.inputs import Inputs
@@ -65,6 +67,21 @@ class Generation:
         return self.sampler.collect_step(
             first_ticket, self.sampling, version=self.policy.num_updates
         )
+
+    def keep_unfinished(self, saver: Saver, resumed_from: Path | None) -> None:
+        """Keep unfinished episodes in the checkpoints, and go on with those of one. Collective.
+
+        Args:
+            saver: of the run.
+            resumed_from: the checkpoint that the policy is of; None: the run begins.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+        saver.rollouts = self.sampler.state
+        if resumed_from:
+            unfinished = load_rollouts(resumed_from, self.policy.mesh)
+            self.sampler.load(unfinished, self.sampling, version=self.policy.num_updates)
 
     def close(self) -> None:
         """Stop the sampler and the engine."""

@@ -40,6 +40,7 @@ from minirl.parallel.machines import (
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.functions import Rewards, make_rewards
 from minirl.rollout import records
+from minirl.rollout.user_code import in_time, limited_imports, make_in_time
 
 
 class ModelFiles(NamedTuple):
@@ -75,12 +76,13 @@ class Inputs:
             check_on_one_machine(num_ranks, "engine.tensor_parallel_size", mesh)
         with errors_of_machines(mesh):
             # What scores the answers.
-            self.make_env = make_env(cfg.env.name)
-            self.rewards = make_rewards(cfg.reward, mesh.watch)
+            with limited_imports(cfg, mesh.watch):
+                self.make_env = make_env(cfg.env.name)
+                self.rewards = make_rewards(cfg.reward, mesh.watch)
+                self.estimator = in_time(advantages.find(cfg.algo.advantage), cfg, mesh.watch)
             if cfg.rollout.replay:
                 records.check_steps(Path(cfg.rollout.replay), cfg.num_steps, resume=cfg.resume)
-            self.estimator = advantages.find(cfg.algo.advantage)
-            graded = self.make_env().graded
+            graded = make_in_time(self.make_env, cfg.env, mesh.watch).graded
             if graded:
                 self.rewards.check_supported()
             correction.resolve(cfg.algo.correction)

@@ -33,6 +33,7 @@ class Timer:
         self.began = time.perf_counter()
         self._mark = self._now()  # when the last interval was added to its phase
         self._stack: list[str] = []
+        self._failed = ""  # The innermost phase that an error has ended; empty: none has.
         self._intervals: list[tuple[str, Moment, Moment]] = []
         self._memory: dict[str, float] = {}  # GiB.
 
@@ -72,16 +73,24 @@ class Timer:
         """Count the time inside the block as that of a phase."""
         self._add_interval()
         self._stack.append(name)
+        self._failed = ""
+        has_failed = True
         try:
             yield
+            has_failed = False
         finally:
+            if has_failed:
+                self._failed = self._failed or name
             self._add_interval()
             self._stack.pop()
 
     def current(self) -> str:
-        """Return the innermost phase; another thread may ask, too."""
+        """Return the innermost phase, or that which an error has just ended.
+
+        Another thread may ask, too.
+        """
         stack = self._stack[-1:]
-        return stack[0] if stack else "between steps"
+        return self._failed or (stack[0] if stack else "between steps")
 
     def take(self) -> dict[str, float]:
         """Return seconds by phase since the last call. On CUDA it waits for the device."""

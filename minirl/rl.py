@@ -66,12 +66,7 @@ class Trainer(Program):
         self.start_folder = self.run.output / "sft" if cfg.sft.num_steps else inputs.folder
         self.progress = self.run.progress
         if self.generation and cfg.rollout.ahead:
-            # Unfinished episodes are in the checkpoints, and a resumed run goes on with them.
-            sampler = self.generation.sampler
-            self.run.saver.rollouts = sampler.state
-            if self.run.resumed_from:
-                unfinished = checkpoint.load_rollouts(self.run.resumed_from, mesh)
-                sampler.load(unfinished, self.generation.sampling, version=self.policy.num_updates)
+            self.generation.keep_unfinished(self.run.saver, self.run.resumed_from)
 
         self.algo = cfg.algo  # with the weight of the KL as it is adapted
         if cfg.algo.kl_target and self.progress.kl_coef is not None:
@@ -98,8 +93,7 @@ class Trainer(Program):
         """Train from the first step of the run to the last. All ranks take each step together."""
         cfg = self.cfg
         first_step = self.run.first_step
-        has_begun = first_step > 0 or "before_rl" in self.progress.evaluations
-        if cfg.sft.num_steps and not has_begun and not self.warm_start():
+        if cfg.sft.num_steps and not self.run.resumed_from and not self.warm_start():
             return
         self.load_reference(first_step)
         if cfg.algo.advantage == "gae":
@@ -119,7 +113,8 @@ class Trainer(Program):
                 self.export_reference(step)
             trajectories = self.collect(step)  # refit the engine, sample, score
             if trajectories is None:  # a signal has interrupted it
-                self.run.stop(step, is_interrupted=True)
+                in_rollout = self.generation and self.generation.sampler.is_interrupted
+                self.run.stop(step, is_interrupted=bool(in_rollout))
                 return
             self.run.wait_for_export()  # a reference's, or in the first step the warm start's
             if is_refresh:
@@ -142,11 +137,10 @@ class Trainer(Program):
     def collect(self, step: int) -> list[Trajectory] | None:
         """Return this rank's part of the step's episodes, scored. Collective.
 
-        With rollout.ahead a signal that asks to stop interrupts it: then it returns None, and the
-        episodes are in the sampler, as they are.
-
         If an evaluation is due, it comes first, while the engine is awake anyway. A ticket is the
-        number of a prompt in the run. Raises UserError if no rank has an episode to train on.
+        number of a prompt in the run. A signal that asks to stop interrupts an evaluation, and with
+        rollout.ahead the rollout, too: then this returns None, and the sampler has the episodes as
+        they are. Raises UserError if no rank has an episode to train on.
         """
         cfg = self.cfg
         generation = self.generation
@@ -157,8 +151,9 @@ class Trainer(Program):
         # 1. Sample, by the weights of this step.
         first_ticket = step * cfg.rollout.prompts_per_step + self.progress.extra_tickets
         with generation.awake():
-            if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
-                self.evaluate(generation, step, "before_rl" if step == 0 else None)
+            is_due = step == 0 or (cfg.eval.every and step % cfg.eval.every == 0)
+            if is_due and not self.evaluate(generation, step, "before_rl" if step == 0 else None):
+                return None
             with self.timer.phase("rollout"):
                 if self.curriculum:
                     self.curriculum.start(first_ticket)
@@ -337,8 +332,11 @@ class Trainer(Program):
             self.algo = dataclasses.replace(self.algo, kl_coef=kl_coef)
             self.progress.kl_coef = kl_coef
 
-    def evaluate(self, generation: Generation, step: int, name: str | None) -> None:
-        """Score held-out prompts; the engine must be awake. `name`: keep it for the summary."""
+    def evaluate(self, generation: Generation, step: int, name: str | None) -> bool:
+        """Score held-out prompts; the engine must be awake. `name`: keep it for the summary.
+
+        Returns False if a signal has interrupted it.
+        """
         cfg = self.cfg.eval
         sampling = dataclasses.replace(generation.sampling, temperature=cfg.temperature)
         with self.timer.phase("evaluate"):
@@ -349,7 +347,9 @@ class Trainer(Program):
                 sampling,
                 self.reward_model,
             )
-        self.run.record_evaluation(step, result["scores"], ("accuracy", "reward"), name, result)
+        if result:
+            self.run.record_evaluation(step, result["scores"], ("accuracy", "reward"), name, result)
+        return bool(result)
 
     def warm_start(self) -> bool:
         """Imitate the training rows' answers for `sft.num_steps` steps, and export the result.
@@ -359,7 +359,7 @@ class Trainer(Program):
         """
         if self.generation:
             with self.generation.awake():
-                self.evaluate(self.generation, -1, "before_sft")
+                self.evaluate(self.generation, -1, "before_sft")  # warm_start stops if this did
         self.progress.add(self.timer.take())
         with self.timer.phase("sft"):
             num_tokens = warm_start(self.cfg, self.inputs, self.policy, self.run.log)
@@ -407,7 +407,10 @@ class Trainer(Program):
         self.run.export_result()  # written while the model is evaluated
         if self.generation:
             with self.generation.awake():
-                self.evaluate(self.generation, self.cfg.num_steps, "after_rl")
+                has_evaluated = self.evaluate(self.generation, self.cfg.num_steps, "after_rl")
+            if not has_evaluated:
+                self.run.stop(self.cfg.num_steps)
+                return
             # What goes on in a later step is lost, now that none follows.
             unfinished = self.generation.sampler.num_unfinished_tokens()
             self.progress.add({}, discarded=unfinished)

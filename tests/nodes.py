@@ -146,8 +146,10 @@ def _agent(node: Node, launch: list[str], module: str, flags: list[str], log: st
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
     from torch.distributed.launcher.api import elastic_launch
 
+    MultiprocessContext._is_done = _have_left
     config, _, _ = run.config_from_args(run.parse_args([*launch, "-m", module, *flags]))
     config.start_method = "fork"
     try:
@@ -156,6 +158,14 @@ def _agent(node: Node, launch: list[str], module: str, flags: list[str], log: st
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
     os._exit(0)
+
+
+def _have_left(ranks: Any) -> bool:
+    """Whether all ranks have left with code 0, which they do without a result for the agent."""
+    have_left = all(process.exitcode == 0 for process in ranks._pc.processes)
+    if have_left:
+        ranks._return_values = dict.fromkeys(range(ranks.nprocs))
+    return have_left
 
 
 def _rank(module: str, flags: list[str]) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import http.server
 import json
+import math
 import os
 import signal
 import threading
@@ -23,6 +24,8 @@ from minirl.config.shared import RewardConfig
 from minirl.errors import UserError
 from minirl.faults import explain
 from minirl.health import Health
+from minirl.parallel.guard import Board, has_told, make_page
+from minirl.parallel.limits import Limits
 from minirl.parallel.watch import Watch
 from minirl.rewards.http import RemoteReward
 from nodes import Job, Node
@@ -32,12 +35,12 @@ from test_program import read, repeatable
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks with an engine each")
 
 # Beside the time that the machine takes for anything at all.
-SECONDS = 60
+SECONDS = 180
 
 USER = '''
 import asyncio, json, os, re, sys, threading, time
 from pathlib import Path
-from minirl.envs import Env, Result
+from minirl.envs import Agent, Env, Result
 
 here = Path(__file__).parent
 rank = os.environ.get("RANK", "0")
@@ -45,14 +48,18 @@ rank = os.environ.get("RANK", "0")
 def good(prompt, completion, row):
     return len(completion) / 10
 
-def note(prompt, completion, row):
-    """Tell the test that a rollout is under way."""
-    (here / "scored").write_text("")
-    time.sleep(0.05)
+def slow(prompt, completion, row):
+    (here / "scoring").touch()
+    time.sleep(1)
     return len(completion) / 10
 
 def sleeps(prompt, completion, row):
     time.sleep(1000 if rank == "0" else 0)
+    return 1.0
+
+def backtracks(prompt, completion, row):
+    if rank == "0":
+        re.match("(a+)+$", "a" * 99 + "b")
     return 1.0
 
 def exits(prompt, completion, row):
@@ -60,6 +67,12 @@ def exits(prompt, completion, row):
 
 def interrupts(prompt, completion, row):
     raise KeyboardInterrupt
+
+def cancels(prompt, completion, row):
+    raise asyncio.CancelledError("mine")
+
+def always(prompt, completion, row):
+    return 1.0
 
 def leaves(prompt, completion, row):
     if rank == "1":
@@ -84,8 +97,11 @@ class Asynchronous(Env):
         return Result(done=True)
 
 class Slow(Asynchronous):
-    """Six turns, and so a second at least."""
+    """Six turns of training prompts, and so a second at least."""
     async def step(self, state):
+        if state.row["prompt"] == "held out":
+            return Result(done=True)
+        (here / "training").touch()
         await asyncio.sleep(0.2)
         return Result(observation="more", done=state.turn == 5)
 
@@ -108,6 +124,31 @@ class Swallows(Asynchronous):
 class Exits(Asynchronous):
     async def step(self, state):
         sys.exit(0)
+
+class Cancels(Asynchronous):
+    async def step(self, state):
+        raise asyncio.CancelledError("mine")
+
+class Times(Asynchronous):
+    """Its time is over, and that of the run is not."""
+    async def step(self, state):
+        raise TimeoutError("mine")
+
+class Stops(Env):
+    graded = True
+    def reset(self, row):
+        raise StopIteration("mine")
+
+class Unmade(Env):
+    def __init__(self):
+        sys.exit(0)
+
+class AgentExits(Agent):
+    async def run(self, row, session):
+        sys.exit(0)
+
+def estimate(rewards, groups):
+    sys.exit(0)
 
 class Later(Env):
     """A constructor that fails when the run is under way."""
@@ -141,6 +182,14 @@ def folder(tmp_path_factory) -> Path:
     pairs = [json.dumps({"messages": chat(i)}) for i in range(20)]
     (folder / "chats.jsonl").write_text("\n".join(pairs))
     (folder / "user.py").write_text(USER)
+    (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    (folder / "engine.py").write_text(
+        "import time\n"
+        "from minirl.rollout.engine import RolloutEngine\n"
+        "RolloutEngine.step = lambda engine: time.sleep(1000)\n"
+        "def good(prompt, completion, row):\n"
+        "    return 1.0\n"
+    )
     return folder
 
 
@@ -288,12 +337,14 @@ def test_a_rollout_ahead_is_interrupted_and_goes_on(folder, tmp_path):
     turns = ["--env.name", f"{folder}/user.py:Slow", "--env.max-turns", 9]
     room = ["--engine.max-model-len", 300, "--rollout.ahead", 2, "--num-steps", 3]
     given = flags(folder, out, *turns, *room, "--resume")
+    (folder / "eval.jsonl").write_text(json.dumps({"prompt": "held out", "answer": "1"}))
+    given += ["--data.eval", folder / "eval.jsonl"]
     num_kept = 0
-    for attempt in range(3):
+    for attempt in range(2):
+        (folder / "training").unlink(missing_ok=True)
         job = start(folder, "minirl.rl", given, tmp_path / f"log-{attempt}")
-        job.wait_for(lambda n=attempt: len(steps(out)) == n)
-        job.wait_for(lambda job=job: "rl:" in job.agents[0].log.read_text())
-        time.sleep(0.5)
+        job.wait_for((folder / "training").exists)
+        time.sleep(0.3)
         ended, _ = stop(job, signal.SIGUSR1, list(job.agents[0].ranks().values())[:1])
         assert ended.code == 0 and "Traceback" not in ended.err, ended.err
         num_kept += "in the rollout of the next, whose episodes are kept" in ended.err
@@ -302,6 +353,25 @@ def test_a_rollout_ahead_is_interrupted_and_goes_on(folder, tmp_path):
     assert ended.code == 0, ended.err
     assert steps(out) == [0, 1, 2]
     assert sum(row.get("rollout/discarded_tokens", 0) for row in read(out / "metrics.jsonl")) == 0
+
+
+def test_an_evaluation_is_interrupted_and_begins_anew(folder, tmp_path):
+    """There is something to save already: the warm start before it is not done again."""
+    out = tmp_path / "out"
+    given = flags(folder, out, "--num-steps", 1, "--sft.num-steps", 2, "--resume")
+    held_out = ["--data.held-out", 16, "--reward.threads", 1]
+    slow = ["--reward.function", f"{folder}/user.py:slow"]
+    job = start(folder, "minirl.rl", [*given, *held_out, *slow], tmp_path / "log")
+    job.wait_for(lambda: steps(out, "sft") == [0, 1], 300)
+    (folder / "scoring").unlink(missing_ok=True)
+    job.wait_for((folder / "scoring").exists)
+    ended, seconds = stop(job, signal.SIGUSR1, list(job.agents[0].ranks().values())[:1])
+    print(f"SIGUSR1 in an evaluation: ended after {seconds:.1f} s")
+    assert ended.code == 0 and "Traceback" not in ended.err, ended.err
+    assert "stopped by a signal after 0 steps; saved" in ended.err
+    resumed = fork("minirl.rl", [*given, *held_out], tmp_path / "resumed", SECONDS, world=2)
+    assert resumed.code == 0 and "resuming at step 0" in resumed.err, resumed.err
+    assert steps(out, "sft") == [0, 1] and steps(out) == [0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -325,8 +395,46 @@ CASES = {
         ["rank 0: reward.function = ", ":sleeps took longer than reward.timeout_seconds = 2 for "]
         + ["prompt '", "completion '", "in phase evaluate", "time.sleep(1000"],
     ),
+    "a reward backtracks": (
+        1,
+        [*reward("backtracks"), "--reward.timeout-seconds", "1"],
+        -signal.SIGKILL,
+        ["rank 0: reward.function = ", ":backtracks took longer than reward.timeout_seconds = 1 f"]
+        + ["prompt '", "completion '", "keeps Python's global lock", "in backtracks", "in match"],
+    ),
     "a reward exits": (1, reward("exits"), 2, ["raised SystemExit: 0 for prompt"]),
     "a reward interrupts": (1, reward("interrupts"), 2, ["raised KeyboardInterrupt:  for prompt"]),
+    "a reward cancels": (1, reward("cancels"), 2, ["raised CancelledError: mine for prompt"]),
+    "a file exits": (
+        1,
+        ["--reward.function", "FOLDER/exits.py:f"],
+        2,
+        ["exits.py does not import: SystemExit: 0"],
+    ),
+    "all rewards are equal": (
+        1,
+        [*reward("always"), "--debug.collapse-steps", "1", "--debug.end-on-collapse"],
+        2,
+        ["step 0: equal rewards for 1 steps: all answers to each prompt earn the same"],
+    ),
+    "the engine hangs": (
+        1,
+        ["--reward.function", "FOLDER/engine.py:good", "--timeout-minutes", "0.1"],
+        2,
+        ["rank 0: a step of the engine takes longer than timeout_minutes = 0.1, with 2 requests"]
+        + ["in phase evaluate", "time.sleep(1000)"],
+    ),
+    "an estimator exits": (
+        1,
+        ["--algo.advantage", "USER:estimate"],
+        2,
+        ["user.py:estimate must return 4 finite numbers, a tensor [N]; it raised SystemExit: 0"],
+    ),
+    "an environment cancels": (1, env("Cancels"), 2, ["Cancels.step raised CancelledError: mine"]),
+    "an environment times": (1, env("Times"), 2, ["Times.step raised TimeoutError: mine"]),
+    "an environment stops": (1, env("Stops"), 2, ["Stops.reset raised RuntimeError: StopIterat"]),
+    "an environment is not made": (1, env("Unmade"), 2, ["its constructor raised SystemExit: 0"]),
+    "an agent exits": (1, env("AgentExits"), 2, ["AgentExits.run raised SystemExit: 0"]),
     "a reward ends its process": (2, reward("leaves"), 1, ["rank 1 (process", "is gone without"]),
     "an environment blocks": (
         1,
@@ -358,7 +466,7 @@ CASES = {
         1,
         [*env("Fails"), "--env.on-error", "drop"],
         2,
-        ["evaluation: no episode can be scored: Fails.reset raised RuntimeError: no server"],
+        ["none of the 2 held-out prompts got an answer", "Fails.reset raised RuntimeError: no ser"],
     ),
 }
 
@@ -367,12 +475,22 @@ CASES = {
 def test_it_ends_and_says_why_once(folder, tmp_path, case):
     world, own, code, texts = CASES[case]
     own = [flag.replace("USER", f"{folder}/user.py") for flag in own]
+    own = [flag.replace("FOLDER", str(folder)) for flag in own]
     given = flags(folder, tmp_path / "out", *own)
     ended = fork("minirl.rl", given, tmp_path / "log", SECONDS, world=world)
     assert ended.code == code, ended.err
     assert len(ended.errors()) == 1 and " crashed\n" not in ended.err, ended.err
     for text in texts:
         assert text in ended.err, ended.err
+
+
+def test_a_rank_that_keeps_the_lock_is_told_once(folder, tmp_path):
+    own = ["--reward.function", f"{folder}/user.py:backtracks", "--reward.timeout-seconds", 1]
+    job = start(folder, "minirl.rl", flags(folder, tmp_path / "out", *own), tmp_path / "log")
+    ended = job.end(SECONDS)
+    assert ended.code == 1 and len(ended.errors()) == 1, ended.err
+    assert ":backtracks took longer than reward.timeout_seconds = 1 for prompt" in ended.err
+    assert "is gone without a word" not in ended.err and "has lost" not in ended.err
 
 
 def test_a_rank_that_is_stopped_is_named(folder, tmp_path):
@@ -384,6 +502,40 @@ def test_a_rank_that_is_stopped_is_named(folder, tmp_path):
     assert "has waited longer than timeout_minutes = 0.2 for the other ranks" in ended.err
     assert "rank 1 does not reply: it is stopped" in ended.err
     assert "rank 0 is in phase evaluate" in ended.err or "rank 0 is in phase idle" in ended.err
+
+
+def test_a_board_shows_the_earliest_limit():
+    page = make_page()
+    board, seen = Board(page), Board(page)  # of the rank, and of its guard
+    os.close(page)
+    assert seen.earliest() == (math.inf, "") and seen.head() == (0, 0.0)
+    board.note(0, 9.0, "late")
+    board.note(255, 5.0, "\ud800 early" + "x" * 5000)
+    board.beat(1.5)
+    deadline, text = seen.earliest()
+    assert deadline == 5.0 and text.startswith("\\ud800 earlyx") and len(text) < Board.PLACE_BYTES
+    board.move(255, math.inf)
+    assert seen.earliest() == (9.0, "late") and seen.head() == (1, 1.5)
+    assert not has_told(os.getpid()) and not has_told(2**22 + 1)
+
+
+def test_limits_are_by_the_clock_of_the_process():
+    """What is paused or has ended is not over, and a limit that is renewed begins again."""
+    over = []
+    limits = Limits(0, over.append)
+    with limits.limit(1.0, lambda: "first") as first, limits.limit(math.inf, lambda: "never"):
+        with limits.limit(2.0, lambda: "second"):
+            limits.clock = 1.5
+            limits.look()
+            assert over == [first]
+            limits.renew(first)
+            limits.look()
+            limits.clock = 2.2
+        limits.look()
+        limits.pause(first)
+        limits.clock = 99.0
+        limits.look()
+    assert over == [first]
 
 
 def test_threads_that_are_left_do_not_hold_the_exit(folder, tmp_path):

@@ -172,6 +172,8 @@ BROAD = {
     "confine/remote.py:serve": "and it may do so when its tests call it, which they may expect",
     "confine/trial.py:_do_pass": "tests that end by any error have failed",
     "confine/grading.py:_grade": "so may a grader at what a policy wrote, which earns 0 then",
+    "envs/registry.py:make_env": "the constructor of a user's environment may raise anything",
+    "rollout/user_code.py:make_in_time": "and may do so later",
     "rewards/functions.py:grade": "so may a user's reward function; the user is told the input",
     "rollout/episode.py:_within_limit": "and a user's environment, of which only one episode ends",
     "plan/dryrun.py:_result": "a job that crashes is a result of its own, whatever it is; the "

@@ -322,7 +322,8 @@ def _call(estimator: Callable[..., Tensor], name: str, rewards: Tensor, groups: 
     expected = f"algo.advantage = {name} must return {len(rewards)} finite numbers, a tensor [N]"
     try:
         estimates = estimator(rewards, groups)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+    # The user's code may raise anything.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         problem = f"{type(error).__name__}: {error}"
         raise UserError(f"{expected}; it raised {problem}") from error
     if not isinstance(estimates, Tensor) or estimates.is_complex():

@@ -46,8 +46,14 @@ def make_env(name: str) -> Callable[[], Env]:
         else:
             make = partial(find_function("env.name", place, {}), **options)
         env = make()
+    except UserError:
+        raise
     except (TypeError, ValueError) as error:
         raise UserError(f"env.name = {name}: {error}") from error
+    # The user's code may raise anything.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"env.name = {name}: its constructor raised {problem}") from error
     require(
         isinstance(env, Env),
         f"env.name = {name} makes {type(env).__name__}, which is neither an Env nor an Agent "

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from minirl.config.shared import ParallelConfig
 from minirl.config.validate import validate_parallel
 from minirl.parallel.launch import open_attempt_store
-from minirl.parallel.watch import Watch, this_process
+from minirl.parallel.watch import Watch
 
 try:
     all_gather_single = dist.all_gather_single
@@ -281,7 +281,7 @@ def open_world(timeout_minutes: float = 30.0, watch: Watch | None = None) -> Wor
         )
     world = make_world(device, timeout, watch)
     if watch:
-        watch.join(world.store, world.rank, world.gather(this_process(world.rank)))
+        watch.join(world.store, world.rank, world.gather(watch.this_process(world.rank)))
     return world
 
 

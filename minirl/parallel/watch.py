@@ -1,8 +1,9 @@
 """What a rank hears beside its work: signals, the ends of other ranks, and time limits.
 
 A thread of its own hears them, because the main thread may stand in a collective for minutes. It
-ends the process where the main thread cannot. One rank says why; the others hear that from the
-store and leave in silence.
+ends the process where the main thread cannot. Time limits have another thread (limits.py), and a
+process beside this one is there for code that stops all threads (guard.py). One rank says why the
+run ends; the others hear that from the store and leave in silence.
 
 Signals ask a training program to save and to leave:
 
@@ -14,7 +15,6 @@ Signals ask a training program to save and to leave:
 """
 
 import contextlib
-import itertools
 import os
 import select
 import signal
@@ -23,14 +23,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
 from minirl.log import say
+from minirl.parallel import guard
+from minirl.parallel.limits import Limit, Limits
 
 # Exit codes.
 DONE = 0
@@ -40,8 +41,7 @@ BY_SIGNAL = 128  # And the signal's number, as shells say it.
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
-TICK_SECONDS = 0.25  # Limits are looked at so often.
-LOOK_SECONDS = 1.0  # And the store and the other ranks so often.
+LOOK_SECONDS = 1.0  # The store and the other ranks are looked at so often.
 NUM_FRAMES = 8  # Of a stack, the innermost ones.
 
 # Keys of the store.
@@ -62,16 +62,7 @@ class Peer(NamedTuple):
     host: str
     pid: int
     began: str
-
-
-@dataclass
-class Limit:
-    """A time limit of something that a thread is at."""
-
-    seconds: float
-    what: Callable[[], str]  # Says what took longer; called in another thread.
-    thread: int = field(default_factory=threading.get_ident)
-    deadline: float = 0.0  # By `Watch.clock`.
+    guard: int  # Its process id; 0: there is none.
 
 
 class Watch:
@@ -81,8 +72,6 @@ class Watch:
         requested: a signal to this rank, or to another that has told it, asks to save and leave.
         can_save: the program will look at `requested`. Before that, a signal ends it at once.
         goes_on: a program that ends at once can be started again with --resume.
-        clock: seconds that this process has run. It stands still while the process is stopped, so
-            that no limit is over when it goes on.
         phase: returns what the main thread is at.
         finish_writing: waits a while for what is written beside training, before a limit ends it.
     """
@@ -91,7 +80,6 @@ class Watch:
         self.requested = False
         self.can_save = False
         self.goes_on = False
-        self.clock = 0.0
         self.phase: Callable[[], str] = lambda: "start"
         self.finish_writing: Callable[[], None] = lambda: None
         self.rank = int(os.environ.get("RANK", 0))
@@ -99,8 +87,7 @@ class Watch:
         self._store: dist.Store | None = None
         self._has_store = False  # The store is in this process and ends with it.
         self._peers: list[Peer] = []
-        self._limits: dict[int, Limit] = {}
-        self._limit_numbers = itertools.count()
+        self._limits = Limits(self.rank, self._end_over_limit)
         self._had_interrupt = False  # A SIGINT is the request.
         self._has_ended = False  # All ranks have done their work; nothing is a failure any more.
         self._has_replied = False
@@ -109,7 +96,8 @@ class Watch:
     # beginning and end
 
     def listen(self) -> None:
-        """Take the signals, and start the thread. Only the main thread may call it."""
+        """Take the signals, and start the threads. Only the main thread may call it."""
+        self._limits.start()
         heard, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in SIGNALS:
@@ -130,7 +118,7 @@ class Watch:
         self.world_size = len(peers)
         here = peers[rank].host
         self._peers = [p for p in peers if p.rank != rank and p.host == here and _is_alive(p)]
-        own_store = store.clone()
+        own_store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         own_store.set_timeout(timedelta(seconds=30))
         self._store = own_store
         agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -149,38 +137,40 @@ class Watch:
                 self._leave_if_over(store)
                 num_ended = store.add(ENDED, 0)
 
+    def this_process(self, rank: int) -> Peer:
+        """Return this process, as the other ranks know it."""
+        pid = os.getpid()
+        return Peer(rank, socket.gethostname(), pid, _stat(pid)[19], self._limits.guard)
+
     # ----------------------------------------------------------------------------------------------
     # time limits
 
-    @contextlib.contextmanager
-    def limit(self, seconds: float, what: Callable[[], str]) -> Iterator[Limit]:
+    def limit(
+        self, seconds: float, what: Callable[[], str]
+    ) -> contextlib.AbstractContextManager[Limit]:
         """End the run if the block takes longer.
 
-        For what cannot be interrupted in any other way. `renew` starts the time again.
+        For what cannot be interrupted in any other way. `renew` starts the time again, and `pause`
+        lets it wait for that.
 
         Args:
-            seconds: of a process that runs.
-            what: says what took longer, and what to do.
+            seconds: of a process that runs; infinity: there is no limit.
+            what: says what took longer, and what to do. Called in another thread then, and where
+                the block begins.
         """
-        limit = Limit(seconds, what)
-        self.renew(limit)
-        number = next(self._limit_numbers)
-        self._limits[number] = limit
-        try:
-            yield limit
-        finally:
-            del self._limits[number]
+        return self._limits.limit(seconds, what)
 
     def renew(self, limit: Limit) -> None:
         """Let the time of a limit begin now."""
-        limit.deadline = self.clock + limit.seconds
+        self._limits.renew(limit)
 
-    def _check_limits(self) -> None:
-        for limit in list(self._limits.values()):
-            if self.clock > limit.deadline:
-                where = f"phase {self.phase()}, stack:\n{stack_of(limit.thread)}"
-                message = f"error: rank {self.rank}: {limit.what()}\nIt stands in {where}"
-                self.end_all(message, BAD_INPUT)
+    def pause(self, limit: Limit) -> None:
+        """Let a limit wait for `renew`."""
+        self._limits.pause(limit)
+
+    def _end_over_limit(self, limit: Limit) -> NoReturn:
+        where = f"phase {self.phase()}, stack:\n{stack_of(limit.thread)}"
+        self.end_all(f"error: rank {self.rank}: {limit.what()}\nIt stands in {where}", BAD_INPUT)
 
     # ----------------------------------------------------------------------------------------------
     # the end of all ranks
@@ -195,7 +185,8 @@ class Watch:
         with contextlib.suppress(dist.DistError):
             is_first = store is None or store.add(TOLD, 1) == 1
         if is_first:
-            print(f"\nminirl: {message}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
+                print(f"\nminirl: {message}", file=sys.stderr, flush=True)
             if threading.current_thread() is not threading.main_thread():
                 self.finish_writing()  # while the other ranks, which it needs, are there
         self._leave_all(code)
@@ -219,15 +210,22 @@ class Watch:
         Call it when something has failed that depends on other ranks.
         """
         end = time.monotonic() + seconds
-        while self._store is not None and time.monotonic() < end:
-            self._look(self._store)
-            time.sleep(0.05)
+        with contextlib.suppress(dist.DistError):  # The store is gone, too.
+            while self._store is not None and time.monotonic() < end:
+                self._look(self._store)
+                time.sleep(0.05)
 
-    def describe_all(self, seconds: float) -> str:
-        """Return what all ranks are doing, as far as they reply in time."""
+    def describe_all(self, seconds: float, error: BaseException) -> str:
+        """Return what all ranks are doing, as far as they reply in time.
+
+        Args:
+            seconds: to wait for the replies.
+            error: what has ended the work of this rank.
+        """
         store = self._store
+        own = self._describe("".join(traceback.format_tb(error.__traceback__)[-NUM_FRAMES:]))
         if store is None:
-            return self.describe()
+            return own
         replies = []
         with contextlib.suppress(dist.DistError):
             self._announce(store, ASKED, "1")
@@ -235,7 +233,7 @@ class Watch:
             for rank in range(self.world_size):
                 key = f"{DOING}/{rank}"
                 if rank == self.rank:
-                    replies.append(self.describe())
+                    replies.append(own)
                     continue
                 while not store.check([key]) and time.monotonic() < end:
                     time.sleep(0.05)
@@ -243,35 +241,29 @@ class Watch:
                 replies.append(store.get(key).decode() if store.check([key]) else silent)
         return "\n".join(replies)
 
-    def describe(self) -> str:
+    def _describe(self, stack: str) -> str:
         """Return what this rank is doing: its phase, and where its main thread stands."""
-        main = threading.main_thread().ident
-        assert main is not None
-        return f"rank {self.rank} is in phase {self.phase()}, stack:\n{stack_of(main)}"
+        return f"rank {self.rank} is in phase {self.phase()}, stack:\n{stack.rstrip()}"
 
     # ----------------------------------------------------------------------------------------------
     # the thread
 
     def _run(self, heard: int) -> None:
         """Hear. Bytes of `heard` are the numbers of signals."""
-        began = time.monotonic()
-        looked = began
+        looked = time.monotonic()
         while True:
-            ready, _, _ = select.select([heard], [], [], TICK_SECONDS)
+            ready, _, _ = select.select([heard], [], [], LOOK_SECONDS)
             now = time.monotonic()
-            self.clock += min(now - began, 2 * TICK_SECONDS)  # More: the process was stopped.
-            began = now
             store = self._store
             for number in os.read(heard, 64) if ready else b"":
                 if number in SIGNALS:
                     self._take(signal.Signals(number))
-            if store is not None and not self._has_ended and now - looked > LOOK_SECONDS:
+            if store is not None and not self._has_ended and now - looked >= LOOK_SECONDS:
                 looked = now
                 try:
                     self._look(store)
                 except dist.DistError:  # The main thread will notice, and knows more.
                     self._store = None
-            self._check_limits()
 
     def _take(self, number: signal.Signals) -> None:
         """Take a signal: it is the request, or ends all ranks."""
@@ -307,8 +299,11 @@ class Watch:
         """Print a line, unless another rank has."""
         key = TOLD if to_end else f"{STOP}/told"
         store = self._store
+        is_first = True
         with contextlib.suppress(dist.DistError):
-            if store is None or store.add(key, 1) == 1:
+            is_first = store is None or store.add(key, 1) == 1
+        if is_first:
+            with contextlib.suppress(OSError, ValueError):
                 say(message)
 
     def _look(self, store: dist.Store) -> None:
@@ -320,9 +315,13 @@ class Watch:
                 self.requested = True
             if not self._has_replied and store.check([ASKED]):
                 self._has_replied = True
-                store.set(f"{DOING}/{self.rank}", self.describe())
+                main = threading.main_thread().ident
+                assert main is not None
+                store.set(f"{DOING}/{self.rank}", self._describe(stack_of(main)))
         if dead and not self._has_ended:
             peer = dead[0]
+            if guard.has_told(peer.guard):
+                self._leave_all(BAD_INPUT)
             self.end_all(
                 f"error: rank {peer.rank} (process {peer.pid} on {peer.host}) is gone without a "
                 "word: it was killed, by hand or by the kernel for its memory (see dmesg), or it "
@@ -344,12 +343,6 @@ class Watch:
 
 def _ignore(number: int, frame: object) -> None:
     """Do nothing: the watch has read the signal from the wakeup descriptor."""
-
-
-def this_process(rank: int) -> Peer:
-    """Return this process, as the other ranks know it."""
-    pid = os.getpid()
-    return Peer(rank, socket.gethostname(), pid, _stat(pid)[19])
 
 
 def _stat(pid: int) -> list[str]:

@@ -165,7 +165,7 @@ def grade(function: RewardFunction, name: str, row: dict, completion: str) -> fl
     except UserError:
         raise
     # The user's code may raise anything. sys.exit is no end of the run, either.
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
+    except BaseException as error:
         raise UserError(
             f"reward.function = {name} raised {type(error).__name__}: {error} for {inputs}"
         ) from error

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minirl.data.images import ImageSpan
-from minirl.parallel.watch import Limit, Watch
+from minirl.parallel.limits import Limit
+from minirl.parallel.watch import Watch
 from minirl.rollout.conversation import Completion, unexpanded
 from minirl.rollout.engine import EngineOutput, RolloutEngine, Sampling
 
@@ -182,10 +183,10 @@ class EngineLoop:
 
     def _describe_turn(self) -> str:
         task = asyncio.current_task(self.loop)
-        name = task.get_name() if task else "no task"
+        where = f", in {task.get_name()}" if task else ""
         return (
             "an environment keeps the engine's loop from turning for longer than "
-            f"env.timeout_seconds = {self.turn_seconds:g}, in {name}. An async function must await "
+            f"env.timeout_seconds = {self.turn_seconds:g}{where}. An async function must await "
             "what takes long; one that blocks should be an ordinary function, which runs in a "
             "thread"
         )
@@ -226,7 +227,7 @@ class EngineLoop:
         Returns False at the end of a run, when every request has been aborted.
         """
         if self._turn_limit:
-            self._turn_limit.deadline = math.inf  # A step has a limit of its own.
+            self.watch.pause(self._turn_limit)  # A step has a limit of its own.
         orders = self._orders(more) if self.engine.is_leader else None
         more, aborted, added = self.engine.tensor_parallel_broadcast(orders)
         self.engine.abort(aborted)
@@ -324,6 +325,8 @@ async def in_thread(function: Callable, *arguments: object) -> Any:
     def work() -> None:
         try:
             future.set_result(function(*arguments))
+        except StopIteration as error:  # which asyncio takes for the end of a coroutine
+            future.set_exception(RuntimeError(f"StopIteration: {error}"))
         except BaseException as error:  # It is raised again where the call was made.
             future.set_exception(error)
 

@@ -358,17 +358,23 @@ class EpisodeRunner:
                 f"{seconds:g}, though it was cancelled; let asyncio.CancelledError pass"
             )
 
+        timeout = asyncio.timeout(seconds)
         try:
             with self.engine_loop.watch.limit(2 * seconds + CANCEL_SECONDS, describe):
-                async with asyncio.timeout(seconds):
+                async with timeout:
                     return await call
         except UserError:
             raise
-        except TimeoutError as error:
-            raise EnvFailed(f"{name} took longer than env.timeout_seconds = {seconds}") from error
         # The user's code may raise anything, and only its own episode must end.
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            raise EnvFailed(f"{name} raised {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if task and task.cancelling():  # by the loop, which is being closed
+                raise
+            if timeout.expired():
+                problem = f"took longer than env.timeout_seconds = {seconds}"
+            else:
+                problem = f"raised {type(error).__name__}: {error}"
+            raise EnvFailed(f"{name} {problem}") from error
 
 
 def _check_messages(value: Any) -> None:

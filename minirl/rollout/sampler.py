@@ -36,6 +36,7 @@ from minirl.rollout.saved import (
     write_group,
 )
 from minirl.rollout.tickets import deal, pull
+from minirl.rollout.user_code import make_in_time
 from minirl.types import Trajectory
 
 REQUEST = -1  # In place of a ticket: a signal has asked this rank to save and leave.
@@ -85,7 +86,7 @@ class Sampler:
         )
         self.endpoint = None
         self.is_interrupted = False  # The rollout of this training step, by a signal, on any rank.
-        example = self._make_example()
+        example = make_in_time(make_env, cfg.env, self.mesh.watch)
         if engine.is_leader and isinstance(example, Agent):
             from minirl.rollout.server import Endpoint  # Slow to import; only agents need it.
 
@@ -105,13 +106,6 @@ class Sampler:
         self.waiting: list[int] = []
         self.counter_numbers = itertools.count()  # One for each pair of counters on the store.
 
-    def _make_example(self) -> Env:
-        """Make an environment, to see of which kind they are."""
-        cfg = self.cfg.env
-        too_slow = f"env.name = {cfg.name}: its constructor takes longer than env.timeout_seconds"
-        with self.mesh.watch.limit(cfg.timeout_seconds, lambda: too_slow):
-            return self.make_env()
-
     def close(self) -> None:
         """Stop the endpoint and the loop."""
         if self.endpoint:
@@ -129,7 +123,7 @@ class Sampler:
         sampling: Sampling,
         *,
         version: int = 0,
-    ) -> list[Trajectory]:
+    ) -> list[Trajectory] | None:
         """Run `num_samples` episodes of each ticket, together with the engines of the other ranks.
 
         Collective.
@@ -143,7 +137,7 @@ class Sampler:
 
         Returns:
             The trajectories of this rank's groups, in the order of their tickets. Ranks that follow
-            an engine's leader have none.
+            an engine's leader have none. None: a signal asks to stop, on any rank.
 
         Raises:
             UserError: a reward function failed, or an environment with env.on_error raise.
@@ -155,6 +149,8 @@ class Sampler:
         groups = self._run_groups(
             GroupScheduler(self.runner), make_group, tickets, num_samples, goals, {}
         )
+        if self.mesh.agree_to_stop():
+            return None
         return list(itertools.chain.from_iterable(group.trajectories() for group in groups))
 
     # ----------------------------------------------------------------------------------------------
@@ -198,7 +194,7 @@ class Sampler:
 
         finished: dict[int, Group] = {}  # This rank's, by ticket.
         states: dict[int, GroupState] = {}  # Of the finished groups of all ranks, by ticket.
-        while (missing := cfg.prompts_per_step - _num_varied(states)) > 0:
+        while (missing := cfg.prompts_per_step - sum(s.is_varied for s in states.values())) > 0:
             num_new = min(most_new, pace.num_new(missing, len(self.begun)))
             tickets, first = self._take_tickets(num_new, first)
             if not self.begun and not tickets:
@@ -249,7 +245,7 @@ class Sampler:
             rows.append((group.ticket, group.version, True, is_varied, len(trajectories), rank))
         for group in self.training.groups.values():
             rows.append((group.ticket, group.version, False, False, 0, rank))
-        if self._may_interrupt():
+        if self._may_interrupt(self.training):
             rows.append((REQUEST, 0, False, False, 0, rank))
 
         with self.engine.timer.phase("idle"):
@@ -266,12 +262,14 @@ class Sampler:
             (finished_of_all if is_finished else self.begun)[ticket] = state
         return finished_of_all
 
-    def _may_interrupt(self) -> bool:
-        """Return whether this rank wants to interrupt the rollout of a training step.
+    def _may_interrupt(self, scheduler: GroupScheduler) -> bool:
+        """Return whether a signal has asked this rank to stop, and its groups need not be finished.
 
-        Only with rollout.ahead does a checkpoint hold unfinished episodes.
+        Evaluations begin anew. Of training, a checkpoint holds unfinished episodes only with
+        rollout.ahead.
         """
-        return bool(self.cfg.rollout.ahead) and self.mesh.watch.requested
+        need_not_finish = scheduler is not self.training or bool(self.cfg.rollout.ahead)
+        return self.mesh.watch.requested and need_not_finish
 
     def _is_varied(self, trajectories: list[Trajectory]) -> bool:
         """Return whether a group's mean reward is inside rollout.keep_inside, if that matters."""
@@ -360,13 +358,11 @@ class Sampler:
         # everything. A group begins only where all its episodes have room.
         share = math.ceil((len(begun) + len(tickets)) / num_engines)
         room = min(self.engine.cfg.max_num_seqs, share * num_samples) - num_samples + 1
-        if scheduler is self.training:
-            goals_reached = is_enough
 
-            def is_enough(versions: list[int]) -> bool:
-                return self._may_interrupt() or goals_reached(versions)
+        def may_end(versions: list[int]) -> bool:
+            return self._may_interrupt(scheduler) or is_enough(versions)
 
-        return self.engine_loop.run(scheduler.run(map(make_group, own_tickets), room, is_enough))
+        return self.engine_loop.run(scheduler.run(map(make_group, own_tickets), room, may_end))
 
     def _make_group(
         self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int
@@ -441,7 +437,7 @@ class Sampler:
         num_samples = self.cfg.rollout.samples_per_prompt
         group = self._make_group(self.prompts, num_samples, sampling, saved.version, saved.ticket)
         for episode in group.episodes:
-            episode.env = self.make_env()
+            episode.env = make_in_time(self.make_env, self.cfg.env, self.mesh.watch)
         if not restore_episodes(group, saved):
             return False
         self.training.groups[saved.ticket] = group
@@ -452,7 +448,3 @@ class Sampler:
         """Return the tokens that all ranks have sampled for groups of later steps. Collective."""
         num_tokens = sum(group.num_sampled() for group in self.training.groups.values())
         return int(self.mesh.sums(torch.tensor(num_tokens)))
-
-
-def _num_varied(finished: dict[int, GroupState]) -> int:
-    return sum(state.is_varied for state in finished.values())

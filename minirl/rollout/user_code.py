@@ -1,0 +1,73 @@
+"""Time limits of code that the config names, outside a rollout."""
+
+import contextlib
+from collections.abc import Callable
+from functools import wraps
+
+from torch import Tensor
+
+from minirl.config.rl import RLConfig
+from minirl.config.shared import EnvConfig, EvaluateConfig
+from minirl.envs.base import Env
+from minirl.errors import UserError
+from minirl.parallel.limits import Limit
+from minirl.parallel.watch import Watch
+
+
+def limited_imports(
+    cfg: RLConfig | EvaluateConfig, watch: Watch
+) -> contextlib.AbstractContextManager[Limit]:
+    """End the run if what the config names is not imported within timeout_minutes."""
+
+    def describe() -> str:
+        named = {"env.name": cfg.env.name, "reward.function": cfg.reward.function}
+        if isinstance(cfg, RLConfig):
+            named["algo.advantage"] = cfg.algo.advantage
+        names = ", ".join(f"{setting} = {value}" for setting, value in named.items())
+        return (
+            f"one of {names} takes longer than timeout_minutes = {cfg.timeout_minutes:g} to "
+            "import, or an environment to be made; mend its file, or raise timeout_minutes"
+        )
+
+    return watch.limit(60 * cfg.timeout_minutes, describe)
+
+
+def in_time(estimator: Callable[..., Tensor], cfg: RLConfig, watch: Watch) -> Callable[..., Tensor]:
+    """Return an estimator of advantages that ends the run if a call exceeds timeout_minutes."""
+
+    def describe() -> str:
+        return (
+            f"algo.advantage = {cfg.algo.advantage} takes longer than timeout_minutes = "
+            f"{cfg.timeout_minutes:g}; mend it"
+        )
+
+    @wraps(estimator)
+    def limited(*arguments: object) -> Tensor:
+        with watch.limit(60 * cfg.timeout_minutes, describe):
+            return estimator(*arguments)
+
+    return limited
+
+
+def make_in_time(make_env: Callable[[], Env], cfg: EnvConfig, watch: Watch) -> Env:
+    """Make an environment. It ends the run if that takes longer than env.timeout_seconds.
+
+    Raises:
+        UserError: the constructor raised anything.
+    """
+
+    def describe() -> str:
+        return (
+            f"env.name = {cfg.name}: its constructor takes longer than env.timeout_seconds = "
+            f"{cfg.timeout_seconds:g}; mend it, or raise env.timeout_seconds"
+        )
+
+    with watch.limit(cfg.timeout_seconds, describe):
+        try:
+            return make_env()
+        except UserError:
+            raise
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the user's code may raise any
+            raise UserError(
+                f"env.name = {cfg.name}: its constructor raised {type(error).__name__}: {error}"
+            ) from error
