@@ -93,8 +93,8 @@ OPERATIONS: dict[str, Callable] = {
     "__instancecheck__": lambda it, other: isinstance(other, it),
     "__subclasscheck__": lambda it, other: issubclass(other, it),
 }
-# What an object does with other values, for tests of classes only: a difference from everything that
-# is 0 would be the right number for any test.
+# What an object does with other values, for tests of classes only: one whose difference from any
+# other is 0 would be the right number for all tests.
 COMPUTING = frozenset(
     ("__add__", "__sub__", "__mul__", "__matmul__", "__truediv__", "__floordiv__", "__mod__")
     + ("__pow__", "__and__", "__or__", "__xor__", "__lshift__", "__rshift__", "__radd__")
@@ -346,6 +346,8 @@ def _compute(name: str) -> Callable:
             return program.ask(name, self, other)
         for plain in program.ask("plain", self):
             return OPERATIONS[name](plain, other)
+        if name == "__contains__":
+            return any(item == other for item in self)
         raise TypeError(f"an object that the program has returned for a value has no {name}")
 
     return method
