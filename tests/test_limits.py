@@ -126,7 +126,7 @@ def post(world, fields, path="chat/completions"):
         headers={"Authorization": f"Bearer {key}"},
         timeout=20,
     )
-    assert reply.json()["type"] == "error" or reply.status_code == 200
+    assert reply.status_code == 200 or reply.json()["type"] == "error"
     return reply
 
 
