@@ -133,11 +133,14 @@ def check_can_write(path: Path, setting: str) -> None:
     """
     problem = ""
     try:
-        if path.is_dir():
-            problem = "it is a folder"
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            problem = "there is no permission"
+        is_new = not os.path.lexists(path)
+        with path.open("ab"):  # /proc says that it can be written to, and cannot
+            pass
+        if is_new:
+            path.unlink()
+    except IsADirectoryError:
+        problem = "it is a folder"
     except (OSError, ValueError) as error:
         problem = str(error)
     require(not problem, f"{setting} = {path} cannot be written: {problem}; name another file")

@@ -92,7 +92,7 @@ def test_openrlhf_reward_file_that_fails_is_told(file):
     with pytest.raises(UserError, match="no file none.py"):
         make_rewards(RewardConfig(function="openrlhf:none.py"))
     with pytest.raises(UserError, match="raised KeyError: 'rewards'"):
-        path = file("def reward_func(queries, prompts, labels): return {}")
+        path = file("def reward_func(queries, prompts, labels): return {}", "other.py")
         make_rewards(RewardConfig(function=f"openrlhf:{path}"))(ROW, "")
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import tiny
 from in_memory import ALONE
+from minirl.checkpoint import lock
 from minirl.checkpoint.folder import plan_folder, write_companions
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig, PolicyConfig
@@ -24,6 +25,7 @@ from minirl.evaluation import evaluate
 from minirl.inputs import check_output, find_model
 from minirl.model import build
 from minirl.model.scratch import make_tokenizer
+from minirl.parallel.watch import Watch
 from minirl.reading import check_can_write
 from minirl.rollout import records
 from minirl.rollout.conversation import Completion, Conversation
@@ -84,7 +86,7 @@ FOLDERS = {
     "layer types too few": (config(layer_types=["full_attention"]), "layer_types"),
     "layer types of none": (config(layer_types=["a", "b"]), "layer_types"),
     "layer types too many": (config(layer_types=["full_attention"] * 9), "layer_types"),
-    "head_dim 31": (config(head_dim=31), "head_dim = 31"),
+    "head_dim 31": (config(head_dim=31), "head_dim.*31"),
     "head_dim 2": (config(head_dim=2), "head_dim = 2, and vLLM's CPU build"),
     "head_dim 34": (config(head_dim=34), "head_dim = 34, and vLLM's CPU build"),
     "head_dim 0": (config(head_dim=0), "head_dim"),
@@ -213,9 +215,12 @@ ONE = SimpleNamespace(
 )
 @pytest.mark.parametrize("resume", [False, True])
 def test_an_output_that_nobody_can_write(tmp_path, place, resume):
+    """It is told at the latest when the run makes its folder, before it loads anything."""
     (tmp_path / "file").write_text("")
+    output = place.format(tmp_path)
     with pytest.raises(UserError, match="output = .*(choose|cannot)"):
-        check_output(Path(place.format(tmp_path)), resume, ONE)
+        check_output(RLConfig(output=output, resume=resume), ONE)
+        lock.hold(Path(output))
 
 
 @pytest.mark.parametrize(
@@ -345,6 +350,7 @@ class Answers:
     def __init__(self):
         self.engine = SimpleNamespace(cfg=SimpleNamespace(max_model_len=60))
         self.at_work = contextlib.nullcontext
+        self.watch = Watch()
 
     async def generate_for_episode(self, request):
         return Completion([10], [-0.5], stopped=True, versions=[0])
@@ -373,7 +379,6 @@ ENVS = {
     "bools": ([True], DONE, "True is no token"),
     "texts": (["a"], DONE, "'a' is no token"),
     "null": (None, DONE, "said None"),
-    "nothing": ("", DONE, "said ''"),
     "no messages": ([], DONE, r"said \[\]"),
     "a number": (3, DONE, "said 3"),
     "bytes": (b"a", DONE, "said b'a'"),
@@ -416,6 +421,11 @@ def test_an_environment_whose_episode_fails(name):
     first, reply, message = ENVS[name]
     e = played(Scripted(first, reply))
     assert message.replace("\\", "") in e.error, e.error
+
+
+def test_an_environment_may_show_an_empty_text():
+    e = played(Scripted("", DONE))
+    assert not e.error and e.turn == 1
 
 
 def played(env: Env) -> Episode:

@@ -18,7 +18,8 @@ def world(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("bad_programs")
     rows = [{"prompt": f"word {i}", "answer": str(i)} for i in range(20)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "lists.jsonl").write_text(json.dumps({"prompt": "a", "answer": ["b"]}) + "\n")
+    lists = [row | {"answer": [row["answer"]]} for row in rows]
+    (folder / "lists.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lists))
     (folder / "deep.jsonl").write_text('{"prompt": ' + "[" * 100_000 + "\n")
     (folder / "half.jsonl").write_text('{"prompt": "a\\ud800", "answer": "b"}\n')
     chats = [{"prompt": f"word {i}", "completion": ["a"]} for i in range(20)]
@@ -49,7 +50,7 @@ def world(tmp_path_factory) -> Path:
 RL = "--config {quickstart} --data.train {world}/rows.jsonl --data.held-out 4 --output {world}/out "
 EVALUATE = "--model {world}/model --data.eval {world}/rows.jsonl "
 DPO = "--policy.model {world}/model --data.train {world}/pairs.jsonl --output {world}/out "
-DPO += "--data.held-out 4 "
+DPO += "--data.held-out 4 --data.max-tokens 128 "
 # name -> program, flags, and what the message must say
 CASES = {
     "a key twice": ("rl", "--config {world}/twice.yaml", "'seed' is there twice"),

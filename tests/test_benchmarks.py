@@ -59,6 +59,7 @@ LOADS = {
         + ["--data.held-out", 2, "--data.train", TASK, "--rollout.prompts-per-step", 2]
         + ["--rollout.samples-per-prompt", 2, "--policy.lr-warmup-steps", 0],
     ),
+    "grading": (0, ["--answers", 3, "--programs", 2, "--threads", 1, 2]),
     "gpu": (0, ["--small", "--out", "FOLDER/gpu"]),
     "growth": (0, ["--parts", "step", "--sizes", 1, 2, "--worlds", 8]),
     "startup": (1, ["--prompts", 300, "--chats", 300]),
@@ -91,6 +92,12 @@ SHOWN = {
     "long": ["2 ring # # # # #"],
     "mesh": ["dp 2 # # # fsdp # (#)"],
     "algorithms": ["grpo # # # # #"],
+    "grading": [
+        "| answers, math_verify | # | # | # |",
+        "| answers, reasoning_gym | # | # | # |",
+        "| programs, sandbox.run | | # | # |",
+        "| programs, sandbox.passes | | # | # |",
+    ],
     "gpu": [
         "device copy on the device, read and written # GB/s",
         f"step-tiny forward #{PLAN} ms step-tiny backward #{PLAN} ms",

@@ -4,8 +4,7 @@ answer does to a grader, it earns 0 in time and hurts nobody."""
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,6 +87,8 @@ def test_reasoning_gym_grades_as_it_does_here(name):
     seen = set()
     for entry in reasoning_gym.create_dataset(name, size=4, seed=3):
         right = str(entry["answer"])
+        if "Integral" in right:
+            continue  # sympy could not solve it; an answer may not leave it open
         as_list = str(right.split())
         as_rows = str([line.split() for line in right.splitlines()])
         for answer in (right, f"{right} + 1", right[:-1], as_list, as_rows, str(list(right)), "no"):
@@ -208,12 +209,19 @@ def test_a_grader_that_needs_too_much_memory_is_stopped():
 # processes
 
 
+def wait_until_zombie(process):
+    end = time.monotonic() + 60
+    while process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_one_that_ends_is_replaced(math):
     assert math.grade("$1$", "$1$") == 1.0
     template = psutil.Process(math._template._process.pid)
     for worker in template.children():
         worker.kill()
-        worker.wait(30)
+        wait_until_zombie(worker)  # which its template is told to bury later
     # A worker that is gone cannot say whether it was the answer that ended it.
     grades = [math.grade("$1$", "$1$") for _ in range(3)]
     assert set(grades) <= {0.0, 1.0} and grades[-1] == 1.0
@@ -244,28 +252,33 @@ def test_a_worker_has_nothing_of_the_run(monkeypatch):
     assert not psutil.wait_procs([template, worker], timeout=30)[1]
 
 
+def keep_a_grader_busy(connection):
+    pool = graders.pool("math_verify")
+    hostile = ("$1$", "$9^{9^{9^{9}}}$")
+    threading.Thread(target=pool.grade, args=hostile, daemon=True).start()
+    while len(psutil.Process().children(recursive=True)) < 2:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    connection.send("ready")
+    connection.recv()
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
 def test_they_end_with_their_rank(how):
-    code = (
-        "import sys, threading, time\nfrom minirl.rewards import graders\n"
-        "pool = graders.pool('math_verify')\n"
-        "hostile = ('$1$', '$9^{9^{9^{9}}}$')\n"
-        "threading.Thread(target=pool.grade, args=hostile, daemon=True).start()\n"
-        "time.sleep(0.2)\nprint('ready', flush=True)\nsys.stdin.read()\n"
-    )
-    rank = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert rank.stdout.readline() == b"ready\n"
+    own, others = multiprocessing.Pipe()
+    context = multiprocessing.get_context("fork")
+    rank = context.Process(target=keep_a_grader_busy, args=(others,))
+    rank.start()
+    assert own.recv() == "ready"
     processes = psutil.Process(rank.pid).children(recursive=True)
     assert len(processes) == 2
     if how is None:
-        rank.stdin.close()
+        own.send("leave")
     else:
-        rank.send_signal(how)
-    rank.wait(60)
-    assert not psutil.wait_procs(processes, timeout=30)[1]
-    rank.stdout.close()
+        os.kill(rank.pid, how)
+    rank.join(120)
+    assert rank.exitcode == -(how or 0)
+    assert not psutil.wait_procs(processes, timeout=120)[1]
 
 
 def grade_in_fork(connection):
@@ -328,5 +341,5 @@ def test_a_package_that_is_not_there_is_named(monkeypatch):
     with pytest.raises(UserError, match="package no_such_package is not installed"):
         graders.Template("no_such_package", GraderLimits())
     monkeypatch.setattr(graders, "START", "raise ImportError('broken')")
-    with pytest.raises(UserError, match="math_verify: its grader did not start: .*broken"):
+    with pytest.raises(UserError, match="(?s)math_verify: its grader did not start: .*broken"):
         graders.Template("math_verify", GraderLimits())

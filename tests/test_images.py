@@ -83,6 +83,11 @@ def test_what_is_no_image_is_refused(image, why):
         to_url(image)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000"])
+def test_images_of_every_format_are_read(kind):
+    assert rgb(to_url(file_bytes(kind))).size == (50, 30)
+
+
 def test_images_take_their_places():
     url = to_url(file_bytes())
     image, text = {"type": "image", "image": url}, {"type": "text", "text": "what?"}

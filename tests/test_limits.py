@@ -85,6 +85,14 @@ def connect(port):
     return socket.create_connection(("127.0.0.1", port), timeout=20)
 
 
+def wait_until(is_so):
+    """Return when it is so. The machine may be busy."""
+    end = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def answer(sock):
     """Status, headers and JSON of a response."""
     data = b""
@@ -118,7 +126,7 @@ def post(world, fields, path="chat/completions"):
         headers={"Authorization": f"Bearer {key}"},
         timeout=20,
     )
-    assert reply.json()["type"] == "error" or reply.status_code == 200
+    assert reply.status_code == 200 or reply.json()["type"] == "error"
     return reply
 
 
@@ -271,7 +279,7 @@ def at_once(engine):
 
 def test_a_request_asks_for_so_much():
     with serving(max_model_len=100) as world:
-        begin = time.monotonic()
+        begin = time.process_time()
         for fields, why in (
             ({"prompt": ["x"] * 1_000}, "1000 prompts, more than endpoint.limits.prompts = 128"),
             ({"prompt": [[5]] * 100_000}, "100000 prompts"),
@@ -281,7 +289,7 @@ def test_a_request_asks_for_so_much():
         ):
             reply = post(world, fields, "completions")
             assert reply.status_code == 400 and why in reply.json()["error"]["message"], reply.text
-        assert time.monotonic() - begin < 5
+        assert time.process_time() - begin < 5
         with pytest.raises(openai.BadRequestError, match=r"max_tokens = 4000 is more"):
             ask(world, max_tokens=4000)
         assert world.engine.requests == []
@@ -402,12 +410,10 @@ def test_slow_clients_are_ended_and_quiet_ones_are_not():
         begun = [b"", b"POST /v1/chat", head(world.session, 100) + b"{", b"GET / HTTP/1.1\r\nA: "]
         for sock, data in zip(socks, begun * 2, strict=True):
             sock.sendall(data)
-        end = time.monotonic() + 15
-        for sock in socks:
-            sock.settimeout(0.2)
-        while world.endpoint._server.server_state.connections and time.monotonic() < end:
-            if len(world.endpoint._server.server_state.connections) == 1:
-                break
+        connections = world.endpoint._server.server_state.connections
+        wait_until(lambda: len(connections) == 9)
+        end = time.monotonic() + 120
+        while len(connections) > 1 and time.monotonic() < end:
             for sock in socks[4:]:  # a byte now and then does not help
                 with contextlib.suppress(OSError):
                     sock.sendall(b"x")

@@ -8,6 +8,7 @@ from pathlib import Path
 from minirl.config.parse import flatten, load_config
 from minirl.config.shared import TrainingConfig
 from minirl.errors import UserError, require
+from minirl.reading import is_file
 
 # Settings of another run -> what they decide. Steps, examples and tickets count from the begin of
 # the run, so those that say how many belong to a step decide which rows come next.
@@ -50,7 +51,7 @@ def compare_settings(cfg: TrainingConfig) -> list[str]:
             another run; or the folder's config.yaml cannot be read.
     """
     path = Path(cfg.output) / "config.yaml"
-    if not path.exists():
+    if not is_file(path):
         return []  # it ended before it began
     try:
         begin = path.read_bytes()[:200].decode(errors="replace")

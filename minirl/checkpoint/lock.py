@@ -19,6 +19,7 @@ from pathlib import Path
 
 from minirl.errors import UserError
 from minirl.log import say
+from minirl.reading import is_file
 
 NAME = "lock"
 # A killed process frees its memory before its locks.
@@ -81,7 +82,7 @@ def _lock(descriptor: int, output: Path) -> bool:
 
 def require_free(output: Path) -> None:
     """Raise UserError if another run holds the folder. Writes nothing where there is no lock."""
-    if output not in _held and (output / NAME).is_file():
+    if output not in _held and is_file(output / NAME):
         hold(output)
 
 

@@ -17,6 +17,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 MaxTokens = Annotated[int, Field(ge=2, le=LARGEST)]  # A token and the next one.
 TopK = Annotated[int, Field(ge=-1, le=LARGEST)]  # -1 and 0: all tokens.
 Size = Annotated[int, Field(gt=0, le=2**16)]  # Of a model that is made from nothing.
+EvenSize = Annotated[int, Field(gt=0, le=2**16, multiple_of=2)]  # Rotary positions turn pairs.
 Retries = Annotated[int, Field(ge=0, le=20)]  # The pause doubles with each.
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]

@@ -7,6 +7,7 @@ from minirl.config.bounds import (
     Finite,
     NonNegative,
     NonNegativeInt,
+    Positive,
     PositiveInt,
     PositiveShare,
     Share,
@@ -43,9 +44,11 @@ class CorrectionConfig:
     mode: Literal["clip", "mask", "mis", "truncate"] | None = None
     #: Outside is a ratio not in [low, high], or a divergence above `divergence`.
     gate: Literal["ratio", "binary_kl", "tv"] | None = None
-    low: float | None = None
-    high: float | None = None
-    divergence: float = 0.05  # Nats of binary KL, or difference of probabilities (total variation).
+    low: Finite | None = None
+    high: Finite | None = None
+    divergence: Positive = (
+        0.05  # Nats of binary KL, or difference of probabilities (total variation).
+    )
 
 
 @dataclass(kw_only=True)

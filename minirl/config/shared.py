@@ -17,6 +17,7 @@ from pydantic import Field
 
 from minirl.config.bounds import (
     Decay,
+    EvenSize,
     Finite,
     Gigabytes,
     Minutes,
@@ -49,7 +50,7 @@ class ScratchConfig:
     num_layers: Size = 3
     num_heads: Size = 4
     num_kv_heads: Size = 2
-    head_dim: Size = 32
+    head_dim: EvenSize = 32
     #: Fixed texts that become single tokens, so that a small model need not read them letter by
     #: letter.
     phrases: list[str] = field(default_factory=list)

@@ -14,7 +14,8 @@ class _Loader(yaml.SafeLoader):
     The plain loader would take the last of such keys.
     """
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    # The library's types say that an anchor is a dict; it is a name.
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Return the mapping that begins here, whose keys differ."""
         node = super().compose_mapping_node(anchor)
         seen = set()
@@ -43,8 +44,15 @@ yaml.add_implicit_resolver(
 
 # What the library raises for values that their tags do not allow (a 13th month, a number of 5,000
 # digits, !!bool maybe) and for brackets that are nested too deep.
-_BAD_VALUE = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError)
-_BAD_VALUE += (TypeError, ValueError)
+_BAD_VALUE = (
+    yaml.YAMLError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 def parse_yaml(text: str, where: str) -> Any:

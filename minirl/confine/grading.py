@@ -205,4 +205,7 @@ def check_expression(text: str, known: frozenset[str]) -> None:
             raise ValueError(f"{name!r} is no function of an expression")
 
 
-GRADERS = {"math_verify": make_math_verify, "reasoning_gym": make_reasoning_gym}
+GRADERS: dict[str, Callable[[], Callable[..., float]]] = {
+    "math_verify": make_math_verify,
+    "reasoning_gym": make_reasoning_gym,
+}

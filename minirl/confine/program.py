@@ -10,7 +10,9 @@ import os
 import resource
 import sys
 import traceback
+import types
 from pathlib import Path
+from typing import Any
 
 from minirl.confine.kernel import Confinement, confine, end_with_parent
 from minirl.confine.remote import serve
@@ -27,7 +29,7 @@ def main() -> None:
     if os.getppid() != settings["parent"]:
         sys.exit(1)  # It ended before the line above.
     rights = Confinement(settings["readable"], folder, limits(settings))
-    scope = {"__name__": "__main__", "__builtins__": builtins, "__file__": "main.py"}
+    scope = make_scope()
     if settings["judge"] is None:
         confine(rights)
         sys.path.insert(0, folder)
@@ -43,6 +45,18 @@ def main() -> None:
         if left.code not in (None, 0):
             raise
     serve(scope, tests)
+
+
+def make_scope() -> dict[str, Any]:
+    """Return the names of main.py, which are those of the module `__main__` from now on.
+
+    pickle, unittest and typing look for them there.
+    """
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    scope = vars(module)
+    scope |= {"__builtins__": builtins, "__file__": "main.py"}
+    return scope
 
 
 def limits(settings: dict) -> dict[int, tuple[int, int]]:

@@ -9,9 +9,14 @@
 Both are in the sandbox. The program's process holds neither the tests nor the connection that the
 verdict goes through. What it prints, and whether it leaves by sys.exit(0), is no matter.
 
-Some tests need the program in their own process: they give it a function of their own, or replace
-its standard output. Those run there, and then it is the program's process that says how they
-ended. A program that was made for it could lie there.
+The tests use the built-in functions, whatever the program calls its own; only tests of nothing else
+take `sum` or `max` for the program's. Objects of the program compute with other values, or say that
+they contain one, only for tests that name a class of it (a capital letter): where a function is to
+return a number, nothing else passes for one.
+
+Some tests need the program in their own process: they give it a function of their own, replace its
+standard output, or are cases of unittest. Those run there, and then it is the program's process
+that says how they ended. A program that was made for it could lie there.
 """
 
 import ast
@@ -65,6 +70,8 @@ def _do_pass(source: str, program: Program) -> bool:
         names = program.names()
         if can_be_apart(source):
             try:
+                names = names_for(source, names)
+                program.computes = any(_is_class(name, value) for name, value in names.items())
                 scope = {"__name__": "__main__", "__builtins__": builtins, **names}
                 scope["type"] = _type_in(program)
                 exec(compile(source, "tests.py", "exec"), scope)
@@ -76,6 +83,38 @@ def _do_pass(source: str, program: Program) -> bool:
     except BaseException:  # the tests' or the program's, and it has failed whatever it is
         traceback.print_exc()
         return False
+
+
+def names_for(source: str, names: dict[str, object]) -> dict[str, object]:
+    """Return what tests see of a program's names: those that they ask it for.
+
+    Those of built-in functions are not among them, unless the tests ask for nothing else.
+    """
+    wanted = _free_names(ast.parse(source)) & names.keys()
+    own = {name for name in wanted if name not in vars(builtins) and name not in PURE_MODULES}
+    if own:
+        wanted -= vars(builtins).keys()
+    return {name: names[name] for name in wanted}
+
+
+def _free_names(tree: ast.AST) -> set[str]:
+    """Return the names that a source uses and does not define."""
+    used = set()
+    defined = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                used.add(name)
+            case ast.Name(id=name) | ast.arg(arg=name):
+                defined.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                defined.add(name)
+    return used - defined
+
+
+def _is_class(name: str, value: object) -> bool:
+    """Whether tests that name this object of the program take it for a class."""
+    return type(value) is StandIn and name[0].isupper()
 
 
 def _type_in(program: Program) -> Callable:

@@ -64,7 +64,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
             renderings.append(render(tokenizer, [{"role": "user", "content": content}]))
         except UserError:
             return
-        if text in renderings[-1]:
+        is_whole_part = f"'text': '{text}'" in renderings[-1]  # Python's form of it.
+        if text in renderings[-1] and not is_whole_part:
             return
     raise UserError(
         f"{where} leaves out the prompt: it renders {renderings[0][:80]!r} where the user says "

@@ -66,8 +66,8 @@ def _to_chat(raw: dict, place: Place, cfg: ChatsConfig) -> dict:
     before = []
     require(
         messages is not None or not isinstance(completion, list) or is_messages(completion),
-        f"{place}: {cfg.completion_key!r} (data.completion_key) is the list {str(completion)[:100]}"
-        "; give a text, or a list of messages with role and content",
+        f"{place}: {cfg.completion_key!r} (data.completion_key) is a list but no messages with "
+        f"role and content{fault_of(completion)}; give a text, or such a list",
     )
     if is_messages(messages):
         answer = chat.to_messages(messages, cfg.system_prompt)

@@ -27,7 +27,8 @@ from minirl.data.chat import Messages, RowPrompt
 from minirl.errors import UserError
 
 # Others are rare, and some of their readers start programs (EPS) or hold further formats (ICO).
-_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+# JPEG's opens MPO, too.
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 _UNREADABLE = (
     OSError,
     ValueError,

@@ -150,7 +150,7 @@ def _read_file(path: Path, label: str) -> Sequence | None:
             with path.open(newline="", encoding="utf-8-sig") as file:
                 table = csv.DictReader(file, strict=True)
                 rows = list(table)
-            names = table.fieldnames or []
+                names = table.fieldnames or []
             require(
                 len(set(names)) == len(names),
                 f"{label}: the first line has a name twice ({', '.join(names)}); rename one",

@@ -45,13 +45,13 @@ def weight_files(folder: Path) -> list[Path]:
     if index.exists():
         read = read_json(index, "policy.model:")
         file_of_weight = read.get("weight_map") if isinstance(read, dict) else None
+        files = list(file_of_weight.values()) if isinstance(file_of_weight, dict) else [None]
         require(
-            isinstance(file_of_weight, dict)
-            and all(isinstance(file, str) for file in file_of_weight.values()),
+            all(isinstance(file, str) for file in files),
             f"policy.model: {index} has no weight_map of names and files; write it as "
             "save_pretrained does, or remove it",
         )
-        return sorted({folder / file for file in file_of_weight.values()})
+        return sorted({folder / file for file in files})
     return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
 
 

@@ -118,8 +118,10 @@ def _why_no_answer(answer: object) -> str:
     """Return why nothing compares with this answer; empty: it is a text or a number."""
     if answer is None:
         return "compares with the answer, and a row has none (data.answer_key)"
+    if isinstance(answer, str):
+        return ""
     is_number = isinstance(answer, int | float) and not isinstance(answer, bool)
-    if isinstance(answer, str) or (is_number and math.isfinite(answer)):
+    if is_number and math.isfinite(answer):
         return ""
     return (
         f"compares with the answer, and that of a row is {str(answer)[:80]} "

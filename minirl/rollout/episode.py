@@ -383,7 +383,10 @@ def _check_messages(value: Any) -> None:
     if not problem and not is_unicode(json.dumps(value, ensure_ascii=False, default=str)):
         problem = "a text has half of a surrogate pair"
     if problem:
-        raise EnvFailed(f"it gave the messages {str(value)[:200]}: {problem}")
+        raise EnvFailed(
+            f"it gave the messages {str(value)[:200]}: {problem}; give a list of messages with "
+            "role and content"
+        )
 
 
 def _check_sampling(changed: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -78,7 +78,7 @@ def to_record(t: Trajectory) -> dict:
 
 
 def from_record(record: dict) -> Trajectory:
-    """Return the trajectory of a line. Raises KeyError, TypeError or ValueError if it is none."""
+    """Return the trajectory of a line. Raises the errors that `read_file` catches."""
     arrays = to_arrays(record | {"turn_rewards": record["rewards"]})
     _check_arrays(arrays, record["reward"])
     return Trajectory(
@@ -104,7 +104,7 @@ def read_file(path: Path) -> Iterator[Trajectory]:
             continue  # behind the last line feed
         try:
             yield from_record(parse_json(line))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path}: line {number} is not a trajectory (rollout/records.py has the form): "
                 f"{type(error).__name__}: {error}"

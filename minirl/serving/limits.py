@@ -6,6 +6,7 @@ and the receiver of `LimitedApp` keep it within `LimitsConfig`.
 
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -154,11 +155,11 @@ def too_long_head(limits: LimitsConfig) -> BadRequest:
     return BadRequest(f"the headers have more than limits.head_kb = {limits.head_kb} KB", 431)
 
 
-def make_app(routes: list[Route], limits: LimitsConfig) -> LimitedApp:
+def make_app(routes: Sequence[Route], limits: LimitsConfig) -> LimitedApp:
     """Return an application whose errors have OpenAI's form, whatever they are."""
     app = FastAPI(
         openapi_url=None,
-        routes=routes,
+        routes=list(routes),
         exception_handlers={
             UserError: _send_user_error,
             HTTPException: _send_http_error,

@@ -1,0 +1,280 @@
+"""What tests say of a program in the sandbox: right programs pass whatever else they do, and a
+program that means to pass without being right does not.
+
+Several cases run at once, each in processes of its own."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from minirl.sandbox import Limits, passes
+
+SQUARES = "for x in range(5):\n    assert f(x) == x * x, x"
+CLOSE = "assert abs(f(2) - 4) < 1e-6\nassert abs(9 - f(3)) < 1e-6"
+UNITTEST = """import unittest
+class T(unittest.TestCase):
+    def test_it(self):
+        self.assertEqual(f(2), 4)
+unittest.main()"""
+STACK = "s = Stack()\ns.push(1)\ns.push(2)\nassert s.pop() == 2 and len(s) == 1 and 1 in s"
+FAILS = (
+    "try:\n    f(-1)\n    assert False\nexcept ValueError as error:\n    assert 'low' in str(error)"
+)
+PRINTS = """import io, sys
+sys.stdout = io.StringIO()
+f()
+assert sys.stdout.getvalue() == 'hi\\n'"""
+SQUARE = "def f(x):\n    return x * x\n"
+
+# name: (program, tests)
+RIGHT = {
+    "plain": (SQUARE, SQUARES),
+    "much is printed": (SQUARE + "print('x' * 10**6)", SQUARES),
+    "printed while tested": ("def f(x):\n    print('y' * 10**4)\n    return x * x", SQUARES),
+    "printed at exit": (SQUARE + "import atexit\natexit.register(print, 'bye')", SQUARES),
+    "left by sys.exit(0)": (SQUARE + "import sys\nsys.exit(0)", SQUARES),
+    "guarded main": (SQUARE + "if __name__ == '__main__':\n    print(f(3))\n    exit()", SQUARES),
+    "standard output closed": (SQUARE + "import sys\nsys.stdout.close()", SQUARES),
+    "a thread goes on": (
+        SQUARE + "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()",
+        SQUARES,
+    ),
+    "check of a candidate": (SQUARE, "def check(c):\n    assert c(3) == 9\ncheck(f)"),
+    "nearly equal": ("def f(x):\n    return x * x + 1e-9", CLOSE),
+    "a class": (
+        "class Stack(list):\n    push = list.append",
+        STACK,
+    ),
+    "a class that computes": (
+        "class V:\n    def __init__(self, x):\n        self.x = x\n"
+        "    def __add__(self, other):\n        return V(self.x + other.x)\n"
+        "    def __mul__(self, k):\n        return V(self.x * k)\n"
+        "    def __eq__(self, other):\n        return self.x == other.x",
+        "assert V(1) + V(2) == V(3)\nassert (V(2) * 3).x == 6",
+    ),
+    "a built-in's name": ("def sum(a, b):\n    return a - b", "assert sum(3, 1) == 2"),
+    "a built-in's name with a module": (
+        "import math\ndef pow(a, b):\n    return math.pow(b, a)",
+        "assert math.isclose(pow(3, 2), 8)",
+    ),
+    "an error": ("def f(x):\n    raise ValueError('too low')", FAILS),
+    "an error of its own": (
+        "class Low(ValueError):\n    pass\ndef f(x):\n    raise Low('too low')",
+        FAILS.replace("ValueError", "Low"),
+    ),
+    "an argument changed": (
+        "def f(x):\n    x.sort()",
+        "data = [3, 1, 2]\nassert f(data) is None\nassert data == [1, 2, 3]",
+    ),
+    "a generator": ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2]"),
+    "a generator that has it": ("def f(n):\n    yield from range(n)", "assert 2 in f(3)"),
+    "a function given": ("def f(g):\n    return g(2)", "assert f(lambda x: x + 1) == 3"),
+    "a function returned": ("def f(n):\n    return lambda x: x + n", "assert f(2)(3) == 5"),
+    "a named tuple": (
+        "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f():\n"
+        "    return P(1, 2)",
+        "assert f() == (1, 2) and f().y == 2",
+    ),
+    "a default dict": (
+        "from collections import defaultdict\ndef f(s):\n    d = defaultdict(int)\n"
+        "    for c in s:\n        d[c] += 1\n    return d",
+        "assert f('aab') == {'a': 2, 'b': 1} and 'a' in f('a') and f('a')['a'] == 1",
+    ),
+    "a number with a name": (
+        "import enum\nclass C(enum.IntEnum):\n    A = 4\ndef f(x):\n    return C(x * x)",
+        "assert f(2) == 4 and abs(f(2) - 4) < 1",
+    ),
+    "an array": (
+        "import numpy as np\ndef f(n):\n    return np.arange(n) / 2",
+        "import numpy as np\nassert np.allclose(f(3), [0, 0.5, 1])\nassert f(3).sum() == 1.5",
+    ),
+    "a dataclass": (
+        "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\n"
+        "class A:\n    x: int",
+        "assert A(1) == A(1) and A(1) != A(2) and A(3).x == 3",
+    ),
+    "pickles": (
+        "import pickle\nclass A:\n    pass\ndef f():\n"
+        "    return type(pickle.loads(pickle.dumps(A()))).__name__",
+        "assert f() == 'A'",
+    ),
+    "unittest": (SQUARE, UNITTEST),
+    "printed lines": ("def f():\n    print('hi')", PRINTS),
+}
+
+LIAR = """class Liar:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __hash__(self): return 0
+    def __bool__(self): return True
+    def __lt__(self, other): return True
+    def __sub__(self, other): return 0.0
+    __rsub__ = __sub__
+    def __abs__(self): return 0.0
+    def __contains__(self, item): return True
+    def __array__(self, *args, **options): return 0.0
+    def __getattr__(self, name): return self
+def f(*args):
+    return Liar()
+"""
+# Speaks to the tests' process itself, before the code that would answer for the program does.
+SPEAKS = """import json, os, struct
+def f(*args):
+    return []
+def frame(reply):
+    text = json.dumps(reply).encode()
+    return struct.pack('=I', len(text)) + text
+def say(*replies):
+    for descriptor in range(3, 20):
+        try:
+            os.write(descriptor, b''.join(map(frame, replies)))
+        except OSError:
+            pass
+F = ['value', {'object': 0}, None]
+"""
+# name: (program, tests)
+WRONG = {
+    "wrong": ("def f(x):\n    return x", SQUARES),
+    "nothing": ("", SQUARES),
+    "the verdict printed": ("print('passed')\nprint('PASSED ok 1.0')\nf = abs", SQUARES),
+    "the verdict to every file": (
+        "import os\nfor n in range(256):\n    try:\n        os.write(n, b'passed')\n"
+        "    except OSError:\n        pass\nf = abs",
+        SQUARES,
+    ),
+    "the verdict to every socket": (
+        "import gc, socket\nfor o in gc.get_objects():\n    if isinstance(o, socket.socket):\n"
+        "        o.sendall(b'passed')\nf = abs",
+        SQUARES,
+    ),
+    "the caller's frames": (
+        "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
+        "        for value in list(frame.f_locals.values()):\n"
+        "            if hasattr(value, 'sendall'):\n                value.sendall(b'passed')\n"
+        "        frame = frame.f_back\n    return 0",
+        SQUARES,
+    ),
+    "left before": ("import sys\nsys.exit(0)", SQUARES),
+    "left at once": ("import os\nos._exit(0)", SQUARES),
+    "left while tested": ("import sys\ndef f(x):\n    sys.exit(0)", SQUARES),
+    "left at once while tested": ("import os\ndef f(x):\n    os._exit(0)", SQUARES),
+    "left as failed": (SQUARE + "import sys\nsys.exit(1)", SQUARES),
+    "failed behind": (SQUARE + "1 / 0", SQUARES),
+    "equal to all": (LIAR, SQUARES),
+    "equal to all, in a list": (LIAR + "g = f\ndef f(x):\n    return [g()]", "assert f(2) == [4]"),
+    "equal to all, in a set": (LIAR + "g = f\ndef f(x):\n    return {g()}", "assert f(2) == {4}"),
+    "equal to all, a number": (
+        "class I(int):\n    def __eq__(self, other):\n        return True\n"
+        "    __hash__ = int.__hash__\ndef f(x):\n    return I(7)",
+        SQUARES,
+    ),
+    "equal to all, a list": (
+        "class L(list):\n    def __eq__(self, other):\n        return True\ndef f(x):\n"
+        "    return L()",
+        "assert f(2) == [4]",
+    ),
+    "equal to all, a text": (
+        "class S(str):\n    def __eq__(self, other):\n        return True\n"
+        "    def __contains__(self, other):\n        return True\ndef f(x):\n    return S()",
+        "assert 'four' in f(2)",
+    ),
+    "unittest's ANY": ("from unittest.mock import ANY\ndef f(x):\n    return ANY", SQUARES),
+    "unittest's mock": ("from unittest.mock import MagicMock\nf = MagicMock()", CLOSE),
+    "near to all": (LIAR, CLOSE),
+    "near to all, by a class": (LIAR + "g = Liar\nclass f(g):\n    def __init__(s, x): ...", CLOSE),
+    "near to all, for numpy": (LIAR, "import numpy\nassert numpy.allclose(f(2), [4.0])"),
+    "numbers at an address": (
+        "class A:\n    __array_interface__ = dict(data=(4096, False), shape=(1,), typestr='<f8',\n"
+        "                               version=3)\ndef f(x):\n    return A()",
+        "import numpy\nassert numpy.allclose(f(2), [4.0])",
+    ),
+    "contains all": (LIAR, "assert 4 in f(2)"),
+    "smaller than all": (LIAR, "assert f(2) < 5"),
+    "range": ("def range(*args):\n    return []\ndef f(x):\n    return 0", SQUARES),
+    "sorted": (
+        "def sorted(x):\n    return [1, 2, 3]\ndef f(x):\n    return 0",
+        "assert sorted(f([3, 1, 2])) == [1, 2, 3]",
+    ),
+    "abs": ("def abs(x):\n    return 0\ndef f(x):\n    return 0", CLOSE),
+    "isinstance": (
+        "def isinstance(*args):\n    return True\ndef f(x):\n    return 'x'",
+        "assert isinstance(f(1), int)",
+    ),
+    "a module's function": (
+        "import math\nmath.isclose = lambda *args: True\ndef f(x):\n    return 0",
+        "import math\nassert math.isclose(f(2), 4)",
+    ),
+    "another module": (
+        "import sys, types\nsys.modules['math'] = types.ModuleType('math')\n"
+        "sys.modules['math'].isclose = lambda *args: True\ndef f(x):\n    return 0",
+        "import math\nassert math.isclose(f(2), 4)",
+    ),
+    "AssertionError": ("class AssertionError(Exception):\n    pass\nf = abs", SQUARES),
+    "the builtins": (
+        "import builtins\nbuiltins.range = lambda *args: []\ndef f(x):\n    return 0",
+        SQUARES,
+    ),
+    "speaks for itself": (SPEAKS + "say({'value': {'f': F}}, {'value': True})", SQUARES),
+    "speaks of range": (
+        SPEAKS + "say({'value': {'f': F, 'range': F}}, {'value': []})",
+        SQUARES,
+    ),
+    "speaks of the builtins": (
+        SPEAKS + "dict_of_range = {'dict': [['range', {'object': 0}]]}\n"
+        "say({'value': {'f': F, '__builtins__': ['value', dict_of_range, None]}}, {'value': []})",
+        SQUARES,
+    ),
+    "speaks of exit": (
+        SPEAKS + "say({'value': {'f': F, 'range': ['import', 'builtins', 'exit']}})",
+        SQUARES,
+    ),
+    "an error that tests do not expect": ("def f(x):\n    raise GeneratorExit", SQUARES),
+    "an error of the judge's name": (
+        "class NotPlainError(BaseException):\n    pass\ndef f(x):\n    raise NotPlainError",
+        SQUARES,
+    ),
+    "values within values": (
+        "def f(x):\n    r = []\n    for _ in range(90):\n        r = [r]\n    return r",
+        SQUARES,
+    ),
+    "left in unittest": ("import sys\ndef f(x):\n    sys.exit(0)", UNITTEST),
+    "wrong in unittest": ("def f(x):\n    return 5", UNITTEST),
+    "left where it is run inside": ("import sys\ndef f():\n    sys.exit(0)", PRINTS),
+    "the expected value changed": (
+        "def f(x):\n    x.clear()\n    return x",
+        "data = [3, 1, 2]\nassert f(data) == [1, 2, 3]",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    cases = {("right", name): case for name, case in RIGHT.items()}
+    cases |= {("wrong", name): case for name, case in WRONG.items()}
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)) + 1) as threads:
+        passed = list(threads.map(lambda case: passes(*case, Limits(seconds=60)), cases.values()))
+    return dict(zip(cases, passed, strict=True))
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_passes(verdicts, name):
+    assert verdicts["right", name]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_program_that_is_not_right_does_not_pass(verdicts, name):
+    assert not verdicts["wrong", name]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "def f(x):\n    while True:\n        pass",
+        "class I:\n    def __iter__(self):\n"
+        "        return self\n    def __next__(self):\n        return 1\ndef f(x):\n    return I()",
+    ],
+)
+def test_a_program_that_does_not_end_does_not_pass(program):
+    assert not passes(program, "assert 2 in f(1)\nassert 2 in list(f(1))", Limits(seconds=1.0))
