@@ -96,8 +96,8 @@ def _require_answers(sampler: Sampler, num_prompts: int, num_trajectories: int) 
     of_ranks = sampler.mesh.gather((num_trajectories, sampler.runner.failures[:1]))
     if any(num for num, _ in of_ranks):
         return
-    failures = sum((failures for _, failures in of_ranks), [])
-    why = failures[0] if failures else "the policy sampled no token in any"
+    firsts = [failures[0] for _, failures in of_ranks if failures]
+    why = firsts[0] if firsts else "the policy sampled no token in any"
     raise UserError(
         f"none of the {num_prompts} held-out prompts got an answer to evaluate: {why}; mend "
         "env.name, or give its prompts more room by engine.max_model_len"

@@ -70,14 +70,16 @@ LOADS = {
         ["--order", "minirl", "minirl", "--cases", "grpo-natural", "dpo", "--steps", 3]
         + ["--prompts", 2, "--samples", 2, "--rows", 2, "--hidden-size", 32, "--num-layers", 1],
     ),
+    "preempt": (0, ["--small", "--folder", "FOLDER/preempt"]),
     "dryrun": (0, ["--model", "Qwen3-0.6B", "--tokens", 1100, "--variants", 1]),
 }
 # Benchmarks that cannot do without a compiler.
 COMPILING = ("dryrun",)
 # Benchmarks that start processes, which become forks.
-STARTING = ("long", "mesh", "algorithms", "gpu", "vs_trl")
+STARTING = ("long", "mesh", "algorithms", "gpu", "vs_trl", "preempt")
 # Files that are parts of another one.
 PARTS = {"gpu_bench", "gpu_plan", "gpu_sections", "trl_side"}
+PARTS |= {"preempt_compare", "preempt_job", "preempt_runs"}
 PARTS |= {"growth_law", "growth_refit", "growth_rows", "growth_save", "growth_step"}
 # The plan's figure beside a measured one: a pretended device needs a compiler.
 PLAN = " #" if compiler() else ""
@@ -122,6 +124,12 @@ SHOWN = {
     ],
     "pacing": ["pace # #% # # #", "no limit # #% # # #"],
     "vs_trl": ["| grpo-natural | # | | |", "| dpo | # | | |"],
+    "preempt": [
+        "grpo: undisturbed # s to start",
+        "| grpo | 1 | 1 |",
+        "| sft | 1 | 1 |",
+        "0 faults",
+    ],
     "dryrun": ["as it was: whole gradients", "| # | # | #% | # | # | # | 2 |"],
 }
 

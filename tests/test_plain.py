@@ -73,6 +73,7 @@ def test_values_come_back_as_they_were():
         (n for n in range(3)),
         object(),
         collections.Counter("aab"),
+        collections.deque([1, 2], maxlen=2),
         np.array([object()]),
         ValueError("x"),
         Card.__init__.__get__(Card(1, [])),

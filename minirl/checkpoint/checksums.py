@@ -7,6 +7,7 @@ them in parallel: each byte once, on one of the ranks.
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import zlib
@@ -143,7 +144,8 @@ def find_damage(checkpoint: Path, world: World) -> str:
     own = largest_first[world.rank :: world.world_size]
     with ThreadPoolExecutor(NUM_THREADS, "checksum") as pool:
         damages = list(pool.map(lambda name: _damage_of(checkpoint, name, files[name]), own))
-    found = sum(world.gather([damage for damage in damages if damage]), [])
+    of_ranks = world.gather([damage for damage in damages if damage])
+    found = list(itertools.chain.from_iterable(of_ranks))
     if not found:
         return ""
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -75,6 +75,8 @@ class PlainWriter:
         self._seen.append(value)
         if cls is dict:
             return {"dict": [[self.write(k), self.write(v)] for k, v in value.items()]}
+        if cls is collections.deque and value.maxlen is not None:
+            raise NotPlain("a deque with a maximum length")
         if cls in NAME_OF:
             return {NAME_OF[cls]: [self.write(item) for item in value]}
         if cls in (bytes, bytearray):
@@ -151,7 +153,8 @@ class PlainReader:
         number = len(self._seen)
         self._seen.append(None)
         if kind == "object":
-            return self._read_object(number, *content, new)
+            name, fields = content
+            return self._read_object(number, name, fields, new)
         if kind == "dict":
             return self._read_dict(number, content, new)
         if kind in ("list", "deque"):
@@ -172,7 +175,7 @@ class PlainReader:
     def _read_list(self, number: int, kind: str, items: list, new: Any) -> Any:
         value = SEQUENCES[kind]()
         self._seen[number] = value
-        of_new = list(new) if type(new) is SEQUENCES[kind] else []
+        of_new = list(new) if isinstance(new, list | collections.deque) else []
         for place, item in enumerate(items):
             value.append(self.read(item, of_new[place] if place < len(of_new) else None))
         return value
