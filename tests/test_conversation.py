@@ -684,7 +684,7 @@ def test_a_message_that_a_template_cannot_write_is_told():
     for content in (None, ["a part"]):
         with pytest.raises(
             UserError,
-            match="the chat template refuses a chat: TypeError: can only concatenate str.*'content'",
+            match="the chat template refuses a chat: TypeError: can only concatenate.*'content'",
         ):
             Conversation(tokenizer_of("Qwen 2.5")).continue_with_messages(
                 [{"role": "user", "content": content}]

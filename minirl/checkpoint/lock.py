@@ -1,8 +1,8 @@
 """A lock on the folder of a run, so that no second run writes there.
 
 Rank 0 holds `lock` in the folder from the first thing that the run writes to its end. The kernel
-frees it however the process ends. The file stays: if it were removed, two runs could lock two files
-of one name.
+frees it however the process ends. The file stays in the folder of a run that has begun. One that is
+refused before it writes anything else removes it.
 
 Across machines it is as good as the file system: NFS (version 4, or 3 with its lock daemon) makes
 such a lock one of the server, which frees that of a dead machine when its lease has run out. A file
@@ -26,6 +26,7 @@ NAME = "lock"
 SECONDS_TO_WAIT = 5.0
 
 _held: dict[Path, int] = {}  # File descriptors by folder, of this process.
+_made: set[Path] = set()  # Of these folders, those that were not there before.
 
 
 def hold(output: Path) -> None:
@@ -37,6 +38,9 @@ def hold(output: Path) -> None:
     if output in _held:
         return
     try:
+        if not os.path.lexists(output):
+            output.mkdir(parents=True)
+            _made.add(output)
         _held[output] = _open_locked(output)
     except OSError as error:
         raise UserError(
@@ -47,8 +51,8 @@ def hold(output: Path) -> None:
 
 def _open_locked(output: Path) -> int:
     """Return the descriptor that holds the lock. Raises UserError and OSError."""
-    output.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(output / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    path = output / NAME
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if not _lock(descriptor, output):
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         os.close(descriptor)
@@ -56,6 +60,9 @@ def _open_locked(output: Path) -> int:
             f"output = {output} is in use by another run ({holder or 'it does not say which'}); "
             "wait for its end or end it, or name another folder with --output"
         )
+    if not path.exists() or path.stat().st_ino != os.fstat(descriptor).st_ino:
+        os.close(descriptor)
+        return _open_locked(output)  # who had the lock has removed the file meanwhile
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return descriptor
@@ -88,13 +95,25 @@ def require_free(output: Path) -> None:
 
 @contextlib.contextmanager
 def released(output: Path) -> Iterator[None]:
-    """Release the lock of a folder, if this process holds it, at the end of the block."""
+    """Release the lock of a folder, if this process holds it, at the end of the block.
+
+    If nothing else has been written there, the file is removed, and a folder that was made for it.
+    """
     try:
         yield
     finally:
         descriptor = _held.pop(output, None)
         if descriptor is not None:
+            with contextlib.suppress(OSError):  # the disk may be why the run ends
+                _remove_if_alone(output)
             os.close(descriptor)
+
+
+def _remove_if_alone(output: Path) -> None:
+    if os.listdir(output) == [NAME]:
+        os.unlink(output / NAME)
+        if output in _made:
+            os.rmdir(output)
 
 
 def _forget() -> None:
