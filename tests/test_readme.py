@@ -74,6 +74,7 @@ OTHER_FLAGS = {
     *PLAN_FLAGS,
     "--nproc-per-node",
     "--requeue",
+    "--warm",
     "--write",
 }
 # Files of users and of runs that documents speak of.
