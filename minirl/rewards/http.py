@@ -50,7 +50,8 @@ class RemoteReward:
         self.cfg = cfg
         key = key_of_environment("reward.api_key_env", cfg.api_key_env)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.client = httpx.Client(timeout=cfg.timeout_seconds, headers=headers)
+        # `_post` keeps the time; this ends what it has left behind.
+        self.client = httpx.Client(timeout=2 * cfg.timeout_seconds, headers=headers)
         self.urls = itertools.cycle(urls)
         self.pool = ThreadPoolExecutor(len(urls), thread_name_prefix="endpoint")
         self.lock = threading.Lock()
