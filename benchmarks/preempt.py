@@ -94,7 +94,7 @@ class Load:
     warm: bool = False
     """Agents and ranks are forks, which start in seconds."""
     small: bool = False
-    """The smallest load: two kinds of few steps, with an interruption each, warm."""
+    """The smallest load: SFT of few steps with a signal and a kill, warm."""
     folder: Path | None = None
     """Where the runs and what they print go, and stay. None: a temporary folder."""
     minutes: float = 10.0
@@ -279,11 +279,11 @@ def main(load: Load) -> int:
     if load.small:
         load = dataclasses.replace(
             load,
-            kinds=("grpo", "sft"),
+            kinds=("sft",),
             interruptions=2,
             signals="mixed",
-            num_steps=4,
-            seed=93,  # Draws SIGUSR1 to a rank, and a kill.
+            num_steps=20,
+            seed=709,  # Draws SIGUSR1 to a rank after step 5, and a kill after step 9.
             warm=True,
         )
     temporary = tempfile.mkdtemp(prefix="preempt-") if load.folder is None else ""
