@@ -59,6 +59,7 @@ from benchmarks.preempt_runs import (
     CHAINS,
     RUNS,
     Kind,
+    Run,
     write_inputs,
 )
 
@@ -87,11 +88,13 @@ class Load:
     """Of all kinds together, spread evenly over them."""
     signals: Literal["kills", "mixed"] = "kills"
     """`ahead` is killed only."""
+    num_steps: int = 0
+    """Of each run; 0: as many as its kind has."""
     seed: int = 0
     warm: bool = False
     """Agents and ranks are forks, which start in seconds."""
     small: bool = False
-    """The smallest load: two kinds with an interruption each, warm."""
+    """The smallest load: SFT of few steps with a signal and a kill, warm."""
     folder: Path | None = None
     """Where the runs and what they print go, and stay. None: a temporary folder."""
     minutes: float = 10.0
@@ -112,9 +115,9 @@ class Outcome:
 class Chain:
     """A run of one kind: undisturbed, or interrupted and resumed until it ends."""
 
-    def __init__(self, kind: Kind, load: Load, data: Path, output: Path):
+    def __init__(self, run: Run, load: Load, data: Path, output: Path):
         self.load = load
-        self.run = RUNS[kind]
+        self.run = run
         self.output = output
         self.seconds = 60 * load.minutes
         self.num_starts = 0
@@ -184,8 +187,9 @@ class Chain:
 
         self.shared_memory |= shared_memory(processes)
         target = rng.choice(ranks) if interruption.target == "a rank" else processes[0]
-        # Imports take seconds, in which a signal ends a process as it ends any other.
-        is_heard = all(catches(p, interruption.number) for p in [*ranks, target])
+        # Imports take seconds, in which a signal ends a process as it ends any other. Behind them
+        # all signals get their handlers at once; SIGINT has had Python's own before.
+        is_heard = all(catches(p, signal.SIGUSR1) for p in [*ranks, target])
         began = time.monotonic()
         target.send_signal(interruption.number)
         job.wait_until(lambda: False, self.seconds)
@@ -232,16 +236,17 @@ def last_words(log: Path) -> str:
 def prove(kind: Kind, load: Load, folder: Path, num: int) -> tuple[list[Outcome], list[str]]:
     """Interrupt a run `num` times. Return the outcomes, and what differs at the end."""
     run = RUNS[kind]
+    run = dataclasses.replace(run, num_steps=load.num_steps or run.num_steps)
     rng = random.Random(f"{load.seed} {kind}")
     for path in folder.glob(f"{kind}-*"):  # of a proof before
         path.unlink() if path.is_file() else shutil.rmtree(path)
-    whole = Chain(kind, load, folder, folder / f"{kind}-whole")
+    whole = Chain(run, load, folder, folder / f"{kind}-whole")
     start_seconds, train_seconds, faults = whole.finish()
     if faults:
         return [], faults
     print(f"{kind}: undisturbed {start_seconds:.1f} s to start, {train_seconds:.1f} s to train")
 
-    chain = Chain(kind, load, folder, folder / f"{kind}-interrupted")
+    chain = Chain(run, load, folder, folder / f"{kind}-interrupted")
     kinds = KILLS if load.signals == "kills" or kind == "ahead" else MIXED
     outcomes = []
     for step in sorted(rng.randrange(run.num_steps) for _ in range(num)):
@@ -272,8 +277,15 @@ def prove(kind: Kind, load: Load, folder: Path, num: int) -> tuple[list[Outcome]
 def main(load: Load) -> int:
     """Run all chains. Return the exit code."""
     if load.small:
-        load = dataclasses.replace(load, kinds=("grpo", "sft"), interruptions=2, warm=True)
-        load = dataclasses.replace(load, signals="mixed")
+        load = dataclasses.replace(
+            load,
+            kinds=("sft",),
+            interruptions=2,
+            signals="mixed",
+            num_steps=20,
+            seed=709,  # Draws SIGUSR1 to a rank after step 5, and a kill after step 9.
+            warm=True,
+        )
     temporary = tempfile.mkdtemp(prefix="preempt-") if load.folder is None else ""
     folder = Path(temporary or str(load.folder)).absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -212,8 +212,8 @@ def trl_arguments(case: Case, load: Load) -> dict[str, object]:
     return arguments
 
 
-def run_minirl(case: Case, load: Load, folder: Path) -> list[float]:
-    """Run a program of minirl in this process; return the CPU-seconds of its steps."""
+def run_minirl(case: Case, load: Load, folder: Path) -> None:
+    """Run a program of minirl, which ends this process; print the CPU-seconds of its steps."""
     config, program = PROGRAMS[case.split("-")[0]]
     timers = []
 
@@ -221,14 +221,17 @@ def run_minirl(case: Case, load: Load, folder: Path) -> list[float]:
         timers.append(CpuTimer(device))
         return timers[-1]
 
+    def measure(cfg: Any, mesh: Mesh) -> None:
+        program(cfg, mesh)
+        steps = [interval for interval in timers[0].intervals if "backward" in interval]
+        print(json.dumps([sum(step.values()) for step in steps]))
+
     flags = [str(flag) for flag in minirl_flags(case, load, folder)]
     with (
         mock.patch("minirl.trainer.Timer", make_timer),
         mock.patch.object(sys, "argv", ["vs_trl", *flags]),
     ):
-        cli.run(config, program)
-    steps = [interval for interval in timers[0].intervals if "backward" in interval]
-    return [sum(step.values()) for step in steps]
+        cli.run(config, measure)
 
 
 def run_side(side: Side, case: Case, load: Load, folder: Path) -> list[float]:
@@ -297,7 +300,7 @@ def inner(case: Case, folder: Path, sizes: dict[str, int]) -> None:
     """Be minirl's side, on one core, so that there is one thread: others spin while they wait."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     shutil.rmtree(folder / "minirl", ignore_errors=True)  # Of this side's turn before.
-    print(json.dumps(run_minirl(case, Load(**sizes), folder)))  # type: ignore[arg-type]
+    run_minirl(case, Load(**sizes), folder)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -125,10 +125,9 @@ SHOWN = {
     "pacing": ["pace # #% # # #", "no limit # #% # # #"],
     "vs_trl": ["| grpo-natural | # | | |", "| dpo | # | | |"],
     "preempt": [
-        "grpo: undisturbed # s to start",
-        "| grpo | 1 | 1 |",
-        "| sft | 1 | 1 |",
-        "0 faults",
+        "SIGUSR1 to a rank code 0",
+        "SIGKILL to torchrun code -9",
+        "| sft | 2 | 2 | -9, 0 | # | nothing |",
     ],
     "dryrun": ["as it was: whole gradients", "| # | # | #% | # | # | # | 2 |"],
 }
