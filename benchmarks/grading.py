@@ -4,9 +4,9 @@
     python benchmarks/grading.py --answers 1000 --threads 1 8
 
 math-verify compares numbers, fractions and roots; reasoning-gym grades its own answers of three
-data sets. "In the rank" is the package called here, without a process and without limits.
-A program prints a word; one with tests adds two numbers. Every
-figure is of the wall clock, after a first answer that starts the processes.
+data sets. "In the rank" is the package called here, without a process and without limits. A program
+prints a word; one with tests adds two numbers. Every figure is of the wall clock, after a first
+answer that starts the processes.
 """
 
 import logging
