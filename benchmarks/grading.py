@@ -91,8 +91,10 @@ def main(load: Load) -> None:
         in_pool = [f"{per_second(pool.grade, calls, num):.0f}" for num in load.threads]
         print(f"| answers, {package} | {in_rank:.0f} | {' | '.join(in_pool)} |")
 
-    programs = {"run": (sandbox.run, (PROGRAM, LIMITS))}
-    programs["passes"] = (sandbox.passes, (PROGRAM, TESTS, LIMITS))
+    programs: dict[str, tuple[Callable, tuple]] = {
+        "run": (sandbox.run, (PROGRAM, LIMITS)),
+        "passes": (sandbox.passes, (PROGRAM, TESTS, LIMITS)),
+    }
     for name, (function, arguments) in programs.items():
         calls = [arguments] * load.programs
         rates = [f"{per_second(function, calls, num):.1f}" for num in load.threads]
