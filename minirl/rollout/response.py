@@ -1,14 +1,12 @@
 """A response in the making: what the engine samples for a request, as the client gets it."""
 
 import asyncio
-import functools
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from starlette.types import Receive
-from transformers import PreTrainedTokenizerBase
 
 from minirl.config.shared import EndpointConfig
 from minirl.rollout.conversation import Completion, Conversation, Prompt
@@ -19,6 +17,7 @@ from minirl.rollout.protocol import (
     Choice,
     CompletionRequest,
     JSONObject,
+    check_length,
     completion_key,
     event,
 )
@@ -40,29 +39,6 @@ class SessionState:
     sampled_texts: dict[str, str] = field(default_factory=dict)
     # One for each request so far.
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
-
-
-def _check_length(
-    prompt: str | list[int], max_model_len: int, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Refuse a text that is too long whatever its tokens are: megabytes of it take seconds to read.
-
-    Raises:
-        BadRequest: it has more characters than a context of the longest tokens.
-    """
-    longest = _longest_token(tokenizer) * max_model_len
-    if isinstance(prompt, str) and len(prompt) > longest:
-        raise BadRequest(
-            f"the prompt has {len(prompt)} characters, and the longest that engine.max_model_len = "
-            f"{max_model_len} has room for has {longest}",
-            code="context_length_exceeded",
-        )
-
-
-@functools.cache
-def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the characters of the longest token, or more."""
-    return max(map(len, tokenizer.get_vocab()))
 
 
 class PendingResponse:
@@ -91,7 +67,7 @@ class PendingResponse:
         max_model_len = session.engine_loop.engine.cfg.max_model_len
         request.check(session.cfg, session.conversation.vision, max_model_len)
         for text, urls in request.render_prompts(tokenizer, session.sampled_texts):
-            _check_length(text, max_model_len, tokenizer)
+            check_length(text, max_model_len, tokenizer)
             prompt = session.conversation.tokenize_prompt(text, urls)
             sampling = replace(session.sampling, max_tokens=self._max_tokens(prompt))
             for _ in range(request.n):
