@@ -4,9 +4,9 @@
     python benchmarks/grading.py --answers 1000 --threads 1 8
 
 math-verify compares numbers, fractions and roots; reasoning-gym grades its own answers of three
-data sets. "In the rank" is the package called here, without a process and without limits.
-A program prints a word; one with tests adds two numbers. Every
-figure is of the wall clock, after a first answer that starts the processes.
+data sets. "In the rank" is the package called here, without a process and without limits. A program
+prints a word; one with tests adds two numbers. Every figure is of the wall clock, after a first
+answer that starts the processes.
 """
 
 import logging
@@ -91,8 +91,10 @@ def main(load: Load) -> None:
         in_pool = [f"{per_second(pool.grade, calls, num):.0f}" for num in load.threads]
         print(f"| answers, {package} | {in_rank:.0f} | {' | '.join(in_pool)} |")
 
-    programs = {"run": (sandbox.run, (PROGRAM, LIMITS))}
-    programs["passes"] = (sandbox.passes, (PROGRAM, TESTS, LIMITS))
+    programs: dict[str, tuple[Callable, tuple]] = {
+        "run": (sandbox.run, (PROGRAM, LIMITS)),
+        "passes": (sandbox.passes, (PROGRAM, TESTS, LIMITS)),
+    }
     for name, (function, arguments) in programs.items():
         calls = [arguments] * load.programs
         rates = [f"{per_second(function, calls, num):.1f}" for num in load.threads]

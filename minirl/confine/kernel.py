@@ -14,11 +14,9 @@ Python does. None of this needs a privilege.
 
 import ctypes
 import os
-import platform
 import resource
 import signal
 import struct
-from dataclasses import dataclass
 from errno import EINVAL, ENOSYS, EOPNOTSUPP, EPERM
 
 # Numbers of the system calls that are allowed with any arguments: (x86_64, aarch64). None where
@@ -253,13 +251,19 @@ TCP = 0b11  # Bind and connect.
 SCOPES = 0b11  # Abstract sockets and signals.
 
 
-@dataclass(frozen=True)
 class Confinement:
-    """What a process keeps."""
+    """What a process keeps. A plain class: the module of data classes takes as long as the rest.
 
-    readable: list[str]  # Paths below which it may read.
-    folder: str | None  # Below it everything is allowed.
-    limits: dict[int, tuple[int, int]]  # By resource (RLIMIT_...): soft and hard limit.
+    Args:
+        readable: paths below which it may read.
+        folder: below it everything is allowed; None: there is no such folder.
+        limits: by resource (RLIMIT_...): soft and hard limit.
+    """
+
+    def __init__(self, readable: list[str], folder: str | None, limits: dict[int, tuple[int, int]]):
+        self.readable = readable
+        self.folder = folder
+        self.limits = limits
 
 
 def confine(confinement: Confinement) -> None:
@@ -269,7 +273,7 @@ def confine(confinement: Confinement) -> None:
         OSError: the kernel lacks Landlock or seccomp.
         KeyError: the tables know no such machine.
     """
-    column, architecture = MACHINES[platform.machine()]
+    column, architecture = MACHINES[os.uname().machine]
     for kind, (soft, hard) in confinement.limits.items():
         resource.setrlimit(kind, (soft, hard))
     _call(PRCTL[column], PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # Which both filters ask for.
@@ -280,7 +284,7 @@ def confine(confinement: Confinement) -> None:
 
 def end_with_parent() -> None:
     """Let the kernel kill this process when the thread that started it has ended."""
-    column, _ = MACHINES[platform.machine()]
+    column, _ = MACHINES[os.uname().machine]
     _call(PRCTL[column], PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

@@ -340,7 +340,7 @@ def _compare(name: str) -> Callable:
 def _compute(name: str) -> Callable:
     """Return the method of an operation of COMPUTING."""
 
-    def method(self: StandIn, other: object) -> Any:
+    def method(self: Any, other: object) -> Any:
         program = object.__getattribute__(self, "_program")
         if program.computes:
             return program.ask(name, self, other)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -89,7 +89,7 @@ class OpenRLHF(Env):
     """
 
     def __init__(self, file: str):
-        self.agent_class: Any = load_class("env.name", file, "AgentInstance")
+        self.agent_class = cast(Any, load_class("env.name", file, "AgentInstance"))
         # `reset` calls its constructor.
         self.agent: Any = self.agent_class.__new__(self.agent_class)
         self.text = ""  # all that was shown and answered so far

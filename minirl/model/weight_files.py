@@ -45,7 +45,9 @@ def weight_files(folder: Path) -> list[Path]:
     if index.exists():
         read = read_json(index, "policy.model:")
         file_of_weight = read.get("weight_map") if isinstance(read, dict) else None
-        files = list(file_of_weight.values()) if isinstance(file_of_weight, dict) else [None]
+        files: list[Any] = (
+            list(file_of_weight.values()) if isinstance(file_of_weight, dict) else [None]
+        )
         require(
             all(isinstance(file, str) for file in files),
             f"policy.model: {index} has no weight_map of names and files; write it as "

@@ -120,8 +120,8 @@ def _why_no_answer(answer: object) -> str:
         return "compares with the answer, and a row has none (data.answer_key)"
     if isinstance(answer, str):
         return ""
-    is_number = isinstance(answer, int | float) and not isinstance(answer, bool)
-    if is_number and math.isfinite(answer):
+    is_number = isinstance(answer, int | float) and math.isfinite(answer)
+    if is_number and not isinstance(answer, bool):
         return ""
     return (
         f"compares with the answer, and that of a row is {str(answer)[:80]} "

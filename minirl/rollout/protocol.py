@@ -6,6 +6,7 @@ cannot do (other forms of output, alternatives to the sampled tokens, forced too
 """
 
 import contextlib
+import functools
 import json
 import re
 from dataclasses import dataclass, field
@@ -135,6 +136,29 @@ class CompletionRequest(BaseModel, extra="allow"):
         tools = None if self.tool_choice == "none" else self.tools
         text = chat.render(tokenizer, messages, tools=tools)
         return [(text, images.of_chat(messages))]
+
+
+def check_length(
+    prompt: str | list[int], max_model_len: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Refuse a text that is too long whatever its tokens are: megabytes of it take seconds to read.
+
+    Raises:
+        BadRequest: it has more characters than a context of the longest tokens.
+    """
+    longest = _longest_token(tokenizer) * max_model_len
+    if isinstance(prompt, str) and len(prompt) > longest:
+        raise BadRequest(
+            f"the prompt has {len(prompt)} characters, and the longest that engine.max_model_len = "
+            f"{max_model_len} has room for has {longest}",
+            code="context_length_exceeded",
+        )
+
+
+@functools.cache
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the characters of the longest token, or more."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def _check_images(messages: list[JSONObject], vision: Vision | None, max_megapixels: float) -> None:

@@ -17,6 +17,7 @@ from minirl.rollout.protocol import (
     Choice,
     CompletionRequest,
     JSONObject,
+    check_length,
     completion_key,
     event,
 )
@@ -66,6 +67,7 @@ class PendingResponse:
         max_model_len = session.engine_loop.engine.cfg.max_model_len
         request.check(session.cfg, session.conversation.vision, max_model_len)
         for text, urls in request.render_prompts(tokenizer, session.sampled_texts):
+            check_length(text, max_model_len, tokenizer)
             prompt = session.conversation.tokenize_prompt(text, urls)
             sampling = replace(session.sampling, max_tokens=self._max_tokens(prompt))
             for _ in range(request.n):
