@@ -62,7 +62,7 @@ def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
     folder = build.find_folder(cfg.model, "model")
     check_head(folder, "model")
     config = build.read_config(folder).get_text_config()
-    max_tokens = _max_tokens(cfg, config.max_position_embeddings)
+    max_tokens = longest_text(cfg, config.max_position_embeddings)
     tokenizer = chat.load_tokenizer(folder, chats=False)
     policy = Policy(PolicyConfig(dtype=cfg.dtype), folder, mesh, trainable=False, score=True)
     model = RewardModel(
@@ -75,7 +75,7 @@ def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
     serve(partial(_to_row, tokenizer, max_tokens, config.vocab_size), model, cfg)
 
 
-def _max_tokens(cfg: ServeConfig, num_positions: int) -> int:
+def longest_text(cfg: ServeConfig, num_positions: int) -> int:
     """Return the most tokens of a sequence. Raises UserError if the model takes fewer."""
     require(
         cfg.max_tokens <= num_positions and cfg.max_tokens != 1,

@@ -7,6 +7,7 @@ import typing
 
 import pytest
 
+from minirl import rm
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig, ExportConfig
@@ -217,3 +218,16 @@ def test_a_flag_that_is_no_text():
     for value in ("a\udcff", "\ud800"):
         with pytest.raises(UserError, match="output = .* has bytes that are not UTF-8"):
             parse_flags(RLConfig, ["--output", value])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_tokens": 513}, "max_tokens = 513: the model m has 512 positions .*use 2 to 512"),
+        ({"max_tokens": 1}, "max_tokens = 1: .*use 2 to 512"),
+        ({"max_tokens": 300, "tokens_per_batch": 200}, "tokens_per_batch = 200 must be at least"),
+    ],
+)
+def test_a_served_reward_model_reads_no_more_than_its_positions(settings, message):
+    with pytest.raises(UserError, match=message):
+        rm.longest_text(ServeConfig(command="serve", model="m", **settings), 512)

@@ -1,13 +1,15 @@
-"""Requests that no client sends, one after the other to one endpoint: each has an error of the
-client's kind, soon, and the next honest request is answered."""
+"""Requests that no client sends, one after the other to one endpoint and to one server of a reward
+model: each has an error of the client's kind, soon, and the next honest request is answered."""
 
 import json
 import socket
 import time
+from types import SimpleNamespace
 
+import httpx
 import pytest
 
-from test_limits import ask, head, serving
+from test_limits import ask, head, lengths, scoring, serving
 
 HI = [{"role": "user", "content": "x"}]
 MODELS = "GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer KEY\r\n"
@@ -196,3 +198,49 @@ def test_what_is_no_request(world, name):
 def test_the_endpoint_still_answers(world):
     assert status_of(world, (MODELS + "\r\n").replace("KEY", world.session.api_key).encode()) == 200
     assert ask(world) == "ok"
+
+
+@pytest.fixture(scope="module")
+def rewards():
+    with scoring(lengths) as url:
+        port = int(url.split(":")[2].split("/")[0])
+        yield SimpleNamespace(port=port, url=url, session=SimpleNamespace(api_key="KEY"))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_what_is_hardly_http_to_a_reward_model(rewards, name):
+    text, _ = HEADS[name]
+    status = status_of(rewards, text.encode("latin-1"))
+    assert status is None or 400 <= status < 500 or status == 505
+
+
+QUERIES = {
+    "nothing": "",
+    "null": None,
+    "a list": ["x"],
+    "no query": {"prompts": ["x"]},
+    "a text": {"query": "x"},
+    "numbers": {"query": [1]},
+    "null in it": {"query": ["x", None]},
+    "lists in it": {"query": [["x"]]},
+    "too many": {"query": ["x"] * 129},
+    "half of a character": {"query": ["\ud800"]},
+    "deep": '{"query": ' + "[" * 90_000 + "]" * 90_000 + "}",
+    "no UTF-8": b'{"query": ["\xff"]}',
+    "5,000 digits": '{"query": ' + "9" * 5000 + "}",
+}
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_what_is_no_query(rewards, name):
+    body = QUERIES[name]
+    if isinstance(body, str):
+        body = body.encode()
+    if not isinstance(body, bytes):
+        body = json.dumps(body).encode()
+    assert status_of(rewards, head(rewards.session, len(body), "/get_reward") + body) == 400
+
+
+def test_the_reward_model_still_answers(rewards, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    assert httpx.post(rewards.url, json={"query": ["abcd"]}).json() == {"rewards": [1.0]}

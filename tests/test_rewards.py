@@ -176,7 +176,7 @@ def test_an_answer_that_is_not_the_protocol_is_shown(endpoint, text):
     )
 
 
-@pytest.mark.parametrize("value", ["NaN", "null", "[0.5]", '"0.5"'])
+@pytest.mark.parametrize("value", ["NaN", "null", "true", "[0.5]", '"0.5"'])
 def test_a_reward_that_is_not_a_finite_number_is_refused(endpoint, value):
     server = endpoint(lambda body: (200, f'{{"rewards": [{value}]}}'))
     with pytest.raises(
