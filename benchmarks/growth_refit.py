@@ -91,7 +91,7 @@ def make_shapes(
         num_key_value_heads=kv_heads,
         head_dim=max(1, 128 // shrink),
         num_experts=num_experts,
-        vocab_size=vocabulary // shrink,
+        vocab_size=vocabulary // shrink // 64 * 64,  # which every engine divides
         tie_word_embeddings=False,
     )
     with torch.device("meta"):
@@ -146,6 +146,7 @@ class Engine:
         self.mesh = mesh
         self.tp = tp
         self.tp_rank = tp_rank
+        self.model_class = type(self).__name__
         self._parameters: dict[str, Tensor] = {}
         self._targets: dict[str, tuple[Tensor, int | None]] = {}
         for name, shape in shapes.items():

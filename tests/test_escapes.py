@@ -323,10 +323,13 @@ def tried(tmp_path_factory):
 
 def state(outside, pid):
     """All that attempts try to change."""
+    temporary = Path(tempfile.gettempdir())
     kept = {}
-    for path in (outside, *outside.iterdir(), Path(os.__file__), Path(tempfile.gettempdir())):
+    for path in (outside, *outside.iterdir(), Path(os.__file__), temporary):
         status = path.stat()
-        kept[str(path)] = (status.st_mode, status.st_uid, status.st_gid, status.st_nlink)
+        kept[str(path)] = (status.st_mode, status.st_uid, status.st_gid)
+        if path != temporary:  # where other programs make folders meanwhile
+            kept[f"{path}, its links"] = status.st_nlink
         if path.is_file():
             kept[f"{path} itself"] = (status.st_mtime, status.st_size, os.listxattr(path))
     victim = psutil.Process(pid)

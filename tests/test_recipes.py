@@ -26,6 +26,7 @@ from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.errors import UserError
 from minirl.inputs import find_other_model
 from minirl.log import Timer
+from minirl.parallel.watch import Watch
 from minirl.plan import __main__ as planner
 from minirl.plan.planner import GIB
 from minirl.rewards.model import RewardModel
@@ -659,6 +660,7 @@ class Recorded(Sampler):
         self.training = GroupScheduler(self.runner)
         self.begun, self.waiting, self.prompts = {}, [], None
         self.is_interrupted = False
+        self.watch = Watch()  # Of the mesh, which hears no signal.
         self.engine = SimpleNamespace(timer=Timer(torch.device("cpu")))
         self.engine_loop = EngineLoop(self.engine, repeatable=True)
 
