@@ -91,7 +91,7 @@ def make_shapes(
         num_key_value_heads=kv_heads,
         head_dim=max(1, 128 // shrink),
         num_experts=num_experts,
-        vocab_size=vocabulary // shrink // 64 * 64,  # which every engine divides
+        vocab_size=vocabulary // shrink,
         tie_word_embeddings=False,
     )
     with torch.device("meta"):
@@ -162,7 +162,8 @@ class Engine:
                 for i, s in enumerate(slices[name]):
                     self._targets[s.name] = part[i], 1
             elif re.search("(q|k|v)_proj|embed_tokens|lm_head", kind):
-                part = self._add(name, (max(1, shape[0] // tp), shape[1]), device)
+                begin, end = shape[0] * tp_rank // tp, shape[0] * (tp_rank + 1) // tp
+                part = self._add(name, (max(1, end - begin), shape[1]), device)
                 self._targets[slices[name][0].name] = part, 0
             elif "o_proj" in kind:
                 part = self._add(name, (shape[0], shape[1] // tp), device)
@@ -187,7 +188,7 @@ class Engine:
             target, axis = self._targets[name]
             if axis is not None:
                 length = target.shape[axis]
-                start = self.tp_rank * weight.shape[axis] // self.tp // length * length
+                start = self.tp_rank * weight.shape[axis] // self.tp
                 weight = weight.narrow(axis, start, length)
             target.copy_(weight)
 
