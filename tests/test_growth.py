@@ -7,8 +7,8 @@ import pytest
 from benchmarks import growth
 from benchmarks.growth_law import Bound, Point, powers
 
-# Sizes and worlds in which a power too many is seen by a clock, and which take few seconds. They lie
-# so far apart that what leaves the caches in between, and takes 2.5 times as long, is no power.
+# Sizes and worlds in which a power too many is seen by a clock, and which take few seconds. They
+# lie so far apart that what leaves the caches in between, and takes 2.5 times as long, is no power.
 SMALL = {
     "refit": ([1, 4], [8, 64]),
     "step": ([16, 256], [32, 128]),
