@@ -158,20 +158,8 @@ def test_two_ranks_assign_what_one_would(owners):
 
 def test_an_estimator_is_found_by_name_or_in_a_file(tmp_path):
     (tmp_path / "mine.py").write_text("def halved(rewards, groups):\n    return rewards / 2\n")
-    own = [sample(0, 0, 3.0), sample(0, 1, 5.0)]
-    name, batch = f"{tmp_path}/mine.py:halved", pack(own, CPU)
-    advantages.assign(
-        [batch],
-        advantages.find(name),
-        AlgoConfig(advantage=name),
-        sum_over_ranks=alone,
-        max_over_ranks=alone,
-        gather_rows=lambda value: [value],
-    )
-    assert [found.tolist() for found in unpack(batch.advantages, own, batch)] == [
-        [0, 0, 1.5, 1.5, 1.5],
-        [0, 0, 2.5, 2.5, 2.5],
-    ]
+    found = assign_alone(f"{tmp_path}/mine.py:halved")
+    assert found == [[0, 0, 1.5, 1.5, 1.5], [0, 0, 2.5, 2.5, 2.5]]
     assert advantages.find("rloo") is advantages.rloo
     with pytest.raises(
         UserError,

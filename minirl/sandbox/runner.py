@@ -137,7 +137,7 @@ def _run(program: str, limits: Limits, judge: Judge | None = None) -> ProgramRes
     )
     if judge:
         judge.inner.close()
-    watch = Watch(process, folder, limits, end, judge)
+    watch = ProgramWatch(process, folder, limits, end, judge)
     try:
         watch.until_end()
     finally:
@@ -153,7 +153,7 @@ def _run(program: str, limits: Limits, judge: Judge | None = None) -> ProgramRes
     return ProgramResult(status, text)
 
 
-class Watch:
+class ProgramWatch:
     """Looks at a program until it ends, has passed its tests, or uses more than it may.
 
     Args:
