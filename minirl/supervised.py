@@ -16,7 +16,7 @@ from minirl.config.rl import RLConfig
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import validate_supervised
 from minirl.data import chat, images
-from minirl.data.examples import Chats, StepExamples, open_chats, to_example
+from minirl.data.examples import Chats, StepExamples, open_chats, to_examples
 from minirl.data.pairs import Pairs, open_pairs
 from minirl.errors import require
 from minirl.inputs import (
@@ -252,5 +252,5 @@ def _example(cfg: RLConfig, inputs: Inputs, number: int) -> Trajectory:
         answer = answer[:place] + str(rng.choice(alphabet)) + answer[place + 1 :]
     messages = [*prompts.messages(row), {"role": "assistant", "content": answer}]
     chat_row = {"messages": messages, "trained": [len(messages) - 1]}
-    example = to_example(prompts.tokenizer, prompts.vision, chat_row, inputs.stop_ids)
+    (example,) = to_examples(prompts.tokenizer, prompts.vision, chat_row, inputs.stop_ids)
     return dataclasses.replace(example, group=number)

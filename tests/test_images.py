@@ -22,7 +22,7 @@ from minirl.config.rl import AlgoConfig
 from minirl.config.shared import DataConfig, ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
-from minirl.data.examples import open_chats, to_example
+from minirl.data.examples import open_chats, to_examples
 from minirl.data.exchange import exchange
 from minirl.data.images import BadImage, Vision, attach, rgb, to_url
 from minirl.data.pairs import open_pairs
@@ -224,7 +224,7 @@ def test_rows_with_images(tmp_path, folder):
     )
     assert pair["prompt"] == row["messages"][:1] == attach(parts, [a])
     tokenizer, vision = chat.load_tokenizer(folder), Vision(folder)
-    t = to_example(tokenizer, vision, row, chat.stop_token_ids(tokenizer, folder))
+    (t,) = to_examples(tokenizer, vision, row, chat.stop_token_ids(tokenizer, folder))
     assert tokenizer.decode(t.tokens[t.sampled]) == "this<|end|>" and [
         p.num_tokens for p in t.images
     ] == [vision.num_tokens(to_url(a))]
@@ -232,7 +232,7 @@ def test_rows_with_images(tmp_path, folder):
         t.sampled
     ) == len(t.logprobs)
     with pytest.raises(UserError, match="reads none"):
-        to_example(tokenizer, None, row, [])
+        to_examples(tokenizer, None, row, [])
 
 
 def step(mesh, folder, budget):

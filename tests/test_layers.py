@@ -97,6 +97,7 @@ DOORS = {
     "transformers": {
         "model/*": None,
         "data/chat.py": None,
+        "data/turns.py": {"PreTrainedTokenizerBase"},
         "data/images.py": None,
         "checkpoint/*": None,
         "data/examples.py": {"PreTrainedTokenizerBase"},

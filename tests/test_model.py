@@ -22,6 +22,7 @@ from minirl.config.shared import PolicyConfig, ScratchConfig
 from minirl.data import blocks, chat
 from minirl.data.blocks import Layout
 from minirl.data.packing import pack
+from minirl.data.turns import encode_chat
 from minirl.errors import UserError
 from minirl.model import attention, build, families, kernels, logprob, scratch
 from minirl.parallel import fsdp
@@ -694,7 +695,7 @@ def test_an_answer_ends_with_the_stop_token_and_is_what_the_template_renders(
     tokenizer.chat_template = template
     messages = chat.to_messages("6 * 7?", "")
     prompt = chat.encode(tokenizer, chat.render(tokenizer, messages))
-    whole, mask = chat.encode_chat(
+    ((whole, mask, _),) = encode_chat(
         tokenizer,
         [*messages, {"role": "assistant", "content": answer}],
         [1],
@@ -711,24 +712,11 @@ def test_an_answer_ends_with_the_stop_token_and_is_what_the_template_renders(
     assert tokenizer.decode(ids, skip_special_tokens=True) == answer
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (
-            "{%- for m in messages -%}{{ m.content + '\n' }}{%- endfor -%}",
-            "does not end an answer by one of the stop tokens",
-        ),
-        (
-            CHATML.replace("'<|assistant|>' + '\n' }}", "'<|assistant|>' + '\n<think>' }}"),
-            "renders message 2 of a chat otherwise when others follow",
-        ),
-    ],
-)
-def test_a_template_that_answers_cannot_be_cut_from_is_refused(template, message):
+def test_a_template_that_ends_no_answer_is_refused():
     tokenizer = scratch.make_tokenizer([])
-    tokenizer.chat_template = template
-    with pytest.raises(UserError, match=message):
-        chat.encode_chat(
+    tokenizer.chat_template = "{%- for m in messages -%}{{ m.content + '\n' }}{%- endfor -%}"
+    with pytest.raises(UserError, match="does not end an answer by one of the stop tokens"):
+        encode_chat(
             tokenizer,
             [*chat.to_messages("hi", ""), {"role": "assistant", "content": "yes"}],
             [1],

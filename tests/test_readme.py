@@ -73,6 +73,7 @@ OTHER_FLAGS = {
     "--max-restarts",
     *PLAN_FLAGS,
     "--nproc-per-node",
+    "--profile",
     "--requeue",
     "--warm",
     "--write",
@@ -265,10 +266,16 @@ def test_commands_have_flags_that_parse(page, monkeypatch, capsys):
         for word in words:
             if FILE.fullmatch(word) and word not in OTHER_FILES and not word.startswith("runs/"):
                 assert exists(word, page), f"{shlex.join(words)}: no {word}"
+        program = words[words.index("-m") + 1 :] if "-m" in words else [""]
         script = next((n for n, word in enumerate(words) if word.startswith("benchmarks/")), None)
-        if "-m" in words and words[words.index("-m") + 1].startswith("minirl"):
-            parse_program(words[words.index("-m") + 1 :])
+        if program[0].startswith("minirl"):
+            parse_program(program)
+        elif program[0].startswith("benchmarks."):
+            script_of_module = f"{program[0].replace('.', '/')}.py"
+            parse_script(script_of_module, program[1:], monkeypatch, capsys)
         elif script is not None:
+            text = (ROOT / words[script]).read_text()
+            assert "from benchmarks" not in text, f"start it by -m: {shlex.join(words)}"
             parse_script(words[script], words[script + 1 :], monkeypatch, capsys)
 
 

@@ -25,7 +25,7 @@ from minirl.config.parse import parse_flags
 from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, SFTConfig
 from minirl.config.validate import validate_supervised
-from minirl.data import chat
+from minirl.data import chat, turns
 from minirl.data.examples import Chats, open_chats
 from minirl.data.order import Order
 from minirl.data.packing import pack
@@ -202,8 +202,8 @@ def test_mask_of_a_chat_is_what_the_policy_would_sample(name, last_only):
     if last_only:
         trained = trained[-1:]
         segments = [s[0] if isinstance(s, list) and s is not segments[-1] else s for s in segments]
-    ids, mask = chat.encode_chat(tokenizer, messages, trained, stop_ids)
-    assert (ids, mask) == by_hand(tokenizer, *segments)
+    ((ids, mask, num_messages),) = turns.encode_chat(tokenizer, messages, trained, stop_ids)
+    assert (ids, mask) == by_hand(tokenizer, *segments) and num_messages == len(messages)
     whole = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     assert whole[: len(ids)] == ids
     for i in trained:  # in front of each answer stands what generation would be given
@@ -211,45 +211,146 @@ def test_mask_of_a_chat_is_what_the_policy_would_sample(name, last_only):
         assert ids[: len(prompt)] == prompt and mask[len(prompt)] and not mask[len(prompt) - 1]
 
 
-def test_a_template_that_rewrites_history_trains_the_last_turn_only():
+def segments_of(template, messages, trained, stop):
+    """The ids and masks of a chat's segments."""
+    tokenizer = tokenizer_for(template)
+    stop_ids = [tokenizer.convert_tokens_to_ids(stop)]
+    return [s[:2] for s in turns.encode_chat(tokenizer, messages, trained, stop_ids)]
+
+
+def test_each_turn_of_a_template_that_rewrites_history_is_trained_as_the_policy_sees_it():
     tokenizer = tokenizer_for(THINKING)
-    stop = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    with pytest.raises(
-        UserError,
-        match=r"renders message 2 of a chat otherwise when others follow"
-        r".*--data.train-on last_turn may help \(.*was gibt",
-    ):
-        chat.encode_chat(tokenizer, [HI, YO, BYE, SO], [1, 3], stop)
-    assert chat.encode_chat(tokenizer, [HI, YO, BYE, SO], [3], stop) == by_hand(
+    ask = "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n"
+    first = by_hand(tokenizer, ask, ["<think>\n\n</think>\n\nyo, was gibt's?<|im_end|>"])
+    last = by_hand(
         tokenizer,
-        "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\nyo, was gibt's?<|im_end|>\n"
-        "<|im_start|>user\n2+2? 日本<|im_end|>\n"
+        ask + "yo, was gibt's?<|im_end|>\n<|im_start|>user\n2+2? 日本<|im_end|>\n"
         "<|im_start|>assistant\n",
         ["<think>\n\n</think>\n\n4\nand so on<|im_end|>"],
     )
+    assert segments_of(THINKING, [HI, YO, BYE, SO], [1, 3], "<|im_end|>") == [first, last]
+    assert segments_of(THINKING, [HI, YO, BYE, SO], [3], "<|im_end|>") == [last]
+
+
+def test_turns_that_one_rendering_holds_share_a_segment():
+    """What was thought before the last question goes, as in Qwen3 with tools."""
+    template = (
+        "{%- set ns = namespace(last=0) -%}"
+        "{%- for m in messages if m.role == 'user' -%}{%- set ns.last = loop.index -%}"
+        "{%- endfor -%}{%- set ns.asked = 0 -%}{%- for m in messages -%}"
+        "{%- if m.role == 'user' -%}{%- set ns.asked = ns.asked + 1 -%}{%- endif -%}"
+        "{{ '<|im_start|>' + m.role + '\n' }}"
+        "{{ m.content if ns.asked == ns.last else m.content.split('|')[-1] }}"
+        "{{ '<|im_end|>\n' }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+    )
+    say = [{"role": "assistant", "content": f"hm|{n}"} for n in range(4)]
+    tool = {"role": "tool", "content": "7"}
+    chat = [HI, say[0], tool, say[1], BYE, say[2], tool, say[3]]
+    tokenizer = tokenizer_for(template)
+    answer = "<|im_start|>assistant\n"
+    call = "\n<|im_start|>tool\n7<|im_end|>\n" + answer
+    asked = "<|im_start|>user\nhi there<|im_end|>\n" + answer
+    again = f"0<|im_end|>{call}1<|im_end|>\n<|im_start|>user\n2+2? 日本<|im_end|>\n{answer}"
+    assert segments_of(template, chat, [1, 3, 5, 7], "<|im_end|>") == [
+        by_hand(tokenizer, asked, ["hm|0<|im_end|>"], call, ["hm|1<|im_end|>"]),
+        by_hand(tokenizer, asked + again, ["hm|2<|im_end|>"], call, ["hm|3<|im_end|>"]),
+    ]
+
+
+DISTILLED = (
+    # like DeepSeek-R1's distilled models': the generation prompt begins to think, what was thought
+    # is left out everywhere
+    "{%- for m in messages -%}{%- if m.role == 'assistant' -%}"
+    "{{ '<|start|>' + m.content.split('</think>')[-1] + '</s>' }}"
+    "{%- else -%}{{ '<|header|>' + m.content }}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|start|><think>\n' }}{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "segments"),
+    [
+        ("4", ["<|header|>hi there<|start|>", ["4</s>"]]),
+        ("<b>", ["<|header|>hi there<|start|>", ["<b></s>"]]),  # begins as <think> does
+        ("", ["<|header|>hi there<|start|>", ["</s>"]]),
+        ("so</think>4", ["<|header|>hi there<|start|><think>\n", ["so</think>4</s>"]]),
+        ("<think>so</think>4", ["<|header|>hi there<|start|><think>\n", ["so</think>4</s>"]]),
+        ("<think>\nso</think>4", ["<|header|>hi there<|start|><think>\n", ["so</think>4</s>"]]),
+    ],
+)
+def test_a_generation_prompt_may_begin_the_answer(content, segments):
+    tokenizer = tokenizer_for(DISTILLED)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS, "<think>", "</think>"]})
+    stop_ids = [tokenizer.convert_tokens_to_ids("</s>")]
+    chat = [HI, {"role": "assistant", "content": content}]
+    ((ids, mask, _),) = turns.encode_chat(tokenizer, chat, [1], stop_ids)
+    assert (ids, mask) == by_hand(tokenizer, *segments)
+
+
+@pytest.mark.parametrize("other", ["<turn>", ""])
+def test_a_header_of_tags_is_never_in_the_loss(other):
+    """The template renders an answer's header, or what stands before it, otherwise."""
+    end = "('' if loop.last else '</s>')" if not other else "'</s>'"
+    template = (
+        "{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<|header|>' + m.content + END }}"
+        "{%- else -%}{{ 'OTHER' + m.content + '</s>' }}{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|start|>' }}{%- endif -%}"
+    ).replace("END", end)
+    template = template.replace("OTHER", other or "<|start|>")
+    ask = "<|header|>hi there" + ("</s>" if other else "") + "<|start|>"
+    expected = by_hand(tokenizer_for(template), ask, ["yo, was gibt's?</s>"])
+    assert segments_of(template, [HI, YO], [1], "</s>") == [expected]
+
+
+def test_the_last_answer_of_a_template_that_ends_none_ends_as_the_others_do():
+    """GLM-4.5's: an answer ends by the header of the next question."""
+    template = (
+        "{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<|start|>\n' + m.content }}"
+        "{%- else -%}{{ '<|header|>\n' + m.content }}{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|header|>\n' }}{%- endif -%}"
+    )
+    ask = "<|start|>\nhi there<|header|>\n"
+    answers = [["yo, was gibt's?<|start|>"], "\n2+2? 日本<|header|>\n", ["4\nand so on<|start|>"]]
+    expected = by_hand(tokenizer_for(template), ask, *answers)
+    assert segments_of(template, [HI, YO, BYE, SO], [1, 3], "<|start|>") == [expected]
 
 
 def test_what_a_template_refuses_is_told():
     with pytest.raises(
         UserError, match=r"the chat template refuses a chat: System role not supported \(.*be brief"
     ):
-        chat.encode_chat(tokenizer_for(GEMMA), [SYSTEM, HI, YO], [2], [1])
+        segments_of(GEMMA, [SYSTEM, HI, YO], [2], "<eos>")
     with pytest.raises(
         UserError,
         match=r"the chat template refuses a chat: TypeError: can only concatenate .*be brief",
     ):
-        chat.encode_chat(tokenizer_for("{{ messages[0].content + 1 }}"), [SYSTEM, HI, YO], [2], [1])
-    with pytest.raises(UserError, match="does not end an answer by one of the stop tokens"):
-        chat.encode_chat(tokenizer_for(GEMMA), [HI, YO], [1], [1])
+        segments_of("{{ messages[0].content + 1 }}", [SYSTEM, HI, YO], [2], "<eos>")
     with pytest.raises(
-        UserError, match="message 2 of a chat"
-    ):  # the stop token that is found is of another turn
-        half = tokenizer_for(
-            CHATML.replace("'<|im_end|>\n'", "('<|im_end|>' if loop.last else '')")
-        )
-        chat.encode_chat(
-            half, [HI, YO, BYE, SO], [1, 3], [half.convert_tokens_to_ids("<|im_end|>")]
-        )
+        UserError,
+        match="does not end an answer by one of the stop tokens .* by data.chat_template, or its",
+    ):
+        segments_of(GEMMA, [HI, YO], [1], "<eos>")
+    call = {"role": "assistant", "content": ""}
+    other = CHATML.replace("m.role", "('caller' if m.content == '' else m.role)")
+    with pytest.raises(
+        UserError, match="renders message 2 of a chat otherwise than its generation prompt begins"
+    ):
+        segments_of(other, [HI, call], [1], "<|im_end|>")
+
+
+def test_a_stop_token_of_another_turn_ends_none():
+    half = CHATML.replace("'<|im_end|>\n'", "('<|im_end|>' if loop.last else '')")
+    first = "<|im_start|>user\nhi there<|im_end|><|im_start|>assistant\n"
+    last = (
+        "<|im_start|>user\nhi there<|im_start|>assistant\nyo, was gibt's?"
+        "<|im_start|>user\n2+2? 日本<|im_end|><|im_start|>assistant\n"
+    )
+    tokenizer = tokenizer_for(half)
+    assert segments_of(half, [HI, YO, BYE, SO], [1, 3], "<|im_end|>") == [
+        by_hand(tokenizer, first, ["yo, was gibt's?<|im_end|>"]),
+        by_hand(tokenizer, last, ["4\nand so on<|im_end|>"]),
+    ]
 
 
 @pytest.mark.parametrize("trim", [True, False])
@@ -280,7 +381,7 @@ def test_a_token_across_the_border_is_not_in_the_loss(trim):
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=inner, eos_token="</s>", chat_template=template.replace("HEAD", head)
         )
-        ids, mask = chat.encode_chat(
+        ((ids, mask, _),) = turns.encode_chat(
             tokenizer,
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}],
             [1],

@@ -22,6 +22,7 @@ from minirl.data.examples import Chats, open_chats
 from minirl.data.order import Mixture, Order
 from minirl.data.prompts import LengthBound, Prompts, open_prompts
 from minirl.data.rows import read_rows
+from minirl.data.turns import encode_chat
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 
@@ -453,7 +454,7 @@ def test_a_plain_template_has_the_prompt_and_then_the_answer():
             tokenizer, chat.render(tokenizer, [{"role": "user", "content": "{{ 1+1 }}"}])
         )
         assert ids == tokenizer(text)["input_ids"]
-        whole, mask = chat.encode_chat(
+        ((whole, mask, _),) = encode_chat(
             tokenizer,
             [{"role": "user", "content": "{{ 1+1 }}"}, ANSWER],
             [1],

@@ -1,6 +1,5 @@
-"""Messages to token ids, through the tokenizer's own chat template."""
+"""Messages to texts and token ids, through the tokenizer's own chat template."""
 
-import bisect
 import json
 from pathlib import Path
 
@@ -244,80 +243,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         f"the text {text[:200]!r} has half of a surrogate pair, which is no character; remove it",
     )
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def encode_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Messages,
-    trained: list[int],
-    stop_ids: list[int],
-) -> tuple[list[int], list[bool]]:
-    """Return the token ids and the loss mask of a chat as the template renders it.
-
-    The mask is True on what a policy that is asked for the messages `trained` would sample: the
-    content and the token that ends the turn, not the header before nor the line break behind. A
-    turn begins where the rendering of the messages before it, with the header of an answer, ends; a
-    token on both sides of that border is not in the loss. The whole is rendered and tokenised once.
-    Nothing follows the last token in the loss.
-
-    Args:
-        tokenizer: has the chat template.
-        messages: the chat.
-        trained: indices of the assistant turns in the loss.
-        stop_ids: tokens that end an answer.
-
-    Returns:
-        (token ids, mask), of equal length.
-
-    Raises:
-        UserError: the template renders a turn otherwise when others follow, or does not end one by
-            a stop token.
-    """
-    text = render(tokenizer, messages, header=False)
-    encoded = tokenizer(  # not verbose: long chats are cut later
-        text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-    )
-    ids = encoded["input_ids"]
-    spans = encoded["offset_mapping"]  # of each token: (first character, behind its last)
-    mask = [False] * len(ids)
-    length = 0
-    for i in trained:
-        # 1. The turn's first token, and its first stop token.
-        before = render(tokenizer, messages[:i])
-        first = _first_token_behind(spans, len(before))
-        last = next((n for n in range(first, len(ids)) if ids[n] in stop_ids), None)
-
-        # 2. The whole chat must begin as the one up to this turn does.
-        through = text
-        if i < len(messages) - 1:
-            through = render(tokenizer, messages[: i + 1], header=False)
-        end = 0 if last is None else spans[last][1]
-        if not text.startswith(before) or through[:end] != text[:end]:
-            raise UserError(
-                f"the chat template renders message {i + 1} of a chat otherwise when others "
-                "follow, so it cannot be trained on; --data.train-on last_turn may help "
-                f"({str(messages[i])[:100]})"
-            )
-        if last is None:
-            raise UserError(
-                f"the chat template does not end an answer by one of the stop tokens {stop_ids} "
-                f"({str(messages[i])[:100]})"
-            )
-
-        # 3. Both tokens and what is between them are in the loss.
-        mask[first : last + 1] = [True] * (last + 1 - first)
-        length = max(length, last + 1)
-    return ids[:length], mask[:length]
-
-
-def _first_token_behind(spans: list[tuple[int, int]], num_characters: int) -> int:
-    """Return the number of the first token that has none of the first characters."""
-    first = bisect.bisect_left(spans, num_characters, key=lambda span: span[0])
-    # Offsets leave out a space that a token begins with: if the token before ends too early, this
-    # one holds the last of the characters.
-    while 0 < first < len(spans) and spans[first - 1][1] < num_characters:
-        first += 1
-    return first
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[bool]]:

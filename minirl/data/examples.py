@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.config.supervised import ChatsConfig, PairsConfig
-from minirl.data import chat, images
+from minirl.data import chat, images, turns
 from minirl.data.images import ImageSpan, Vision
 from minirl.data.order import make_order
 from minirl.data.rows import (
@@ -89,37 +89,50 @@ def _to_chat(raw: dict, place: Place, cfg: ChatsConfig) -> dict:
             f"{place}: every message needs a role and a content that is a text, or a list of texts "
             f"and images; {problem}"
         )
-    turns = with_images(before + answer, raw, place, cfg)
-    assert not isinstance(turns, str)
-    roles = [message["role"] for message in turns]
-    trained = [i for i in range(len(before), len(turns)) if roles[i] == "assistant"]
+    whole = with_images(before + answer, raw, place, cfg)
+    assert not isinstance(whole, str)
+    roles = [message["role"] for message in whole]
+    trained = [i for i in range(len(before), len(whole)) if roles[i] == "assistant"]
     if not trained:
         raise UserError(f"{place}: no assistant turn follows")
     if not set(roles[: trained[0]]) - {"system"}:
         raise UserError(f"{place}: nothing is asked before the assistant's first turn")
     return {
-        "messages": turns[: trained[-1] + 1],
+        "messages": whole[: trained[-1] + 1],
         "trained": trained if cfg.train_on == "all_turns" else trained[-1:],
     }
 
 
-def to_example(
+def to_examples(
     tokenizer: PreTrainedTokenizerBase, vision: Vision | None, row: dict, stop_ids: list[int]
-) -> Trajectory:
-    """Return a row of `load_chats` as token ids, with what is in the loss marked as sampled.
+) -> list[Trajectory]:
+    """Return a row of `open_chats` as token ids, with what is in the loss marked as sampled.
+
+    It is one trajectory, or the segments of a chat whose history the chat template rewrites.
 
     Raises:
         UserError: the chat has images and the model reads none, or the chat template fails.
     """
-    urls = images.of_chat(row.get("messages", []))
-    require(
-        vision or not urls,
-        "a chat has images, and policy.model reads none; take a model of a family that does",
-    )
     if "text" in row:
         ids, mask = chat.encode_text(tokenizer, row["text"])
-    else:
-        ids, mask = chat.encode_chat(tokenizer, row["messages"], row["trained"], stop_ids)
+        return [_to_trajectory(ids, mask, None, [], segment=0)]
+    messages = row["messages"]
+    require(
+        vision or not images.of_chat(messages),
+        "a chat has images, and policy.model reads none; take a model of a family that does",
+    )
+    segments = turns.encode_chat(tokenizer, messages, row["trained"], stop_ids)
+    examples = []
+    for number, (ids, mask, num_messages) in enumerate(segments):
+        urls = images.of_chat(messages[:num_messages])
+        examples.append(_to_trajectory(ids, mask, vision, urls, segment=number))
+    return examples
+
+
+def _to_trajectory(
+    ids: list[int], mask: list[bool], vision: Vision | None, urls: list[str], *, segment: int
+) -> Trajectory:
+    """Return token ids with their images as a trajectory, the loss mask as what is sampled."""
     sampled = np.array(mask, bool)
     spans: list[ImageSpan] = []
     if vision and urls:
@@ -132,6 +145,7 @@ def to_example(
         sampled=sampled,
         logprobs=np.zeros(len(ids), np.float32),
         images=spans,
+        segment=segment,
     )
 
 
@@ -214,7 +228,7 @@ class Chats:
         """
         self.rows = rows
         self.max_tokens = cfg.max_tokens
-        self.to_example = partial(to_example, tokenizer, vision, stop_ids=stop_ids)
+        self.to_examples = partial(to_examples, tokenizer, vision, stop_ids=stop_ids)
         self.mesh = mesh
         self.thread = thread
         self.shuffle = shuffle
@@ -332,16 +346,18 @@ class Chats:
         return encoded
 
     def encode(self, row: dict) -> Encoded:
-        """Return a row's trajectory, cut; none if nothing in the loss is left.
+        """Return a row's trajectories, cut, without those that have nothing in the loss left.
 
         Rows are lost by being cut, and by being dropped.
         """
-        t = self.to_example(row)
-        is_cut = len(t.tokens) > self.max_tokens
-        t.tokens = t.tokens[: self.max_tokens]
-        t.sampled = t.sampled[: self.max_tokens]
-        t.logprobs = t.logprobs[: self.max_tokens]
-        t.images = [span for span in t.images if span.start < self.max_tokens]
-        if t.sampled.any():
-            return Encoded([t], (is_cut, False))
-        return Encoded([], (is_cut, True))
+        is_cut = False
+        kept = []
+        for t in self.to_examples(row):
+            is_cut |= len(t.tokens) > self.max_tokens
+            t.tokens = t.tokens[: self.max_tokens]
+            t.sampled = t.sampled[: self.max_tokens]
+            t.logprobs = t.logprobs[: self.max_tokens]
+            t.images = [span for span in t.images if span.start < self.max_tokens]
+            if t.sampled.any():
+                kept.append(t)
+        return Encoded(kept, (is_cut, not kept))

@@ -22,7 +22,7 @@ from minirl.data.rows import (
     with_images,
 )
 from minirl.data.sources import Source
-from minirl.errors import UserError
+from minirl.errors import UserError, require
 from minirl.parallel.mesh import Mesh
 
 SIDES = ("chosen", "rejected")
@@ -170,9 +170,15 @@ class Pairs(Chats):
                 answer = range(len(row["prompt"]), len(messages))
                 trained = [i for i in answer if messages[i]["role"] == "assistant"]
                 example = {"messages": messages, "trained": trained}
-            t = self.to_example(example)
-            t.episode = episode
-            sides.append(t)
+            segments = self.to_examples(example)
+            require(
+                len(segments) == 1,
+                f"the chat template renders a turn of the {side} side otherwise when others "
+                "follow, and a side is one sequence; end the prompt before the last answer, or "
+                "name a template by data.chat_template that keeps what was said",
+            )
+            segments[0].episode = episode
+            sides.append(segments[0])
         chosen, rejected = sides
         if max(len(chosen.tokens), len(rejected.tokens)) > self.max_tokens:
             return Encoded([], (True, False))

@@ -1,0 +1,211 @@
+"""Chats to imitate: token ids, with the assistant's turns in the loss.
+
+A turn is trained as a policy would see it that is asked for it: behind what the chat template
+renders when a generation prompt follows the messages before it. Most templates render a turn alike
+whatever follows, and a chat is one segment. Some rewrite history (Qwen3's drops what was thought in
+earlier turns). Then the turns that one rendering holds as the policy would see them share a
+segment, and the others have segments of their own.
+"""
+
+import bisect
+import os
+import re
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from minirl.data.chat import Messages, render
+from minirl.errors import UserError
+
+
+class Segment(NamedTuple):
+    """A rendering of a chat up to one of its turns."""
+
+    ids: list[int]  # Token ids.
+    mask: list[bool]  # Of each token: whether it is in the loss.
+    num_messages: int  # The messages of the chat that it holds.
+
+
+class _Turn(NamedTuple):
+    """A chat up to one of its turns, which nothing follows."""
+
+    num_messages: int  # Up to the turn, with it.
+    text: str
+    start: int  # Number of characters before the answer.
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    trained: list[int],
+    stop_ids: list[int],
+) -> list[Segment]:
+    """Return a chat as the segments that its template makes of it, each turn in the loss of one.
+
+    The mask is True on what a policy that is asked for the messages `trained` would sample: the
+    content and the token that ends the turn, not the header before nor the line break behind. A
+    token on both sides of the border between header and answer is not in the loss. Nothing follows
+    the last token in the loss.
+
+    Args:
+        tokenizer: has the chat template.
+        messages: the chat.
+        trained: indices of the assistant turns in the loss, in order; each follows a message.
+        stop_ids: tokens that end an answer.
+
+    Returns:
+        The segments, in the order of their last turns. All but the last one are there because the
+        template renders their turns otherwise when others follow.
+
+    Raises:
+        UserError: the template refuses the chat, renders a call of a tool otherwise than its
+            generation prompt begins it, or does not end a turn by a stop token.
+    """
+    turns = [_render_turn(tokenizer, messages, i, stop_ids) for i in trained]
+    segments = []
+    while turns:
+        segment, turns = _encode_last(tokenizer, turns, stop_ids)
+        segments.append(segment)
+    return segments[::-1]
+
+
+def _encode_last(
+    tokenizer: PreTrainedTokenizerBase, turns: list[_Turn], stop_ids: list[int]
+) -> tuple[Segment, list[_Turn]]:
+    """Encode the rendering of the last turn.
+
+    Returns:
+        Its segment, and the turns that it does not hold as the policy would see them.
+
+    Raises:
+        UserError: the last turn has no stop token.
+    """
+    text = turns[-1].text
+    encoded = tokenizer(  # not verbose: long chats are cut later
+        text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
+    ids = encoded["input_ids"]
+    spans = encoded["offset_mapping"]  # of each token: (first character, behind its last)
+    mask = [False] * len(ids)
+    length = 0
+    others = []
+    for turn in turns:
+        first = _first_token_behind(spans, turn.start)
+        last = next((n for n in range(first, len(ids)) if ids[n] in stop_ids), None)
+        end = len(text) if last is None else spans[last][1]
+        if turn.text[:end] != text[:end]:
+            others.append(turn)
+            continue
+        if last is None:
+            raise UserError(
+                f"the chat template does not end an answer by one of the stop tokens {stop_ids}; "
+                "name one that does by data.chat_template, or its token as eos_token_id in "
+                f"generation_config.json ({text[turn.start :][:100]!r})"
+            )
+        mask[first : last + 1] = [True] * (last + 1 - first)
+        length = max(length, last + 1)
+    return Segment(ids[:length], mask[:length], turns[-1].num_messages), others
+
+
+def _render_turn(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, index: int, stop_ids: list[int]
+) -> _Turn:
+    """Return the chat up to a turn as the template renders it, or as a policy would see it.
+
+    The template's rendering is taken if it begins as the generation prompt does and has all of the
+    turn's content. A generation prompt may, behind the header's begin, begin the answer by tags
+    (`<think>` of DeepSeek-R1's distilled models) that the rendering does not have: then the answer
+    begins where the two part.
+    Else (the same template leaves out what was thought, even in the last turn) the content follows
+    the generation prompt as it is.
+    """
+    before = render(tokenizer, messages[:index])
+    text = render(tokenizer, messages[: index + 1], header=False)
+    start = len(before)
+    is_begun = text.startswith(before)
+    if not is_begun:
+        without_header = render(tokenizer, messages[:index], header=False)
+        header = _num_shared(before, without_header)
+        start = _last_border(tokenizer, before, _num_shared(before, text))
+        has_only_tags = re.fullmatch(r"(\s*<[^<>]+>\s*)+", before[start:]) is not None
+        is_begun = start > header and has_only_tags
+    content = _content(messages[index])
+    if not is_begun or not _has_all(text[start:], content):
+        if not content.strip():
+            raise UserError(
+                f"the chat template renders message {index + 1} of a chat otherwise than its "
+                "generation prompt begins it; name another by data.chat_template "
+                f"({str(messages[index])[:100]})"
+            )
+        start = len(before)
+        text = before + _without_opening(content, before)
+    stops = [str(tokenizer.decode([token])) for token in stop_ids]
+    if not any(stop in text[start:] for stop in stops):
+        text += _end_of_answers(tokenizer, stops)
+    return _Turn(index + 1, text, start)
+
+
+def _num_shared(one: str, other: str) -> int:
+    """Return the number of characters that two texts begin with alike."""
+    return len(os.path.commonprefix([one, other]))
+
+
+def _last_border(tokenizer: PreTrainedTokenizerBase, text: str, num_characters: int) -> int:
+    """Return where the token of a text begins that has the character `num_characters`."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    starts = [span[0] for span in encoded["offset_mapping"]]
+    return starts[bisect.bisect_right(starts, num_characters) - 1]
+
+
+def _content(message: dict) -> str:
+    """Return the text of a message."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def _has_all(text: str, content: str) -> bool:
+    """Return whether a text has a content, but for white space."""
+    return "".join(content.split()) in "".join(text.split())
+
+
+def _without_opening(content: str, before: str) -> str:
+    """Return a content without the tag that the generation prompt ends with, if it begins with it.
+
+    `<think>well</think>4` behind `<|Assistant|><think>` is `well</think>4`.
+    """
+    found = re.search(r"(<[^<>]+>)(\s*)$", before)
+    if found and content.lstrip().startswith(found[1]):
+        return content.lstrip().removeprefix(found[1]).removeprefix(found[2])
+    return content
+
+
+def _end_of_answers(tokenizer: PreTrainedTokenizerBase, stops: list[str]) -> str:
+    """Return what follows an answer up to a stop token; nothing if the template has none there.
+
+    It is looked for behind the last answer of a chat, then before another question (`<|user|>` of
+    GLM-4.5).
+    """
+    chat = [
+        {"role": "user", "content": "minirl asks"},
+        {"role": "assistant", "content": "minirl answers"},
+        {"role": "user", "content": "minirl asks again"},
+    ]
+    for messages in (chat[:2], chat):
+        text = render(tokenizer, messages, header=False)
+        behind = text.partition("minirl answers")[2].partition("minirl asks again")[0]
+        ends = [behind.index(stop) + len(stop) for stop in stops if stop in behind]
+        if ends:
+            return behind[: min(ends)]
+    return ""
+
+
+def _first_token_behind(spans: list[tuple[int, int]], num_characters: int) -> int:
+    """Return the number of the first token that has none of the first characters."""
+    first = bisect.bisect_left(spans, num_characters, key=lambda span: span[0])
+    # Offsets leave out a space that a token begins with: if the token before ends too early, this
+    # one holds the last of the characters.
+    while 0 < first < len(spans) and spans[first - 1][1] < num_characters:
+        first += 1
+    return first
