@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks wit
 SECONDS = 180
 
 USER = '''
-import asyncio, json, os, re, sys, threading, time
+import asyncio, itertools, json, os, re, sys, threading, time
 from pathlib import Path
 from minirl.envs import Agent, Env, Result
 
@@ -48,9 +48,14 @@ rank = os.environ.get("RANK", "0")
 def good(prompt, completion, row):
     return len(completion) / 10
 
-def slow(prompt, completion, row):
-    (here / "scoring").touch()
-    time.sleep(1)
+calls = itertools.count()
+
+def held_up(prompt, completion, row):
+    """The second evaluation waits to be told to go on."""
+    if next(calls) >= 8:  # a rank's share of the first
+        (here / "scoring").touch()
+        while not (here / "told").exists():
+            time.sleep(0.01)
     return len(completion) / 10
 
 def sleeps(prompt, completion, row):
@@ -360,13 +365,16 @@ def test_an_evaluation_is_interrupted_and_begins_anew(folder, tmp_path):
     out = tmp_path / "out"
     given = flags(folder, out, "--num-steps", 1, "--sft.num-steps", 2, "--resume")
     held_out = ["--data.held-out", 16, "--reward.threads", 1]
-    slow = ["--reward.function", f"{folder}/user.py:slow"]
-    job = start(folder, "minirl.rl", [*given, *held_out, *slow], tmp_path / "log")
-    job.wait_for(lambda: steps(out, "sft") == [0, 1], 300)
-    (folder / "scoring").unlink(missing_ok=True)
-    job.wait_for((folder / "scoring").exists)
-    ended, seconds = stop(job, signal.SIGUSR1, list(job.agents[0].ranks().values())[:1])
-    print(f"SIGUSR1 in an evaluation: ended after {seconds:.1f} s")
+    held_up = ["--reward.function", f"{folder}/user.py:held_up"]
+    job = start(folder, "minirl.rl", [*given, *held_out, *held_up], tmp_path / "log")
+    job.wait_for((folder / "scoring").exists, 300)
+    agent = job.agents[0]
+    os.kill(agent.ranks()[0].pid, signal.SIGUSR1)
+    job.wait_for(lambda: "the last thing to do" in agent.log.read_text())
+    (folder / "told").touch()
+    began = time.monotonic()
+    ended = job.end(SECONDS)
+    print(f"SIGUSR1 in an evaluation: ended after {time.monotonic() - began:.1f} s")
     assert ended.code == 0 and "Traceback" not in ended.err, ended.err
     assert "stopped by a signal after 0 steps; saved" in ended.err
     resumed = fork("minirl.rl", [*given, *held_out], tmp_path / "resumed", SECONDS, world=2)

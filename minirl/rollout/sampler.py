@@ -146,12 +146,13 @@ class Sampler:
         self.runner.failures.clear()
         make_group = partial(self._make_group, prompts, num_samples, sampling, version)
         goals = [Goal(version, len(tickets))]
-        groups = self._run_groups(
-            GroupScheduler(self.runner), make_group, tickets, num_samples, goals, {}
-        )
+        scheduler = GroupScheduler(self.runner)
+        groups = self._run_groups(scheduler, make_group, tickets, num_samples, goals, {})
         if self.mesh.agree_to_stop():
-            return None
-        return list(itertools.chain.from_iterable(group.trajectories() for group in groups))
+            return None  # without waiting for the rewards that are still being computed
+        trajectories = list(itertools.chain.from_iterable(g.trajectories() for g in groups))
+        came_meanwhile = self.mesh.agree_to_stop()  # Rewards may take long.
+        return None if came_meanwhile else trajectories
 
     # ----------------------------------------------------------------------------------------------
     # a training step
@@ -304,9 +305,8 @@ class Sampler:
         failures = list(self.runner.failures)
         # Numbers are added. Texts, which are rare, are gathered only if there are any.
         numbers = (len(trajectories), len(failures), self.engine_loop.take_discarded())
-        num_trajectories, num_failures, discarded_tokens = self.mesh.sums(
-            torch.tensor(numbers)
-        ).tolist()
+        sums = self.mesh.sums(torch.tensor(numbers))
+        num_trajectories, num_failures, discarded_tokens = sums.tolist()
         return StepRollout(
             trajectories=trajectories,
             num_trajectories=num_trajectories,
