@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import psutil
 from torch.distributed import run
@@ -139,11 +139,16 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
 
 
 def run_agent(module: str, flags: list[str], log: str) -> None:
-    """Be torchrun, in a fork."""
+    """Be torchrun on the benchmark's ranks, in a fork."""
     os.chdir(ROOT)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
-    config, _, _ = run.config_from_args(run.parse_args([*LAUNCH, "-m", module, *flags]))
+    be_agent(LAUNCH, module, flags)
+
+
+def be_agent(launch: list[str], module: str, flags: list[str]) -> NoReturn:
+    """Be the agent that torchrun would be with the flags `launch`; its ranks are forks."""
+    config, _, _ = run.config_from_args(run.parse_args([*launch, "-m", module, *flags]))
     config.start_method = "fork"
     MultiprocessContext._is_done = _have_all_ended  # type: ignore[assignment, method-assign]
     try:

@@ -8,14 +8,17 @@ a fork of it. torchrun would pay ten seconds of imports each time.
 """
 
 import contextlib
+import faulthandler
 import io
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +51,9 @@ def _rank(
     from minirl.parallel.mesh import make_mesh
 
     torch.set_num_threads(1)
+    stacks = open(f"{folder}/stacks-{rank}", "w")  # noqa: SIM115 (open as long as the process is)
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR2, stacks)
     try:
         store = dist.FileStore(f"{folder}/store", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
@@ -86,10 +92,13 @@ def ranks(
             done: dict[int, Any] = {}
             end = time.monotonic() + timeout
             while len(done) < world:
+                # Looked up before the queue: a rank may answer and leave between the two.
+                is_over = time.monotonic() > end or not any(p.is_alive() for p in processes)
                 if results.empty():
-                    if time.monotonic() > end or not any(p.is_alive() for p in processes):
+                    if is_over:
                         raise TimeoutError(
-                            f"{function.__name__}: only ranks {sorted(done)} of {world} answered"
+                            f"{function.__name__}: only ranks {sorted(done)} of {world} answered\n"
+                            + _describe(processes, Path(folder))
                         )
                     time.sleep(0.005)
                     continue
@@ -103,6 +112,20 @@ def ranks(
             for p in processes:
                 p.kill()
     return [done[r] for r in range(world)]
+
+
+def _describe(processes: list, folder: Path) -> str:
+    """Return for every rank how it ended, or where its threads stand."""
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR2)
+    time.sleep(1)
+    told = []
+    for rank, process in enumerate(processes):
+        stacks = folder / f"stacks-{rank}"
+        told.append(f"rank {rank}: exit code {process.exitcode} (None: it runs), stacks:")
+        told.append(stacks.read_text() if stacks.exists() else "it has not begun")
+    return "\n".join(told)
 
 
 @contextlib.contextmanager

@@ -13,12 +13,9 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
-import runpy
 import socket
 import subprocess
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,35 +142,9 @@ def _agent(node: Node, launch: list[str], module: str, flags: list[str], log: st
     node.enter()
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
-    from torch.distributed.launcher.api import elastic_launch
+    from benchmarks.preempt_job import be_agent  # here, where its imports have been made
 
-    MultiprocessContext._is_done = _have_left
-    config, _, _ = run.config_from_args(run.parse_args([*launch, "-m", module, *flags]))
-    config.start_method = "fork"
-    try:
-        elastic_launch(config, _rank)(module, flags)
-    except BaseException as error:  # what torchrun's script would end with
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        os._exit(1)
-    os._exit(0)
-
-
-def _have_left(ranks: Any) -> bool:
-    """Whether all ranks have left with code 0, which they do without a result for the agent."""
-    have_left = all(process.exitcode == 0 for process in ranks._pc.processes)
-    if have_left:
-        ranks._return_values = dict.fromkeys(range(ranks.nprocs))
-    return have_left
-
-
-def _rank(module: str, flags: list[str]) -> None:
-    Path("/proc/self/comm").write_text(f"rank-{os.environ['RANK']}")
-    sys.argv = [module, *flags]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # it was imported under its own name
-        runpy.run_module(module, run_name="__main__")
+    be_agent(launch, module, flags)
 
 
 class Job:
@@ -224,9 +195,14 @@ class Job:
     def wait_for(self, happened: Callable[[], bool], seconds: float = 240) -> None:
         """Wait; raise AssertionError if an agent ends or the time is over before."""
         end = time.monotonic() + seconds
-        while not happened():
-            alive = all(agent.process.is_alive() for agent in self.agents.values())
-            if not alive or time.monotonic() > end:
+        while True:
+            # Looked up first: an agent may end as soon as it has happened.
+            is_over = time.monotonic() > end or not all(
+                agent.process.is_alive() for agent in self.agents.values()
+            )
+            if happened():
+                return
+            if is_over:
                 raise AssertionError(f"it did not come to that:\n{self.end(0).err}")
             time.sleep(0.01)
 
