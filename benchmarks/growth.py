@@ -1,7 +1,7 @@
 """How minirl's work beside the GPUs grows, with the work and with the ranks, in one process.
 
-    python benchmarks/growth.py
-    python benchmarks/growth.py --parts rows step --worlds 8 64
+    python -m benchmarks.growth
+    python -m benchmarks.growth --parts rows step --worlds 8 64
 
 One process plays one rank of a world that is imagined: it does all of its own work, what the other
 ranks would send is made up, and there is no wire. Prints CPU-seconds and bytes of that rank, as

@@ -6,6 +6,7 @@ minirl's own. What the other ranks would say is computed, collectives do nothing
 matrices are shrunk: as many copies, of hardly any bytes, so that what remains is the host's work.
 """
 
+import gc
 import re
 import time
 import tracemalloc
@@ -306,6 +307,7 @@ def measure_plan(model: str, num_layers: int, world: int, replicas: int, tp: int
     tracemalloc.start()
     kept.clear()
     plan()
+    gc.collect()  # what waits for it is not the plan's
     num_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     return [recorded, Row("plan", model, world, cpu_seconds, num_bytes, num_copies)]

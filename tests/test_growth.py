@@ -17,15 +17,31 @@ SMALL = {
 }
 
 
+# A machine may be slower while one point is measured than while another is, so a law whose seconds
+# break its bound is measured again, and each point has the least that it took. Bytes and pieces do
+# not depend on the machine: they keep the bound in every measurement.
+NUM_TIMES = 3
+
+
 @pytest.mark.parametrize("name", growth.PARTS)
 def test_laws_keep_their_bounds(name):
     part = growth.PARTS[name]
-    found = growth.measure(part, *SMALL[name])
-    assert set(found) == set(part.bounds)
-    for law, points in found.items():
-        assert all(point.cpu_seconds > 0 or point.num_bytes > 0 for point in points), law
-        grew = powers(points)
-        assert grew.keep(part.bounds[law]), (law, grew, points)
+    least = {}
+    for _ in range(NUM_TIMES):
+        found = growth.measure(part, *SMALL[name])
+        assert set(found) == set(part.bounds)
+        for law, points in found.items():
+            assert all(point.cpu_seconds > 0 or point.num_bytes > 0 for point in points), law
+            without_seconds = powers([point._replace(cpu_seconds=0.0) for point in points])
+            assert without_seconds.keep(part.bounds[law]), (law, without_seconds, points)
+            least[law] = [
+                min(pair, key=lambda point: point.cpu_seconds)
+                for pair in zip(points, least.get(law, points), strict=True)
+            ]
+        broken = [law for law in least if not powers(least[law]).keep(part.bounds[law])]
+        if not broken:
+            break
+    assert not broken, [(law, powers(least[law]), least[law]) for law in broken]
 
 
 def points(seconds, num_bytes=lambda size, ranks: 0, num_pieces=lambda size, ranks: 0):
