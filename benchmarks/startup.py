@@ -1,6 +1,6 @@
 """How long a start takes: from JSON lines on a disk to prompts, or to the first batch of SFT.
 
-    torchrun --nproc-per-node 2 benchmarks/startup.py --prompts 10000000 --chats 1000000
+    torchrun --nproc-per-node 2 -m benchmarks.startup --prompts 10000000 --chats 1000000
 
 Rows are those of benchmarks/growth_rows.py. Prints seconds by the clock, CPU-seconds of the rank
 with most, and the bytes that the process of rank 0 grew by at most.

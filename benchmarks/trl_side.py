@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import (
@@ -86,5 +87,7 @@ def main(case: str, folder: Path, steps: int, arguments: dict[str, Any]) -> None
 
 
 if __name__ == "__main__":
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # As minirl's side.
+    # One core and one thread, as minirl's side. Two threads would wait for each other by spinning.
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
     main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))

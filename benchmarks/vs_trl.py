@@ -1,8 +1,9 @@
 """CPU-seconds of an optimizer step beside TRL's, each program in its own process.
 
-    python benchmarks/vs_trl.py
-    python benchmarks/vs_trl.py --cases grpo-natural sft-packed
-    python benchmarks/vs_trl.py --order minirl          # needs no TRL
+    python -m benchmarks.vs_trl
+    python -m benchmarks.vs_trl --cases grpo-natural sft-packed
+    python -m benchmarks.vs_trl --order minirl         # needs no TRL
+    python -m benchmarks.vs_trl --profile              # the operators of minirl's step, no TRL
 
 The first run makes a virtual environment for TRL in --environment, with the same torch and
 Transformers as here, by pip. Both sides have one process on one core, float32, learning rate 0,
@@ -49,8 +50,10 @@ from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh
 from minirl.supervised import SupervisedTrainer
 
+ROOT = Path(__file__).resolve().parent.parent
 TRL = "1.16.0"
 NUM_WARMUP = 2  # Steps of each process that do not count.
+NUM_OPERATORS = 12  # Rows of a case in the table of operators.
 Case = Literal[
     "grpo-natural", "grpo-forced", "grpo-long", "sft-packed", "sft-unpacked", "dpo", "rm"
 ]
@@ -80,6 +83,8 @@ class Load:
     num_layers: int = 4
     environment: Path = Path("runs/trl_environment")
     """Of TRL; made if it is not there."""
+    profile: bool = False
+    """Print the operators that a step of minirl spends its time in, and compare nothing."""
 
 
 @dataclass(kw_only=True)
@@ -212,18 +217,52 @@ def trl_arguments(case: Case, load: Load) -> dict[str, object]:
     return arguments
 
 
+class ProfilingTimer(CpuTimer):
+    """Records the operators of the first step that counts."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.profiler = torch.profiler.profile()
+
+    def take(self) -> dict[str, float]:
+        num_intervals = len(self.intervals)
+        if num_intervals == NUM_WARMUP + 1:  # the first interval is the start of the program
+            self.profiler.start()
+        elif num_intervals == NUM_WARMUP + 2:
+            self.profiler.stop()
+        return super().take()
+
+    def table(self, case: Case) -> str:
+        """Return rows of the table of operators, those that take most first."""
+        averages = self.profiler.key_averages()
+        averages.sort(key=lambda operator: -operator.self_cpu_time_total)
+        total = sum(operator.self_cpu_time_total for operator in averages)
+        rows = []
+        for operator in averages[:NUM_OPERATORS]:
+            share = operator.self_cpu_time_total / total
+            rows.append(f"| {case} | {operator.key} | {operator.count} | {share:.1%} |")
+        return "\n".join(rows)
+
+
 def run_minirl(case: Case, load: Load, folder: Path) -> None:
-    """Run a program of minirl, which ends this process; print the CPU-seconds of its steps."""
+    """Run a program of minirl, which ends this process; print the CPU-seconds of its steps.
+
+    With load.profile the operators of a step are printed instead.
+    """
     config, program = PROGRAMS[case.split("-")[0]]
-    timers = []
+    timers: list[CpuTimer] = []
 
     def make_timer(device: torch.device) -> CpuTimer:
-        timers.append(CpuTimer(device))
+        timers.append(ProfilingTimer(device) if load.profile else CpuTimer(device))
         return timers[-1]
 
     def measure(cfg: Any, mesh: Mesh) -> None:
         program(cfg, mesh)
-        steps = [interval for interval in timers[0].intervals if "backward" in interval]
+        timer = timers[0]
+        if isinstance(timer, ProfilingTimer):
+            print(timer.table(case))
+            return
+        steps = [interval for interval in timer.intervals if "backward" in interval]
         print(json.dumps([sum(step.values()) for step in steps]))
 
     flags = [str(flag) for flag in minirl_flags(case, load, folder)]
@@ -234,22 +273,24 @@ def run_minirl(case: Case, load: Load, folder: Path) -> None:
         cli.run(config, measure)
 
 
-def run_side(side: Side, case: Case, load: Load, folder: Path) -> list[float]:
-    """Run a side in a process of its own; return the CPU-seconds of the steps that count."""
-    here = Path(__file__).resolve()
+def run_side(side: Side, case: Case, load: Load, folder: Path) -> str:
+    """Run a side in a process of its own; return what it prints."""
     if side == "minirl":
-        names = ("steps", "prompts", "samples", "rows", "hidden_size", "num_layers")
+        names = ("steps", "prompts", "samples", "rows", "hidden_size", "num_layers", "profile")
         sizes = {name: value for name, value in vars(load).items() if name in names}
-        command = [sys.executable, str(here), "--inner", case, str(folder), json.dumps(sizes)]
+        command = [sys.executable, "-m", "benchmarks.vs_trl", "--inner"]
+        command += [case, str(folder), json.dumps(sizes)]
     else:
-        python = load.environment / "bin" / "python"
-        command = [str(python), str(here.with_name("trl_side.py")), case, str(folder)]
+        python = load.environment.absolute() / "bin" / "python"
+        command = [str(python), str(ROOT / "benchmarks" / "trl_side.py"), case, str(folder)]
         command += [str(load.steps), json.dumps(trl_arguments(case, load))]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600
+    )
     if ended.returncode:
         raise SystemExit(f"{side}, {case} failed:\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}")
-    return parse_seconds(ended.stdout, load.steps)
+    return ended.stdout
 
 
 def parse_seconds(output: str, steps: int) -> list[float]:
@@ -275,6 +316,15 @@ def make_environment(folder: Path) -> None:
 
 def main(load: Load) -> None:
     disable_progress_bar()
+    if load.profile:
+        print("| case | operator | calls a step | share of the time |\n|---|---|---|---|")
+        for case in load.cases:
+            with tempfile.TemporaryDirectory() as temporary:
+                make_inputs(case, load, Path(temporary))
+                printed = run_side("minirl", case, load, Path(temporary))
+            rows = [line for line in printed.splitlines() if line.startswith(f"| {case} |")]
+            print("\n".join(rows), flush=True)
+        return
     if "trl" in load.order:
         make_environment(load.environment)
     print("| case | minirl, CPU-s a step | TRL, CPU-s a step | ratio |\n|---|---|---|---|")
@@ -283,7 +333,8 @@ def main(load: Load) -> None:
         with tempfile.TemporaryDirectory() as temporary:
             make_inputs(case, load, Path(temporary))
             for side in load.order:
-                seconds[side] += run_side(side, case, load, Path(temporary))
+                printed = run_side(side, case, load, Path(temporary))
+                seconds[side] += parse_seconds(printed, load.steps)
         print(table_row(case, seconds), flush=True)
 
 

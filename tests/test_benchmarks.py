@@ -192,6 +192,14 @@ def test_the_smallest_load_prints_finite_figures(name, tmp_path, forks, monkeypa
         assert all(math.isfinite(float(n.strip(",").replace(",", ""))) for n in match.groups())
 
 
+def test_a_profile_says_what_a_step_spends_its_time_in(forks, monkeypatch, capsys):
+    flags = ["--profile", "--cases", "sft-packed", "--steps", "4", "--rows", "2"]
+    monkeypatch.setattr(sys, "argv", ["vs_trl", *flags, "--hidden-size", "32", "--num-layers", "1"])
+    runpy.run_path(str(ROOT / "benchmarks" / "vs_trl.py"), run_name="__main__")
+    products = r"\| sft-packed \| aten::(add)?mm \| [1-9]\d* \| \d+\.\d% \|"
+    assert re.search(products, capsys.readouterr().out)
+
+
 def test_the_comparison_reads_what_both_sides_print():
     assert vs_trl.parse_seconds("{'loss': 1}\n[9.0, 8.0, 2.0, 4.0]\n", 4) == [2.0, 4.0]
     seconds = {"minirl": [1.0, 2.0, 3.0], "trl": [3.0, 5.0, 100.0]}
