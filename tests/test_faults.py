@@ -41,6 +41,7 @@ USER = '''
 import asyncio, itertools, json, os, re, sys, threading, time
 from pathlib import Path
 from minirl.envs import Agent, Env, Result
+from minirl.parallel import watch
 
 here = Path(__file__).parent
 rank = os.environ.get("RANK", "0")
@@ -61,6 +62,11 @@ def held_up(prompt, completion, row):
 def sleeps(prompt, completion, row):
     time.sleep(1000 if rank == "0" else 0)
     return 1.0
+
+def sleeps_and_another_hears_late(prompt, completion, row):
+    if rank == "1":
+        watch.LOOK_SECONDS = 10.0  # as on a loaded machine: its watch has no turn for so long
+    return sleeps(prompt, completion, row)
 
 def backtracks(prompt, completion, row):
     if rank == "0":
@@ -403,6 +409,12 @@ CASES = {
         ["rank 0: reward.function = ", ":sleeps took longer than reward.timeout_seconds = 2 for "]
         + ["prompt '", "completion '", "in phase evaluate", "time.sleep(1000"],
     ),
+    "a reward sleeps, and another rank hears late": (
+        2,
+        [*reward("sleeps_and_another_hears_late"), "--reward.timeout-seconds", "2"],
+        2,
+        ["rank 0: reward.function = ", "_late took longer than reward.timeout_seconds = 2 for "],
+    ),
     "a reward backtracks": (
         1,
         [*reward("backtracks"), "--reward.timeout-seconds", "1"],
@@ -529,21 +541,19 @@ def test_a_board_shows_the_earliest_limit():
 
 def test_limits_are_by_the_clock_of_the_process():
     """What is paused or has ended is not over, and a limit that is renewed begins again."""
-    over = []
-    limits = Limits(0, over.append)
+    limits = Limits(0, on_over=lambda limit: None)
     with limits.limit(1.0, lambda: "first") as first, limits.limit(math.inf, lambda: "never"):
-        with limits.limit(2.0, lambda: "second"):
+        with limits.limit(2.0, lambda: "second") as second:
             limits.clock = 1.5
-            limits.look()
-            assert over == [first]
+            assert limits.first_over() is first
             limits.renew(first)
-            limits.look()
+            assert limits.first_over() is None
             limits.clock = 2.2
-        limits.look()
+            assert limits.first_over() is second
+        assert limits.first_over() is None
         limits.pause(first)
         limits.clock = 99.0
-        limits.look()
-    assert over == [first]
+        assert limits.first_over() is None
 
 
 def test_threads_that_are_left_do_not_hold_the_exit(folder, tmp_path):

@@ -20,7 +20,7 @@ from minirl.data.examples import Chats, open_chats
 from minirl.data.json_lines import JsonLines
 from minirl.data.order import Order
 from minirl.data.prompts import LengthBound, Prompts, open_prompts
-from minirl.data.rows import choose, read_rows
+from minirl.data.rows import choose, read_rows, require_column
 from minirl.errors import UserError
 from minirl.inputs import NO_ANSWER, UNGRADED, PromptChecks
 from minirl.model.scratch import make_tokenizer
@@ -201,6 +201,18 @@ def raise_on_some(mesh):
     with errors_of_all(mesh):
         if mesh.rank % 2:
             raise UserError(f"rank {mesh.rank} cannot")
+
+
+def test_no_message_is_made_for_a_good_row():
+    """Where a row stands costs more to say than to read the row."""
+
+    class Unsaid:
+        def __str__(self):
+            raise AssertionError("nobody asked where the row stands")
+
+    require_column({"prompt": "2 + 2", "gold": "4"}, "data.answer_key", "gold", "answer", Unsaid())
+    with pytest.raises(AssertionError, match="nobody asked"):
+        require_column({"answer": "4"}, "data.answer_key", "gold", "answer", Unsaid())
 
 
 def test_an_error_of_one_rank_is_one_of_all():

@@ -363,10 +363,11 @@ def require_column(raw: dict, setting: str, key: str, default: str, place: Place
 
     Rows may lack it. But one that has the default's column instead was meant otherwise.
     """
-    require(
-        key in raw or key == default or raw.get(default) is None,
+    if key in raw or key == default or raw.get(default) is None:
+        return  # Nearly every row: a message is made for a bad one only.
+    raise UserError(
         f"{place}: {setting} = {key!r} names no column, and the row has {default!r} (its keys: "
-        f"{', '.join(map(str, raw))}); set {setting} to one of them",
+        f"{', '.join(map(str, raw))}); set {setting} to one of them"
     )
 
 

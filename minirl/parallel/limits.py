@@ -44,7 +44,7 @@ class Limits:
     """
 
     def __init__(self, rank: int, on_over: Callable[[Limit], None]):
-        """`on_over`: called in another thread for a limit that is over; does not return."""
+        """`on_over`: called in a thread of its own, once, for the first limit that is over."""
         self.rank = rank
         self.on_over = on_over
         self.clock = 0.0
@@ -115,8 +115,9 @@ class Limits:
             return NOWHERE
 
     def _run(self) -> None:
-        """Let the clock go on, and look at the limits."""
+        """Let the clock go on and the heart beat, and look at the limits until one is over."""
         before = time.monotonic()
+        is_over = False
         while True:
             time.sleep(TICK_SECONDS)
             now = time.monotonic()
@@ -124,10 +125,17 @@ class Limits:
             before = now
             assert self._board
             self._board.beat(self.clock)
-            self.look()
+            limit = None if is_over else self.first_over()
+            if limit:
+                is_over = True
+                # In a thread of its own: it may take long, and the heart has to beat meanwhile.
+                threading.Thread(
+                    target=self.on_over, args=(limit,), name="over", daemon=True
+                ).start()
 
-    def look(self) -> None:
-        """Call `on_over` for what is over."""
+    def first_over(self) -> Limit | None:
+        """Return the first of the limits that are over; None: no limit is."""
         for limit in list(self._limits.values()):
             if self.clock > limit.deadline:
-                self.on_over(limit)
+                return limit
+        return None

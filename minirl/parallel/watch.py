@@ -42,6 +42,7 @@ BY_SIGNAL = 128  # And the signal's number, as shells say it.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 LOOK_SECONDS = 1.0  # The store and the other ranks are looked at so often.
+SECONDS_TO_LEAVE = 20.0  # For ranks that run to hear that all leave; a loaded machine is slow.
 NUM_FRAMES = 8  # Of a stack, the innermost ones.
 
 # Keys of the store.
@@ -91,6 +92,7 @@ class Watch:
         self._had_interrupt = False  # A SIGINT is the request.
         self._has_ended = False  # All ranks have done their work; nothing is a failure any more.
         self._has_replied = False
+        self._is_leaving = False  # A thread of this rank lets all ranks leave, and then leaves.
 
     # ----------------------------------------------------------------------------------------------
     # beginning and end
@@ -193,16 +195,28 @@ class Watch:
 
     def _leave_all(self, code: int) -> NoReturn:
         """Let all ranks leave with an exit code."""
+        self._is_leaving = True
         store = self._store
         with contextlib.suppress(dist.DistError):
             if store is not None:
                 self._announce(store, OVER, str(code))
-                num_left = store.add(LEFT, 1)
-                end = time.monotonic() + 2 * LOOK_SECONDS
-                while self._has_store and num_left < self.world_size and time.monotonic() < end:
-                    time.sleep(0.02)
-                    num_left = store.add(LEFT, 0)
+                store.add(LEFT, 1)
+                if self._has_store:
+                    self._wait_for_the_others(store)
         leave(code)
+
+    def _wait_for_the_others(self, store: dist.Store) -> None:
+        """Keep the store until the other ranks have read in it that all leave.
+
+        A rank that finds the store gone does not know why the run ends. Ranks of this machine that
+        are stopped or gone are not waited for.
+        """
+        num_elsewhere = self.world_size - 1 - len(self._peers)
+        end = time.monotonic() + SECONDS_TO_LEAVE
+        while store.add(LEFT, 0) < self.world_size and time.monotonic() < end:
+            if num_elsewhere == 0 and not any(_runs(peer) for peer in self._peers):
+                return
+            time.sleep(0.02)
 
     def wait_for_cause(self, seconds: float) -> None:
         """Leave if another rank is, or comes to be, the reason why this one fails.
@@ -330,7 +344,7 @@ class Watch:
             )
 
     def _leave_if_over(self, store: dist.Store) -> None:
-        if store.check([OVER]):
+        if store.check([OVER]) and not self._is_leaving:
             code = int(store.get(OVER))
             store.add(LEFT, 1)
             leave(code)
@@ -358,6 +372,11 @@ def _is_alive(peer: Peer) -> bool:
     """Whether the process of a rank runs on this machine."""
     stat = _stat(peer.pid)
     return bool(stat) and stat[0] not in "ZX" and stat[19] == peer.began
+
+
+def _runs(peer: Peer) -> bool:
+    """Whether the process of a rank runs on this machine, and nobody has stopped it."""
+    return _is_alive(peer) and not guard.is_stopped(peer.pid)
 
 
 def stack_of(thread: int) -> str:
