@@ -5,6 +5,7 @@ import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -221,14 +222,16 @@ def test_an_error_of_one_rank_is_one_of_all():
             ranks(world, raise_on_some)
 
 
-def gathered(mesh, shapes):
+def gathered(mesh, shapes, moved_rows):
     parts = [np.full(shape, mesh.rank, np.int32) for shape in shapes[mesh.rank]]
-    return [mesh.gather_array(part) for part in parts]
+    with mock.patch("minirl.parallel.mesh.MOVED_ROWS", moved_rows):
+        return [mesh.gather_array(part) for part in parts]
 
 
-def test_arrays_of_all_ranks_come_end_to_end():
+@pytest.mark.parametrize("moved_rows", [1, 3, 2**16])
+def test_arrays_of_all_ranks_come_end_to_end(moved_rows):
     shapes = [[(3,), (0, 2), (0,)], [(1,), (4, 2), (0,)], [(2,), (1, 2), (0,)]]
-    for arrays in ranks(3, gathered, shapes):
+    for arrays in ranks(3, gathered, shapes, moved_rows):
         assert arrays[0].tolist() == [0, 0, 0, 1, 2, 2]
         assert arrays[1].tolist() == [[1, 1]] * 4 + [[2, 2]]
         assert len(arrays[2]) == 0

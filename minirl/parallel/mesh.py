@@ -28,6 +28,8 @@ except AttributeError:  # torch 2.11 has only their older names
     all_gather_single = dist.all_gather_into_tensor
     reduce_scatter_single = dist.reduce_scatter_tensor
 
+MOVED_ROWS = 2**16  # That `gather_array` moves at once.
+
 # Options of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
@@ -91,11 +93,14 @@ class World:
         if self.world_size == 1:
             return part
         gathered, lengths = self._gather_padded(part)
-        # Close the gaps in place: every part moves towards the front.
+        # Close the gaps in place: every part moves towards the front, MOVED_ROWS at a time, because
+        # numpy copies what it moves within an array.
         end = 0
         for rank, length in enumerate(lengths):
             first = rank * max(lengths)
-            gathered[end : end + length] = gathered[first : first + length]
+            for done in range(0, length if first > end else 0, MOVED_ROWS):
+                num = min(MOVED_ROWS, length - done)
+                gathered[end + done : end + done + num] = gathered[first + done :][:num]
             end += length
         return gathered[:end]
 
