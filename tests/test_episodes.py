@@ -805,8 +805,9 @@ def test_no_token_is_older_than_allowed_and_none_is_thrown_away(
         assert len(begun) <= 3  # of at most five, two are trained on
         known = sorted([*trained, *begun])
         assert known == list(range(len(known)))  # no ticket is left out
-    assert any(r[-1]["unfinished"] for r in found)
-    assert oldest[3] == oldest[12] == 2  # the long ones went on for as long as they may
+    if world == 1:  # With `pull` it depends on time how far the long ones have come.
+        assert found[0][-1]["unfinished"]
+        assert oldest[3] == oldest[12] == 2  # the long ones went on for as long as they may
 
     # One group a step instead of two leaves no time for all: the ticket of the last begins anew.
     # With others it waits, which no engine had room for.
