@@ -170,6 +170,10 @@ def _have_all_ended(agent: MultiprocessContext) -> bool:
 
 def _run_rank(module: str, flags: list[str]) -> None:
     Path("/proc/self/comm").write_text(f"rank-{os.environ['RANK']}")
+    # As a program that torchrun starts has them, and not a function of its own.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = [module, *flags]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # it was imported under its own name

@@ -99,12 +99,12 @@ class Watch:
 
     def listen(self) -> None:
         """Take the signals, and start the threads. Only the main thread may call it."""
-        self._limits.start()
         heard, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, _ignore)
             signal.siginterrupt(number, False)
+        self._limits.start()
         threading.Thread(target=self._run, args=(heard,), name="watch", daemon=True).start()
 
     def join(self, store: dist.Store, rank: int, peers: list[Peer]) -> None:
