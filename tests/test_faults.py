@@ -343,6 +343,40 @@ def test_a_signal_before_the_first_step_ends_at_once(folder, tmp_path):
     assert ended.err.count("there is nothing to save yet; go on with --resume") == 1, ended.err
 
 
+FAILS_AFTER_A_SIGNAL = """
+import os, pathlib, signal, time
+from minirl.errors import UserError
+from minirl.parallel import watch
+from minirl.rollout.engine import RolloutEngine
+
+told = pathlib.Path(__file__).with_name("rank-1-is-told")
+
+def make_engine(engine, *given, **named):
+    if os.environ["RANK"] == "1":
+        told.touch()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(1000)
+    while not told.exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    raise UserError("no engine, because the other rank is gone")
+
+RolloutEngine.__init__ = make_engine
+watch.LOOK_SECONDS = 10.0 if os.environ["RANK"] == "0" else 1.0  # It fails before it hears of it.
+
+def f(prompt, completion, row):
+    return 1.0
+"""
+
+
+def test_a_rank_that_fails_because_another_leaves_has_its_exit_code(folder, tmp_path):
+    (folder / "fails_after.py").write_text(FAILS_AFTER_A_SIGNAL)
+    given = flags(folder, tmp_path / "out", "--reward.function", f"{folder}/fails_after.py:f")
+    ended = start(folder, "minirl.rl", given, tmp_path / "log").end(SECONDS)
+    assert ended.code == 0 and not ended.errors(), ended.err
+    assert ended.err.count("there is nothing to save yet; go on with --resume") == 1, ended.err
+
+
 def test_a_rollout_ahead_is_interrupted_and_goes_on(folder, tmp_path):
     out = tmp_path / "out"
     turns = ["--env.name", f"{folder}/user.py:Slow", "--env.max-turns", 9]

@@ -186,11 +186,30 @@ class Watch:
         is_first = True  # If the store is gone, whoever had it could not say why.
         with contextlib.suppress(dist.DistError):
             is_first = store is None or store.add(TOLD, 1) == 1
-        if is_first:
-            with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
-                print(f"\nminirl: {message}", file=sys.stderr, flush=True)
-            if threading.current_thread() is not threading.main_thread():
-                self.finish_writing()  # while the other ranks, which it needs, are there
+        if not is_first:
+            self._leave_with_the_first(code)
+        with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
+            print(f"\nminirl: {message}", file=sys.stderr, flush=True)
+        if threading.current_thread() is not threading.main_thread():
+            self.finish_writing()  # while the other ranks, which it needs, are there
+        self._leave_all(code)
+
+    def _leave_with_the_first(self, code: int) -> NoReturn:
+        """Leave with the exit code of the rank that says why the run ends.
+
+        This one has failed because that one leaves, or for a reason of its own, which nobody needs.
+
+        Args:
+            code: of this rank, if the other one does not come to say its code.
+        """
+        store = self._store
+        end = time.monotonic() + SECONDS_TO_LEAVE
+        with contextlib.suppress(dist.DistError):  # The store is gone, too.
+            while store is not None and time.monotonic() < end:
+                if store.check([OVER]):
+                    code = int(store.get(OVER))
+                    break
+                time.sleep(0.02)
         self._leave_all(code)
 
     def _leave_all(self, code: int) -> NoReturn:
@@ -296,7 +315,8 @@ class Watch:
             self._had_interrupt = True
         if not self.requested:
             self.requested = True
-            self._say_once(f"{number.name}: the checkpoint of this step is the last thing to do")
+            text = f"{number.name}: the checkpoint of this step is the last thing to do"
+            self._say_once(text, key=f"{STOP}/told")
             with contextlib.suppress(dist.DistError):
                 if store is not None:
                     self._announce(store, STOP, number.name)
@@ -305,13 +325,16 @@ class Watch:
         """End all ranks without a checkpoint, as the signal asks for."""
         hint = "; go on with --resume" if self.goes_on else ""
         nothing = "nothing is saved" if self.requested else "there is nothing to save yet"
-        self._say_once(f"{number.name}: ended at once, {nothing}{hint}", to_end=True)
         code = DONE if self.goes_on and not self.requested else BY_SIGNAL + number
-        self._leave_all(code)
+        if self._say_once(f"{number.name}: ended at once, {nothing}{hint}", key=TOLD):
+            self._leave_all(code)
+        self._leave_with_the_first(code)
 
-    def _say_once(self, message: str, *, to_end: bool = False) -> None:
-        """Print a line, unless another rank has."""
-        key = TOLD if to_end else f"{STOP}/told"
+    def _say_once(self, message: str, key: str) -> bool:
+        """Print a line, unless another rank has; return whether this one was the first.
+
+        `key` of the store counts who wanted to.
+        """
         store = self._store
         is_first = True
         with contextlib.suppress(dist.DistError):
@@ -319,6 +342,7 @@ class Watch:
         if is_first:
             with contextlib.suppress(OSError, ValueError):
                 say(message)
+        return is_first
 
     def _look(self, store: dist.Store) -> None:
         """Look at what others have written, and whether those of this machine are alive."""
