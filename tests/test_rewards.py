@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -121,7 +122,8 @@ def test_endpoints_take_turns(endpoint):
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 def test_a_failure_that_may_pass_is_tried_again_at_the_next_endpoint(endpoint, status, monkeypatch):
     pauses = []
-    monkeypatch.setattr(http.time, "sleep", pauses.append)
+    # Only there: other threads of this process may sleep, too.
+    monkeypatch.setattr(http, "time", SimpleNamespace(sleep=pauses.append))
     bad, good = endpoint(lambda body: (status, "busy")), endpoint(lengths)
     assert made(f"{bad.url},{good.url}", backoff_seconds=0.5)(ROW, "") == len(
         ROW["rendered_prompt"]
