@@ -20,9 +20,9 @@ from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Chats
 from minirl.errors import require
 from minirl.inputs import find_other_model
-from minirl.parallel.machines import check_same
+from minirl.parallel.machines import check_can_write, check_same
 from minirl.policy import Minibatch, Policy, annotate_examples
-from minirl.reading import check_can_write, is_file, library_reads
+from minirl.reading import is_file, library_reads
 from minirl.supervised import PairTrainer
 from minirl.types import Trajectory
 
@@ -38,8 +38,8 @@ class Trainer(PairTrainer):
         cache = Path(self.cfg.reference_cache)
         if not self.cfg.reference_cache:
             return
-        if not is_file(cache):
-            check_can_write(cache, "reference_cache")
+        if not self.mesh.broadcast(is_file(cache), 0):
+            check_can_write(cache, "reference_cache", self.mesh)
             return
         with library_reads(f"reference_cache = {cache}"), np.load(cache) as arrays:
             json.loads(str(arrays["about"]))

@@ -21,10 +21,9 @@ from minirl.errors import require
 from minirl.evaluation import evaluate
 from minirl.inputs import MAY_BE_LONG, ModelFiles, PromptChecks, check_tokens, find_other_model
 from minirl.model import build, families
-from minirl.parallel.machines import errors_of_all, errors_of_machines
+from minirl.parallel.machines import check_can_write, errors_of_all, errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
-from minirl.reading import check_can_write
 from minirl.rewards.functions import make_rewards
 from minirl.rewards.model import RewardModel
 from minirl.rollout.engine import RolloutEngine, Sampling
@@ -113,7 +112,7 @@ def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
     """Find and check the model to evaluate. Raises UserError."""
     require(cfg.model, "model is empty: give a folder or a hub id with --model")
     if cfg.output:
-        check_can_write(Path(cfg.output), "output")
+        check_can_write(Path(cfg.output), "output", mesh)
     require(cfg.data.eval, "data.eval is empty: give a JSONL file or reasoning_gym:NAME")
     folder = build.find_folder(cfg.model, "model")
     config = build.read_config(folder)

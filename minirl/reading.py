@@ -123,24 +123,3 @@ def library_reads(what: str) -> Iterator[None]:
         raise UserError(
             f"{what} cannot be read: {type(error).__name__}: {problem}; mend or replace it"
         ) from error
-
-
-def check_can_write(path: Path, setting: str) -> None:
-    """Refuse a file that could not be written later; its folder is made.
-
-    Raises:
-        UserError: it is a folder, or its folder cannot be made or written to.
-    """
-    problem = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not os.path.lexists(path)
-        with path.open("ab"):  # /proc says that it can be written to, and cannot
-            pass
-        if is_new:
-            path.unlink()
-    except IsADirectoryError:
-        problem = "it is a folder"
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    require(not problem, f"{setting} = {path} cannot be written: {problem}; name another file")

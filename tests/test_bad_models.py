@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tiny
+from harness import ranks
 from in_memory import ALONE
 from minirl.checkpoint import lock
 from minirl.checkpoint.folder import plan_folder, write_companions
@@ -25,8 +26,8 @@ from minirl.evaluation import evaluate
 from minirl.inputs import check_output, find_model
 from minirl.model import build
 from minirl.model.scratch import make_tokenizer
+from minirl.parallel.machines import check_can_write
 from minirl.parallel.watch import Watch
-from minirl.reading import check_can_write
 from minirl.rollout import records
 from minirl.rollout.conversation import Completion, Conversation
 from minirl.rollout.engine import Sampling
@@ -229,13 +230,24 @@ def test_an_output_that_nobody_can_write(tmp_path, place, resume):
 def test_a_file_that_nobody_can_write(tmp_path, place):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="output = .* cannot be written: .*; name another file"):
-        check_can_write(Path(place.format(tmp_path)), "output")
+        check_can_write(Path(place.format(tmp_path)), "output", ONE)
 
 
 def test_a_file_in_a_new_folder_can_be_written(tmp_path):
-    check_can_write(tmp_path / "a" / "b" / "c.json", "output")
+    check_can_write(tmp_path / "a" / "b" / "c.json", "output", ONE)
     (tmp_path / "a" / "b" / "c.json").write_text("")
-    check_can_write(tmp_path / "a" / "b" / "c.json", "output")
+    check_can_write(tmp_path / "a" / "b" / "c.json", "output", ONE)
+
+
+def ask_often(mesh, files):
+    for file in files:
+        check_can_write(file, "reference_cache", mesh)
+
+
+def test_every_rank_asks_whether_a_file_can_be_written(tmp_path):
+    """All of them at once; the attempt of one is not another's mistake."""
+    ranks(2, ask_often, [tmp_path / str(i) for i in range(100)])
+    assert not list(tmp_path.iterdir())
 
 
 CACHES = {
@@ -273,7 +285,8 @@ def test_a_reference_cache_that_cannot_be_written(tmp_path, place):
 
 def check_cache(cache: Path) -> None:
     """What minirl.dpo does before it loads a model."""
-    Trainer.check_model(SimpleNamespace(cfg=DPOConfig(reference_cache=str(cache))))
+    cfg = DPOConfig(reference_cache=str(cache))
+    Trainer.check_model(SimpleNamespace(cfg=cfg, mesh=ONE))
 
 
 # --------------------------------------------------------------------------------------------------

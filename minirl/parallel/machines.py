@@ -172,3 +172,34 @@ def _places(ranks: list[int], hosts: list[str]) -> str:
     if len(named) > 3:
         named = [*named[:3], f"{len(named) - 3} more"]
     return ", ".join(named)
+
+
+def check_can_write(path: Path, setting: str, world: World) -> None:
+    """Refuse a file that could not be written later; its folder is made. Collective.
+
+    Rank 0, which will write it, tries; others that tried meanwhile would see its attempt, or remove
+    it.
+
+    Raises:
+        UserError: on all ranks, if it is a folder, or its folder cannot be made or written to.
+    """
+    with errors_of_all(world):
+        if world.rank == 0:
+            _try_to_write(path, setting)
+
+
+def _try_to_write(path: Path, setting: str) -> None:
+    """Open a file to write, and remove it if it is new. Raises UserError."""
+    problem = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not os.path.lexists(path)
+        with path.open("ab"):  # /proc says that it can be written to, and cannot
+            pass
+        if is_new:
+            path.unlink()
+    except IsADirectoryError:
+        problem = "it is a folder"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    require(not problem, f"{setting} = {path} cannot be written: {problem}; name another file")
