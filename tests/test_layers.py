@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "minirl"
 FILES = sorted(str(p.relative_to(ROOT)) for p in ROOT.rglob("*.py"))
 
-PROGRAMS = ("rl", "sft", "rm", "dpo", "evaluate", "walk")
+PROGRAMS = ("rl", "sft", "rm", "dpo", "kto", "evaluate", "walk")
 
 # Layer of each file (first match counts). A file may import lower layers and its own, but for those
 # of FORBIDDEN.
@@ -53,6 +53,7 @@ LAYERS = {
     "sft.py": 9,
     "rm.py": 9,
     "dpo.py": 9,
+    "kto.py": 9,
     "rl.py": 9,
     "walk_step.py": 9,  # the one file that imports a program: it shows a step of rl
     "walk.py": 9,

@@ -30,7 +30,7 @@ from minirl.config.lookup import find_function
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig, ExportConfig
-from minirl.config.supervised import DPOConfig, RMConfig, ServeConfig, SFTConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, ServeConfig, SFTConfig
 from minirl.envs import Agent, Session, State
 from minirl.envs.registry import make_env
 from minirl.model.families import FAMILIES
@@ -54,6 +54,7 @@ PROGRAMS = {
     "minirl.rm": RMConfig,
     "minirl.rm serve": ServeConfig,
     "minirl.dpo": DPOConfig,
+    "minirl.kto": KTOConfig,
     "minirl.evaluate": EvaluateConfig,
     "minirl.checkpoint": ExportConfig,
     "minirl.plan": None,  # flags of its own, and those of what it plans

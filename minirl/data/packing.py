@@ -105,6 +105,7 @@ def pack(
     *,
     layout: Layout = _PLAIN_LAYOUT,
     pairs: bool = False,
+    single: bool = False,
 ) -> Packed:
     """Lay sequences end to end and shift once, as the example in types.py shows.
 
@@ -119,6 +120,7 @@ def pack(
         temperature: at which log-probs are computed.
         layout: what the model asks for.
         pairs: every group is a pair, episode 0 the chosen answer and 1 the rejected one.
+        single: every answer counts on its own, for losses of judged answers.
     """
     sequences = _lay_out(trajectories, layout)
     owners = [q.trajectory for q in sequences]
@@ -154,9 +156,10 @@ def pack(
     if layout.vision:
         spans = [(t.images, p) for t, p in zip(owners, positions, strict=True)]
         batch.images = layout.vision.batch(spans, device)
-    if pairs:  # all that is in the loss is an answer
+    if pairs or single:  # all that is in the loss is an answer
         answers = sorted(np.flatnonzero(loss_tokens), key=batch.sequence_ids.__getitem__)
-        batch.pairs = on_device(np.array(answers, np.int64).reshape(-1, 2), device)
+        width = 2 if pairs else 1
+        batch.pairs = on_device(np.array(answers, np.int64).reshape(-1, width), device)
     return batch
 
 
