@@ -86,7 +86,9 @@ def test_the_loss_and_its_gradient_are_those_of_trl(loss):
     leaf = torch.tensor(values["own"], requires_grad=True)
     per_token = torch.zeros(num, 3, dtype=torch.float64)
     outputs = SimpleNamespace(
-        log_probs=torch.cat([per_token, leaf[:, None]], 1), entropy=torch.zeros(num, 4)
+        log_probs=torch.cat([per_token, leaf[:, None]], 1),
+        entropy=torch.zeros(num, 4),
+        mean_logits=torch.zeros(num, 4),
     )
     mismatched = torch.tensor(values["kl"])
     trainer = SimpleNamespace(
@@ -262,7 +264,7 @@ def written(path, rows):
 
 
 def load(source, cfg):
-    return read_all(open_labelled(source, "data.train", cfg, ALONE))
+    return list(read_all(open_labelled(source, "data.train", cfg, ALONE)))
 
 
 def test_every_layout_gives_the_same_row(tmp_path):

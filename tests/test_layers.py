@@ -133,6 +133,7 @@ DOORS = {
     "sympy": {"confine/grading.py": None},
     "reasoning_gym": {"confine/grading.py": None, "data/sources.py": None},
     "datasets": {"data/sources.py": None},
+    "trl": {"rewards/trl.py": None},
     "bm25s": {"envs/tools.py": None},
     "httpx": {"rewards/http.py": None},
     "websockets": {"envs/openenv.py": None},

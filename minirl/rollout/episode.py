@@ -157,7 +157,7 @@ class EpisodeRunner:
             }
         reward = e.reward
         if not e.error and e.env.graded:
-            reward += self.rewards(e.row, e.answer, info)
+            reward += self.rewards(e.row, e.answer, info, e.conversation.last_completion())
         return e.conversation.trajectories(
             group=e.ticket, episode=e.number, reward=reward, info=info
         )
@@ -313,13 +313,8 @@ class EpisodeRunner:
         e.turn = sum(segment.num_completions for segment in segments)
         e.stopped = True
         if segments:
-            # The sampled tokens at the end: the last completion.
-            last = segments[-1]
-            begin = len(last.tokens)
-            while begin and last.sampled[begin - 1]:
-                begin -= 1
-            tokenizer = e.conversation.tokenizer
-            e.answer = decode(tokenizer, last.tokens[begin:], skip_special_tokens=True)
+            last = e.conversation.last_completion()
+            e.answer = decode(e.conversation.tokenizer, last, skip_special_tokens=True)
 
     async def _make_env(self) -> Env:
         """Make the environment of an episode. Raises EnvFailed if it cannot be made in time."""
