@@ -44,6 +44,7 @@ LAYERS = {
     "checkpoint/*": 8,
     "generation.py": 8,
     "inputs.py": 8,
+    "own_methods.py": 8,
     "report.py": 8,
     "evaluation.py": 8,
     "trainer.py": 8,
@@ -163,8 +164,9 @@ DOORS = {
 }
 # Handlers that catch everything, and why nothing narrower would do.
 BROAD = {
-    "algo/advantages.py:_call": "a user's estimator may raise anything; the user is told what",
+    "algo/advantages.py:call_own": "a user's estimator may raise anything; the user is told what",
     "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and all others",
+    "own_methods.py:_try_loss": "and so may the user's loss",
     "config/lookup.py:_import_file": "importing a user's file may raise anything; the user is "
     "told which file and what",
     "reading.py:library_reads": "a library's parser may raise anything for a broken file; the user "

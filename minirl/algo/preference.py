@@ -105,10 +105,10 @@ def kto_value(log_ratio: Tensor, desirable: Tensor, kl: Tensor, cfg: KTOLossConf
     2024 (arXiv 2408.06266), the variant of eq. 7 for single answers.
     """
     against = kl if cfg.loss == "kto" else torch.zeros_like(kl)
-    signs = torch.where(desirable, 1.0, -1.0).to(log_ratio.dtype)
-    kind_weights = torch.where(desirable, cfg.desirable_weight, cfg.undesirable_weight)
-    distance = cfg.beta * signs * (log_ratio - against)
-    return kind_weights.to(log_ratio.dtype) * torch.sigmoid(-distance)  # 1 - sigmoid(x)
+    is_wanted = desirable.to(log_ratio.dtype)
+    distance = cfg.beta * (2 * is_wanted - 1) * (log_ratio - against)
+    kind_weights = cfg.desirable_weight * is_wanted + cfg.undesirable_weight * (1 - is_wanted)
+    return kind_weights * torch.sigmoid(-distance)  # 1 - sigmoid(x)
 
 
 def log_ratios(logprobs: Tensor, ref_logprobs: Tensor, batch: Packed) -> Tensor:

@@ -250,7 +250,9 @@ def _rollout(cfg: RLConfig) -> None:
     rollout = cfg.rollout
     advantage = cfg.algo.advantage
 
-    compares = advantage not in ("reinforce_pp", "gae", "on_policy_distill")
+    # What one of a file compares is looked up where it is imported (own_methods.py).
+    is_own = ":" in advantage
+    compares = not is_own and advantage not in ("reinforce_pp", "gae", "on_policy_distill")
     require(
         rollout.samples_per_prompt > 1 or not compares,
         f"rollout.samples_per_prompt = {rollout.samples_per_prompt}: algo.advantage = {advantage} "
@@ -329,6 +331,11 @@ def _partial_rollouts(cfg: RLConfig) -> None:
 
 def _algorithm(cfg: RLConfig) -> None:
     algo = cfg.algo
+    require(
+        ":" in algo.loss or algo.loss in ("ppo", "gspo", "cispo"),
+        f"algo.loss = {algo.loss!r} is neither ppo, gspo or cispo nor of the form file.py:function",
+    )
+
     require(
         algo.dual_clip == 0 or algo.dual_clip > 1,
         f"algo.dual_clip = {algo.dual_clip} must be 0 (off) or above 1",

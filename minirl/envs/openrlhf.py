@@ -7,8 +7,8 @@
 
 openrlhf need not be installed: while a file is loaded, its imports find what openrlhf_modules.py
 has: empty base classes, and answers of mathematics graded by math-verify. What an `AgentExecutor`
-adds is not used, because minirl runs the episodes. A file whose agent is all in one has an `execute` that drives OpenRLHF's engine;
-turn it into an `Agent` of envs/base.py by hand.
+adds is not used, because minirl runs the episodes. A file whose agent is all in one has an
+`execute` that drives OpenRLHF's engine; turn it into an `Agent` of envs/base.py by hand.
 """
 
 import inspect
