@@ -4,23 +4,25 @@
     --reward.function openrlhf:reward_func.py
     # class AgentInstance with async reset(states) and step(states)
     --env.name openrlhf:agent_func.py
+    # class AgentExecutor with an execute of its own (openrlhf_executor.py)
+    --env.name openrlhf:executor.py
 
 openrlhf need not be installed: while a file is loaded, its imports find what openrlhf_modules.py
-has: empty base classes, and answers of mathematics graded by math-verify. What an `AgentExecutor`
-adds is not used, because minirl runs the episodes. A file whose agent is all in one has an
-`execute` that drives OpenRLHF's engine; turn it into an `Agent` of envs/base.py by hand.
+has: empty base classes, and answers of mathematics graded by math-verify. What an
+`AgentExecutor` without an `execute` of its own adds to an `AgentInstance` is not used, because
+minirl runs the episodes.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any, cast
 
-import torch
-
 from minirl.config.lookup import find_function
 from minirl.envs.base import Env, Raw, Result, State
-from minirl.envs.openrlhf_modules import stand_ins
+from minirl.envs.openrlhf_executor import OpenRLHFExecutor
+from minirl.envs.openrlhf_modules import stand_ins, to_number
 from minirl.errors import UserError
 from minirl.rewards import AdaptedReward, RewardCall, RowPrompt
 
@@ -36,11 +38,6 @@ def load_from_file(setting: str, file: str, name: str) -> Callable:
 
 
 load_class = cache(load_from_file)  # an episode makes an agent, not a module
-
-
-def to_number(value: object) -> float:
-    """Return a number, or the number that a list or tensor holds."""
-    return float(torch.as_tensor(value))
 
 
 def reward(file: str) -> AdaptedReward:
@@ -71,6 +68,19 @@ class OpenRLHFReward(AdaptedReward):
         for name, value in result.get("extra_logs", {}).items():
             call.log_metric(name, to_number(value))
         return to_number(result["rewards"])
+
+
+def agent(file: str) -> Env:
+    """Return the environment of a file, by what it has: an executor, or an `AgentInstance`.
+
+    Raises:
+        UserError: if the file does not import or has neither.
+    """
+    with contextlib.suppress(UserError):  # a file with an AgentInstance alone will do
+        executor = load_class("env.name", file, "AgentExecutor")
+        if hasattr(executor, "execute"):
+            return OpenRLHFExecutor(executor)
+    return OpenRLHF(file)
 
 
 class OpenRLHF(Env):

@@ -12,7 +12,14 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from minirl.rewards import graders
+
+
+def to_number(value: object) -> float:
+    """Return a number, or the number that a list or tensor holds."""
+    return float(torch.as_tensor(value))
 
 
 def _base(name: str) -> type:

@@ -19,7 +19,7 @@ from minirl.config.shared import EvaluateConfig
 from minirl.data import chat
 from minirl.data.images import BadImage, attach, plain, to_url
 from minirl.data.rows import why_no_messages
-from minirl.envs.base import Agent, Env, Result, State
+from minirl.envs.base import Agent, Env, PolicyInfo, Result, State
 from minirl.errors import UserError
 from minirl.reading import is_unicode
 from minirl.rewards.functions import Rewards
@@ -173,6 +173,13 @@ class EpisodeRunner:
     async def _run_to_end(self, e: Episode) -> None:
         if e.env is UNSET:
             e.env = await self._make_env()
+        if e.env.needs_policy:
+            e.env.policy = PolicyInfo(
+                tokenizer=e.conversation.tokenizer,
+                max_tokens=e.sampling.max_tokens,
+                max_length=self.engine_loop.engine.cfg.max_model_len,
+                temperature=e.sampling.temperature,
+            )
         try:
             if isinstance(e.env, Agent):
                 await self._run_agent(e, e.env)
@@ -213,7 +220,13 @@ class EpisodeRunner:
             e.truncated = True
             return False
         state = State(
-            row=e.row, answer=e.answer, stopped=e.stopped, turn=e.turn - 1, messages=e.messages
+            row=e.row,
+            answer=e.answer,
+            stopped=e.stopped,
+            turn=e.turn - 1,
+            messages=e.messages,
+            tokens=completion.tokens,
+            logprobs=completion.logprobs,
         )
         result = await self._call(e.env.step, state)
         self._apply_result(e, result)
