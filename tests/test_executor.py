@@ -268,7 +268,9 @@ EXECUTOR = """
         def __init__(self):
             made.append(self)
 
-        async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
+        async def execute(
+            self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine
+        ):
             tokens = hf_tokenizer.encode(prompt)
             {body}
 """

@@ -227,8 +227,8 @@ NUM_STEPS = 3
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    tiny.make(folder / "ref", dtype=torch.float64, seed=1)
-    tiny.make(folder / "model", dtype=torch.float64, tied=True)
+    tiny.make(folder / "ref", dtype=torch.float64, tied=True)
+    tiny.make(folder / "model", dtype=torch.float64, seed=1)
     (wanted,) = ranks(1, take_steps, folder / "model", 10_000, ParallelConfig(), NUM_STEPS)
     return folder / "model", wanted
 

@@ -156,11 +156,15 @@ def pack(
     if layout.vision:
         spans = [(t.images, p) for t, p in zip(owners, positions, strict=True)]
         batch.images = layout.vision.batch(spans, device)
-    if pairs or single:  # all that is in the loss is an answer
-        answers = sorted(np.flatnonzero(loss_tokens), key=batch.sequence_ids.__getitem__)
-        width = 2 if pairs else 1
-        batch.pairs = on_device(np.array(answers, np.int64).reshape(-1, width), device)
+    if pairs or single:
+        batch.pairs = on_device(_answers(batch, loss_tokens, 2 if pairs else 1), device)
     return batch
+
+
+def _answers(batch: Packed, loss_tokens: list[int], size: int) -> np.ndarray:
+    """Return the sequences in the loss, which are answers, in their order; int64 [P, size]."""
+    answers = sorted(np.flatnonzero(loss_tokens), key=batch.sequence_ids.__getitem__)
+    return np.array(answers, np.int64).reshape(-1, size)
 
 
 def unpack(values: Tensor, trajectories: list[Trajectory], batch: Packed) -> list[np.ndarray]:
