@@ -29,6 +29,7 @@ class Trainer(SupervisedTrainer):
     def check_model(self) -> None:
         """Leave out the answers of other rows, if the loss has no use for them."""
         for rows in (self.rows, self.held_out):
+            assert isinstance(rows, Labelled)
             rows.mismatched = self.estimates_kl
 
     @property

@@ -66,7 +66,7 @@ def validate_supervised(cfg: SupervisedConfig, world_size: int) -> None:
         scores = ("loss", "accuracy", "margin")
         _training(cfg, world_size, "2 * data.max_tokens", 2 * longest, scores)
     elif isinstance(cfg, KTOConfig):
-        scores = ("loss", "accuracy", "margin", "kl")
+        scores = ("loss", "accuracy", "margin")
         _training(cfg, world_size, "data.max_tokens", longest, scores)
         _single_answers(cfg)
     else:
