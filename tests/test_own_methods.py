@@ -120,7 +120,7 @@ WRONG_ESTIMATORS = {
 @pytest.mark.parametrize("name", WRONG_ESTIMATORS)
 def test_a_wrong_estimator_is_told_at_the_start(file, name):
     parameters, body, message = WRONG_ESTIMATORS[name]
-    path = file(f"def wrong({parameters}):\n    {body}")
+    path = file(f"def wrong({parameters}): {body}")
     with pytest.raises(UserError, match=rf"algo.advantage = .*mine.py:wrong must .*{message}"):
         own_methods.check_methods(config(f"{path}:wrong"))
 
@@ -191,7 +191,7 @@ WRONG_LOSSES = {
 @pytest.mark.parametrize("name", WRONG_LOSSES)
 def test_a_wrong_loss_is_told_at_the_start(file, name):
     body, message = WRONG_LOSSES[name]
-    path = file(f"def wrong(batch, logprobs, entropy, cfg):\n    {body}")
+    path = file(f"def wrong(batch, logprobs, entropy, cfg): {body}")
     with pytest.raises(UserError, match=rf"algo.loss = .*mine.py:wrong: .*{message}"):
         own_methods.check_methods(config(loss=f"{path}:wrong"))
 
@@ -232,9 +232,7 @@ def run(tmp_path, *more):
 def test_a_run_with_an_estimator_by_token_and_a_loss_of_a_file(file, tmp_path):
     """Of one answer to each prompt."""
     own = file(ESTIMATORS + LOSSES)
-    letters = file(
-        "def letters(prompt, completion, row):\n    return len(set(completion)) / 4", "r.py"
-    )
+    letters = file("def letters(prompt, completion, row): return len(set(completion)) / 4", "r.py")
     ended = run(
         tmp_path,
         "--algo.advantage",
@@ -254,7 +252,7 @@ def test_a_run_with_an_estimator_by_token_and_a_loss_of_a_file(file, tmp_path):
 
 
 def test_a_wrong_one_ends_the_program_before_it_writes(file, tmp_path):
-    path = file("def wrong(batch, logprobs, entropy, cfg):\n    return -logprobs.mean(), {}")
+    path = file("def wrong(batch, logprobs, entropy, cfg): return -logprobs.mean(), {}")
     ended = run(tmp_path, "--algo.loss", f"{path}:wrong")
     assert ended.code == 2 and len(ended.errors()) == 1, ended.err
     assert "its loss must be a tensor [T]" in ended.errors()[0]
