@@ -15,6 +15,13 @@ from minirl.rollout.engine import Sampling
 from minirl.rollout.sampler import Sampler
 from minirl.types import Trajectory
 
+# Metrics of an episode: what their names begin with, and where they are in its info.
+INFO_METRICS = (
+    ("reward", "rewards"),
+    ("reward", "reward_metrics"),
+    ("graders", "graders"),
+    ("env", "env"),
+)
 NUM_SHOWN = 5  # Prompts whose answers are kept for people to read.
 
 
@@ -36,14 +43,15 @@ def breakdown(
 
     Returns:
         `source/NAME/accuracy` and `source/NAME/reward` of each data source, where rows have one;
-        `reward/NAME` of each of several reward functions; `graders/stopped`, the share of answers
+        `reward/NAME` of each of several reward functions, over the answers that it applies to, and
+        of what functions of TRL and OpenRLHF log; `graders/stopped`, the share of answers
         that a grader of another package could not grade within its limits; `env/turns`,
         `env/truncated`, `env/failed` and all other `env/NAME` that the environment reports; the
         means of `more`.
     """
     values = list(more)
     for t in episodes:
-        for kind, key in (("reward", "rewards"), ("graders", "graders"), ("env", "env")):
+        for kind, key in INFO_METRICS:
             for name, value in t.info.get(key, {}).items():
                 values.append((f"{kind}/{name}", float(value)))
         source = t.info["source"]

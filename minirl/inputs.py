@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from minirl.algo import advantages, correction
+from minirl import own_methods
 from minirl.checkpoint import changes, lock
 from minirl.checkpoint.failures import attempt, require_written
 from minirl.config.rl import RLConfig
@@ -79,13 +79,12 @@ class Inputs:
             with limited_imports(cfg, mesh.watch):
                 self.make_env = make_env(cfg.env.name)
                 self.rewards = make_rewards(cfg.reward, mesh.watch)
-                self.estimator = in_time(advantages.find(cfg.algo.advantage), cfg, mesh.watch)
+                self.estimator = in_time(own_methods.check_methods(cfg), cfg, mesh.watch)
             if cfg.rollout.replay:
                 records.check_steps(Path(cfg.rollout.replay), cfg.num_steps, resume=cfg.resume)
             graded = make_in_time(self.make_env, cfg.env, mesh.watch).graded
             if graded:
                 self.rewards.check_supported()
-            correction.resolve(cfg.algo.correction)
 
             # Models. The rewards of dumped rollouts have the scores of a reward model in them.
             max_len = cfg.engine.max_model_len

@@ -386,6 +386,7 @@ def make_minibatch(
     tokens_per_rank: int,
     *,
     pairs: bool = False,
+    single: bool = False,
 ) -> Minibatch:
     """Return this rank's micro-batches of one optimizer step. Collective.
 
@@ -394,10 +395,12 @@ def make_minibatch(
         policy: the model that will read them.
         tokens_per_rank: token budget of a micro-batch.
         pairs: every group is a pair, whose two sides stay in one micro-batch.
+        single: every answer counts on its own, as `pack` has it.
     """
     (minibatch,) = exchange(examples, policy.mesh, tokens_per_rank, whole_groups=pairs)
     return [
-        pack(micro, policy.mesh.device, layout=policy.layout, pairs=pairs) for micro in minibatch
+        pack(micro, policy.mesh.device, layout=policy.layout, pairs=pairs, single=single)
+        for micro in minibatch
     ]
 
 

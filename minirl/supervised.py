@@ -1,13 +1,15 @@
 """Training on what others wrote.
 
-`SupervisedTrainer` is SFT itself; reward models and DPO put methods of their own in place of some
-of its. `warm_start` is the short form before RL.
+`SupervisedTrainer` is SFT itself; reward models, DPO and KTO put methods of their own in place of
+some of its. `warm_start` is the short form before RL.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -18,12 +20,14 @@ from minirl.config.validate import validate_supervised
 from minirl.data import chat, images
 from minirl.data.examples import Chats, StepExamples, open_chats, to_examples
 from minirl.data.pairs import Pairs, open_pairs
+from minirl.data.rows import Rows
 from minirl.errors import require
 from minirl.inputs import (
     Inputs,
     check_output,
     check_same_models,
     find_model,
+    find_other_model,
     load_splits,
     make_scratch,
 )
@@ -43,6 +47,8 @@ class SupervisedTrainer(Program):
     name = "sft"  # On the progress bar.
     score_head = False  # The model has a score head in place of the language model's.
     pairs = False  # Rows are pairs, whose two sides stay in one micro-batch.
+    open_rows: Callable[..., Rows] = staticmethod(open_chats)  # Of the rows that it learns from,
+    rows_class: type[Chats] = Chats  # and what makes token ids of them.
     # What became of rows that do not fit, for the log: a number, data.max_tokens, a number.
     lost = "{} cut to {} tokens, {} dropped with no token in the loss"
 
@@ -54,8 +60,7 @@ class SupervisedTrainer(Program):
             # 1. Find and check what the config names.
             validate_supervised(cfg, mesh.world_size)
             check_output(cfg, mesh)
-            open_rows = open_pairs if self.pairs else open_chats
-            train, held_out = load_splits(open_rows, cfg.data, cfg.seed, mesh, mark_row)
+            train, held_out = load_splits(self.open_rows, cfg.data, cfg.seed, mesh, mark_row)
             marks = np.concatenate([train.marks, held_out.marks])
             has_chats = bool(np.any(marks & IS_CHAT))
             with errors_of_machines(mesh):
@@ -75,7 +80,7 @@ class SupervisedTrainer(Program):
 
             # 2. Rows as token ids, when a step needs them.
             as_tokens = partial(
-                Pairs if self.pairs else Chats,
+                self.rows_class,
                 tokenizer=files.tokenizer,
                 stop_ids=chat.stop_token_ids(files.tokenizer, files.folder) if has_chats else [],
                 cfg=cfg.data,
@@ -119,7 +124,7 @@ class SupervisedTrainer(Program):
                 with self.timer.phase("prepare"):
                     batches = self.make_batches(examples.here)
                 lr = learning_rate(cfg.policy, step, self.num_steps)
-                metrics = self.policy.update(batches, loss, lr)
+                metrics = self.name_metrics(self.policy.update(batches, loss, lr))
 
             metrics |= dict(zip(self.rows.lost_names, examples.num_lost, strict=True))
             metrics["epoch"] = (first + cfg.batch_size) / len(self.rows)
@@ -165,6 +170,20 @@ class SupervisedTrainer(Program):
         """Load a frozen model beside the policy, before anything of the run is written."""
         return None
 
+    def find_reference(self, model: str) -> Path:
+        """Return the folder of `reference`; empty: that of the policy. Raises UserError."""
+        tensor_parallel = self.cfg.parallel.tensor
+        found = find_other_model(model, self.files.config, tensor_parallel, "reference")
+        return found or self.files.folder
+
+    def annotate_reference(self, batches: Minibatch) -> None:
+        """Add the log-probs of the reference, which sleeps otherwise. Collective."""
+        assert self.ref
+        with self.timer.phase("annotate"):
+            self.ref.sleeper.wake_parameters()
+            self.ref.annotate([batches], "ref_logprobs")
+            self.ref.sleeper.sleep_parameters()
+
     def make_loss(self) -> losses.Loss:
         """Return what is minimised."""
         return losses.sft()
@@ -172,6 +191,10 @@ class SupervisedTrainer(Program):
     def make_batches(self, examples: list[Trajectory]) -> Minibatch:
         """Return this rank's micro-batches of one optimizer step. Collective."""
         return make_minibatch(examples, self.policy, self.cfg.tokens_per_rank, pairs=self.pairs)
+
+    def name_metrics(self, measured: Metrics) -> Metrics:
+        """Return the metrics of a step as they are logged."""
+        return measured
 
     def make_scores(self, measured: Metrics) -> Metrics:
         """Return the held-out scores: mean negative log-likelihood of the tokens in the loss."""
@@ -183,6 +206,8 @@ class PairTrainer(SupervisedTrainer):
     """What reward models and DPO share: rows are pairs."""
 
     pairs = True
+    open_rows = staticmethod(open_pairs)
+    rows_class = Pairs
     lost = "{} with more than {} tokens and {} with two equal sides dropped"
 
     def make_scores(self, measured: Metrics) -> Metrics:

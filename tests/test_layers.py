@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "minirl"
 FILES = sorted(str(p.relative_to(ROOT)) for p in ROOT.rglob("*.py"))
 
-PROGRAMS = ("rl", "sft", "rm", "dpo", "evaluate", "walk")
+PROGRAMS = ("rl", "sft", "rm", "dpo", "kto", "evaluate", "walk")
 
 # Layer of each file (first match counts). A file may import lower layers and its own, but for those
 # of FORBIDDEN.
@@ -44,6 +44,7 @@ LAYERS = {
     "checkpoint/*": 8,
     "generation.py": 8,
     "inputs.py": 8,
+    "own_methods.py": 8,
     "report.py": 8,
     "evaluation.py": 8,
     "trainer.py": 8,
@@ -53,6 +54,7 @@ LAYERS = {
     "sft.py": 9,
     "rm.py": 9,
     "dpo.py": 9,
+    "kto.py": 9,
     "rl.py": 9,
     "walk_step.py": 9,  # the one file that imports a program: it shows a step of rl
     "walk.py": 9,
@@ -132,6 +134,7 @@ DOORS = {
     "sympy": {"confine/grading.py": None},
     "reasoning_gym": {"confine/grading.py": None, "data/sources.py": None},
     "datasets": {"data/sources.py": None},
+    "trl": {"rewards/trl.py": None},
     "bm25s": {"envs/tools.py": None},
     "httpx": {"rewards/http.py": None},
     "websockets": {"envs/openenv.py": None},
@@ -161,8 +164,9 @@ DOORS = {
 }
 # Handlers that catch everything, and why nothing narrower would do.
 BROAD = {
-    "algo/advantages.py:_call": "a user's estimator may raise anything; the user is told what",
+    "algo/advantages.py:call_own": "a user's estimator may raise anything; the user is told what",
     "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and all others",
+    "own_methods.py:_try_loss": "and so may the user's loss",
     "config/lookup.py:_import_file": "importing a user's file may raise anything; the user is "
     "told which file and what",
     "reading.py:library_reads": "a library's parser may raise anything for a broken file; the user "

@@ -359,7 +359,10 @@ def test_mistakes_get_one_message(capsys, monkeypatch, config_file, flags, messa
     [
         ("rollout: {max_tokens: 8}", "a.yaml", "rl"),
         ("data: {messages_key: m}", "a.yaml", "sft"),
-        ("algo: {beta: 0.1}", "a.yaml", "dpo"),
+        ("algo: {beta: 0.1}", "my_dpo.yaml", "dpo"),
+        ("algo: {beta: 0.1}", "my_kto.yaml", "kto"),
+        ("algo: {label_smoothing: 0.1}", "a.yaml", "dpo"),
+        ("data: {label_key: good}", "a.yaml", "kto"),
         ("algo: {center_coef: 0.1}", "a.yaml", "rm"),
         ("num_steps: 3", "my_sft.yaml", "sft"),
         ("num_steps: 3", "a.yaml", "rl"),

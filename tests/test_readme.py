@@ -25,12 +25,13 @@ import pytest
 import torch
 
 import composition
-from minirl.algo import advantages
+from minirl import own_methods
+from minirl.algo import advantages, losses
 from minirl.config.lookup import find_function
 from minirl.config.parse import parse_flags
-from minirl.config.rl import RLConfig
+from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import EvaluateConfig, ExportConfig
-from minirl.config.supervised import DPOConfig, RMConfig, ServeConfig, SFTConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, ServeConfig, SFTConfig
 from minirl.envs import Agent, Session, State
 from minirl.envs.registry import make_env
 from minirl.model.families import FAMILIES
@@ -54,6 +55,7 @@ PROGRAMS = {
     "minirl.rm": RMConfig,
     "minirl.rm serve": ServeConfig,
     "minirl.dpo": DPOConfig,
+    "minirl.kto": KTOConfig,
     "minirl.evaluate": EvaluateConfig,
     "minirl.checkpoint": ExportConfig,
     "minirl.plan": None,  # flags of its own, and those of what it plans
@@ -356,6 +358,19 @@ def test_the_printed_rewards(tmp_path):
     score = load("README.md", "score")
     assert [score("?", " 4\n", {"answer": "4"}), score("?", "5", {"answer": "4"})] == [1.0, 0.0]
     assert load("minirl/rewards/README.md", "brevity")("?", "x" * 50, {}) == -0.5
+
+
+def test_the_printed_algorithm(tmp_path):
+    """Its two functions are let through, and do what they say."""
+    path = printed("minirl/algo/README.md", "my_algorithm.py", tmp_path)
+    advantage, loss = f"{path}:above_mean", f"{path}:soft_gate"
+    cfg = RLConfig(algo=AlgoConfig(advantage=advantage, loss=loss))
+    estimator = own_methods.check_methods(cfg)
+    rewards = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
+    assert estimator(rewards, torch.tensor([0, 0, 1])).tolist() == [0.5, -0.5, 0.0]
+    batch = own_methods.make_batch(2, with_reference=False)
+    value, metrics = losses.find_own(loss)(batch, batch.old_logprobs, batch.old_entropy, cfg.algo)
+    assert torch.equal(value, -2 * batch.advantages) and bool((metrics["ratio"] == 1).all())
 
 
 def test_the_printed_estimators(tmp_path):

@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 import tiny
 from benchmarks import fits
 from harness import ranks, two_at_once
-from minirl import checkpoint, dpo, generation, rl, rm
+from minirl import checkpoint, dpo, generation, kto, rl, rm
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RolloutConfig
-from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.errors import UserError
 from minirl.inputs import find_other_model
 from minirl.log import Timer
@@ -88,6 +88,7 @@ SUPERVISED = {
     "sft": (SupervisedTrainer, SFTConfig),
     "rm": (rm.Trainer, RMConfig),
     "dpo": (dpo.Trainer, DPOConfig),
+    "kto": (kto.Trainer, KTOConfig),
 }
 EARNED = """
 def vowels(prompt, completion, row):

@@ -76,8 +76,8 @@ class AlgoConfig:
     and `fixed` the sum over tokens divided by sequences times env.max_tokens (Dr.GRPO).
     """
 
-    #: A registered name, or `file.py:function` to be called as f(rewards, groups); see
-    #: algo/advantages.py.
+    #: A registered name, or `file.py:function` to be called as f(rewards, groups), or by token as
+    #: f(batch, rewards, cfg); see algo/README.md.
     advantage: str = "grpo"
     #: Of reinforce_pp_baseline: after the group means, give the advantages mean 0 and deviation 1
     #: over the tokens of the global batch, as its authors' code does, instead of deviation 1 over
@@ -87,8 +87,9 @@ class AlgoConfig:
     #: Of gae. 0 trusts the critic for all but the next token's reward, 1 only the rewards.
     gae_lambda: Share = 0.95
     #: ppo: clipped ratios of tokens. gspo: clipped ratios of sequences, with bounds near 3e-4.
-    #: cispo: clipped weights of log-probs.
-    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    #: cispo: clipped weights of log-probs. Or `file.py:function`, to be called as
+    #: f(batch, logprobs, entropy, cfg); see algo/README.md.
+    loss: str = "ppo"
     clip_low: Share = 0.2  # The ratio is clipped below 1 - clip_low ...
     clip_high: NonNegative = 0.2  # ... and above 1 + clip_high (DAPO's clip-higher: 0.28).
     #: Bound c > 1 of the loss at negative advantages (Ye et al. 2020). 0: off.

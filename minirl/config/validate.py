@@ -7,7 +7,13 @@ config.
 
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, ParallelConfig
-from minirl.config.supervised import ChatsConfig, DPOConfig, PairsConfig, SupervisedConfig
+from minirl.config.supervised import (
+    ChatsConfig,
+    DPOConfig,
+    KTOConfig,
+    PairsConfig,
+    SupervisedConfig,
+)
 from minirl.errors import require
 
 COLDEST = 0.01  # Temperature, of vLLM.
@@ -49,7 +55,7 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
 
 
 def validate_supervised(cfg: SupervisedConfig, world_size: int) -> None:
-    """Refuse what cannot work in minirl.sft, minirl.rm and minirl.dpo.
+    """Refuse what cannot work in minirl.sft, minirl.rm, minirl.dpo and minirl.kto.
 
     Raises:
         UserError: for the first rule that is broken.
@@ -59,6 +65,10 @@ def validate_supervised(cfg: SupervisedConfig, world_size: int) -> None:
     if isinstance(cfg.data, PairsConfig):  # a micro-batch holds both sides of a pair
         scores = ("loss", "accuracy", "margin")
         _training(cfg, world_size, "2 * data.max_tokens", 2 * longest, scores)
+    elif isinstance(cfg, KTOConfig):
+        scores = ("loss", "accuracy", "margin")
+        _training(cfg, world_size, "data.max_tokens", longest, scores)
+        _single_answers(cfg)
     else:
         _training(cfg, world_size, "data.max_tokens", longest, ("loss", "perplexity"))
 
@@ -68,6 +78,22 @@ def validate_supervised(cfg: SupervisedConfig, world_size: int) -> None:
             f"algo.label_smoothing = {cfg.algo.label_smoothing} belongs to algo.loss = sigmoid, "
             f"not {cfg.algo.loss}; set it to 0",
         )
+
+
+def _single_answers(cfg: KTOConfig) -> None:
+    require(
+        cfg.batch_size > 1 or cfg.algo.loss != "kto",
+        f"batch_size = {cfg.batch_size}: algo.loss = kto estimates the KL by answers of other rows "
+        "of the batch; set it to 2 or more (64 and more are usual), or algo.loss apo_zero_unpaired",
+    )
+
+    desirable = cfg.algo.desirable_weight
+    undesirable = cfg.algo.undesirable_weight
+    require(
+        desirable > 0 or undesirable > 0,
+        f"algo.desirable_weight = {desirable} and algo.undesirable_weight = {undesirable} leave "
+        "nothing to learn; set one of them above 0",
+    )
 
 
 def validate_sampling(cfg: RLConfig | EvaluateConfig) -> None:
@@ -224,7 +250,9 @@ def _rollout(cfg: RLConfig) -> None:
     rollout = cfg.rollout
     advantage = cfg.algo.advantage
 
-    compares = advantage not in ("reinforce_pp", "gae", "on_policy_distill")
+    # What one of a file compares is looked up where it is imported (own_methods.py).
+    is_own = ":" in advantage
+    compares = not is_own and advantage not in ("reinforce_pp", "gae", "on_policy_distill")
     require(
         rollout.samples_per_prompt > 1 or not compares,
         f"rollout.samples_per_prompt = {rollout.samples_per_prompt}: algo.advantage = {advantage} "
@@ -303,6 +331,11 @@ def _partial_rollouts(cfg: RLConfig) -> None:
 
 def _algorithm(cfg: RLConfig) -> None:
     algo = cfg.algo
+    require(
+        ":" in algo.loss or algo.loss in ("ppo", "gspo", "cispo"),
+        f"algo.loss = {algo.loss!r} is neither ppo, gspo or cispo nor of the form file.py:function",
+    )
+
     require(
         algo.dual_clip == 0 or algo.dual_clip > 1,
         f"algo.dual_clip = {algo.dual_clip} must be 0 (off) or above 1",

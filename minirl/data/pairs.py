@@ -54,7 +54,7 @@ def _to_pair(raw: dict, place: Place, cfg: PairsConfig) -> dict:
         raw = {
             cfg.prompt_key: raw["prompt"],
             cfg.chosen_key: str(raw["answer"]),
-            cfg.rejected_key: _other_answer(raw, place.source),
+            cfg.rejected_key: other_answer(raw, place.source),
         }
     prompt = raw.get(cfg.prompt_key)
     chosen = _side(raw, "chosen", cfg.chosen_key, place)
@@ -103,7 +103,7 @@ def _to_pair(raw: dict, place: Place, cfg: PairsConfig) -> dict:
     return pair
 
 
-def _other_answer(raw: dict, source: Source) -> str:
+def other_answer(raw: dict, source: Source) -> str:
     """Return another answer of a generator, the first behind a place that the prompt chooses."""
     first = zlib.crc32(raw["prompt"].encode())
     for k in range(len(source.rows)):

@@ -17,7 +17,7 @@ from minirl.cli import BAD_INPUT
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
-from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig, SupervisedConfig
 from minirl.config.validate import resolve_lengths, validate_parallel
 from minirl.errors import UserError, require
 from minirl.model import build, families
@@ -31,6 +31,7 @@ PROGRAMS: dict[str, type[TrainingConfig]] = {
     "sft": SFTConfig,
     "rm": RMConfig,
     "dpo": DPOConfig,
+    "kto": KTOConfig,
 }
 
 
@@ -108,6 +109,8 @@ def _own_flags() -> argparse.ArgumentParser:
 def _guess_program(path: str | None) -> str:
     """Return the program that has all settings of a file; minirl.rl, if there is no file.
 
+    Of several, it is the one that the file's name names, or minirl.rl, or minirl.sft.
+
     Raises:
         UserError: the file fits no program, with what is wrong with it for the nearest.
     """
@@ -121,13 +124,14 @@ def _guess_program(path: str | None) -> str:
     if not fitting:
         load_config(RLConfig, path)  # says what is wrong
     hints = [name for name in fitting if name in path]
+    if len(hints) == 1:
+        return hints[0]
+    usual = [name for name in ("rl", "sft") if name in fitting]
     require(
-        len(fitting) == 1 or len(hints) == 1 or "rl" in fitting,
+        len(fitting) == 1 or usual,
         f"--config {path} is for any of {', '.join(fitting)}: say which by --program",
     )
-    if len(fitting) == 1:
-        return fitting[0]
-    return hints[0] if len(hints) == 1 else "rl"
+    return (usual or fitting)[0]
 
 
 def _workload(cfg: TrainingConfig, world_size: int, lengths: Lengths) -> Workload:
@@ -148,7 +152,7 @@ def _workload(cfg: TrainingConfig, world_size: int, lengths: Lengths) -> Workloa
                 models[name] = _read_model(model, setting, cfg)
         return rl_workload(cfg, world_size, models, lengths)
     assert isinstance(cfg, SupervisedConfig)
-    if isinstance(cfg, DPOConfig) and cfg.reference:
+    if isinstance(cfg, DPOConfig | KTOConfig) and cfg.reference:
         models["reference"] = _read_model(cfg.reference, "reference", cfg)
     return supervised_workload(cfg, world_size, models, lengths)
 

@@ -9,7 +9,7 @@ from minirl.model.logprob import CHUNK_BYTES
 from minirl.plan.cards import CARDS, Card
 
 # What is minimised. frozen: nothing; the model computes log-probs.
-LossName = Literal["policy", "value", "sft", "reward", "dpo", "frozen"]
+LossName = Literal["policy", "value", "sft", "reward", "dpo", "kto", "frozen"]
 
 
 @dataclass(kw_only=True)

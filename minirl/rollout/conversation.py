@@ -262,6 +262,16 @@ class Conversation:
         """Return the number of sampled tokens in all segments."""
         return sum(sum(segment.sampled) for segment in self.segments)
 
+    def last_completion(self) -> list[int]:
+        """Return the sampled tokens at the end of the last segment."""
+        if not self.segments:
+            return []
+        last = self.segments[-1]
+        begin = len(last.tokens)
+        while begin and last.sampled[begin - 1]:
+            begin -= 1
+        return last.tokens[begin:]
+
     def _new_segment(self) -> Segment:
         self.segments.append(Segment())
         return self.segments[-1]

@@ -19,7 +19,7 @@ from minirl.config.shared import EvaluateConfig
 from minirl.data import chat
 from minirl.data.images import BadImage, attach, plain, to_url
 from minirl.data.rows import why_no_messages
-from minirl.envs.base import Agent, Env, Result, State
+from minirl.envs.base import Agent, Env, PolicyInfo, Result, State
 from minirl.errors import UserError
 from minirl.reading import is_unicode
 from minirl.rewards.functions import Rewards
@@ -157,7 +157,7 @@ class EpisodeRunner:
             }
         reward = e.reward
         if not e.error and e.env.graded:
-            reward += self.rewards(e.row, e.answer, info)
+            reward += self.rewards(e.row, e.answer, info, e.conversation.last_completion())
         return e.conversation.trajectories(
             group=e.ticket, episode=e.number, reward=reward, info=info
         )
@@ -173,6 +173,13 @@ class EpisodeRunner:
     async def _run_to_end(self, e: Episode) -> None:
         if e.env is UNSET:
             e.env = await self._make_env()
+        if e.env.needs_policy:
+            e.env.policy = PolicyInfo(
+                tokenizer=e.conversation.tokenizer,
+                max_tokens=e.sampling.max_tokens,
+                max_length=self.engine_loop.engine.cfg.max_model_len,
+                temperature=e.sampling.temperature,
+            )
         try:
             if isinstance(e.env, Agent):
                 await self._run_agent(e, e.env)
@@ -213,7 +220,13 @@ class EpisodeRunner:
             e.truncated = True
             return False
         state = State(
-            row=e.row, answer=e.answer, stopped=e.stopped, turn=e.turn - 1, messages=e.messages
+            row=e.row,
+            answer=e.answer,
+            stopped=e.stopped,
+            turn=e.turn - 1,
+            messages=e.messages,
+            tokens=completion.tokens,
+            logprobs=completion.logprobs,
         )
         result = await self._call(e.env.step, state)
         self._apply_result(e, result)
@@ -313,13 +326,8 @@ class EpisodeRunner:
         e.turn = sum(segment.num_completions for segment in segments)
         e.stopped = True
         if segments:
-            # The sampled tokens at the end: the last completion.
-            last = segments[-1]
-            begin = len(last.tokens)
-            while begin and last.sampled[begin - 1]:
-                begin -= 1
-            tokenizer = e.conversation.tokenizer
-            e.answer = decode(tokenizer, last.tokens[begin:], skip_special_tokens=True)
+            last = e.conversation.last_completion()
+            e.answer = decode(e.conversation.tokenizer, last, skip_special_tokens=True)
 
     async def _make_env(self) -> Env:
         """Make the environment of an episode. Raises EnvFailed if it cannot be made in time."""
