@@ -41,6 +41,7 @@ from minirl.parallel.mesh import Mesh
 from minirl.rewards.functions import Rewards, make_rewards
 from minirl.rollout import records
 from minirl.rollout.user_code import in_time, limited_imports, make_in_time
+from minirl.schedule import num_rl_steps, num_tickets
 
 
 class ModelFiles(NamedTuple):
@@ -64,6 +65,7 @@ class Inputs:
         ref, critic, reward_model: folders of the models beside the policy; None where the config
             names none.
         stop_ids: tokens that end an answer.
+        num_steps: of the run.
         description: the numbers of prompts, for the log.
     """
 
@@ -116,6 +118,7 @@ class Inputs:
         self.held_out = as_tokens(held_out, shuffle=False)
         num_dropped = self.prompts.check_lengths(mesh, MAY_BE_LONG, num_tickets(cfg))
         num_dropped += self.held_out.check_lengths(mesh, MAY_BE_LONG)
+        self.num_steps = num_rl_steps(cfg, len(self.prompts.rows))
         self.description = (
             f"{len(self.prompts.rows)} training prompts, {len(self.held_out.rows)} held out "
             f"({num_dropped} dropped as too long)"
@@ -246,17 +249,6 @@ class PromptChecks:
         if number is not None and self.rewards:
             with errors_at(rows.place(number)):
                 self.rewards.check_row(rows[number])
-
-
-def num_tickets(cfg: RLConfig) -> int | None:
-    """Return how many tickets a run draws at most; None: it may draw any row."""
-    rollout = cfg.rollout
-    if rollout.curriculum_floor:
-        return None
-    per_step = rollout.prompts_per_step + rollout.extra_prompts
-    # Groups that are begun ahead may not be trained on when the run ends.
-    of_rollouts = (cfg.num_steps + 1 + rollout.max_staleness) * per_step + rollout.ahead
-    return max(of_rollouts, cfg.sft.num_steps * cfg.sft.batch_size)
 
 
 def load_splits(

@@ -44,20 +44,6 @@ MAX_SKIPPED = 5
 WHOLE_GRADIENT_BYTES = 4 * 2**30
 
 
-def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (from 0) of `num_steps`.
-
-    Linear warm-up from 0, then constant, or half a cosine down to lr * lr_min_ratio.
-    """
-    if step < cfg.lr_warmup_steps:
-        return cfg.lr * (step + 1) / cfg.lr_warmup_steps
-    if cfg.lr_schedule == "constant":
-        return cfg.lr
-    done = (step - cfg.lr_warmup_steps) / max(1, num_steps - cfg.lr_warmup_steps)
-    cosine = 1 + math.cos(math.pi * min(1.0, done))
-    return cfg.lr * (cfg.lr_min_ratio + (1 - cfg.lr_min_ratio) * cosine / 2)
-
-
 @dataclass(frozen=True)
 class _Sums:
     """What a step's micro-batches add up to on this rank."""
@@ -138,7 +124,9 @@ class Policy:
                 {"params": matrices, "weight_decay": cfg.weight_decay},
                 {"params": vectors, "weight_decay": 0.0},
             ]
-            parts.append(torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=True))
+            parts.append(
+                torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.adam_eps, fused=True)
+            )
         if self.trainable and hidden:
             parts.append(Muon(hidden, self.mesh, lr=cfg.lr, weight_decay=cfg.weight_decay))
         return Optimizer(parts, cfg)

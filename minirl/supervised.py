@@ -31,7 +31,8 @@ from minirl.log import Log
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.plan.workload import supervised_workload
-from minirl.policy import Metrics, Minibatch, Policy, learning_rate, make_minibatch
+from minirl.policy import Metrics, Minibatch, Policy, make_minibatch
+from minirl.schedule import learning_rate
 from minirl.trainer import Program, TrainingRun
 from minirl.types import Trajectory
 
@@ -219,7 +220,11 @@ def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int |
     sft = cfg.sft
     policy.start_phase(
         dataclasses.replace(
-            cfg.policy, lr=sft.lr, lr_schedule="cosine", lr_warmup_steps=sft.lr_warmup_steps
+            cfg.policy,
+            lr=sft.lr,
+            lr_schedule=sft.lr_schedule,
+            lr_warmup_steps=sft.lr_warmup_steps,
+            lr_warmup_ratio=0.0,
         )
     )
     log.progress("sft", sft.num_steps)

@@ -37,6 +37,7 @@ from minirl.config.bounds import (
 )
 
 Checkpointing = Literal["auto", "off", "selective", "full"]
+LearningRateSchedule = Literal["constant", "linear", "cosine", "wsd"]
 
 
 @dataclass(kw_only=True)
@@ -95,10 +96,17 @@ class PolicyConfig:
     #: end. It rises to this value as (1 + n) / (10 + n) over n updates. 0: no average.
     ema_decay: Decay = 0.0
     lr: NonNegative = 1e-6  # Learning rate.
-    lr_schedule: Literal["constant", "cosine"] = "constant"
+    #: After the warm-up. cosine and linear fall until the end, wsd only in the last
+    #: `lr_decay_ratio` of all optimizer steps.
+    lr_schedule: LearningRateSchedule = "constant"
     lr_warmup_steps: NonNegativeInt = 0  # Optimizer steps of linear warm-up from 0.
-    lr_min_ratio: NonNegative = 0.1  # Share of `lr` at the end of the cosine.
+    lr_warmup_ratio: Share = 0.0  # The same as a share of all optimizer steps. Set one of the two.
+    lr_decay_ratio: PositiveShare = (
+        0.1  # Of wsd: the share of all optimizer steps in which it falls.
+    )
+    lr_min_ratio: NonNegative = 0.1  # Share of `lr` where cosine, linear and wsd end.
     betas: tuple[Decay, Decay] = (0.9, 0.95)  # Of AdamW.
+    adam_eps: Positive = 1e-8  # Of AdamW: what is added to the divisor.
     weight_decay: NonNegative = 0.0  # Applied to matrices only.
     max_grad_norm: NonNegative = 1.0  # Gradients are scaled down to this norm; 0: never.
 
