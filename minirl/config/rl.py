@@ -146,6 +146,11 @@ class CriticConfig(PolicyConfig):
     value_clip: NonNegative = 0.2
 
 
+def section_of(cfg: PolicyConfig) -> str:
+    """Return the section of the config that the settings of a model are."""
+    return "critic" if isinstance(cfg, CriticConfig) else "policy"
+
+
 @dataclass(kw_only=True)
 class WarmStartConfig:
     """A supervised warm start on the training rows' own answers, before RL."""

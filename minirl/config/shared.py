@@ -92,6 +92,10 @@ class PolicyConfig:
     #: Where the optimizer's state rests between steps. offload: in host memory. 8bit: in one byte
     #: an element. Both are on the device in full precision for some parameters at a time.
     optimizer_state: Literal["device", "offload", "8bit"] = "device"
+    #: Patterns of weights that are not trained, by their names in the model's folder: model.visual.*
+    #: is the tower for images of most models that have one. They have no gradient and no optimizer
+    #: state, and are exported as they were.
+    freeze: list[str] = field(default_factory=list)
     #: Decay of an exponential moving average of the weights, written to <output>/model_ema at the
     #: end. It rises to this value as (1 + n) / (10 + n) over n updates. 0: no average.
     ema_decay: Decay = 0.0

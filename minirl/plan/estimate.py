@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from minirl.config.rl import section_of
 from minirl.config.shared import Checkpointing, PolicyConfig
 from minirl.errors import UserError
 from minirl.plan import formulas, memory
@@ -32,10 +33,14 @@ class Models:
 
     def __init__(self, workload: Workload, *, liger: bool = True):
         self.liger = liger
-        self.shapes: dict[str, Shape] = {
-            role.name: read_shape(role.model, score=role.loss in ("value", "reward"))
-            for role in workload.roles
-        }
+        self.shapes: dict[str, Shape] = {}
+        for role in workload.roles:
+            self.shapes[role.name] = read_shape(
+                role.model,
+                score=role.loss in ("value", "reward"),
+                freeze=[] if role.loss == "frozen" else role.policy.freeze,
+                setting=f"{section_of(role.policy)}.freeze",
+            )
 
 
 def by_formulas(
@@ -148,7 +153,7 @@ def _dry_job(job: memory.Job, folder: Path) -> dict[str, Any]:
     policy = {f.name: policy[f.name] for f in dataclasses.fields(PolicyConfig)}
     policy["activation_checkpointing"] = job.checkpointing
     # As the size of the whole model decides it.
-    whole = memory.accumulates_whole(job.policy, job.shape.parameters, job.parallel.tensor)
+    whole = memory.accumulates_whole(job.policy, job.shape.trained_parameters, job.parallel.tensor)
     policy["accumulate"] = "whole" if whole else "sharded"
     return {
         "folder": str(folder),

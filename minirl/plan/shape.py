@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from minirl.model import build
+from minirl.model.freeze import frozen_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,12 @@ class Shape:
     root_parameters: int  # Of embedding, head and last norm.
     layer_parameters: int
     expert_parameters: int  # Of a layer, in all its experts.
+    frozen_parameters: int = 0  # That are not trained.
+
+    @property
+    def trained_parameters(self) -> int:
+        """Return how many parameters have gradients and optimizer state."""
+        return self.parameters - self.frozen_parameters
 
     @property
     def queries(self) -> int:
@@ -53,12 +61,23 @@ class Shape:
         return self.num_layers * self.active_layer_parameters + self.hidden * self.vocabulary
 
 
-def read_shape(config: PretrainedConfig, *, score: bool = False) -> Shape:
+def read_shape(
+    config: PretrainedConfig,
+    *,
+    score: bool = False,
+    freeze: Collection[str] = (),
+    setting: str = "policy.freeze",
+) -> Shape:
     """Return the sizes of a model, from its config alone.
 
     Args:
         config: of a family that minirl supports.
         score: with a score head in place of the language model's.
+        freeze: patterns of what is not trained.
+        setting: what holds the patterns, for messages.
+
+    Raises:
+        UserError: `freeze` does not fit the model.
     """
     text = config.get_text_config()
     values = text.to_dict()
@@ -88,7 +107,17 @@ def read_shape(config: PretrainedConfig, *, score: bool = False) -> Shape:
         root_parameters=larger.root,
         layer_parameters=larger.of_layer,
         expert_parameters=larger.of_experts,
+        frozen_parameters=_count_frozen(config, score, list(freeze), setting),
     )
+
+
+def _count_frozen(config: PretrainedConfig, score: bool, freeze: list[str], setting: str) -> int:
+    """Return how many parameters patterns match, in all layers, which may have numbers in them."""
+    if not freeze:
+        return 0
+    model = build.make_meta_model(config, torch.float32, score=score)
+    frozen = frozen_names(model, freeze, setting)
+    return sum(p.numel() for name, p in model.named_parameters() if name in frozen)
 
 
 def layer_counts(config: PretrainedConfig) -> tuple[int, int]:
