@@ -92,8 +92,8 @@ class PolicyConfig:
     #: Where the optimizer's state rests between steps. offload: in host memory. 8bit: in one byte
     #: an element. Both are on the device in full precision for some parameters at a time.
     optimizer_state: Literal["device", "offload", "8bit"] = "device"
-    #: Patterns of weights that are not trained, by their names in the model's folder: model.visual.*
-    #: is the tower for images of most models that have one. They have no gradient and no optimizer
+    #: Patterns of weights that are not trained, by their names in the model's folder: *visual.* is
+    #: the tower for images of most models that have one. They have no gradient and no optimizer
     #: state, and are exported as they were.
     freeze: list[str] = field(default_factory=list)
     #: Decay of an exponential moving average of the weights, written to <output>/model_ema at the
@@ -374,6 +374,9 @@ class CheckpointConfig:
     #: checkpoints/best.json.
     best_metric: str = ""
     background: bool = True  # Train on while a copy of the state in host memory is written.
+    #: Write a Hugging Face folder of the policy with each checkpoint, checkpoints/step-N/model. It
+    #: is kept and deleted with its checkpoint.
+    save_hf: bool = False
 
 
 @dataclass(kw_only=True)

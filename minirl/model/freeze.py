@@ -1,6 +1,7 @@
 """Parameters that are not trained, by patterns of their names."""
 
 import difflib
+import itertools
 from fnmatch import fnmatchcase
 
 from transformers import PreTrainedModel
@@ -39,13 +40,8 @@ def frozen_names(model: PreTrainedModel, patterns: list[str], setting: str) -> s
         UserError: a pattern matches nothing, all of them match everything, or they match some of
             the weights that are one parameter here (the experts of a layer).
     """
-    # In files the matrices of experts are weights of their own.
-    in_files = {}
-    for name, p in model.named_parameters():
-        slices = families.checkpoint_slices(model.config, name, p.shape)
-        in_files[name] = [part.name for part in slices]
-
-    all_weights = [weight for weights in in_files.values() for weight in weights]
+    in_files = _names_in_files(model)
+    all_weights = list(itertools.chain.from_iterable(in_files.values()))
     matched: set[str] = set()
     for pattern in patterns:
         found = [weight for weight in all_weights if fnmatchcase(weight, pattern)]
@@ -70,6 +66,28 @@ def frozen_names(model: PreTrainedModel, patterns: list[str], setting: str) -> s
         "would be trained; take a narrower pattern",
     )
     return frozen
+
+
+def patterns_of(model: PreTrainedModel, patterns: list[str]) -> list[str]:
+    """Return those of the patterns that match a weight of this model."""
+    all_weights = list(itertools.chain.from_iterable(_names_in_files(model).values()))
+    return [
+        pattern
+        for pattern in patterns
+        if any(fnmatchcase(weight, pattern) for weight in all_weights)
+    ]
+
+
+def _names_in_files(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Return, by parameter of the model, the weights in files that it is made of.
+
+    The matrices of experts are weights of their own there.
+    """
+    in_files = {}
+    for name, p in model.named_parameters():
+        slices = families.checkpoint_slices(model.config, name, p.shape)
+        in_files[name] = [part.name for part in slices]
+    return in_files
 
 
 def _refuse_unknown(pattern: str, weights: list[str], setting: str) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from minirl.model import build
-from minirl.model.freeze import frozen_names
+from minirl.model.freeze import frozen_names, patterns_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,13 @@ def _count_frozen(config: PretrainedConfig, score: bool, freeze: list[str], sett
     model = build.make_meta_model(config, torch.float32, score=score)
     frozen = frozen_names(model, freeze, setting)
     return sum(p.numel() for name, p in model.named_parameters() if name in frozen)
+
+
+def patterns_of_cut(config: PretrainedConfig, score: bool, freeze: list[str]) -> list[str]:
+    """Return those of the patterns that match a weight of a model with fewer layers."""
+    if not freeze:
+        return []
+    return patterns_of(build.make_meta_model(config, torch.float32, score=score), freeze)
 
 
 def layer_counts(config: PretrainedConfig) -> tuple[int, int]:
