@@ -38,6 +38,7 @@ from minirl.parallel.machines import (
     errors_of_machines,
 )
 from minirl.parallel.mesh import Mesh
+from minirl.plan.shape import count_frozen
 from minirl.rewards.functions import Rewards, make_rewards
 from minirl.rollout import records
 from minirl.rollout.user_code import in_time, limited_imports, make_in_time
@@ -97,6 +98,9 @@ class Inputs:
             self.folder = files.folder
             self.ref = find(cfg.ref.model, setting="ref.model")
             self.critic = find(cfg.critic.model, setting="critic.model")
+            count_frozen(files.config, cfg.policy)
+            critic = build.read_config(self.critic) if self.critic else files.config
+            count_frozen(critic, cfg.critic, score=True)
             scorer = "" if cfg.rollout.replay else cfg.reward.model
             self.reward_model = find(scorer, setting="reward.model", scores=True)
         check_same_models(cfg, self.folders(), mesh)

@@ -30,6 +30,7 @@ from minirl.inputs import (
 from minirl.log import Log
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
+from minirl.plan.shape import count_frozen
 from minirl.plan.workload import supervised_workload
 from minirl.policy import Metrics, Minibatch, Policy, make_minibatch
 from minirl.schedule import learning_rate
@@ -61,6 +62,7 @@ class SupervisedTrainer(Program):
             has_chats = bool(np.any(marks & IS_CHAT))
             with errors_of_machines(mesh):
                 files = find_model(cfg, max_tokens, chats=has_chats)
+            count_frozen(files.config, cfg.policy, score=self.score_head)
             check_same_models(cfg, {"policy": files.folder}, mesh)
             num_positions = files.config.get_text_config().max_position_embeddings
             require(

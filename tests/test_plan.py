@@ -129,7 +129,7 @@ def cost_of(case):
     return formulas.cost(
         memory.Job(
             shape=read_shape(
-                cut(case.model, NUM_LAYERS), score=case.loss == "value", freeze=policy.freeze
+                cut(case.model, NUM_LAYERS), score=case.loss == "value", policy=policy
             ),
             card=cards.CARDS["h200"],
             gpus_per_node=8,

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from minirl.config.rl import section_of
 from minirl.config.shared import Checkpointing, PolicyConfig
 from minirl.errors import UserError
 from minirl.plan import formulas, memory
@@ -38,8 +37,7 @@ class Models:
             self.shapes[role.name] = read_shape(
                 role.model,
                 score=role.loss in ("value", "reward"),
-                freeze=[] if role.loss == "frozen" else role.policy.freeze,
-                setting=f"{section_of(role.policy)}.freeze",
+                policy=None if role.loss == "frozen" else role.policy,
             )
 
 

@@ -2,13 +2,14 @@
 
 import copy
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from minirl.config.rl import section_of
+from minirl.config.shared import PolicyConfig
 from minirl.model import build
 from minirl.model.freeze import frozen_names, patterns_of
 
@@ -65,19 +66,17 @@ def read_shape(
     config: PretrainedConfig,
     *,
     score: bool = False,
-    freeze: Collection[str] = (),
-    setting: str = "policy.freeze",
+    policy: PolicyConfig | None = None,
 ) -> Shape:
     """Return the sizes of a model, from its config alone.
 
     Args:
         config: of a family that minirl supports.
         score: with a score head in place of the language model's.
-        freeze: patterns of what is not trained.
-        setting: what holds the patterns, for messages.
+        policy: what is set for it, if it is trained; None: nothing is frozen.
 
     Raises:
-        UserError: `freeze` does not fit the model.
+        UserError: `policy.freeze` does not fit the model.
     """
     text = config.get_text_config()
     values = text.to_dict()
@@ -107,16 +106,20 @@ def read_shape(
         root_parameters=larger.root,
         layer_parameters=larger.of_layer,
         expert_parameters=larger.of_experts,
-        frozen_parameters=_count_frozen(config, score, list(freeze), setting),
+        frozen_parameters=count_frozen(config, policy, score=score) if policy else 0,
     )
 
 
-def _count_frozen(config: PretrainedConfig, score: bool, freeze: list[str], setting: str) -> int:
-    """Return how many parameters patterns match, in all layers, which may have numbers in them."""
-    if not freeze:
+def count_frozen(config: PretrainedConfig, policy: PolicyConfig, *, score: bool = False) -> int:
+    """Return how many parameters `policy.freeze` matches, in all layers: it may name some of them.
+
+    Raises:
+        UserError: it matches nothing or everything.
+    """
+    if not policy.freeze:
         return 0
     model = build.make_meta_model(config, torch.float32, score=score)
-    frozen = frozen_names(model, freeze, setting)
+    frozen = frozen_names(model, policy.freeze, f"{section_of(policy)}.freeze")
     return sum(p.numel() for name, p in model.named_parameters() if name in frozen)
 
 
