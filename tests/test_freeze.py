@@ -1,12 +1,11 @@
-"""Frozen weights: no gradient, no state, bitwise as they were; the others are trained as one process
-trains them, on any mesh and with everything that optimizers do with their state."""
+"""Frozen weights: no gradient, no state, bitwise as they were; the others are trained as one
+process trains them, on any mesh and with everything that optimizers do with their state."""
 
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tiny
@@ -207,11 +206,9 @@ def test_an_export_has_the_very_bytes_of_what_is_frozen(tmp_path):
 # patterns
 
 
-def names_of(folder, patterns, setting="policy.freeze"):
-    config = AutoConfig.from_pretrained(folder)
-    return frozen_names(
-        build.make_meta_model(config, torch.float32, score=False), patterns, setting
-    )
+def names_of(folder, patterns):
+    model = build.make_meta_model(build.read_config(folder), torch.float32, score=False)
+    return frozen_names(model, patterns, "policy.freeze")
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
@@ -222,7 +219,8 @@ def test_a_tower_for_images_is_one_pattern(tmp_path, family):
     frozen = names_of(folder, ["*visual.*"])
     assert len(frozen) == len(tower) > 10
     # As the planner counts them.
-    shape = read_shape(AutoConfig.from_pretrained(folder), freeze=["*visual.*"])
+    cfg = PolicyConfig(freeze=["*visual.*"])
+    shape = read_shape(build.read_config(folder), policy=cfg)
     assert shape.frozen_parameters == sum(in_file[name].numel() for name in tower)
     assert shape.trained_parameters + shape.frozen_parameters == shape.parameters
 
