@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
+from minirl.config.lengths import validate_warmup
 from minirl.config.rl import RLConfig
 from minirl.config.shared import PolicyConfig
-from minirl.config.validate import validate_warmup
 
 
 def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:

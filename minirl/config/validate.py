@@ -5,8 +5,9 @@ gives the setting, its value and what to do. `resolve_lengths` is the only funct
 config.
 """
 
+from minirl.config.lengths import validate_length, validate_schedule, validate_warmup
 from minirl.config.rl import RLConfig
-from minirl.config.shared import DataConfig, EvaluateConfig, ParallelConfig, PolicyConfig
+from minirl.config.shared import DataConfig, EvaluateConfig, ParallelConfig
 from minirl.config.supervised import ChatsConfig, DPOConfig, PairsConfig, SupervisedConfig
 from minirl.errors import require
 
@@ -33,7 +34,7 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
     scores = ("accuracy", "reward", f"pass@{cfg.eval.samples}")
     validate_sampling(cfg)
     _training(cfg, world_size, "engine.max_model_len", longest, scores)
-    _length(cfg)
+    validate_length(cfg)
     _rollout(cfg)
     _temperature(cfg)
     _partial_rollouts(cfg)
@@ -173,7 +174,7 @@ def _training(
     """
     validate_parallel(cfg.parallel, world_size)
     _budget(cfg, setting, longest)
-    _schedule(cfg.policy, "policy")
+    validate_schedule(cfg.policy, "policy")
 
     require(
         not cfg.policy.cpu_offload or cfg.policy.optimizer_state != "offload",
@@ -203,60 +204,7 @@ def _training(
     )
 
 
-def _schedule(cfg: PolicyConfig, section: str) -> None:
-    """Refuse a schedule of the learning rate that is said twice, or whose parts overlap."""
-    steps = cfg.lr_warmup_steps
-    ratio = cfg.lr_warmup_ratio
-    require(
-        not (steps and ratio),
-        f"{section}.lr_warmup_steps = {steps} and {section}.lr_warmup_ratio = {ratio} both say how "
-        "long the warm-up is; set one of them to 0",
-    )
-
-    decay = cfg.lr_decay_ratio
-    require(
-        cfg.lr_schedule != "wsd" or ratio + decay <= 1,
-        f"{section}.lr_warmup_ratio = {ratio} and {section}.lr_decay_ratio = {decay} are more than "
-        "all steps together; lower one of them",
-    )
-
-
 # -------------------------------------------------------------------------------------- rules of RL
-
-
-def _length(cfg: RLConfig) -> None:
-    default = RLConfig().num_steps
-    require(
-        not cfg.num_epochs or cfg.num_steps in (0, default),
-        f"num_steps = {cfg.num_steps} and num_epochs = {cfg.num_epochs} both say when the run "
-        "ends; set one of them to 0",
-    )
-
-    require(
-        not (cfg.num_epochs and cfg.rollout.replay),
-        f"num_epochs = {cfg.num_epochs} is passes over prompts, and rollout.replay = "
-        f"{cfg.rollout.replay} draws none; set num_steps instead",
-    )
-
-
-def validate_warmup(cfg: RLConfig, num_steps: int) -> None:
-    """Refuse a warm-up of the critic that leaves the policy no step.
-
-    Args:
-        cfg: the settings.
-        num_steps: of the run.
-
-    Raises:
-        UserError: the warm-up is as long as the run.
-    """
-    warmup_steps = cfg.critic.warmup_steps
-    length = f"num_steps = {num_steps}"
-    if cfg.num_epochs:
-        length = f"the {num_steps} steps of num_epochs = {cfg.num_epochs}"
-    require(
-        warmup_steps < max(1, num_steps),
-        f"critic.warmup_steps = {warmup_steps} leaves the policy none of {length}; lower it",
-    )
 
 
 def _reward(cfg: RLConfig) -> None:
@@ -397,7 +345,7 @@ def _critic(cfg: RLConfig) -> None:
 
     if not cfg.num_epochs:  # or else it depends on the number of rows
         validate_warmup(cfg, cfg.num_steps)
-    _schedule(critic, "critic")
+    validate_schedule(critic, "critic")
 
     require(
         critic.ema_decay == 0,
