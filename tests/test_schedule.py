@@ -185,7 +185,7 @@ def passes(mesh, folder, num_epochs, num_minibatches):
 
     def note(minibatch, loss, lr):
         own = [int(rows) for batch in minibatch for rows in batch.loss_tokens.tolist()]
-        num_tokens = int(mesh.sums(torch.tensor(sum(own))))
+        num_tokens = round(mesh.data_sums(torch.tensor(sum(own), dtype=torch.float64)).item())
         updated.append((num_tokens, round(lr * 1e6)))
         return update(minibatch, loss, lr)
 
