@@ -94,7 +94,7 @@ def _refuse_unknown(pattern: str, weights: list[str], setting: str) -> None:
     """Raise the UserError of a pattern that matches nothing, with names that are like it."""
     wanted = pattern.strip("*").strip(".")
     # Names and the modules that they are of, because a pattern usually names a module.
-    modules = set()
+    modules: set[str] = set()
     for weight in weights:
         parts = weight.split(".")
         modules.update(".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
