@@ -38,9 +38,11 @@ from minirl.parallel.machines import (
     errors_of_machines,
 )
 from minirl.parallel.mesh import Mesh
+from minirl.plan.shape import count_frozen
 from minirl.rewards.functions import Rewards, make_rewards
 from minirl.rollout import records
 from minirl.rollout.user_code import in_time, limited_imports, make_in_time
+from minirl.schedule import num_rl_steps, num_tickets
 
 
 class ModelFiles(NamedTuple):
@@ -64,6 +66,7 @@ class Inputs:
         ref, critic, reward_model: folders of the models beside the policy; None where the config
             names none.
         stop_ids: tokens that end an answer.
+        num_steps: of the run.
         description: the numbers of prompts, for the log.
     """
 
@@ -94,6 +97,9 @@ class Inputs:
             self.folder = files.folder
             self.ref = find(cfg.ref.model, setting="ref.model")
             self.critic = find(cfg.critic.model, setting="critic.model")
+            count_frozen(files.config, cfg.policy)
+            critic = build.read_config(self.critic) if self.critic else files.config
+            count_frozen(critic, cfg.critic, score=True)
             scorer = "" if cfg.rollout.replay else cfg.reward.model
             self.reward_model = find(scorer, setting="reward.model", scores=True)
         check_same_models(cfg, self.folders(), mesh)
@@ -115,6 +121,7 @@ class Inputs:
         self.held_out = as_tokens(held_out, shuffle=False)
         num_dropped = self.prompts.check_lengths(mesh, MAY_BE_LONG, num_tickets(cfg))
         num_dropped += self.held_out.check_lengths(mesh, MAY_BE_LONG)
+        self.num_steps = num_rl_steps(cfg, len(self.prompts.rows))
         self.description = (
             f"{len(self.prompts.rows)} training prompts, {len(self.held_out.rows)} held out "
             f"({num_dropped} dropped as too long)"
@@ -245,17 +252,6 @@ class PromptChecks:
         if number is not None and self.rewards:
             with errors_at(rows.place(number)):
                 self.rewards.check_row(rows[number])
-
-
-def num_tickets(cfg: RLConfig) -> int | None:
-    """Return how many tickets a run draws at most; None: it may draw any row."""
-    rollout = cfg.rollout
-    if rollout.curriculum_floor:
-        return None
-    per_step = rollout.prompts_per_step + rollout.extra_prompts
-    # Groups that are begun ahead may not be trained on when the run ends.
-    of_rollouts = (cfg.num_steps + 1 + rollout.max_staleness) * per_step + rollout.ahead
-    return max(of_rollouts, cfg.sft.num_steps * cfg.sft.batch_size)
 
 
 def load_splits(

@@ -26,12 +26,13 @@ from minirl.health import Health
 from minirl.inputs import Inputs
 from minirl.parallel.mesh import Mesh
 from minirl.plan.workload import rl_workload
-from minirl.policy import Metrics, Minibatch, Policy, learning_rate
+from minirl.policy import Metrics, Minibatch, Policy
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records
 from minirl.supervised import warm_start
 from minirl.trainer import GO_ON, Program, TrainingRun
 from minirl.types import Trajectory
+from minirl.updates import update_in_passes
 
 # [minibatch][micro-batch] of this rank, as many on every rank. An optimizer step is made of a
 # minibatch, a forward and backward of a micro-batch.
@@ -47,6 +48,7 @@ class Trainer(Program):
         super().__init__(cfg, mesh)
         inputs = Inputs(cfg, mesh)
         self.inputs = inputs
+        self.num_steps = inputs.num_steps
         self.reward_model: RewardModel | None = None
         with self.timer.phase("start"):
             self.announce(rl_workload(cfg, mesh.world_size, inputs.model_configs()))
@@ -102,10 +104,10 @@ class Trainer(Program):
             self.critic = self.load_model(cfg.critic, folder, score=True)
             self.run.attach("critic", self.critic)  # and go on with that of the checkpoint
             self.critic.sleeper.sleep()
-        self.run.log.progress("rl", cfg.num_steps, first_step)
+        self.run.log.progress("rl", self.num_steps, first_step)
         self.progress.add(self.timer.take())
 
-        for step in range(first_step, cfg.num_steps):
+        for step in range(first_step, self.num_steps):
             # After the checkpoint of these weights, so that a resumed run does it, too. The new
             # reference is written while the engine samples.
             is_refresh = cfg.ref.every and step and step % cfg.ref.every == 0
@@ -125,7 +127,7 @@ class Trainer(Program):
             with self.timer.phase("annotate"):
                 self.annotate(minibatches)  # old and reference log-probs, values
                 self.assign_advantages(minibatches)
-            metrics = self.update(step, minibatches)  # an optimizer step for each minibatch
+            metrics = self.update(step, minibatches)  # an optimizer step for each, in each pass
             self.report(step, trajectories, minibatches, metrics)
             self.adapt_kl_coef(metrics)
             self.run.save_if_due(step + 1)
@@ -244,7 +246,7 @@ class Trainer(Program):
     def annotate(self, minibatches: Minibatches) -> None:
         """Add what the models say of the tokens before the step's first update. Collective."""
         algo = self.algo
-        if algo.updates_per_step > 1 or algo.entropy_share or advantages.need_old_logprobs(algo):
+        if algo.num_updates > 1 or algo.entropy_share or advantages.need_old_logprobs(algo):
             self.policy.annotate(minibatches, "old_logprobs")
         if self.ref:
             self.ref.sleeper.wake_parameters()
@@ -283,13 +285,17 @@ class Trainer(Program):
             warmup_steps = cfg.critic.warmup_steps
             self.critic.sleeper.wake_parameters()
             loss = losses.value(cfg.critic.value_clip)
-            critic_metrics = _update(
-                self.critic, minibatches, loss, cfg.num_steps, prefix="critic_"
+            updates = update_in_passes(
+                self.critic, minibatches, loss, cfg, step=step, num_steps=self.num_steps
             )
+            critic_metrics = {f"critic_{name}": value for name, value in updates.items()}
             self.critic.sleeper.sleep()
         if step >= warmup_steps:
             loss = losses.policy(self.algo, cfg.env.max_tokens)
-            policy_metrics = _update(self.policy, minibatches, loss, cfg.num_steps - warmup_steps)
+            num_steps = self.num_steps - warmup_steps
+            policy_metrics = update_in_passes(
+                self.policy, minibatches, loss, cfg, step=step, num_steps=num_steps
+            )
         return policy_metrics | critic_metrics
 
     def report(
@@ -407,9 +413,9 @@ class Trainer(Program):
         self.run.export_result()  # written while the model is evaluated
         if self.generation:
             with self.generation.awake():
-                has_evaluated = self.evaluate(self.generation, self.cfg.num_steps, "after_rl")
+                has_evaluated = self.evaluate(self.generation, self.num_steps, "after_rl")
             if not has_evaluated:
-                self.run.stop(self.cfg.num_steps)
+                self.run.stop(self.num_steps)
                 return
             # What goes on in a later step is lost, now that none follows.
             unfinished = self.generation.sampler.num_unfinished_tokens()
@@ -424,26 +430,6 @@ class Trainer(Program):
         self.run.finish(report.accuracies(evaluations), sizes)
         if self.generation:
             self.generation.close()
-
-
-def _update(
-    model: Policy, minibatches: Minibatches, loss: losses.Loss, num_steps: int, prefix: str = ""
-) -> Metrics:
-    """Make an optimizer step on each minibatch; the model is trained for `num_steps` RL steps.
-
-    Returns:
-        The mean of each metric over the updates; of names that end in `_max`, the maximum. Their
-        names begin with `prefix`.
-    """
-    updates = []
-    for minibatch in minibatches:
-        lr = learning_rate(model.cfg, model.num_updates, num_steps * len(minibatches))
-        updates.append(model.update(minibatch, loss, lr))
-    metrics = {}
-    for name in updates[0]:
-        values = [update[name] for update in updates]
-        metrics[prefix + name] = max(values) if name.endswith("_max") else float(np.mean(values))
-    return metrics
 
 
 if __name__ == "__main__":

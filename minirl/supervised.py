@@ -34,8 +34,10 @@ from minirl.inputs import (
 from minirl.log import Log
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
+from minirl.plan.shape import count_frozen
 from minirl.plan.workload import supervised_workload
-from minirl.policy import Metrics, Minibatch, Policy, learning_rate, make_minibatch
+from minirl.policy import Metrics, Minibatch, Policy, make_minibatch
+from minirl.schedule import learning_rate
 from minirl.trainer import Program, TrainingRun
 from minirl.types import Trajectory
 
@@ -65,6 +67,7 @@ class SupervisedTrainer(Program):
             has_chats = bool(np.any(marks & IS_CHAT))
             with errors_of_machines(mesh):
                 files = find_model(cfg, max_tokens, chats=has_chats)
+            count_frozen(files.config, cfg.policy, score=self.score_head)
             check_same_models(cfg, {"policy": files.folder}, mesh)
             num_positions = files.config.get_text_config().max_position_embeddings
             require(
@@ -244,7 +247,11 @@ def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int |
     sft = cfg.sft
     policy.start_phase(
         dataclasses.replace(
-            cfg.policy, lr=sft.lr, lr_schedule="cosine", lr_warmup_steps=sft.lr_warmup_steps
+            cfg.policy,
+            lr=sft.lr,
+            lr_schedule=sft.lr_schedule,
+            lr_warmup_steps=sft.lr_warmup_steps,
+            lr_warmup_ratio=0.0,
         )
     )
     log.progress("sft", sft.num_steps)

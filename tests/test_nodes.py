@@ -468,6 +468,7 @@ def test_the_batch_script_restarts_and_resumes(tmp_path, program):
     assert config.logs_specs.root_log_dir == "logs/123456"
     script = (ROOT / "launch/slurm.sbatch").read_text()
     options = ("--requeue", "--open-mode=append", "--ntasks-per-node=1", "--signal=B:USR1@300")
+    options += ("--exclusive", "--mem=0")
     for option in options:
         assert f"#SBATCH {option}\n" in script
 

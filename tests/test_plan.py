@@ -94,13 +94,22 @@ CASES = {
 }
 
 
+FROZEN = {
+    "frozen": Case(BIG, checkpointing("off", freeze=["lm_head.weight", "model.layers.[12].*"])),
+    "frozen, whole gradients": Case(
+        BIG,
+        checkpointing("off", freeze=["model.embed_tokens.weight"]) | {"accumulate": "whole"},
+    ),
+}
+
+
 @pytest.fixture(scope="module")
 def dry_runs(tmp_path_factory):
     """The results of all cases, from one process."""
     if not pretend.compiler():
         pytest.skip("a dry run needs g++, which is not installed")
     jobs = []
-    for case in CASES.values():
+    for case in (CASES | FROZEN).values():
         folder = tmp_path_factory.mktemp("model")
         cut(case.model, NUM_LAYERS).save_pretrained(folder)
         jobs.append(
@@ -112,14 +121,16 @@ def dry_runs(tmp_path_factory):
                 "loss": case.loss,
             }
         )
-    return dict(zip(CASES, estimate.run_dry(jobs), strict=True))
+    return dict(zip(CASES | FROZEN, estimate.run_dry(jobs), strict=True))
 
 
 def cost_of(case):
     policy = fill_config(PolicyConfig, case.policy)
     return formulas.cost(
         memory.Job(
-            shape=read_shape(cut(case.model, NUM_LAYERS), score=case.loss == "value"),
+            shape=read_shape(
+                cut(case.model, NUM_LAYERS), score=case.loss == "value", policy=policy
+            ),
             card=cards.CARDS["h200"],
             gpus_per_node=8,
             world_size=8,
@@ -153,6 +164,24 @@ def test_formulas_are_the_dry_run_within_3_percent(dry_runs, name):
         assert seconds * result["num_micro"] == pytest.approx(device, **near)
         sent = result["phases"]["backward"]["work"]["NCCL"]["bytes"]
         assert cost.wire["backward"] * result["num_micro"] == pytest.approx(sent, **near)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_weights_have_neither_gradients_nor_state(dry_runs, name):
+    """What rests is exact; the peaks of a step count the largest matrices as if they were trained,
+    so they are bounds."""
+    case = FROZEN[name]
+    result = dry_runs[name]
+    cost = cost_of(case)
+    trained = cost_of(dataclasses.replace(case, policy=case.policy | {"freeze": []}))
+    assert cost.parameters == pytest.approx(result["parameter_bytes"], rel=0.03)
+    assert cost.optimizer == pytest.approx(result["optimizer_bytes"], rel=0.03)
+    assert cost.optimizer < 0.95 * trained.optimizer
+    assert cost.peaks["optimizer"] == pytest.approx(result["phases"]["optimizer"]["peak"], rel=0.03)
+    for phase in ("forward", "backward"):
+        peak = result["phases"][phase]["peak"]
+        assert 0.97 * peak < cost.peaks[phase] < 1.2 * peak, phase
+        assert cost.peaks[phase] < trained.peaks[phase]
 
 
 SHORT = {

@@ -20,6 +20,8 @@ FIXED = {
     "batch_size": "which rows the next step takes",
     "policy.model": "the model",
     "policy.scratch.*": "the model",
+    "policy.freeze": "which weights the optimizer's state is of",
+    "critic.freeze": "which weights the optimizer's state is of",
     "ref.model": "the model beside the policy",
     "sft.num_steps": "the model that RL begins with",
     "critic.model": "the model beside the policy",

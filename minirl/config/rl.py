@@ -7,12 +7,18 @@ from minirl.config.bounds import (
     Finite,
     NonNegative,
     NonNegativeInt,
+    OptionalEpochs,
     Positive,
     PositiveInt,
     PositiveShare,
     Share,
 )
-from minirl.config.shared import PolicyConfig, SamplingConfig, TrainingConfig
+from minirl.config.shared import (
+    LearningRateSchedule,
+    PolicyConfig,
+    SamplingConfig,
+    TrainingConfig,
+)
 
 
 @dataclass(kw_only=True)
@@ -113,8 +119,16 @@ class AlgoConfig:
     #: entropy before its first update (0.2 in arXiv 2506.01939). 0: at all tokens.
     entropy_share: Share = 0.0
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    #: Optimizer steps per batch of rollouts; prompts_per_step is split evenly over them.
+    #: Optimizer steps of a pass over a step's rollouts; prompts_per_step is split evenly over them.
     updates_per_step: PositiveInt = 1
+    #: Passes over a step's rollouts (PPO epochs). Ratios and clipping are to the policy before the
+    #: first of their updates.
+    num_epochs: PositiveInt = 1
+
+    @property
+    def num_updates(self) -> int:
+        """Return the number of optimizer steps on a batch of rollouts."""
+        return self.num_epochs * self.updates_per_step
 
 
 @dataclass(kw_only=True)
@@ -133,6 +147,11 @@ class CriticConfig(PolicyConfig):
     value_clip: NonNegative = 0.2
 
 
+def section_of(cfg: PolicyConfig) -> str:
+    """Return the section of the config that the settings of a model are."""
+    return "critic" if isinstance(cfg, CriticConfig) else "policy"
+
+
 @dataclass(kw_only=True)
 class WarmStartConfig:
     """A supervised warm start on the training rows' own answers, before RL."""
@@ -140,6 +159,7 @@ class WarmStartConfig:
     num_steps: NonNegativeInt = 0  # Optimizer steps; 0: no warm start.
     batch_size: PositiveInt = 64
     lr: NonNegative = 2e-3  # Learning rate.
+    lr_schedule: LearningRateSchedule = "cosine"  # As `policy.lr_schedule`.
     lr_warmup_steps: NonNegativeInt = 20
     #: Share of the answers in which one character is replaced at random: a model that knows the
     #: task but makes mistakes is what a reward teaches fastest.
@@ -166,6 +186,9 @@ class RLConfig(SamplingConfig, TrainingConfig):
 
     output: str = "runs/rl"
     num_steps: NonNegativeInt = 100
+    #: Passes over the training prompts, in place of num_steps; may be a fraction. 0: num_steps
+    #: counts. Prompts that dynamic sampling adds come on top.
+    num_epochs: OptionalEpochs = 0.0
     refit: RefitConfig = field(default_factory=RefitConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     ref: RefConfig = field(default_factory=RefConfig)

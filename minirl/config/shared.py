@@ -37,6 +37,7 @@ from minirl.config.bounds import (
 )
 
 Checkpointing = Literal["auto", "off", "selective", "full"]
+LearningRateSchedule = Literal["constant", "linear", "cosine", "wsd"]
 
 
 @dataclass(kw_only=True)
@@ -91,14 +92,25 @@ class PolicyConfig:
     #: Where the optimizer's state rests between steps. offload: in host memory. 8bit: in one byte
     #: an element. Both are on the device in full precision for some parameters at a time.
     optimizer_state: Literal["device", "offload", "8bit"] = "device"
+    #: Patterns of weights that are not trained, by their names in the model's folder: *visual.* is
+    #: the tower for images of most models that have one. They have no gradient and no optimizer
+    #: state, and are exported as they were.
+    freeze: list[str] = field(default_factory=list)
     #: Decay of an exponential moving average of the weights, written to <output>/model_ema at the
     #: end. It rises to this value as (1 + n) / (10 + n) over n updates. 0: no average.
     ema_decay: Decay = 0.0
     lr: NonNegative = 1e-6  # Learning rate.
-    lr_schedule: Literal["constant", "cosine"] = "constant"
+    #: After the warm-up. cosine and linear fall until the end, wsd only in the last
+    #: `lr_decay_ratio` of all optimizer steps.
+    lr_schedule: LearningRateSchedule = "constant"
     lr_warmup_steps: NonNegativeInt = 0  # Optimizer steps of linear warm-up from 0.
-    lr_min_ratio: NonNegative = 0.1  # Share of `lr` at the end of the cosine.
+    lr_warmup_ratio: Share = 0.0  # The same as a share of all optimizer steps. Set one of the two.
+    lr_decay_ratio: PositiveShare = (
+        0.1  # Of wsd: the share of all optimizer steps in which it falls.
+    )
+    lr_min_ratio: NonNegative = 0.1  # Share of `lr` where cosine, linear and wsd end.
     betas: tuple[Decay, Decay] = (0.9, 0.95)  # Of AdamW.
+    adam_eps: Positive = 1e-8  # Of AdamW: what is added to the divisor.
     weight_decay: NonNegative = 0.0  # Applied to matrices only.
     max_grad_norm: NonNegative = 1.0  # Gradients are scaled down to this norm; 0: never.
 
@@ -362,6 +374,9 @@ class CheckpointConfig:
     #: checkpoints/best.json.
     best_metric: str = ""
     background: bool = True  # Train on while a copy of the state in host memory is written.
+    #: Write a Hugging Face folder of the policy with each checkpoint, checkpoints/step-N/model. It
+    #: is kept and deleted with its checkpoint.
+    save_hf: bool = False
 
 
 @dataclass(kw_only=True)

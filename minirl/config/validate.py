@@ -5,6 +5,7 @@ gives the setting, its value and what to do. `resolve_lengths` is the only funct
 config.
 """
 
+from minirl.config.lengths import validate_length, validate_schedule, validate_warmup
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, ParallelConfig
 from minirl.config.supervised import (
@@ -39,6 +40,7 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
     scores = ("accuracy", "reward", f"pass@{cfg.eval.samples}")
     validate_sampling(cfg)
     _training(cfg, world_size, "engine.max_model_len", longest, scores)
+    validate_length(cfg)
     _rollout(cfg)
     _temperature(cfg)
     _partial_rollouts(cfg)
@@ -198,6 +200,7 @@ def _training(
     """
     validate_parallel(cfg.parallel, world_size)
     _budget(cfg, setting, longest)
+    validate_schedule(cfg.policy, "policy")
 
     require(
         not cfg.policy.cpu_offload or cfg.policy.optimizer_state != "offload",
@@ -373,11 +376,9 @@ def _critic(cfg: RLConfig) -> None:
         "critic.model = scratch: leave it empty, and the critic starts as the policy does",
     )
 
-    require(
-        critic.warmup_steps < max(1, cfg.num_steps),
-        f"critic.warmup_steps = {critic.warmup_steps} leaves the policy none of num_steps = "
-        f"{cfg.num_steps}; lower it",
-    )
+    if not cfg.num_epochs:  # or else it depends on the number of rows
+        validate_warmup(cfg, cfg.num_steps)
+    validate_schedule(critic, "critic")
 
     require(
         critic.ema_decay == 0,

@@ -24,9 +24,11 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from minirl.config.rl import section_of
 from minirl.config.shared import PolicyConfig
 from minirl.errors import UserError, require
 from minirl.model import attention, experts, families, fused
+from minirl.model.freeze import freeze
 from minirl.model.logprob import logprob_entropy
 from minirl.model.weight_files import check_floats, file_of, open_weights
 from minirl.parallel import fsdp, tensor
@@ -362,8 +364,8 @@ def build_model(
         cfg: dtype and memory.
         folder: a Hugging Face folder.
         mesh: the ranks.
-        trainable: parameters are float32 masters (float64 for dtype float64); frozen ones are kept
-            in `cfg.dtype`.
+        trainable: parameters are float32 masters (float64 for dtype float64), also those that
+            `cfg.freeze` leaves out of training; without it, all are frozen and kept in `cfg.dtype`.
         score: with a score head in place of the model's own, and `score_forward`.
         sequence_parallel: between tensor-parallel blocks each rank keeps its part of the tokens.
     """
@@ -377,6 +379,8 @@ def build_model(
     families.check_supported(config, f"policy.model = {folder}")
     model = make_meta_model(config, master_dtype, score=score)
     model.requires_grad_(trainable)
+    if trainable and cfg.freeze:
+        freeze(model, cfg.freeze, f"{section_of(cfg)}.freeze")
     if cfg.activation_checkpointing in ("selective", "full"):
         model.gradient_checkpointing_enable(_checkpointing(cfg.activation_checkpointing))
     model.train(trainable)

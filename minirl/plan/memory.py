@@ -97,17 +97,19 @@ class Memory:
         shard = whole / self.shards
         master = max(WIDE, self.element) if self.trains else self.element
         on_device = not policy.cpu_offload
+        trained = shape.trained_parameters / shape.parameters  # A share.
         self.parameters = shard * master * on_device
         in_state = {"device": 2.0 * master, "8bit": 2.0 + 2.0 * master / 256, "offload": 0.0}
         self.optimizer = shard * in_state[policy.optimizer_state] * on_device * self.trains
+        self.optimizer *= trained
         if policy.optimizer == "muon":  # One moment of the layers' matrices, two of the rest.
             self.optimizer *= 0.5 + 0.5 * shape.root_parameters / shape.parameters
         if policy.ema_decay:
-            self.optimizer += shard * master * on_device * self.trains
-        self.keeps_whole = accumulates_whole(policy, shape.parameters, self.tensor)
-        self.gradient = shard * master * on_device
+            self.optimizer += shard * master * on_device * self.trains * trained
+        self.keeps_whole = accumulates_whole(policy, shape.trained_parameters, self.tensor)
+        self.gradient = shard * master * on_device * trained
         if self.keeps_whole and job.load.num_micro > 1:
-            self.gradient = whole * master
+            self.gradient = whole * master * trained
 
         # Gathered in the dtype of computation.
         vocabulary = shape.vocabulary * shape.hidden / self.tensor
@@ -155,7 +157,7 @@ class Memory:
         if self.job.policy.optimizer == "muon":  # A whole matrix and its products.
             return 3 * WIDE * shape.hidden * max(shape.feed_forward, shape.expert)
         at_once = max(AT_ONCE, shape.vocabulary * shape.hidden)
-        on_rank = min(at_once, shape.parameters) / self.tensor / self.shards
+        on_rank = min(at_once, shape.trained_parameters) / self.tensor / self.shards
         return on_rank * bytes_of_state[self.job.policy.optimizer_state]
 
     def _state(self) -> dict[str, float]:
@@ -164,7 +166,7 @@ class Memory:
     def _sharded_gradient(self) -> float:
         if self.job.policy.cpu_offload:
             return 0.0
-        return self.job.shape.parameters * WIDE / self.tensor / self.shards
+        return self.job.shape.trained_parameters * WIDE / self.tensor / self.shards
 
     def _kept(self) -> tuple[float, float]:
         """Return the bytes that a layer keeps, and those that it adds while it is recomputed."""
@@ -299,9 +301,9 @@ class Memory:
         return of_row * self.rows.all * self.element
 
 
-def accumulates_whole(policy: PolicyConfig, num_parameters: int, tensor: int) -> bool:
+def accumulates_whole(policy: PolicyConfig, num_trained: int, tensor: int) -> bool:
     """Return whether a rank keeps whole gradients between micro-batches, as `Policy` decides."""
-    fits = WIDE * num_parameters // tensor <= WHOLE_GRADIENT_BYTES
+    fits = WIDE * num_trained // tensor <= WHOLE_GRADIENT_BYTES
     return {"whole": True, "sharded": False, "auto": fits}[policy.accumulate]
 
 

@@ -101,8 +101,8 @@ def rl_workload(
         policy=Role(name="policy", model=models["policy"], policy=cfg.policy, loss="policy"),
         others=others,
         load=_load(cfg, world_size, of_update, prompt, answer, num_samples),
-        num_updates=algo.updates_per_step,
-        annotates=algo.updates_per_step > 1
+        num_updates=algo.num_updates,
+        annotates=algo.num_updates > 1
         or bool(algo.entropy_share)
         or advantages.need_old_logprobs(algo),
         num_sequences=num_sequences,

@@ -165,7 +165,7 @@ class Sampler:
             prompts_per_step=self.cfg.rollout.prompts_per_step,
             ahead=self.cfg.rollout.ahead,
             max_staleness=self.cfg.rollout.max_staleness,
-            updates_per_step=self.cfg.algo.updates_per_step,
+            updates_per_step=self.cfg.algo.num_updates,
         )
 
     def collect_step(self, first: int, sampling: Sampling, *, version: int) -> StepRollout:
