@@ -57,6 +57,11 @@ class Source:
     is_generated: bool  # By reasoning-gym.
     rows: Sequence
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether nested values have None for what other rows have there, as Arrow wants it."""
+        return isinstance(self.rows, datasets.Dataset)
+
     def read(self, first: int, last: int) -> list:
         """Return the rows from `first` to before `last`, read at once."""
         if isinstance(self.rows, JsonLines):

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from minirl.data.chat import Messages, render
+from minirl.data.chat import render
+from minirl.data.messages import Messages
 from minirl.errors import UserError
 
 
