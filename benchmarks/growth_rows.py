@@ -23,11 +23,12 @@ from minirl.data.curriculum import Curriculum
 from minirl.data.examples import Chats, open_chats
 from minirl.data.json_lines import JsonLines
 from minirl.data.prompts import Prompts, open_prompts
-from minirl.data.rows import Rows, read_rows
-from minirl.inputs import MAY_BE_LONG, PromptChecks
+from minirl.data.rows import Rows
+from minirl.data.split import read_rows
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.functions import make_rewards
+from minirl.row_checks import MAY_BE_LONG, PromptChecks
 from minirl.supervised import mark_row
 
 HELD_OUT = 128

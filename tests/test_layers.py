@@ -44,6 +44,7 @@ LAYERS = {
     "checkpoint/*": 8,
     "generation.py": 8,
     "inputs.py": 8,
+    "row_checks.py": 8,
     "report.py": 8,
     "evaluation.py": 8,
     "trainer.py": 8,
@@ -108,6 +109,7 @@ DOORS = {
         "rollout/protocol.py": {"PreTrainedTokenizerBase"},
         "rollout/server.py": {"PreTrainedTokenizerBase"},
         "inputs.py": {"PretrainedConfig", "PreTrainedTokenizerBase"},
+        "row_checks.py": {"PreTrainedTokenizerBase"},
         "rm.py": {"PreTrainedTokenizerBase"},
         "plan/*": {"PretrainedConfig", "logging"},
         "walk_step.py": {"AutoModelForCausalLM"},  # for the plain step beside minirl's

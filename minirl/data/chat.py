@@ -170,7 +170,10 @@ def _set_defaults(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) ->
 def _literal(value: Any) -> str:
     """Return a value of YAML or JSON as a template writes it."""
     if isinstance(value, dict):
-        items = [f"{json.dumps(key, ensure_ascii=False)}: {_literal(inner)}" for key, inner in value.items()]
+        items = [
+            f"{json.dumps(key, ensure_ascii=False)}: {_literal(inner)}"
+            for key, inner in value.items()
+        ]
         return "{" + ", ".join(items) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_literal, value)) + "]"
@@ -270,12 +273,7 @@ def render(
 
 def renderer(tokenizer: PreTrainedTokenizerBase, row: dict) -> Callable[..., str]:
     """Return `render` for the chats of a row, with its tools and template arguments."""
-    return partial(
-        render,
-        tokenizer,
-        tools=row.get("tools"),
-        chat_template_kwargs=row.get("chat_template_kwargs"),
-    )
+    return partial(render, tokenizer, **row.get("template_inputs", {}))
 
 
 def require_tools_shown(tokenizer: PreTrainedTokenizerBase, tools: list[dict]) -> None:

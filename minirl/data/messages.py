@@ -1,7 +1,7 @@
-"""Chat messages, the tools that they are told of and their calls: what is one, and in what form.
+"""Chat messages, tools and calls of tools: what is one, and in what form.
 
-Rows, environments and requests bring them in the forms of TRL, OpenAI and `datasets`; chat templates
-read one form.
+Rows, environments and requests bring them in the forms of TRL, OpenAI and `datasets`; chat
+templates read one form.
 """
 
 import json

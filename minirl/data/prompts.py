@@ -27,7 +27,6 @@ from minirl.errors import UserError, require
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 
-
 NO_PROMPT = ""  # Of a row whose environment makes the prompt.
 
 
@@ -43,8 +42,8 @@ def open_prompts(
 
     They stay in the order of their sources. Every row has "prompt" and, where the source has one,
     "answer", whatever the columns are called there; "data_source" where a column names it or there
-    are several sources; "tools" and "chat_template_kwargs" as templates want them; and all that it
-    had.
+    are several sources; "template_inputs" where it has tools or arguments for the template; and
+    all that it had.
 
     Args:
         source: one source, or several, as sources.py describes them.
@@ -60,9 +59,7 @@ def open_prompts(
     make_row = partial(
         _to_prompt, cfg=cfg, several=isinstance(source, list), own_prompts=own_prompts
     )
-    return open_rows(
-        source, setting, make_row, cfg, mesh, distinct=True, own_prompts=own_prompts
-    )
+    return open_rows(source, setting, make_row, cfg, mesh, distinct=True, own_prompts=own_prompts)
 
 
 def _to_prompt(
@@ -127,12 +124,17 @@ class Prompts:
         """Return the chat that a row's prompt begins, with data.system_prompt."""
         return chat.to_messages(row["prompt"], self.cfg.system_prompt)
 
+    def rendered(self, row: dict) -> str:
+        """Return the text of a row's prompt, up to where the assistant begins; "" without one."""
+        if not row["prompt"]:
+            return NO_PROMPT
+        return chat.renderer(self.tokenizer, row)(self.messages(row))
+
     def encode(self, row: dict) -> list[int]:
-        """Return the token ids of a row's prompt, up to where the assistant begins."""
-        messages = self.messages(row)
-        ids = chat.encode(self.tokenizer, chat.renderer(self.tokenizer, row)(messages))
-        if self.vision:
-            ids, _ = self.vision.expand(ids, images.of_chat(messages))
+        """Return the token ids of `rendered`."""
+        ids = chat.encode(self.tokenizer, self.rendered(row))
+        if self.vision and ids:
+            ids, _ = self.vision.expand(ids, images.of_chat(self.messages(row)))
         return ids
 
     def check_lengths(self, mesh: Mesh, bit: int, num_tickets: int | None = None) -> int:
@@ -217,8 +219,8 @@ class LengthBound:
     def exceeds(self, row: dict) -> bool:
         """Return whether a row's prompt may have more than data.max_prompt_tokens tokens."""
         prompt = row["prompt"]
-        if "tools" in row or "chat_template_kwargs" in row:
-            return True
+        if "template_inputs" in row:
+            return True  # what a template adds for them is unknown
         if isinstance(prompt, str):
             return self._most_tokens(prompt) + self.added_to_text > self.cfg.max_prompt_tokens
         num_tokens = 0.0

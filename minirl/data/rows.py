@@ -172,9 +172,7 @@ def open_rows(
         first_number += size
     all_numbers = np.concatenate(numbers)
     marks = np.zeros(len(all_numbers), np.uint8)
-    return Rows(
-        sources, make_row, distinct, all_numbers, marks, named_columns(cfg), own_prompts
-    )
+    return Rows(sources, make_row, distinct, all_numbers, marks, named_columns(cfg), own_prompts)
 
 
 def named_columns(cfg: RowsConfig) -> dict[str, str]:
@@ -251,10 +249,11 @@ def with_images(prompt: RowPrompt, row: dict, place: Place, cfg: RowsConfig) -> 
 
 
 def template_inputs(raw: dict, place: Place, cfg: RowsConfig) -> dict:
-    """Return what a chat template gets of a row beside messages, by what minirl calls the columns.
+    """Return what a chat template gets of a row beside messages, to be added to the row.
 
     Returns:
-        `tools` and `chat_template_kwargs`, each if the row has it.
+        {"template_inputs": arguments of `chat.render`, `tools` and `chat_template_kwargs`, each if
+        the row has it}; {} if it has neither.
 
     Raises:
         UserError: one is not what it should be.
@@ -270,7 +269,7 @@ def template_inputs(raw: dict, place: Place, cfg: RowsConfig) -> dict:
         read = read_template_kwargs(kwargs, f"{place}: chat_template_kwargs")
         if read:
             inputs["chat_template_kwargs"] = read
-    return inputs
+    return {"template_inputs": inputs} if inputs else {}
 
 
 def refuse_chats(place: Place, cfg: RowsConfig, *values: object) -> None:

@@ -137,7 +137,8 @@ def _open(text: str, setting: str) -> tuple[Source, Path | None]:
     else:
         raise UserError(
             f"{setting} = {text!r}: no such file; give a JSONL, JSON, Parquet or CSV file, a "
-            f"folder or hub id of datasets or {GYM}NAME"
+            f"folder or hub id of datasets or {GYM}NAME (if a recipe names it, the comment at its "
+            "head says how it is made)"
         )
     source = Source(
         label=label, name=name, weight=weight, is_generated=is_generated, rows=rows or ()

@@ -19,7 +19,7 @@ NUM_PARTS = 16  # Digests are sorted in so many parts; a power of 2.
 ENCODER = json.JSONEncoder()  # as json.dumps has it
 # mark(row): bits that say what a program wants to know of a row, 0 to 255.
 Mark = Callable[[dict], int]
-# Rows that are held out where data.held_out is not set, and their share of fewer than twice so many.
+# Rows that are held out where data.held_out is not set; of fewer than twice so many an eighth.
 HELD_OUT = 128
 HELD_OUT_SHARE = 8
 
@@ -36,10 +36,10 @@ def read_rows(
 
     Each rank reads its share, so that a bad row ends the program now, on every rank. Collective.
 
-    A hash of seed and prompt (of the whole row if it has none) chooses the held-out prompts, so that
-    the choice does not depend on the order of the rows, and no held-out prompt is trained on. Of
-    equal rows, only the first is used if `rows.distinct`. Of several rows with a held-out prompt one
-    is held out and the others are dropped.
+    A hash of seed and prompt (of the whole row if it has none) chooses the held-out prompts, so
+    that the choice does not depend on the order of the rows, and no held-out prompt is trained on.
+    Of equal rows, only the first is used if `rows.distinct`. Of several rows with a held-out prompt
+    one is held out and the others are dropped.
 
     Args:
         rows: as `open_rows` returns them.
@@ -123,7 +123,7 @@ def _digest(row: dict, seed: int) -> bytes:
     Two of ten million prompts have the same 8 bytes with a chance of 3 in a million, and then they
     are only on the same side of the held-out split. A row is lost where both are the same.
     """
-    prompt = row.get("prompt", row)
+    prompt = row.get("prompt") or row
     of_prompt = hashlib.sha256(f"{seed} {ENCODER.encode(prompt)}".encode())
     half = DIGEST_BYTES // 2
     if prompt is row:
@@ -166,8 +166,8 @@ def _default_held_out(digests: np.ndarray, rows: Rows, mesh: Mesh) -> int:
     held_out = max(1, num_prompts // HELD_OUT_SHARE)
     if mesh.rank == 0:
         say(
-            f"{rows.sources[0].label}: {num_prompts} distinct prompts, of which {held_out} are held "
-            f"out (an eighth of fewer than {2 * HELD_OUT}; data.held_out or data.eval set another)"
+            f"{rows.sources[0].label}: {num_prompts} distinct prompts, of which {held_out} are "
+            f"held out (an eighth of fewer than {2 * HELD_OUT}; set data.held_out or data.eval)"
         )
     return held_out
 

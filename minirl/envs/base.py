@@ -72,6 +72,7 @@ class Env:
     """One episode."""
 
     graded = False  # Whether the reward functions score the last answer, beside what `step` gives.
+    needs_prompt = False  # Whether `reset` shows the row's prompt, so that every row must have one.
 
     def reset(self, row: dict) -> Observation | Awaitable[Observation]:
         """Return the first prompt.
