@@ -870,6 +870,7 @@ BAD = {  # name -> flags, what the message must say
 def test_a_context_holds_what_its_ranks_hold_together():
     cfg = SFTConfig(
         tokens_per_rank=512,
+        policy=PolicyConfig(model="scratch"),
         data=ChatsConfig(train="a.jsonl", max_tokens=1024),
         parallel=ParallelConfig(context=2),
     )
