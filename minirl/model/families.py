@@ -154,8 +154,8 @@ REFUSED = {
     "hunyuan_v1_dense": _NO_SEQUENCE_PARALLELISM,
     "granitemoe": _NO_SEQUENCE_PARALLELISM,
     "deepseek_v3": _NO_SEQUENCE_PARALLELISM,
-    "ministral3": "vLLM's class leaves out the scaling of queries by position "
-    "(llama_4_scaling), so the engine would sample from another model than the trainer's",
+    "ministral3": "vLLM's class leaves out the scaling of queries by position, "
+    "llama_4_scaling, so the engine would sample from another model than the trainer's",
     "llama4_text": "its experts have a layout of their own",
 }
 
