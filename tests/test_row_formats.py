@@ -34,7 +34,7 @@ ROWS = dict(
 )
 # Shows tools and calls, and has an argument.
 TEMPLATE = (
-    "\n{% macro say(m) %}{{ m.content }}{% if enable_thinking is defined and not enable_thinking %}"
+    "{% macro say(m) %}{{ m.content }}{% if enable_thinking is defined and not enable_thinking %}"
     "!{% endif %}{% endmacro %}"
     "{% if tools %}[{% for t in tools %}{{ t.function.name }} {% endfor %}]{% endif %}"
     "{% for m in messages %}{{ '<|' + m.role + '|>' if m.role != 'tool' else '<|system|>' }}"
@@ -144,8 +144,10 @@ def test_arguments_are_typed_as_in_yaml(tmp_path):
 
 def test_arguments_hold_everywhere_and_those_of_a_row_count_before():
     question = [{"role": "user", "content": "q"}]
-    tokenizer = tokenizer_of(chat_template_kwargs={"enable_thinking": False})
-    assert chat.render(tokenizer, question) == "\n<|user|>q!<|end|><|assistant|>".lstrip("\n")
+    tokenizer = make_tokenizer([])
+    tokenizer.chat_template = "\n" + TEMPLATE  # a line break that stays
+    chat.use_template(tokenizer, RowsConfig(chat_template_kwargs={"enable_thinking": False}))
+    assert chat.render(tokenizer, question) == "\n<|user|>q!<|end|><|assistant|>"
     mine = {"enable_thinking": True}
     assert "!" not in chat.render(tokenizer, question, chat_template_kwargs=mine)
     row = {"template_inputs": {"chat_template_kwargs": mine}}
