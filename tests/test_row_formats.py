@@ -302,7 +302,7 @@ def common_flags(model, name, rows, output):
         *("--data.train", rows, "--num-steps", 1, "--eval.every", 0, "--tokens-per-rank", 512),
     ]
     if name == "standard":
-        given += ["--data.apply-chat-template", "False"]
+        given += ["--data.no-apply-chat-template"]
     return given
 
 
@@ -323,7 +323,7 @@ def test_rows_of_the_page_are_prompts(model, tmp_path, name):
     given = common_flags(model, name, rows, tmp_path / "out")
     more = [
         *("--rollout.prompts-per-step", 2, "--rollout.samples-per-prompt", 2),
-        *("--rollout.max-tokens", 4, "--rollout.dump", "True", "--engine.dtype", "float32"),
+        *("--rollout.max-tokens", 4, "--rollout.dump", "--engine.dtype", "float32"),
     ]
     ended = fork("minirl.rl", [*given, *more], tmp_path / "log", 500)
     assert ended.code == 0, ended.err
