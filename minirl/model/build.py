@@ -78,11 +78,7 @@ def find_folder(model: str, setting: str) -> Path:
         except (HFValidationError, OSError) as error:  # the hub's other errors are OSErrors
             why = f"it cannot be downloaded: {error}"
             if isinstance(error, LocalEntryNotFoundError):
-                why = (
-                    "the Hugging Face hub cannot be reached from here, and its cache does not have "
-                    "the model; download it where there is a network (hf download), and name the "
-                    "folder"
-                )
+                why = "the hub cannot be reached from here; download it elsewhere (hf download)"
             raise UserError(f"{setting} = {model!r} is no folder, and as a hub id {why}") from error
     for needed, pattern in _NEEDED.items():
         require(list(folder.glob(pattern)), f"{setting} = {folder} has no {needed} ({pattern})")
