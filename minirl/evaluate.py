@@ -15,11 +15,11 @@ from minirl.config.validate import resolve_lengths, validate_sampling
 from minirl.data import chat
 from minirl.data.images import Vision, sampling_stops
 from minirl.data.prompts import Prompts, open_prompts
-from minirl.data.rows import read_rows
+from minirl.data.split import read_rows
 from minirl.envs.registry import make_env
 from minirl.errors import require
 from minirl.evaluation import evaluate
-from minirl.inputs import MAY_BE_LONG, ModelFiles, PromptChecks, check_tokens, find_other_model
+from minirl.inputs import ModelFiles, check_tokens, find_other_model
 from minirl.model import build, families
 from minirl.parallel.machines import check_can_write, errors_of_all, errors_of_machines
 from minirl.parallel.mesh import Mesh
@@ -29,6 +29,7 @@ from minirl.rewards.model import RewardModel
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.user_code import limited_imports, make_in_time
+from minirl.row_checks import MAY_BE_LONG, PromptChecks
 
 
 def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
@@ -42,13 +43,15 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
             env_maker = make_env(cfg.env.name)
             rewards = make_rewards(cfg.reward, mesh.watch)
         scorer = find_other_model(cfg.reward.model, config, 1, "reward.model", scores=True)
-        graded = make_in_time(env_maker, cfg.env, mesh.watch).graded
+        env = make_in_time(env_maker, cfg.env, mesh.watch)
+        graded = env.graded
         if graded:
             rewards.check_supported()
     checks = PromptChecks(rewards if graded else None, tokenizer, cfg.data)
-    opened = open_prompts(cfg.data.eval, "data.eval", cfg.data, mesh)
+    own_prompts = not env.needs_prompt
+    opened = open_prompts(cfg.data.eval, "data.eval", cfg.data, mesh, own_prompts=own_prompts)
     rows, _ = read_rows(opened, mesh, cfg.seed, mark=checks.mark)
-    checks.refuse_ungraded(rows)
+    checks.refuse_bad(rows)
     prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=vision)
     num_dropped = prompts.check_lengths(mesh, MAY_BE_LONG)
 

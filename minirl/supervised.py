@@ -28,15 +28,16 @@ from minirl.inputs import (
     check_same_models,
     find_model,
     find_other_model,
-    load_splits,
     make_scratch,
 )
 from minirl.log import Log
+from minirl.model import families
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.plan.shape import count_frozen
 from minirl.plan.workload import supervised_workload
 from minirl.policy import Metrics, Minibatch, Policy, make_minibatch
+from minirl.row_checks import load_splits, marks_for_template, require_shown
 from minirl.schedule import learning_rate
 from minirl.trainer import Program, TrainingRun
 from minirl.types import Trajectory
@@ -69,12 +70,10 @@ class SupervisedTrainer(Program):
                 files = find_model(cfg, max_tokens, chats=has_chats)
             count_frozen(files.config, cfg.policy, score=self.score_head)
             check_same_models(cfg, {"policy": files.folder}, mesh)
-            num_positions = files.config.get_text_config().max_position_embeddings
-            require(
-                num_positions >= max_tokens,
-                f"data.max_tokens = {max_tokens} is more than the {num_positions} positions of "
-                f"policy.model = {cfg.policy.model}; lower it",
-            )
+            where = f"policy.model = {cfg.policy.model}"
+            families.check_positions(files.config, where, "data.max_tokens", max_tokens)
+            require_shown(train, files.tokenizer)
+            require_shown(held_out, files.tokenizer)
             require(
                 files.vision or not np.any(marks & HAS_IMAGES),
                 f"a chat has images, and policy.model = {cfg.policy.model} reads none; take a "
@@ -231,7 +230,8 @@ def mark_row(row: dict) -> int:
     messages = row.get("messages") or row.get("prompt")
     if not messages:
         return 0
-    return IS_CHAT | (HAS_IMAGES if images.of_chat(messages) else 0)
+    has_images = HAS_IMAGES if images.of_chat(messages) else 0
+    return IS_CHAT | has_images | marks_for_template(row)
 
 
 def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int | None:
@@ -283,6 +283,7 @@ def _example(cfg: RLConfig, inputs: Inputs, number: int) -> Trajectory:
         alphabet = sorted(set(answer + str(other_row["answer"])))
         answer = answer[:place] + str(rng.choice(alphabet)) + answer[place + 1 :]
     messages = [*prompts.messages(row), {"role": "assistant", "content": answer}]
-    chat_row = {"messages": messages, "trained": [len(messages) - 1]}
+    chat_row = {**row, "messages": messages, "trained": [len(messages) - 1]}
+    chat_row.pop("text", None)  # a column of the user's, which is no text to imitate here
     (example,) = to_examples(prompts.tokenizer, prompts.vision, chat_row, inputs.stop_ids)
     return dataclasses.replace(example, group=number)

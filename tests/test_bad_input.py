@@ -81,7 +81,7 @@ def rl(world: Path, output: Path, *flags: object) -> Ended:
 CASES = {
     "missing model": (
         ["--policy.model", "{world}/nowhere"],
-        ["policy.model", "nowhere", "neither a folder nor a hub id"],
+        ["policy.model", "nowhere", "no such folder"],
     ),
     "model folder without weights": (
         ["--policy.model", "{world}/hollow"],
@@ -238,7 +238,7 @@ def test_one_message_and_nothing_left(world, name):
     [
         (
             ["--data.eval", "{world}/rows.jsonl", "--model", "{world}/nowhere"],
-            ["model = ", "nowhere", "neither a folder nor a hub id"],
+            ["model = ", "nowhere", "no such folder"],
         ),
         (
             ["--data.eval", "{world}/rows.jsonl", "--model", "{world}/gpt2"],

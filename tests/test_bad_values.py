@@ -209,6 +209,7 @@ def test_a_flag_out_of_its_bounds(cls, flags):
 
 def test_a_temperature_that_the_engine_would_raise():
     cfg = parse_flags(RLConfig, ["--data.train", "a.jsonl", "--rollout.temperature", "0.001"])
+    cfg.policy.model = "scratch"
     resolve_lengths(cfg)
     with pytest.raises(UserError, match=r"rollout.temperature = 0.001: .*use 0.01 or more"):
         validate_rl(cfg, 1)

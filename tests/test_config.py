@@ -271,6 +271,8 @@ def test_every_recipe_loads_and_can_work_on_its_ranks(path):
 def changed(cls, **settings):
     cfg = cls()
     cfg.data.train = cfg.data.eval = "rows.jsonl"
+    if cls is not EvaluateConfig:
+        cfg.policy.model = "scratch"
     for name, value in settings.items():
         *path, last = name.split("__")
         target = cfg
@@ -292,6 +294,14 @@ IMPOSSIBLE = [
     ({"num_steps": -1}, "num_steps = -1 should be greater than or equal to 0"),
     ({"seed": -1}, "seed = -1 should be greater than or equal to 0"),
     ({"data__train": ""}, "data.train is empty"),
+    (
+        {"policy__model": ""},
+        "policy.model is empty: name the folder or hub id .* or ask for a small one .* scratch",
+    ),
+    (
+        {"data__apply_chat_template": False, "data__chat_template_kwargs": {"a": 1}},
+        r"data.chat_template_kwargs = {'a': 1} has no place where data.apply_chat_template = False",
+    ),
     ({"data__eval": "", "data__held_out": 0}, "data.held_out = 0 must be at least 1"),
     (
         {"data__eval": "", "data__held_out": -3},

@@ -46,6 +46,7 @@ LAYERS = {
     "generation.py": 8,
     "inputs.py": 8,
     "own_methods.py": 8,
+    "row_checks.py": 8,
     "report.py": 8,
     "evaluation.py": 8,
     "trainer.py": 8,
@@ -112,6 +113,7 @@ DOORS = {
         "rollout/protocol.py": {"PreTrainedTokenizerBase"},
         "rollout/server.py": {"PreTrainedTokenizerBase"},
         "inputs.py": {"PretrainedConfig", "PreTrainedTokenizerBase"},
+        "row_checks.py": {"PreTrainedTokenizerBase"},
         "rm.py": {"PreTrainedTokenizerBase"},
         "plan/*": {"PretrainedConfig", "logging"},
         "walk_step.py": {"AutoModelForCausalLM"},  # for the plain step beside minirl's

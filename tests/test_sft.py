@@ -29,7 +29,7 @@ from minirl.data import chat, turns
 from minirl.data.examples import Chats, open_chats
 from minirl.data.order import Order
 from minirl.data.packing import pack
-from minirl.data.rows import read_rows
+from minirl.data.split import read_rows
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy, make_minibatch
@@ -870,6 +870,7 @@ BAD = {  # name -> flags, what the message must say
 def test_a_context_holds_what_its_ranks_hold_together():
     cfg = SFTConfig(
         tokens_per_rank=512,
+        policy=PolicyConfig(model="scratch"),
         data=ChatsConfig(train="a.jsonl", max_tokens=1024),
         parallel=ParallelConfig(context=2),
     )

@@ -21,7 +21,7 @@ from minirl.data import chat
 from minirl.data.examples import Chats, open_chats
 from minirl.data.order import Mixture, Order
 from minirl.data.prompts import LengthBound, Prompts, open_prompts
-from minirl.data.rows import read_rows
+from minirl.data.split import read_rows
 from minirl.data.turns import encode_chat
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer

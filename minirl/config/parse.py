@@ -65,6 +65,7 @@ def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
                 args=flags,
                 description=description,
                 config=(tyro.conf.PositionalRequiredArgs,),
+                registry=_registry(),
                 # One rank is enough to print the help.
                 console_outputs=not asks_for_help or os.environ.get("RANK", "0") == "0",
                 **default,
@@ -75,6 +76,49 @@ def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
         lines = [line.rstrip() for line in refusal.getvalue().splitlines()]
         raise UserError("wrong flags\n" + "\n".join(lines).rstrip()) from stop
     return fill_config(cls, dataclasses.asdict(cfg))
+
+
+def _registry() -> Any:
+    """Return what tyro has to know of mappings: a flag takes names and values in turn.
+
+    A value is written as in YAML, so that false is no text.
+    """
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def mapping(info: Any) -> Any:
+        if typing.get_origin(info.type) is not dict:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs="*",
+            metavar="[NAME VALUE ...]",
+            instance_from_str=_to_mapping,
+            is_instance=lambda value: isinstance(value, dict),
+            str_from_instance=_from_mapping,
+        )
+
+    return registry
+
+
+def _to_mapping(words: list[str]) -> dict[str, Any]:
+    """Return the names and values that a flag gives in turn. Raises ValueError if one lacks."""
+    if len(words) % 2:
+        raise ValueError(f"names and values come in turn, and {words[-1]!r} has no value")
+    try:
+        values = [parse_yaml(word, "a value") if word else "" for word in words[1::2]]
+    except UserError as error:
+        raise ValueError(str(error)) from error
+    return dict(zip(words[::2], values, strict=True))
+
+
+def _from_mapping(values: dict[str, Any]) -> list[str]:
+    """Return the words that `_to_mapping` reads."""
+    words = []
+    for name, value in values.items():
+        words += [name, json.dumps(value, ensure_ascii=False)]
+    return words
 
 
 def load_config(cls: type, path: str, section: str = "") -> Any:

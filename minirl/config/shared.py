@@ -11,7 +11,7 @@ before anything is loaded or written.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -61,7 +61,8 @@ class ScratchConfig:
 class PolicyConfig:
     """The trained model and its optimizer."""
 
-    model: str = "scratch"  # Folder or hub id of a Hugging Face model, or `scratch`.
+    #: Folder or hub id of a Hugging Face model; `scratch` makes a small one with random weights.
+    model: str = ""
     scratch: ScratchConfig = field(default_factory=ScratchConfig)
     #: Dtype of forward and backward. Master weights, gradients and optimizer state are float32
     #: (with float64, which is for proofs, everything is float64).
@@ -174,7 +175,9 @@ class RowsConfig:
     #: Sources of held-out rows. Empty: `held_out` distinct rows of `train` (in RL: distinct
     #: prompts), which are then never trained on.
     eval: str | list[str] = ""
-    held_out: NonNegativeInt = 128  # Rows of `train` to hold out where `eval` is empty.
+    #: Rows of `train` to hold out where `eval` is empty. None: 128, or an eighth of the distinct
+    #: prompts if there are fewer than 256.
+    held_out: NonNegativeInt | None = None
     max_samples: NonNegativeInt = 0  # Take the first rows of each source, so many; 0: all.
     #: Column of a prompt's images: paths, bytes or PIL images (or a single one in a column
     #: `image`), for the parts {"type": "image"} of its messages, or before its text.
@@ -184,6 +187,15 @@ class RowsConfig:
     prompt_key: str = "prompt"
     system_prompt: str = ""  # Put before chats that have no system message.
     chat_template: str = ""  # File with a Jinja template to use instead of the tokenizer's.
+    #: Further arguments of the chat template, names and YAML values: enable_thinking false. A row's
+    #: column chat_template_kwargs counts before them.
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    #: False: prompts and answers are texts, encoded as they are, without any template (TRL's
+    #: "standard" rows). True: a prompt that is a text is what the user says in a chat.
+    apply_chat_template: bool = True
+    #: Column of the tools that a chat may call, for the template: a list of JSON schemas or the
+    #: JSON text of one. Empty: none.
+    tools_key: str = "tools"
     #: Instead of a chat template: a text in which {} is replaced by the prompt.
     input_template: str = ""
 

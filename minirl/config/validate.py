@@ -120,8 +120,19 @@ def validate_sampling(cfg: RLConfig | EvaluateConfig) -> None:
 
 
 def validate_templates(data: DataConfig | ChatsConfig | PairsConfig) -> None:
-    """Refuse an input template without a place for the prompt, or with a chat's settings."""
+    """Refuse templates that do not go together, and an input template without a place."""
     template = data.input_template
+    for name, value in (
+        ("input_template", template),
+        ("chat_template", data.chat_template),
+        ("chat_template_kwargs", data.chat_template_kwargs),
+        ("system_prompt", data.system_prompt),
+    ):
+        require(
+            data.apply_chat_template or not value,
+            f"data.{name} = {value!r} has no place where data.apply_chat_template = False encodes "
+            "texts as they are; set one of them",
+        )
     if not template:
         return
 
@@ -132,6 +143,7 @@ def validate_templates(data: DataConfig | ChatsConfig | PairsConfig) -> None:
 
     for name, value in (
         ("chat_template", data.chat_template),
+        ("chat_template_kwargs", data.chat_template_kwargs),
         ("system_prompt", data.system_prompt),
     ):
         require(
@@ -211,7 +223,13 @@ def _training(
     require(cfg.data.train, "data.train is empty: give a JSONL file or reasoning_gym:NAME")
 
     require(
-        cfg.data.eval or cfg.data.held_out >= 1,
+        cfg.policy.model,
+        "policy.model is empty: name the folder or hub id of the model to train by --policy.model, "
+        "or ask for a small one with random weights by --policy.model scratch",
+    )
+
+    require(
+        cfg.data.eval or cfg.data.held_out != 0,
         f"data.held_out = {cfg.data.held_out} must be at least 1 where data.eval names no file",
     )
 

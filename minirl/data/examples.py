@@ -11,17 +11,16 @@ from transformers import PreTrainedTokenizerBase
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat, images, turns
 from minirl.data.images import ImageSpan, Vision
+from minirl.data.messages import fault_of, is_messages, is_prompt, why_no_messages
 from minirl.data.order import make_order
 from minirl.data.rows import (
     Place,
     Rows,
     column,
     errors_at,
-    fault_of,
-    is_messages,
-    is_prompt,
     open_rows,
-    why_no_messages,
+    refuse_chats,
+    template_inputs,
     with_images,
 )
 from minirl.errors import UserError, require
@@ -43,13 +42,13 @@ def open_chats(source: str | list[str], setting: str, cfg: ChatsConfig, mesh: Me
         mesh: the ranks.
 
     Returns:
-        Rows {"messages": chat, "trained": indices of the assistant turns in the loss}, or
-        {"text": text}.
+        Rows {"messages": chat, "trained": indices of the assistant turns in the loss}, with
+        "template_inputs" where they have some, or {"text": text}.
 
     Raises:
         UserError: a source cannot be read. A row that is none of these raises one when it is read.
     """
-    return open_rows(source, setting, partial(to_chat, cfg=cfg), cfg.max_samples, mesh)
+    return open_rows(source, setting, partial(to_chat, cfg=cfg), cfg, mesh)
 
 
 def to_chat(raw: dict, place: Place, cfg: ChatsConfig) -> dict:
@@ -62,6 +61,7 @@ def to_chat(raw: dict, place: Place, cfg: ChatsConfig) -> dict:
         return {"text": text}
 
     # 1. The messages outside the loss, and those whose answers may be in it.
+    refuse_chats(place, cfg, messages, prompt if completion is not None else None, completion)
     if isinstance(completion, str | int | float):
         completion = [{"role": "assistant", "content": str(completion)}]
     before = []
@@ -101,6 +101,7 @@ def to_chat(raw: dict, place: Place, cfg: ChatsConfig) -> dict:
     return {
         "messages": whole[: trained[-1] + 1],
         "trained": trained if cfg.train_on == "all_turns" else trained[-1:],
+        **template_inputs(raw, place, cfg),
     }
 
 
@@ -122,7 +123,8 @@ def to_examples(
         vision or not images.of_chat(messages),
         "a chat has images, and policy.model reads none; take a model of a family that does",
     )
-    segments = turns.encode_chat(tokenizer, messages, row["trained"], stop_ids)
+    show = chat.renderer(tokenizer, row)
+    segments = turns.encode_chat(tokenizer, messages, row["trained"], stop_ids, show)
     examples = []
     for number, (ids, mask, num_messages) in enumerate(segments):
         urls = images.of_chat(messages[:num_messages])

@@ -35,7 +35,7 @@ def open_labelled(source: str | list[str], setting: str, cfg: LabelledConfig, me
         UserError: a source cannot be read. A row without an answer or a label raises one when it is
             read.
     """
-    return open_rows(source, setting, partial(_to_labelled, cfg=cfg), cfg.max_samples, mesh)
+    return open_rows(source, setting, partial(_to_labelled, cfg=cfg), cfg, mesh)
 
 
 def _to_labelled(raw: dict, place: Place, cfg: LabelledConfig) -> dict:

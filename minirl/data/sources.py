@@ -57,6 +57,11 @@ class Source:
     is_generated: bool  # By reasoning-gym.
     rows: Sequence
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether nested values have None for what other rows have there, as Arrow wants it."""
+        return isinstance(self.rows, datasets.Dataset)
+
     def read(self, first: int, last: int) -> list:
         """Return the rows from `first` to before `last`, read at once."""
         if isinstance(self.rows, JsonLines):
@@ -132,7 +137,8 @@ def _open(text: str, setting: str) -> tuple[Source, Path | None]:
     else:
         raise UserError(
             f"{setting} = {text!r}: no such file; give a JSONL, JSON, Parquet or CSV file, a "
-            f"folder or hub id of datasets or {GYM}NAME"
+            f"folder or hub id of datasets or {GYM}NAME (if a recipe names it, the comment at its "
+            "head says how it is made)"
         )
     source = Source(
         label=label, name=name, weight=weight, is_generated=is_generated, rows=rows or ()

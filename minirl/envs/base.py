@@ -87,6 +87,7 @@ class Env:
     graded = False  # Whether the reward functions score the last answer, beside what `step` gives.
     needs_policy = False  # Whether `policy` is set before `reset`.
     policy: PolicyInfo
+    needs_prompt = False  # Whether `reset` shows the row's prompt, so that every row must have one.
 
     def reset(self, row: dict) -> Observation | Awaitable[Observation]:
         """Return the first prompt.

@@ -91,6 +91,8 @@ class OpenRLHF(Env):
     `extra_logs` go to the metrics.
     """
 
+    needs_prompt = True
+
     def __init__(self, file: str):
         self.agent_class = cast(Any, load_class("env.name", file, "AgentInstance"))
         # `reset` calls its constructor.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
@@ -69,16 +69,29 @@ def find_folder(model: str, setting: str) -> Path:
     """
     folder = Path(model)
     if not os.path.isdir(folder):
+        require(
+            not _is_path(model),
+            f"{setting} = {model!r}: no such folder; give the folder of a model, or a hub id "
+            "(owner/name). If a recipe names it, the comment at the head of the recipe says how it "
+            "is made",
+        )
         try:
             folder = Path(snapshot_download(model, ignore_patterns=_UNUSED))
         except (HFValidationError, OSError) as error:  # the hub's other errors are OSErrors
-            raise UserError(
-                f"{setting} = {model!r} is neither a folder nor a hub id that can be downloaded: "
-                f"{error}"
-            ) from error
+            why = f"it cannot be downloaded: {error}"
+            if isinstance(error, LocalEntryNotFoundError):
+                why = "the hub cannot be reached from here; download it elsewhere (hf download)"
+            raise UserError(f"{setting} = {model!r} is no folder, and as a hub id {why}") from error
     for needed, pattern in _NEEDED.items():
         require(list(folder.glob(pattern)), f"{setting} = {folder} has no {needed} ({pattern})")
     return folder
+
+
+def _is_path(model: str) -> bool:
+    """Return whether a name is that of a folder, though there is none, rather than a hub id."""
+    parts = model.split("/")
+    is_below = len(parts) == 2 and (parts[0] in ("models", "runs") or os.path.isdir(parts[0]))
+    return not model or model[0] in "./~" or len(parts) > 2 or "\\" in model or is_below
 
 
 def read_config(folder: Path | str) -> PretrainedConfig:

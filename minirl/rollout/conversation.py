@@ -156,11 +156,21 @@ def to_arrays(lists: dict[str, Any], end: int | None = None) -> dict[str, Any]:
 
 
 class Conversation:
-    """The segments of an episode, or of a session of the endpoint."""
+    """The segments of an episode, or of a session of the endpoint.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vision: Vision | None = None):
+    Attributes:
+        render: gives the text of a chat, with the tools and template arguments of its row.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vision: Vision | None = None,
+        row: dict | None = None,
+    ):
         self.tokenizer = tokenizer
         self.vision = vision
+        self.render = chat.renderer(tokenizer, row or {})
         self.segments: list[Segment] = []
 
     def continue_with_messages(self, messages: list[dict]) -> Segment:
@@ -172,7 +182,7 @@ class Conversation:
         Raises:
             UserError: The template refuses the chat, or its images do not fit.
         """
-        text = chat.render(self.tokenizer, messages)
+        text = self.render(messages)
         return self.append_prompt(self.tokenize_prompt(text, images.of_chat(messages)))
 
     def tokenize_prompt(self, prompt: str | list[int], urls: Sequence[str]) -> Prompt:

@@ -18,7 +18,7 @@ from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.data import chat
 from minirl.data.images import BadImage, attach, plain, to_url
-from minirl.data.rows import why_no_messages
+from minirl.data.messages import why_no_messages
 from minirl.envs.base import Agent, Env, PolicyInfo, Result, State
 from minirl.errors import UserError
 from minirl.reading import is_unicode

@@ -18,7 +18,6 @@ import torch
 
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig
-from minirl.data import chat
 from minirl.data.prompts import Prompts
 from minirl.envs.base import Agent, Env
 from minirl.rewards.functions import Rewards
@@ -368,13 +367,13 @@ class Sampler:
         self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int
     ) -> Group:
         row = prompts.row(ticket)
-        row = {**row, "rendered_prompt": chat.render(prompts.tokenizer, prompts.messages(row))}
+        row = {**row, "rendered_prompt": prompts.rendered(row)}
         episodes = [
             Episode(
                 ticket=ticket,
                 number=i,
                 row=copy.deepcopy(row),  # an environment may change it
-                conversation=Conversation(prompts.tokenizer, prompts.vision),
+                conversation=Conversation(prompts.tokenizer, prompts.vision, row),
                 sampling=sampling,
             )
             for i in range(num_samples)
