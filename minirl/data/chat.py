@@ -1,7 +1,9 @@
 """Messages to texts and token ids, through the tokenizer's own chat template."""
 
+import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -12,6 +14,12 @@ from minirl.reading import is_unicode, library_reads, read_text
 
 Messages = list[dict]  # A chat: each with a role and a content.
 RowPrompt = str | Messages
+
+# What `render` says itself: no variables of a template.
+_RENDER_ARGUMENTS = {
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    "messages",
+} - {"kwargs"}
 
 
 def load_tokenizer(
@@ -205,6 +213,7 @@ def render(
     *,
     header: bool = True,
     tools: list[dict] | None = None,
+    kwargs: dict[str, Any] | None = None,
 ) -> str:
     """Return the chat as text.
 
@@ -213,10 +222,18 @@ def render(
         messages: the chat.
         header: whether the header of an answer follows, up to where the assistant begins to speak.
         tools: descriptions of tools, for the template.
+        kwargs: further variables for the template, as `enable_thinking`.
 
     Raises:
-        UserError: the template raises an error, or renders nothing.
+        UserError: the template raises an error, or renders nothing; `kwargs` has what is no
+            variable of a template.
     """
+    taken = _RENDER_ARGUMENTS & (kwargs or {}).keys()
+    require(
+        not taken,
+        f"chat_template_kwargs has {', '.join(sorted(taken))}, which is not for the template; "
+        "leave it out",
+    )
     shown = f"({str(messages)[:200]}); correct the messages or data.chat_template"
     try:
         text = tokenizer.apply_chat_template(
@@ -224,12 +241,37 @@ def render(
             tokenize=False,
             add_generation_prompt=header,
             tools=tools,  # type: ignore[arg-type]  # a list of dict is one of dict | Callable
+            **(kwargs or {}),
         )
     except Exception as error:  # a template is a program: it may raise anything
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise UserError(f"the chat template refuses a chat: {kind}{error} {shown}") from error
     require(text, f"the chat template renders nothing for a chat {shown}")
     return str(text)
+
+
+def require_tools_shown(
+    tokenizer: PreTrainedTokenizerBase, tools: list[dict], where: str
+) -> None:
+    """Refuse a chat template that does not show the tools it is given.
+
+    A policy would never know of them, and nothing else would say so.
+
+    Args:
+        tokenizer: has the template.
+        tools: descriptions of tools, in OpenAI's form.
+        where: begins the error message.
+
+    Raises:
+        UserError: a chat is rendered alike with the tools and without.
+    """
+    messages = [{"role": "user", "content": "minirl asks"}]
+    if render(tokenizer, messages) == render(tokenizer, messages, tools=tools):
+        raise UserError(
+            f"{where} shows no tools: it renders a chat alike with and without them, so the policy "
+            "would never know of them; name a template that does by data.chat_template, or leave "
+            "the tools out"
+        )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
