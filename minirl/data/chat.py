@@ -250,9 +250,7 @@ def render(
     return str(text)
 
 
-def require_tools_shown(
-    tokenizer: PreTrainedTokenizerBase, tools: list[dict], where: str
-) -> None:
+def require_tools_shown(tokenizer: PreTrainedTokenizerBase, tools: list[dict], where: str) -> None:
     """Refuse a chat template that does not show the tools it is given.
 
     A policy would never know of them, and nothing else would say so.

@@ -70,6 +70,7 @@ class Segment:
     # Given for the completion that ends with the token.
     turn_rewards: list[float] = field(default_factory=list)
     num_completions: int = 0
+    num_guided: int = 0  # Tokens of completions that are outside the loss.
     answer_begin: int = 0  # Where the last completion begins in `tokens`,
     answer_end: int = 0  # and where it ends.
     images: list[ImageSpan] = field(default_factory=list)
@@ -94,6 +95,7 @@ class Segment:
         self.answer_begin = len(self.tokens)
         self._append(completion, text)
         self.answer_end = len(self.tokens)
+        self.num_guided += sum(completion.guided)
         self.num_completions += 1
         last = completion.tokens[-1:]
         if completion.stopped and not decode(tokenizer, last, skip_special_tokens=True):

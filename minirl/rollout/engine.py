@@ -407,7 +407,8 @@ class RolloutEngine:
         log_masses = self.masses.take(request_id, len(tokens)) if self.masses else None
         guided: list[bool] = []
         if log_masses is not None:
-            values = [value + mass for value, mass in zip(values, log_masses, strict=True)]
+            known = [mass if math.isfinite(mass) else 0.0 for mass in log_masses]
+            values = [value + mass for value, mass in zip(values, known, strict=True)]
             guided = [log_mass < math.log(LEAST_MASS) for log_mass in log_masses]
             if reason and self.masses:
                 self.masses.end(request_id)
@@ -447,4 +448,3 @@ def resolve_num_seqs(cfg: EngineConfig, mesh: Mesh, num_answers: int) -> EngineC
         share = math.ceil(num_answers / num_engines)
     num_seqs = min(max(share, FEWEST_SEQS), MOST_SEQS)
     return dataclasses.replace(cfg, max_num_seqs=num_seqs)
-
