@@ -89,19 +89,19 @@ class Endpoint:
         )
         return Session(base_url=self.base_url, api_key=key, model=MODEL)
 
-    def conversation(self, api_key: str) -> Conversation:
-        """Return what is sampled with this key; it grows with each finished request."""
-        return self._sessions[api_key].conversation
+    def session(self, api_key: str) -> SessionState:
+        """Return the session of this key; its conversation grows with each finished request."""
+        return self._sessions[api_key]
 
-    def close(self, api_key: str) -> SessionState:
-        """Return the session of this key, which is invalid from now on.
+    def close(self, api_key: str) -> Conversation:
+        """Return what was sampled with this key, which is invalid from now on.
 
         Requests that are not finished are dropped.
         """
         session = self._sessions.pop(api_key)
         for task in session.tasks:
             task.cancel()
-        return session
+        return session.conversation
 
     async def _models(self, http_request: HTTPRequest) -> JSONResponse:
         self._session(http_request)
