@@ -116,10 +116,12 @@ class EpisodeRunner:
         self.failures: list[str] = []
         self.refusals: list[str] = []
 
-    def forget_troubles(self) -> None:
-        """Forget why episodes failed, and what the endpoint refused."""
+    def take_troubles(self) -> tuple[list[str], list[str]]:
+        """Return why episodes failed and what the endpoint refused, and forget both."""
+        troubles = (list(self.failures), list(self.refusals))
         self.failures.clear()
         self.refusals.clear()
+        return troubles
 
     async def run(self, e: Episode) -> None:
         """Run an episode to its end, from wherever it stands.
@@ -132,7 +134,7 @@ class EpisodeRunner:
         except (EnvFailed, BadImage) as failure:
             e.error = str(failure)
             if e.refusal:
-                e.error += f"; the endpoint's last refusal: {e.refusal}"
+                e.error += f"; the endpoint refused its last request: {e.refusal}"
             self.failures.append(e.error)
             if self.cfg.on_error == "raise":
                 raise UserError(

@@ -143,7 +143,7 @@ class Sampler:
             UserError: a reward function failed, or an environment with env.on_error raise.
         """
         self.engine_loop.version = version
-        self.runner.forget_troubles()
+        self.runner.take_troubles()
         make_group = partial(self._make_group, prompts, num_samples, sampling, version)
         goals = [Goal(version, len(tickets))]
         scheduler = GroupScheduler(self.runner)
@@ -185,7 +185,7 @@ class Sampler:
         cfg = self.cfg.rollout
         pace = self.pace
         self.engine_loop.version = version
-        self.runner.forget_troubles()
+        self.runner.take_troubles()
         make_group = partial(
             self._make_group, self.prompts, cfg.samples_per_prompt, sampling, version
         )
@@ -302,22 +302,19 @@ class Sampler:
 
     def _step_rollout(self, trajectories: list[Trajectory], next_ticket: int) -> StepRollout:
         """Return the result of a step, with the numbers of all ranks. Collective."""
-        failures = list(self.runner.failures)
-        refusals = list(self.runner.refusals)
+        troubles = self.runner.take_troubles()
         # Numbers are added. Texts, which are rare, are gathered only if there are any.
         num_with_tokens = sum(len(t.tokens) > 0 for t in trajectories)
-        num_texts = len(failures) + len(refusals)
-        numbers = (num_with_tokens, num_texts, self.engine_loop.take_discarded())
-        sums = self.mesh.sums(torch.tensor(numbers))
-        num_trajectories, num_texts, discarded_tokens = sums.tolist()
-        of_ranks = self.mesh.gather((failures, refusals)) if num_texts else []
+        numbers = (num_with_tokens, any(troubles), self.engine_loop.take_discarded())
+        num_trajectories, is_troubled, discarded = self.mesh.sums(torch.tensor(numbers)).tolist()
+        of_ranks = self.mesh.gather(troubles) if is_troubled else []
         return StepRollout(
             trajectories=trajectories,
             num_trajectories=num_trajectories,
             next_ticket=next_ticket,
             failures=sum([failures for failures, _ in of_ranks], []),
             refusals=sum([refusals for _, refusals in of_ranks], []),
-            discarded_tokens=discarded_tokens,
+            discarded_tokens=discarded,
             is_interrupted=self.is_interrupted,
         )
 

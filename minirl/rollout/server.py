@@ -27,6 +27,7 @@ from minirl.rollout.engine import Sampling
 from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.protocol import JSONObject, event, parse_request
 from minirl.rollout.response import MODEL, PendingResponse, SessionState
+from minirl.rollout.tool_calls import preload
 from minirl.serving.limits import MESSAGES, BadRequest, api_key, make_app, read_json
 from minirl.serving.server import Server, bind
 
@@ -60,6 +61,7 @@ class Endpoint:
         Raises:
             UserError: The address is not free.
         """
+        preload()  # Now, and not while a request waits.
         self.engine_loop = engine_loop
         self.prompts = prompts
         self._sessions: dict[str, SessionState] = {}

@@ -44,6 +44,18 @@ _TOOL = {
 _QUESTION = "minirl asks"
 
 
+def preload() -> None:
+    """Import what reading calls needs, which takes a second or two."""
+    import vllm.entrypoints.openai.chat_completion.protocol  # noqa: F401
+    import vllm.tool_parsers.hermes_tool_parser
+    import vllm.tool_parsers.structural_tag_registry
+    import vllm.v1.structured_output.backend_xgrammar  # noqa: F401
+
+    # A call that cannot be read is the policy's affair, not one for the log.
+    for logger in ("vllm.tool_parsers", "vllm.parser"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL + 1)
+
+
 @dataclass(frozen=True)
 class ToolReader:
     """Reads the calls in the answers to one request, and says how to force one."""
@@ -172,9 +184,6 @@ def _make_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Any) -> A
     """Return vLLM's parser. Raises UserError if there is none, or the tokenizer is of others."""
     from vllm.tool_parsers import ToolParserManager
 
-    # A call that cannot be read is the policy's affair, not one for the log.
-    for logger in ("vllm.tool_parsers", "vllm.parser"):
-        logging.getLogger(logger).setLevel(logging.CRITICAL + 1)
     try:
         return ToolParserManager.get_tool_parser(name)(tokenizer, tools)
     except KeyError as error:
