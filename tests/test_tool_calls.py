@@ -103,7 +103,7 @@ def test_variables_of_the_template_come_with_the_request():
 
 
 def test_demands_become_guides():
-    """The engine gets the grammar; what it cannot be held to is asked for as a text, and counted."""
+    """What an answer cannot be held to is asked for as a text, and counted."""
 
     async def program(w):
         shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
@@ -239,9 +239,7 @@ def test_errors_are_one_sentence():
             "there is no POST /v1/embeddings here; there are POST /v1/chat/completions, POST "
             "/v1/completions, POST /v1/messages, POST /v1/responses, GET /v1/models"
         )
-        with pytest.raises(
-            openai.BadRequestError, match="demands a tool, and the request has none"
-        ):
+        with pytest.raises(openai.BadRequestError, match="the request has none"):
             await w.ask(messages=HI, tool_choice="required")
 
     play(program)

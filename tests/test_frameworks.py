@@ -1,0 +1,87 @@
+"""Agent frameworks against the real endpoint: two training steps in which every episode is led by
+one of them, with a random tiny model that is held to calls and formats where they demand them."""
+
+import json
+
+import pytest
+
+import tiny
+from frameworks import MODES
+from minirl.rollout import records
+from programs import ROOT, fork
+from test_server import TEMPLATE
+
+# Modes that demand a call or a format, so that even a random model gives one.
+DEMANDING = [mode for mode in MODES if mode not in ("openai", "pydantic-ai, text and tools")]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("frameworks")
+    (folder / "template.jinja").write_text(TEMPLATE)
+    rows = [json.dumps({"prompt": f"Be {mode}.", "mode": mode, "answer": ""}) for mode in MODES]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    (folder / "one.jsonl").write_text(rows[0])
+    flags = {
+        "output": folder / "run",
+        "policy.model": tiny.make(folder / "model", max_position_embeddings=8192),
+        "policy.dtype": "float32",
+        "data.train": folder / "rows.jsonl",
+        "data.eval": folder / "one.jsonl",
+        "data.chat-template": folder / "template.jinja",
+        "env.name": f"{ROOT / 'tests' / 'frameworks.py'}:Any",
+        "env.max-tokens": 4000,
+        "rollout.prompts-per-step": len(MODES),
+        "rollout.samples-per-prompt": 2,
+        "rollout.max-tokens": 300,
+        "engine.max-model-len": 6000,
+        "engine.kv-cache-gb": 0.3,
+        "engine.max-num-seqs": 18,
+        "tokens-per-rank": 12000,
+        "num-steps": 2,
+        "checkpoint.every": 0,
+        "eval.every": 0,
+    }
+    arguments = [x for name, value in flags.items() for x in (f"--{name}", value)]
+    ended = fork("minirl.rl", [*arguments, "--rollout.dump"], folder / "log", seconds=500)
+    return ended, folder / "run"
+
+
+def test_every_framework_is_trained(ended):
+    result, output = ended
+    assert result.code == 0, result.err[-3000:]
+    for step in range(2):
+        found = list(records.read_file(output / "rollouts" / f"step-{step}-rank-0.jsonl"))
+        of_mode = {mode: [t for t in found if t.info["prompt"] == f"Be {mode}."] for mode in MODES}
+        for mode, trajectories in of_mode.items():
+            assert len({t.episode for t in trajectories}) == 2, mode
+            for t in trajectories:
+                assert not t.info["error"] and t.info["endpoint"]["refused"] == 0.0, (mode, t.info)
+                assert t.info["endpoint"]["unguided"] == 0.0, mode
+                assert t.sampled.any(), mode
+    picked = {mode for mode in MODES if any(t.info["env"]["picked"] for t in of_mode[mode])}
+    demanded = set(DEMANDING) - {
+        "langchain-openai, `bind_tools`",  # may call, need not
+        "smolagents, ToolCallingAgent",  # ends with an answer in words
+        "openai-agents, Responses (its default)",  # say where they went
+        "openai-agents, ChatCompletions",
+    }
+    assert demanded <= picked
+
+
+def test_guided_tokens_stay_outside_the_loss(ended):
+    """A random model is off any format, so that nothing that was demanded is trained on."""
+    _, output = ended
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["phase"] == "rl" and "endpoint/refused" in row]
+    assert len(steps) == 2
+    for row in steps:
+        assert row["endpoint/refused"] == 0.0 and 0.0 < row["endpoint/outside_loss"] < 1.0
+        assert row["env/failed"] == 0.0 and row["mismatch"] < 1e-3
+
+
+def test_the_table_of_frameworks_is_what_is_tested():
+    text = (ROOT / "minirl" / "rollout" / "README.md").read_text()
+    table = text.partition("| framework | works |")[2].partition("\n\n")[0]
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]]
+    assert rows == list(MODES)
