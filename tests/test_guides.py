@@ -1,4 +1,4 @@
-"""Guided decoding: what vLLM holds an answer to, and that log-probs in the loss are the policy's own,
+"""Guided decoding: what vLLM holds an answer to; log-probs in the loss are the policy's,
 without the mask."""
 
 import json

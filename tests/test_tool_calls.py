@@ -33,7 +33,8 @@ FAMILIES = {
     "qwen3_coder": "{{ '<tool_call>\\n<function=' + c.function.name + '>\\n' }}{% for k, v in "
     "c.function.arguments.items() %}{{ '<parameter=' + k + '>\\n' + v + '\\n</parameter>\\n' }}"
     "{% endfor %}{{ '</function>\\n</tool_call>' }}",
-    "mistral": "{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' + (c.function.arguments | tojson) }}",
+    "mistral": "{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' }}"
+    "{{ c.function.arguments | tojson }}",
     "llama3_json": '{{ \'<|python_tag|>{"name": "\' + c.function.name + \'", "parameters": \' + '
     "(c.function.arguments | tojson) + '}' }}",
 }
