@@ -1,6 +1,7 @@
 """Guided decoding: what vLLM holds an answer to; log-probs in the loss are the policy's,
 without the mask."""
 
+import asyncio
 import json
 import math
 
@@ -67,16 +68,12 @@ def guided_program(mesh, folder):
         for number, guide in enumerate([json_guide(PICK), reader.guide(), None, json_guide(PICK)])
     ]
 
-    async def some(chosen, interrupted):
-        for request in chosen:
-            await loop.generate(request)
-
     async def begin():
         task = loop.loop.create_task(loop.generate(requests[3]))
         while not engine.llm.llm_engine.has_unfinished_requests():
-            await asyncio_sleep()
+            await asyncio.sleep(0)
         for _ in range(40):
-            await asyncio_sleep()
+            await asyncio.sleep(0)
         return task
 
     waiting = loop.run(begin())
@@ -97,14 +94,8 @@ def guided_program(mesh, folder):
     return prompt, fields, texts, reader.read(texts[1]), (num_before, restarts)
 
 
-async def asyncio_sleep():
-    import asyncio
-
-    await asyncio.sleep(0)
-
-
 def test_answers_are_held_to_a_grammar_and_keep_the_policys_log_probs(tmp_path):
-    folder = tiny.make(tmp_path / "model")
+    folder = tiny.make(tmp_path / "model", max_position_embeddings=1024)
     prompt, fields, texts, (content, calls), (num_before, restarts) = ranks(
         1, guided_program, folder
     )[0]

@@ -122,7 +122,7 @@ def test_demands_become_guides():
         assert json.loads(guides[0].text) == SCHEMA
         assert json.loads(guides[1].text) == {"type": "object"}
         for guide in (guides[2], guides[3], guides[5]):
-            assert guide.kind == "structural_tag" and '"add\\"' in json.dumps(guide.text)
+            assert guide.kind == "structural_tag" and "add" in guide.text
         assert guides[4] is None
         assert w.endpoint.session(w.session.api_key).metrics()["unguided"] == 1.0
 

@@ -64,6 +64,7 @@ def is_deeper(value: object, levels: int) -> bool:
 def check(guide: Guide) -> None:
     """Refuse a guide that vLLM would not take. Raises UserError."""
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
     require(
@@ -72,7 +73,7 @@ def check(guide: Guide) -> None:
     )
     try:
         validate_xgrammar_grammar(SamplingParams(structured_outputs=to_vllm(guide)))
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError, VLLMValidationError) as error:
         problem = str(error).splitlines()[0]
         raise UserError(
             f"vLLM cannot hold an answer to this JSON schema: {problem}; simplify it, or leave "
