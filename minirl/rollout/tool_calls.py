@@ -122,6 +122,7 @@ def make_reader(
         UserError: the template shows no tools, or there is no such parser.
         ValueError: the tools are malformed.
     """
+    from vllm.exceptions import VLLMClientError
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     template = str(tokenizer.chat_template)
@@ -129,9 +130,12 @@ def make_reader(
     parser = setting
     if setting == "auto":
         parser = _find_parser(tokenizer, template)
-    request = ChatCompletionRequest(
-        model="policy", messages=[], tools=tools, tool_choice=tool_choice or "auto"
-    )
+    try:
+        request = ChatCompletionRequest(
+            model="policy", messages=[], tools=tools, tool_choice=tool_choice or "auto"
+        )
+    except VLLMClientError as error:
+        raise UserError(f"the tools cannot be called: {str(error).splitlines()[0]}") from error
     _make_parser(parser, tokenizer, request.tools)
     return ToolReader(parser, tokenizer, request)
 
