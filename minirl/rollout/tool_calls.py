@@ -122,8 +122,8 @@ def make_reader(
         UserError: the template shows no tools, or there is no such parser.
         ValueError: the tools are malformed.
     """
-    from vllm.exceptions import VLLMClientError
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.exceptions import VLLMClientError
 
     template = str(tokenizer.chat_template)
     _require_shown(tokenizer, template)
