@@ -31,6 +31,7 @@ def ended(tmp_path_factory):
         "data.chat-template": folder / "template.jinja",
         "env.name": f"{ROOT / 'tests' / 'frameworks.py'}:Any",
         "env.max-tokens": 4000,
+        "env.timeout-seconds": 500,
         "rollout.prompts-per-step": len(MODES),
         "rollout.samples-per-prompt": 2,
         "rollout.max-tokens": 300,
