@@ -58,35 +58,32 @@ def walk(choice: str) -> str:
     return f"went {choice}"
 
 
-def run_openai_agent(model):
+async def run_openai_agent(session, model_class):
     """Ask, stream, and demand a tool that ends the run."""
-    free = OpenAIAgent(name="free", instructions="Talk.", model=model)
-    asyncio.run(Runner.run(free, QUESTION))
-
-    async def stream():
-        result = Runner.run_streamed(free, QUESTION)
-        async for _ in result.stream_events():
+    async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+        model = model_class(session.model, client)
+        free = OpenAIAgent(name="free", instructions="Talk.", model=model)
+        await Runner.run(free, QUESTION)
+        streamed = Runner.run_streamed(free, QUESTION)
+        async for _ in streamed.stream_events():
             pass
-
-    asyncio.run(stream())
-    forced = OpenAIAgent(
-        name="forced",
-        model=model,
-        tools=[go],
-        model_settings=ModelSettings(tool_choice="required", parallel_tool_calls=False),
-        tool_use_behavior="stop_on_first_tool",
-    )
-    return asyncio.run(Runner.run(forced, QUESTION, max_turns=1)).final_output
+        forced = OpenAIAgent(
+            name="forced",
+            model=model,
+            tools=[go],
+            model_settings=ModelSettings(tool_choice="required", parallel_tool_calls=False),
+            tool_use_behavior="stop_on_first_tool",
+        )
+        ended = await Runner.run(forced, QUESTION, max_turns=1)
+        return str(ended.final_output).removeprefix("went ")
 
 
 def openai_agents_responses(session):
-    client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
-    return run_openai_agent(OpenAIResponsesModel(session.model, client))
+    return asyncio.run(run_openai_agent(session, OpenAIResponsesModel))
 
 
 def openai_agents_chat(session):
-    client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
-    return run_openai_agent(OpenAIChatCompletionsModel(session.model, client))
+    return asyncio.run(run_openai_agent(session, OpenAIChatCompletionsModel))
 
 
 def pydantic_model(session):

@@ -64,8 +64,6 @@ def test_every_framework_is_trained(ended):
     demanded = set(DEMANDING) - {
         "langchain-openai, `bind_tools`",  # may call, need not
         "smolagents, ToolCallingAgent",  # ends with an answer in words
-        "openai-agents, Responses (its default)",  # say where they went
-        "openai-agents, ChatCompletions",
     }
     assert demanded <= picked
 
