@@ -11,8 +11,73 @@ from minirl.rollout import records
 from programs import ROOT, fork
 from test_server import TEMPLATE
 
-# Modes that demand a call or a format, so that even a random model gives one.
-DEMANDING = [mode for mode in MODES if mode not in ("openai", "pydantic-ai, text and tools")]
+# Modes that demand a call or a format and return it, so that even a random model picks.
+MUST_PICK = {
+    "anthropic",
+    "openai-agents, Responses (its default)",
+    "openai-agents, ChatCompletions",
+    "pydantic-ai, `output_type`",
+    "langchain-openai, `with_structured_output`",
+}
+REFUSED = """
+import os
+import openai
+from minirl.envs import Agent, Result
+
+os.environ["NO_PROXY"] = "127.0.0.1"
+
+
+class Refused(Agent):
+    def run(self, row, session):
+        with openai.OpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            chat = [{"role": "user", "content": "hi"}]
+            wanted = row["wanted"] or None
+            format = {"type": wanted} if wanted else openai.NOT_GIVEN
+            client.chat.completions.create(
+                model=session.model, messages=chat, response_format=format
+            )
+            return Result(reward=1.0)
+"""
+
+
+def evaluate(folder, wanted):
+    """`minirl.evaluate` of an agent that wants these formats, one a row: its end, and its scores."""
+    rows = [{"prompt": f"Row {i}.", "wanted": w, "answer": ""} for i, w in enumerate(wanted)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "agent.py").write_text(REFUSED)
+    flags = {
+        "model": tiny.make(folder / "model"),
+        "data.eval": folder / "rows.jsonl",
+        "env.name": f"{folder / 'agent.py'}:Refused",
+        "env.error-reward": -1,
+        "env.timeout-seconds": 300,
+        "eval.samples": 1,
+        "rollout.max-tokens": 8,
+        "engine.dtype": "float32",
+        "engine.max-model-len": 256,
+        "engine.kv-cache-gb": 0.05,
+        "output": folder / "scores.json",
+    }
+    arguments = [x for name, value in flags.items() for x in (f"--{name}", value)]
+    ended = fork("minirl.evaluate", arguments, folder / "log", seconds=500)
+    written = folder / "scores.json"
+    return ended, json.loads(written.read_text()) if written.exists() else None
+
+
+def test_episodes_without_a_token_count_in_an_evaluation(tmp_path):
+    ended, scores = evaluate(tmp_path, ["", "grammar", "", "grammar"])
+    assert ended.code == 0, ended.err[-3000:]
+    expected = {"accuracy": 0.5, "reward": 0.0, "env/failed": 0.5, "endpoint/refused": 0.5}
+    assert {name: scores[name] for name in expected} == expected
+
+
+def test_an_evaluation_in_which_all_is_refused_ends_with_the_refusal(tmp_path):
+    ended, _ = evaluate(tmp_path, ["grammar", "grammar"])
+    assert ended.code == 2
+    (message,) = ended.errors()
+    assert "none of the 2 held-out prompts got an answer to evaluate" in message
+    assert "response_format has the type 'grammar'; give text, json_object or json_sch" in message
+    assert "Traceback" not in ended.err
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +116,7 @@ def ended(tmp_path_factory):
 def test_every_framework_is_trained(ended):
     result, output = ended
     assert result.code == 0, result.err[-3000:]
+    picked = set()
     for step in range(2):
         found = list(records.read_file(output / "rollouts" / f"step-{step}-rank-0.jsonl"))
         of_mode = {mode: [t for t in found if t.info["prompt"] == f"Be {mode}."] for mode in MODES}
@@ -60,12 +126,9 @@ def test_every_framework_is_trained(ended):
                 assert not t.info["error"] and t.info["endpoint"]["refused"] == 0.0, (mode, t.info)
                 assert t.info["endpoint"]["unguided"] == 0.0, mode
                 assert t.sampled.any(), mode
-    picked = {mode for mode in MODES if any(t.info["env"]["picked"] for t in of_mode[mode])}
-    demanded = set(DEMANDING) - {
-        "langchain-openai, `bind_tools`",  # may call, need not
-        "smolagents, ToolCallingAgent",  # ends with an answer in words
-    }
-    assert demanded <= picked
+                if t.info["env"]["picked"]:
+                    picked.add(mode)
+    assert picked >= MUST_PICK
 
 
 def test_guided_tokens_stay_outside_the_loss(ended):
