@@ -41,7 +41,7 @@ class Refused(Agent):
 
 
 def evaluate(folder, wanted):
-    """`minirl.evaluate` of an agent that wants these formats, one a row: its end, and its scores."""
+    """`minirl.evaluate` of an agent that wants these formats, one a row: its end and scores."""
     rows = [{"prompt": f"Row {i}.", "wanted": w, "answer": ""} for i, w in enumerate(wanted)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "agent.py").write_text(REFUSED)
@@ -54,7 +54,7 @@ def evaluate(folder, wanted):
         "eval.samples": 1,
         "rollout.max-tokens": 8,
         "engine.dtype": "float32",
-        "engine.max-model-len": 256,
+        "engine.max-model-len": 0,
         "engine.kv-cache-gb": 0.05,
         "output": folder / "scores.json",
     }
