@@ -106,8 +106,8 @@ def _require_answers(sampler: Sampler, num_prompts: int, num_trajectories: int) 
     of_ranks = sampler.mesh.gather((num_trajectories, runner.failures[:1], runner.refusals[-1:]))
     if any(num for num, _, _ in of_ranks):
         return
-    failures = sum([each for _, each, _ in of_ranks], [])
-    refusals = sum([each for _, _, each in of_ranks], [])
+    failures = itertools.chain.from_iterable(each for _, each, _ in of_ranks)
+    refusals = itertools.chain.from_iterable(each for _, _, each in of_ranks)
     why = [*failures, *refusals, "the policy sampled no token in any"][0]
     raise UserError(
         f"none of the {num_prompts} held-out prompts got an answer to evaluate: {why}; mend "

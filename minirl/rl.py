@@ -7,6 +7,7 @@ Every rank runs this program, holds a shard of the policy and has a vLLM engine 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +124,7 @@ class Trainer(Program):
                 minibatches = self.make_batches(trajectories)  # even over the ranks, packed
             with self.timer.phase("annotate"):
                 self.annotate(minibatches)  # old and reference log-probs, values
-                self.assign_advantages(trajectories, minibatches)
+                self.assign_advantages(minibatches, trajectories)
             metrics = self.update(step, minibatches)  # an optimizer step for each minibatch
             self.report(step, trajectories, minibatches, metrics)
             self.adapt_kl_coef(metrics)
@@ -249,7 +250,9 @@ class Trainer(Program):
             self.critic.annotate(minibatches, "values")
             self.critic.sleeper.sleep_parameters()
 
-    def assign_advantages(self, trajectories: list[Trajectory], minibatches: Minibatches) -> None:
+    def assign_advantages(
+        self, minibatches: Minibatches, trajectories: Sequence[Trajectory] = ()
+    ) -> None:
         """Give every token its advantage, and choose the tokens of high entropy. Collective.
 
         Episodes without tokens have a part in the means of their groups.

@@ -129,7 +129,7 @@ def test_mass_is_that_of_the_allowed_tokens():
     share = (whole[0] / 2).softmax(0)[:2].sum().item()
     assert recorder.take("7", 2) == [pytest.approx(math.log(share)), -math.inf]
     assert recorder.take("8", 1) == [0.0] and recorder.take("9", 1) is None
-    recorder.end("8")
+    recorder.end(["8", "none"])
     assert recorder.take("8", 1) is None
 
 

@@ -117,8 +117,7 @@ class RolloutEngine:
         self.on_cuda = mesh.device.type == "cuda"
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        # vLLM's imports warn, whatever the settings are.
-        quiet = warnings.catch_warnings(action="ignore")
+        quiet = warnings.catch_warnings(action="ignore")  # vLLM's imports warn in any case.
         with vllm_patches.keep_process_state(), quiet:
             logging.getLogger("vllm").setLevel(logging.ERROR)
             import vllm
@@ -362,8 +361,8 @@ class RolloutEngine:
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop these requests."""
-        for request_id in request_ids if self.masses else ():
-            self.masses.end(request_id)
+        if self.masses:
+            self.masses.end(request_ids)
         self.llm.llm_engine.abort_request(request_ids)
 
     def step(self) -> list[EngineOutput]:
@@ -411,7 +410,7 @@ class RolloutEngine:
             values = [value + mass for value, mass in zip(values, known, strict=True)]
             guided = [log_mass < math.log(LEAST_MASS) for log_mass in log_masses]
             if reason and self.masses:
-                self.masses.end(request_id)
+                self.masses.end([request_id])
         return EngineOutput(request_id, list(tokens), values, reason, guided)
 
     def tensor_parallel_broadcast(self, value: Any) -> Any:

@@ -102,10 +102,11 @@ class MassRecorder:
         self._temperatures[request_id] = temperature or 1.0  # 0 is greedy: any will do.
         self._log_masses[request_id] = []
 
-    def end(self, request_id: str) -> None:
-        """Forget a request."""
-        self._temperatures.pop(request_id, None)
-        self._log_masses.pop(request_id, None)
+    def end(self, request_ids: list[str]) -> None:
+        """Forget requests, of which some may have no guide."""
+        for request_id in request_ids:
+            self._temperatures.pop(request_id, None)
+            self._log_masses.pop(request_id, None)
 
     def take(self, request_id: str, num_tokens: int) -> list[float] | None:
         """Return the log masses of a request's next tokens.

@@ -123,7 +123,7 @@ class ResponsesResponse(PendingResponse):
 
     @property
     def _name(self) -> str:
-        return self.head["id"].removeprefix("chatcmpl-")
+        return str(self.head["id"]).removeprefix("chatcmpl-")
 
     def _items(self) -> list[JSONObject]:
         """Return the items of the output: what was said, if anything was, then the calls."""

@@ -151,8 +151,7 @@ class Sampler:
         if self.mesh.agree_to_stop():
             return None  # without waiting for the rewards that are still being computed
         trajectories = list(itertools.chain.from_iterable(g.trajectories() for g in groups))
-        came_meanwhile = self.mesh.agree_to_stop()  # Rewards may take long.
-        return None if came_meanwhile else trajectories
+        return None if self.mesh.agree_to_stop() else trajectories  # Rewards may take long.
 
     # ----------------------------------------------------------------------------------------------
     # a training step
@@ -426,8 +425,7 @@ class Sampler:
         for ticket in late:
             del self.begun[ticket]
             if ticket in self.training.groups:
-                group = self.training.groups.pop(ticket)
-                self.engine_loop.discarded_tokens += group.num_sampled()
+                self.engine_loop.discarded_tokens += self.training.groups.pop(ticket).num_sampled()
         self.waiting = sorted(itertools.chain(late, *self.mesh.gather(waiting)))
 
     def _restore(self, saved: SavedGroup, sampling: Sampling) -> bool:
