@@ -250,18 +250,16 @@ class Trainer(Program):
             self.critic.annotate(minibatches, "values")
             self.critic.sleeper.sleep_parameters()
 
-    def assign_advantages(
-        self, minibatches: Minibatches, trajectories: Sequence[Trajectory] = ()
-    ) -> None:
+    def assign_advantages(self, minibatches: Minibatches, found: Sequence[Trajectory] = ()) -> None:
         """Give every token its advantage, and choose the tokens of high entropy. Collective.
 
-        Episodes without tokens have a part in the means of their groups.
+        `found`: the step's trajectories. Those without tokens count in the means of their groups.
         """
         advantages.assign(
             sum(minibatches, []),
             self.inputs.estimator,
             self.algo,
-            without_tokens=[t for t in trajectories if not len(t.tokens)],
+            without_tokens=[t for t in found if not len(t.tokens)],
             sum_over_ranks=self.mesh.data_sums,
             max_over_ranks=self.mesh.maxima,
             gather_rows=self.mesh.gather_rows,
