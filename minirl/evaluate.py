@@ -16,6 +16,7 @@ from minirl.data import chat
 from minirl.data.images import Vision, sampling_stops
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.split import read_rows
+from minirl.envs.base import Agent
 from minirl.envs.registry import make_env
 from minirl.errors import require
 from minirl.evaluation import evaluate
@@ -43,12 +44,11 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
             env_maker = make_env(cfg.env.name)
             rewards = make_rewards(cfg.reward, mesh.watch)
         scorer = find_other_model(cfg.reward.model, config, 1, "reward.model", scores=True)
-        env = make_in_time(env_maker, cfg.env, mesh.watch)
-        graded = env.graded
-        if graded:
+        example = make_in_time(env_maker, cfg.env, mesh.watch)
+        if example.graded:
             rewards.check_supported()
-    checks = PromptChecks(rewards if graded else None, tokenizer, cfg.data)
-    own_prompts = not env.needs_prompt
+    checks = PromptChecks(rewards if example.graded else None, tokenizer, cfg.data)
+    own_prompts = not example.needs_prompt
     opened = open_prompts(cfg.data.eval, "data.eval", cfg.data, mesh, own_prompts=own_prompts)
     rows, _ = read_rows(opened, mesh, cfg.seed, mark=checks.mark)
     checks.refuse_bad(rows)
@@ -65,6 +65,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         load_weights=True,
         reads_images=vision is not None,
         num_answers=len(rows) * cfg.eval.samples,
+        guides=isinstance(example, Agent),
     )
     _check_finite(engine, folder, mesh)
     sampler = Sampler(engine, env_maker, rewards, prompts, cfg)

@@ -21,6 +21,7 @@ INFO_METRICS = (
     ("reward", "reward_metrics"),
     ("graders", "graders"),
     ("env", "env"),
+    ("endpoint", "endpoint"),
 )
 NUM_SHOWN = 5  # Prompts whose answers are kept for people to read.
 
@@ -46,8 +47,10 @@ def breakdown(
         `reward/NAME` of each of several reward functions, over the answers that it applies to, and
         of what functions of TRL and OpenRLHF log; `graders/stopped`, the share of answers
         that a grader of another package could not grade within its limits; `env/turns`,
-        `env/truncated`, `env/failed` and all other `env/NAME` that the environment reports; the
-        means of `more`.
+        `env/truncated`, `env/failed` and all other `env/NAME` that the environment reports;
+        `endpoint/refused`, requests of an agent that the endpoint refused, `endpoint/unguided`,
+        those whose answers it could not hold to what they demand, and `endpoint/outside_loss`, the
+        share of tokens that guided decoding put outside the loss; the means of `more`.
     """
     values = list(more)
     for t in episodes:
@@ -96,16 +99,18 @@ def _require_answers(sampler: Sampler, num_prompts: int, num_trajectories: int) 
     Args:
         sampler: knows why episodes have failed on this rank.
         num_prompts: held out.
-        num_trajectories: on this rank.
+        num_trajectories: with tokens, on this rank.
 
     Raises:
         UserError: on all ranks.
     """
-    of_ranks = sampler.mesh.gather((num_trajectories, sampler.runner.failures[:1]))
-    if any(num for num, _ in of_ranks):
+    runner = sampler.runner
+    of_ranks = sampler.mesh.gather((num_trajectories, runner.failures[:1], runner.refusals[-1:]))
+    if any(num for num, _, _ in of_ranks):
         return
-    firsts = [failures[0] for _, failures in of_ranks if failures]
-    why = firsts[0] if firsts else "the policy sampled no token in any"
+    failures = itertools.chain.from_iterable(each for _, each, _ in of_ranks)
+    refusals = itertools.chain.from_iterable(each for _, _, each in of_ranks)
+    why = [*failures, *refusals, "the policy sampled no token in any"][0]
     raise UserError(
         f"none of the {num_prompts} held-out prompts got an answer to evaluate: {why}; mend "
         "env.name, or give its prompts more room by engine.max_model_len"
@@ -137,7 +142,8 @@ def evaluate(
     trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
     if trajectories is None:
         return None
-    _require_answers(sampler, len(prompts.rows), len(trajectories))
+    num_with_tokens = sum(len(t.tokens) > 0 for t in trajectories)
+    _require_answers(sampler, len(prompts.rows), num_with_tokens)
     if reward_model:
         reward_model.grade(trajectories)
     episodes = [t for t in trajectories if t.segment == 0]

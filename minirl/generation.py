@@ -6,12 +6,14 @@ from pathlib import Path
 from minirl.checkpoint import Saver, load_rollouts
 from minirl.config.rl import RLConfig
 from minirl.data.images import sampling_stops
+from minirl.envs.base import Agent
 from minirl.inputs import Inputs
 from minirl.policy import Policy
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.groups import StepRollout
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
+from minirl.rollout.user_code import make_in_time
 
 
 class Generation:
@@ -40,6 +42,7 @@ class Generation:
             reads_images=policy.vision is not None,
             num_answers=cfg.rollout.samples_per_prompt
             * (cfg.rollout.prompts_per_step + cfg.rollout.extra_prompts + cfg.rollout.ahead),
+            guides=isinstance(make_in_time(inputs.make_env, cfg.env, policy.mesh.watch), Agent),
             timer=policy.timer,
         )
         self.refit = Refit(

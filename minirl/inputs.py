@@ -220,8 +220,6 @@ def _refuse_other_run(output: Path, resume: bool) -> None:
         )
 
 
-
-
 def find_model(
     cfg: RLConfig | SupervisedConfig, max_len: int, *, engine_on: str = "cpu", chats: bool = True
 ) -> ModelFiles:

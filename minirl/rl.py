@@ -7,6 +7,7 @@ Every rank runs this program, holds a shard of the policy and has a vLLM engine 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,6 @@ from minirl.config.rl import RLConfig
 from minirl.data.curriculum import Curriculum
 from minirl.data.exchange import exchange
 from minirl.data.packing import pack
-from minirl.errors import UserError
 from minirl.evaluation import evaluate, means_of_step
 from minirl.generation import Generation
 from minirl.health import Health
@@ -126,7 +126,7 @@ class Trainer(Program):
                 minibatches = self.make_batches(trajectories)  # even over the ranks, packed
             with self.timer.phase("annotate"):
                 self.annotate(minibatches)  # old and reference log-probs, values
-                self.assign_advantages(minibatches)
+                self.assign_advantages(minibatches, trajectories)
             metrics = self.update(step, minibatches)  # an optimizer step for each, in each pass
             self.report(step, trajectories, minibatches, metrics)
             self.adapt_kl_coef(metrics)
@@ -167,16 +167,11 @@ class Trainer(Program):
         self.progress.extra_tickets += self.num_extra_prompts
         self.num_discarded_tokens = rollout.discarded_tokens
         trajectories = rollout.trajectories
-        failures = rollout.failures
 
         # 2. Some episodes may have failed, but not all.
-        if failures:
-            self.run.log.say(
-                f"step {step}: {len(failures)} episodes failed, the first because {failures[0]}"
-            )
-        if not rollout.num_trajectories:
-            why = failures[0] if failures else "the policy sampled no token in any"
-            raise UserError(f"step {step}: no episode can be trained on: {why}")
+        for trouble in rollout.troubles():
+            self.run.log.say(f"step {step}: {trouble}")
+        rollout.require_tokens()
 
         # 3. Score them, beyond what rewards were computed during generation.
         if self.reward_model:
@@ -257,12 +252,16 @@ class Trainer(Program):
             self.critic.annotate(minibatches, "values")
             self.critic.sleeper.sleep_parameters()
 
-    def assign_advantages(self, minibatches: Minibatches) -> None:
-        """Give every token its advantage, and choose the tokens of high entropy. Collective."""
+    def assign_advantages(self, minibatches: Minibatches, found: Sequence[Trajectory] = ()) -> None:
+        """Give every token its advantage, and choose the tokens of high entropy. Collective.
+
+        `found`: the step's trajectories. Those without tokens count in the means of their groups.
+        """
         advantages.assign(
             sum(minibatches, []),
             self.inputs.estimator,
             self.algo,
+            without_tokens=[t for t in found if not len(t.tokens)],
             sum_over_ranks=self.mesh.data_sums,
             max_over_ranks=self.mesh.maxima,
             gather_rows=self.mesh.gather_rows,

@@ -34,7 +34,11 @@ UNSET: Any = None  # The value of a field that a later stage of the step fills i
 
 @dataclass(kw_only=True)
 class Trajectory:
-    """One token-exact sequence of L tokens: what the engine read and sampled, id by id."""
+    """One token-exact sequence of L tokens: what the engine read and sampled, id by id.
+
+    An episode in which nothing was sampled is one with L = 0: its reward counts, but nothing of it
+    is trained on.
+    """
 
     # int32 [L]: the prompt, sampled tokens, and what an environment said in between.
     tokens: np.ndarray

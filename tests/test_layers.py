@@ -98,6 +98,8 @@ DOORS = {
         "rollout/vllm_patches.py": None,
         "rollout/vllm_cpu.py": None,
         "rollout/packed.py": {"_custom_ops"},
+        "rollout/guides.py": None,
+        "rollout/tool_calls.py": None,
     },
     "transformers": {
         "model/*": None,
@@ -112,6 +114,8 @@ DOORS = {
         "rollout/episode.py": {"PreTrainedTokenizerBase"},
         "rollout/protocol.py": {"PreTrainedTokenizerBase"},
         "rollout/server.py": {"PreTrainedTokenizerBase"},
+        "rollout/tool_calls.py": {"PreTrainedTokenizerBase"},
+        "rollout/choice.py": {"PreTrainedTokenizerBase"},
         "inputs.py": {"PretrainedConfig", "PreTrainedTokenizerBase"},
         "row_checks.py": {"PreTrainedTokenizerBase"},
         "rm.py": {"PreTrainedTokenizerBase"},

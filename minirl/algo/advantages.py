@@ -15,7 +15,7 @@ f(batch, rewards, cfg). `compares_nothing` and `whitened` declare what else it i
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import Parameter
 
 import numpy as np
@@ -27,7 +27,7 @@ from minirl.algo.normalize import over_sequences, sequence_sums, to_rows
 from minirl.config.lookup import find_function
 from minirl.config.rl import AlgoConfig
 from minirl.errors import UserError, require
-from minirl.types import Packed
+from minirl.types import Packed, Trajectory
 
 Reduce = Callable[[Tensor], Tensor]  # A CPU tensor of every rank to their sum or maximum.
 # A table of numbers of every rank to all of them, in rank order.
@@ -221,6 +221,7 @@ def assign(
     estimator: Callable[..., Tensor],
     cfg: AlgoConfig,
     *,
+    without_tokens: Sequence[Trajectory] = (),
     sum_over_ranks: Reduce,
     max_over_ranks: Reduce,
     gather_rows: GatherRows,
@@ -232,6 +233,10 @@ def assign(
             values.
         estimator: as `find` returned it for cfg.advantage.
         cfg: the section `algo` of the config, with the present weight of the KL.
+        without_tokens: episodes that this rank ran and that have no token. Their rewards are
+            outcomes of the policy like others, so they count where siblings are compared. That no
+            token of theirs is trained on biases nothing: what an episode is compared with does not
+            depend on its own actions.
         sum_over_ranks: adds a CPU tensor over the ranks that hold different tokens.
         max_over_ranks: takes its maximum over all ranks.
         gather_rows: returns a table of numbers of every rank.
@@ -245,7 +250,10 @@ def assign(
         if inspect.unwrap(estimator) in WHITENED:
             values = whiten(values, batches, sum_over_ranks, max_over_ranks)
     else:
-        values = _by_group(batches, penalties, estimator, gather_rows, cfg.advantage)
+        table = np.concatenate(
+            [_rows_of_sequences(batches, penalties), _rows_without_tokens(without_tokens)]
+        )
+        values = _by_group(batches, gather_rows(table), estimator, cfg.advantage)
         if cfg.whiten_tokens:
             values = whiten(values, batches, sum_over_ranks, max_over_ranks)
 
@@ -319,18 +327,16 @@ def whiten(
 
 def _by_group(
     batches: list[Packed],
-    penalties: list[Tensor],
+    tables: list[np.ndarray],
     estimator: Callable[..., Tensor],
-    gather_rows: GatherRows,
     name: str,
 ) -> list[Tensor]:
     """Return the advantages [T] of each micro-batch from an estimator that compares siblings.
 
-    Siblings may be on any rank, so every rank gathers a row of each sequence and estimates the
-    whole step. `name`: of the estimator, for errors.
+    Siblings may be on any rank, so every rank has the rows of all (`tables`, of each rank) and
+    estimates the whole step. `name`: of the estimator, for errors.
     """
     # 1. All sequences. Tensor- and context-parallel ranks have copies: the first rank's count.
-    tables = gather_rows(_rows_of_sequences(batches, penalties))
     rows = np.concatenate(tables)
     order = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))  # Stable: by rank, where equal.
     rows = rows[order]
@@ -414,4 +420,10 @@ def _rows_of_sequences(batches: list[Packed], penalties: list[Tensor]) -> np.nda
         numbers = torch.stack([batch.rewards, paid, batch.loss_tokens.double()], 1).cpu().numpy()
         in_loss = numbers[:, 2] > 0
         tables.append(np.concatenate([ids, numbers[:, :2]], 1)[in_loss])
-    return np.concatenate(tables)
+    return np.concatenate([np.empty((0, 5)), *tables])
+
+
+def _rows_without_tokens(episodes: Sequence[Trajectory]) -> np.ndarray:
+    """Return the same of episodes that have no tokens, which pay nothing."""
+    rows = [(t.group, t.episode, t.segment, t.reward, 0.0) for t in episodes]
+    return np.array(rows, np.float64).reshape(-1, 5)

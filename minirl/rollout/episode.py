@@ -55,6 +55,8 @@ class Episode:
     reward: float = 0.0
     error: str = ""
     info: dict[str, float] = field(default_factory=dict)
+    endpoint: dict[str, float] = field(default_factory=dict)  # What the endpoint says of an agent.
+    refusal: str = ""  # Of an agent's last request that the endpoint refused.
     # Returns the trajectories once the episode has ended; waits for the rewards. None: it goes on.
     outcome: Callable[[], list[Trajectory]] | None = None
 
@@ -76,6 +78,7 @@ class EpisodeRunner:
         threads: for calls of environments that are not asynchronous.
         pool: of threads in which episodes that have ended are scored.
         failures: why episodes failed.
+        refusals: of each episode with a request that the endpoint refused, the last one.
     """
 
     def __init__(
@@ -111,6 +114,14 @@ class EpisodeRunner:
         self.threads = asyncio.Semaphore(self.cfg.threads)
         self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
         self.failures: list[str] = []
+        self.refusals: list[str] = []
+
+    def take_troubles(self) -> tuple[list[str], list[str]]:
+        """Return why episodes failed and what the endpoint refused, and forget both."""
+        troubles = (list(self.failures), list(self.refusals))
+        self.failures.clear()
+        self.refusals.clear()
+        return troubles
 
     async def run(self, e: Episode) -> None:
         """Run an episode to its end, from wherever it stands.
@@ -122,10 +133,12 @@ class EpisodeRunner:
             await self._run_to_end(e)
         except (EnvFailed, BadImage) as failure:
             e.error = str(failure)
+            if e.refusal:
+                e.error += f"; the endpoint refused its last request: {e.refusal}"
             self.failures.append(e.error)
             if self.cfg.on_error == "raise":
                 raise UserError(
-                    f"env.name = {self.cfg.name} failed: {failure}, in an episode of "
+                    f"env.name = {self.cfg.name} failed: {e.error}, in an episode of "
                     f"{str(e.row)[:200]}; mend it, or set env.on_error reward or drop"
                 ) from failure
             self._apply_result(e, Result(reward=self.cfg.error_reward, truncated=e.truncated))
@@ -155,11 +168,17 @@ class EpisodeRunner:
                 "failed": float(bool(e.error)),
                 **e.info,
             }
+        if e.endpoint:
+            info["endpoint"] = e.endpoint
         reward = e.reward
         if not e.error and e.env.graded:
             reward += self.rewards(e.row, e.answer, info, e.conversation.last_completion())
         return e.conversation.trajectories(
-            group=e.ticket, episode=e.number, reward=reward, info=info
+            group=e.ticket,
+            episode=e.number,
+            reward=reward,
+            info=info,
+            version=self.engine_loop.version,
         )
 
     def count_if_dropped(self, e: Episode) -> None:
@@ -316,12 +335,17 @@ class EpisodeRunner:
 
     async def _run_agent(self, e: Episode, agent: Agent) -> None:
         """Run an agent, which asks for its completions over HTTP."""
-        session = self.endpoint.open((self.seed, e.ticket, e.number), e.sampling)
-        e.conversation = self.endpoint.conversation(session.api_key)
+        session = self.endpoint.open((self.seed, e.ticket, e.number), e.sampling, e.row)
+        state = self.endpoint.session(session.api_key)
+        e.conversation = state.conversation
         try:
             self._apply_result(e, await self._call(agent.run, e.row, session))
         finally:
             self.endpoint.close(session.api_key)
+            e.endpoint = state.metrics()
+            if state.refusals:
+                e.refusal = state.refusals[-1]
+                self.refusals.append(e.refusal)
         segments = e.conversation.segments
         e.turn = sum(segment.num_completions for segment in segments)
         e.stopped = True

@@ -5,7 +5,8 @@
                 before reward.* shapes it
     tokens      list of L integers
     sampled, logprobs, rewards, versions
-                lists of L values, as in types.Trajectory, where `rewards` is `turn_rewards`
+                lists of L values, as in types.Trajectory, where `rewards` is `turn_rewards`;
+                L is 0 for an episode in which the policy sampled no token
     images      list of [place of the first token, number of tokens, data URL]
     info        object for people and metrics: prompt (the row's), completion (the answer, or the
                 whole text of an environment's episode), source, stopped, error, score, rewards of
@@ -118,8 +119,8 @@ def _check_arrays(arrays: dict[str, np.ndarray], reward: float) -> None:
     if any(shape != [length] for shape in shapes.values()):
         raise ValueError(f"its lists differ in length: {shapes}")
     numbers = [reward, *arrays["logprobs"].tolist(), *arrays["turn_rewards"].tolist()]
-    if not length or not all(map(math.isfinite, numbers)):
-        raise ValueError("it has no token, or a number that is not finite")
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("it has a number that is not finite")
 
 
 def check_steps(folder: Path, num_steps: int, *, resume: bool) -> None:
