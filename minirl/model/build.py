@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from minirl.config.named import check_model
 from minirl.config.shared import PolicyConfig
 from minirl.errors import UserError, require
 from minirl.model import attention, experts, families, fused
@@ -65,6 +66,7 @@ def find_folder(model: str, setting: str) -> Path:
     Raises:
         UserError: there is neither, or the folder lacks config, weights or tokenizer.
     """
+    check_model(model, setting)
     folder = Path(model)
     if not os.path.isdir(folder):
         try:

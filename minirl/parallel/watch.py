@@ -29,26 +29,23 @@ from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
+from minirl.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE
 from minirl.log import say
-from minirl.parallel import guard
+from minirl.parallel import agent, guard
 from minirl.parallel.limits import Limit, Limits
-
-# Exit codes.
-DONE = 0
-CRASH = 1
-BAD_INPUT = 2
-BY_SIGNAL = 128  # And the signal's number, as shells say it.
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 LOOK_SECONDS = 1.0  # The store and the other ranks are looked at so often.
+TELLER_TIMEOUT = timedelta(seconds=5)  # For the rank that says why to say who it is.
 SECONDS_TO_LEAVE = 20.0  # For ranks that run to hear that all leave; a loaded machine is slow.
 NUM_FRAMES = 8  # Of a stack, the innermost ones.
 
 # Keys of the store.
 NEWS = "minirl/news"  # Counts what was written to the keys below.
 TOLD = "minirl/told"  # Counts who wanted to say why the run ends; the first one does.
-OVER = "minirl/over"  # The exit code with which all ranks leave.
+TELLER = "minirl/teller"  # The machine of the rank that says why the run ends, and what it says.
+OVER = "minirl/over"  # The exit code with which the run ends.
 STOP = "minirl/stop"  # The name of the signal that asked for a checkpoint.
 ASKED = "minirl/asked"  # Somebody wants to know what all ranks are doing.
 DOING = "minirl/doing"  # /RANK: the reply.
@@ -186,24 +183,50 @@ class Watch:
         is_first = True  # If the store is gone, whoever had it could not say why.
         with contextlib.suppress(dist.DistError):
             is_first = store is None or store.add(TOLD, 1) == 1
-        if is_first:
-            with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
-                print(f"\nminirl: {message}", file=sys.stderr, flush=True)
-            if threading.current_thread() is not threading.main_thread():
-                self.finish_writing()  # while the other ranks, which it needs, are there
+        if not is_first:
+            self._leave_all(code, is_silent=True)
+        self._tell_why(f"minirl: {message}")
+        with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
+            print(f"\nminirl: {message}", file=sys.stderr, flush=True)
+        if threading.current_thread() is not threading.main_thread():
+            self.finish_writing()  # while the other ranks, which it needs, are there
         self._leave_all(code)
 
-    def _leave_all(self, code: int) -> NoReturn:
-        """Let all ranks leave with an exit code."""
+    def _tell_why(self, text: str) -> None:
+        """Tell torchrun, and the ranks of other machines for theirs, why the run ends."""
+        agent.tell_agent(text)
+        with contextlib.suppress(dist.DistError):
+            if self._store is not None:
+                self._store.set(TELLER, f"{socket.gethostname()}\n{text}")
+
+    def _leave_all(self, code: int, *, is_silent: bool = False) -> NoReturn:
+        """Let all ranks leave. `is_silent`: another rank says why."""
         self._is_leaving = True
         store = self._store
+        own_code = code
         with contextlib.suppress(dist.DistError):
             if store is not None:
                 self._announce(store, OVER, str(code))
                 store.add(LEFT, 1)
+                if is_silent:
+                    own_code = self._code_beside_teller(store, code)
                 if self._has_store:
                     self._wait_for_the_others(store)
-        leave(code)
+        leave(own_code)
+
+    def _code_beside_teller(self, store: dist.Store, code: int) -> int:
+        """Return the exit code of a rank that leaves because another one says why the run ends.
+
+        torchrun's report lists every rank that fails, and one is enough. So on the machine of the
+        rank that says why, the others leave with 0. On another machine the first rank has the exit
+        code of the run, and repeats the reason for the report of torchrun there.
+        """
+        store.wait([TELLER], TELLER_TIMEOUT)
+        host, _, text = store.get(TELLER).decode().partition("\n")
+        if host != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
+            agent.tell_agent(text)
+            return code
+        return DONE
 
     def _wait_for_the_others(self, store: dist.Store) -> None:
         """Keep the store until the other ranks have read in it that all leave.
@@ -281,7 +304,7 @@ class Watch:
 
     def _take(self, number: signal.Signals) -> None:
         """Take a signal: it is the request, or ends all ranks."""
-        if self._has_ended:
+        if self._has_ended or (self._is_leaving and number == signal.SIGTERM):
             return
         store = self._store
         if store is not None and number == signal.SIGTERM:
@@ -317,6 +340,8 @@ class Watch:
         with contextlib.suppress(dist.DistError):
             is_first = store is None or store.add(key, 1) == 1
         if is_first:
+            if to_end:
+                agent.tell_agent(f"minirl: {message}")
             with contextlib.suppress(OSError, ValueError):
                 say(message)
 
@@ -345,8 +370,11 @@ class Watch:
 
     def _leave_if_over(self, store: dist.Store) -> None:
         if store.check([OVER]) and not self._is_leaving:
+            self._is_leaving = True
             code = int(store.get(OVER))
             store.add(LEFT, 1)
+            if code and store.check([TELLER]):
+                code = self._code_beside_teller(store, code)
             leave(code)
 
     @staticmethod

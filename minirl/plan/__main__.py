@@ -13,13 +13,12 @@ import sys
 from transformers import PretrainedConfig
 from transformers.utils import logging
 
-from minirl.cli import BAD_INPUT
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
 from minirl.config.validate import resolve_lengths, validate_parallel
-from minirl.errors import UserError, require
+from minirl.errors import BAD_INPUT, UserError, require
 from minirl.model import build, families
 from minirl.parallel import tensor
 from minirl.plan import advice, cards, estimate, page, pretend
