@@ -163,7 +163,8 @@ DOORS = {
 # Handlers that catch everything, and why nothing narrower would do.
 BROAD = {
     "algo/advantages.py:_call": "a user's estimator may raise anything; the user is told what",
-    "lifecycle.py:run": "the last handler of a program: whatever it is, this rank ends, and all others",
+    "lifecycle.py:run": "the last handler of a program: whatever it is, this rank ends, and all "
+    "others",
     "config/lookup.py:_import_file": "importing a user's file may raise anything; the user is "
     "told which file and what",
     "reading.py:library_reads": "a library's parser may raise anything for a broken file; the user "
