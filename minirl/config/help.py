@@ -27,7 +27,6 @@ COMMON = {
     "policy.model": "folder or hub id",
     "policy.lr": "learning rate",
     "policy.lr_schedule": "of the learning rate",
-    "policy.lr_warmup_ratio": "share of the steps",
     "policy.optimizer_state": "offload and 8bit save GPU memory",
     "policy.activation_checkpointing": "full saves most memory",
     "data.train": "files, folders, hub ids or generators",
@@ -39,7 +38,6 @@ COMMON = {
     "data.rejected_key": "column of the worse answer",
     "data.completion_key": "column of what follows the prompt",
     "data.system_prompt": "put before chats without one",
-    "data.chat_template_kwargs": "arguments of the chat template",
     "data.max_prompt_tokens": "longest prompt",
     "data.max_tokens": "longest sequence",
     "rollout.prompts_per_step": "prompts of a step",
@@ -55,7 +53,6 @@ COMMON = {
     "algo.loss": "of the policy",
     "algo.beta": "the larger, the nearer to the reference",
     "algo.updates_per_step": "optimizer steps of a step",
-    "algo.num_epochs": "passes over the rollouts of a step",
     "algo.clip_low": "the ratio is clipped below 1 - this",
     "algo.clip_high": "and above 1 + this",
     "algo.kl_coef": "weight of the KL to the reference",
@@ -69,10 +66,6 @@ COMMON = {
     "checkpoint.every": "steps between checkpoints; 0: none",
     "checkpoint.keep": "newest ones to keep",
     "checkpoint.best_metric": "held-out score of the best, which is kept",
-    "checkpoint.save_hf": "a Hugging Face folder with each",
-    "log.wandb": "project",
-    "log.trackio": "project",
-    "log.samples": "answers shown at an evaluation",
 }
 FEW_SETTINGS = 20
 GENERAL = "the run"  # The title of settings that are in no section.

@@ -50,9 +50,7 @@ def check_named(cfg: object) -> None:
     Raises:
         UserError: for the first thing that is missing.
     """
-    for setting, model in _models(cfg):
-        if model:
-            check_model(model, setting)
+    check_models(cfg)
     if isinstance(cfg, TrainingConfig | EvaluateConfig):
         _check_rows(cfg.data)
     if isinstance(cfg, SamplingConfig):
@@ -68,6 +66,13 @@ def check_named(cfg: object) -> None:
             f"rollout.replay = {replay}: no such folder; give the folder `rollouts` of a run that "
             "had rollout.dump",
         )
+
+
+def check_models(cfg: object) -> None:
+    """Refuse a config that names a model that is not there. Raises UserError."""
+    for setting, model in _models(cfg):
+        if model:
+            check_model(model, setting)
 
 
 def _models(cfg: object) -> Iterable[tuple[str, str]]:
