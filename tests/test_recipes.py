@@ -27,6 +27,7 @@ from minirl.errors import UserError
 from minirl.inputs import find_other_model
 from minirl.log import Timer
 from minirl.parallel.watch import Watch
+from minirl.plan import __main__ as planner
 from minirl.plan.command import make_plan
 from minirl.plan.flags import read_flags
 from minirl.plan.planner import GIB
