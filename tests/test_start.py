@@ -1,5 +1,5 @@
-"""How programs start: flags and mistakes are answered before anything slow is imported, every setting
-has its sentence, and what ends a run is the last thing on the screen under the real torchrun."""
+"""How programs start: flags and mistakes are answered before anything slow is imported, every
+setting has its sentence, and what ends a run is the last thing on the screen."""
 
 import json
 import os
@@ -272,7 +272,10 @@ def test_torchrun_ends_with_the_reason(case, tmp_path):
         root_cause,
     )
     assert shown, root_cause
-    assert case == "killed" or failures == "Failures:\n  <NO_OTHER_FAILURES>", failures
+    # A rank that has not come to its flags yet is ended by torchrun, and listed for that.
+    others = set(re.findall(r"traceback : (.*)", failures))
+    assert case == "killed" or all("SIGTERM" in other for other in others), failures
+    assert case in ("a typo", "killed") or not others, failures
     assert "To enable traceback" not in ended.err
     # Said once by a rank, too, for logs of its own.
     assert len(ended.errors()) == (case not in ("a bug", "killed")), ended.err
