@@ -7,16 +7,21 @@ seconds.
 
 import dataclasses
 import faulthandler
+import os
+import shutil
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
+import torch
+
 from minirl.config.parse import flatten
 from minirl.config.shared import TrainingConfig
 from minirl.errors import BAD_INPUT, CRASH, DONE, UserError
 from minirl.faults import explain
+from minirl.log import say
 from minirl.parallel.launch import end_with_agent
 from minirl.parallel.machines import check_same, errors_of_machines
 from minirl.parallel.mesh import Mesh, arrange, open_world
@@ -46,6 +51,9 @@ def run(config: type, cfg: Any, mistake: UserError | None, program: str | Progra
     minutes = cfg.timeout_minutes if cfg else JOIN_MINUTES
     try:
         watch.listen()
+        warning = describe_idle_gpu()
+        if warning and watch.rank == 0:
+            say(warning)
         called: Program = resolve_name(program) if isinstance(program, str) else program
         world = open_world(minutes, watch)
         with errors_of_machines(world):
@@ -65,6 +73,29 @@ def run(config: type, cfg: Any, mistake: UserError | None, program: str | Progra
         crashed = f"rank {watch.rank} crashed\n{traceback.format_exc()}"
         watch.end_all(f"error: {meaning}" if meaning else crashed, CRASH)
     leave(DONE)
+
+
+def describe_idle_gpu() -> str:
+    """Return what keeps this machine's GPU from being used; empty: nothing, or there is none."""
+    if torch.cuda.is_available() or not has_gpu():
+        return ""
+    if torch.version.cuda is None:
+        return (
+            "this machine has an NVIDIA GPU, and .venv has the CPU build: all ranks run on the "
+            "CPU; `bash launch/install.sh --cuda` installs the other"
+        )
+    return (
+        f"this machine has an NVIDIA GPU, and torch {torch.__version__} cannot use it: all ranks "
+        "run on the CPU; nvidia-smi shows the driver, which may be too old for CUDA "
+        f"{torch.version.cuda}"
+    )
+
+
+def has_gpu() -> bool:
+    """Return whether this machine has an NVIDIA GPU that is not hidden from this process."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    return os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
 
 
 def settings(cfg: Any) -> dict[str, object]:
