@@ -31,14 +31,13 @@ from minirl.plan import (
     cards,
     command,
     estimate,
-    flags,
     formulas,
     memory,
     page,
     pretend,
 )
 from minirl.plan.advice import advise, with_setting
-from minirl.plan.flags import read_flags
+from minirl.plan.flags import _guess_program, read_flags
 from minirl.plan.load import Load
 from minirl.plan.planner import GIB, check_lower_bound
 from minirl.plan.shape import cut, layer_counts, read_shape
@@ -379,7 +378,7 @@ def test_mistakes_get_one_message(capsys, monkeypatch, config_file, flags, messa
 def test_the_program_is_the_one_that_has_the_settings(tmp_path, text, named, program_name):
     path = tmp_path / named
     path.write_text(text)
-    assert flags._guess_program(str(path)) == program_name
+    assert _guess_program(str(path)) == program_name
 
 
 def test_a_device_is_found_by_its_name():

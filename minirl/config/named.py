@@ -7,10 +7,12 @@ asks here first, too, so that each mistake has one message wherever it is found.
 import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from minirl.config.rl import RLConfig
 from minirl.config.shared import (
     EvaluateConfig,
+    ExportConfig,
     RowsConfig,
     SamplingConfig,
     TrainingConfig,
@@ -53,6 +55,8 @@ def check_named(cfg: object) -> None:
     check_models(cfg)
     if isinstance(cfg, TrainingConfig | EvaluateConfig):
         _check_rows(cfg.data)
+    if isinstance(cfg, ExportConfig):
+        check_run(cfg.run)
     if isinstance(cfg, SamplingConfig):
         functions = cfg.reward.function
         for name in [functions] if isinstance(functions, str) else functions:
@@ -105,6 +109,14 @@ def check_model(model: str, setting: str) -> None:
         is_hub_id or os.path.isdir(model),
         f"{setting} = {model!r} is neither a folder nor a hub id (NAME or ORGANIZATION/NAME); if a "
         "recipe asks for it, the comment at the top of the recipe says how it is made",
+    )
+
+
+def check_run(run: str | Path) -> None:
+    """Refuse a folder that is not that of a run. Raises UserError."""
+    require(
+        is_file(Path(run) / "config.yaml"),
+        f"run = {run} is not the folder of a run: it has no config.yaml",
     )
 
 
