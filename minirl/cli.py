@@ -41,6 +41,8 @@ def run(config: type, program: "str | Program") -> NoReturn:
         if is_one_machine():
             _refuse(error)
 
+    if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
+        print("minirl: the settings are right; torch and vLLM are imported next", file=sys.stderr)
     from minirl import lifecycle  # here, because this takes seconds
 
     lifecycle.run(config, cfg, mistake, program)
