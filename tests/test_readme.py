@@ -72,6 +72,8 @@ OTHER_FLAGS = {
     "--help-all",
     "--cpu",
     "--cuda",
+    "--dev",
+    "--dry-run",
     "--local-addr",
     "--max-restarts",
     *PLAN_FLAGS,

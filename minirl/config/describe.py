@@ -63,7 +63,7 @@ def settings_of(cls: type, values: object = None, prefix: str = "") -> Iterator[
     sections = []
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             sections.append((field.name, hint))
             continue
         default = field.default
@@ -145,7 +145,7 @@ def _comments(module: str) -> dict[tuple[str, str], str]:
 
 def _comment_of(statement: ast.stmt, comments: dict[int, str], lines: list[str]) -> str:
     """Return the comment above a statement, or behind it."""
-    above = []
+    above: list[str] = []
     number = statement.lineno - 1
     while lines[number - 1].lstrip().startswith("#:"):
         above.insert(0, comments[number].removeprefix("#:"))
