@@ -5,6 +5,12 @@
 Mesh, steps and files of a run are those of minirl.sft.
 """
 
+if __name__ == "__main__":  # First the flags: the imports below take seconds. It does not return.
+    from minirl import cli
+    from minirl.config.supervised import DPOConfig
+
+    cli.run(DPOConfig, "minirl.dpo:Trainer.main")
+
 import dataclasses
 import hashlib
 import json
@@ -13,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-from minirl import cli
 from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config.supervised import DPOConfig
@@ -145,7 +150,3 @@ class Trainer(PairTrainer):
             "data": data.hexdigest(),
             "reference": self.mesh.gather(weights.hexdigest())[0],
         }
-
-
-if __name__ == "__main__":
-    cli.run(DPOConfig, Trainer.main)

@@ -6,10 +6,15 @@ r"""A program that prints accuracy, pass@k and mean reward of a model on held-ou
 `minirl.rl` scores its held-out prompts by the same `evaluation.evaluate`.
 """
 
+if __name__ == "__main__":  # First the flags: the imports below take seconds. It does not return.
+    from minirl import cli
+    from minirl.config.shared import EvaluateConfig
+
+    cli.run(EvaluateConfig, "minirl.evaluate:main")
+
 import json
 from pathlib import Path
 
-from minirl import cli
 from minirl.config.shared import EvaluateConfig, PolicyConfig
 from minirl.config.validate import resolve_lengths, validate_sampling
 from minirl.data import chat
@@ -141,7 +146,3 @@ def _sampling(cfg: EvaluateConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
         top_k=cfg.rollout.top_k,
         min_p=cfg.rollout.min_p,
     )
-
-
-if __name__ == "__main__":
-    cli.run(EvaluateConfig, main)

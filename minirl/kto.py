@@ -5,9 +5,14 @@
 Mesh, steps and files of a run are those of minirl.sft.
 """
 
+if __name__ == "__main__":  # First the flags: the imports below take seconds. It does not return.
+    from minirl import cli
+    from minirl.config.supervised import KTOConfig
+
+    cli.run(KTOConfig, "minirl.kto:Trainer.main")
+
 import torch
 
-from minirl import cli
 from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config.supervised import KTOConfig
@@ -83,7 +88,3 @@ class Trainer(SupervisedTrainer):
         """
         metrics = self.name_metrics(measured)
         return {name: metrics[name] for name in ("loss", "accuracy", "margin", "kl")}
-
-
-if __name__ == "__main__":
-    cli.run(KTOConfig, Trainer.main)

@@ -6,6 +6,12 @@ Every rank runs this program, holds a shard of the policy and has a vLLM engine 
 `Trainer.train` is the whole algorithm; what it calls is one layer down.
 """
 
+if __name__ == "__main__":  # First the flags: the imports below take seconds. It does not return.
+    from minirl import cli
+    from minirl.config.rl import RLConfig
+
+    cli.run(RLConfig, "minirl.rl:Trainer.main")
+
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from minirl import checkpoint, cli, report
+from minirl import checkpoint, report
 from minirl.algo import advantages, losses, shaping
 from minirl.algo.mismatch import MismatchWatch
 from minirl.config.rl import RLConfig
@@ -298,11 +304,7 @@ class Trainer(Program):
         return policy_metrics | critic_metrics
 
     def report(
-        self,
-        step: int,
-        trajectories: list[Trajectory],
-        minibatches: Minibatches,
-        metrics: Metrics,
+        self, step: int, trajectories: list[Trajectory], minibatches: Minibatches, metrics: Metrics
     ) -> None:
         """Log means over the episodes of all ranks, and the metrics of the updates. Collective."""
         row = means_of_step(trajectories, self.cfg.eval.threshold, self.mesh)
@@ -429,7 +431,3 @@ class Trainer(Program):
         self.run.finish(report.accuracies(evaluations), sizes)
         if self.generation:
             self.generation.close()
-
-
-if __name__ == "__main__":
-    cli.run(RLConfig, Trainer.main)

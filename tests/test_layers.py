@@ -40,6 +40,7 @@ LAYERS = {
     "rollout/*": 7,
     # Programs, and what only they use.
     "cli.py": 8,
+    "lifecycle.py": 8,
     "faults.py": 8,
     "health.py": 8,
     "checkpoint/*": 8,
@@ -173,8 +174,9 @@ DOORS = {
 # Handlers that catch everything, and why nothing narrower would do.
 BROAD = {
     "algo/advantages.py:call_own": "a user's estimator may raise anything; the user is told what",
-    "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and all others",
     "own_methods.py:_try_loss": "and so may the user's loss",
+    "lifecycle.py:run": "the last handler of a program: whatever it is, this rank ends, and all "
+    "others",
     "config/lookup.py:_import_file": "importing a user's file may raise anything; the user is "
     "told which file and what",
     "reading.py:library_reads": "a library's parser may raise anything for a broken file; the user "

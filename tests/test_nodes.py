@@ -25,7 +25,7 @@ from torch.distributed import run
 
 import tiny
 from harness import ranks
-from minirl import cli
+from minirl import lifecycle
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.errors import UserError
@@ -305,7 +305,7 @@ def compare(mesh) -> list[str]:
     lacking = dict.fromkeys(["a", "b"][: mesh.rank + 1], 1)
     said = []
     with mock.patch.object(socket, "gethostname", lambda: f"host-{mesh.rank}"):
-        for values in (alike, lacking, cli.settings(cfg)):
+        for values in (alike, lacking, lifecycle.settings(cfg)):
             try:
                 said.append(str(check_same(values, mesh) or ""))
             except UserError as error:

@@ -26,8 +26,18 @@ from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.errors import UserError
 from minirl.model import build
 from minirl.plan import __main__ as program
-from minirl.plan import announce, cards, estimate, formulas, memory, page, pretend
+from minirl.plan import (
+    announce,
+    cards,
+    command,
+    estimate,
+    formulas,
+    memory,
+    page,
+    pretend,
+)
 from minirl.plan.advice import advise, with_setting
+from minirl.plan.flags import _guess_program, read_flags
 from minirl.plan.load import Load
 from minirl.plan.planner import GIB, check_lower_bound
 from minirl.plan.shape import cut, layer_counts, read_shape
@@ -337,8 +347,8 @@ def test_a_plan_by_dry_run(capsys, monkeypatch, config_file):
     if not pretend.compiler():
         pytest.skip("a dry run needs g++, which is not installed")
     flags = ["--config", config_file, "--policy.activation-checkpointing", "full"]
-    by_dry_run, _ = program.make_plan([str(flag) for flag in flags])
-    by_formulas, _ = program.make_plan([*(str(flag) for flag in flags), "--formulas"])
+    by_dry_run, _ = command.make_plan(*read_flags([str(flag) for flag in flags]))
+    by_formulas, _ = command.make_plan(*read_flags([*(str(flag) for flag in flags), "--formulas"]))
     assert by_dry_run.by_dry_run
     assert by_dry_run.memory == pytest.approx(by_formulas.memory, rel=0.03)
     assert by_dry_run.step_seconds == pytest.approx(by_formulas.step_seconds, rel=0.03)
@@ -400,7 +410,7 @@ def test_mistakes_get_one_message(capsys, monkeypatch, config_file, flags, messa
 def test_the_program_is_the_one_that_has_the_settings(tmp_path, text, named, program_name):
     path = tmp_path / named
     path.write_text(text)
-    assert program._guess_program(str(path)) == program_name
+    assert _guess_program(str(path)) == program_name
 
 
 def test_a_device_is_found_by_its_name():

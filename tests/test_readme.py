@@ -35,7 +35,7 @@ from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, ServeConfig
 from minirl.envs import Agent, Session, State
 from minirl.envs.registry import make_env
 from minirl.model.families import FAMILIES
-from minirl.plan import __main__ as plan
+from minirl.plan.flags import own_flags
 from programs import ROOT, fork
 
 README = ROOT / "README.md"
@@ -62,7 +62,7 @@ PROGRAMS = {
     "minirl.rollout.show": None,  # no flags
     "minirl.walk": None,  # flags of its own
 }
-PLAN_FLAGS = set(re.findall(r"--[\w-]+", plan._own_flags().format_help()))
+PLAN_FLAGS = set(re.findall(r"--[\w-]+", own_flags().format_help()))
 # Flags in the text that belong to no config of minirl.
 OTHER_FLAGS = {
     "--break",
@@ -71,6 +71,11 @@ OTHER_FLAGS = {
     "--find-links",
     "--fix",
     "--help",
+    "--help-all",
+    "--cpu",
+    "--cuda",
+    "--dev",
+    "--dry-run",
     "--local-addr",
     "--max-restarts",
     *PLAN_FLAGS,
@@ -285,7 +290,7 @@ def parse_program(words: list[str]) -> None:
     """Words behind -m."""
     module, *flags = words
     if module == "minirl.plan":
-        own, of_run = plan._own_flags().parse_known_args(flags)
+        own, of_run = own_flags().parse_known_args(flags)
         parse_flags(RLConfig, ["--config", own.config, *of_run])
         return
     cls = PROGRAMS[f"{module} serve" if flags[:1] == ["serve"] else module]

@@ -28,6 +28,8 @@ from minirl.inputs import find_other_model
 from minirl.log import Timer
 from minirl.parallel.watch import Watch
 from minirl.plan import __main__ as planner
+from minirl.plan.command import make_plan
+from minirl.plan.flags import read_flags
 from minirl.plan.planner import GIB
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records, show
@@ -389,7 +391,8 @@ def test_sized_recipe_fits_by_the_planner(name, tmp_path):
 
     fits.MODELS[model].save_pretrained(tmp_path)
     given = command.replace("configs/", f"{path.parent}/").split()
-    plan, advised = planner.make_plan([*given, "--formulas", "--policy.model", str(tmp_path)])
+    flags = [*given, "--formulas", "--policy.model", str(tmp_path)]
+    plan, advised = make_plan(*read_flags(flags))
     assert plan.lacks == ""
     gib = f"{plan.memory[plan.largest] / GIB:.1f} of {plan.limit / GIB:.1f} GiB"
     assert f"at most {gib} a GPU, {plan.step_seconds:.0f} s a step." in head

@@ -20,6 +20,7 @@ from minirl.checkpoint.folder import (
     write_files,
 )
 from minirl.checkpoint.reading import read_state, saved_shapes
+from minirl.config.named import check_run
 from minirl.config.parse import load_config
 from minirl.config.shared import ExportConfig, PolicyConfig
 from minirl.errors import UserError, require
@@ -235,10 +236,7 @@ def choose(run: Path, step: int | None, best: bool) -> Path:
     Raises:
         UserError: there is no such checkpoint.
     """
-    require(
-        (run / "config.yaml").is_file(),
-        f"run = {run} is not the folder of a run: it has no config.yaml",
-    )
+    check_run(run)
     steps = finished(run)
     require(
         steps,

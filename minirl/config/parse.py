@@ -14,12 +14,12 @@ import os
 import re
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pydantic
 
 from minirl.config.yaml_text import parse_yaml, to_yaml
-from minirl.errors import UserError, require
+from minirl.errors import DONE, UserError, require
 from minirl.reading import read_text, why_no_text
 
 # More values, or deeper ones, are of a file that repeats or contains itself (YAML's aliases).
@@ -36,7 +36,8 @@ MESSAGES = {
 def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
     """Read `--config FILE` (if given) and then the flags of a config class.
 
-    `--help` prints the flags, on rank 0, and exits.
+    `--help` prints the settings that most users touch, `--help-all` all of them. Rank 0 does, and
+    the program exits.
 
     Args:
         cls: a config class, whose docstring says by `-m minirl.NAME` which program it belongs to.
@@ -46,36 +47,61 @@ def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
         UserError: for a missing file, a flag that tyro refuses (its words are the message), an
             unknown setting and a wrong value.
     """
-    import tyro  # here, because only programs need it and importing it is slow
-
-    config_flag = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    config_flag.add_argument("--config", nargs="?", const="", action="append", default=[])
-    known, flags = config_flag.parse_known_args(argv)
+    own_flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own_flags.add_argument("--config", nargs="?", const="", action="append", default=[])
+    own_flags.add_argument("-h", "--help", action="store_true")
+    own_flags.add_argument("--help-all", action="store_true")
+    known, flags = own_flags.parse_known_args(argv)
     files = known.config
     require(len(files) < 2, f"--config is given {len(files)} times: {', '.join(files)}; name one")
-    default = {"default": load_config(cls, files[0])} if files else {}
-    description = cls.__doc__ or ""
-    asks_for_help = not {"-h", "--help"}.isdisjoint(flags)
+    values = load_config(cls, files[0]) if files else None
+    if known.help or known.help_all:
+        _print_help(cls, values, everything=known.help_all)
+    return fill_config(cls, dataclasses.asdict(_parse(cls, values, flags)))
+
+
+def _print_help(cls: type, values: Any, *, everything: bool) -> NoReturn:
+    """Print the help, and exit; one rank is enough to print it."""
+    from minirl.config import help  # here, because nothing else needs it
+
+    if os.environ.get("RANK", "0") == "0":
+        make_text = help.full_help if everything else help.short_help
+        text = make_text(cls, program_of(cls), values)
+        with contextlib.suppress(BrokenPipeError):  # of a pager that was left
+            print(text, end="", flush=True)
+    raise SystemExit(DONE)
+
+
+def _parse(cls: type, values: Any, flags: list[str]) -> Any:
+    """Return the config that flags make of default values; None: those of the class.
+
+    Raises:
+        UserError: tyro refuses a flag.
+    """
+    import tyro  # here, because only programs need it and importing it is slow
+
+    default = {} if values is None else {"default": values}
+    program = program_of(cls)
     refusal = io.StringIO()
     try:
         with contextlib.redirect_stderr(refusal):
-            cfg = tyro.cli(
+            return tyro.cli(
                 cls,
-                prog="python " + re.findall(r"-m minirl\.\w+", description)[0],
+                prog=f"python -m {program}",
                 args=flags,
-                description=description,
+                description=cls.__doc__,
                 config=(tyro.conf.PositionalRequiredArgs,),
                 registry=_registry(),
-                # One rank is enough to print the help.
-                console_outputs=not asks_for_help or os.environ.get("RANK", "0") == "0",
                 **default,
             )
     except SystemExit as stop:
-        if not stop.code:
-            raise
         lines = [line.rstrip() for line in refusal.getvalue().splitlines()]
         raise UserError("wrong flags\n" + "\n".join(lines).rstrip()) from stop
-    return fill_config(cls, dataclasses.asdict(cfg))
+
+
+def program_of(cls: type) -> str:
+    """Return the program that a config class is of, as its docstring names it: minirl.NAME."""
+    return re.findall(r"-m (minirl\.\w+)", cls.__doc__ or "")[0]
 
 
 def _registry() -> Any:

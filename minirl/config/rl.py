@@ -50,11 +50,10 @@ class CorrectionConfig:
     mode: Literal["clip", "mask", "mis", "truncate"] | None = None
     #: Outside is a ratio not in [low, high], or a divergence above `divergence`.
     gate: Literal["ratio", "binary_kl", "tv"] | None = None
-    low: Finite | None = None
-    high: Finite | None = None
-    divergence: Positive = (
-        0.05  # Nats of binary KL, or difference of probabilities (total variation).
-    )
+    low: Finite | None = None  # Lower bound of the ratio.
+    high: Finite | None = None  # Upper bound of the ratio.
+    #: Bound of the gates binary_kl (in nats) and tv (a difference of probabilities).
+    divergence: Positive = 0.05
 
 
 @dataclass(kw_only=True)
@@ -157,10 +156,10 @@ class WarmStartConfig:
     """A supervised warm start on the training rows' own answers, before RL."""
 
     num_steps: NonNegativeInt = 0  # Optimizer steps; 0: no warm start.
-    batch_size: PositiveInt = 64
+    batch_size: PositiveInt = 64  # Rows of an optimizer step, over all ranks.
     lr: NonNegative = 2e-3  # Learning rate.
     lr_schedule: LearningRateSchedule = "cosine"  # As `policy.lr_schedule`.
-    lr_warmup_steps: NonNegativeInt = 20
+    lr_warmup_steps: NonNegativeInt = 20  # Steps of linear warm-up.
     #: Share of the answers in which one character is replaced at random: a model that knows the
     #: task but makes mistakes is what a reward teaches fastest.
     wrong_character: Share = 0.0

@@ -47,11 +47,11 @@ class ScratchConfig:
     It has the Qwen3 architecture, random weights and a character tokenizer.
     """
 
-    hidden_size: Size = 128
-    num_layers: Size = 3
-    num_heads: Size = 4
-    num_kv_heads: Size = 2
-    head_dim: EvenSize = 32
+    hidden_size: Size = 128  # Of the vectors between layers.
+    num_layers: Size = 3  # Each of attention and a gated MLP of four times the hidden size.
+    num_heads: Size = 4  # Of the queries of attention.
+    num_kv_heads: Size = 2  # Of keys and values; it divides num_heads.
+    head_dim: EvenSize = 32  # Of a query, a key or a value.
     #: Fixed texts that become single tokens, so that a small model need not read them letter by
     #: letter.
     phrases: list[str] = field(default_factory=list)
@@ -101,8 +101,8 @@ class PolicyConfig:
     #: end. It rises to this value as (1 + n) / (10 + n) over n updates. 0: no average.
     ema_decay: Decay = 0.0
     lr: NonNegative = 1e-6  # Learning rate.
-    #: After the warm-up. cosine and linear fall until the end, wsd only in the last
-    #: `lr_decay_ratio` of all optimizer steps.
+    #: What becomes of the learning rate after the warm-up. cosine and linear fall until the end,
+    #: wsd only in the last `lr_decay_ratio` of all optimizer steps.
     lr_schedule: LearningRateSchedule = "constant"
     lr_warmup_steps: NonNegativeInt = 0  # Optimizer steps of linear warm-up from 0.
     lr_warmup_ratio: Share = 0.0  # The same as a share of all optimizer steps. Set one of the two.
@@ -208,7 +208,7 @@ class DataConfig(RowsConfig):
     #: Scores are also logged by the value of this column (or `datasource`). Without the column they
     #: are logged by source where there are several.
     source_key: str = "data_source"
-    max_prompt_tokens: PositiveInt = 256
+    max_prompt_tokens: PositiveInt = 256  # Longest prompt, with its chat template.
     #: What to do with longer prompts. error: end with a message that names one. drop: leave them
     #: out and count them.
     too_long: Literal["error", "drop"] = "error"
@@ -231,12 +231,14 @@ class RolloutConfig:
     repeatable.
     """
 
-    prompts_per_step: PositiveInt = 16
-    samples_per_prompt: PositiveInt = 8
+    prompts_per_step: PositiveInt = 16  # Prompts of a step, over all ranks.
+    samples_per_prompt: PositiveInt = 8  # Answers to each prompt, whose rewards are compared.
     max_tokens: PositiveInt = 256  # Longest answer.
-    temperature: Positive = 1.0
+    temperature: Positive = 1.0  # Logits are divided by it, in the engine and in the trainer.
+    #: Sample among the likeliest tokens that have this probability together. RL needs 1: all.
     top_p: PositiveShare = 1.0
-    top_k: TopK = -1
+    top_k: TopK = -1  # Sample among so many of the likeliest tokens. RL needs -1: all.
+    #: Sample among tokens with at least this share of the likeliest one's probability. RL needs 0.
     min_p: Share = 0.0
     #: Dynamic sampling (DAPO): at most so many more prompts a step, in place of those whose mean
     #: reward is not inside `keep_inside`. 0: off.
@@ -281,7 +283,7 @@ class EnvConfig:
     #: A failed episode ends with `error_reward` for its last answer (reward), is left out of its
     #: group (drop), or ends the run (raise).
     on_error: Literal["reward", "drop", "raise"] = "reward"
-    error_reward: Finite = 0.0
+    error_reward: Finite = 0.0  # Of a failed episode, with on_error = reward.
 
 
 @dataclass(kw_only=True)
@@ -352,11 +354,11 @@ class RewardConfig:
     #: The reward of an answer that was cut at its limit is multiplied by `unstopped_value` (scale)
     #: or replaced by it (set).
     unstopped: Literal["keep", "scale", "set"] = "keep"
-    unstopped_value: Finite = 0.0
+    unstopped_value: Finite = 0.0  # What `unstopped` scales or sets the reward with.
     #: The last so many of the env.max_tokens sampled tokens of an episode cost `overlong_penalty`
     #: in equal parts (DAPO). 0: off.
     overlong_tokens: NonNegativeInt = 0
-    overlong_penalty: Finite = 1.0
+    overlong_penalty: Finite = 1.0  # What the last of the overlong tokens costs, together.
     #: Subtract the running mean of all rewards of the run and divide by their running deviation.
     normalize: bool = False
     clip: NonNegative = 0.0  # After all of the above, clip to [-clip, clip]; 0: off.
@@ -368,7 +370,7 @@ class EvalConfig:
 
     every: NonNegativeInt = 10  # RL steps between evaluations; 0: only before and after.
     samples: PositiveInt = 1  # Answers per prompt; pass@k is reported for k = 1 and k = samples.
-    temperature: NonNegative = 1.0
+    temperature: NonNegative = 1.0  # Of sampling; 0: the likeliest token.
     threshold: Finite = 1.0  # A reward of at least this counts as correct.
 
 
@@ -400,7 +402,7 @@ class ProgramConfig:
 
     output: str = ""
     """Folder of the run: config, metrics, checkpoints, model. In evaluate: a file for the JSON."""
-    seed: Seed = 0
+    seed: Seed = 0  # Of everything that is drawn at random: weights, order of rows, samples.
     #: A collective, or a step of the engine, that takes longer ends the run. It must exceed the
     #: difference in rollout time between ranks.
     timeout_minutes: Minutes = 30.0
@@ -450,11 +452,10 @@ class ExportConfig:
     Under torchrun the ranks share the work.
     """
 
-    command: Literal["export"]
+    command: Literal["export"]  # What to do; there is nothing else.
     run: str  # Folder of a run of minirl.rl or minirl.sft.
-    step: NonNegativeInt | None = (
-        None  # Which checkpoint; the newest if neither this nor `best` is given.
-    )
+    #: Which checkpoint; the newest if neither this nor `best` is given.
+    step: NonNegativeInt | None = None
     best: bool = False  # The checkpoint that checkpoint.best_metric found best.
     output: str = ""  # Folder to write; empty: model-step-N in the run's folder.
-    timeout_minutes: Minutes = 30.0
+    timeout_minutes: Minutes = 30.0  # A collective that takes longer ends the program.

@@ -110,6 +110,7 @@ class RewardModelLossConfig:
 class DPOLossConfig:
     """The loss of direct preference optimization."""
 
+    #: Of the difference of two rewards. sigmoid: DPO. ipo: squared, without an end. hinge: SLiC.
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     #: Scale of the reward beta log(policy / reference). The larger, the nearer the policy stays to
     #: the reference.
@@ -153,13 +154,13 @@ class ServeConfig:
     It answers the protocol of `reward.function = http://...`.
     """
 
-    command: Literal["serve"]
+    command: Literal["serve"]  # What to do; there is nothing else.
     #: Folder or hub id of what minirl.rm leaves, or of any AutoModelForSequenceClassification with
     #: one label.
     model: str
     host: str = "127.0.0.1"  # 0.0.0.0 lets other machines connect, too.
-    port: Port = 5000
-    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
+    port: Port = 5000  # Of the server.
+    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"  # Of the forward.
     #: A longer text is scored by its last tokens. 0: 8192, or as many as the model has positions.
     max_tokens: NonNegativeInt = 0
     #: Tokens in a forward. Texts of requests that come together share it.
@@ -169,7 +170,7 @@ class ServeConfig:
     #: Environment variable with the key that clients must send, as a bearer token. Empty: no key.
     api_key_env: str = ""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
-    timeout_minutes: Minutes = 30.0
+    timeout_minutes: Minutes = 30.0  # Time limit of torch's process group, of one process here.
 
 
 @dataclass(kw_only=True)

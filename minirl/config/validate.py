@@ -5,6 +5,8 @@ gives the setting, its value and what to do. `resolve_lengths` is the only funct
 config.
 """
 
+import copy
+
 from minirl.config.lengths import validate_length, validate_schedule, validate_warmup
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, ParallelConfig
@@ -20,6 +22,26 @@ from minirl.errors import require
 COLDEST = 0.01  # Temperature, of vLLM.
 
 # ------------------------------------------------------------------------------------- entry points
+
+
+def check_settings(cfg: object, world_size: int) -> None:
+    """Refuse what cannot work in the program that this config is of. The config stays as it is.
+
+    Raises:
+        UserError: for the first rule that is broken.
+    """
+    if isinstance(cfg, RLConfig):
+        resolved = copy.deepcopy(cfg)
+        resolve_lengths(resolved)
+        validate_rl(resolved, world_size)
+    elif isinstance(cfg, EvaluateConfig):
+        require(cfg.model, "model is empty: give a folder or a hub id with --model")
+        require(cfg.data.eval, "data.eval is empty: give a JSONL file or reasoning_gym:NAME")
+        sampled = copy.deepcopy(cfg)
+        resolve_lengths(sampled)
+        validate_sampling(sampled)
+    elif isinstance(cfg, SupervisedConfig):
+        validate_supervised(cfg, world_size)
 
 
 def resolve_lengths(cfg: RLConfig | EvaluateConfig) -> None:

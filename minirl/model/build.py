@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from minirl.config.named import check_model
 from minirl.config.rl import section_of
 from minirl.config.shared import PolicyConfig
 from minirl.errors import UserError, require
@@ -67,14 +68,9 @@ def find_folder(model: str, setting: str) -> Path:
     Raises:
         UserError: there is neither, or the folder lacks config, weights or tokenizer.
     """
+    check_model(model, setting)
     folder = Path(model)
     if not os.path.isdir(folder):
-        require(
-            not _is_path(model),
-            f"{setting} = {model!r}: no such folder; give the folder of a model, or a hub id "
-            "(owner/name). If a recipe names it, the comment at the head of the recipe says how it "
-            "is made",
-        )
         try:
             folder = Path(snapshot_download(model, ignore_patterns=_UNUSED))
         except (HFValidationError, OSError) as error:  # the hub's other errors are OSErrors
@@ -85,13 +81,6 @@ def find_folder(model: str, setting: str) -> Path:
     for needed, pattern in _NEEDED.items():
         require(list(folder.glob(pattern)), f"{setting} = {folder} has no {needed} ({pattern})")
     return folder
-
-
-def _is_path(model: str) -> bool:
-    """Return whether a name is that of a folder, though there is none, rather than a hub id."""
-    parts = model.split("/")
-    is_below = len(parts) == 2 and (parts[0] in ("models", "runs") or os.path.isdir(parts[0]))
-    return not model or model[0] in "./~" or len(parts) > 2 or "\\" in model or is_below
 
 
 def read_config(folder: Path | str) -> PretrainedConfig:

@@ -29,15 +29,10 @@ from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
+from minirl.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE
 from minirl.log import say
-from minirl.parallel import guard
+from minirl.parallel import agent, guard
 from minirl.parallel.limits import Limit, Limits
-
-# Exit codes.
-DONE = 0
-CRASH = 1
-BAD_INPUT = 2
-BY_SIGNAL = 128  # And the signal's number, as shells say it.
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
@@ -48,7 +43,8 @@ NUM_FRAMES = 8  # Of a stack, the innermost ones.
 # Keys of the store.
 NEWS = "minirl/news"  # Counts what was written to the keys below.
 TOLD = "minirl/told"  # Counts who wanted to say why the run ends; the first one does.
-OVER = "minirl/over"  # The exit code with which all ranks leave.
+TELLER = "minirl/teller"  # The machine of the rank that says why the run ends, and what it says.
+OVER = "minirl/over"  # The exit code with which the run ends.
 STOP = "minirl/stop"  # The name of the signal that asked for a checkpoint.
 ASKED = "minirl/asked"  # Somebody wants to know what all ranks are doing.
 DOING = "minirl/doing"  # /RANK: the reply.
@@ -188,14 +184,22 @@ class Watch:
             is_first = store is None or store.add(TOLD, 1) == 1
         if not is_first:
             self._leave_with_the_first(code)
+        self._tell_why(f"minirl: {message}")
         with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
             print(f"\nminirl: {message}", file=sys.stderr, flush=True)
         if threading.current_thread() is not threading.main_thread():
             self.finish_writing()  # while the other ranks, which it needs, are there
         self._leave_all(code)
 
+    def _tell_why(self, text: str) -> None:
+        """Tell torchrun, and the ranks of other machines for theirs, why the run ends."""
+        agent.tell_agent(text)
+        with contextlib.suppress(dist.DistError):
+            if self._store is not None:
+                self._store.set(TELLER, f"{socket.gethostname()}\n{text}")
+
     def _leave_with_the_first(self, code: int) -> NoReturn:
-        """Leave with the exit code of the rank that says why the run ends.
+        """Leave as the rank that says why the run ends lets all ranks leave.
 
         This one has failed because that one leaves, or for a reason of its own, which nobody needs.
 
@@ -210,19 +214,37 @@ class Watch:
                     code = int(store.get(OVER))
                     break
                 time.sleep(0.02)
-        self._leave_all(code)
+        self._leave_all(code, is_silent=True)
 
-    def _leave_all(self, code: int) -> NoReturn:
-        """Let all ranks leave with an exit code."""
+    def _leave_all(self, code: int, *, is_silent: bool = False) -> NoReturn:
+        """Let all ranks leave. `is_silent`: another rank says why."""
         self._is_leaving = True
         store = self._store
+        own_code = code
         with contextlib.suppress(dist.DistError):
             if store is not None:
                 self._announce(store, OVER, str(code))
                 store.add(LEFT, 1)
+                if is_silent:
+                    own_code = self._code_beside_teller(store, code)
                 if self._has_store:
                     self._wait_for_the_others(store)
-        leave(code)
+        leave(own_code)
+
+    def _code_beside_teller(self, store: dist.Store, code: int) -> int:
+        """Return the exit code of a rank that leaves because another one says why the run ends.
+
+        torchrun's report lists every rank that fails, and one is enough. So on the machine of the
+        rank that says why, the others leave with 0. On another machine the first rank has the exit
+        code of the run, and repeats the reason for the report of torchrun there.
+        """
+        if not code or not store.check([TELLER]):
+            return code
+        host, _, text = store.get(TELLER).decode().partition("\n")
+        if host != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
+            agent.tell_agent(text)
+            return code
+        return DONE
 
     def _wait_for_the_others(self, store: dist.Store) -> None:
         """Keep the store until the other ranks have read in it that all leave.
@@ -300,7 +322,7 @@ class Watch:
 
     def _take(self, number: signal.Signals) -> None:
         """Take a signal: it is the request, or ends all ranks."""
-        if self._has_ended:
+        if self._has_ended or (self._is_leaving and number == signal.SIGTERM):
             return
         store = self._store
         if store is not None and number == signal.SIGTERM:
@@ -326,7 +348,9 @@ class Watch:
         hint = "; go on with --resume" if self.goes_on else ""
         nothing = "nothing is saved" if self.requested else "there is nothing to save yet"
         code = DONE if self.goes_on and not self.requested else BY_SIGNAL + number
-        if self._say_once(f"{number.name}: ended at once, {nothing}{hint}", key=TOLD):
+        text = f"{number.name}: ended at once, {nothing}{hint}"
+        if self._say_once(text, key=TOLD):
+            agent.tell_agent(f"minirl: {text}")
             self._leave_all(code)
         self._leave_with_the_first(code)
 
@@ -369,9 +393,10 @@ class Watch:
 
     def _leave_if_over(self, store: dist.Store) -> None:
         if store.check([OVER]) and not self._is_leaving:
+            self._is_leaving = True
             code = int(store.get(OVER))
             store.add(LEFT, 1)
-            leave(code)
+            leave(self._code_beside_teller(store, code))
 
     @staticmethod
     def _announce(store: dist.Store, key: str, value: str) -> None:

@@ -28,14 +28,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minirl.algo import losses, preference
-from minirl.cli import BAD_INPUT
 from minirl.config.parse import fill_config
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import ParallelConfig
 from minirl.config.supervised import DPOLossConfig, KTOLossConfig, RewardModelLossConfig
 from minirl.data.images import ImageBatch, ImageSpan, Vision, to_url
 from minirl.data.packing import pack
-from minirl.errors import UserError, require
+from minirl.errors import BAD_INPUT, UserError, require
 from minirl.log import Timer
 from minirl.model import build, fused
 from minirl.model.logprob import CHUNK_BYTES
