@@ -97,6 +97,7 @@ class Policy:
         self.mesh = mesh
         self.timer = timer or Timer(mesh.device)
         self.trainable = trainable
+        self.score = score
         self.model = build.build_model(
             cfg, folder, mesh, trainable=trainable, score=score, sequence_parallel=sequence_parallel
         )

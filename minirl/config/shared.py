@@ -229,8 +229,8 @@ class RolloutConfig:
     max_staleness: PositiveInt = 2
     #: Which engine generates which prompt. auto: round_robin on CPU, pull on CUDA.
     tickets: Literal["auto", "pull", "round_robin"] = "auto"
-    #: Write every trajectory of a step to <output>/rollouts/ (rollout/records.py has the format;
-    #: print them by python -m minirl.rollout.show FILE).
+    #: Write every trajectory of a step to <output>/rollouts/, with advantage and log-probs of each
+    #: token (rollout/records.py and index.py have the format); python -m minirl.view shows them.
     dump: bool = False
     #: Folder of dumped rollouts to train on, step by step, without engine and evaluation.
     replay: str = ""
@@ -365,6 +365,16 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True)
+class LogConfig:
+    """Where metrics go beside metrics.jsonl and TensorBoard (METRICS.md says what they are)."""
+
+    wandb: str = ""  # Project of Weights & Biases; WANDB_MODE=offline keeps it here. Empty: off.
+    trackio: str = ""  # Project of trackio, whose database is on this machine. Empty: off.
+    run_name: str = ""  # Name of the run there. Empty: that of its folder.
+    samples: NonNegativeInt = 3  # Answers to held-out prompts shown at each evaluation.
+
+
+@dataclass(kw_only=True)
 class ProgramConfig:
     """The settings of every program."""
 
@@ -388,6 +398,7 @@ class TrainingConfig(ProgramConfig):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
 
 @dataclass(kw_only=True)

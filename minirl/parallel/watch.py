@@ -42,6 +42,7 @@ BY_SIGNAL = 128  # And the signal's number, as shells say it.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 LOOK_SECONDS = 1.0  # The store and the other ranks are looked at so often.
+SECONDS_TO_RECORD = 10.0  # For summary and curves of a run that fails.
 SECONDS_TO_LEAVE = 20.0  # For ranks that run to hear that all leave; a loaded machine is slow.
 NUM_FRAMES = 8  # Of a stack, the innermost ones.
 
@@ -75,6 +76,7 @@ class Watch:
         goes_on: a program that ends at once can be started again with --resume.
         phase: returns what the main thread is at.
         finish_writing: waits a while for what is written beside training, before a limit ends it.
+        record_end: notes in the folder of the run how it ends: state, reason. On one rank.
     """
 
     def __init__(self) -> None:
@@ -83,6 +85,7 @@ class Watch:
         self.goes_on = False
         self.phase: Callable[[], str] = lambda: "start"
         self.finish_writing: Callable[[], None] = lambda: None
+        self.record_end: Callable[[str, str], None] = lambda state, reason: None
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = 1
         self._store: dist.Store | None = None
@@ -189,6 +192,7 @@ class Watch:
         if is_first:
             with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
                 print(f"\nminirl: {message}", file=sys.stderr, flush=True)
+            self._record("failed", message)
             if threading.current_thread() is not threading.main_thread():
                 self.finish_writing()  # while the other ranks, which it needs, are there
         self._leave_all(code)
@@ -305,12 +309,20 @@ class Watch:
         """End all ranks without a checkpoint, as the signal asks for."""
         hint = "; go on with --resume" if self.goes_on else ""
         nothing = "nothing is saved" if self.requested else "there is nothing to save yet"
-        self._say_once(f"{number.name}: ended at once, {nothing}{hint}", to_end=True)
+        reason = f"{number.name}: ended at once, {nothing}{hint}"
+        if self._say_once(reason, to_end=True):
+            self._record("stopped", reason)
         code = DONE if self.goes_on and not self.requested else BY_SIGNAL + number
         self._leave_all(code)
 
-    def _say_once(self, message: str, *, to_end: bool = False) -> None:
-        """Print a line, unless another rank has."""
+    def _record(self, state: str, reason: str) -> None:
+        """Note how the run ends, if the file system lets us in time."""
+        recorder = threading.Thread(target=self.record_end, args=(state, reason), daemon=True)
+        recorder.start()
+        recorder.join(SECONDS_TO_RECORD)
+
+    def _say_once(self, message: str, *, to_end: bool = False) -> bool:
+        """Print a line, unless another rank has; return whether this rank did."""
         key = TOLD if to_end else f"{STOP}/told"
         store = self._store
         is_first = True
@@ -319,6 +331,7 @@ class Watch:
         if is_first:
             with contextlib.suppress(OSError, ValueError):
                 say(message)
+        return is_first
 
     def _look(self, store: dist.Store) -> None:
         """Look at what others have written, and whether those of this machine are alive."""
