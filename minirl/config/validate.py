@@ -9,6 +9,7 @@ from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, ParallelConfig
 from minirl.config.supervised import ChatsConfig, DPOConfig, PairsConfig, SupervisedConfig
 from minirl.errors import require
+from minirl.trackers import check_installed
 
 COLDEST = 0.01  # Temperature, of vLLM.
 
@@ -170,6 +171,7 @@ def _training(
         longest: its value, in tokens.
         scores: names of the held-out scores.
     """
+    check_installed(cfg.log)
     validate_parallel(cfg.parallel, world_size)
     _budget(cfg, setting, longest)
 
