@@ -204,7 +204,11 @@ def run(mesh, given):
 def metrics_of(output):
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_second"))}
+        {
+            k: v
+            for k, v in row.items()
+            if not k.startswith(("time/", "tokens_per_second", "host_gib/"))
+        }
         for row in rows
     ]
 

@@ -420,7 +420,7 @@ def test_the_recipe(tmp_path, monkeypatch):
         tmp_path / "log",
     )
     assert end.code == 0, end.err
+    answers = (tmp_path / "out" / "answers.jsonl").read_text()
     assert (
-        len(json.loads((tmp_path / "out" / "answers.json").read_text())["after_rl"]) == 4
-        and "[image]How many squares?" in end.out
+        len(json.loads(answers.splitlines()[-1])["answers"]) == 4 and "How many squares?" in end.err
     )

@@ -346,7 +346,7 @@ def repeatable(rows: list[dict]) -> list[dict]:
         {
             name: value
             for name, value in row.items()
-            if not name.startswith(("time/", "tokens_per_second/"))
+            if not name.startswith(("time/", "tokens_per_second/", "host_gib/"))
         }
         for row in rows
     ]

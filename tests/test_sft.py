@@ -699,7 +699,11 @@ def flags(folder: Path, source: str, output: Path, *more: object) -> list[str]:
 def rows_of(run: Path, phase: str) -> list[dict]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_second"))}
+        {
+            k: v
+            for k, v in row.items()
+            if not k.startswith(("time/", "tokens_per_second", "host_gib/"))
+        }
         for row in rows
         if row["phase"] == phase
     ]

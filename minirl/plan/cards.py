@@ -150,7 +150,7 @@ def peak_tflops(name: str) -> float:
 
 def _named(name: str) -> Card | None:
     """Return the first card of the table that has the driver's name of a device, if any."""
-    words = name.lower().replace("geforce ", "").replace("rtx ", "rtx").split()
+    words = name.lower().replace("rtx ", "rtx").replace("-", " ").split()
     for card in CARDS.values():
         if card.name.partition("-")[0] in words:
             return card

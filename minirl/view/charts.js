@@ -135,7 +135,7 @@ function lineChart(title, lines, smoothing) {
 
 /** Return a chart of bars, each a pile of parts. rows: [{step, parts: {name: value}}, ...]. */
 function barChart(title, rows, colourOf) {
-  const chart = make("figure", { class: "panel chart" }, make("h2", {}, title));
+  const chart = make("figure", { class: "panel chart wide" }, make("h2", {}, title));
   chart.style.margin = "0";
   if (!rows.length) return chart;
   const { width, height, left, right, top, bottom } = { ...BOX, width: 760, height: 260 };

@@ -19,7 +19,7 @@ class Runs:
     """The runs that are shown, by number."""
 
     def __init__(self, paths: list[Path]):
-        """Raises UserError for a path that is no folder of a run."""
+        """Open the folders; a path that is none of a run is a UserError."""
         self.folders = [RunFolder(path) for path in paths]
         self.readers = [Reader(folder.table) for folder in self.folders]
 

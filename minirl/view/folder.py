@@ -1,7 +1,7 @@
 """What the page shows of a run folder beside trajectories: state, settings, metrics, answers.
 
-Everything is read from files that a run writes as a whole or line by line, so a run that goes on can
-be read at any time. A file that is missing yet is empty.
+Everything is read from files that a run writes as a whole or line by line, so a run that goes on
+can be read at any time. A file that is missing yet is empty.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ class RunFolder:
     """A run folder, which may be of a run that goes on."""
 
     def __init__(self, path: Path):
-        """Raises UserError if this is no folder of a run."""
+        """Open the folder of a run; any other path is a UserError."""
         require(
             (path / "metrics.jsonl").is_file() or (path / "config.yaml").is_file(),
             f"{path} is not the folder of a run: it has neither metrics.jsonl nor config.yaml; "

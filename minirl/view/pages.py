@@ -55,9 +55,7 @@ def whole(data: dict[str, Any]) -> str:
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    head = (
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
-    )
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
     scripts = (
         f'<script type="application/json" id="data">{embedded}</script>\n<script>{script}</script>'
     )
