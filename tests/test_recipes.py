@@ -803,7 +803,9 @@ def test_dumped_episodes_are_shown(runs, capsys):
     file = runs / "partial" / "rollouts" / "step-1-rank-0.jsonl"
     found = list(records.read_file(file))
     assert len({(t.group, t.episode) for t in found}) == 12
-    everything = [t for path in sorted(file.parent.iterdir()) for t in records.read_file(path)]
+    everything = [
+        t for path in sorted(file.parent.glob("*.jsonl")) for t in records.read_file(path)
+    ]
     assert len(everything) == 60 and any(
         len(set(t.versions.tolist())) > 2 for t in everything
     )  # -1, and two steps' weights

@@ -140,12 +140,12 @@ def read_values(part: Part, row: np.ndarray) -> np.ndarray:
     return np.array(values[start : start + int(row["num_tokens"])])
 
 
-def places(lines: Iterable[bytes]) -> Iterator[tuple[int, int]]:
-    """Yield first byte and number of bytes of each line of a file; lines have no line feeds."""
+def places(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield first byte and number of bytes of each line of a file, without their line feeds."""
     start = 0
-    for line in lines:
-        yield start, len(line)
-        start += len(line) + 1
+    for size in sizes:
+        yield start, size
+        start += size + 1
 
 
 def make_sampled(rows: list[tuple]) -> np.ndarray:

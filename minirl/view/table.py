@@ -185,7 +185,7 @@ def _from_lines(part: index.Part) -> np.ndarray:
     """
     lines = part.lines.read_bytes().split(b"\n")[:-1]
     rows = []
-    for line, place in zip(lines, index.places(lines), strict=True):
+    for line, place in zip(lines, index.places(map(len, lines)), strict=True):
         record = json.loads(line)
         info = record["info"]
         rows.append(

@@ -227,6 +227,15 @@ async function drawTrajectories() {
   main.replaceChildren(filterBar(), make("div", { class: "columns" }, make("aside", {}, pager(), list), detail));
 }
 
+/** Bring the list up to date, and leave what is being read as it is. */
+async function updateTrajectories() {
+  const list = document.querySelector(".group-list");
+  if (!list || !state.open) return drawTrajectories();
+  state.listed = await source.groups(state.run, state.query);
+  drawList(list, document.getElementById("detail"));
+  document.getElementById("pager").replaceWith(pager());
+}
+
 function changeQuery(change) {
   Object.assign(state.query, { page: 0 }, change);
   state.open = null;
@@ -315,7 +324,7 @@ async function update() {
     drawFrame();
     if (state.tab === "curves") { const charts = document.querySelector(".charts"); if (charts && state.chosen) drawCharts(charts); else await drawCurves(); }
     if (state.tab === "time") await drawTime();
-    if (state.tab === "trajectories") await drawTrajectories();
+    if (state.tab === "trajectories") await updateTrajectories();
   } catch (error) {
     document.getElementById("connection").textContent = `no answer (${error.message}); trying again`;
   }
