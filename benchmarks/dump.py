@@ -57,12 +57,17 @@ def sample(group: int, episode: int, num_tokens: int, rng: np.random.Generator) 
     )
 
 
+def now() -> np.ndarray:
+    """Return the time of the clock, and the CPU time of this process."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
 def main(options: Options) -> None:
     """Print the seconds and bytes of a step."""
     mesh = join_world()
     rng = np.random.default_rng(0)
     tokenizer = make_tokenizer([])
-    seconds = {"lines": 0.0, "tables": 0.0}
+    seconds = {"lines": np.zeros(2), "tables": np.zeros(2)}  # Of the clock, and of the CPU.
     with tempfile.TemporaryDirectory() as folder:
         cfg = RLConfig(output=folder, rollout=RolloutConfig(dump=True))
         policy: Any = SimpleNamespace(mesh=mesh, timer=Timer(mesh.device))
@@ -77,13 +82,13 @@ def main(options: Options) -> None:
                 batch.advantages = torch.randn(len(batch.inputs))
                 batch.old_logprobs = -torch.rand(len(batch.inputs))
                 batch.old_entropy = torch.rand(len(batch.inputs))
-            began = time.perf_counter()
+            began = now()
             dump.begin(step, trajectories)
-            seconds["lines"] += time.perf_counter() - began
+            seconds["lines"] += now() - began
             dump.add(micro_batches, batches)
-            began = time.perf_counter()
+            began = now()
             dump.finish()
-            seconds["tables"] += time.perf_counter() - began
+            seconds["tables"] += now() - began
         bytes_of = {
             "lines": sum(p.stat().st_size for p in Path(folder).rglob("*.jsonl")),
             "tables": sum(p.stat().st_size for p in Path(folder).rglob("*.np[yz]")),
@@ -92,10 +97,9 @@ def main(options: Options) -> None:
     print(f"{options.trajectories} trajectories of {options.tokens} tokens, a step of a rank")
     for name in seconds:
         mb = bytes_of[name] / options.steps / 1e6
-        print(
-            f"{name} {seconds[name] / options.steps:.3f} s, {mb:.2f} MB, "
-            f"{mb * 1e6 / num_tokens:.1f} bytes a token"
-        )
+        wall, cpu = (seconds[name] / options.steps).tolist()
+        per_token = mb * 1e6 / num_tokens
+        print(f"{name} {wall:.3f} s, {cpu:.3f} CPU-s, {mb:.2f} MB, {per_token:.1f} bytes a token")
 
 
 if __name__ == "__main__":

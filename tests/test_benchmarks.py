@@ -124,7 +124,7 @@ SHOWN = {
         "300 chats, first step encoded: # s, # CPU-s a rank, # MB",
     ],
     "pacing": ["pace # #% # # #", "no limit # #% # # #"],
-    "dump": ["lines # s, # MB, # bytes a token", "tables # s, # MB, # bytes a token"],
+    "dump": [f"{name} # s, # CPU-s, # MB, # bytes a token" for name in ("lines", "tables")],
     "vs_trl": ["| grpo-natural | # | | |", "| dpo | # | | |"],
     "preempt": [
         "SIGUSR1 to a rank code 0",

@@ -49,7 +49,10 @@ class Runs:
 
     def group(self, number: int, step: int, group: int) -> dict[str, Any]:
         """Return a group with its trajectories. Raises UserError if there is none."""
-        found = self.readers[self._number(number)].group(step, group)
+        reader = self.readers[self._number(number)]
+        if not len(reader.table.find(step, group)):
+            reader.table.refresh()
+        found = reader.group(step, group)
         require(found is not None, f"step {step} has no group {group}")
         return clean(found)
 
