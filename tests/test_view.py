@@ -367,6 +367,14 @@ def page(browser):
     opened.close()
 
 
+def wait_until(page, expression: str) -> None:
+    """Wait for JavaScript to be true. (What playwright has for it, the page's policy refuses.)"""
+    end = time.monotonic() + SECONDS / 1000
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, expression
+        page.wait_for_timeout(50)
+
+
 def save(page, name: str) -> None:
     """Leave a screenshot where $MINIRL_SCREENSHOTS says, if it does."""
     folder = os.environ.get("MINIRL_SCREENSHOTS")
@@ -431,14 +439,14 @@ def test_filters_colours_and_hostile_texts(page, served):
     assert len(set(colours)) == 4  # each token has a log-prob of its own
 
     page.check("#flag-failed")
-    page.wait_for_function("document.querySelectorAll('.group-item').length === 3")
+    wait_until(page, "document.querySelectorAll('.group-item').length === 3")
     assert "step raised ValueError: no" in page.inner_text("#detail")
     page.uncheck("#flag-failed")
-    page.wait_for_function("document.querySelectorAll('.group-item').length === 12")
+    wait_until(page, "document.querySelectorAll('.group-item').length === 12")
     page.select_option("#sort", "mismatch")
-    page.wait_for_function("document.querySelector('.group-item').textContent.includes('group 11')")
+    wait_until(page, "document.querySelector('.group-item').textContent.includes('group 11')")
     page.click(".group-item >> nth=2")
-    page.wait_for_function("document.querySelector('#detail').textContent.includes('group 9')")
+    wait_until(page, "document.querySelector('#detail').textContent.includes('group 9')")
 
 
 def test_two_runs_are_compared(page, run, tmp_path):
@@ -460,8 +468,9 @@ def test_the_page_follows_a_run(page, run, tmp_path):
     page.goto(server.url)
     page.wait_for_selector('[data-metric="rl/reward"] path.line')
     dumped.write_rows(live / "metrics.jsonl", [{"phase": "rl", "step": 3, "reward": 0.9}])
-    page.wait_for_function(
-        "document.querySelector('[data-metric=\"rl/reward\"] .reading').textContent === '0.9 at 3'"
+    wait_until(
+        page,
+        "document.querySelector('[data-metric=\"rl/reward\"] .reading').textContent === '0.9 at 3'",
     )
     (live / "summary.json").write_text('{"state": "failed", "reason": "rank 1 crashed"}')
     page.wait_for_selector("text=rank 1 crashed")
@@ -471,9 +480,7 @@ def test_the_page_follows_a_run(page, run, tmp_path):
     dumped.write_step(live / "rollouts", 3, [dumped.trajectory(99, 0, "new", tokenizer)])
     page.wait_for_selector("text=step 3 · group 99")
     server.end()
-    page.wait_for_function(
-        "document.querySelector('#connection').textContent.includes('trying again')"
-    )
+    wait_until(page, "document.querySelector('#connection').textContent.includes('trying again')")
 
 
 def test_an_exported_page_needs_nothing_else(page, run, tmp_path, capsys):
@@ -488,7 +495,7 @@ def test_an_exported_page_needs_nothing_else(page, run, tmp_path, capsys):
     assert dumped.NASTY in page.locator(".trajectory").first.inner_text().replace("\n", "")
     assert page.locator(".group-item").count() == 12 and page.title() == "minirl"
     page.check("#flag-equal")
-    page.wait_for_function("document.querySelectorAll('.group-item').length === 3")
+    wait_until(page, "document.querySelectorAll('.group-item').length === 3")
     page.click("nav >> text=answers")
     page.wait_for_selector(".answer")
     assert page.asked == [file.as_uri()]
