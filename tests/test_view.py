@@ -385,12 +385,12 @@ def save(page, name: str) -> None:
 def test_curves_of_a_real_run(page, real):
     server = Served(real)
     page.goto(server.url)
-    page.wait_for_selector('[data-metric="rl/reward"] path.line')
+    page.wait_for_selector('[data-metric="rl/reward"] path.line', state="attached")
     assert page.locator(".badge.finished").count() == 1
     save(page, "curves")
     page.fill("#search", "longest")
     page.check("#metric-rl\\/longest_answer")
-    page.wait_for_selector('[data-metric="rl/longest_answer"] path.line')
+    page.wait_for_selector('[data-metric="rl/longest_answer"] path.line', state="attached")
     before = page.locator('[data-metric="rl/loss"]').count()
     page.fill("#search", "rl/loss")
     page.check("#metric-rl\\/loss")
@@ -454,7 +454,7 @@ def test_two_runs_are_compared(page, run, tmp_path):
     shutil.copytree(run, other)
     server = Served(run, other)
     page.goto(server.url)
-    page.wait_for_selector('[data-metric="rl/reward"] path.line')
+    page.wait_for_selector('[data-metric="rl/reward"] path.line', state="attached")
     assert page.locator('[data-metric="rl/reward"] path.line').count() == 2
     page.uncheck("#show-1")
     assert page.locator('[data-metric="rl/reward"] path.line').count() == 1
@@ -466,7 +466,7 @@ def test_the_page_follows_a_run(page, run, tmp_path):
     shutil.copytree(run, live)
     server = Served(live)
     page.goto(server.url)
-    page.wait_for_selector('[data-metric="rl/reward"] path.line')
+    page.wait_for_selector('[data-metric="rl/reward"] path.line', state="attached")
     dumped.write_rows(live / "metrics.jsonl", [{"phase": "rl", "step": 3, "reward": 0.9}])
     wait_until(
         page,
@@ -489,7 +489,7 @@ def test_an_exported_page_needs_nothing_else(page, run, tmp_path, capsys):
     assert "with 12 groups" in capsys.readouterr().out
     assert "<script>document" not in file.read_text()
     page.goto(file.as_uri())
-    page.wait_for_selector('[data-metric="rl/reward"] path.line')
+    page.wait_for_selector('[data-metric="rl/reward"] path.line', state="attached")
     page.click("nav >> text=trajectories")
     page.wait_for_selector(".trajectory")
     assert dumped.NASTY in page.locator(".trajectory").first.inner_text().replace("\n", "")
