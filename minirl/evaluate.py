@@ -15,7 +15,8 @@ if __name__ == "__main__":  # First the flags: the imports below take seconds. I
 import json
 from pathlib import Path
 
-from minirl.config.shared import EvaluateConfig, PolicyConfig
+from minirl.config.policy import PolicyConfig
+from minirl.config.shared import EvaluateConfig
 from minirl.config.validate import resolve_lengths, validate_sampling
 from minirl.data import chat
 from minirl.data.images import Vision, sampling_stops

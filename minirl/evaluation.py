@@ -52,7 +52,13 @@ def breakdown(
         those whose answers it could not hold to what they demand, and `endpoint/outside_loss`, the
         share of tokens that guided decoding put outside the loss; the means of `more`.
     """
-    values = list(more)
+    gathered = _gather_sorted([*more, *_of_episodes(episodes, threshold)], mesh)
+    return {name: _mean(in_order) for name, in_order in gathered.items()}
+
+
+def _of_episodes(episodes: list[Trajectory], threshold: float) -> list[tuple[str, float]]:
+    """Return the names and values that `breakdown` takes the means of."""
+    values = []
     for t in episodes:
         for kind, key in INFO_METRICS:
             for name, value in t.info.get(key, {}).items():
@@ -64,33 +70,58 @@ def breakdown(
                 (f"source/{source}/accuracy", score >= threshold),
                 (f"source/{source}/reward", score),
             ]
+    return values
+
+
+def _gather_sorted(values: list[tuple[str, float]], mesh: Mesh) -> dict[str, list[float]]:
+    """Return the values of all ranks by name, sorted, names and values. Collective."""
     by_rank = mesh.gather_named(values)
-    means = {}
+    gathered = {}
     for name in sorted(set().union(*by_rank)):
         parts = [of_rank[name] for of_rank in by_rank if name in of_rank]
-        in_order = np.sort(np.concatenate(parts)).tolist()
-        means[name] = sum(in_order) / len(in_order)
-    return means
+        gathered[name] = np.sort(np.concatenate(parts)).tolist()
+    return gathered
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def _deviation(values: Iterable[float]) -> float:
+    """Return the root of the mean square about the mean, 0 if all values are equal."""
+    values = list(values)
+    mean = _mean(values)
+    if min(values) == max(values):
+        return 0.0
+    return _mean((value - mean) ** 2 for value in values) ** 0.5
 
 
 def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) -> dict[str, float]:
     """Return means over the episodes of a training step on all ranks. Collective.
 
-    Beside what `breakdown` returns: `answer_tokens`; `stopped`, the share of answers that ended by
-    themselves; `staleness`, optimizer steps since the oldest token was sampled; `reward`, the
-    score; `shaped_reward`; and `equal_groups`, the share of groups whose rewards are all equal.
+    Beside what `breakdown` returns: `answer_tokens`, and `longest_answer`, their maximum;
+    `stopped`, the share of answers that ended by themselves; `staleness`, optimizer steps since the
+    oldest token was sampled; `reward`, the score; `shaped_reward`, and its deviation over all
+    episodes (`reward_deviation/all`) and the mean of those within the groups
+    (`reward_deviation/group`); and `equal_groups`, the share of groups whose rewards are all equal.
     """
     episodes = [t for t in trajectories if t.segment == 0]
-    values = []
-    rewards_of_group: dict[int, set[float]] = defaultdict(set)
+    values = _of_episodes(episodes, threshold)
+    rewards_of_group: dict[int, list[float]] = defaultdict(list)
     for t in episodes:
-        rewards_of_group[t.group].add(t.reward)
+        rewards_of_group[t.group].append(t.reward)
         for name in ("answer_tokens", "stopped", "staleness"):
             values.append((name, t.info[name]))
         values += [("reward", t.info["score"]), ("shaped_reward", t.reward)]
     for rewards in rewards_of_group.values():
-        values.append(("equal_groups", len(rewards) == 1))
-    return breakdown(episodes, threshold, mesh, values)
+        values.append(("equal_groups", min(rewards) == max(rewards)))
+        values.append(("reward_deviation/group", _deviation(sorted(rewards))))
+    gathered = _gather_sorted(values, mesh)
+    means = {name: _mean(in_order) for name, in_order in gathered.items()}
+    means["longest_answer"] = gathered["answer_tokens"][-1]
+    means["reward_deviation/all"] = _deviation(gathered["shaped_reward"])
+    return means
 
 
 def _require_answers(sampler: Sampler, num_prompts: int, num_trajectories: int) -> None:
@@ -123,6 +154,7 @@ def evaluate(
     cfg: EvalConfig,
     sampling: Sampling,
     reward_model: RewardModel | None,
+    num_shown: int = NUM_SHOWN,
 ) -> dict | None:
     """Sample `cfg.samples` answers to every prompt and score them. Collective.
 
@@ -134,7 +166,7 @@ def evaluate(
         2107.03374, eq. 1, which is 1 for a prompt with a correct one among k samples, else 0),
         reward, answer_tokens, stopped (share of answers that ended by themselves), and what
         `breakdown` adds. `answers`: prompt, answer and reward of the first sample of the first
-        five prompts.
+        `num_shown` prompts.
 
     Raises:
         UserError: no prompt got an answer.
@@ -166,7 +198,7 @@ def evaluate(
     # 2. Answers to read, in the order of their prompts.
     answers = {}
     for t in episodes:
-        if t.group < NUM_SHOWN and t.episode == 0:
+        if t.group < num_shown and t.episode == 0:
             answers[t.group] = {
                 "prompt": t.info["prompt"],
                 "answer": t.info["completion"],

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from minirl.algo import normalize
 from minirl.algo.losses import Loss
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
-from minirl.config.shared import PolicyConfig
 from minirl.data.blocks import Layout
 from minirl.data.exchange import exchange
 from minirl.data.images import Vision
@@ -83,6 +83,7 @@ class Policy:
         self.mesh = mesh
         self.timer = timer or Timer(mesh.device)
         self.trainable = trainable
+        self.score = score
         self.model = build.build_model(
             cfg, folder, mesh, trainable=trainable, score=score, sequence_parallel=sequence_parallel
         )

@@ -26,7 +26,8 @@ from minirl.config.rl import RLConfig
 from minirl.data.curriculum import Curriculum
 from minirl.data.exchange import exchange
 from minirl.data.packing import pack
-from minirl.evaluation import evaluate, means_of_step
+from minirl.dump import Dump
+from minirl.evaluation import NUM_SHOWN, evaluate, means_of_step
 from minirl.generation import Generation
 from minirl.health import Health
 from minirl.inputs import Inputs
@@ -36,6 +37,7 @@ from minirl.policy import Metrics, Minibatch, Policy
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records
 from minirl.supervised import warm_start
+from minirl.throughput import count_sampled, count_work
 from minirl.trainer import GO_ON, Program, TrainingRun
 from minirl.types import Trajectory
 from minirl.updates import update_in_passes
@@ -96,6 +98,7 @@ class Trainer(Program):
         self.num_discarded_tokens = 0
         self.mismatch = MismatchWatch(cfg)
         self.health = Health(cfg.debug)
+        self.dump = Dump(cfg, self.policy, inputs.prompts.tokenizer)
 
     def train(self) -> None:
         """Train from the first step of the run to the last. All ranks take each step together."""
@@ -110,8 +113,7 @@ class Trainer(Program):
             self.critic = self.load_model(cfg.critic, folder, score=True)
             self.run.attach("critic", self.critic)  # and go on with that of the checkpoint
             self.critic.sleeper.sleep()
-        self.run.log.progress("rl", self.num_steps, first_step)
-        self.progress.add(self.timer.take())
+        self.run.begin("rl", self.num_steps)
 
         for step in range(first_step, self.num_steps):
             # After the checkpoint of these weights, so that a resumed run does it, too. The new
@@ -183,8 +185,7 @@ class Trainer(Program):
         if self.reward_model:
             with self.timer.phase("prepare"):
                 self.reward_model.grade(trajectories)
-        if cfg.rollout.dump:
-            records.write_step(trajectories, self.run.output / "rollouts", step, self.mesh)
+        self.dump.begin(step, trajectories)
         return trajectories
 
     def shape(self, trajectories: list[Trajectory]) -> None:
@@ -242,6 +243,7 @@ class Trainer(Program):
                     for micro in minibatch
                 ]
             )
+            self.dump.add(minibatch, minibatches[-1])
         return minibatches
 
     def annotate(self, minibatches: Minibatches) -> None:
@@ -296,7 +298,7 @@ class Trainer(Program):
             critic_metrics = {f"critic_{name}": value for name, value in updates.items()}
             self.critic.sleeper.sleep()
         if step >= warmup_steps:
-            loss = losses.policy(self.algo, cfg.env.max_tokens)
+            loss = self.dump.noting(losses.policy(self.algo, cfg.env.max_tokens))
             num_steps = self.num_steps - warmup_steps
             policy_metrics = update_in_passes(
                 self.policy, minibatches, loss, cfg, step=step, num_steps=num_steps
@@ -307,6 +309,7 @@ class Trainer(Program):
         self, step: int, trajectories: list[Trajectory], minibatches: Minibatches, metrics: Metrics
     ) -> None:
         """Log means over the episodes of all ranks, and the metrics of the updates. Collective."""
+        self.dump.finish()
         row = means_of_step(trajectories, self.cfg.eval.threshold, self.mesh)
         row |= {"extra_prompts": self.num_extra_prompts, "kl_coef": self.algo.kl_coef, **metrics}
         if self.generation:
@@ -315,17 +318,10 @@ class Trainer(Program):
             row["rollout/discarded_tokens"] = self.num_discarded_tokens
             self.progress.add({}, discarded=self.num_discarded_tokens)
 
-        num_sampled = sum(int(t.sampled.sum()) for t in trajectories)
-        num_rows = sum(sum(batch.lengths) for batch in sum(minibatches, []))
-        generated, trained = self.mesh.sums(torch.tensor([num_sampled, num_rows])).tolist()
-        self.run.report(
-            "rl",
-            step,
-            row,
-            ("reward", "answer_tokens", "mismatch"),
-            generated=generated,
-            trained=trained // self.mesh.tensor.size(),  # its ranks have the same tokens
-        )
+        work = count_work(minibatches * self.algo.num_epochs, self.mesh)
+        generated = count_sampled(trajectories, self.mesh)
+        shown = ("reward", "answer_tokens", "mismatch")
+        self.run.report("rl", step, row, shown, work, generated=generated, trained=work.rows)
         if self.generation:  # tokens of a replay may be of other weights
             self.mismatch.check(step, row)
         for ill in self.health.check(step, row):
@@ -353,9 +349,11 @@ class Trainer(Program):
                 cfg,
                 sampling,
                 self.reward_model,
+                max(NUM_SHOWN, self.cfg.log.samples),
             )
         if result:
-            self.run.record_evaluation(step, result["scores"], ("accuracy", "reward"), name, result)
+            shown = ("accuracy", "reward")
+            self.run.record_evaluation(step, result["scores"], shown, name, result)
         return bool(result)
 
     def warm_start(self) -> bool:
@@ -371,7 +369,7 @@ class Trainer(Program):
         with self.timer.phase("sft"):
             num_tokens = warm_start(self.cfg, self.inputs, self.policy, self.run.log)
         if num_tokens is None:
-            self.run.log.say(f"stopped by a signal in the warm start, which begins anew. {GO_ON}")
+            self.run.end(0, f"stopped by a signal in the warm start, which begins anew. {GO_ON}")
             return False
         # One phase, because its forward and backward are not RL's.
         self.progress.add({"sft": sum(self.timer.take().values())}, sft=num_tokens)
@@ -421,10 +419,7 @@ class Trainer(Program):
             # What goes on in a later step is lost, now that none follows.
             unfinished = self.generation.sampler.num_unfinished_tokens()
             self.progress.add({}, discarded=unfinished)
-        self.run.log.bar.close()  # the answers are printed where it stands
         evaluations = self.progress.evaluations
-        if self.mesh.rank == 0:
-            report.write_answers(self.run.output, evaluations)
         sizes = {}
         if self.generation:
             sizes["KV cache of an engine, tokens"] = self.generation.engine.kv_cache_tokens

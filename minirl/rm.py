@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.algo import preference
 from minirl.algo.losses import Loss
-from minirl.config.shared import PolicyConfig
+from minirl.config.policy import PolicyConfig
 from minirl.config.supervised import RMConfig, ServeConfig
 from minirl.data import chat
 from minirl.errors import require

@@ -5,8 +5,8 @@ import math
 import numpy as np
 
 from minirl.config.lengths import validate_warmup
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import PolicyConfig
 
 
 def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:

@@ -39,6 +39,7 @@ from minirl.plan.workload import supervised_workload
 from minirl.policy import Metrics, Minibatch, Policy, make_minibatch
 from minirl.row_checks import load_splits, marks_for_template, require_shown
 from minirl.schedule import learning_rate
+from minirl.throughput import count_work
 from minirl.trainer import Program, TrainingRun
 from minirl.types import Trajectory
 
@@ -112,8 +113,7 @@ class SupervisedTrainer(Program):
         cfg = self.cfg
         run = self.run
         loss = self.make_loss()
-        run.log.progress(self.name, self.num_steps, run.first_step)
-        run.progress.add(self.timer.take())
+        run.begin(self.name, self.num_steps)
         for step in range(run.first_step, self.num_steps):
             if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
                 self.evaluate(step, "before" if step == 0 else None)
@@ -122,16 +122,20 @@ class SupervisedTrainer(Program):
                 examples = self.rows.examples(range(first, first + cfg.batch_size))
                 self.say_lost(step, examples)
             metrics: Metrics = {}
+            work = None
             if examples.num_rows:
                 with self.timer.phase("prepare"):
                     batches = self.make_batches(examples.here)
                 lr = learning_rate(cfg.policy, step, self.num_steps)
                 metrics = self.name_metrics(self.policy.update(batches, loss, lr))
+                work = count_work([batches], self.mesh)
 
             metrics |= dict(zip(self.rows.lost_names, examples.num_lost, strict=True))
             metrics["epoch"] = (first + cfg.batch_size) / len(self.rows)
             metrics["tokens"] = examples.num_tokens
-            run.report("train", step, metrics, ("loss", "tokens"), trained=examples.num_tokens)
+            run.report(
+                "train", step, metrics, ("loss", "tokens"), work, trained=examples.num_tokens
+            )
             run.save_if_due(step + 1)
             if run.is_stopping:
                 run.stop(step + 1)

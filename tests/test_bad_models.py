@@ -16,8 +16,9 @@ from harness import ranks
 from in_memory import ALONE
 from minirl.checkpoint import lock
 from minirl.checkpoint.folder import plan_folder, write_companions
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig, PolicyConfig
+from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig
 from minirl.config.supervised import DPOConfig, SFTConfig
 from minirl.dpo import Trainer
 from minirl.envs.base import Env, Result

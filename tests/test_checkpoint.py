@@ -26,8 +26,9 @@ from minirl.checkpoint import state as state_module
 from minirl.checkpoint.export import choose, export_checkpoint
 from minirl.checkpoint.state import find_best, state_dict_of
 from minirl.config.parse import save_config
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.config.shared import CheckpointConfig, ExportConfig, ParallelConfig, PolicyConfig
+from minirl.config.shared import CheckpointConfig, ExportConfig
 from minirl.data.exchange import exchange
 from minirl.errors import UserError
 from minirl.policy import Policy

@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from minirl.config.parse import fill_config, load_config, parse_flags, save_config
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import EvaluateConfig, ExportConfig, PolicyConfig, SamplingConfig
+from minirl.config.shared import EvaluateConfig, ExportConfig, SamplingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.config.validate import (
     resolve_lengths,

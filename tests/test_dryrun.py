@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import tiny
 from harness import ranks
 from minirl.algo import losses
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
-from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.data.packing import pack
 from minirl.errors import UserError
 from minirl.parallel import fsdp

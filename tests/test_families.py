@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 import tiny
 from harness import ranks
 from minirl import checkpoint
-from minirl.config.shared import ParallelConfig, PolicyConfig
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.data import images
 from minirl.data.images import ImageSpan
 from minirl.data.packing import pack

@@ -14,8 +14,8 @@ from minirl import checkpoint, supervised
 from minirl.algo import losses
 from minirl.checkpoint import changes
 from minirl.config.parse import parse_flags, save_config
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, CriticConfig, RLConfig
-from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.config.supervised import SFTConfig
 from minirl.data.exchange import exchange
 from minirl.errors import UserError

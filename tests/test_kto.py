@@ -19,7 +19,7 @@ from in_memory import ALONE, memory_rows, read_all
 from minirl import kto
 from minirl.algo import preference
 from minirl.config.parse import parse_flags
-from minirl.config.shared import ParallelConfig, PolicyConfig
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.supervised import KTOConfig, KTOLossConfig, LabelledConfig
 from minirl.data.labelled import Labelled, open_labelled
 from minirl.data.packing import pack

@@ -25,6 +25,7 @@ LAYERS = {
     "reading.py": 0,
     "types.py": 0,
     "log.py": 0,
+    "trackers.py": 0,
     "config/*": 0,
     "schedule.py": 1,
     "confine/*": 0,
@@ -49,6 +50,11 @@ LAYERS = {
     "own_methods.py": 8,
     "row_checks.py": 8,
     "report.py": 8,
+    "results.py": 8,
+    "progress.py": 8,
+    "throughput.py": 8,
+    "dump.py": 8,
+    "view/*": 8,
     "evaluation.py": 8,
     "trainer.py": 8,
     "updates.py": 8,
@@ -84,6 +90,10 @@ FORBIDDEN = [  # who, what, why
     ("envs/*", "algo/*", "and it knows no algorithm"),
     ("envs/*", "model/*", "nor a model"),
     ("algo/*", "log.py", "algorithms are pure functions"),
+    *(
+        ("view/*", trains, "a page needs what a run has written, and nothing that trains")
+        for trains in ("parallel/*", "model/*", "data/*", "policy.py", "rollout/[!i]*", "plan/*")
+    ),
     ("types.py", "config/*", "types are the bottom of the house"),
     *(
         (f"{program}.py", f"{other}.py", "a program imports no other program")
@@ -119,6 +129,7 @@ DOORS = {
         "rollout/choice.py": {"PreTrainedTokenizerBase"},
         "inputs.py": {"PretrainedConfig", "PreTrainedTokenizerBase"},
         "row_checks.py": {"PreTrainedTokenizerBase"},
+        "dump.py": {"PreTrainedTokenizerBase"},
         "rm.py": {"PreTrainedTokenizerBase"},
         "plan/*": {"PretrainedConfig", "logging"},
         "walk_step.py": {"AutoModelForCausalLM"},  # for the plain step beside minirl's
@@ -134,7 +145,9 @@ DOORS = {
     },
     "safetensors": {"model/weight_files.py": None, "checkpoint/*": None},
     "torch.utils.tensorboard": {"log.py": None},
-    "wandb": {"log.py": None},
+    "wandb": {"trackers.py": None},
+    "trackio": {"trackers.py": None},
+    "tokenizers": {"view/trajectories.py": None, "model/scratch.py": None},
     "tqdm": {"log.py": None},
     "matplotlib": {"report.py": None},
     "tyro": {"config/parse.py": None},
@@ -154,6 +167,7 @@ DOORS = {
         "serving/limits.py": None,
         "rollout/server.py": None,
         "rollout/response.py": {"Receive"},
+        "view/server.py": None,
         "rewards/server.py": {"Request", "JSONResponse", "Route"},
     },
     "uvicorn": {"serving/server.py": None},

@@ -10,8 +10,9 @@ import torch
 from harness import ranks
 from minirl.algo import advantages, correction, losses, normalize, shaping
 from minirl.algo.ratio import bounded_exp
+from minirl.config.policy import ParallelConfig
 from minirl.config.rl import AlgoConfig, CorrectionConfig
-from minirl.config.shared import ParallelConfig, RewardConfig
+from minirl.config.shared import RewardConfig
 from minirl.data.blocks import Layout
 from minirl.data.exchange import exchange
 from minirl.data.packing import pack

@@ -22,7 +22,7 @@ from transformers import (
 
 from benchmarks import fits
 from minirl.config.parse import fill_config
-from minirl.config.shared import ParallelConfig, PolicyConfig
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.errors import UserError
 from minirl.model import build
 from minirl.plan import __main__ as program

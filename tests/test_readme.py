@@ -36,6 +36,7 @@ from minirl.envs import Agent, Session, State
 from minirl.envs.registry import make_env
 from minirl.model.families import FAMILIES
 from minirl.plan.flags import own_flags
+from minirl.view import __main__ as view
 from programs import ROOT, fork
 
 README = ROOT / "README.md"
@@ -60,9 +61,11 @@ PROGRAMS = {
     "minirl.checkpoint": ExportConfig,
     "minirl.plan": None,  # flags of its own, and those of what it plans
     "minirl.rollout.show": None,  # no flags
+    "minirl.view": None,  # flags of its own
     "minirl.walk": None,  # flags of its own
 }
 PLAN_FLAGS = set(re.findall(r"--[\w-]+", own_flags().format_help()))
+VIEW_FLAGS = set(re.findall(r"--[\w-]+", view.parser().format_usage()))
 # Flags in the text that belong to no config of minirl.
 OTHER_FLAGS = {
     "--break",
@@ -79,6 +82,7 @@ OTHER_FLAGS = {
     "--local-addr",
     "--max-restarts",
     *PLAN_FLAGS,
+    *VIEW_FLAGS,
     "--nproc-per-node",
     "--profile",
     "--requeue",
@@ -88,7 +92,7 @@ OTHER_FLAGS = {
 # Files of users and of runs that documents speak of.
 OTHER_FILES = {
     "agent_func.py",
-    "answers.json",
+    "answers.jsonl",
     "config.yaml",
     "configs/mine.yaml",
     "curves.png",

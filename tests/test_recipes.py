@@ -349,7 +349,7 @@ def repeatable(rows: list[dict]) -> list[dict]:
         {
             name: value
             for name, value in row.items()
-            if not name.startswith(("time/", "tokens_per_second/"))
+            if not name.startswith(("time/", "tokens_per_second/", "host_gib/"))
         }
         for row in rows
     ]
@@ -807,7 +807,9 @@ def test_dumped_episodes_are_shown(runs, capsys):
     file = runs / "partial" / "rollouts" / "step-1-rank-0.jsonl"
     found = list(records.read_file(file))
     assert len({(t.group, t.episode) for t in found}) == 12
-    everything = [t for path in sorted(file.parent.iterdir()) for t in records.read_file(path)]
+    everything = [
+        t for path in sorted(file.parent.glob("*.jsonl")) for t in records.read_file(path)
+    ]
     assert len(everything) == 60 and any(
         len(set(t.versions.tolist())) > 2 for t in everything
     )  # -1, and two steps' weights

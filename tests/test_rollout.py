@@ -12,14 +12,13 @@ import torch
 
 import tiny
 from harness import RankFailed, ranks, two_at_once
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import (
     DataConfig,
     EngineConfig,
     EnvConfig,
     EvaluateConfig,
-    ParallelConfig,
-    PolicyConfig,
     RewardConfig,
     RolloutConfig,
 )

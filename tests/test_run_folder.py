@@ -27,8 +27,9 @@ from minirl import checkpoint, inputs, log
 from minirl.checkpoint import changes, checksums, finding, lock, reading, state
 from minirl.checkpoint.export import export_checkpoint
 from minirl.config.parse import save_config
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import CheckpointConfig, ExportConfig, PolicyConfig
+from minirl.config.shared import CheckpointConfig, ExportConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.errors import UserError
 from minirl.faults import explain

@@ -14,8 +14,8 @@ from harness import ranks
 from minirl import rl
 from minirl.algo import losses
 from minirl.config.parse import load_config, parse_flags
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.config.supervised import SFTConfig
 from minirl.config.validate import resolve_lengths, validate_rl, validate_supervised
 from minirl.data.exchange import exchange

@@ -18,8 +18,9 @@ import pytest
 
 import tiny
 from harness import ranks
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RefitConfig
-from minirl.config.shared import EndpointConfig, EngineConfig, PolicyConfig
+from minirl.config.shared import EndpointConfig, EngineConfig
 from minirl.data import chat
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer

@@ -22,7 +22,7 @@ from in_memory import ALONE, memory_rows, read_all, split
 from minirl.algo import losses
 from minirl.checkpoint.state import find_best
 from minirl.config.parse import parse_flags
-from minirl.config.shared import ParallelConfig, PolicyConfig
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, SFTConfig
 from minirl.config.validate import validate_supervised
 from minirl.data import chat, turns
@@ -699,7 +699,11 @@ def flags(folder: Path, source: str, output: Path, *more: object) -> list[str]:
 def rows_of(run: Path, phase: str) -> list[dict]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_second"))}
+        {
+            k: v
+            for k, v in row.items()
+            if not k.startswith(("time/", "tokens_per_second", "host_gib/"))
+        }
         for row in rows
         if row["phase"] == phase
     ]

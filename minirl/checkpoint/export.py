@@ -22,7 +22,8 @@ from minirl.checkpoint.folder import (
 from minirl.checkpoint.reading import read_state, saved_shapes
 from minirl.config.named import check_run
 from minirl.config.parse import load_config
-from minirl.config.shared import ExportConfig, PolicyConfig
+from minirl.config.policy import PolicyConfig
+from minirl.config.shared import ExportConfig
 from minirl.errors import UserError, require
 from minirl.files import partial_of, publish_folder, sync_file, sync_files
 from minirl.log import say

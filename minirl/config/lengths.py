@@ -1,7 +1,7 @@
 """Refuse settings of how long a run and its phases are that cannot be true together."""
 
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import PolicyConfig
 from minirl.errors import require
 
 

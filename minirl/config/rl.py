@@ -13,12 +13,8 @@ from minirl.config.bounds import (
     PositiveShare,
     Share,
 )
-from minirl.config.shared import (
-    LearningRateSchedule,
-    PolicyConfig,
-    SamplingConfig,
-    TrainingConfig,
-)
+from minirl.config.policy import LearningRateSchedule, PolicyConfig
+from minirl.config.shared import SamplingConfig, TrainingConfig
 
 
 @dataclass(kw_only=True)

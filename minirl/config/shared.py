@@ -4,7 +4,8 @@
 
     python -m minirl.rl --config configs/quickstart_rl.yaml --policy.lr 1e-4
 
-Settings of RL alone are in `rl.py`, those of SFT, reward models and DPO in `supervised.py`. The
+Settings of RL alone are in `rl.py`, those of SFT, reward models and DPO in `supervised.py`, of a
+trained model in `policy.py`. The
 comment behind a setting (or, starting with `#:`, above it) is what `--help` says about it. A type
 says which values a setting may have on its own; `validate.py` refuses what cannot work together,
 before anything is loaded or written.
@@ -16,8 +17,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from minirl.config.bounds import (
-    Decay,
-    EvenSize,
     Finite,
     Gigabytes,
     Minutes,
@@ -32,108 +31,9 @@ from minirl.config.bounds import (
     Seconds,
     Seed,
     Share,
-    Size,
     TopK,
 )
-
-Checkpointing = Literal["auto", "off", "selective", "full"]
-LearningRateSchedule = Literal["constant", "linear", "cosine", "wsd"]
-
-
-@dataclass(kw_only=True)
-class ScratchConfig:
-    """The model that is made for `policy.model` = scratch.
-
-    It has the Qwen3 architecture, random weights and a character tokenizer.
-    """
-
-    hidden_size: Size = 128  # Of the vectors between layers.
-    num_layers: Size = 3  # Each of attention and a gated MLP of four times the hidden size.
-    num_heads: Size = 4  # Of the queries of attention.
-    num_kv_heads: Size = 2  # Of keys and values; it divides num_heads.
-    head_dim: EvenSize = 32  # Of a query, a key or a value.
-    #: Fixed texts that become single tokens, so that a small model need not read them letter by
-    #: letter.
-    phrases: list[str] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class PolicyConfig:
-    """The trained model and its optimizer."""
-
-    #: Folder or hub id of a Hugging Face model; `scratch` makes a small one with random weights.
-    model: str = ""
-    scratch: ScratchConfig = field(default_factory=ScratchConfig)
-    #: Dtype of forward and backward. Master weights, gradients and optimizer state are float32
-    #: (with float64, which is for proofs, everything is float64).
-    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
-    #: What is recomputed in backward instead of being kept since forward. full: all but the inputs
-    #: of layers; least memory, about a third more time. selective: all but the results of matrix
-    #: products and attention; about a third of the memory, little more time. auto: the first of
-    #: off, selective and full that fits the GPU (`python -m minirl.plan`); off on CPU.
-    activation_checkpointing: Checkpointing = "auto"
-    #: What computes norms, activations and rotary positions. torch: the library's modules, an
-    #: operator at a time. liger: a kernel each (package liger-kernel, GPU). compile: the same by
-    #: torch.compile. auto: liger where it can be had, else torch.
-    kernels: Literal["auto", "torch", "liger", "compile"] = "auto"
-    #: Free gathered parameters between forward and backward (ZeRO-3). False keeps them (ZeRO-2),
-    #: which is faster if they fit.
-    reshard_after_forward: bool = True
-    #: Keep shards, gradients and optimizer state in host memory; a layer is on the device only
-    #: while it computes. For models that do not fit otherwise.
-    cpu_offload: bool = False
-    #: Gradients between the micro-batches of a step. whole: every rank keeps all of them, 4 bytes a
-    #: parameter (shared by its tensor-parallel ranks), and they are reduced once a step. sharded:
-    #: reduced after every micro-batch, so that a rank keeps its shard only. auto: whole up to
-    #: 4 GiB.
-    accumulate: Literal["auto", "sharded", "whole"] = "auto"
-    #: muon: for the matrices of layers, with AdamW for the rest. Its steps are scaled to the size
-    #: of AdamW's, so the same `lr` and `weight_decay` serve both.
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    #: Where the optimizer's state rests between steps. offload: in host memory. 8bit: in one byte
-    #: an element. Both are on the device in full precision for some parameters at a time.
-    optimizer_state: Literal["device", "offload", "8bit"] = "device"
-    #: Patterns of weights that are not trained, by their names in the model's folder: *visual.* is
-    #: the tower for images of most models that have one. They have no gradient and no optimizer
-    #: state, and are exported as they were.
-    freeze: list[str] = field(default_factory=list)
-    #: Decay of an exponential moving average of the weights, written to <output>/model_ema at the
-    #: end. It rises to this value as (1 + n) / (10 + n) over n updates. 0: no average.
-    ema_decay: Decay = 0.0
-    lr: NonNegative = 1e-6  # Learning rate.
-    #: What becomes of the learning rate after the warm-up. cosine and linear fall until the end,
-    #: wsd only in the last `lr_decay_ratio` of all optimizer steps.
-    lr_schedule: LearningRateSchedule = "constant"
-    lr_warmup_steps: NonNegativeInt = 0  # Optimizer steps of linear warm-up from 0.
-    lr_warmup_ratio: Share = 0.0  # The same as a share of all optimizer steps. Set one of the two.
-    lr_decay_ratio: PositiveShare = (
-        0.1  # Of wsd: the share of all optimizer steps in which it falls.
-    )
-    lr_min_ratio: NonNegative = 0.1  # Share of `lr` where cosine, linear and wsd end.
-    betas: tuple[Decay, Decay] = (0.9, 0.95)  # Of AdamW.
-    adam_eps: Positive = 1e-8  # Of AdamW: what is added to the divisor.
-    weight_decay: NonNegative = 0.0  # Applied to matrices only.
-    max_grad_norm: NonNegative = 1.0  # Gradients are scaled down to this norm; 0: never.
-
-
-@dataclass(kw_only=True)
-class ParallelConfig:
-    """How the trainer's ranks divide the model and its data.
-
-    The number of ranks is replicate x shard x context x tensor; shard is what the others leave.
-    """
-
-    #: Groups of ranks that each hold a whole model in shards (HSDP). Gradients cross groups once a
-    #: step, parameters never.
-    replicate: PositiveInt = 1
-    context: PositiveInt = 1  # Ranks that split every sequence, for sequences too long for one.
-    #: How attention gets the keys of the other context ranks: all at once for a layer (fastest), or
-    #: one rank's after the other's.
-    context_engine: Literal["all_gather", "ring"] = "all_gather"
-    tensor: PositiveInt = 1  # Consecutive ranks that split every matrix, on the same data.
-    #: Sequence parallelism: between the blocks each tensor-parallel rank keeps its part of the
-    #: tokens. Less memory for the same traffic.
-    sequence: bool = False
+from minirl.config.policy import ParallelConfig, PolicyConfig
 
 
 @dataclass(kw_only=True)
@@ -255,8 +155,8 @@ class RolloutConfig:
     max_staleness: PositiveInt = 2
     #: Which engine generates which prompt. auto: round_robin on CPU, pull on CUDA.
     tickets: Literal["auto", "pull", "round_robin"] = "auto"
-    #: Write every trajectory of a step to <output>/rollouts/ (rollout/records.py has the format;
-    #: print them by python -m minirl.rollout.show FILE).
+    #: Write every trajectory of a step to <output>/rollouts/, with advantage and log-probs of each
+    #: token (rollout/records.py and index.py have the format); python -m minirl.view shows them.
     dump: bool = False
     #: Folder of dumped rollouts to train on, step by step, without engine and evaluation.
     replay: str = ""
@@ -397,6 +297,16 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True)
+class LogConfig:
+    """Where metrics go beside metrics.jsonl and TensorBoard (METRICS.md says what they are)."""
+
+    wandb: str = ""  # Project of Weights & Biases; WANDB_MODE=offline keeps it here. Empty: off.
+    trackio: str = ""  # Project of trackio, whose database is on this machine. Empty: off.
+    run_name: str = ""  # Name of the run there. Empty: that of its folder.
+    samples: NonNegativeInt = 3  # Answers to held-out prompts shown at each evaluation.
+
+
+@dataclass(kw_only=True)
 class ProgramConfig:
     """The settings of every program."""
 
@@ -420,6 +330,7 @@ class TrainingConfig(ProgramConfig):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
 
 @dataclass(kw_only=True)

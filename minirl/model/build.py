@@ -25,8 +25,8 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from minirl.config.named import check_model
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
-from minirl.config.shared import PolicyConfig
 from minirl.errors import UserError, require
 from minirl.model import attention, experts, families, fused
 from minirl.model.freeze import freeze

@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -33,10 +33,12 @@ from minirl.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE
 from minirl.log import say
 from minirl.parallel import agent, guard
 from minirl.parallel.limits import Limit, Limits
+from minirl.parallel.peers import Peer, is_alive, runs, stat_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 LOOK_SECONDS = 1.0  # The store and the other ranks are looked at so often.
+SECONDS_TO_RECORD = 10.0  # For summary and curves of a run that fails.
 SECONDS_TO_LEAVE = 20.0  # For ranks that run to hear that all leave; a loaded machine is slow.
 NUM_FRAMES = 8  # Of a stack, the innermost ones.
 
@@ -52,16 +54,6 @@ ENDED = "minirl/ended"  # Counts the ranks that have done all their work.
 LEFT = "minirl/left"  # Counts the ranks that have left before that.
 
 
-class Peer(NamedTuple):
-    """Another rank: where its process is, and when it began, in ticks of its machine's clock."""
-
-    rank: int
-    host: str
-    pid: int
-    began: str
-    guard: int  # Its process id; 0: there is none.
-
-
 class Watch:
     """The watch of a rank; it hears nothing before `listen`.
 
@@ -71,6 +63,7 @@ class Watch:
         goes_on: a program that ends at once can be started again with --resume.
         phase: returns what the main thread is at.
         finish_writing: waits a while for what is written beside training, before a limit ends it.
+        record_end: notes in the folder of the run how it ends: state, reason. On one rank.
     """
 
     def __init__(self) -> None:
@@ -79,6 +72,7 @@ class Watch:
         self.goes_on = False
         self.phase: Callable[[], str] = lambda: "start"
         self.finish_writing: Callable[[], None] = lambda: None
+        self.record_end: Callable[[str, str], None] = lambda state, reason: None
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = 1
         self._store: dist.Store | None = None
@@ -115,7 +109,7 @@ class Watch:
         self.rank = rank
         self.world_size = len(peers)
         here = peers[rank].host
-        self._peers = [p for p in peers if p.rank != rank and p.host == here and _is_alive(p)]
+        self._peers = [p for p in peers if p.rank != rank and p.host == here and is_alive(p)]
         own_store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         own_store.set_timeout(timedelta(seconds=30))
         self._store = own_store
@@ -138,7 +132,7 @@ class Watch:
     def this_process(self, rank: int) -> Peer:
         """Return this process, as the other ranks know it."""
         pid = os.getpid()
-        return Peer(rank, socket.gethostname(), pid, _stat(pid)[19], self._limits.guard)
+        return Peer(rank, socket.gethostname(), pid, stat_of(pid)[19], self._limits.guard)
 
     # ----------------------------------------------------------------------------------------------
     # time limits
@@ -187,6 +181,7 @@ class Watch:
         self._tell_why(f"minirl: {message}")
         with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
             print(f"\nminirl: {message}", file=sys.stderr, flush=True)
+        self._record("failed", message)
         if threading.current_thread() is not threading.main_thread():
             self.finish_writing()  # while the other ranks, which it needs, are there
         self._leave_all(code)
@@ -255,7 +250,7 @@ class Watch:
         num_elsewhere = self.world_size - 1 - len(self._peers)
         end = time.monotonic() + SECONDS_TO_LEAVE
         while store.add(LEFT, 0) < self.world_size and time.monotonic() < end:
-            if num_elsewhere == 0 and not any(_runs(peer) for peer in self._peers):
+            if num_elsewhere == 0 and not any(runs(peer) for peer in self._peers):
                 return
             time.sleep(0.02)
 
@@ -351,8 +346,15 @@ class Watch:
         text = f"{number.name}: ended at once, {nothing}{hint}"
         if self._say_once(text, key=TOLD):
             agent.tell_agent(f"minirl: {text}")
+            self._record("stopped", text)
             self._leave_all(code)
         self._leave_with_the_first(code)
+
+    def _record(self, state: str, reason: str) -> None:
+        """Note how the run ends, if the file system lets us in time."""
+        recorder = threading.Thread(target=self.record_end, args=(state, reason), daemon=True)
+        recorder.start()
+        recorder.join(SECONDS_TO_RECORD)
 
     def _say_once(self, message: str, key: str) -> bool:
         """Print a line, unless another rank has; return whether this one was the first.
@@ -370,7 +372,7 @@ class Watch:
 
     def _look(self, store: dist.Store) -> None:
         """Look at what others have written, and whether those of this machine are alive."""
-        dead = [peer for peer in self._peers if not _is_alive(peer)]
+        dead = [peer for peer in self._peers if not is_alive(peer)]
         if store.add(NEWS, 0):
             self._leave_if_over(store)
             if store.check([STOP]):
@@ -406,26 +408,6 @@ class Watch:
 
 def _ignore(number: int, frame: object) -> None:
     """Do nothing: the watch has read the signal from the wakeup descriptor."""
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; none if the process is gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _is_alive(peer: Peer) -> bool:
-    """Whether the process of a rank runs on this machine."""
-    stat = _stat(peer.pid)
-    return bool(stat) and stat[0] not in "ZX" and stat[19] == peer.began
-
-
-def _runs(peer: Peer) -> bool:
-    """Whether the process of a rank runs on this machine, and nobody has stopped it."""
-    return _is_alive(peer) and not guard.is_stopped(peer.pid)
 
 
 def stack_of(thread: int) -> str:

@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from minirl.algo import losses, preference
 from minirl.config.parse import fill_config
+from minirl.config.policy import ParallelConfig
 from minirl.config.rl import AlgoConfig
-from minirl.config.shared import ParallelConfig
 from minirl.config.supervised import DPOLossConfig, KTOLossConfig, RewardModelLossConfig
 from minirl.data.images import ImageBatch, ImageSpan, Vision, to_url
 from minirl.data.packing import pack

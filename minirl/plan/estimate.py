@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from minirl.config.shared import Checkpointing, PolicyConfig
+from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.errors import UserError
 from minirl.plan import formulas, memory
 from minirl.plan.cards import Card

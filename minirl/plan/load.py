@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import RefitConfig
-from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.model.logprob import CHUNK_BYTES
 from minirl.plan.cards import CARDS, Card
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from minirl.config.shared import ParallelConfig, PolicyConfig
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model.logprob import CHUNK_BYTES
 from minirl.plan import kinds
 from minirl.plan.cards import Card

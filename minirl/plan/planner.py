@@ -6,7 +6,7 @@ same time, and what takes turns.
 
 from dataclasses import dataclass
 
-from minirl.config.shared import Checkpointing
+from minirl.config.policy import Checkpointing
 from minirl.errors import require
 from minirl.plan import kinds
 from minirl.plan.cards import (

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
-from minirl.config.shared import PolicyConfig
 from minirl.model import build
 from minirl.model.freeze import frozen_names, patterns_of
 

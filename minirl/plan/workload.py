@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from minirl.algo import advantages
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import EngineConfig, PolicyConfig, TrainingConfig
+from minirl.config.shared import EngineConfig, TrainingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SupervisedConfig
 from minirl.plan.load import Load, LossName
 
