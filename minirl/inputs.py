@@ -123,16 +123,20 @@ class Inputs:
         num_dropped = self.prompts.check_lengths(mesh, MAY_BE_LONG, num_tickets(cfg))
         num_dropped += self.held_out.check_lengths(mesh, MAY_BE_LONG)
         self.num_steps = num_rl_steps(cfg, len(self.prompts.rows))
-        self.description = (
+        num_doubles = train.num_doubles + (held_out.num_doubles if cfg.data.eval else 0)
+        self.description = self._describe(num_dropped, num_doubles)
+        make_scratch(cfg, max_len, mesh)
+        self.stop_ids = chat.stop_token_ids(files.tokenizer, files.folder)
+
+    def _describe(self, num_dropped: int, num_doubles: int) -> str:
+        """Return how many rows are used, and what becomes of the others."""
+        text = (
             f"{len(self.prompts.rows)} training prompts, {len(self.held_out.rows)} held out "
             f"({num_dropped} dropped as too long)"
         )
-        num_doubles = train.num_doubles + (held_out.num_doubles if cfg.data.eval else 0)
         if num_doubles:
-            self.description += f", {num_doubles} rows left out that equal others"
-
-        make_scratch(cfg, max_len, mesh)
-        self.stop_ids = chat.stop_token_ids(files.tokenizer, files.folder)
+            text += f", {num_doubles} rows left out that equal others"
+        return text
 
     def folders(self) -> dict[str, Path]:
         """Return the folders of the models, by their roles."""

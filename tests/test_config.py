@@ -297,7 +297,7 @@ IMPOSSIBLE = [
     ({"data__train": ""}, "data.train is empty"),
     (
         {"policy__model": ""},
-        "policy.model is empty: name the folder or hub id .* or ask for a small one .* scratch",
+        "policy.model is empty: name the folder or hub id of the model to train by --policy.model",
     ),
     (
         {"data__apply_chat_template": False, "data__chat_template_kwargs": {"a": 1}},

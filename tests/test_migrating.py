@@ -13,16 +13,6 @@ from test_readme import PROGRAMS, settings
 PAGE = ROOT / "configs" / "migrating.md"
 # Flags of other tools that the page speaks of.
 OTHER_FLAGS = {"--tee", "--best"}
-# Settings that come with other changes; nothing is left here when those are in.
-PENDING = {
-    "--data.apply-chat-template",
-    "--data.chat-template-kwargs",
-    "--engine.tool-parser",
-    "--log.run-name",
-    "--log.samples",
-    "--log.trackio",
-    "--log.wandb",
-}
 # Of openrlhf/cli/train_{ppo_ray,sft,rm,dpo}.py at the commit that the page names.
 OPENRLHF = """
 actor.adam.betas actor.adam.eps actor.adam.lr actor.adam.weight_decay actor.aux_loss_coef
@@ -111,7 +101,7 @@ def test_every_flag_exists_and_every_row_says_something():
             if flag.endswith("."):  # a section
                 assert flag.strip("-.") in sections, (title, row)
             else:
-                assert flag in flags | PENDING, (title, row)
+                assert flag in flags, (title, row)
         assert named or re.match(r"always|none: |rows|`python -m", row.ours), (title, row)
 
 
@@ -128,10 +118,3 @@ def test_every_flag_of_openrlhf_has_a_row():
     listed = {name for row in rows("OpenRLHF") for name in row.theirs}
     assert listed == set(OPENRLHF.split())
     assert len(listed) == 200
-
-
-def test_what_is_pending_is_not_there_yet():
-    """When it is, its line in `PENDING` goes."""
-    known = {name for cls in PROGRAMS.values() if cls for name in settings(cls)}
-    flags = {f"--{name.replace('_', '-')}" for name in known}
-    assert PENDING & flags == set()

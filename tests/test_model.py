@@ -489,7 +489,7 @@ def test_an_incomplete_folder_is_refused_with_what_it_lacks(tmp_path, missing, n
 
 def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(tmp_path):
     with pytest.raises(
-        UserError, match=r"policy.model = '.*nowhere': no such folder; give the folder of a model"
+        UserError, match=r"policy.model = '.*nowhere' is neither a folder nor a hub id"
     ):
         build.find_folder(str(tmp_path / "nowhere"), "policy.model")
 

@@ -162,7 +162,8 @@ def test_ranks_split_as_the_twin_does(tmp_path):
     results = [found for world in (1, 2, 4) for found in ranks(world, read_by, sources, 9)]
     assert all(found == results[0] for found in results)
     ((train, train_marks), (held_out, _)), drawn = results[0]
-    assert (train, held_out) == twin_split(rows, 9, 3, distinct=True)
+    opened = open_prompts(sources, "data.train", DataConfig(), ALONE)
+    assert (train, held_out) == twin_split(list(opened.read(0, len(rows))), 9, 3, distinct=True)
     assert len(train) + len(held_out) < len(rows)
     for number, marks in zip(train, train_marks, strict=True):
         has_answer = "answer" in rows[number]

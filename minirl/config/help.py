@@ -27,6 +27,7 @@ COMMON = {
     "policy.model": "folder or hub id",
     "policy.lr": "learning rate",
     "policy.lr_schedule": "of the learning rate",
+    "policy.lr_warmup_ratio": "share of all steps",
     "policy.optimizer_state": "offload and 8bit save GPU memory",
     "policy.activation_checkpointing": "full saves most memory",
     "data.train": "files, folders, hub ids or generators",
@@ -37,6 +38,8 @@ COMMON = {
     "data.chosen_key": "column of the better answer",
     "data.rejected_key": "column of the worse answer",
     "data.completion_key": "column of what follows the prompt",
+    "data.label_key": "column of what is wanted",
+    "data.chat_template_kwargs": "variables of the chat template",
     "data.system_prompt": "put before chats without one",
     "data.max_prompt_tokens": "longest prompt",
     "data.max_tokens": "longest sequence",
@@ -53,6 +56,7 @@ COMMON = {
     "algo.loss": "of the policy",
     "algo.beta": "the larger, the nearer to the reference",
     "algo.updates_per_step": "optimizer steps of a step",
+    "algo.num_epochs": "passes over the answers of a step",
     "algo.clip_low": "the ratio is clipped below 1 - this",
     "algo.clip_high": "and above 1 + this",
     "algo.kl_coef": "weight of the KL to the reference",
@@ -65,7 +69,11 @@ COMMON = {
     "eval.threshold": "reward of a correct answer",
     "checkpoint.every": "steps between checkpoints; 0: none",
     "checkpoint.keep": "newest ones to keep",
+    "checkpoint.save_hf": "each also as a Hugging Face folder",
     "checkpoint.best_metric": "held-out score of the best, which is kept",
+    "log.samples": "answers shown at each evaluation",
+    "log.wandb": "project in Weights & Biases",
+    "log.trackio": "project in trackio",
 }
 FEW_SETTINGS = 20
 GENERAL = "the run"  # The title of settings that are in no section.
