@@ -1,4 +1,4 @@
-"""Checkpoints of a run: resumable state (`state.py`) and Hugging Face folders (`export.py`).
+"""Checkpoints of a run: resumable state (`state.py`) and Hugging Face folders (`exporting.py`).
 
 The names below are imported when they are asked for: `python -m minirl.checkpoint` imports this
 file before it reads its flags, and torch would take seconds.
@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minirl.checkpoint.export import Exporter, export
+    from minirl.checkpoint.exporting import Exporter, export
     from minirl.checkpoint.finding import drop_references, find, find_whole, finished
     from minirl.checkpoint.state import Saver, load_checkpoint, load_rollouts, restore
 
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 FILES = {
-    "export": ("Exporter", "export"),
+    "exporting": ("Exporter", "export"),
     "finding": ("drop_references", "find", "find_whole", "finished"),
     "state": ("Saver", "load_checkpoint", "load_rollouts", "restore"),
 }

@@ -4,4 +4,4 @@ from minirl import cli
 from minirl.config.shared import ExportConfig
 
 if __name__ == "__main__":
-    cli.run(ExportConfig, "minirl.checkpoint.export:export_checkpoint")
+    cli.run(ExportConfig, "minirl.checkpoint.exporting:export_checkpoint")

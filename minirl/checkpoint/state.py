@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from minirl.checkpoint.checksums import StateWriter, write_checksums
-from minirl.checkpoint.export import copy_model, write_own
+from minirl.checkpoint.exporting import copy_model, write_own
 from minirl.checkpoint.failures import attempt, require_written
 from minirl.checkpoint.finding import find_best, finished, read_best
 from minirl.checkpoint.reading import read_state, saved_shapes
