@@ -458,14 +458,17 @@ def played(env: Env) -> Episode:
 
 
 @pytest.mark.parametrize(
-    ("failures", "why"), [([], "sampled no token in any"), (["reset raised OSError"], "OSError")]
+    ("failures", "refusals", "why"),
+    [
+        ([], [], "sampled no token in any"),
+        (["reset raised OSError"], [], "OSError"),
+        ([], ["input of this kind", "tools of this kind"], "tools of this kind"),
+    ],
 )
-def test_an_evaluation_without_answers_says_why(failures, why):
-    sampler = SimpleNamespace(
-        mesh=ALONE,
-        runner=SimpleNamespace(failures=failures),
-        collect=lambda *arguments: [],
-    )
+def test_an_evaluation_without_answers_says_why(failures, refusals, why):
+    runner = EpisodeRunner(None, None, EvaluateConfig())  # type: ignore[arg-type]
+    runner.failures, runner.refusals = failures, refusals
+    sampler = SimpleNamespace(mesh=ALONE, runner=runner, collect=lambda *arguments: [])
     prompts = SimpleNamespace(rows=[1, 2, 3])
     with pytest.raises(UserError, match=f"none of the 3 held-out prompts got an answer.*{why}"):
         evaluate(sampler, prompts, EvaluateConfig().eval, None, None)  # type: ignore[arg-type]

@@ -35,6 +35,7 @@ from minirl.rewards.model import RewardModel
 from minirl.rollout import records, show
 from minirl.rollout import tickets as tickets_module
 from minirl.rollout.engine_loop import EngineLoop
+from minirl.rollout.episode import EpisodeRunner
 from minirl.rollout.groups import Group, GroupScheduler
 from minirl.rollout.pacing import Goal
 from minirl.rollout.sampler import Sampler
@@ -624,9 +625,9 @@ class Told(RewardModel):
 
 def said(text, episode, segment=0):
     return Trajectory(
-        tokens=None,
-        sampled=None,
-        logprobs=None,
+        tokens=np.array([5, 6, 7]),
+        sampled=np.array([False, True, True]),
+        logprobs=np.zeros(3, np.float32),
         reward=1.0,
         episode=episode,
         segment=segment,
@@ -636,10 +637,13 @@ def said(text, episode, segment=0):
 
 def test_an_episode_earns_the_score_of_its_end():
     answers = [said("four", 0), said("fiv", 1, 0), said("five", 1, 1)]
-    Told(4.0, 7.0, -2.0).grade(answers)
+    none = said("", 2)
+    none.tokens = none.tokens[:0]  # Its agent asked for nothing: there is no answer to score.
+    Told(4.0, 7.0, -2.0).grade([*answers, none])
     assert [t.reward for t in answers] == [3.0, 0.0, 0.0] and [
         t.info["rewards"] for t in answers
     ] == [{"model": 4.0}, {"model": -2.0}, {"model": -2.0}]
+    assert none.reward == 1.0 and "rewards" not in none.info
 
 
 def test_a_score_that_is_no_number_ends_the_run():
@@ -660,7 +664,7 @@ class Recorded(Sampler):
     def __init__(self, means: dict[int, float], rank: int, extra: int):
         self.means, self.rank, self.asked, self.mesh = means, rank, [], self
         self.cfg = RLConfig(rollout=RolloutConfig(prompts_per_step=4, extra_prompts=extra))
-        self.runner = SimpleNamespace(failures=[])
+        self.runner = EpisodeRunner(None, None, RLConfig())  # type: ignore[arg-type]
         self.training = GroupScheduler(self.runner)
         self.begun, self.waiting, self.prompts = {}, [], None
         self.is_interrupted = False
