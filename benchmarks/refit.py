@@ -1,6 +1,7 @@
 r"""The two transports of a refit and the full gather: the reason for the default.
 
-    torchrun --nproc-per-node 2 benchmarks/refit.py --policy.scratch.hidden-size 768 \
+    torchrun --nproc-per-node 2 benchmarks/refit.py --policy.model scratch \
+        --policy.scratch.hidden-size 768 \
         --policy.scratch.num-layers 8 --policy.scratch.num-heads 24 \
         --policy.scratch.num-kv-heads 8 --engine.tensor-parallel-size 2
 

@@ -313,8 +313,6 @@ LINES = {
     "no keys": "{}",
     "deep": "[" * 100_000,
     "blank inside": "\x0c",
-    "no tokens": RECORD
-    | {"tokens": [], "sampled": [], "logprobs": [], "rewards": [], "versions": []},
     "lists of other lengths": RECORD | {"tokens": [1, 2, 3]},
     "tokens in tokens": RECORD | {"tokens": [[1], [2]]},
     "tokens are texts": RECORD | {"tokens": ["a", "b"]},

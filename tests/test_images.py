@@ -187,7 +187,7 @@ def test_rows_with_images(tmp_path, folder):
         {"prompt": "which?", "image": a, "answer": "1"},
         {"prompt": parts, "images": [b], "answer": "2"},
         {"prompt": "none", "answer": "3"},
-        {"prompt": "which?", "images": [a]},
+        {"prompt": "which?", "images": [a], "answer": "1"},
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = read_all(open_prompts(str(tmp_path / "rows.jsonl"), "data.train", DataConfig(), ALONE))

@@ -33,6 +33,7 @@ def file(tmp_path):
 
 def config(advantage="grpo", loss="ppo", samples=2, **algo):
     cfg = RLConfig(algo=AlgoConfig(advantage=str(advantage), loss=str(loss), **algo))
+    cfg.policy.model = "scratch"
     cfg.data.train = "rows.jsonl"
     cfg.rollout.samples_per_prompt = samples
     resolve_lengths(cfg)
