@@ -542,7 +542,7 @@ def test_export_refuses_what_is_not_there(tmp_path):
     assert (
         ended.code == 2
         and len(ended.errors()) == 1
-        and "policy.model = 'nowhere' is neither a folder" in ended.errors()[0]
+        and "policy.model = 'nowhere' is no folder, and as a hub id" in ended.errors()[0]
     ), ended.err
     (tmp_path / "config.yaml").write_text(f"policy: {{model: {tiny.make(tmp_path / 'model')}}}")
     ended = fork(

@@ -410,7 +410,11 @@ def flags(folder, output, *more):
 def rows_of(output, phase):
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_second"))}
+        {
+            k: v
+            for k, v in row.items()
+            if not k.startswith(("time/", "tokens_per_second/", "host_gib/"))
+        }
         for row in rows
         if row["phase"] == phase
     ]

@@ -701,9 +701,9 @@ class Answered(Group):
     def trajectories(self):
         return [
             Trajectory(
-                tokens=None,
-                sampled=None,
-                logprobs=None,
+                tokens=np.array([5, 6]),
+                sampled=np.array([False, True]),
+                logprobs=np.zeros(2, np.float32),
                 reward=reward,
                 group=self.ticket,
                 episode=e,

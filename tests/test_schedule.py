@@ -107,7 +107,7 @@ def test_schedules_end_where_they_should():
     ],
 )
 def test_what_is_said_twice_is_refused(flags, message):
-    cfg = parse_flags(RLConfig, ["--data.train", "a.jsonl", *flags])
+    cfg = parse_flags(RLConfig, ["--policy.model", "scratch", "--data.train", "a.jsonl", *flags])
     resolve_lengths(cfg)
     with pytest.raises(UserError, match=message):
         validate_rl(cfg, 1)

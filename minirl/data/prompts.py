@@ -67,7 +67,8 @@ def _to_prompt(
 ) -> dict:
     require_column(raw, "data.answer_key", cfg.answer_key, "answer", place)
     prompt = column(raw, cfg.prompt_key)
-    if prompt is None and own_prompts:
+    is_left_to_env = prompt is None and own_prompts
+    if is_left_to_env:
         prompt = NO_PROMPT
     answer = column(raw, cfg.answer_key)
     # Of a chat to imitate, the last turn is the answer.
@@ -75,7 +76,7 @@ def _to_prompt(
     if is_chat and is_messages(prompt) and prompt[-1]["role"] == "assistant":
         answer = prompt[-1]["content"] if answer is None else answer
         prompt = prompt[:-1]
-    if not is_prompt(prompt) and prompt is not NO_PROMPT:
+    if not is_left_to_env and not is_prompt(prompt):
         raise UserError(
             f"{place}: data.prompt_key = {cfg.prompt_key!r} names no text and no list of messages "
             f"with role and content{fault_of(prompt)} (its keys: {', '.join(map(str, raw))}); set "
