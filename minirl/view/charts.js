@@ -37,8 +37,10 @@ function ticks(low, high, wanted) {
   const span = high - low || 1;
   const power = 10 ** Math.floor(Math.log10(span / wanted));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => span / s <= wanted) || power * 10;
+  const first = Math.ceil(low / step);
+  const last = Math.floor(high / step + 1e-9);
   const found = [];
-  for (let t = Math.ceil(low / step) * step; t <= high + step * 1e-9; t += step) found.push(Math.abs(t) < step * 1e-9 ? 0 : t);
+  for (let i = 0; i <= Math.min(last - first, 2 * wanted); i++) found.push((first + i) * step);
   return found;
 }
 
@@ -84,7 +86,9 @@ function lineChart(title, lines, smoothing) {
     xLow = Math.min(xLow, px); xHigh = Math.max(xHigh, px);
     yLow = Math.min(yLow, py); yHigh = Math.max(yHigh, py);
   }
-  if (yLow === yHigh) { yLow -= Math.abs(yLow) * 0.1 || 1; yHigh += Math.abs(yHigh) * 0.1 || 1; }
+  // Values that differ by a rounding are one value: the axis has no numbers between them.
+  const size = Math.max(Math.abs(yLow), Math.abs(yHigh));
+  if (yHigh - yLow <= size * 1e-9) { yLow -= size * 0.1 || 1; yHigh += size * 0.1 || 1; }
   if (xLow === xHigh) { xLow -= 1; xHigh += 1; }
   const { width, height, left, right, top, bottom } = BOX;
   const x = (v) => left + ((v - xLow) / (xHigh - xLow)) * (width - left - right);
