@@ -32,6 +32,8 @@ MIB = 2**20
 
 @dataclass(kw_only=True)
 class Load(TrainingConfig):
+    """Time refits: `torchrun --nproc-per-node N -m benchmarks.refit --policy.model M`."""
+
     engine: EngineConfig = field(default_factory=EngineConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
 

@@ -100,8 +100,8 @@ def _parse(cls: type, values: Any, flags: list[str]) -> Any:
 
 
 def program_of(cls: type) -> str:
-    """Return the program that a config class is of, as its docstring names it: minirl.NAME."""
-    return re.findall(r"-m (minirl\.\w+)", cls.__doc__ or "")[0]
+    """Return the program that a config class is of, as its docstring names it: `-m PACKAGE.NAME`."""
+    return re.findall(r"-m (\w+\.\w+)", cls.__doc__ or "")[0]
 
 
 def _registry() -> Any:

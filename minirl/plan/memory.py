@@ -115,6 +115,8 @@ class Memory:
         vocabulary = shape.vocabulary * shape.hidden / self.tensor
         self.root = shape.root_parameters / self.tensor
         self.head = vocabulary if job.loss not in ("value", "reward") else 0.0
+        self.head_gradient = self.head * shape.trains_head
+        self.root_gradient = (shape.root_parameters - shape.frozen_root_parameters) / self.tensor
         self.layer = shape.layer_parameters / self.tensor
         self.experts = shape.expert_parameters / self.tensor
 
@@ -249,15 +251,15 @@ class Memory:
             **base,
             kinds.GATHERED: root + self._gathered_layers(1),
             kinds.ACTIVATIONS: hidden + kept * shape.num_layers + 2 * self._in_loss(),
-            kinds.HEAD: (1.5 if self.head else 2) * chunk + self.head * WIDE,
+            kinds.HEAD: (1.5 if self.head else 2) * chunk + self.head_gradient * WIDE,
         }
-        cast = {**head, kinds.HEAD: self.head * (WIDE + self.element)}
+        cast = {**head, kinds.HEAD: self.head_gradient * (WIDE + self.element)}
         # The last layer computes, and the one before it is being gathered.
         last_layer = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(2),
             kinds.ACTIVATIONS: hidden + kept * shape.num_layers + recomputed + self._gradients(),
-            kinds.HEAD: self.head * self.element,
+            kinds.HEAD: self.head_gradient * self.element,
             kinds.GRADIENTS: base[kinds.GRADIENTS] + self._layer_gradients(),
         }
         # So does the one before it, while the gradients of the last one are reduced.
@@ -266,17 +268,19 @@ class Memory:
             **base,
             kinds.GATHERED: root + self._gathered_layers(2),
             kinds.ACTIVATIONS: hidden + kept * self._layers_kept() + recomputed + self._gradients(),
-            kinds.HEAD: self.head * self.element,
+            kinds.HEAD: self.head_gradient * self.element,
             kinds.GRADIENTS: base[kinds.GRADIENTS] + self._layer_gradients() + self.layer * reduced,
         }
         # The embedding's gradient is dense. All of the root is cast and reduced at once.
-        both = self.root if self.root > 1.5 * self.head else 2 * self.head
+        both = self.root_gradient
+        if self.head_gradient and self.root_gradient <= 1.5 * self.head:
+            both = 2 * self.head  # One matrix, which has two gradients for a moment.
         end = {
             **self._state(),
-            kinds.HEAD: self.head * self.element,
+            kinds.HEAD: self.head_gradient * self.element,
             kinds.GRADIENTS: max(base[kinds.GRADIENTS], self._sharded_gradient())
-            + (both - self.head) * self.element
-            + self.root * WIDE,
+            + (both - self.head_gradient) * self.element
+            + self.root_gradient * WIDE,
         }
         return [head, cast, last_layer, layers, end]
 

@@ -34,6 +34,8 @@ class Shape:
     layer_parameters: int
     expert_parameters: int  # Of a layer, in all its experts.
     frozen_parameters: int = 0  # That are not trained.
+    frozen_root_parameters: int = 0  # Those of the root among them.
+    trains_head: bool = True
 
     @property
     def trained_parameters(self) -> int:
@@ -106,21 +108,35 @@ def read_shape(
         root_parameters=larger.root,
         layer_parameters=larger.of_layer,
         expert_parameters=larger.of_experts,
-        frozen_parameters=count_frozen(config, policy, score=score) if policy else 0,
+        **(count_frozen(config, policy, score=score) if policy else {}),
     )
 
 
-def count_frozen(config: PretrainedConfig, policy: PolicyConfig, *, score: bool = False) -> int:
-    """Return how many parameters `policy.freeze` matches, in all layers: it may name some of them.
+def count_frozen(
+    config: PretrainedConfig, policy: PolicyConfig, *, score: bool = False
+) -> dict[str, int]:
+    """Return what `policy.freeze` leaves untrained, in all layers: it may name some of them.
+
+    Returns:
+        The fields of a Shape that tell it; empty: everything is trained.
 
     Raises:
         UserError: it matches nothing or everything.
     """
     if not policy.freeze:
-        return 0
+        return {}
     model = build.make_meta_model(config, torch.float32, score=score)
     frozen = frozen_names(model, policy.freeze, f"{section_of(policy)}.freeze")
-    return sum(p.numel() for name, p in model.named_parameters() if name in frozen)
+    in_layers = {p for layer in build.layers(model) for p in layer.parameters()}
+    head = model.get_output_embeddings()
+    of_head = set(head.parameters()) if head is not None else set()
+    counts = {"frozen_parameters": 0, "frozen_root_parameters": 0, "trains_head": True}
+    for name, p in model.named_parameters():
+        if name in frozen:
+            counts["frozen_parameters"] += p.numel()
+            counts["frozen_root_parameters"] += p.numel() * (p not in in_layers)
+            counts["trains_head"] &= p not in of_head
+    return counts
 
 
 def patterns_of_cut(config: PretrainedConfig, score: bool, freeze: list[str]) -> list[str]:
