@@ -31,7 +31,7 @@ LOADS = {
         ["--hidden-size", 32, "--num-layers", 1, "--rows", 2, "--row-tokens", 8]
         + ["--pairs", 2, "--prompt-tokens", 4, "--tokens", 512, "--steps", 2],
     ),
-    "refit": (2, [*TINY, "--engine.kv-cache-gb", 0.05]),
+    "refit": (2, ["--policy.model", "scratch", *TINY, "--engine.kv-cache-gb", 0.05]),
     "step": (
         2,
         ["--config", ROOT / "benchmarks" / "step.yaml", "--output", "FOLDER/run", *TINY]

@@ -304,13 +304,15 @@ def parse_program(words: list[str]) -> None:
 
 def parse_script(script: str, flags: list[str], monkeypatch, capsys) -> None:
     """Benchmarks that are minirl.rl take its flags; the others name theirs in their help."""
-    if "cli.run(RLConfig" in (ROOT / script).read_text():
+    text = (ROOT / script).read_text()
+    if "cli.run(RLConfig" in text:
         parse_flags(RLConfig, flags)
         return
+    whole_help = "--help-all" if "cli.run(" in text else "--help"
     named = [flag for flag in flags if flag.startswith("--")]
     if not named:
         return
-    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    monkeypatch.setattr(sys, "argv", [script, whole_help])
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / script), run_name="__main__")
     text = capsys.readouterr().out

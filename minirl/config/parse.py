@@ -100,7 +100,7 @@ def _parse(cls: type, values: Any, flags: list[str]) -> Any:
 
 
 def program_of(cls: type) -> str:
-    """Return the program that a config class is of, as its docstring names it: `-m PACKAGE.NAME`."""
+    """Return the program of a config class, as its docstring names it: `-m PACKAGE.NAME`."""
     return re.findall(r"-m (\w+\.\w+)", cls.__doc__ or "")[0]
 
 
