@@ -308,7 +308,7 @@ def parse_script(script: str, flags: list[str], monkeypatch, capsys) -> None:
     if "cli.run(RLConfig" in text:
         parse_flags(RLConfig, flags)
         return
-    whole_help = "--help-all" if "cli.run(" in text else "--help"
+    whole_help = "--help-all" if "cli.run(Load" in text else "--help"
     named = [flag for flag in flags if flag.startswith("--")]
     if not named:
         return
