@@ -104,7 +104,8 @@ class Choice:
         """Return the text up to a stop string, with the special tokens that begin calls."""
         stop_ids = self.engine_request.sampling.stop_token_ids
         tokens = [token for token in self.completion().tokens if token not in stop_ids]
-        end, _ = _find_first(self.request.stop or [], text := decode(self.tokenizer, tokens))
+        text = decode(self.tokenizer, tokens)
+        end, _ = _find_first(self.request.stop or [], text)
         return text[:end]
 
     def completion(self) -> Completion:
