@@ -132,10 +132,10 @@ class KTOLossConfig:
     #: Scale of the reward beta log(policy / reference). The larger, the nearer the policy stays to
     #: the reference.
     beta: Positive = 0.1
-    #: Weights of the two kinds of answers. Where one kind is rare, raise its own: the paper keeps
+    #: Weight of wanted answers. Where one kind is rare, raise its own weight: the paper keeps
     #: desirable_weight * (their number) at 1 to 4/3 of undesirable_weight * (the others').
     desirable_weight: NonNegative = 1.0
-    undesirable_weight: NonNegative = 1.0
+    undesirable_weight: NonNegative = 1.0  # Weight of the other answers.
 
 
 @dataclass(kw_only=True)
