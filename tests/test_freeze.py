@@ -221,8 +221,8 @@ def test_a_tower_for_images_is_one_pattern(tmp_path, family):
     # As the planner counts them.
     cfg = PolicyConfig(freeze=["*visual.*"])
     shape = read_shape(build.read_config(folder), policy=cfg)
-    assert shape.frozen_parameters == sum(in_file[name].numel() for name in tower)
-    assert shape.trained_parameters + shape.frozen_parameters == shape.parameters
+    assert shape.frozen.parameters == sum(in_file[name].numel() for name in tower)
+    assert shape.trained_parameters + shape.frozen.parameters == shape.parameters
 
 
 def test_experts_are_frozen_by_the_names_of_their_matrices(tmp_path):

@@ -131,7 +131,8 @@ def test_the_loss_and_its_gradient_are_those_of_trl(loss):
     per_answer.mean().backward()
 
     assert per_answer.mean().item() == pytest.approx(theirs.item(), rel=1e-12)
-    gradient = torch.stack([torch.tensor(part.sum()) for part in unpack_in_order(own.grad, packed)])
+    parts = unpack_in_order(own.grad, packed)
+    gradient = torch.stack([part.sum() for part in map(torch.as_tensor, parts)])
     assert torch.allclose(gradient, leaf.grad, rtol=1e-12, atol=0)
     assert packed.baseline.item() == pytest.approx((values["kl"] - values["ref_kl"]).mean())
     if loss == "kto":

@@ -115,8 +115,8 @@ class Memory:
         vocabulary = shape.vocabulary * shape.hidden / self.tensor
         self.root = shape.root_parameters / self.tensor
         self.head = vocabulary if job.loss not in ("value", "reward") else 0.0
-        self.head_gradient = self.head * shape.trains_head
-        self.root_gradient = (shape.root_parameters - shape.frozen_root_parameters) / self.tensor
+        self.head_gradient = 0.0 if shape.frozen.head else self.head
+        self.root_gradient = (shape.root_parameters - shape.frozen.root_parameters) / self.tensor
         self.layer = shape.layer_parameters / self.tensor
         self.experts = shape.expert_parameters / self.tensor
 

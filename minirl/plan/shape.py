@@ -15,6 +15,15 @@ from minirl.model.freeze import frozen_names, patterns_of
 
 
 @dataclass(frozen=True, kw_only=True)
+class Frozen:
+    """What `policy.freeze` leaves untrained."""
+
+    parameters: int = 0
+    root_parameters: int = 0  # Those of embedding, head and last norm among them.
+    head: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shape:
     """Sizes of a model. Numbers of parameters are exact; "of a layer" is of the last one."""
 
@@ -33,14 +42,12 @@ class Shape:
     root_parameters: int  # Of embedding, head and last norm.
     layer_parameters: int
     expert_parameters: int  # Of a layer, in all its experts.
-    frozen_parameters: int = 0  # That are not trained.
-    frozen_root_parameters: int = 0  # Those of the root among them.
-    trains_head: bool = True
+    frozen: Frozen = Frozen()
 
     @property
     def trained_parameters(self) -> int:
         """Return how many parameters have gradients and optimizer state."""
-        return self.parameters - self.frozen_parameters
+        return self.parameters - self.frozen.parameters
 
     @property
     def queries(self) -> int:
@@ -108,35 +115,29 @@ def read_shape(
         root_parameters=larger.root,
         layer_parameters=larger.of_layer,
         expert_parameters=larger.of_experts,
-        **(count_frozen(config, policy, score=score) if policy else {}),
+        frozen=count_frozen(config, policy, score=score) if policy else Frozen(),
     )
 
 
-def count_frozen(
-    config: PretrainedConfig, policy: PolicyConfig, *, score: bool = False
-) -> dict[str, int]:
+def count_frozen(config: PretrainedConfig, policy: PolicyConfig, *, score: bool = False) -> Frozen:
     """Return what `policy.freeze` leaves untrained, in all layers: it may name some of them.
-
-    Returns:
-        The fields of a Shape that tell it; empty: everything is trained.
 
     Raises:
         UserError: it matches nothing or everything.
     """
     if not policy.freeze:
-        return {}
+        return Frozen()
     model = build.make_meta_model(config, torch.float32, score=score)
     frozen = frozen_names(model, policy.freeze, f"{section_of(policy)}.freeze")
     in_layers = {p for layer in build.layers(model) for p in layer.parameters()}
     head = model.get_output_embeddings()
     of_head = set(head.parameters()) if head is not None else set()
-    counts = {"frozen_parameters": 0, "frozen_root_parameters": 0, "trains_head": True}
-    for name, p in model.named_parameters():
-        if name in frozen:
-            counts["frozen_parameters"] += p.numel()
-            counts["frozen_root_parameters"] += p.numel() * (p not in in_layers)
-            counts["trains_head"] &= p not in of_head
-    return counts
+    untrained = [p for name, p in model.named_parameters() if name in frozen]
+    return Frozen(
+        parameters=sum(p.numel() for p in untrained),
+        root_parameters=sum(p.numel() for p in untrained if p not in in_layers),
+        head=any(p in of_head for p in untrained),
+    )
 
 
 def patterns_of_cut(config: PretrainedConfig, score: bool, freeze: list[str]) -> list[str]:
