@@ -10,8 +10,9 @@ from typing import Any
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.utils import logging
 
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import DataConfig, PolicyConfig, RolloutConfig
+from minirl.config.shared import DataConfig, RolloutConfig
 from minirl.config.validate import resolve_lengths
 from minirl.plan import advice, cards, estimate
 from minirl.plan.planner import GIB

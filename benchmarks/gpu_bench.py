@@ -19,8 +19,8 @@ from transformers import PretrainedConfig, Qwen3Config
 from benchmarks.fits import MODELS
 from minirl.algo import losses
 from minirl.config.parse import fill_config
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.config.shared import PolicyConfig
 from minirl.data.packing import pack
 from minirl.model import build
 from minirl.parallel import fsdp

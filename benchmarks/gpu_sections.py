@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from benchmarks import gpu_bench, gpu_plan
 from benchmarks.gpu_bench import CONFIGS, FULL, GIB, SMALL, Bench, clock, free_gib
 from minirl.algo import losses
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RefitConfig
-from minirl.config.shared import EngineConfig, PolicyConfig
+from minirl.config.shared import EngineConfig
 from minirl.model import scratch
 from minirl.model.attention import packed_attention
 from minirl.model.logprob import logprob_entropy

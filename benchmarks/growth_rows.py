@@ -23,11 +23,12 @@ from minirl.data.curriculum import Curriculum
 from minirl.data.examples import Chats, open_chats
 from minirl.data.json_lines import JsonLines
 from minirl.data.prompts import Prompts, open_prompts
-from minirl.data.rows import Rows, read_rows
-from minirl.inputs import MAY_BE_LONG, PromptChecks
+from minirl.data.rows import Rows
+from minirl.data.split import read_rows
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh
 from minirl.rewards.functions import make_rewards
+from minirl.row_checks import MAY_BE_LONG, PromptChecks
 from minirl.supervised import mark_row
 
 HELD_OUT = 128
@@ -100,7 +101,7 @@ def load_prompts(path: Path, mesh: Mesh) -> Prompts:
     checks = PromptChecks(make_rewards(RewardConfig(function="exact")), tokenizer, cfg)
     opened = open_prompts(str(path), "data.train", cfg, mesh)
     train, _ = read_rows(opened, mesh, 0, HELD_OUT, checks.mark)
-    checks.refuse_ungraded(train)
+    checks.refuse_bad(train)
     prompts = Prompts(train, tokenizer, cfg, seed=0)
     prompts.check_lengths(mesh, MAY_BE_LONG)
     return prompts

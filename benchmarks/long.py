@@ -63,6 +63,7 @@ def train(load: Load, size: int, engine: str, folder: Path) -> tuple[list[float]
         "data.held-out": 1,
         "policy.lr": 2e-3,
         "policy.dtype": load.dtype,
+        "policy.model": "scratch",
         "policy.scratch.hidden-size": load.hidden_size,
         "policy.scratch.num-layers": load.num_layers,
         "eval.every": 0,

@@ -49,7 +49,7 @@ import tyro
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minirl.algo import losses
-from minirl.config.shared import ParallelConfig, PolicyConfig, ScratchConfig
+from minirl.config.policy import ParallelConfig, PolicyConfig, ScratchConfig
 from minirl.data.exchange import exchange
 from minirl.data.packing import pack
 from minirl.model import scratch

@@ -15,7 +15,7 @@ def read_rows(output: Path) -> list[dict[str, Any]]:
     for line in lines:
         if line.endswith("\n"):
             row = json.loads(line)
-            clocks = ("time/", "tokens_per_second/")
+            clocks = ("time/", "tokens_per_second/", "host_gib/")
             rows.append({name: row[name] for name in row if not name.startswith(clocks)})
     return rows
 

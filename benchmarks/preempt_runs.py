@@ -18,6 +18,7 @@ COMMON: dict[str, object] = {
     "tokens-per-rank": 512,
     "policy.dtype": "float32",
     "policy.lr": 1e-3,
+    "policy.model": "scratch",
     **{f"policy.scratch.{name}": size for name, size in SCRATCH.items()},
     "checkpoint.every": 3,
     "data.held-out": 4,

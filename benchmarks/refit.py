@@ -1,6 +1,7 @@
 r"""The two transports of a refit and the full gather: the reason for the default.
 
-    torchrun --nproc-per-node 2 benchmarks/refit.py --policy.scratch.hidden-size 768 \
+    torchrun --nproc-per-node 2 benchmarks/refit.py --policy.model scratch \
+        --policy.scratch.hidden-size 768 \
         --policy.scratch.num-layers 8 --policy.scratch.num-heads 24 \
         --policy.scratch.num-kv-heads 8 --engine.tensor-parallel-size 2
 
@@ -12,10 +13,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from minirl import cli
-from minirl.config.rl import RLConfig
+from minirl.config.rl import RefitConfig
+from minirl.config.shared import EngineConfig, TrainingConfig
 from minirl.model import build, scratch
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
@@ -25,6 +28,14 @@ from minirl.rollout.refit import Refit
 REPEATS = 10
 MASTER_BYTES = 4  # of a weight in the trainer, float32
 MIB = 2**20
+
+
+@dataclass(kw_only=True)
+class Load(TrainingConfig):
+    """Time refits: `torchrun --nproc-per-node N -m benchmarks.refit --policy.model M`."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    refit: RefitConfig = field(default_factory=RefitConfig)
 
 
 def timed(function: Callable[[], None], mesh: Mesh) -> tuple[float, float]:
@@ -41,7 +52,7 @@ def timed(function: Callable[[], None], mesh: Mesh) -> tuple[float, float]:
     return statistics.median(wall[1:]), statistics.median(cpu[1:])
 
 
-def measure(cfg: RLConfig, mesh: Mesh, folder: Path) -> None:
+def measure(cfg: Load, mesh: Mesh, folder: Path) -> None:
     """Build policy and engine, refit in three ways and print the table."""
     policy = Policy(cfg.policy, folder, mesh)
     engine = RolloutEngine(cfg.engine, folder, mesh, dtype=cfg.policy.dtype)
@@ -70,7 +81,7 @@ def measure(cfg: RLConfig, mesh: Mesh, folder: Path) -> None:
     engine.close()
 
 
-def main(cfg: RLConfig, mesh: Mesh) -> None:
+def main(cfg: Load, mesh: Mesh) -> None:
     cfg.engine.max_model_len = cfg.engine.max_model_len or 256
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(mesh.gather(temporary)[0])
@@ -83,4 +94,4 @@ def main(cfg: RLConfig, mesh: Mesh) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(RLConfig, main)
+    cli.run(Load, main)

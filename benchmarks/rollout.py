@@ -40,13 +40,13 @@ import numpy as np
 import torch.distributed as dist
 import tyro
 
+from minirl.config.policy import ScratchConfig
 from minirl.config.shared import (
     EngineConfig,
     EnvConfig,
     EvaluateConfig,
     RewardConfig,
     RolloutConfig,
-    ScratchConfig,
 )
 from minirl.data.prompts import Prompts
 from minirl.envs.base import Env, Result, State

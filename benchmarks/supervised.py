@@ -21,7 +21,7 @@ import tyro
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from minirl.algo import losses, preference
-from minirl.config.shared import PolicyConfig
+from minirl.config.policy import PolicyConfig
 from minirl.config.supervised import DPOLossConfig, RewardModelLossConfig
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.mesh import Mesh, join_world

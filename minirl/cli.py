@@ -1,73 +1,71 @@
-"""How a program starts and how it ends.
+"""How a program starts: its flags are read, and what is wrong with them is said, in a second.
 
-For what the user can correct there is one message, and for each kind of end one exit code.
+That comes before torch, vLLM and the program itself are imported, which takes many seconds on every
+rank. So this file imports nothing but settings; lifecycle.py goes on from here.
 """
 
-import dataclasses
-import faulthandler
-import traceback
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+import os
+import sys
+from typing import TYPE_CHECKING, NoReturn
 
-from minirl.config.parse import flatten, parse_flags
-from minirl.config.shared import TrainingConfig
-from minirl.errors import UserError
-from minirl.faults import explain
-from minirl.parallel.launch import end_with_agent
-from minirl.parallel.machines import check_same, errors_of_machines
-from minirl.parallel.mesh import Mesh, arrange, open_world
-from minirl.parallel.watch import BAD_INPUT, CRASH, DONE, Watch, leave
+from minirl.config.named import check_named
+from minirl.config.parse import parse_flags
+from minirl.config.validate import check_settings
+from minirl.errors import BAD_INPUT, DONE, UserError
+from minirl.parallel.agent import tell_agent
 
-JOIN_MINUTES = 5.0  # To wait for the other ranks without a config that says it.
-# What may differ between machines: where a rank is found.
-OWN_SETTINGS = ("endpoint.host",)
+if TYPE_CHECKING:
+    from minirl.lifecycle import Program
 
 
-def run(config: type, program: Callable[[Any, Mesh], None]) -> None:
-    """Parse flags, join the other ranks, run the program and leave.
+def run(config: type, program: "str | Program") -> NoReturn:
+    """Read the flags, join the other ranks, run the program and leave.
 
     Exit code 0: done, or stopped by a signal with a checkpoint to go on from. 2: a mistake that the
     user can correct, said in one message. 1: a crash. 128 and more: ended at once by a signal.
+
+    Args:
+        config: the class of the program's config.
+        program: what is called with the config and the mesh. By its name (`module:function`) it is
+            imported only when the flags are right.
     """
-    faulthandler.enable()
-    end_with_agent()
-    watch = Watch()
-    watch.goes_on = issubclass(config, TrainingConfig)
-    # Ranks with a mistake join the others, too, which may see none and would wait.
-    cfg, mistake = _parse(config)
-    minutes = cfg.timeout_minutes if cfg else JOIN_MINUTES
+    cfg = None
+    mistake = None
     try:
-        watch.listen()
-        world = open_world(minutes, watch)
-        with errors_of_machines(world):
-            if mistake:
-                raise mistake
-        check_same(settings(cfg), world)
-        parallel = cfg.parallel if isinstance(cfg, TrainingConfig) else None
-        program(cfg, arrange(world, parallel, timedelta(minutes=minutes)))
-        watch.end()
+        cfg = parse_flags(config)
+        if is_one_machine():
+            check_settings(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+            check_named(cfg)
     except UserError as error:
-        # All ranks usually find the same mistake, and one message is enough.
-        notes = vars(error).get("__notes__", [])
-        watch.end_all("\n".join([f"error: {error}", *notes]), BAD_INPUT)
-    except BaseException as error:  # the last handler of the program: this rank ends now
-        output = str(settings(cfg).get("output", "")) if cfg else ""
-        meaning = explain(error, watch, minutes, output)
-        crashed = f"rank {watch.rank} crashed\n{traceback.format_exc()}"
-        watch.end_all(f"error: {meaning}" if meaning else crashed, CRASH)
-    leave(DONE)
+        mistake = error
+        if is_one_machine():
+            _refuse(error)
+
+    if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
+        print("minirl: the settings are right; torch and vLLM are imported next", file=sys.stderr)
+    from minirl import lifecycle  # here, because this takes seconds
+
+    lifecycle.run(config, cfg, mistake, program)
 
 
-def _parse(config: type) -> tuple[Any, UserError | None]:
-    """Return the config of this process, or None and what is wrong with it."""
-    try:
-        return parse_flags(config), None
-    except UserError as error:
-        return None, error
+def is_one_machine() -> bool:
+    """Return whether all ranks of the run are on this machine.
+
+    They have the same flags and files then, find the same mistakes, and need not ask each other. A
+    mistake on one of several machines has to reach the ranks of the others, which would wait.
+    """
+    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
 
 
-def settings(cfg: Any) -> dict[str, object]:
-    """Return the settings that all machines must have alike, by `section.name`."""
-    settings = flatten(dataclasses.asdict(cfg))
-    return {name: value for name, value in settings.items() if name not in OWN_SETTINGS}
+def _refuse(error: UserError) -> NoReturn:
+    """Say a mistake that every rank has found, once, and leave.
+
+    Rank 0 says it and has the exit code; the others leave without failing, so that torchrun's
+    report shows the message alone.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        sys.exit(DONE)
+    message = f"minirl: error: {error}"
+    print(f"\n{message}", file=sys.stderr, flush=True)
+    tell_agent(message)
+    sys.exit(BAD_INPUT)

@@ -5,6 +5,12 @@
 Mesh, steps and files of a run are those of minirl.sft.
 """
 
+if __name__ == "__main__":  # First the flags: the imports below take seconds. It does not return.
+    from minirl import cli
+    from minirl.config.supervised import DPOConfig
+
+    cli.run(DPOConfig, "minirl.dpo:Trainer.main")
+
 import dataclasses
 import hashlib
 import json
@@ -13,13 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from minirl import cli
 from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Chats
 from minirl.errors import require
-from minirl.inputs import find_other_model
 from minirl.parallel.machines import check_can_write, check_same
 from minirl.policy import Minibatch, Policy, annotate_examples
 from minirl.reading import is_file, library_reads
@@ -51,10 +55,7 @@ class Trainer(PairTrainer):
         UserError.
         """
         cfg = self.cfg
-        folder = (
-            find_other_model(cfg.reference, self.files.config, cfg.parallel.tensor, "reference")
-            or self.files.folder
-        )
+        folder = self.find_reference(cfg.reference)
         with self.timer.phase("reference"):
             if not cfg.reference_cache:
                 return self.load_model(cfg.policy, folder, trainable=False)
@@ -100,10 +101,7 @@ class Trainer(PairTrainer):
         """Return micro-batches with the reference's log-probs."""
         batches = super().make_batches(examples)
         if self.ref:
-            with self.timer.phase("annotate"):
-                self.ref.sleeper.wake_parameters()
-                self.ref.annotate([batches], "ref_logprobs")
-                self.ref.sleeper.sleep_parameters()
+            self.annotate_reference(batches)
         else:
             for batch in batches:
                 batch.ref_logprobs = batch.engine_logprobs  # the cache's are in their place
@@ -152,7 +150,3 @@ class Trainer(PairTrainer):
             "data": data.hexdigest(),
             "reference": self.mesh.gather(weights.hexdigest())[0],
         }
-
-
-if __name__ == "__main__":
-    cli.run(DPOConfig, Trainer.main)

@@ -1,4 +1,10 @@
-"""The error that a user can correct, and the way to raise it."""
+"""The error that a user can correct, the way to raise it, and the exit codes of programs."""
+
+# Exit codes.
+DONE = 0
+CRASH = 1
+BAD_INPUT = 2
+BY_SIGNAL = 128  # And the signal's number, as shells say it.
 
 
 class UserError(Exception):

@@ -6,20 +6,27 @@ r"""A program that prints accuracy, pass@k and mean reward of a model on held-ou
 `minirl.rl` scores its held-out prompts by the same `evaluation.evaluate`.
 """
 
+if __name__ == "__main__":  # First the flags: the imports below take seconds. It does not return.
+    from minirl import cli
+    from minirl.config.shared import EvaluateConfig
+
+    cli.run(EvaluateConfig, "minirl.evaluate:main")
+
 import json
 from pathlib import Path
 
-from minirl import cli
-from minirl.config.shared import EvaluateConfig, PolicyConfig
+from minirl.config.policy import PolicyConfig
+from minirl.config.shared import EvaluateConfig
 from minirl.config.validate import resolve_lengths, validate_sampling
 from minirl.data import chat
 from minirl.data.images import Vision, sampling_stops
 from minirl.data.prompts import Prompts, open_prompts
-from minirl.data.rows import read_rows
+from minirl.data.split import read_rows
+from minirl.envs.base import Agent
 from minirl.envs.registry import make_env
 from minirl.errors import require
 from minirl.evaluation import evaluate
-from minirl.inputs import MAY_BE_LONG, ModelFiles, PromptChecks, check_tokens, find_other_model
+from minirl.inputs import ModelFiles, check_tokens, find_other_model
 from minirl.model import build, families
 from minirl.parallel.machines import check_can_write, errors_of_all, errors_of_machines
 from minirl.parallel.mesh import Mesh
@@ -29,6 +36,7 @@ from minirl.rewards.model import RewardModel
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.sampler import Sampler
 from minirl.rollout.user_code import limited_imports, make_in_time
+from minirl.row_checks import MAY_BE_LONG, PromptChecks
 
 
 def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
@@ -42,13 +50,14 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
             env_maker = make_env(cfg.env.name)
             rewards = make_rewards(cfg.reward, mesh.watch)
         scorer = find_other_model(cfg.reward.model, config, 1, "reward.model", scores=True)
-        graded = make_in_time(env_maker, cfg.env, mesh.watch).graded
-        if graded:
+        example = make_in_time(env_maker, cfg.env, mesh.watch)
+        if example.graded:
             rewards.check_supported()
-    checks = PromptChecks(rewards if graded else None, tokenizer, cfg.data)
-    opened = open_prompts(cfg.data.eval, "data.eval", cfg.data, mesh)
+    checks = PromptChecks(rewards if example.graded else None, tokenizer, cfg.data)
+    own_prompts = not example.needs_prompt
+    opened = open_prompts(cfg.data.eval, "data.eval", cfg.data, mesh, own_prompts=own_prompts)
     rows, _ = read_rows(opened, mesh, cfg.seed, mark=checks.mark)
-    checks.refuse_ungraded(rows)
+    checks.refuse_bad(rows)
     prompts = Prompts(rows, tokenizer, cfg.data, seed=cfg.seed, shuffle=False, vision=vision)
     num_dropped = prompts.check_lengths(mesh, MAY_BE_LONG)
 
@@ -62,6 +71,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         load_weights=True,
         reads_images=vision is not None,
         num_answers=len(rows) * cfg.eval.samples,
+        guides=isinstance(example, Agent),
     )
     _check_finite(engine, folder, mesh)
     sampler = Sampler(engine, env_maker, rewards, prompts, cfg)
@@ -137,7 +147,3 @@ def _sampling(cfg: EvaluateConfig, stop_token_ids: tuple[int, ...]) -> Sampling:
         top_k=cfg.rollout.top_k,
         min_p=cfg.rollout.min_p,
     )
-
-
-if __name__ == "__main__":
-    cli.run(EvaluateConfig, main)

@@ -15,6 +15,14 @@ from minirl.rollout.engine import Sampling
 from minirl.rollout.sampler import Sampler
 from minirl.types import Trajectory
 
+# Metrics of an episode: what their names begin with, and where they are in its info.
+INFO_METRICS = (
+    ("reward", "rewards"),
+    ("reward", "reward_metrics"),
+    ("graders", "graders"),
+    ("env", "env"),
+    ("endpoint", "endpoint"),
+)
 NUM_SHOWN = 5  # Prompts whose answers are kept for people to read.
 
 
@@ -36,14 +44,23 @@ def breakdown(
 
     Returns:
         `source/NAME/accuracy` and `source/NAME/reward` of each data source, where rows have one;
-        `reward/NAME` of each of several reward functions; `graders/stopped`, the share of answers
+        `reward/NAME` of each of several reward functions, over the answers that it applies to, and
+        of what functions of TRL and OpenRLHF log; `graders/stopped`, the share of answers
         that a grader of another package could not grade within its limits; `env/turns`,
-        `env/truncated`, `env/failed` and all other `env/NAME` that the environment reports; the
-        means of `more`.
+        `env/truncated`, `env/failed` and all other `env/NAME` that the environment reports;
+        `endpoint/refused`, requests of an agent that the endpoint refused, `endpoint/unguided`,
+        those whose answers it could not hold to what they demand, and `endpoint/outside_loss`, the
+        share of tokens that guided decoding put outside the loss; the means of `more`.
     """
-    values = list(more)
+    gathered = _gather_sorted([*more, *_of_episodes(episodes, threshold)], mesh)
+    return {name: _mean(in_order) for name, in_order in gathered.items()}
+
+
+def _of_episodes(episodes: list[Trajectory], threshold: float) -> list[tuple[str, float]]:
+    """Return the names and values that `breakdown` takes the means of."""
+    values = []
     for t in episodes:
-        for kind, key in (("reward", "rewards"), ("graders", "graders"), ("env", "env")):
+        for kind, key in INFO_METRICS:
             for name, value in t.info.get(key, {}).items():
                 values.append((f"{kind}/{name}", float(value)))
         source = t.info["source"]
@@ -53,33 +70,58 @@ def breakdown(
                 (f"source/{source}/accuracy", score >= threshold),
                 (f"source/{source}/reward", score),
             ]
+    return values
+
+
+def _gather_sorted(values: list[tuple[str, float]], mesh: Mesh) -> dict[str, list[float]]:
+    """Return the values of all ranks by name, sorted, names and values. Collective."""
     by_rank = mesh.gather_named(values)
-    means = {}
+    gathered = {}
     for name in sorted(set().union(*by_rank)):
         parts = [of_rank[name] for of_rank in by_rank if name in of_rank]
-        in_order = np.sort(np.concatenate(parts)).tolist()
-        means[name] = sum(in_order) / len(in_order)
-    return means
+        gathered[name] = np.sort(np.concatenate(parts)).tolist()
+    return gathered
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def _deviation(values: Iterable[float]) -> float:
+    """Return the root of the mean square about the mean, 0 if all values are equal."""
+    values = list(values)
+    mean = _mean(values)
+    if min(values) == max(values):
+        return 0.0
+    return _mean((value - mean) ** 2 for value in values) ** 0.5
 
 
 def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) -> dict[str, float]:
     """Return means over the episodes of a training step on all ranks. Collective.
 
-    Beside what `breakdown` returns: `answer_tokens`; `stopped`, the share of answers that ended by
-    themselves; `staleness`, optimizer steps since the oldest token was sampled; `reward`, the
-    score; `shaped_reward`; and `equal_groups`, the share of groups whose rewards are all equal.
+    Beside what `breakdown` returns: `answer_tokens`, and `longest_answer`, their maximum;
+    `stopped`, the share of answers that ended by themselves; `staleness`, optimizer steps since the
+    oldest token was sampled; `reward`, the score; `shaped_reward`, and its deviation over all
+    episodes (`reward_deviation/all`) and the mean of those within the groups
+    (`reward_deviation/group`); and `equal_groups`, the share of groups whose rewards are all equal.
     """
     episodes = [t for t in trajectories if t.segment == 0]
-    values = []
-    rewards_of_group: dict[int, set[float]] = defaultdict(set)
+    values = _of_episodes(episodes, threshold)
+    rewards_of_group: dict[int, list[float]] = defaultdict(list)
     for t in episodes:
-        rewards_of_group[t.group].add(t.reward)
+        rewards_of_group[t.group].append(t.reward)
         for name in ("answer_tokens", "stopped", "staleness"):
             values.append((name, t.info[name]))
         values += [("reward", t.info["score"]), ("shaped_reward", t.reward)]
     for rewards in rewards_of_group.values():
-        values.append(("equal_groups", len(rewards) == 1))
-    return breakdown(episodes, threshold, mesh, values)
+        values.append(("equal_groups", min(rewards) == max(rewards)))
+        values.append(("reward_deviation/group", _deviation(sorted(rewards))))
+    gathered = _gather_sorted(values, mesh)
+    means = {name: _mean(in_order) for name, in_order in gathered.items()}
+    means["longest_answer"] = gathered["answer_tokens"][-1]
+    means["reward_deviation/all"] = _deviation(gathered["shaped_reward"])
+    return means
 
 
 def _require_answers(sampler: Sampler, num_prompts: int, num_trajectories: int) -> None:
@@ -88,16 +130,18 @@ def _require_answers(sampler: Sampler, num_prompts: int, num_trajectories: int) 
     Args:
         sampler: knows why episodes have failed on this rank.
         num_prompts: held out.
-        num_trajectories: on this rank.
+        num_trajectories: with tokens, on this rank.
 
     Raises:
         UserError: on all ranks.
     """
-    of_ranks = sampler.mesh.gather((num_trajectories, sampler.runner.failures[:1]))
-    if any(num for num, _ in of_ranks):
+    runner = sampler.runner
+    of_ranks = sampler.mesh.gather((num_trajectories, runner.failures[:1], runner.refusals[-1:]))
+    if any(num for num, _, _ in of_ranks):
         return
-    firsts = [failures[0] for _, failures in of_ranks if failures]
-    why = firsts[0] if firsts else "the policy sampled no token in any"
+    failures = itertools.chain.from_iterable(each for _, each, _ in of_ranks)
+    refusals = itertools.chain.from_iterable(each for _, _, each in of_ranks)
+    why = [*failures, *refusals, "the policy sampled no token in any"][0]
     raise UserError(
         f"none of the {num_prompts} held-out prompts got an answer to evaluate: {why}; mend "
         "env.name, or give its prompts more room by engine.max_model_len"
@@ -110,6 +154,7 @@ def evaluate(
     cfg: EvalConfig,
     sampling: Sampling,
     reward_model: RewardModel | None,
+    num_shown: int = NUM_SHOWN,
 ) -> dict | None:
     """Sample `cfg.samples` answers to every prompt and score them. Collective.
 
@@ -121,7 +166,7 @@ def evaluate(
         2107.03374, eq. 1, which is 1 for a prompt with a correct one among k samples, else 0),
         reward, answer_tokens, stopped (share of answers that ended by themselves), and what
         `breakdown` adds. `answers`: prompt, answer and reward of the first sample of the first
-        five prompts.
+        `num_shown` prompts.
 
     Raises:
         UserError: no prompt got an answer.
@@ -129,7 +174,8 @@ def evaluate(
     trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
     if trajectories is None:
         return None
-    _require_answers(sampler, len(prompts.rows), len(trajectories))
+    num_with_tokens = sum(len(t.tokens) > 0 for t in trajectories)
+    _require_answers(sampler, len(prompts.rows), num_with_tokens)
     if reward_model:
         reward_model.grade(trajectories)
     episodes = [t for t in trajectories if t.segment == 0]
@@ -152,7 +198,7 @@ def evaluate(
     # 2. Answers to read, in the order of their prompts.
     answers = {}
     for t in episodes:
-        if t.group < NUM_SHOWN and t.episode == 0:
+        if t.group < num_shown and t.episode == 0:
             answers[t.group] = {
                 "prompt": t.info["prompt"],
                 "answer": t.info["completion"],

@@ -6,12 +6,14 @@ from pathlib import Path
 from minirl.checkpoint import Saver, load_rollouts
 from minirl.config.rl import RLConfig
 from minirl.data.images import sampling_stops
+from minirl.envs.base import Agent
 from minirl.inputs import Inputs
 from minirl.policy import Policy
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.groups import StepRollout
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
+from minirl.rollout.user_code import make_in_time
 
 
 class Generation:
@@ -40,6 +42,7 @@ class Generation:
             reads_images=policy.vision is not None,
             num_answers=cfg.rollout.samples_per_prompt
             * (cfg.rollout.prompts_per_step + cfg.rollout.extra_prompts + cfg.rollout.ahead),
+            guides=isinstance(make_in_time(inputs.make_env, cfg.env, policy.mesh.watch), Agent),
             timer=policy.timer,
         )
         self.refit = Refit(
@@ -51,6 +54,12 @@ class Generation:
         )
         self.engine.sleep()
         policy.sleeper.wake_parameters()
+        # Where the run stands, for reward functions of TRL.
+        self.state = inputs.rewards.state
+        self.state.max_steps = cfg.num_steps * cfg.algo.updates_per_step
+        self.state.is_world_process_zero = policy.mesh.rank == 0
+        num_prompts = len(inputs.prompts.rows)
+        self.state.num_train_epochs = cfg.num_steps * cfg.rollout.prompts_per_step / num_prompts
         self.sampler = Sampler(self.engine, inputs.make_env, inputs.rewards, inputs.prompts, cfg)
         self.sampling = Sampling(
             max_tokens=cfg.rollout.max_tokens,
@@ -60,6 +69,9 @@ class Generation:
 
     def awake(self) -> contextlib.AbstractContextManager[None]:
         """Give the engine the policy's weights; inside the block it may generate. Collective."""
+        state = self.state
+        state.global_step = self.policy.num_updates
+        state.epoch = state.num_train_epochs * state.global_step / max(1, state.max_steps)
         return self.engine.awake(self.refit, self.policy.sleeper)
 
     def collect_step(self, first_ticket: int) -> StepRollout:

@@ -5,24 +5,22 @@ Each function raises UserError at the first thing that is missing or cannot work
 
 import os
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from minirl.algo import advantages, correction
+from minirl import own_methods
 from minirl.checkpoint import changes, lock
 from minirl.checkpoint.failures import attempt, require_written
 from minirl.config.rl import RLConfig
-from minirl.config.shared import DataConfig, RowsConfig, TrainingConfig
+from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import resolve_lengths, validate_rl
 from minirl.data import chat
 from minirl.data.images import Vision
-from minirl.data.prompts import LengthBound, Prompts, open_prompts
-from minirl.data.rows import Mark, Rows, errors_at, read_rows
+from minirl.data.prompts import Prompts, open_prompts
 from minirl.envs.registry import make_env
 from minirl.errors import UserError, require
 from minirl.files import partial_of, publish_folder, sync_files
@@ -38,9 +36,12 @@ from minirl.parallel.machines import (
     errors_of_machines,
 )
 from minirl.parallel.mesh import Mesh
-from minirl.rewards.functions import Rewards, make_rewards
+from minirl.plan.shape import count_frozen
+from minirl.rewards.functions import make_rewards
 from minirl.rollout import records
 from minirl.rollout.user_code import in_time, limited_imports, make_in_time
+from minirl.row_checks import MAY_BE_LONG, NO_ANSWER, PromptChecks, load_splits
+from minirl.schedule import num_rl_steps, num_tickets
 
 
 class ModelFiles(NamedTuple):
@@ -64,6 +65,7 @@ class Inputs:
         ref, critic, reward_model: folders of the models beside the policy; None where the config
             names none.
         stop_ids: tokens that end an answer.
+        num_steps: of the run.
         description: the numbers of prompts, for the log.
     """
 
@@ -79,13 +81,13 @@ class Inputs:
             with limited_imports(cfg, mesh.watch):
                 self.make_env = make_env(cfg.env.name)
                 self.rewards = make_rewards(cfg.reward, mesh.watch)
-                self.estimator = in_time(advantages.find(cfg.algo.advantage), cfg, mesh.watch)
+                self.estimator = in_time(own_methods.check_methods(cfg), cfg, mesh.watch)
             if cfg.rollout.replay:
                 records.check_steps(Path(cfg.rollout.replay), cfg.num_steps, resume=cfg.resume)
-            graded = make_in_time(self.make_env, cfg.env, mesh.watch).graded
+            env = make_in_time(self.make_env, cfg.env, mesh.watch)
+            graded = env.graded
             if graded:
                 self.rewards.check_supported()
-            correction.resolve(cfg.algo.correction)
 
             # Models. The rewards of dumped rollouts have the scores of a reward model in them.
             max_len = cfg.engine.max_model_len
@@ -95,15 +97,19 @@ class Inputs:
             self.folder = files.folder
             self.ref = find(cfg.ref.model, setting="ref.model")
             self.critic = find(cfg.critic.model, setting="critic.model")
+            count_frozen(files.config, cfg.policy)
+            critic = build.read_config(self.critic) if self.critic else files.config
+            count_frozen(critic, cfg.critic, score=True)
             scorer = "" if cfg.rollout.replay else cfg.reward.model
             self.reward_model = find(scorer, setting="reward.model", scores=True)
         check_same_models(cfg, self.folders(), mesh)
 
         # Rows, each of which is read once, and prompts as token ids.
         checks = PromptChecks(self.rewards if graded else None, files.tokenizer, cfg.data)
-        train, held_out = load_splits(open_prompts, cfg.data, cfg.seed, mesh, checks.mark)
-        checks.refuse_ungraded(train)
-        checks.refuse_ungraded(held_out)
+        open_rows = partial(open_prompts, own_prompts=not env.needs_prompt)
+        train, held_out = load_splits(open_rows, cfg.data, cfg.seed, mesh, checks.mark)
+        checks.refuse_bad(train)
+        checks.refuse_bad(held_out)
         if cfg.sft.num_steps and train.first_marked(NO_ANSWER) is not None:
             raise UserError(
                 f"sft.num_steps = {cfg.sft.num_steps} needs an answer in every row "
@@ -116,13 +122,21 @@ class Inputs:
         self.held_out = as_tokens(held_out, shuffle=False)
         num_dropped = self.prompts.check_lengths(mesh, MAY_BE_LONG, num_tickets(cfg))
         num_dropped += self.held_out.check_lengths(mesh, MAY_BE_LONG)
-        self.description = (
+        self.num_steps = num_rl_steps(cfg, len(self.prompts.rows))
+        num_doubles = train.num_doubles + (held_out.num_doubles if cfg.data.eval else 0)
+        self.description = self._describe(num_dropped, num_doubles)
+        make_scratch(cfg, max_len, mesh)
+        self.stop_ids = chat.stop_token_ids(files.tokenizer, files.folder)
+
+    def _describe(self, num_dropped: int, num_doubles: int) -> str:
+        """Return how many rows are used, and what becomes of the others."""
+        text = (
             f"{len(self.prompts.rows)} training prompts, {len(self.held_out.rows)} held out "
             f"({num_dropped} dropped as too long)"
         )
-
-        make_scratch(cfg, max_len, mesh)
-        self.stop_ids = chat.stop_token_ids(files.tokenizer, files.folder)
+        if num_doubles:
+            text += f", {num_doubles} rows left out that equal others"
+        return text
 
     def folders(self) -> dict[str, Path]:
         """Return the folders of the models, by their roles."""
@@ -208,84 +222,6 @@ def _refuse_other_run(output: Path, resume: bool) -> None:
             f"output = {output} holds {in_the_way[0]} of another run; choose another folder with "
             "--output, or go on with it by --resume"
         )
-
-
-# What is noted of a prompt's row while it is read.
-UNGRADED = 1  # A reward function cannot grade it.
-NO_ANSWER = 2
-MAY_BE_LONG = 4
-
-
-class PromptChecks:
-    """What is looked at in the rows of prompts while each is read once."""
-
-    def __init__(
-        self, rewards: Rewards | None, tokenizer: PreTrainedTokenizerBase, cfg: DataConfig
-    ):
-        """`rewards`: what grades the answers; None: an environment does that itself."""
-        self.rewards = rewards
-        self.bound = LengthBound(tokenizer, cfg)
-
-    def mark(self, row: dict) -> int:
-        """Return the marks of a row."""
-        marks = 0
-        if self.bound.exceeds(row):
-            marks |= MAY_BE_LONG
-        if row.get("answer") is None:
-            marks |= NO_ANSWER
-        if self.rewards:
-            try:
-                self.rewards.check_row(row)
-            except UserError:
-                marks |= UNGRADED
-        return marks
-
-    def refuse_ungraded(self, rows: Rows) -> None:
-        """Raise the UserError of the first of these rows that no reward function can grade."""
-        number = rows.first_marked(UNGRADED)
-        if number is not None and self.rewards:
-            with errors_at(rows.place(number)):
-                self.rewards.check_row(rows[number])
-
-
-def num_tickets(cfg: RLConfig) -> int | None:
-    """Return how many tickets a run draws at most; None: it may draw any row."""
-    rollout = cfg.rollout
-    if rollout.curriculum_floor:
-        return None
-    per_step = rollout.prompts_per_step + rollout.extra_prompts
-    # Groups that are begun ahead may not be trained on when the run ends.
-    of_rollouts = (cfg.num_steps + 1 + rollout.max_staleness) * per_step + rollout.ahead
-    return max(of_rollouts, cfg.sft.num_steps * cfg.sft.batch_size)
-
-
-def load_splits(
-    open_rows: Callable[..., Rows],
-    data: RowsConfig,
-    seed: int,
-    mesh: Mesh,
-    mark: Mark,
-) -> tuple[Rows, Rows]:
-    """Read all rows once; return those to train on and the held-out ones. Collective.
-
-    Args:
-        open_rows: called as open_rows(source, setting, data, mesh); the setting names the source in
-            errors.
-        data: the sources. Without `data.eval`, `data.held_out` rows of `data.train` are held out.
-        seed: decides which.
-        mesh: the ranks.
-        mark: what to note of each row.
-
-    Raises:
-        UserError: a source cannot be read, or a row is not as it should be.
-    """
-    train = open_rows(data.train, "data.train", data, mesh)
-    if not data.eval:
-        return read_rows(train, mesh, seed, data.held_out, mark)
-    held_out = open_rows(data.eval, "data.eval", data, mesh)
-    train, _ = read_rows(train, mesh, seed, mark=mark)
-    held_out, _ = read_rows(held_out, mesh, seed, mark=mark)
-    return train, held_out
 
 
 def find_model(

@@ -1,4 +1,4 @@
-"""What a run logs: console, metrics.jsonl, TensorBoard, and the seconds of each phase.
+"""What a run logs: console, metrics.jsonl, TensorBoard, trackers, and the seconds of each phase.
 
 Only rank 0 writes.
 """
@@ -8,13 +8,14 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from minirl.files import write_whole
+from minirl.trackers import Tracker
 
 # A point of time: in seconds of the host, or on the device, whose kernels run behind the host.
 Moment = float | torch.cuda.Event
@@ -122,16 +123,37 @@ def _seconds_between(first: Moment, last: Moment) -> float:
 
 
 class Log:
-    """Console, progress bar, metrics.jsonl and TensorBoard of a run.
+    """Console, progress bar, metrics.jsonl, TensorBoard and trackers of a run.
 
     Made on every rank; silent on all but rank 0. Files in the run folder: `metrics.jsonl` (one
-    object a step) and `tensorboard/`.
+    object a step) and `tensorboard/`. Where the console is no terminal, but a file, a step is a
+    line in place of a move of the progress bar.
+
+    Args:
+        folder: of the run.
+        rank: of this process.
+        first_step: of a resumed run; else 0.
+        trackers: returns what else gets the metrics; called on rank 0.
     """
 
-    def __init__(self, folder: Path, *, rank: int, first_step: int):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        first_step: int,
+        trackers: Callable[[], Iterable[Tracker]] = tuple,
+    ):
         self.rank = rank
         self.bar = tqdm(disable=True)
+        self.has_terminal = sys.stderr.isatty()
+        self.total = 0  # Steps of the present progress bar.
+        self.description = ""
+        self.began = time.monotonic()  # When its first step did,
+        self.num_shown = 0  # and how many have ended since.
+        self.trackers: list[Tracker] = []
         if rank == 0:
+            self.trackers += trackers()
             # Here, because it is slow to import and needed on one rank only.
             from torch.utils.tensorboard import SummaryWriter
 
@@ -142,6 +164,10 @@ class Log:
     def progress(self, description: str, total: int, start: int = 0) -> None:
         """Begin a new progress bar, which `scalars` advances."""
         self.bar.close()
+        self.total = total
+        self.description = description
+        self.began = time.monotonic()
+        self.num_shown = 0
         self.bar = tqdm(
             total=total,
             initial=start,
@@ -149,7 +175,7 @@ class Log:
             file=sys.stderr,
             dynamic_ncols=True,
             mininterval=1.0,
-            disable=self.rank > 0,
+            disable=self.rank > 0 or not self.has_terminal,
         )
 
     def scalars(
@@ -167,11 +193,34 @@ class Log:
             postfix = {name: f"{values[name]:.3g}" for name in shown if name in values}
             self.bar.set_postfix(postfix, refresh=False)
             self.bar.update(1)
+            if self.rank == 0 and not self.has_terminal:
+                say(self._line_of_step(step, postfix))
         if self.rank == 0:
             self.file.write(json.dumps({"phase": phase, "step": step, **values}) + "\n")
             self.file.flush()
             for name, value in values.items():
                 self.board.add_scalar(f"{phase}/{name}", value, step)
+            for tracker in self.trackers:
+                tracker.log(phase, step, values)
+
+    def _line_of_step(self, step: int, shown: dict[str, str]) -> str:
+        """Return a step as a line: its number, what is shown, how long the rest will take."""
+        self.num_shown += 1
+        seconds = (time.monotonic() - self.began) / self.num_shown
+        left = seconds * (self.total - step - 1)
+        values = ", ".join(f"{name} {value}" for name, value in shown.items())
+        return (
+            f"{self.description} step {step + 1}/{self.total}: {values}; "
+            f"{seconds:.3g} s/step, {tqdm.format_interval(left)} left"
+        )
+
+    def text(self, name: str, step: int, text: str) -> None:
+        """Write a text to TensorBoard and the trackers."""
+        if self.rank == 0:
+            indented = "\n".join(f"    {line}" for line in text.split("\n"))
+            self.board.add_text(name, indented, step)  # as code: an answer may be anything
+            for tracker in self.trackers:
+                tracker.text(name, step, text)
 
     def say(self, message: str) -> None:
         """Print a message on the console of rank 0, above the progress bar."""
@@ -184,6 +233,8 @@ class Log:
         if self.rank == 0:
             self.board.close()
             self.file.close()
+            for tracker in self.trackers:
+                tracker.close()
 
 
 def say(message: str) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from minirl.algo import normalize
 from minirl.algo.losses import Loss
-from minirl.config.rl import CriticConfig
-from minirl.config.shared import PolicyConfig
+from minirl.config.policy import PolicyConfig
+from minirl.config.rl import section_of
 from minirl.data.blocks import Layout
 from minirl.data.exchange import exchange
 from minirl.data.images import Vision
@@ -42,20 +42,6 @@ Minibatch = list[Packed]  # This rank's micro-batches of one optimizer step.
 MAX_SKIPPED = 5
 # `policy.accumulate` auto keeps the whole gradient on a rank if it takes no more than this.
 WHOLE_GRADIENT_BYTES = 4 * 2**30
-
-
-def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (from 0) of `num_steps`.
-
-    Linear warm-up from 0, then constant, or half a cosine down to lr * lr_min_ratio.
-    """
-    if step < cfg.lr_warmup_steps:
-        return cfg.lr * (step + 1) / cfg.lr_warmup_steps
-    if cfg.lr_schedule == "constant":
-        return cfg.lr
-    done = (step - cfg.lr_warmup_steps) / max(1, num_steps - cfg.lr_warmup_steps)
-    cosine = 1 + math.cos(math.pi * min(1.0, done))
-    return cfg.lr * (cfg.lr_min_ratio + (1 - cfg.lr_min_ratio) * cosine / 2)
 
 
 @dataclass(frozen=True)
@@ -97,11 +83,13 @@ class Policy:
         self.mesh = mesh
         self.timer = timer or Timer(mesh.device)
         self.trainable = trainable
+        self.score = score
         self.model = build.build_model(
             cfg, folder, mesh, trainable=trainable, score=score, sequence_parallel=sequence_parallel
         )
         # Whether gradients stay whole on every rank until the last micro-batch of a step.
-        whole_bytes = sum(p.nbytes for p in self.model.parameters()) // mesh.tensor.size()
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        whole_bytes = sum(p.nbytes for p in trained) // mesh.tensor.size()
         fits = whole_bytes <= WHOLE_GRADIENT_BYTES
         self.accumulates_whole = {"whole": True, "sharded": False, "auto": fits}[cfg.accumulate]
         self.vision = Vision(folder) if families.reads_images(self.model.config) else None
@@ -125,6 +113,8 @@ class Policy:
         in_layers = set(nn.ModuleList(layers).parameters())
         matrices, vectors, hidden = [], [], []
         for p in self.model.parameters():
+            if not p.requires_grad:
+                continue
             if p.ndim < 2:
                 vectors.append(p)
             elif p in in_layers:
@@ -133,13 +123,16 @@ class Policy:
                 matrices.append(p)
 
         parts: list[torch.optim.Optimizer] = []
-        if self.trainable:
-            groups = [
-                {"params": matrices, "weight_decay": cfg.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ]
-            parts.append(torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, fused=True))
-        if self.trainable and hidden:
+        groups = []
+        if matrices:
+            groups.append({"params": matrices, "weight_decay": cfg.weight_decay})
+        if vectors:
+            groups.append({"params": vectors, "weight_decay": 0.0})
+        if groups:
+            parts.append(
+                torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.adam_eps, fused=True)
+            )
+        if hidden:
             parts.append(Muon(hidden, self.mesh, lr=cfg.lr, weight_decay=cfg.weight_decay))
         return Optimizer(parts, cfg)
 
@@ -242,7 +235,7 @@ class Policy:
         Raises:
             UserError: it is the fifth in a row, or no later one could be any better.
         """
-        section = "critic" if isinstance(self.cfg, CriticConfig) else "policy"
+        section = section_of(self.cfg)
         self.check_finite(
             f"every update would be skipped from now on; go on from a checkpoint before, with a "
             f"{section}.lr below {lr:g}"
@@ -370,12 +363,13 @@ class Policy:
     def averages(self) -> dict[str, Tensor]:
         """Return the moving averages of `shards`, by name; only inside `state_awake`.
 
-        What was never updated is its own average: everything before the first update, and buffers.
+        What was never updated is its own average: everything before the first update, buffers, and
+        what is frozen.
         """
         averages = self.optimizer.averages()
         found = self.shards()
         for name, p in found.items():
-            if isinstance(p, nn.Parameter):
+            if isinstance(p, nn.Parameter) and p in averages:
                 found[name] = averages[p]
         return found
 
@@ -386,6 +380,7 @@ def make_minibatch(
     tokens_per_rank: int,
     *,
     pairs: bool = False,
+    single: bool = False,
 ) -> Minibatch:
     """Return this rank's micro-batches of one optimizer step. Collective.
 
@@ -394,10 +389,12 @@ def make_minibatch(
         policy: the model that will read them.
         tokens_per_rank: token budget of a micro-batch.
         pairs: every group is a pair, whose two sides stay in one micro-batch.
+        single: every answer counts on its own, as `pack` has it.
     """
     (minibatch,) = exchange(examples, policy.mesh, tokens_per_rank, whole_groups=pairs)
     return [
-        pack(micro, policy.mesh.device, layout=policy.layout, pairs=pairs) for micro in minibatch
+        pack(micro, policy.mesh.device, layout=policy.layout, pairs=pairs, single=single)
+        for micro in minibatch
     ]
 
 

@@ -1,11 +1,13 @@
-"""What a run leaves for people: the closing table, summary.json, curves and sampled answers."""
+"""What a run leaves for people: the closing table, its summary, and curves."""
 
+import contextlib
 import json
 import math
 import statistics
+import threading
 from pathlib import Path
 
-from minirl.files import sync_file, write_whole
+from minirl.files import sync_file
 
 # By kind of token: the phases that generate or train on it.
 PHASES_OF_TOKENS = {"generated": ("rollout",), "trained": ("forward", "backward")}
@@ -67,12 +69,31 @@ def speeds(tokens: dict[str, int], seconds: dict[str, float]) -> dict[str, float
     return per_second
 
 
+def read_rows(path: Path) -> list[dict]:
+    """Return the rows of metrics.jsonl, without one at the end that is being written."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+_drawing = threading.Lock()  # One curves.png at a time.
+
+
 def write_curves(folder: Path) -> Path:
     """Draw metrics.jsonl of a run folder to curves.png: a panel per quantity."""
+    with _drawing:
+        return _write_curves(folder)
+
+
+def _write_curves(folder: Path) -> Path:
     # Not pyplot, which keeps figures and may look for a screen.
     from matplotlib.figure import Figure
 
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(folder / "metrics.jsonl")
     curves = {}
     for title, (phase, name) in PANELS.items():
         points = [(r["step"], r[name]) for r in rows if r["phase"] == phase and name in r]
@@ -111,55 +132,45 @@ def accuracies(evaluations: dict[str, dict]) -> dict[str, float | None]:
     }
 
 
-def write_answers(folder: Path, evaluations: dict[str, dict]) -> None:
-    """Write answers.json, and print the answers before and after RL."""
-    answers = {name: evaluation["answers"] for name, evaluation in evaluations.items()}
-    write_whole(folder / "answers.json", json.dumps(answers, indent=2) + "\n")
-    for when in ("before", "after"):
-        print(f"sampled answers {when} RL")
-        for entry in answers.get(f"{when}_rl", []):
-            prompt = entry["prompt"]
-            if not isinstance(prompt, str):
-                prompt = prompt[-1]["content"]
-            prompt = " ".join(prompt.split())[-70:]
-            answer = " ".join(entry["answer"].split())[:90]
-            print(f"  [{entry['reward']:.2f}] {prompt} -> {answer}")
-
-
-def write(
-    folder: Path,
+def summarise(
     scores: dict[str, float | None],
     tokens: dict[str, int],
     seconds: dict[str, float],
     common: dict,
-) -> None:
-    """Write summary.json and curves.png, and print the closing table.
+) -> dict:
+    """Return what summary.json says of a run.
 
     Args:
-        folder: of the run.
-        scores: held-out scores by title, with which the table begins.
+        scores: held-out scores by title, with which it begins.
         tokens: numbers of tokens of the whole run, by the keys of PHASES_OF_TOKENS, and those that
-            were sampled in vain as `discarded`. In the summary `tokens_per_second` counts the
-            generated ones over the whole of the RL steps, without evaluation.
+            were sampled in vain as `discarded`. `tokens_per_second` counts the generated ones over
+            the whole of the RL steps, without evaluation.
         seconds: of rank 0, by phase.
-        common: more entries of the summary.
+        common: more entries.
     """
     summary: dict = {title.lower().replace(" ", "_"): value for title, value in scores.items()}
     if "generated" in tokens:
-        in_steps = sum(value for name, value in seconds.items() if name not in OUTSIDE_STEPS)
+        in_steps = sum(seconds.values()) - outside_steps(seconds)
         summary["tokens_per_second"] = tokens["generated"] / max(in_steps, 1e-9)
     if "discarded" in tokens:
         summary["discarded_tokens"] = tokens["discarded"]
     summary["tokens_per_second_by_phase"] = speeds(tokens, seconds)
     summary["seconds"] = seconds
-    summary |= common
+    return summary | common
 
-    path = folder / "summary.json"
-    write_whole(path, json.dumps(summary, indent=2) + "\n")
+
+def outside_steps(seconds: dict[str, float]) -> float:
+    """Return the seconds, by phase, of phases that are no parts of steps."""
+    return sum(seconds.get(name, 0.0) for name in OUTSIDE_STEPS)
+
+
+def show(folder: Path, summary: dict, scores: dict[str, float | None]) -> None:
+    """Print the closing table, and where everything is. `scores`: as in `summarise`."""
     print(table(summary, scores))
-    print(f"curves       {write_curves(folder)}")
+    print(f"curves       {folder / 'curves.png'}")
+    print(f"in a browser python -m minirl.view {folder}")
     print(f"TensorBoard  tensorboard --logdir {folder / 'tensorboard'}")
-    print(f"summary      {path}")
+    print(f"summary      {folder / 'summary.json'}")
     print(f"model        {summary['model']}", flush=True)
 
 

@@ -6,32 +6,41 @@ Every rank runs this program, holds a shard of the policy and has a vLLM engine 
 `Trainer.train` is the whole algorithm; what it calls is one layer down.
 """
 
+if __name__ == "__main__":  # First the flags: the imports below take seconds. It does not return.
+    from minirl import cli
+    from minirl.config.rl import RLConfig
+
+    cli.run(RLConfig, "minirl.rl:Trainer.main")
+
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from minirl import checkpoint, cli, report
+from minirl import checkpoint, report
 from minirl.algo import advantages, losses, shaping
 from minirl.algo.mismatch import MismatchWatch
 from minirl.config.rl import RLConfig
 from minirl.data.curriculum import Curriculum
 from minirl.data.exchange import exchange
 from minirl.data.packing import pack
-from minirl.errors import UserError
-from minirl.evaluation import evaluate, means_of_step
+from minirl.dump import Dump
+from minirl.evaluation import NUM_SHOWN, evaluate, means_of_step
 from minirl.generation import Generation
 from minirl.health import Health
 from minirl.inputs import Inputs
 from minirl.parallel.mesh import Mesh
 from minirl.plan.workload import rl_workload
-from minirl.policy import Metrics, Minibatch, Policy, learning_rate
+from minirl.policy import Metrics, Minibatch, Policy
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records
 from minirl.supervised import warm_start
+from minirl.throughput import count_sampled, count_work
 from minirl.trainer import GO_ON, Program, TrainingRun
 from minirl.types import Trajectory
+from minirl.updates import update_in_passes
 
 # [minibatch][micro-batch] of this rank, as many on every rank. An optimizer step is made of a
 # minibatch, a forward and backward of a micro-batch.
@@ -47,6 +56,7 @@ class Trainer(Program):
         super().__init__(cfg, mesh)
         inputs = Inputs(cfg, mesh)
         self.inputs = inputs
+        self.num_steps = inputs.num_steps
         self.reward_model: RewardModel | None = None
         with self.timer.phase("start"):
             self.announce(rl_workload(cfg, mesh.world_size, inputs.model_configs()))
@@ -88,6 +98,7 @@ class Trainer(Program):
         self.num_discarded_tokens = 0
         self.mismatch = MismatchWatch(cfg)
         self.health = Health(cfg.debug)
+        self.dump = Dump(cfg, self.policy, inputs.prompts.tokenizer)
 
     def train(self) -> None:
         """Train from the first step of the run to the last. All ranks take each step together."""
@@ -102,10 +113,9 @@ class Trainer(Program):
             self.critic = self.load_model(cfg.critic, folder, score=True)
             self.run.attach("critic", self.critic)  # and go on with that of the checkpoint
             self.critic.sleeper.sleep()
-        self.run.log.progress("rl", cfg.num_steps, first_step)
-        self.progress.add(self.timer.take())
+        self.run.begin("rl", self.num_steps)
 
-        for step in range(first_step, cfg.num_steps):
+        for step in range(first_step, self.num_steps):
             # After the checkpoint of these weights, so that a resumed run does it, too. The new
             # reference is written while the engine samples.
             is_refresh = cfg.ref.every and step and step % cfg.ref.every == 0
@@ -124,8 +134,8 @@ class Trainer(Program):
                 minibatches = self.make_batches(trajectories)  # even over the ranks, packed
             with self.timer.phase("annotate"):
                 self.annotate(minibatches)  # old and reference log-probs, values
-                self.assign_advantages(minibatches)
-            metrics = self.update(step, minibatches)  # an optimizer step for each minibatch
+                self.assign_advantages(minibatches, trajectories)
+            metrics = self.update(step, minibatches)  # an optimizer step for each, in each pass
             self.report(step, trajectories, minibatches, metrics)
             self.adapt_kl_coef(metrics)
             self.run.save_if_due(step + 1)
@@ -165,23 +175,17 @@ class Trainer(Program):
         self.progress.extra_tickets += self.num_extra_prompts
         self.num_discarded_tokens = rollout.discarded_tokens
         trajectories = rollout.trajectories
-        failures = rollout.failures
 
         # 2. Some episodes may have failed, but not all.
-        if failures:
-            self.run.log.say(
-                f"step {step}: {len(failures)} episodes failed, the first because {failures[0]}"
-            )
-        if not rollout.num_trajectories:
-            why = failures[0] if failures else "the policy sampled no token in any"
-            raise UserError(f"step {step}: no episode can be trained on: {why}")
+        for trouble in rollout.troubles():
+            self.run.log.say(f"step {step}: {trouble}")
+        rollout.require_tokens()
 
         # 3. Score them, beyond what rewards were computed during generation.
         if self.reward_model:
             with self.timer.phase("prepare"):
                 self.reward_model.grade(trajectories)
-        if cfg.rollout.dump:
-            records.write_step(trajectories, self.run.output / "rollouts", step, self.mesh)
+        self.dump.begin(step, trajectories)
         return trajectories
 
     def shape(self, trajectories: list[Trajectory]) -> None:
@@ -239,12 +243,13 @@ class Trainer(Program):
                     for micro in minibatch
                 ]
             )
+            self.dump.add(minibatch, minibatches[-1])
         return minibatches
 
     def annotate(self, minibatches: Minibatches) -> None:
         """Add what the models say of the tokens before the step's first update. Collective."""
         algo = self.algo
-        if algo.updates_per_step > 1 or algo.entropy_share or advantages.need_old_logprobs(algo):
+        if algo.num_updates > 1 or algo.entropy_share or advantages.need_old_logprobs(algo):
             self.policy.annotate(minibatches, "old_logprobs")
         if self.ref:
             self.ref.sleeper.wake_parameters()
@@ -255,12 +260,16 @@ class Trainer(Program):
             self.critic.annotate(minibatches, "values")
             self.critic.sleeper.sleep_parameters()
 
-    def assign_advantages(self, minibatches: Minibatches) -> None:
-        """Give every token its advantage, and choose the tokens of high entropy. Collective."""
+    def assign_advantages(self, minibatches: Minibatches, found: Sequence[Trajectory] = ()) -> None:
+        """Give every token its advantage, and choose the tokens of high entropy. Collective.
+
+        `found`: the step's trajectories. Those without tokens count in the means of their groups.
+        """
         advantages.assign(
             sum(minibatches, []),
             self.inputs.estimator,
             self.algo,
+            without_tokens=[t for t in found if not len(t.tokens)],
             sum_over_ranks=self.mesh.data_sums,
             max_over_ranks=self.mesh.maxima,
             gather_rows=self.mesh.gather_rows,
@@ -283,23 +292,24 @@ class Trainer(Program):
             warmup_steps = cfg.critic.warmup_steps
             self.critic.sleeper.wake_parameters()
             loss = losses.value(cfg.critic.value_clip)
-            critic_metrics = _update(
-                self.critic, minibatches, loss, cfg.num_steps, prefix="critic_"
+            updates = update_in_passes(
+                self.critic, minibatches, loss, cfg, step=step, num_steps=self.num_steps
             )
+            critic_metrics = {f"critic_{name}": value for name, value in updates.items()}
             self.critic.sleeper.sleep()
         if step >= warmup_steps:
-            loss = losses.policy(self.algo, cfg.env.max_tokens)
-            policy_metrics = _update(self.policy, minibatches, loss, cfg.num_steps - warmup_steps)
+            loss = self.dump.noting(losses.policy(self.algo, cfg.env.max_tokens))
+            num_steps = self.num_steps - warmup_steps
+            policy_metrics = update_in_passes(
+                self.policy, minibatches, loss, cfg, step=step, num_steps=num_steps
+            )
         return policy_metrics | critic_metrics
 
     def report(
-        self,
-        step: int,
-        trajectories: list[Trajectory],
-        minibatches: Minibatches,
-        metrics: Metrics,
+        self, step: int, trajectories: list[Trajectory], minibatches: Minibatches, metrics: Metrics
     ) -> None:
         """Log means over the episodes of all ranks, and the metrics of the updates. Collective."""
+        self.dump.finish()
         row = means_of_step(trajectories, self.cfg.eval.threshold, self.mesh)
         row |= {"extra_prompts": self.num_extra_prompts, "kl_coef": self.algo.kl_coef, **metrics}
         if self.generation:
@@ -308,17 +318,10 @@ class Trainer(Program):
             row["rollout/discarded_tokens"] = self.num_discarded_tokens
             self.progress.add({}, discarded=self.num_discarded_tokens)
 
-        num_sampled = sum(int(t.sampled.sum()) for t in trajectories)
-        num_rows = sum(sum(batch.lengths) for batch in sum(minibatches, []))
-        generated, trained = self.mesh.sums(torch.tensor([num_sampled, num_rows])).tolist()
-        self.run.report(
-            "rl",
-            step,
-            row,
-            ("reward", "answer_tokens", "mismatch"),
-            generated=generated,
-            trained=trained // self.mesh.tensor.size(),  # its ranks have the same tokens
-        )
+        work = count_work(minibatches * self.algo.num_epochs, self.mesh)
+        generated = count_sampled(trajectories, self.mesh)
+        shown = ("reward", "answer_tokens", "mismatch")
+        self.run.report("rl", step, row, shown, work, generated=generated, trained=work.rows)
         if self.generation:  # tokens of a replay may be of other weights
             self.mismatch.check(step, row)
         for ill in self.health.check(step, row):
@@ -346,9 +349,11 @@ class Trainer(Program):
                 cfg,
                 sampling,
                 self.reward_model,
+                max(NUM_SHOWN, self.cfg.log.samples),
             )
         if result:
-            self.run.record_evaluation(step, result["scores"], ("accuracy", "reward"), name, result)
+            shown = ("accuracy", "reward")
+            self.run.record_evaluation(step, result["scores"], shown, name, result)
         return bool(result)
 
     def warm_start(self) -> bool:
@@ -364,7 +369,7 @@ class Trainer(Program):
         with self.timer.phase("sft"):
             num_tokens = warm_start(self.cfg, self.inputs, self.policy, self.run.log)
         if num_tokens is None:
-            self.run.log.say(f"stopped by a signal in the warm start, which begins anew. {GO_ON}")
+            self.run.end(0, f"stopped by a signal in the warm start, which begins anew. {GO_ON}")
             return False
         # One phase, because its forward and backward are not RL's.
         self.progress.add({"sft": sum(self.timer.take().values())}, sft=num_tokens)
@@ -407,44 +412,17 @@ class Trainer(Program):
         self.run.export_result()  # written while the model is evaluated
         if self.generation:
             with self.generation.awake():
-                has_evaluated = self.evaluate(self.generation, self.cfg.num_steps, "after_rl")
+                has_evaluated = self.evaluate(self.generation, self.num_steps, "after_rl")
             if not has_evaluated:
-                self.run.stop(self.cfg.num_steps)
+                self.run.stop(self.num_steps)
                 return
             # What goes on in a later step is lost, now that none follows.
             unfinished = self.generation.sampler.num_unfinished_tokens()
             self.progress.add({}, discarded=unfinished)
-        self.run.log.bar.close()  # the answers are printed where it stands
         evaluations = self.progress.evaluations
-        if self.mesh.rank == 0:
-            report.write_answers(self.run.output, evaluations)
         sizes = {}
         if self.generation:
             sizes["KV cache of an engine, tokens"] = self.generation.engine.kv_cache_tokens
         self.run.finish(report.accuracies(evaluations), sizes)
         if self.generation:
             self.generation.close()
-
-
-def _update(
-    model: Policy, minibatches: Minibatches, loss: losses.Loss, num_steps: int, prefix: str = ""
-) -> Metrics:
-    """Make an optimizer step on each minibatch; the model is trained for `num_steps` RL steps.
-
-    Returns:
-        The mean of each metric over the updates; of names that end in `_max`, the maximum. Their
-        names begin with `prefix`.
-    """
-    updates = []
-    for minibatch in minibatches:
-        lr = learning_rate(model.cfg, model.num_updates, num_steps * len(minibatches))
-        updates.append(model.update(minibatch, loss, lr))
-    metrics = {}
-    for name in updates[0]:
-        values = [update[name] for update in updates]
-        metrics[prefix + name] = max(values) if name.endswith("_max") else float(np.mean(values))
-    return metrics
-
-
-if __name__ == "__main__":
-    cli.run(RLConfig, Trainer.main)

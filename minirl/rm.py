@@ -10,16 +10,24 @@ requests for rewards by the first command, and RL asks it by the flag below:
     --reward.function http://127.0.0.1:5000/get_reward
 """
 
-import sys
+if __name__ == "__main__":  # First the flags: the imports below take seconds. It does not return.
+    import sys
+
+    from minirl import cli
+    from minirl.config.supervised import RMConfig, ServeConfig
+
+    if sys.argv[1:2] == ["serve"]:
+        cli.run(ServeConfig, "minirl.rm:serve_model")
+    cli.run(RMConfig, "minirl.rm:Trainer.main")
+
 from functools import partial
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from minirl import cli
 from minirl.algo import preference
 from minirl.algo.losses import Loss
-from minirl.config.shared import PolicyConfig
+from minirl.config.policy import PolicyConfig
 from minirl.config.supervised import RMConfig, ServeConfig
 from minirl.data import chat
 from minirl.errors import require
@@ -105,10 +113,3 @@ def _to_row(
     )
     zeros = np.zeros(len(tokens), np.float32)
     return Trajectory(tokens=tokens, sampled=zeros.astype(bool), logprobs=zeros)
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["serve"]:
-        cli.run(ServeConfig, serve_model)
-    else:
-        cli.run(RMConfig, Trainer.main)

@@ -7,7 +7,6 @@ The mesh, the steps and the files of a run are those of RL.
 
 from minirl import cli
 from minirl.config.supervised import SFTConfig
-from minirl.supervised import SupervisedTrainer
 
 if __name__ == "__main__":
-    cli.run(SFTConfig, SupervisedTrainer.main)
+    cli.run(SFTConfig, "minirl.supervised:SupervisedTrainer.main")

@@ -1,13 +1,15 @@
 """Training on what others wrote.
 
-`SupervisedTrainer` is SFT itself; reward models and DPO put methods of their own in place of some
-of its. `warm_start` is the short form before RL.
+`SupervisedTrainer` is SFT itself; reward models, DPO and KTO put methods of their own in place of
+some of its. `warm_start` is the short form before RL.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -18,20 +20,26 @@ from minirl.config.validate import validate_supervised
 from minirl.data import chat, images
 from minirl.data.examples import Chats, StepExamples, open_chats, to_examples
 from minirl.data.pairs import Pairs, open_pairs
+from minirl.data.rows import Rows
 from minirl.errors import require
 from minirl.inputs import (
     Inputs,
     check_output,
     check_same_models,
     find_model,
-    load_splits,
+    find_other_model,
     make_scratch,
 )
 from minirl.log import Log
+from minirl.model import families
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
+from minirl.plan.shape import count_frozen
 from minirl.plan.workload import supervised_workload
-from minirl.policy import Metrics, Minibatch, Policy, learning_rate, make_minibatch
+from minirl.policy import Metrics, Minibatch, Policy, make_minibatch
+from minirl.row_checks import load_splits, marks_for_template, require_shown
+from minirl.schedule import learning_rate
+from minirl.throughput import count_work
 from minirl.trainer import Program, TrainingRun
 from minirl.types import Trajectory
 
@@ -43,6 +51,8 @@ class SupervisedTrainer(Program):
     name = "sft"  # On the progress bar.
     score_head = False  # The model has a score head in place of the language model's.
     pairs = False  # Rows are pairs, whose two sides stay in one micro-batch.
+    open_rows: Callable[..., Rows] = staticmethod(open_chats)  # Of the rows that it learns from,
+    rows_class: type[Chats] = Chats  # and what makes token ids of them.
     # What became of rows that do not fit, for the log: a number, data.max_tokens, a number.
     lost = "{} cut to {} tokens, {} dropped with no token in the loss"
 
@@ -54,19 +64,17 @@ class SupervisedTrainer(Program):
             # 1. Find and check what the config names.
             validate_supervised(cfg, mesh.world_size)
             check_output(cfg, mesh)
-            open_rows = open_pairs if self.pairs else open_chats
-            train, held_out = load_splits(open_rows, cfg.data, cfg.seed, mesh, mark_row)
+            train, held_out = load_splits(self.open_rows, cfg.data, cfg.seed, mesh, mark_row)
             marks = np.concatenate([train.marks, held_out.marks])
             has_chats = bool(np.any(marks & IS_CHAT))
             with errors_of_machines(mesh):
                 files = find_model(cfg, max_tokens, chats=has_chats)
+            count_frozen(files.config, cfg.policy, score=self.score_head)
             check_same_models(cfg, {"policy": files.folder}, mesh)
-            num_positions = files.config.get_text_config().max_position_embeddings
-            require(
-                num_positions >= max_tokens,
-                f"data.max_tokens = {max_tokens} is more than the {num_positions} positions of "
-                f"policy.model = {cfg.policy.model}; lower it",
-            )
+            where = f"policy.model = {cfg.policy.model}"
+            families.check_positions(files.config, where, "data.max_tokens", max_tokens)
+            require_shown(train, files.tokenizer)
+            require_shown(held_out, files.tokenizer)
             require(
                 files.vision or not np.any(marks & HAS_IMAGES),
                 f"a chat has images, and policy.model = {cfg.policy.model} reads none; take a "
@@ -75,7 +83,7 @@ class SupervisedTrainer(Program):
 
             # 2. Rows as token ids, when a step needs them.
             as_tokens = partial(
-                Pairs if self.pairs else Chats,
+                self.rows_class,
                 tokenizer=files.tokenizer,
                 stop_ids=chat.stop_token_ids(files.tokenizer, files.folder) if has_chats else [],
                 cfg=cfg.data,
@@ -105,8 +113,7 @@ class SupervisedTrainer(Program):
         cfg = self.cfg
         run = self.run
         loss = self.make_loss()
-        run.log.progress(self.name, self.num_steps, run.first_step)
-        run.progress.add(self.timer.take())
+        run.begin(self.name, self.num_steps)
         for step in range(run.first_step, self.num_steps):
             if step == 0 or (cfg.eval.every and step % cfg.eval.every == 0):
                 self.evaluate(step, "before" if step == 0 else None)
@@ -115,16 +122,20 @@ class SupervisedTrainer(Program):
                 examples = self.rows.examples(range(first, first + cfg.batch_size))
                 self.say_lost(step, examples)
             metrics: Metrics = {}
+            work = None
             if examples.num_rows:
                 with self.timer.phase("prepare"):
                     batches = self.make_batches(examples.here)
                 lr = learning_rate(cfg.policy, step, self.num_steps)
-                metrics = self.policy.update(batches, loss, lr)
+                metrics = self.name_metrics(self.policy.update(batches, loss, lr))
+                work = count_work([batches], self.mesh)
 
             metrics |= dict(zip(self.rows.lost_names, examples.num_lost, strict=True))
             metrics["epoch"] = (first + cfg.batch_size) / len(self.rows)
             metrics["tokens"] = examples.num_tokens
-            run.report("train", step, metrics, ("loss", "tokens"), trained=examples.num_tokens)
+            run.report(
+                "train", step, metrics, ("loss", "tokens"), work, trained=examples.num_tokens
+            )
             run.save_if_due(step + 1)
             if run.is_stopping:
                 run.stop(step + 1)
@@ -165,6 +176,20 @@ class SupervisedTrainer(Program):
         """Load a frozen model beside the policy, before anything of the run is written."""
         return None
 
+    def find_reference(self, model: str) -> Path:
+        """Return the folder of `reference`; empty: that of the policy. Raises UserError."""
+        tensor_parallel = self.cfg.parallel.tensor
+        found = find_other_model(model, self.files.config, tensor_parallel, "reference")
+        return found or self.files.folder
+
+    def annotate_reference(self, batches: Minibatch) -> None:
+        """Add the log-probs of the reference, which sleeps otherwise. Collective."""
+        assert self.ref
+        with self.timer.phase("annotate"):
+            self.ref.sleeper.wake_parameters()
+            self.ref.annotate([batches], "ref_logprobs")
+            self.ref.sleeper.sleep_parameters()
+
     def make_loss(self) -> losses.Loss:
         """Return what is minimised."""
         return losses.sft()
@@ -172,6 +197,10 @@ class SupervisedTrainer(Program):
     def make_batches(self, examples: list[Trajectory]) -> Minibatch:
         """Return this rank's micro-batches of one optimizer step. Collective."""
         return make_minibatch(examples, self.policy, self.cfg.tokens_per_rank, pairs=self.pairs)
+
+    def name_metrics(self, measured: Metrics) -> Metrics:
+        """Return the metrics of a step as they are logged."""
+        return measured
 
     def make_scores(self, measured: Metrics) -> Metrics:
         """Return the held-out scores: mean negative log-likelihood of the tokens in the loss."""
@@ -183,6 +212,8 @@ class PairTrainer(SupervisedTrainer):
     """What reward models and DPO share: rows are pairs."""
 
     pairs = True
+    open_rows = staticmethod(open_pairs)
+    rows_class = Pairs
     lost = "{} with more than {} tokens and {} with two equal sides dropped"
 
     def make_scores(self, measured: Metrics) -> Metrics:
@@ -203,7 +234,8 @@ def mark_row(row: dict) -> int:
     messages = row.get("messages") or row.get("prompt")
     if not messages:
         return 0
-    return IS_CHAT | (HAS_IMAGES if images.of_chat(messages) else 0)
+    has_images = HAS_IMAGES if images.of_chat(messages) else 0
+    return IS_CHAT | has_images | marks_for_template(row)
 
 
 def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int | None:
@@ -219,7 +251,11 @@ def warm_start(cfg: RLConfig, inputs: Inputs, policy: Policy, log: Log) -> int |
     sft = cfg.sft
     policy.start_phase(
         dataclasses.replace(
-            cfg.policy, lr=sft.lr, lr_schedule="cosine", lr_warmup_steps=sft.lr_warmup_steps
+            cfg.policy,
+            lr=sft.lr,
+            lr_schedule=sft.lr_schedule,
+            lr_warmup_steps=sft.lr_warmup_steps,
+            lr_warmup_ratio=0.0,
         )
     )
     log.progress("sft", sft.num_steps)
@@ -251,6 +287,7 @@ def _example(cfg: RLConfig, inputs: Inputs, number: int) -> Trajectory:
         alphabet = sorted(set(answer + str(other_row["answer"])))
         answer = answer[:place] + str(rng.choice(alphabet)) + answer[place + 1 :]
     messages = [*prompts.messages(row), {"role": "assistant", "content": answer}]
-    chat_row = {"messages": messages, "trained": [len(messages) - 1]}
+    chat_row = {**row, "messages": messages, "trained": [len(messages) - 1]}
+    chat_row.pop("text", None)  # a column of the user's, which is no text to imitate here
     (example,) = to_examples(prompts.tokenizer, prompts.vision, chat_row, inputs.stop_ids)
     return dataclasses.replace(example, group=number)

@@ -6,59 +6,32 @@ It opens the folder of the run or goes on in it, logs, saves, and writes the sum
 import abc
 import contextlib
 import dataclasses
+import functools
 import resource
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
-from minirl import checkpoint, report
+from minirl import checkpoint, report, results, throughput
 from minirl.checkpoint import changes, lock
 from minirl.config.parse import save_config
-from minirl.config.shared import Checkpointing, PolicyConfig, TrainingConfig
+from minirl.config.policy import Checkpointing, PolicyConfig
+from minirl.config.shared import TrainingConfig
 from minirl.files import write_whole
 from minirl.log import Log, Timer, say, truncate
 from minirl.parallel.mesh import Mesh
 from minirl.plan.announce import announce
 from minirl.plan.workload import Workload
 from minirl.policy import Metrics, Policy
+from minirl.progress import Progress
 from minirl.rollout import records
+from minirl.throughput import Utilisation, Work
+from minirl.trackers import open_trackers
 
 # What whoever reads the last line of a stopped run has to know.
 GO_ON = "Go on with the same command and --resume"
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """What a checkpoint and the summary need beside weights."""
-
-    # Name (before_sft, before_rl, after_rl, before, after) -> result of that evaluation.
-    evaluations: dict[str, dict] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)  # Of each phase.
-    # That checkpoints and exports were written beside training, which did not wait for them.
-    background_seconds: dict[str, float] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)  # Generated, trained, ...
-    # Prompts that dynamic sampling took beyond rollout.prompts_per_step, in all steps.
-    extra_tickets: int = 0
-    gpu_memory: dict[str, float] = field(default_factory=dict)  # Most GiB of a rank, by phase.
-    kl_coef: float | None = None  # As adapted for algo.kl_target; None: it was not adapted.
-    # Count, mean and squares about the mean of all rewards, for reward.normalize.
-    reward_stats: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    outcomes: str = ""  # Of the prompts in past steps, as a curriculum saves them.
-
-    def add_memory(self, memory: dict[str, float]) -> None:
-        """Keep the largest value by name."""
-        for name, value in memory.items():
-            self.gpu_memory[name] = max(self.gpu_memory.get(name, 0.0), value)
-
-    def add(self, seconds: dict[str, float], **tokens: int) -> None:
-        """Add seconds by phase, and tokens by kind."""
-        for name, value in seconds.items():
-            self.seconds[name] = self.seconds.get(name, 0) + value
-        for name, num in tokens.items():
-            self.tokens[name] = self.tokens.get(name, 0) + num
 
 
 class TrainingRun:
@@ -90,14 +63,26 @@ class TrainingRun:
             self.first_step = saved["step"]
             self.progress = Progress(**saved["progress"])
 
+        self.results: results.Results | None = None  # On rank 0.
         if mesh.rank == 0:
             self._open_folder()
+            resumed = self.resumed_from is not None
+            self.results = results.Results(self.output, self.first_step, resumed=resumed)
+        mesh.watch.record_end = functools.partial(results.record_end, self.output)
+        self.utilisation = Utilisation(mesh)
+        self.utilisation.add(policy.folder, score=policy.score)
+        self.mark = time.perf_counter()  # When the last step was reported.
         self.is_stopping = False  # A signal asks to save after this step, and to leave.
         self.saver = checkpoint.Saver(self.output, cfg.checkpoint, policy)
         mesh.watch.finish_writing = self._finish_writing
         self.exporter = checkpoint.Exporter(mesh)
         self.outcomes: Callable[[], str] = str  # A curriculum's, for a checkpoint.
-        self.log = Log(self.output, rank=mesh.rank, first_step=self.first_step)
+        self.log = Log(
+            self.output,
+            rank=mesh.rank,
+            first_step=self.first_step,
+            trackers=lambda: open_trackers(cfg.log, self.output, dataclasses.asdict(cfg)),
+        )
 
         num_parameters = sum(p.numel() for p in policy.model.parameters())
         self.log.say(
@@ -132,6 +117,13 @@ class TrainingRun:
         if self.resumed_from:
             checkpoint.restore(self.resumed_from, model, name)
         self.saver.others[name] = model
+        self.utilisation.add(model.folder, score=model.score)
+
+    def begin(self, name: str, num_steps: int) -> None:
+        """Begin the steps of training: `num_steps` in the whole run, `name` on the progress bar."""
+        self.log.progress(name, num_steps, self.first_step)
+        self.progress.add(self.timer.take())
+        self.mark = time.perf_counter()
 
     def report(
         self,
@@ -139,6 +131,7 @@ class TrainingRun:
         step: int,
         metrics: Metrics,
         highlights: Iterable[str],
+        work: Work | None = None,
         **tokens: int,
     ) -> None:
         """Log a step of training with the seconds of its phases. Collective.
@@ -150,21 +143,29 @@ class TrainingRun:
             step: number of the step.
             metrics: what to log.
             highlights: metrics to show on the progress bar.
+            work: what models were trained on, on all ranks.
             tokens: of all ranks, by kind.
         """
         seconds = self.timer.take()
-        own_memory = self.timer.take_memory()
+        seconds["step"] = time.perf_counter() - self.mark - report.outside_steps(seconds)
+        self.mark = time.perf_counter()
+        gpu_memory = self.timer.take_memory()
+        own_memory = throughput.host_memory()
+        own_memory |= {f"gpu_gib/{name}": value for name, value in gpu_memory.items()}
         # The request travels with the seconds.
         of_ranks = self._of_ranks(seconds | {"is_requested": float(self.mesh.watch.requested)})
         requests = [of_rank.pop("is_requested") for of_rank in of_ranks]
         self.is_stopping = any(requests)
         speeds = report.slowest(of_ranks, **tokens)
         memory = report.highest(self._of_ranks(own_memory))
-        in_gib = {f"gpu_gib/{name}": value for name, value in memory.items()}
         background = {f"time/{name}": value for name, value in self._take_background().items()}
-        self.log.scalars(phase, step, metrics | speeds | in_gib | background, highlights)
+        del seconds["step"]  # the sum of others
         self.progress.add(seconds, **tokens)
-        self.progress.add_memory(memory)
+        self.progress.add_memory({name: memory[f"gpu_gib/{name}"] for name in gpu_memory})
+        in_training = [speeds.get(f"time/{name}", 0.0) for name in ("forward", "backward")]
+        row = metrics | speeds | background | self.utilisation.metrics(work, sum(in_training))
+        row |= {f"total/{kind}": float(self.progress.tokens[kind]) for kind in tokens}
+        self.log.scalars(phase, step, row | memory, highlights)
 
     def _of_ranks(self, values: dict[str, float]) -> list[dict[str, float]]:
         """Return the named numbers of each rank. Collective."""
@@ -195,12 +196,14 @@ class TrainingRun:
     ) -> None:
         """Log held-out scores; they may make the checkpoint of that step the best one.
 
+        Summary, curves and answers are written anew.
+
         Args:
             step: the weights are those after so many steps.
             scores: what to log.
             highlights: scores to print on the console.
             name: keep `result` for the summary under this name; None: do not keep it.
-            result: of the evaluation.
+            result: of the evaluation; `answers` in it are shown.
         """
         self.log.scalars("eval", step, scores)
         if self.cfg.checkpoint.best_metric:
@@ -210,6 +213,34 @@ class TrainingRun:
         self.log.say(f"step {step}: held-out {printed}")
         if name:
             self.progress.evaluations[name] = result
+        answers = result.get("answers", [])
+        shown = answers[: self.cfg.log.samples]
+        if shown:
+            self.log.say(f"step {step}: answers\n{results.describe(shown)}")
+            self.log.text("answers", max(step, 0), results.full_text(shown))
+        if self.results:
+            if answers:
+                self.results.add_answers(step, name, answers)
+            self.results.held_out = scores
+            self.results.write(results.RUNNING, "", self._summary(step))
+            self.results.draw()
+
+    def _summary(self, num_steps: int) -> dict:
+        """Return what summary.json says of a run that goes on, after so many finished steps."""
+        progress = self.progress
+        held_out = self.results.held_out if self.results else {}
+        common = {"step": num_steps, "held_out": held_out, "tokens": progress.tokens}
+        return report.summarise({}, progress.tokens, dict(progress.seconds), common)
+
+    def end(self, num_steps: int, reason: str) -> None:
+        """Close the log and write the results of a run that a signal has stopped."""
+        self.log.bar.close()
+        self.log.say(reason)
+        if self.results:
+            self.results.draw()
+            self.results.wait()
+            self.results.write(results.STOPPED, reason, self._summary(num_steps))
+        self.log.close()
 
     def export(self, name: str, weights: dict[str, Tensor] | None = None) -> None:
         """Begin to export the model, as it is now, to a folder of the run. Collective.
@@ -268,13 +299,11 @@ class TrainingRun:
             self._save(num_steps)
         with self.timer.phase("checkpoint"):
             self.saver.wait()
-        self.log.bar.close()
         newest = self.output / f"checkpoints/step-{num_steps}"
         where = f"after {num_steps} steps"
         if is_interrupted:
             where += " and in the rollout of the next, whose episodes are kept"
-        self.log.say(f"stopped by a signal {where}; saved {newest}. {GO_ON}")
-        self.log.close()
+        self.end(num_steps, f"stopped by a signal {where}; saved {newest}. {GO_ON}")
 
     def export_result(self) -> None:
         """Begin to export the trained model, and the moving average of its weights. Collective.
@@ -308,23 +337,23 @@ class TrainingRun:
         self.log.close()
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak_mib = self.mesh.gather(round(kilobytes / 1024, 1))
-        if self.mesh.rank == 0:
+        if self.results:
             longest_first = sorted(self.progress.seconds.items(), key=lambda item: -item[1])
-            report.write(
-                self.output,
-                scores,
-                self.progress.tokens,
-                {name: round(value, 3) for name, value in longest_first},
-                {
-                    "background_seconds": self.progress.background_seconds,
-                    "sizes": sizes,
-                    "gpu_memory_gib": self.progress.gpu_memory,
-                    "peak_rss_mb": max(peak_mib),
-                    "peak_rss_mb_by_rank": peak_mib,
-                    "wall_seconds": time.perf_counter() - self.timer.began,
-                    "model": str(self.output / "model"),
-                },
-            )
+            common = {
+                "background_seconds": self.progress.background_seconds,
+                "sizes": sizes,
+                "gpu_memory_gib": self.progress.gpu_memory,
+                "peak_rss_mb": max(peak_mib),
+                "peak_rss_mb_by_rank": peak_mib,
+                "wall_seconds": time.perf_counter() - self.timer.began,
+                "model": str(self.output / "model"),
+            }
+            seconds = {name: round(value, 3) for name, value in longest_first}
+            summary = report.summarise(scores, self.progress.tokens, seconds, common)
+            self.results.wait()
+            report.write_curves(self.output)  # with the rows since the last evaluation
+            self.results.write(results.FINISHED, "", summary)
+            report.show(self.output, summary, scores)
 
 
 class Program(abc.ABC):
@@ -381,7 +410,8 @@ class Program(abc.ABC):
             program = cls(cfg, mesh)
             mesh.watch.can_save = True  # before they agree: from here on a signal is a request
             if mesh.agree_to_stop():
-                program.run.log.say(f"stopped by a signal before the first step. {GO_ON}")
+                run = program.run
+                run.end(run.first_step, f"stopped by a signal before the first step. {GO_ON}")
                 return
             with program.run.saver:
                 program.train()

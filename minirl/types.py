@@ -34,7 +34,11 @@ UNSET: Any = None  # The value of a field that a later stage of the step fills i
 
 @dataclass(kw_only=True)
 class Trajectory:
-    """One token-exact sequence of L tokens: what the engine read and sampled, id by id."""
+    """One token-exact sequence of L tokens: what the engine read and sampled, id by id.
+
+    An episode in which nothing was sampled is one with L = 0: its reward counts, but nothing of it
+    is trained on.
+    """
 
     # int32 [L]: the prompt, sampled tokens, and what an environment said in between.
     tokens: np.ndarray
@@ -98,7 +102,9 @@ class Packed:
     windowed_block: Block | None = None  # All of it as one causal block, for sliding windows.
     images: ImageBatch | None = None  # For a model that reads images.
     is_last_row: Tensor  # bool [T]: the row is the last one of a trajectory.
-    pairs: Tensor = UNSET  # int64 [P, 2] of preference data: chosen and rejected sequence.
+    # int64 [P, 2] of preference data: chosen and rejected sequence; [P, 1] of single answers.
+    pairs: Tensor = UNSET
+    baseline: Tensor = UNSET  # float64 scalar of KTO: what log-ratios are compared with.
     context: Context | None = None  # Ranks that hold the other parts of the same sequences.
     temperature: float = 1.0  # Log-probs are of logits divided by it.
     # float32 [T]: what the engine said of the targets when it sampled them.

@@ -43,6 +43,7 @@ tokens_per_rank: 512
 policy:
   dtype: float64
   lr: 5e-4
+  model: scratch
   scratch:
     hidden_size: 64
     num_layers: 2

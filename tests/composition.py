@@ -19,7 +19,7 @@ import test_optimizer
 import test_rollout
 import test_sft
 import tiny
-from minirl.config.shared import ParallelConfig
+from minirl.config.policy import ParallelConfig
 
 PAGE = Path(__file__).parent.parent / "minirl" / "parallel" / "README.md"
 BEGIN, END = "<!-- composition: made by tests/composition.py -->\n", "<!-- composition ends -->"

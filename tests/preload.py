@@ -18,6 +18,7 @@ MODULES = [
     "minirl.sft",
     "minirl.rm",
     "minirl.dpo",
+    "minirl.kto",
     "minirl.evaluate",
     "minirl.rollout.server",
     "openai",

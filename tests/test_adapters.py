@@ -190,9 +190,6 @@ def test_trl_rewards_get_columns_as_lists(file):
         def none(completions, **kwargs):
             return [None]
 
-        def tokens(completion_ids, **kwargs):
-            return [0.0]
-
         def two(completions, **kwargs):
             return [0.0, 1.0]
     """)
@@ -202,8 +199,6 @@ def test_trl_rewards_get_columns_as_lists(file):
     assert (
         make_rewards(RewardConfig(function=f"trl:{path}:none"))(ROW, "42") == 0.0
     )  # does not apply
-    with pytest.raises(UserError, match="raised TypeError: .*completion_ids"):
-        make_rewards(RewardConfig(function=f"trl:{path}:tokens"))(ROW, "42")
     with pytest.raises(UserError, match="raised ValueError: too many values"):
         make_rewards(RewardConfig(function=f"trl:{path}:two"))(ROW, "42")
     with pytest.raises(UserError, match="has no function three"):

@@ -13,8 +13,9 @@ from harness import ranks
 from minirl import dpo, rm, supervised
 from minirl.algo import losses
 from minirl.config.parse import parse_flags
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, RefitConfig
-from minirl.config.shared import EngineConfig, PolicyConfig
+from minirl.config.shared import EngineConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
 from minirl.parallel.fsdp import local
 from minirl.policy import Policy

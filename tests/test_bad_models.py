@@ -16,8 +16,9 @@ from harness import ranks
 from in_memory import ALONE
 from minirl.checkpoint import lock
 from minirl.checkpoint.folder import plan_folder, write_companions
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig, PolicyConfig
+from minirl.config.shared import DataConfig, EnvConfig, EvaluateConfig
 from minirl.config.supervised import DPOConfig, SFTConfig
 from minirl.dpo import Trainer
 from minirl.envs.base import Env, Result
@@ -312,8 +313,6 @@ LINES = {
     "no keys": "{}",
     "deep": "[" * 100_000,
     "blank inside": "\x0c",
-    "no tokens": RECORD
-    | {"tokens": [], "sampled": [], "logprobs": [], "rewards": [], "versions": []},
     "lists of other lengths": RECORD | {"tokens": [1, 2, 3]},
     "tokens in tokens": RECORD | {"tokens": [[1], [2]]},
     "tokens are texts": RECORD | {"tokens": ["a", "b"]},
@@ -457,14 +456,17 @@ def played(env: Env) -> Episode:
 
 
 @pytest.mark.parametrize(
-    ("failures", "why"), [([], "sampled no token in any"), (["reset raised OSError"], "OSError")]
+    ("failures", "refusals", "why"),
+    [
+        ([], [], "sampled no token in any"),
+        (["reset raised OSError"], [], "OSError"),
+        ([], ["input of this kind", "tools of this kind"], "tools of this kind"),
+    ],
 )
-def test_an_evaluation_without_answers_says_why(failures, why):
-    sampler = SimpleNamespace(
-        mesh=ALONE,
-        runner=SimpleNamespace(failures=failures),
-        collect=lambda *arguments: [],
-    )
+def test_an_evaluation_without_answers_says_why(failures, refusals, why):
+    runner = EpisodeRunner(None, None, EvaluateConfig())  # type: ignore[arg-type]
+    runner.failures, runner.refusals = failures, refusals
+    sampler = SimpleNamespace(mesh=ALONE, runner=runner, collect=lambda *arguments: [])
     prompts = SimpleNamespace(rows=[1, 2, 3])
     with pytest.raises(UserError, match=f"none of the 3 held-out prompts got an answer.*{why}"):
         evaluate(sampler, prompts, EvaluateConfig().eval, None, None)  # type: ignore[arg-type]

@@ -80,7 +80,11 @@ CASES = {
     "replay of nothing": ("rl", RL + "--rollout.replay {world}", "rollout.replay = "),
     "no heads": ("rl", RL + "--policy.model {world}/heads", "num_key_value_heads = 0"),
     "tokens beyond": ("rl", RL + "--policy.model {world}/tokens", "beyond vocab_size = 100"),
-    "chats": ("sft", "--data.train {world}/chats.jsonl --output {world}/out", "line 1"),
+    "chats": (
+        "sft",
+        "--policy.model scratch --data.train {world}/chats.jsonl --output {world}/out",
+        "line 1",
+    ),
     "tokenizer": ("dpo", DPO + "--policy.model {world}/tokenizer", "its tokenizer cannot be"),
     "a cache that is a folder": ("dpo", DPO + "--reference-cache {world}", "it is a folder"),
     "a cache that is cut": ("dpo", DPO + "--reference-cache {world}/cache.npz", "cache.npz cannot"),

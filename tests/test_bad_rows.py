@@ -17,6 +17,7 @@ from minirl.rewards.functions import make_rewards
 
 DEEP = "[" * 100_000 + "]" * 100_000
 USER = {"role": "user", "content": "1+1?"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}
 BOT = {"role": "assistant", "content": "2"}
 # What is no content of a message.
 CONTENTS = {
@@ -136,11 +137,12 @@ def test_odd_rows_that_are_fine(tmp_path):
         {"prompt": "\U0001f600 \u2028"},
         {"prompt": [{"role": "user", "content": ""}]},
         {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a", "image": None}]}]},
-        {"prompt": [USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+        {"prompt": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
         {"prompt": "a", "deep": json.loads("[" * 90 + "]" * 90), "wide": [[]] * 1000},
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))  # escapes all of Unicode
     rows = read_all(open_prompts(str(tmp_path / "a.jsonl"), "data.train", DataConfig(), ALONE))
+    lines[3]["prompt"][1]["content"] = ""  # For templates that join it to a text.
     assert [row["prompt"] for row in rows] == [line["prompt"] for line in lines]
 
 

@@ -11,7 +11,7 @@ from minirl import rm
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig, ExportConfig
-from minirl.config.supervised import DPOConfig, RMConfig, ServeConfig, SFTConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, ServeConfig, SFTConfig
 from minirl.config.validate import resolve_lengths, validate_rl
 from minirl.errors import UserError
 
@@ -126,7 +126,7 @@ def numbers_of(cls: type, prefix: str = "") -> dict[str, type]:
     return found
 
 
-PROGRAMS = (RLConfig, EvaluateConfig, SFTConfig, RMConfig, DPOConfig)
+PROGRAMS = (RLConfig, EvaluateConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig)
 BAD = {float: (math.nan, math.inf, -math.inf), int: (10**20, -(10**20), 1.5, True, "3")}
 NUMBERS = [(cls, name, kind) for cls in PROGRAMS for name, kind in numbers_of(cls).items()]
 
@@ -209,6 +209,7 @@ def test_a_flag_out_of_its_bounds(cls, flags):
 
 def test_a_temperature_that_the_engine_would_raise():
     cfg = parse_flags(RLConfig, ["--data.train", "a.jsonl", "--rollout.temperature", "0.001"])
+    cfg.policy.model = "scratch"
     resolve_lengths(cfg)
     with pytest.raises(UserError, match=r"rollout.temperature = 0.001: .*use 0.01 or more"):
         validate_rl(cfg, 1)

@@ -31,7 +31,7 @@ LOADS = {
         ["--hidden-size", 32, "--num-layers", 1, "--rows", 2, "--row-tokens", 8]
         + ["--pairs", 2, "--prompt-tokens", 4, "--tokens", 512, "--steps", 2],
     ),
-    "refit": (2, [*TINY, "--engine.kv-cache-gb", 0.05]),
+    "refit": (2, ["--policy.model", "scratch", *TINY, "--engine.kv-cache-gb", 0.05]),
     "step": (
         2,
         ["--config", ROOT / "benchmarks" / "step.yaml", "--output", "FOLDER/run", *TINY]
@@ -64,6 +64,7 @@ LOADS = {
     "growth": (0, ["--parts", "step", "--sizes", 1, 2, "--worlds", 8]),
     "startup": (1, ["--prompts", 300, "--chats", 300]),
     "pacing": (0, ["--steps", 3]),
+    "dump": (0, ["--trajectories", 8, "--tokens", 20, "--steps", 1]),
     # TRL's side needs an environment of its own, which only a network gives.
     "vs_trl": (
         0,
@@ -123,6 +124,7 @@ SHOWN = {
         "300 chats, first step encoded: # s, # CPU-s a rank, # MB",
     ],
     "pacing": ["pace # #% # # #", "no limit # #% # # #"],
+    "dump": [f"{name} # s, # CPU-s, # MB, # bytes a token" for name in ("lines", "tables")],
     "vs_trl": ["| grpo-natural | # | | |", "| dpo | # | | |"],
     "preempt": [
         "SIGUSR1 to a rank code 0",

@@ -23,11 +23,12 @@ from harness import RankFailed, ranks
 from minirl import checkpoint
 from minirl.algo import losses
 from minirl.checkpoint import state as state_module
-from minirl.checkpoint.export import choose, export_checkpoint
+from minirl.checkpoint.exporting import choose, export_checkpoint
 from minirl.checkpoint.state import find_best, state_dict_of
 from minirl.config.parse import save_config
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.config.shared import CheckpointConfig, ExportConfig, ParallelConfig, PolicyConfig
+from minirl.config.shared import CheckpointConfig, ExportConfig
 from minirl.data.exchange import exchange
 from minirl.errors import UserError
 from minirl.policy import Policy
@@ -541,7 +542,7 @@ def test_export_refuses_what_is_not_there(tmp_path):
     assert (
         ended.code == 2
         and len(ended.errors()) == 1
-        and "policy.model = 'nowhere' is neither a folder" in ended.errors()[0]
+        and "policy.model = 'nowhere' is no folder, and as a hub id" in ended.errors()[0]
     ), ended.err
     (tmp_path / "config.yaml").write_text(f"policy: {{model: {tiny.make(tmp_path / 'model')}}}")
     ended = fork(

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from minirl.config.parse import fill_config, load_config, parse_flags, save_config
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import EvaluateConfig, ExportConfig, PolicyConfig, SamplingConfig
-from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
+from minirl.config.shared import EvaluateConfig, ExportConfig, SamplingConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.config.validate import (
     resolve_lengths,
     validate_rl,
@@ -40,6 +41,7 @@ PROGRAMS = {
     "sft": SFTConfig,
     "rm": RMConfig,
     "dpo": DPOConfig,
+    "kto": KTOConfig,
 }
 
 
@@ -170,7 +172,9 @@ def test_one_rank_alone_prints_the_help(rank, monkeypatch, capsys):
     assert ("--num-steps" in "".join(capsys.readouterr())) == (rank == 0)
 
 
-@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig, SFTConfig, RMConfig, DPOConfig])
+@pytest.mark.parametrize(
+    "cls", [RLConfig, EvaluateConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig]
+)
 def test_a_saved_config_loads_back_equal(tmp_path, cls):
     cfg = cls(seed=4)
     cfg.data.train, cfg.data.system_prompt = "a: b.jsonl", "line\n  two: # é\u2028"
@@ -223,7 +227,9 @@ def leaves(cfg, prefix=""):
         )
 
 
-@pytest.mark.parametrize("cls", [RLConfig, EvaluateConfig, SFTConfig, RMConfig, DPOConfig])
+@pytest.mark.parametrize(
+    "cls", [RLConfig, EvaluateConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig]
+)
 def test_a_file_with_any_one_setting_at_its_default_changes_nothing(tmp_path, cls):
     """Every setting can be written in a file, and none disturbs another."""
     for name, value in leaves(cls()):
@@ -253,6 +259,7 @@ def test_every_recipe_loads_and_can_work_on_its_ranks(path):
         SFTConfig: lambda: validate_supervised(cfg, num_ranks),
         RMConfig: lambda: validate_supervised(cfg, num_ranks),
         DPOConfig: lambda: validate_supervised(cfg, num_ranks),
+        KTOConfig: lambda: validate_supervised(cfg, num_ranks),
         EvaluateConfig: lambda: check_sampling(cfg),
     }[type(cfg)]()
     assert cfg.output != program().output  # two recipes would otherwise write to one folder
@@ -265,6 +272,8 @@ def test_every_recipe_loads_and_can_work_on_its_ranks(path):
 def changed(cls, **settings):
     cfg = cls()
     cfg.data.train = cfg.data.eval = "rows.jsonl"
+    if cls is not EvaluateConfig:
+        cfg.policy.model = "scratch"
     for name, value in settings.items():
         *path, last = name.split("__")
         target = cfg
@@ -286,6 +295,14 @@ IMPOSSIBLE = [
     ({"num_steps": -1}, "num_steps = -1 should be greater than or equal to 0"),
     ({"seed": -1}, "seed = -1 should be greater than or equal to 0"),
     ({"data__train": ""}, "data.train is empty"),
+    (
+        {"policy__model": ""},
+        "policy.model is empty: name the folder or hub id of the model to train by --policy.model",
+    ),
+    (
+        {"data__apply_chat_template": False, "data__chat_template_kwargs": {"a": 1}},
+        r"data.chat_template_kwargs = {'a': 1} has no place where data.apply_chat_template = False",
+    ),
     ({"data__eval": "", "data__held_out": 0}, "data.held_out = 0 must be at least 1"),
     (
         {"data__eval": "", "data__held_out": -3},

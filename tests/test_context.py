@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness import ranks
-from minirl.config.shared import ParallelConfig
+from minirl.config.policy import ParallelConfig
 from minirl.data.blocks import Layout
 from minirl.data.packing import pack
 from minirl.model import kernels, ring_package

@@ -5,11 +5,13 @@ and only there, a new segment begins; nothing that was sampled is lost."""
 import asyncio
 import contextlib
 import functools
+import json
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -21,6 +23,7 @@ from minirl.envs.base import Env, Raw, Result
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.watch import Watch
+from minirl.rollout import records, show
 from minirl.rollout.conversation import Completion, Conversation, Segment
 from minirl.rollout.engine import Sampling
 from minirl.rollout.episode import EnvFailed, Episode, EpisodeRunner
@@ -292,6 +295,7 @@ class Play(Env):
     """Of the last segment: all that was sampled is as the tokenizer encodes it."""
     said: list = field(default_factory=list)
     """Of each answer: the rendered chat before it, tokens, log-probs."""
+    version: int = 0
 
     def __post_init__(self):
         self.tokenizer, self.stop, self.lead = tokenizer_of(self.style), *STYLES[self.style][2:4]
@@ -724,3 +728,15 @@ def test_the_messages_of_a_result_count_before_its_observation(result, shown):
     EpisodeRunner._observe(runner, episode, result)
     assert [m["content"] for m in episode.messages] == [shown]
     assert shown in episode.segment.text and "no" not in episode.segment.text
+
+
+def test_an_episode_without_tokens_is_a_trajectory_that_is_dumped_and_read():
+    conversation = Conversation(tokenizer_of("scratch"))
+    conversation.append_raw("no answer")
+    info = {"error": "refused", "prompt": "p", "completion": ""}
+    (t,) = conversation.trajectories(group=3, episode=1, reward=-2.0, info=info, version=5)
+    assert (len(t.tokens), t.sampled.any(), t.reward, t.version) == (0, False, -2.0, 5)
+    line = json.dumps(records.to_record(t), default=np.ndarray.tolist)
+    again = records.from_record(json.loads(line))
+    assert (again.group, again.episode, again.reward, len(again.tokens)) == (3, 1, -2.0, 0)
+    assert "0 of 0 tokens sampled" in show.describe(again)

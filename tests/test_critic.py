@@ -14,8 +14,8 @@ from harness import RankFailed, ranks
 from minirl import checkpoint, rl
 from minirl.algo import advantages, losses
 from minirl.config.parse import parse_flags
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.config.shared import PolicyConfig
 from minirl.data.exchange import exchange
 from minirl.data.packing import pack, unpack
 from minirl.policy import Policy
@@ -204,7 +204,11 @@ def run(mesh, given):
 def metrics_of(output):
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_second"))}
+        {
+            k: v
+            for k, v in row.items()
+            if not k.startswith(("time/", "tokens_per_second", "host_gib/"))
+        }
         for row in rows
     ]
 

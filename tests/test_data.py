@@ -51,18 +51,27 @@ def test_rows_come_in_file_order_under_the_names_prompt_and_answer(tmp_path):
     assert rows[0]["level"] == 3  # a reward function may want the rest
 
 
-def test_a_prompt_seen_before_is_dropped(tmp_path):
+def test_a_row_seen_before_is_dropped(tmp_path):
     messages = [{"role": "user", "content": "b"}]
     rows = load(
         jsonl(
             tmp_path / "a.jsonl",
             *(
-                {"prompt": p, "n": n}
-                for n, p in enumerate(["a", messages, "a", "c", messages, "a"])
+                {"prompt": p, "answer": answer}
+                for p, answer in [
+                    ("a", "1"),
+                    (messages, "1"),
+                    ("a", "1"),
+                    ("c", "1"),
+                    (messages, "1"),
+                    ("a", "2"),
+                    ("a", "1"),
+                ]
             ),
         )
     )
-    assert sorted(row["n"] for row in rows) == [0, 1, 3]
+    found = [(row["prompt"], row["answer"]) for row in rows]
+    assert found == [("a", "1"), (messages, "1"), ("c", "1"), ("a", "2")]
 
 
 def test_rows_stay_in_file_order_where_later_ones_repeat_a_prompt(tmp_path):

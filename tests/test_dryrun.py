@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import tiny
 from harness import ranks
 from minirl.algo import losses
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
-from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.data.packing import pack
 from minirl.errors import UserError
 from minirl.parallel import fsdp
@@ -108,6 +108,7 @@ KINDS = {
     "critic": Kind(job={"loss": "value"}),
     "reward": Kind(job={"loss": "reward", "load": PAIRS}),
     "dpo": Kind(job={"loss": "dpo", "load": PAIRS}),
+    "kto": Kind(job={"loss": "kto"}),
     "sft": Kind(job={"loss": "sft"}),
     "frozen": Kind(job={"loss": "frozen"}, waits={}, optimizer_share=0.0),
     "images, qwen3_vl": Kind("qwen3_vl", waits=WAITS | QWEN3_VL_WAITS),

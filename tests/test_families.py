@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 import tiny
 from harness import ranks
 from minirl import checkpoint
-from minirl.config.shared import ParallelConfig, PolicyConfig
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.data import images
 from minirl.data.images import ImageSpan
 from minirl.data.packing import pack
@@ -191,15 +191,23 @@ def every_family(mesh, root, sequence, families):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
+def chosen(request):
+    """The families of the tests that are to run: `-k arcee` makes one model, not all."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    named = {param.get("family") for param in params}
+    return [family for family in FAMILIES if family in named]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory, chosen):
     root = tmp_path_factory.mktemp("families")
-    for family in FAMILIES:
+    for family in chosen:
         tiny.make(root / family, family)
     return root
 
 
 @pytest.fixture(scope="module")
-def results(root):
+def results(root, chosen):
     """{mesh: {family: result}}"""
     return {
         name: ranks(
@@ -207,7 +215,7 @@ def results(root):
             every_family,
             root,
             bool(parallel and parallel.sequence),
-            list(FAMILIES),
+            chosen,
             parallel=parallel,
         )[0]
         for name, (world, parallel) in MESHES.items()

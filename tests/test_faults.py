@@ -508,7 +508,7 @@ CASES = {
         1,
         env("BlocksLater"),
         2,
-        ["its constructor took longer than env.timeout_seconds = 1.0"],
+        ["its constructor takes longer than env.timeout_seconds = 1"],
     ),
     "a constructor raises": (
         1,

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import tiny
 from harness import ranks
-from minirl.config.shared import PolicyConfig
+from minirl.config.policy import PolicyConfig
 from minirl.errors import UserError
 from minirl.model import fused
 from minirl.policy import Policy

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import test_fused
 import tiny
-from minirl.config.shared import PolicyConfig
+from minirl.config.policy import PolicyConfig
 from minirl.data.blocks import Layout
 from minirl.data.packing import pack
 from minirl.log import Timer

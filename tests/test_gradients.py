@@ -13,8 +13,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 import tiny
 from harness import ranks
 from minirl.algo import advantages, losses
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, CorrectionConfig
-from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.data import blocks
 from minirl.data.exchange import exchange
 from minirl.data.packing import pack

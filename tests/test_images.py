@@ -18,8 +18,9 @@ import tiny
 from harness import ranks
 from in_memory import ALONE, read_all
 from minirl.algo import losses
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
-from minirl.config.shared import DataConfig, ParallelConfig, PolicyConfig
+from minirl.config.shared import DataConfig
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
 from minirl.data.examples import open_chats, to_examples
@@ -186,7 +187,7 @@ def test_rows_with_images(tmp_path, folder):
         {"prompt": "which?", "image": a, "answer": "1"},
         {"prompt": parts, "images": [b], "answer": "2"},
         {"prompt": "none", "answer": "3"},
-        {"prompt": "which?", "images": [a]},
+        {"prompt": "which?", "images": [a], "answer": "1"},
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = read_all(open_prompts(str(tmp_path / "rows.jsonl"), "data.train", DataConfig(), ALONE))
@@ -420,7 +421,7 @@ def test_the_recipe(tmp_path, monkeypatch):
         tmp_path / "log",
     )
     assert end.code == 0, end.err
+    answers = (tmp_path / "out" / "answers.jsonl").read_text()
     assert (
-        len(json.loads((tmp_path / "out" / "answers.json").read_text())["after_rl"]) == 4
-        and "[image]How many squares?" in end.out
+        len(json.loads(answers.splitlines()[-1])["answers"]) == 4 and "How many squares?" in end.err
     )

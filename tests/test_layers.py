@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "minirl"
 FILES = sorted(str(p.relative_to(ROOT)) for p in ROOT.rglob("*.py"))
 
-PROGRAMS = ("rl", "sft", "rm", "dpo", "evaluate", "walk")
+PROGRAMS = ("rl", "sft", "rm", "dpo", "kto", "evaluate", "walk")
 
 # Layer of each file (first match counts). A file may import lower layers and its own, but for those
 # of FORBIDDEN.
@@ -25,7 +25,9 @@ LAYERS = {
     "reading.py": 0,
     "types.py": 0,
     "log.py": 0,
+    "trackers.py": 0,
     "config/*": 0,
+    "schedule.py": 1,
     "confine/*": 0,
     "sandbox/*": 0,
     "serving/*": 1,
@@ -39,20 +41,30 @@ LAYERS = {
     "rollout/*": 7,
     # Programs, and what only they use.
     "cli.py": 8,
+    "lifecycle.py": 8,
     "faults.py": 8,
     "health.py": 8,
     "checkpoint/*": 8,
     "generation.py": 8,
     "inputs.py": 8,
+    "own_methods.py": 8,
+    "row_checks.py": 8,
     "report.py": 8,
+    "results.py": 8,
+    "progress.py": 8,
+    "throughput.py": 8,
+    "dump.py": 8,
+    "view/*": 8,
     "evaluation.py": 8,
     "trainer.py": 8,
+    "updates.py": 8,
     "supervised.py": 8,
     "plan/*": 8,
     "evaluate.py": 9,
     "sft.py": 9,
     "rm.py": 9,
     "dpo.py": 9,
+    "kto.py": 9,
     "rl.py": 9,
     "walk_step.py": 9,  # the one file that imports a program: it shows a step of rl
     "walk.py": 9,
@@ -78,6 +90,10 @@ FORBIDDEN = [  # who, what, why
     ("envs/*", "algo/*", "and it knows no algorithm"),
     ("envs/*", "model/*", "nor a model"),
     ("algo/*", "log.py", "algorithms are pure functions"),
+    *(
+        ("view/*", trains, "a page needs what a run has written, and nothing that trains")
+        for trains in ("parallel/*", "model/*", "data/*", "policy.py", "rollout/[!i]*", "plan/*")
+    ),
     ("types.py", "config/*", "types are the bottom of the house"),
     *(
         (f"{program}.py", f"{other}.py", "a program imports no other program")
@@ -93,6 +109,8 @@ DOORS = {
         "rollout/vllm_patches.py": None,
         "rollout/vllm_cpu.py": None,
         "rollout/packed.py": {"_custom_ops"},
+        "rollout/guides.py": None,
+        "rollout/tool_calls.py": None,
     },
     "transformers": {
         "model/*": None,
@@ -107,7 +125,11 @@ DOORS = {
         "rollout/episode.py": {"PreTrainedTokenizerBase"},
         "rollout/protocol.py": {"PreTrainedTokenizerBase"},
         "rollout/server.py": {"PreTrainedTokenizerBase"},
+        "rollout/tool_calls.py": {"PreTrainedTokenizerBase"},
+        "rollout/choice.py": {"PreTrainedTokenizerBase"},
         "inputs.py": {"PretrainedConfig", "PreTrainedTokenizerBase"},
+        "row_checks.py": {"PreTrainedTokenizerBase"},
+        "dump.py": {"PreTrainedTokenizerBase"},
         "rm.py": {"PreTrainedTokenizerBase"},
         "plan/*": {"PretrainedConfig", "logging"},
         "walk_step.py": {"AutoModelForCausalLM"},  # for the plain step beside minirl's
@@ -123,7 +145,9 @@ DOORS = {
     },
     "safetensors": {"model/weight_files.py": None, "checkpoint/*": None},
     "torch.utils.tensorboard": {"log.py": None},
-    "wandb": {"log.py": None},
+    "wandb": {"trackers.py": None},
+    "trackio": {"trackers.py": None},
+    "tokenizers": {"view/trajectories.py": None, "model/scratch.py": None},
     "tqdm": {"log.py": None},
     "matplotlib": {"report.py": None},
     "tyro": {"config/parse.py": None},
@@ -132,6 +156,7 @@ DOORS = {
     "sympy": {"confine/grading.py": None},
     "reasoning_gym": {"confine/grading.py": None, "data/sources.py": None},
     "datasets": {"data/sources.py": None},
+    "trl": {"rewards/trl.py": None},
     "bm25s": {"envs/tools.py": None},
     "httpx": {"rewards/http.py": None},
     "websockets": {"envs/openenv.py": None},
@@ -142,6 +167,7 @@ DOORS = {
         "serving/limits.py": None,
         "rollout/server.py": None,
         "rollout/response.py": {"Receive"},
+        "view/server.py": None,
         "rewards/server.py": {"Request", "JSONResponse", "Route"},
     },
     "uvicorn": {"serving/server.py": None},
@@ -161,8 +187,10 @@ DOORS = {
 }
 # Handlers that catch everything, and why nothing narrower would do.
 BROAD = {
-    "algo/advantages.py:_call": "a user's estimator may raise anything; the user is told what",
-    "cli.py:run": "the last handler of a program: whatever it is, this rank ends, and all others",
+    "algo/advantages.py:call_own": "a user's estimator may raise anything; the user is told what",
+    "own_methods.py:_try_loss": "and so may the user's loss",
+    "lifecycle.py:run": "the last handler of a program: whatever it is, this rank ends, and all "
+    "others",
     "config/lookup.py:_import_file": "importing a user's file may raise anything; the user is "
     "told which file and what",
     "reading.py:library_reads": "a library's parser may raise anything for a broken file; the user "

@@ -126,7 +126,7 @@ def post(world, fields, path="chat/completions"):
         headers={"Authorization": f"Bearer {key}"},
         timeout=20,
     )
-    assert reply.status_code == 200 or reply.json()["type"] == "error"
+    assert reply.status_code == 200 or reply.json()["error"]["message"]
     return reply
 
 

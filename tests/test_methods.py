@@ -10,12 +10,14 @@ import torch
 from harness import ranks
 from minirl.algo import advantages, correction, losses, normalize, shaping
 from minirl.algo.ratio import bounded_exp
+from minirl.config.policy import ParallelConfig
 from minirl.config.rl import AlgoConfig, CorrectionConfig
-from minirl.config.shared import ParallelConfig, RewardConfig
+from minirl.config.shared import RewardConfig
 from minirl.data.blocks import Layout
 from minirl.data.exchange import exchange
 from minirl.data.packing import pack
 from minirl.errors import UserError
+from minirl.types import Trajectory
 from test_algo import clip_formula, clip_gradient, ragged_answers, rloo_formula
 
 CPU = torch.device("cpu")
@@ -525,6 +527,33 @@ def test_distillation_is_minus_the_reverse_kl():
     assert_equal_tokens(
         by_token(batches, whole),
         expected_by_token(whole, lambda t: (draw(t, "ref") - draw(t, "old"))[t.sampled]),
+    )
+
+
+def test_an_episode_without_tokens_has_a_part_in_the_mean_of_its_group():
+    whole = answers()
+    batches = packed(whole, 1, 4)
+    first = next(t for t in whole if t.sampled.any())
+    nothing = np.zeros(0)
+    silent = Trajectory(
+        tokens=nothing,
+        sampled=nothing.astype(bool),
+        logprobs=nothing,
+        reward=first.reward + 3.0,
+        group=first.group,
+        episode=99,
+    )
+    cfg = AlgoConfig(advantage="dr_grpo")
+    advantages.assign(batches, advantages.find("dr_grpo"), cfg, without_tokens=[silent], **ALONE)
+    values = {}
+    for group in {t.group for t in whole}:
+        siblings = [t for t in whole if t.group == group and t.sampled.any()]
+        silents = [silent] if group == silent.group else []
+        mean = np.mean([t.reward for t in siblings + silents] or [0.0])
+        values |= {t.episode: t.reward - mean for t in siblings}
+    assert_equal_tokens(
+        by_token(batches, whole),
+        expected_by_token(whole, lambda t: np.full(int(t.sampled.sum()), values[t.episode])),
     )
 
 

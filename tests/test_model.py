@@ -18,7 +18,7 @@ from transformers import (
 
 import tiny
 from harness import ranks
-from minirl.config.shared import PolicyConfig, ScratchConfig
+from minirl.config.policy import PolicyConfig, ScratchConfig
 from minirl.data import blocks, chat
 from minirl.data.blocks import Layout
 from minirl.data.packing import pack

@@ -17,8 +17,9 @@ from minirl import checkpoint
 from minirl.algo import losses
 from minirl.checkpoint.state import state_dict_of
 from minirl.config.parse import parse_flags
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
-from minirl.config.shared import CheckpointConfig, ParallelConfig, PolicyConfig
+from minirl.config.shared import CheckpointConfig
 from minirl.data.exchange import exchange
 from minirl.parallel.fsdp import local
 from minirl.parallel.muon import Muon, orthogonalize

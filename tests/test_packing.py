@@ -15,7 +15,7 @@ import torch
 
 from harness import RankFailed, ranks
 from minirl.algo import normalize
-from minirl.config.shared import ParallelConfig
+from minirl.config.policy import ParallelConfig
 from minirl.data import blocks
 from minirl.data.blocks import Layout
 from minirl.data.exchange import _Header, exchange, partition, pieces

@@ -22,12 +22,22 @@ from transformers import (
 
 from benchmarks import fits
 from minirl.config.parse import fill_config
-from minirl.config.shared import ParallelConfig, PolicyConfig
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.errors import UserError
 from minirl.model import build
 from minirl.plan import __main__ as program
-from minirl.plan import announce, cards, estimate, formulas, memory, page, pretend
+from minirl.plan import (
+    announce,
+    cards,
+    command,
+    estimate,
+    formulas,
+    memory,
+    page,
+    pretend,
+)
 from minirl.plan.advice import advise, with_setting
+from minirl.plan.flags import _guess_program, read_flags
 from minirl.plan.load import Load
 from minirl.plan.planner import GIB, check_lower_bound
 from minirl.plan.shape import cut, layer_counts, read_shape
@@ -94,13 +104,22 @@ CASES = {
 }
 
 
+FROZEN = {
+    "frozen": Case(BIG, checkpointing("off", freeze=["lm_head.weight", "model.layers.[12].*"])),
+    "frozen, whole gradients": Case(
+        BIG,
+        checkpointing("off", freeze=["model.embed_tokens.weight"]) | {"accumulate": "whole"},
+    ),
+}
+
+
 @pytest.fixture(scope="module")
 def dry_runs(tmp_path_factory):
     """The results of all cases, from one process."""
     if not pretend.compiler():
         pytest.skip("a dry run needs g++, which is not installed")
     jobs = []
-    for case in CASES.values():
+    for case in (CASES | FROZEN).values():
         folder = tmp_path_factory.mktemp("model")
         cut(case.model, NUM_LAYERS).save_pretrained(folder)
         jobs.append(
@@ -112,14 +131,16 @@ def dry_runs(tmp_path_factory):
                 "loss": case.loss,
             }
         )
-    return dict(zip(CASES, estimate.run_dry(jobs), strict=True))
+    return dict(zip(CASES | FROZEN, estimate.run_dry(jobs), strict=True))
 
 
 def cost_of(case):
     policy = fill_config(PolicyConfig, case.policy)
     return formulas.cost(
         memory.Job(
-            shape=read_shape(cut(case.model, NUM_LAYERS), score=case.loss == "value"),
+            shape=read_shape(
+                cut(case.model, NUM_LAYERS), score=case.loss == "value", policy=policy
+            ),
             card=cards.CARDS["h200"],
             gpus_per_node=8,
             world_size=8,
@@ -153,6 +174,24 @@ def test_formulas_are_the_dry_run_within_3_percent(dry_runs, name):
         assert seconds * result["num_micro"] == pytest.approx(device, **near)
         sent = result["phases"]["backward"]["work"]["NCCL"]["bytes"]
         assert cost.wire["backward"] * result["num_micro"] == pytest.approx(sent, **near)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_weights_have_neither_gradients_nor_state(dry_runs, name):
+    """What rests is exact; the peaks of a step count the largest matrices as if they were trained,
+    so they are bounds."""
+    case = FROZEN[name]
+    result = dry_runs[name]
+    cost = cost_of(case)
+    trained = cost_of(dataclasses.replace(case, policy=case.policy | {"freeze": []}))
+    assert cost.parameters == pytest.approx(result["parameter_bytes"], rel=0.03)
+    assert cost.optimizer == pytest.approx(result["optimizer_bytes"], rel=0.03)
+    assert cost.optimizer < 0.95 * trained.optimizer
+    assert cost.peaks["optimizer"] == pytest.approx(result["phases"]["optimizer"]["peak"], rel=0.03)
+    for phase in ("forward", "backward"):
+        peak = result["phases"][phase]["peak"]
+        assert 0.97 * peak < cost.peaks[phase] < 1.2 * peak, phase
+        assert cost.peaks[phase] < trained.peaks[phase]
 
 
 SHORT = {
@@ -308,8 +347,8 @@ def test_a_plan_by_dry_run(capsys, monkeypatch, config_file):
     if not pretend.compiler():
         pytest.skip("a dry run needs g++, which is not installed")
     flags = ["--config", config_file, "--policy.activation-checkpointing", "full"]
-    by_dry_run, _ = program.make_plan([str(flag) for flag in flags])
-    by_formulas, _ = program.make_plan([*(str(flag) for flag in flags), "--formulas"])
+    by_dry_run, _ = command.make_plan(*read_flags([str(flag) for flag in flags]))
+    by_formulas, _ = command.make_plan(*read_flags([*(str(flag) for flag in flags), "--formulas"]))
     assert by_dry_run.by_dry_run
     assert by_dry_run.memory == pytest.approx(by_formulas.memory, rel=0.03)
     assert by_dry_run.step_seconds == pytest.approx(by_formulas.step_seconds, rel=0.03)
@@ -359,7 +398,10 @@ def test_mistakes_get_one_message(capsys, monkeypatch, config_file, flags, messa
     [
         ("rollout: {max_tokens: 8}", "a.yaml", "rl"),
         ("data: {messages_key: m}", "a.yaml", "sft"),
-        ("algo: {beta: 0.1}", "a.yaml", "dpo"),
+        ("algo: {beta: 0.1}", "my_dpo.yaml", "dpo"),
+        ("algo: {beta: 0.1}", "my_kto.yaml", "kto"),
+        ("algo: {label_smoothing: 0.1}", "a.yaml", "dpo"),
+        ("data: {label_key: good}", "a.yaml", "kto"),
         ("algo: {center_coef: 0.1}", "a.yaml", "rm"),
         ("num_steps: 3", "my_sft.yaml", "sft"),
         ("num_steps: 3", "a.yaml", "rl"),
@@ -368,7 +410,7 @@ def test_mistakes_get_one_message(capsys, monkeypatch, config_file, flags, messa
 def test_the_program_is_the_one_that_has_the_settings(tmp_path, text, named, program_name):
     path = tmp_path / named
     path.write_text(text)
-    assert program._guess_program(str(path)) == program_name
+    assert _guess_program(str(path)) == program_name
 
 
 def test_a_device_is_found_by_its_name():

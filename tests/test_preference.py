@@ -18,9 +18,10 @@ from harness import RankFailed, ranks
 from in_memory import ALONE, memory_rows, read_all
 from minirl import checkpoint, dpo, rm
 from minirl.algo import preference
-from minirl.checkpoint.export import export_checkpoint
+from minirl.checkpoint.exporting import export_checkpoint
 from minirl.config.parse import parse_flags
-from minirl.config.shared import ExportConfig, ParallelConfig, PolicyConfig, RewardConfig
+from minirl.config.policy import ParallelConfig, PolicyConfig
+from minirl.config.shared import ExportConfig, RewardConfig
 from minirl.config.supervised import (
     DPOConfig,
     DPOLossConfig,
@@ -583,7 +584,11 @@ def flags(folder, output, *more):
 def rows_of(output, phase):
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_second"))}
+        {
+            k: v
+            for k, v in row.items()
+            if not k.startswith(("time/", "tokens_per_second", "host_gib/"))
+        }
         for row in rows
         if row["phase"] == phase
     ]

@@ -56,7 +56,7 @@ def repeatable(rows: list[dict]) -> list[dict]:
         {
             name: value
             for name, value in row.items()
-            if not name.startswith(("time/", "tokens_per_second/"))
+            if not name.startswith(("time/", "tokens_per_second/", "host_gib/"))
         }
         for row in rows
     ]
@@ -134,7 +134,7 @@ def test_run_ends_well_and_prints_its_table(run):
         "peak memory of a rank, MiB",
     ):
         assert re.search(rf"^{title} +[\d.,]+$", run.ended.out, re.MULTILINE), run.ended.out
-    assert run.ended.out.count("sampled answers") == 2 and run.ended.out.count(" -> ") >= 10
+    assert run.ended.err.count(": answers\n") == 4 and run.ended.err.count(" -> ") == 12
 
 
 def test_summary(run):
@@ -232,8 +232,14 @@ def test_curves_tensorboard_and_answers(run):
     assert {"eval/accuracy", "sft/loss", "rl/mismatch", "rl/time/refit"} <= set(
         board.Tags()["scalars"]
     )
-    answers = json.loads((run.folder / "answers.json").read_text())
-    assert answers.keys() == {"before_sft", "before_rl", "after_rl"}
+    found = read(run.folder / "answers.jsonl")
+    assert [(row["step"], row["name"]) for row in found] == [
+        (-1, "before_sft"),
+        (0, "before_rl"),
+        (SAVED, None),
+        (NUM_STEPS, "after_rl"),
+    ]
+    answers = {row["name"]: row["answers"] for row in found}
     for shown in answers.values():
         assert len(shown) == 5 and all(a.keys() == {"prompt", "answer", "reward"} for a in shown)
     assert [a["prompt"] for a in answers["before_rl"]] == [a["prompt"] for a in answers["after_rl"]]
@@ -339,8 +345,8 @@ def test_resumed_run_is_the_uninterrupted_run(run, repeated):
         "metric": "accuracy",
         "value": best["accuracy"],
     }
-    assert (resumed.folder / "answers.json").read_text() == (
-        run.folder / "answers.json"
+    assert (resumed.folder / "answers.jsonl").read_text() == (
+        run.folder / "answers.jsonl"
     ).read_text()
     for name in ("accuracy_before_sft", "accuracy_after_sft", "accuracy_after_rl"):
         assert resumed.summary()[name] == run.summary()[name]

@@ -25,16 +25,18 @@ import pytest
 import torch
 
 import composition
-from minirl.algo import advantages
+from minirl import own_methods
+from minirl.algo import advantages, losses
 from minirl.config.lookup import find_function
 from minirl.config.parse import parse_flags
-from minirl.config.rl import RLConfig
+from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import EvaluateConfig, ExportConfig
-from minirl.config.supervised import DPOConfig, RMConfig, ServeConfig, SFTConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, ServeConfig, SFTConfig
 from minirl.envs import Agent, Session, State
 from minirl.envs.registry import make_env
 from minirl.model.families import FAMILIES
-from minirl.plan import __main__ as plan
+from minirl.plan.flags import own_flags
+from minirl.view import __main__ as view
 from programs import ROOT, fork
 
 README = ROOT / "README.md"
@@ -54,13 +56,16 @@ PROGRAMS = {
     "minirl.rm": RMConfig,
     "minirl.rm serve": ServeConfig,
     "minirl.dpo": DPOConfig,
+    "minirl.kto": KTOConfig,
     "minirl.evaluate": EvaluateConfig,
     "minirl.checkpoint": ExportConfig,
     "minirl.plan": None,  # flags of its own, and those of what it plans
     "minirl.rollout.show": None,  # no flags
+    "minirl.view": None,  # flags of its own
     "minirl.walk": None,  # flags of its own
 }
-PLAN_FLAGS = set(re.findall(r"--[\w-]+", plan._own_flags().format_help()))
+PLAN_FLAGS = set(re.findall(r"--[\w-]+", own_flags().format_help()))
+VIEW_FLAGS = set(re.findall(r"--[\w-]+", view.parser().format_usage()))
 # Flags in the text that belong to no config of minirl.
 OTHER_FLAGS = {
     "--break",
@@ -69,9 +74,15 @@ OTHER_FLAGS = {
     "--find-links",
     "--fix",
     "--help",
+    "--help-all",
+    "--cpu",
+    "--cuda",
+    "--dev",
+    "--dry-run",
     "--local-addr",
     "--max-restarts",
     *PLAN_FLAGS,
+    *VIEW_FLAGS,
     "--nproc-per-node",
     "--profile",
     "--requeue",
@@ -81,7 +92,7 @@ OTHER_FLAGS = {
 # Files of users and of runs that documents speak of.
 OTHER_FILES = {
     "agent_func.py",
-    "answers.json",
+    "answers.jsonl",
     "config.yaml",
     "configs/mine.yaml",
     "curves.png",
@@ -283,7 +294,7 @@ def parse_program(words: list[str]) -> None:
     """Words behind -m."""
     module, *flags = words
     if module == "minirl.plan":
-        own, of_run = plan._own_flags().parse_known_args(flags)
+        own, of_run = own_flags().parse_known_args(flags)
         parse_flags(RLConfig, ["--config", own.config, *of_run])
         return
     cls = PROGRAMS[f"{module} serve" if flags[:1] == ["serve"] else module]
@@ -293,13 +304,15 @@ def parse_program(words: list[str]) -> None:
 
 def parse_script(script: str, flags: list[str], monkeypatch, capsys) -> None:
     """Benchmarks that are minirl.rl take its flags; the others name theirs in their help."""
-    if "cli.run(RLConfig" in (ROOT / script).read_text():
+    text = (ROOT / script).read_text()
+    if "cli.run(RLConfig" in text:
         parse_flags(RLConfig, flags)
         return
+    whole_help = "--help-all" if "cli.run(Load" in text else "--help"
     named = [flag for flag in flags if flag.startswith("--")]
     if not named:
         return
-    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    monkeypatch.setattr(sys, "argv", [script, whole_help])
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / script), run_name="__main__")
     text = capsys.readouterr().out
@@ -356,6 +369,19 @@ def test_the_printed_rewards(tmp_path):
     score = load("README.md", "score")
     assert [score("?", " 4\n", {"answer": "4"}), score("?", "5", {"answer": "4"})] == [1.0, 0.0]
     assert load("minirl/rewards/README.md", "brevity")("?", "x" * 50, {}) == -0.5
+
+
+def test_the_printed_algorithm(tmp_path):
+    """Its two functions are let through, and do what they say."""
+    path = printed("minirl/algo/README.md", "my_algorithm.py", tmp_path)
+    advantage, loss = f"{path}:above_mean", f"{path}:soft_gate"
+    cfg = RLConfig(algo=AlgoConfig(advantage=advantage, loss=loss))
+    estimator = own_methods.check_methods(cfg)
+    rewards = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
+    assert estimator(rewards, torch.tensor([0, 0, 1])).tolist() == [0.5, -0.5, 0.0]
+    batch = own_methods.make_batch(2, with_reference=False)
+    value, metrics = losses.find_own(loss)(batch, batch.old_logprobs, batch.old_entropy, cfg.algo)
+    assert torch.equal(value, -2 * batch.advantages) and bool((metrics["ratio"] == 1).all())
 
 
 def test_the_printed_estimators(tmp_path):

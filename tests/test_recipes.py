@@ -18,21 +18,24 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 import tiny
 from benchmarks import fits
 from harness import ranks, two_at_once
-from minirl import checkpoint, dpo, generation, rl, rm
+from minirl import checkpoint, dpo, generation, kto, rl, rm
 from minirl.config.parse import parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RolloutConfig
-from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.errors import UserError
 from minirl.inputs import find_other_model
 from minirl.log import Timer
 from minirl.parallel.watch import Watch
 from minirl.plan import __main__ as planner
+from minirl.plan.command import make_plan
+from minirl.plan.flags import read_flags
 from minirl.plan.planner import GIB
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records, show
 from minirl.rollout import tickets as tickets_module
 from minirl.rollout.engine_loop import EngineLoop
+from minirl.rollout.episode import EpisodeRunner
 from minirl.rollout.groups import Group, GroupScheduler
 from minirl.rollout.pacing import Goal
 from minirl.rollout.sampler import Sampler
@@ -88,6 +91,7 @@ SUPERVISED = {
     "sft": (SupervisedTrainer, SFTConfig),
     "rm": (rm.Trainer, RMConfig),
     "dpo": (dpo.Trainer, DPOConfig),
+    "kto": (kto.Trainer, KTOConfig),
 }
 EARNED = """
 def vowels(prompt, completion, row):
@@ -251,7 +255,7 @@ def train(mesh, cases: list[list[str]]) -> None:
     """Run one after the other with one engine, whose start would be most of the time."""
     make, engines = generation.RolloutEngine, []
 
-    def shared(cfg, folder, mesh, *, dtype, timer, reads_images, num_answers):
+    def shared(cfg, folder, mesh, *, dtype, timer, reads_images, num_answers, guides):
         if not engines:
             engines.append(make(cfg, folder, mesh, dtype=dtype, timer=timer))
             engines[0].close = lambda: None
@@ -346,7 +350,7 @@ def repeatable(rows: list[dict]) -> list[dict]:
         {
             name: value
             for name, value in row.items()
-            if not name.startswith(("time/", "tokens_per_second/"))
+            if not name.startswith(("time/", "tokens_per_second/", "host_gib/"))
         }
         for row in rows
     ]
@@ -388,7 +392,8 @@ def test_sized_recipe_fits_by_the_planner(name, tmp_path):
 
     fits.MODELS[model].save_pretrained(tmp_path)
     given = command.replace("configs/", f"{path.parent}/").split()
-    plan, advised = planner.make_plan([*given, "--formulas", "--policy.model", str(tmp_path)])
+    flags = [*given, "--formulas", "--policy.model", str(tmp_path)]
+    plan, advised = make_plan(*read_flags(flags))
     assert plan.lacks == ""
     gib = f"{plan.memory[plan.largest] / GIB:.1f} of {plan.limit / GIB:.1f} GiB"
     assert f"at most {gib} a GPU, {plan.step_seconds:.0f} s a step." in head
@@ -620,9 +625,9 @@ class Told(RewardModel):
 
 def said(text, episode, segment=0):
     return Trajectory(
-        tokens=None,
-        sampled=None,
-        logprobs=None,
+        tokens=np.array([5, 6, 7]),
+        sampled=np.array([False, True, True]),
+        logprobs=np.zeros(3, np.float32),
         reward=1.0,
         episode=episode,
         segment=segment,
@@ -632,10 +637,13 @@ def said(text, episode, segment=0):
 
 def test_an_episode_earns_the_score_of_its_end():
     answers = [said("four", 0), said("fiv", 1, 0), said("five", 1, 1)]
-    Told(4.0, 7.0, -2.0).grade(answers)
+    none = said("", 2)
+    none.tokens = none.tokens[:0]  # Its agent asked for nothing: there is no answer to score.
+    Told(4.0, 7.0, -2.0).grade([*answers, none])
     assert [t.reward for t in answers] == [3.0, 0.0, 0.0] and [
         t.info["rewards"] for t in answers
     ] == [{"model": 4.0}, {"model": -2.0}, {"model": -2.0}]
+    assert none.reward == 1.0 and "rewards" not in none.info
 
 
 def test_a_score_that_is_no_number_ends_the_run():
@@ -656,7 +664,7 @@ class Recorded(Sampler):
     def __init__(self, means: dict[int, float], rank: int, extra: int):
         self.means, self.rank, self.asked, self.mesh = means, rank, [], self
         self.cfg = RLConfig(rollout=RolloutConfig(prompts_per_step=4, extra_prompts=extra))
-        self.runner = SimpleNamespace(failures=[])
+        self.runner = EpisodeRunner(None, None, RLConfig())  # type: ignore[arg-type]
         self.training = GroupScheduler(self.runner)
         self.begun, self.waiting, self.prompts = {}, [], None
         self.is_interrupted = False
@@ -693,9 +701,9 @@ class Answered(Group):
     def trajectories(self):
         return [
             Trajectory(
-                tokens=None,
-                sampled=None,
-                logprobs=None,
+                tokens=np.array([5, 6]),
+                sampled=np.array([False, True]),
+                logprobs=np.zeros(2, np.float32),
                 reward=reward,
                 group=self.ticket,
                 episode=e,
@@ -803,7 +811,9 @@ def test_dumped_episodes_are_shown(runs, capsys):
     file = runs / "partial" / "rollouts" / "step-1-rank-0.jsonl"
     found = list(records.read_file(file))
     assert len({(t.group, t.episode) for t in found}) == 12
-    everything = [t for path in sorted(file.parent.iterdir()) for t in records.read_file(path)]
+    everything = [
+        t for path in sorted(file.parent.glob("*.jsonl")) for t in records.read_file(path)
+    ]
     assert len(everything) == 60 and any(
         len(set(t.versions.tolist())) > 2 for t in everything
     )  # -1, and two steps' weights

@@ -12,14 +12,13 @@ import torch
 
 import tiny
 from harness import RankFailed, ranks, two_at_once
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import RefitConfig
 from minirl.config.shared import (
     DataConfig,
     EngineConfig,
     EnvConfig,
     EvaluateConfig,
-    ParallelConfig,
-    PolicyConfig,
     RewardConfig,
     RolloutConfig,
 )
@@ -387,7 +386,7 @@ def generate(engine, prefix, num=6):
         engine.add(f"{prefix}-{i}", [5 + i, 60 + i, 100], sampling, seed=i)
     out = {}
     while len(out) < num:
-        for request_id, tokens, logprobs, reason in engine.step():
+        for request_id, tokens, logprobs, reason, _ in engine.step():
             assert reason == "length"
             out[int(request_id.split("-")[1])] = tokens, logprobs
     return out
@@ -480,7 +479,7 @@ def cuda_arguments(mesh, folder, eager):
 
     engine = RolloutEngine.__new__(RolloutEngine)
     engine.cfg = EngineConfig(max_model_len=64, max_num_seqs=300, enforce_eager=eager)
-    engine.on_cuda, engine.reads_images = True, True
+    engine.on_cuda, engine.reads_images, engine.masses = True, True, None
     arguments = engine._arguments(folder, "bfloat16", False)
     unknown = arguments.keys() - {field.name for field in dataclasses.fields(EngineArgs)}
     graphs = CompilationConfig(**arguments.get("compilation_config", {}))

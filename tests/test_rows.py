@@ -21,12 +21,13 @@ from minirl.data.examples import Chats, open_chats
 from minirl.data.json_lines import JsonLines
 from minirl.data.order import Order
 from minirl.data.prompts import LengthBound, Prompts, open_prompts
-from minirl.data.rows import choose, read_rows, require_column
+from minirl.data.rows import require_column
+from minirl.data.split import choose, read_rows
 from minirl.errors import UserError
-from minirl.inputs import NO_ANSWER, UNGRADED, PromptChecks
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.machines import errors_of_all
 from minirl.rewards.functions import make_rewards
+from minirl.row_checks import NO_ANSWER, UNGRADED, PromptChecks
 
 
 def jsonl(path, rows):
@@ -45,22 +46,30 @@ def twin_lines(data: bytes) -> list[tuple[int, object]]:
 
 
 def twin_split(rows: list[dict], held_out: int, seed: int, distinct: bool):
-    """Numbers of the rows to train on, and of the held-out ones."""
+    """Numbers of the rows to train on, and of the held-out ones. Equal rows are equal JSON."""
+    prompts = []
     names = []
     for row in rows:
-        text = f"{seed} {json.dumps(row.get('prompt', row))}"
-        names.append(hashlib.sha256(text.encode()).digest())
-    first = {}
-    last = {}
-    for number, name in enumerate(names):
-        first.setdefault(name, number)
-        last[name] = number
-    chosen = sorted(last)[:held_out]
-    if distinct:
-        train = [number for name, number in first.items() if name not in chosen]
-        return train, [first[name] for name in chosen]
-    train = [number for number, name in enumerate(names) if name not in chosen]
-    return train, [last[name] for name in chosen]
+        prompt = hashlib.sha256(f"{seed} {json.dumps(row.get('prompt') or row)}".encode())
+        prompts.append(prompt.digest()[:8])
+        rest = json.dumps({key: row[key] for key in row if key != "prompt"})
+        prompt.update(rest.encode() if row.get("prompt") else b"")
+        names.append(prompt.digest()[:8])
+    chosen = sorted(set(prompts))[:held_out]
+    seen = set()
+    train = []
+    for number, name in enumerate(zip(prompts, names, strict=True)):
+        if name[0] not in chosen and not (distinct and name in seen):
+            train.append(number)
+        seen.add(name)
+    held = []
+    for prompt in chosen:
+        numbers = [number for number, other in enumerate(prompts) if other == prompt]
+        if distinct:
+            held.append(min(numbers, key=lambda number: (names[number], number)))
+        else:
+            held.append(numbers[-1])
+    return train, held
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,7 +162,8 @@ def test_ranks_split_as_the_twin_does(tmp_path):
     results = [found for world in (1, 2, 4) for found in ranks(world, read_by, sources, 9)]
     assert all(found == results[0] for found in results)
     ((train, train_marks), (held_out, _)), drawn = results[0]
-    assert (train, held_out) == twin_split(rows, 9, 3, distinct=True)
+    opened = open_prompts(sources, "data.train", DataConfig(), ALONE)
+    assert (train, held_out) == twin_split(list(opened.read(0, len(rows))), 9, 3, distinct=True)
     assert len(train) + len(held_out) < len(rows)
     for number, marks in zip(train, train_marks, strict=True):
         has_answer = "answer" in rows[number]
@@ -173,11 +183,14 @@ def test_digests_split_as_the_twin_does(distinct, held_out):
 
 def test_digests_that_begin_alike_are_told_apart():
     digests = np.zeros((4, 16), np.uint8)
-    digests[:, 15] = [2, 1, 2, 1]
-    train, held_out = choose(digests, 1, distinct=True)
-    assert (train.tolist(), held_out.tolist()) == ([0], [1])
-    train, held_out = choose(digests, 1, distinct=False)
+    digests[:, 7] = [2, 1, 2, 1]
+    train, held_out, num_doubles = choose(digests, 1, distinct=True)
+    assert (train.tolist(), held_out.tolist(), num_doubles) == ([0], [1], 2)
+    train, held_out, _ = choose(digests, 1, distinct=False)
     assert (train.tolist(), held_out.tolist()) == ([0, 2], [3])
+    digests[:, 15] = [1, 2, 2, 1]  # of one prompt two rows
+    train, held_out, num_doubles = choose(digests, 1, distinct=True)
+    assert (train.tolist(), held_out.tolist(), num_doubles) == ([0, 2], [3], 0)
 
 
 def bad_on(mesh, source):

@@ -25,8 +25,9 @@ import tiny
 from harness import RankFailed, ranks, two_at_once
 from minirl import checkpoint, inputs, log
 from minirl.checkpoint import changes, checksums, finding, lock, reading, state
-from minirl.checkpoint.export import export_checkpoint
+from minirl.checkpoint.exporting import export_checkpoint
 from minirl.config.parse import save_config
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig
 from minirl.config.supervised import DPOConfig, RMConfig, SFTConfig
@@ -370,6 +371,7 @@ def test_killed_at_any_moment_the_newest_checkpoint_is_whole(saved, tmp_path, mo
 
 def make_scratch(mesh, output, moment, resume, seed=0):
     cfg = RLConfig(output=str(output), resume=resume, seed=seed)
+    cfg.policy.model = "scratch"
     cfg.policy.scratch.hidden_size = 32
 
     def killed(*args):
@@ -619,7 +621,8 @@ def start(mesh, output):
     lock.SECONDS_TO_WAIT = 0.3
     refused = output / "refused"
     try:
-        inputs.make_scratch(RLConfig(output=str(output)), 64, mesh)
+        policy = PolicyConfig(model="scratch")
+        inputs.make_scratch(RLConfig(output=str(output), policy=policy), 64, mesh)
     except UserError as error:
         refused.touch()
         return str(error)

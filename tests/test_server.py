@@ -18,8 +18,9 @@ import pytest
 
 import tiny
 from harness import ranks
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RefitConfig
-from minirl.config.shared import EndpointConfig, EngineConfig, PolicyConfig
+from minirl.config.shared import EndpointConfig, EngineConfig
 from minirl.data import chat
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
@@ -414,9 +415,12 @@ MALFORMED = [
             {"n": "many"},
             {"top_logprobs": 3},
             {"top_logprobs": 0, "echo": True},
-            {"response_format": {"type": "json_object"}},
-            {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "add"}},
-            {"tools": [TOOL], "tool_choice": "required"},
+            {"response_format": {"type": "grammar"}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}},
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+            {"tool_choice": "required"},
+            {"chat_template_kwargs": {"tokenize": True}},
         )
     ),
     b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
@@ -435,7 +439,11 @@ def test_what_is_malformed_is_refused_and_leaves_nothing():
                     answer.json()["error"]["type"] == "invalid_request_error"
                     and answer.json()["error"]["message"]
                 )
-                assert answer.json()["type"] == "error"  # as Anthropic's client wants it
+                if path == "messages":
+                    assert answer.json()["type"] == "error"  # as Anthropic's client wants it
+                else:
+                    assert {"message", "type", "param", "code"} == answer.json()["error"].keys()
+                assert "pydantic" not in answer.text and "\n" not in answer.text
         with pytest.raises(openai.BadRequestError) as long:
             await w.ask(messages=[{"role": "user", "content": "x" * 100}])
         assert long.value.code == "context_length_exceeded"

@@ -22,14 +22,14 @@ from in_memory import ALONE, memory_rows, read_all, split
 from minirl.algo import losses
 from minirl.checkpoint.state import find_best
 from minirl.config.parse import parse_flags
-from minirl.config.shared import ParallelConfig, PolicyConfig
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.supervised import ChatsConfig, SFTConfig
 from minirl.config.validate import validate_supervised
 from minirl.data import chat, turns
 from minirl.data.examples import Chats, open_chats
 from minirl.data.order import Order
 from minirl.data.packing import pack
-from minirl.data.rows import read_rows
+from minirl.data.split import read_rows
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy, make_minibatch
@@ -699,7 +699,11 @@ def flags(folder: Path, source: str, output: Path, *more: object) -> list[str]:
 def rows_of(run: Path, phase: str) -> list[dict]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "tokens_per_second"))}
+        {
+            k: v
+            for k, v in row.items()
+            if not k.startswith(("time/", "tokens_per_second", "host_gib/"))
+        }
         for row in rows
         if row["phase"] == phase
     ]
@@ -870,6 +874,7 @@ BAD = {  # name -> flags, what the message must say
 def test_a_context_holds_what_its_ranks_hold_together():
     cfg = SFTConfig(
         tokens_per_rank=512,
+        policy=PolicyConfig(model="scratch"),
         data=ChatsConfig(train="a.jsonl", max_tokens=1024),
         parallel=ParallelConfig(context=2),
     )

@@ -21,7 +21,7 @@ from minirl.data import chat
 from minirl.data.examples import Chats, open_chats
 from minirl.data.order import Mixture, Order
 from minirl.data.prompts import LengthBound, Prompts, open_prompts
-from minirl.data.rows import read_rows
+from minirl.data.split import read_rows
 from minirl.data.turns import encode_chat
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
@@ -243,7 +243,8 @@ def test_a_name_that_was_asked_for_has_no_others(tmp_path):
         UserError, match=r"line 1: data.prompt_key = 'question' names no .*its keys: input, label"
     ):
         rows_of(source, prompt_key="question")
-    assert "answer" not in rows_of(source, answer_key="gold")[0]
+    with pytest.raises(UserError, match=r"data.answer_key = 'gold' names a column that no row of"):
+        rows_of(source, answer_key="gold")
 
 
 def test_where_a_row_is_from(tmp_path):
@@ -468,7 +469,8 @@ def test_a_plain_template_has_the_prompt_and_then_the_answer():
         assert mask == [False] * len(ids) + [True, True]
         for messages in ([USER, ANSWER, USER], [{"role": "system", "content": "s"}, USER]):
             with pytest.raises(
-                UserError, match="data.input_template takes a prompt that is one text and an answer"
+                UserError,
+                match="data.input_template.* take a prompt that is one text and an answer",
             ):
                 chat.encode(tokenizer, chat.render(tokenizer, messages))
 

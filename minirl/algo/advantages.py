@@ -9,9 +9,14 @@ and returns float64 [N]. A group of equal rewards gets exactly 0, whatever the r
 A token estimator is called with a micro-batch that has old and reference log-probs, the reward of
 each token (float64 [T], this rank's rows; `normalize.over_sequences` brings them into order) and
 the config, and returns the advantages [T].
+
+An estimator in a file is of one kind or the other by its signature: f(rewards, groups) or
+f(batch, rewards, cfg). `compares_nothing` and `whitened` declare what else it is.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
+from inspect import Parameter
 
 import numpy as np
 import torch
@@ -22,14 +27,41 @@ from minirl.algo.normalize import over_sequences, sequence_sums, to_rows
 from minirl.config.lookup import find_function
 from minirl.config.rl import AlgoConfig
 from minirl.errors import UserError, require
-from minirl.types import Packed
+from minirl.types import Packed, Trajectory
 
 Reduce = Callable[[Tensor], Tensor]  # A CPU tensor of every rank to their sum or maximum.
 # A table of numbers of every rank to all of them, in rank order.
 GatherRows = Callable[[np.ndarray], list[np.ndarray]]
 
+Estimator = Callable[..., Tensor]
 # Token estimators whose advantages get mean 0 and deviation 1 over the tokens of the global batch.
-WHITENED = ("reinforce_pp", "gae")
+WHITENED: set[Estimator] = set()
+# Estimators of whole answers that do not compare the answers to a prompt, so that one will do.
+COMPARES_NOTHING: set[Estimator] = set()
+
+
+def whitened(estimator: Estimator) -> Estimator:
+    """Declare (as a decorator) that a token estimator's results are whitened over all tokens."""
+    WHITENED.add(estimator)
+    return estimator
+
+
+def compares_nothing(estimator: Estimator) -> Estimator:
+    """Declare (as a decorator) that an estimator works with one answer to a prompt."""
+    COMPARES_NOTHING.add(estimator)
+    return estimator
+
+
+def is_by_token(estimator: Estimator) -> bool:
+    """Return whether an estimator is of single tokens: it is called with three arguments."""
+    given = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(estimator).parameters.values()
+    return sum(p.kind in given and p.default is Parameter.empty for p in parameters) == 3
+
+
+def compares_answers(estimator: Estimator) -> bool:
+    """Return whether an estimator needs several answers to a prompt."""
+    return not is_by_token(estimator) and inspect.unwrap(estimator) not in COMPARES_NOTHING
 
 
 # --------------------------------------------------------------------- estimators of whole answers
@@ -118,6 +150,7 @@ def discounted(sequence: Tensor, rewards: Tensor, factor: float) -> Tensor:
     return sums
 
 
+@whitened
 def reinforce_pp(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     """Return A_t = sum_{k >= t} gamma^(k - t) r_k, to be whitened over the global batch.
 
@@ -127,6 +160,7 @@ def reinforce_pp(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     return over_sequences(lambda sequence, r: discounted(sequence, r, cfg.gamma), batch, rewards)
 
 
+@whitened
 def gae(batch: Packed, rewards: Tensor, cfg: AlgoConfig) -> Tensor:
     """Return A_t = sum_l (gamma lambda)^l d_{t + l} with d_t = r_t + gamma V_{t+1} - V_t.
 
@@ -175,7 +209,11 @@ def find(name: str) -> Callable[..., Tensor]:
 def need_old_logprobs(cfg: AlgoConfig) -> bool:
     """Return whether advantages are made of the policy's own log-probs before the step."""
     kl_in_reward = bool(cfg.kl_coef) and cfg.kl_in == "reward"
-    return cfg.advantage == "on_policy_distill" or kl_in_reward
+    is_own = cfg.advantage not in ESTIMATORS | TOKEN_ESTIMATORS
+    may_read_them = cfg.advantage == "on_policy_distill" or (
+        is_own and is_by_token(find(cfg.advantage))
+    )
+    return may_read_them or kl_in_reward
 
 
 def assign(
@@ -183,6 +221,7 @@ def assign(
     estimator: Callable[..., Tensor],
     cfg: AlgoConfig,
     *,
+    without_tokens: Sequence[Trajectory] = (),
     sum_over_ranks: Reduce,
     max_over_ranks: Reduce,
     gather_rows: GatherRows,
@@ -194,20 +233,27 @@ def assign(
             values.
         estimator: as `find` returned it for cfg.advantage.
         cfg: the section `algo` of the config, with the present weight of the KL.
+        without_tokens: episodes that this rank ran and that have no token. Their rewards are
+            outcomes of the policy like others, so they count where siblings are compared. That no
+            token of theirs is trained on biases nothing: what an episode is compared with does not
+            depend on its own actions.
         sum_over_ranks: adds a CPU tensor over the ranks that hold different tokens.
         max_over_ranks: takes its maximum over all ranks.
         gather_rows: returns a table of numbers of every rank.
     """
     penalties = [_kl_penalty(batch, cfg) for batch in batches]
-    if cfg.advantage in TOKEN_ESTIMATORS:
+    if is_by_token(estimator):
         values = [
-            estimator(batch, token_rewards(batch, penalty), cfg)
+            _by_token(batch, penalty, estimator, cfg)
             for batch, penalty in zip(batches, penalties, strict=True)
         ]
-        if cfg.advantage in WHITENED:
+        if inspect.unwrap(estimator) in WHITENED:
             values = whiten(values, batches, sum_over_ranks, max_over_ranks)
     else:
-        values = _by_group(batches, penalties, estimator, gather_rows, cfg.advantage)
+        table = np.concatenate(
+            [_rows_of_sequences(batches, penalties), _rows_without_tokens(without_tokens)]
+        )
+        values = _by_group(batches, gather_rows(table), estimator, cfg.advantage)
         if cfg.whiten_tokens:
             values = whiten(values, batches, sum_over_ranks, max_over_ranks)
 
@@ -238,6 +284,16 @@ def token_rewards(batch: Packed, penalty: Tensor) -> Tensor:
         turns = torch.where(batch.loss_mask, batch.turn_rewards, 0.0).double()
     remaining = to_rows(batch.rewards - sequence_sums(turns, batch), batch)
     return torch.where(is_last, remaining, 0.0) + turns - penalty
+
+
+def _by_token(batch: Packed, penalty: Tensor, estimator: Estimator, cfg: AlgoConfig) -> Tensor:
+    """Return the advantages [T] of a micro-batch from an estimator of single tokens."""
+    rewards = token_rewards(batch, penalty)
+    if cfg.advantage in TOKEN_ESTIMATORS:
+        return estimator(batch, rewards, cfg)
+    counts = batch.loss_mask
+    found = call_own(estimator, cfg.advantage, counts.nonzero()[:, 0], batch, rewards, cfg)
+    return found.to(rewards.device)
 
 
 def _is_last_token(sequence: Tensor) -> Tensor:
@@ -271,18 +327,16 @@ def whiten(
 
 def _by_group(
     batches: list[Packed],
-    penalties: list[Tensor],
+    tables: list[np.ndarray],
     estimator: Callable[..., Tensor],
-    gather_rows: GatherRows,
     name: str,
 ) -> list[Tensor]:
     """Return the advantages [T] of each micro-batch from an estimator that compares siblings.
 
-    Siblings may be on any rank, so every rank gathers a row of each sequence and estimates the
-    whole step. `name`: of the estimator, for errors.
+    Siblings may be on any rank, so every rank has the rows of all (`tables`, of each rank) and
+    estimates the whole step. `name`: of the estimator, for errors.
     """
     # 1. All sequences. Tensor- and context-parallel ranks have copies: the first rank's count.
-    tables = gather_rows(_rows_of_sequences(batches, penalties))
     rows = np.concatenate(tables)
     order = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))  # Stable: by rank, where equal.
     rows = rows[order]
@@ -298,7 +352,9 @@ def _by_group(
 
     # 3. Estimate, with groups numbered 0 .. G - 1.
     _, groups = np.unique(episodes[:, 0], return_inverse=True)
-    estimates = _call(estimator, name, torch.from_numpy(earned), torch.from_numpy(groups).long())
+    rewards = torch.from_numpy(earned)
+    every = torch.arange(len(rewards))
+    estimates = call_own(estimator, name, every, rewards, torch.from_numpy(groups).long())
 
     # 4. Every row of a sequence gets the advantage of its episode.
     own_groups = [group for batch in batches for group, _, _ in batch.sequence_ids]
@@ -313,15 +369,23 @@ def _by_group(
     return values
 
 
-def _call(estimator: Callable[..., Tensor], name: str, rewards: Tensor, groups: Tensor) -> Tensor:
-    """Return the advantages of an estimator, which may be the user's; float64 [N].
+def call_own(estimator: Estimator, name: str, counting: Tensor, *arguments: object) -> Tensor:
+    """Return the advantages of an estimator, which may be the user's; float64 [N], on the CPU.
+
+    Args:
+        estimator: is called with `arguments`, the last tensor of which has N numbers: rewards.
+        name: of the estimator, for errors.
+        counting: int64, the numbers that have a meaning.
+        arguments: (rewards, groups), or (batch, rewards of tokens, cfg).
 
     Raises:
-        UserError: it raises, or returns anything but N finite numbers.
+        UserError: it raises, or returns anything but N numbers, of which those that count are
+            finite.
     """
+    rewards = next(x for x in arguments if isinstance(x, Tensor))
     expected = f"algo.advantage = {name} must return {len(rewards)} finite numbers, a tensor [N]"
     try:
-        estimates = estimator(rewards, groups)
+        estimates = estimator(*arguments)
     # The user's code may raise anything.
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         problem = f"{type(error).__name__}: {error}"
@@ -333,11 +397,12 @@ def _call(estimator: Callable[..., Tensor], name: str, rewards: Tensor, groups: 
         f"{expected}; it returned one of shape {list(estimates.shape)}",
     )
     estimates = estimates.detach().to("cpu", torch.float64)
-    wrong = int((~estimates.isfinite()).sum())
+    counted = estimates[counting.cpu()]
+    wrong = int((~counted.isfinite()).sum())
     require(
         not wrong,
         f"{expected}; {wrong} of them are not finite, the first for an answer with reward "
-        f"{rewards[~estimates.isfinite()][:1].tolist()}",
+        f"{rewards.cpu()[counting.cpu()][~counted.isfinite()][:1].tolist()}",
     )
     return estimates
 
@@ -355,4 +420,10 @@ def _rows_of_sequences(batches: list[Packed], penalties: list[Tensor]) -> np.nda
         numbers = torch.stack([batch.rewards, paid, batch.loss_tokens.double()], 1).cpu().numpy()
         in_loss = numbers[:, 2] > 0
         tables.append(np.concatenate([ids, numbers[:, :2]], 1)[in_loss])
-    return np.concatenate(tables)
+    return np.concatenate([np.empty((0, 5)), *tables])
+
+
+def _rows_without_tokens(episodes: Sequence[Trajectory]) -> np.ndarray:
+    """Return the same of episodes that have no tokens, which pay nothing."""
+    rows = [(t.group, t.episode, t.segment, t.reward, 0.0) for t in episodes]
+    return np.array(rows, np.float64).reshape(-1, 5)

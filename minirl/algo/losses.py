@@ -17,10 +17,15 @@ from minirl.algo import correction
 from minirl.algo.normalize import sequence_sums, to_rows
 from minirl.algo.ratio import MAX_MEAN_LOG_RATIO, bounded_exp, clamp_log_ratio
 from minirl.algo.selection import kth_largest
+from minirl.config.lookup import find_function
 from minirl.config.rl import AlgoConfig
 from minirl.types import Packed
 
 Metrics = dict[str, Tensor]
+
+# f(batch, logprobs, entropy, cfg) -> (loss [T], metrics [T]): a policy loss in a file of the user.
+OwnLoss = Callable[[Packed, Tensor, Tensor, AlgoConfig], tuple[Tensor, Metrics]]
+POLICY_LOSSES = ("ppo", "gspo", "cispo")
 
 MAX_K3_LOG_RATIO = 10.0  # log(reference / policy) of a token, beyond which k3 does not grow.
 
@@ -148,8 +153,24 @@ def mark_high_entropy(
         batch.high_entropy_mask = batch.old_entropy >= lowest
 
 
+def old_logprobs(batch: Packed, logprobs: Tensor) -> Tensor:
+    """Return the log-probs before the step's first update, [T], without gradient."""
+    return logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+
+
+def find_own(name: str) -> OwnLoss | None:
+    """Return the loss of a file that `algo.loss` names; None: it is one of minirl's.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if name in POLICY_LOSSES:
+        return None
+    return find_function("algo.loss", name, dict.fromkeys(POLICY_LOSSES, ppo_clip))
+
+
 def policy(cfg: AlgoConfig, max_tokens: int) -> Loss:
-    """Return the policy loss that the config asks for.
+    """Return the policy loss that the config asks for, one of minirl's or that of a file.
 
     The old log-probs are the trainer's own before the first update (`batch.old_logprobs`). With one
     update per batch they equal the current ones, so the batch need not carry them.
@@ -157,22 +178,29 @@ def policy(cfg: AlgoConfig, max_tokens: int) -> Loss:
     Args:
         cfg: the section `algo` of the config, with the present weight of the KL.
         max_tokens: sampled tokens of an episode at most, for aggregation `fixed`.
+
+    Raises:
+        UserError: `cfg.loss` names none.
     """
+    own = find_own(cfg.loss)
     corrected = correction.resolve(cfg.correction)
     estimator = kl_estimator(cfg)
 
     def token_loss(batch: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
         # 1. The ratio to the old policy, and the surrogate.
-        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        old = old_logprobs(batch, logprobs)
+        own_metrics: Metrics = {}
         if cfg.loss == "gspo":
             ratio = sequence_ratio(logprobs - old, batch)
         else:
             ratio = bounded_exp(logprobs - old)
-        if cfg.loss == "cispo":
+        if own:
+            loss, own_metrics = own(batch, logprobs, entropy, cfg)
+        elif cfg.loss == "cispo":
             loss = cispo(ratio, logprobs, batch.advantages, cfg)
         else:
             loss = ppo_clip(ratio, batch.advantages, cfg)
-        metrics = _policy_metrics(cfg, batch, logprobs, old, ratio, entropy)
+        metrics = _policy_metrics(cfg, batch, logprobs, old, ratio, entropy) | own_metrics
 
         # 2. Correct for the engine having sampled from slightly other probabilities.
         if corrected.level != "off":

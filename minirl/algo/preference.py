@@ -1,17 +1,19 @@
-"""Losses of pairs of answers to one prompt: reward models and direct preference optimization.
+"""Losses of judged answers: reward models and direct preference optimization (pairs), KTO (single).
 
 The first answer of a pair was chosen, the second rejected. Each loss is a function of what the
-model gives whole sequences, which `sequence_sums` adds up: a value per pair [P], and the mean is
-over all pairs of the optimizer step.
+model gives whole sequences, which `sequence_sums` adds up: a value per pair, or per single answer,
+[P], and the mean is over all of them in the optimizer step.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minirl.algo.losses import Loss, Metrics
-from minirl.algo.normalize import sequence_sums
-from minirl.config.supervised import DPOLossConfig, RewardModelLossConfig
+from minirl.algo.normalize import sequence_sums, weights
+from minirl.config.supervised import DPOLossConfig, KTOLossConfig, RewardModelLossConfig
 from minirl.types import Packed
 
 
@@ -90,5 +92,74 @@ def dpo(cfg: DPOLossConfig) -> Loss:
                 "nll_chosen": -likelihood,
             }
         return dpo_pair(chosen - rejected, cfg) - cfg.nll_coef * likelihood, metrics
+
+    return Loss(token_loss=loss, aggregation="pair")
+
+
+def kto_value(log_ratio: Tensor, desirable: Tensor, kl: Tensor, cfg: KTOLossConfig) -> Tensor:
+    """Return the loss of d = log(pi / ref) of single answers, [P].
+
+    kto: w_D (1 - sigmoid(beta (d - z))) of a desirable answer, w_U (1 - sigmoid(beta (z - d))) of
+    an undesirable one, with the KL z = `kl` as a constant. Ethayarajh et al. 2024
+    (arXiv 2402.01306), eq. 7 and 8. apo_zero_unpaired: the same with z = 0. D'Oosterlinck et al.
+    2024 (arXiv 2408.06266), the variant of eq. 7 for single answers.
+    """
+    against = kl if cfg.loss == "kto" else torch.zeros_like(kl)
+    is_wanted = desirable.to(log_ratio.dtype)
+    distance = cfg.beta * (2 * is_wanted - 1) * (log_ratio - against)
+    kind_weights = cfg.desirable_weight * is_wanted + cfg.undesirable_weight * (1 - is_wanted)
+    return kind_weights * torch.sigmoid(-distance)  # 1 - sigmoid(x)
+
+
+def log_ratios(logprobs: Tensor, ref_logprobs: Tensor, batch: Packed) -> Tensor:
+    """Return log(pi / ref) of each answer of `batch.pairs`, which are single ones; [P]."""
+    policy = sequence_sums(logprobs, batch)
+    ref = sequence_sums(ref_logprobs.to(logprobs.dtype), batch)
+    return (policy - ref)[batch.pairs[:, 0]]
+
+
+@torch.no_grad()
+def kto_baseline(batches: list[Packed], data_sums: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return max(0, mean log(pi / ref)) over all answers of all ranks, float64. Collective.
+
+    It is z of `kto_value` if each answer belongs to another prompt: an estimate of the KL that is
+    biased, but as cheap as a forward pass (arXiv 2402.01306, sec. 4.1).
+
+    Args:
+        batches: of this rank, with `old_logprobs` and `ref_logprobs`.
+        data_sums: adds a CPU tensor over the ranks that hold different tokens.
+    """
+    totals = torch.zeros(2, dtype=torch.float64)
+    for batch in batches:
+        ratios = log_ratios(batch.old_logprobs, batch.ref_logprobs, batch).double()
+        shares = weights(batch, "pair")
+        totals += torch.stack([(ratios * shares).sum(), shares.sum()]).cpu()
+    total, count = data_sums(totals).unbind()
+    return (total / count.round().clamp(min=1)).clamp(min=0)
+
+
+def kto(cfg: KTOLossConfig) -> Loss:
+    """Return the KTO loss of a policy. Batches need `ref_logprobs` and `baseline`.
+
+    A positive reward of a sequence marks a desirable answer. Metrics of one kind of answers are 0
+    at the other kind, and `share_desirable` says how to make means of them.
+    """
+
+    def loss(batch: Packed, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
+        log_ratio = log_ratios(logprobs, batch.ref_logprobs, batch)
+        desirable = batch.rewards[batch.pairs[:, 0]] > 0
+        kl = batch.baseline.to(log_ratio)
+        with torch.no_grad():
+            reward = cfg.beta * log_ratio
+            baseline = cfg.beta * kl
+            is_right = torch.where(desirable, reward > baseline, reward < baseline)
+            metrics = {
+                "accuracy": is_right.double(),
+                "kl": kl.expand(len(reward)),
+                "share_desirable": desirable.double(),
+                "reward_desirable": torch.where(desirable, reward, 0.0),
+                "reward_undesirable": torch.where(desirable, 0.0, reward),
+            }
+        return kto_value(log_ratio, desirable, kl, cfg), metrics
 
     return Loss(token_loss=loss, aggregation="pair")

@@ -1,8 +1,16 @@
-"""Checkpoints of a run: resumable state (`state.py`) and Hugging Face folders (`export.py`)."""
+"""Checkpoints of a run: resumable state (`state.py`) and Hugging Face folders (`exporting.py`).
 
-from minirl.checkpoint.export import Exporter, export
-from minirl.checkpoint.finding import drop_references, find, find_whole, finished
-from minirl.checkpoint.state import Saver, load_checkpoint, load_rollouts, restore
+The names below are imported when they are asked for: `python -m minirl.checkpoint` imports this
+file before it reads its flags, and torch would take seconds.
+"""
+
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minirl.checkpoint.exporting import Exporter, export
+    from minirl.checkpoint.finding import drop_references, find, find_whole, finished
+    from minirl.checkpoint.state import Saver, load_checkpoint, load_rollouts, restore
 
 __all__ = [
     "Exporter",
@@ -16,3 +24,17 @@ __all__ = [
     "load_rollouts",
     "restore",
 ]
+
+FILES = {
+    "exporting": ("Exporter", "export"),
+    "finding": ("drop_references", "find", "find_whole", "finished"),
+    "state": ("Saver", "load_checkpoint", "load_rollouts", "restore"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of this package from its file, for Python's import and attributes."""
+    for file, names in FILES.items():
+        if name in names:
+            return resolve_name(f"minirl.checkpoint.{file}:{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

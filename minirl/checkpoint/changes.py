@@ -20,6 +20,8 @@ FIXED = {
     "batch_size": "which rows the next step takes",
     "policy.model": "the model",
     "policy.scratch.*": "the model",
+    "policy.freeze": "which weights the optimizer's state is of",
+    "critic.freeze": "which weights the optimizer's state is of",
     "ref.model": "the model beside the policy",
     "sft.num_steps": "the model that RL begins with",
     "critic.model": "the model beside the policy",
@@ -74,11 +76,14 @@ def compare_settings(cfg: TrainingConfig) -> list[str]:
 
     old = flatten(dataclasses.asdict(saved))
     changed = []
-    for name, value in flatten(dataclasses.asdict(cfg)).items():
-        if name in IGNORED or old[name] == value:
+    new = flatten(dataclasses.asdict(cfg))
+    for name in new | old:  # a mapping's names may be on one side only
+        before = old.get(name)
+        now = new.get(name)
+        if name in IGNORED or before == now:
             continue
-        _refuse_if_fixed(name, old[name], value, path)
-        changed.append(f"{name} {old[name]!r} -> {value!r}")
+        _refuse_if_fixed(name, before, now, path)
+        changed.append(f"{name} {before!r} -> {now!r}")
     return changed
 
 

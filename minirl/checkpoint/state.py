@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from minirl.checkpoint.checksums import StateWriter, write_checksums
+from minirl.checkpoint.exporting import copy_model, write_own
 from minirl.checkpoint.failures import attempt, require_written
 from minirl.checkpoint.finding import find_best, finished, read_best
 from minirl.checkpoint.reading import read_state, saved_shapes
@@ -34,6 +35,7 @@ from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
 
 LOWER_IS_BETTER = ("loss", "perplexity")
+MODEL = "model"  # The Hugging Face folder in a checkpoint.
 
 
 class Saver(contextlib.AbstractContextManager):
@@ -101,6 +103,7 @@ class Saver(contextlib.AbstractContextManager):
                 state |= state_dict_of(model, _prefix(name))
                 if not has_stepped:
                     model.forget_optimizer_state()
+            write_model = self._copy_model(partial)
             where = {
                 "storage_writer": writer,
                 "process_group": self.group,
@@ -111,13 +114,34 @@ class Saver(contextlib.AbstractContextManager):
             if self.cfg.background:
                 write = dcp.async_save(state, **where).result  # type: ignore[union-attr]
                 self.pending = self.thread.submit(
-                    self._publish, write, writer, small_files, partial, final
+                    self._publish, write, writer, write_model, small_files, partial, final
                 )
             else:
-                self._publish(lambda: dcp.save(state, **where), writer, small_files, partial, final)
+                self._publish(
+                    lambda: dcp.save(state, **where),
+                    writer,
+                    write_model,
+                    small_files,
+                    partial,
+                    final,
+                )
         for model in self.others.values():
             model.sleeper.sleep()
         return final
+
+    def _copy_model(self, partial: Path) -> Callable[[], object]:
+        """Copy the model for its Hugging Face folder, if one is asked for. Collective.
+
+        Resuming does not need that folder, so its files are not among those with checksums: it may
+        be moved away.
+
+        Returns:
+            What writes this rank's files; a thread calls it.
+        """
+        if not self.cfg.save_hf:
+            return lambda: None
+        plan, read = copy_model(self.policy)
+        return lambda: write_own(plan, partial / MODEL, self.mesh.rank, read)
 
     def _write_small_files(
         self, step: int, progress: dict, partial: Path, final: Path
@@ -139,6 +163,8 @@ class Saver(contextlib.AbstractContextManager):
         def make_folder() -> None:
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "state").mkdir(parents=True)
+            if self.cfg.save_hf:
+                (partial / MODEL).mkdir()
             write("progress.json", json.dumps(description))
 
         failure = attempt(make_folder, rank) if rank == 0 else ""
@@ -155,6 +181,7 @@ class Saver(contextlib.AbstractContextManager):
         self,
         write: Callable[[], object],
         writer: StateWriter,
+        write_model: Callable[[], object],
         small_files: dict[str, Checksum],
         partial: Path,
         final: Path,
@@ -170,13 +197,14 @@ class Saver(contextlib.AbstractContextManager):
         require_written(final, partial, failures)
 
         own = small_files | {f"state/{name}": sum_ for name, sum_ in writer.checksums.items()}
-        of_ranks: list[dict[str, Checksum]] = [{}] * self.mesh.world_size
+        failure = attempt(write_model, self.mesh.rank)
+        of_ranks: list[tuple[dict[str, Checksum], str]] = [({}, "")] * self.mesh.world_size
         is_first = self.mesh.rank == 0
-        dist.gather_object(own, of_ranks if is_first else None, group=self.group)
+        dist.gather_object((own, failure), of_ranks if is_first else None, group=self.group)
 
         def publish() -> None:
             files: dict[str, Checksum] = {}
-            for of_rank in of_ranks:
+            for of_rank, _ in of_ranks:
                 files |= of_rank
             sync_folder(partial / "state")
             write_checksums(partial, files)
@@ -187,7 +215,9 @@ class Saver(contextlib.AbstractContextManager):
             sync_folder(final.parent)
             self._rotate()
 
-        failures = [attempt(publish, 0) if is_first else ""]
+        failures = ["; ".join(failure for _, failure in of_ranks if failure)]
+        if is_first and not failures[0]:
+            failures = [attempt(publish, 0)]
         dist.broadcast_object_list(failures, group=self.group)
         require_written(final, partial, failures)
         return time.perf_counter() - began

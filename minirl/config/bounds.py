@@ -27,6 +27,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Epochs = Annotated[float, Field(gt=0, le=1e6)]
+OptionalEpochs = Annotated[float, Field(ge=0, le=1e6)]  # 0: something else says how long.
 # What timers of the operating system can hold; a limit of no time at all would end everything.
 Seconds = Annotated[float, Field(ge=1e-3, le=1e7)]
 Pause = Annotated[float, Field(ge=0, le=3600)]  # Seconds.

@@ -14,12 +14,12 @@ import os
 import re
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pydantic
 
 from minirl.config.yaml_text import parse_yaml, to_yaml
-from minirl.errors import UserError, require
+from minirl.errors import DONE, UserError, require
 from minirl.reading import read_text, why_no_text
 
 # More values, or deeper ones, are of a file that repeats or contains itself (YAML's aliases).
@@ -36,7 +36,8 @@ MESSAGES = {
 def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
     """Read `--config FILE` (if given) and then the flags of a config class.
 
-    `--help` prints the flags, on rank 0, and exits.
+    `--help` prints the settings that most users touch, `--help-all` all of them. Rank 0 does, and
+    the program exits.
 
     Args:
         cls: a config class, whose docstring says by `-m minirl.NAME` which program it belongs to.
@@ -46,35 +47,104 @@ def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
         UserError: for a missing file, a flag that tyro refuses (its words are the message), an
             unknown setting and a wrong value.
     """
-    import tyro  # here, because only programs need it and importing it is slow
-
-    config_flag = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    config_flag.add_argument("--config", nargs="?", const="", action="append", default=[])
-    known, flags = config_flag.parse_known_args(argv)
+    own_flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own_flags.add_argument("--config", nargs="?", const="", action="append", default=[])
+    own_flags.add_argument("-h", "--help", action="store_true")
+    own_flags.add_argument("--help-all", action="store_true")
+    known, flags = own_flags.parse_known_args(argv)
     files = known.config
     require(len(files) < 2, f"--config is given {len(files)} times: {', '.join(files)}; name one")
-    default = {"default": load_config(cls, files[0])} if files else {}
-    description = cls.__doc__ or ""
-    asks_for_help = not {"-h", "--help"}.isdisjoint(flags)
+    values = load_config(cls, files[0]) if files else None
+    if known.help or known.help_all:
+        _print_help(cls, values, everything=known.help_all)
+    return fill_config(cls, dataclasses.asdict(_parse(cls, values, flags)))
+
+
+def _print_help(cls: type, values: Any, *, everything: bool) -> NoReturn:
+    """Print the help, and exit; one rank is enough to print it."""
+    from minirl.config import help  # here, because nothing else needs it
+
+    if os.environ.get("RANK", "0") == "0":
+        make_text = help.full_help if everything else help.short_help
+        text = make_text(cls, program_of(cls), values)
+        with contextlib.suppress(BrokenPipeError):  # of a pager that was left
+            print(text, end="", flush=True)
+    raise SystemExit(DONE)
+
+
+def _parse(cls: type, values: Any, flags: list[str]) -> Any:
+    """Return the config that flags make of default values; None: those of the class.
+
+    Raises:
+        UserError: tyro refuses a flag.
+    """
+    import tyro  # here, because only programs need it and importing it is slow
+
+    default = {} if values is None else {"default": values}
+    program = program_of(cls)
     refusal = io.StringIO()
     try:
         with contextlib.redirect_stderr(refusal):
-            cfg = tyro.cli(
+            return tyro.cli(
                 cls,
-                prog="python " + re.findall(r"-m minirl\.\w+", description)[0],
+                prog=f"python -m {program}",
                 args=flags,
-                description=description,
+                description=cls.__doc__,
                 config=(tyro.conf.PositionalRequiredArgs,),
-                # One rank is enough to print the help.
-                console_outputs=not asks_for_help or os.environ.get("RANK", "0") == "0",
+                registry=_registry(),
                 **default,
             )
     except SystemExit as stop:
-        if not stop.code:
-            raise
         lines = [line.rstrip() for line in refusal.getvalue().splitlines()]
         raise UserError("wrong flags\n" + "\n".join(lines).rstrip()) from stop
-    return fill_config(cls, dataclasses.asdict(cfg))
+
+
+def program_of(cls: type) -> str:
+    """Return the program of a config class, as its docstring names it: `-m PACKAGE.NAME`."""
+    return re.findall(r"-m (\w+\.\w+)", cls.__doc__ or "")[0]
+
+
+def _registry() -> Any:
+    """Return what tyro has to know of mappings: a flag takes names and values in turn.
+
+    A value is written as in YAML, so that false is no text.
+    """
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def mapping(info: Any) -> Any:
+        if typing.get_origin(info.type) is not dict:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs="*",
+            metavar="[NAME VALUE ...]",
+            instance_from_str=_to_mapping,
+            is_instance=lambda value: isinstance(value, dict),
+            str_from_instance=_from_mapping,
+        )
+
+    return registry
+
+
+def _to_mapping(words: list[str]) -> dict[str, Any]:
+    """Return the names and values that a flag gives in turn. Raises ValueError if one lacks."""
+    if len(words) % 2:
+        raise ValueError(f"names and values come in turn, and {words[-1]!r} has no value")
+    try:
+        values = [parse_yaml(word, "a value") if word else "" for word in words[1::2]]
+    except UserError as error:
+        raise ValueError(str(error)) from error
+    return dict(zip(words[::2], values, strict=True))
+
+
+def _from_mapping(values: dict[str, Any]) -> list[str]:
+    """Return the words that `_to_mapping` reads."""
+    words = []
+    for name, value in values.items():
+        words += [name, json.dumps(value, ensure_ascii=False)]
+    return words
 
 
 def load_config(cls: type, path: str, section: str = "") -> Any:

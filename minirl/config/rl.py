@@ -7,12 +7,14 @@ from minirl.config.bounds import (
     Finite,
     NonNegative,
     NonNegativeInt,
+    OptionalEpochs,
     Positive,
     PositiveInt,
     PositiveShare,
     Share,
 )
-from minirl.config.shared import PolicyConfig, SamplingConfig, TrainingConfig
+from minirl.config.policy import LearningRateSchedule, PolicyConfig
+from minirl.config.shared import SamplingConfig, TrainingConfig
 
 
 @dataclass(kw_only=True)
@@ -44,11 +46,10 @@ class CorrectionConfig:
     mode: Literal["clip", "mask", "mis", "truncate"] | None = None
     #: Outside is a ratio not in [low, high], or a divergence above `divergence`.
     gate: Literal["ratio", "binary_kl", "tv"] | None = None
-    low: Finite | None = None
-    high: Finite | None = None
-    divergence: Positive = (
-        0.05  # Nats of binary KL, or difference of probabilities (total variation).
-    )
+    low: Finite | None = None  # Lower bound of the ratio.
+    high: Finite | None = None  # Upper bound of the ratio.
+    #: Bound of the gates binary_kl (in nats) and tv (a difference of probabilities).
+    divergence: Positive = 0.05
 
 
 @dataclass(kw_only=True)
@@ -76,8 +77,8 @@ class AlgoConfig:
     and `fixed` the sum over tokens divided by sequences times env.max_tokens (Dr.GRPO).
     """
 
-    #: A registered name, or `file.py:function` to be called as f(rewards, groups); see
-    #: algo/advantages.py.
+    #: A registered name, or `file.py:function` to be called as f(rewards, groups), or by token as
+    #: f(batch, rewards, cfg); see algo/README.md.
     advantage: str = "grpo"
     #: Of reinforce_pp_baseline: after the group means, give the advantages mean 0 and deviation 1
     #: over the tokens of the global batch, as its authors' code does, instead of deviation 1 over
@@ -87,8 +88,9 @@ class AlgoConfig:
     #: Of gae. 0 trusts the critic for all but the next token's reward, 1 only the rewards.
     gae_lambda: Share = 0.95
     #: ppo: clipped ratios of tokens. gspo: clipped ratios of sequences, with bounds near 3e-4.
-    #: cispo: clipped weights of log-probs.
-    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    #: cispo: clipped weights of log-probs. Or `file.py:function`, to be called as
+    #: f(batch, logprobs, entropy, cfg); see algo/README.md.
+    loss: str = "ppo"
     clip_low: Share = 0.2  # The ratio is clipped below 1 - clip_low ...
     clip_high: NonNegative = 0.2  # ... and above 1 + clip_high (DAPO's clip-higher: 0.28).
     #: Bound c > 1 of the loss at negative advantages (Ye et al. 2020). 0: off.
@@ -112,8 +114,16 @@ class AlgoConfig:
     #: entropy before its first update (0.2 in arXiv 2506.01939). 0: at all tokens.
     entropy_share: Share = 0.0
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
-    #: Optimizer steps per batch of rollouts; prompts_per_step is split evenly over them.
+    #: Optimizer steps of a pass over a step's rollouts; prompts_per_step is split evenly over them.
     updates_per_step: PositiveInt = 1
+    #: Passes over a step's rollouts (PPO epochs). Ratios and clipping are to the policy before the
+    #: first of their updates.
+    num_epochs: PositiveInt = 1
+
+    @property
+    def num_updates(self) -> int:
+        """Return the number of optimizer steps on a batch of rollouts."""
+        return self.num_epochs * self.updates_per_step
 
 
 @dataclass(kw_only=True)
@@ -132,14 +142,20 @@ class CriticConfig(PolicyConfig):
     value_clip: NonNegative = 0.2
 
 
+def section_of(cfg: PolicyConfig) -> str:
+    """Return the section of the config that the settings of a model are."""
+    return "critic" if isinstance(cfg, CriticConfig) else "policy"
+
+
 @dataclass(kw_only=True)
 class WarmStartConfig:
     """A supervised warm start on the training rows' own answers, before RL."""
 
     num_steps: NonNegativeInt = 0  # Optimizer steps; 0: no warm start.
-    batch_size: PositiveInt = 64
+    batch_size: PositiveInt = 64  # Rows of an optimizer step, over all ranks.
     lr: NonNegative = 2e-3  # Learning rate.
-    lr_warmup_steps: NonNegativeInt = 20
+    lr_schedule: LearningRateSchedule = "cosine"  # As `policy.lr_schedule`.
+    lr_warmup_steps: NonNegativeInt = 20  # Steps of linear warm-up.
     #: Share of the answers in which one character is replaced at random: a model that knows the
     #: task but makes mistakes is what a reward teaches fastest.
     wrong_character: Share = 0.0
@@ -165,6 +181,9 @@ class RLConfig(SamplingConfig, TrainingConfig):
 
     output: str = "runs/rl"
     num_steps: NonNegativeInt = 100
+    #: Passes over the training prompts, in place of num_steps; may be a fraction. 0: num_steps
+    #: counts. Prompts that dynamic sampling adds come on top.
+    num_epochs: OptionalEpochs = 0.0
     refit: RefitConfig = field(default_factory=RefitConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     ref: RefConfig = field(default_factory=RefConfig)

@@ -4,20 +4,19 @@
 
     python -m minirl.rl --config configs/quickstart_rl.yaml --policy.lr 1e-4
 
-Settings of RL alone are in `rl.py`, those of SFT, reward models and DPO in `supervised.py`. The
+Settings of RL alone are in `rl.py`, those of SFT, reward models and DPO in `supervised.py`, of a
+trained model in `policy.py`. The
 comment behind a setting (or, starting with `#:`, above it) is what `--help` says about it. A type
 says which values a setting may have on its own; `validate.py` refuses what cannot work together,
 before anything is loaded or written.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from minirl.config.bounds import (
-    Decay,
-    EvenSize,
     Finite,
     Gigabytes,
     Minutes,
@@ -32,95 +31,9 @@ from minirl.config.bounds import (
     Seconds,
     Seed,
     Share,
-    Size,
     TopK,
 )
-
-Checkpointing = Literal["auto", "off", "selective", "full"]
-
-
-@dataclass(kw_only=True)
-class ScratchConfig:
-    """The model that is made for `policy.model` = scratch.
-
-    It has the Qwen3 architecture, random weights and a character tokenizer.
-    """
-
-    hidden_size: Size = 128
-    num_layers: Size = 3
-    num_heads: Size = 4
-    num_kv_heads: Size = 2
-    head_dim: EvenSize = 32
-    #: Fixed texts that become single tokens, so that a small model need not read them letter by
-    #: letter.
-    phrases: list[str] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class PolicyConfig:
-    """The trained model and its optimizer."""
-
-    model: str = "scratch"  # Folder or hub id of a Hugging Face model, or `scratch`.
-    scratch: ScratchConfig = field(default_factory=ScratchConfig)
-    #: Dtype of forward and backward. Master weights, gradients and optimizer state are float32
-    #: (with float64, which is for proofs, everything is float64).
-    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
-    #: What is recomputed in backward instead of being kept since forward. full: all but the inputs
-    #: of layers; least memory, about a third more time. selective: all but the results of matrix
-    #: products and attention; about a third of the memory, little more time. auto: the first of
-    #: off, selective and full that fits the GPU (`python -m minirl.plan`); off on CPU.
-    activation_checkpointing: Checkpointing = "auto"
-    #: What computes norms, activations and rotary positions. torch: the library's modules, an
-    #: operator at a time. liger: a kernel each (package liger-kernel, GPU). compile: the same by
-    #: torch.compile. auto: liger where it can be had, else torch.
-    kernels: Literal["auto", "torch", "liger", "compile"] = "auto"
-    #: Free gathered parameters between forward and backward (ZeRO-3). False keeps them (ZeRO-2),
-    #: which is faster if they fit.
-    reshard_after_forward: bool = True
-    #: Keep shards, gradients and optimizer state in host memory; a layer is on the device only
-    #: while it computes. For models that do not fit otherwise.
-    cpu_offload: bool = False
-    #: Gradients between the micro-batches of a step. whole: every rank keeps all of them, 4 bytes a
-    #: parameter (shared by its tensor-parallel ranks), and they are reduced once a step. sharded:
-    #: reduced after every micro-batch, so that a rank keeps its shard only. auto: whole up to
-    #: 4 GiB.
-    accumulate: Literal["auto", "sharded", "whole"] = "auto"
-    #: muon: for the matrices of layers, with AdamW for the rest. Its steps are scaled to the size
-    #: of AdamW's, so the same `lr` and `weight_decay` serve both.
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    #: Where the optimizer's state rests between steps. offload: in host memory. 8bit: in one byte
-    #: an element. Both are on the device in full precision for some parameters at a time.
-    optimizer_state: Literal["device", "offload", "8bit"] = "device"
-    #: Decay of an exponential moving average of the weights, written to <output>/model_ema at the
-    #: end. It rises to this value as (1 + n) / (10 + n) over n updates. 0: no average.
-    ema_decay: Decay = 0.0
-    lr: NonNegative = 1e-6  # Learning rate.
-    lr_schedule: Literal["constant", "cosine"] = "constant"
-    lr_warmup_steps: NonNegativeInt = 0  # Optimizer steps of linear warm-up from 0.
-    lr_min_ratio: NonNegative = 0.1  # Share of `lr` at the end of the cosine.
-    betas: tuple[Decay, Decay] = (0.9, 0.95)  # Of AdamW.
-    weight_decay: NonNegative = 0.0  # Applied to matrices only.
-    max_grad_norm: NonNegative = 1.0  # Gradients are scaled down to this norm; 0: never.
-
-
-@dataclass(kw_only=True)
-class ParallelConfig:
-    """How the trainer's ranks divide the model and its data.
-
-    The number of ranks is replicate x shard x context x tensor; shard is what the others leave.
-    """
-
-    #: Groups of ranks that each hold a whole model in shards (HSDP). Gradients cross groups once a
-    #: step, parameters never.
-    replicate: PositiveInt = 1
-    context: PositiveInt = 1  # Ranks that split every sequence, for sequences too long for one.
-    #: How attention gets the keys of the other context ranks: all at once for a layer (fastest), or
-    #: one rank's after the other's.
-    context_engine: Literal["all_gather", "ring"] = "all_gather"
-    tensor: PositiveInt = 1  # Consecutive ranks that split every matrix, on the same data.
-    #: Sequence parallelism: between the blocks each tensor-parallel rank keeps its part of the
-    #: tokens. Less memory for the same traffic.
-    sequence: bool = False
+from minirl.config.policy import ParallelConfig, PolicyConfig
 
 
 @dataclass(kw_only=True)
@@ -162,7 +75,9 @@ class RowsConfig:
     #: Sources of held-out rows. Empty: `held_out` distinct rows of `train` (in RL: distinct
     #: prompts), which are then never trained on.
     eval: str | list[str] = ""
-    held_out: NonNegativeInt = 128  # Rows of `train` to hold out where `eval` is empty.
+    #: Rows of `train` to hold out where `eval` is empty. None: 128, or an eighth of the distinct
+    #: prompts if there are fewer than 256.
+    held_out: NonNegativeInt | None = None
     max_samples: NonNegativeInt = 0  # Take the first rows of each source, so many; 0: all.
     #: Column of a prompt's images: paths, bytes or PIL images (or a single one in a column
     #: `image`), for the parts {"type": "image"} of its messages, or before its text.
@@ -172,6 +87,15 @@ class RowsConfig:
     prompt_key: str = "prompt"
     system_prompt: str = ""  # Put before chats that have no system message.
     chat_template: str = ""  # File with a Jinja template to use instead of the tokenizer's.
+    #: Further arguments of the chat template, names and YAML values: enable_thinking false. A row's
+    #: column chat_template_kwargs counts before them.
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    #: False: prompts and answers are texts, encoded as they are, without any template (TRL's
+    #: "standard" rows). True: a prompt that is a text is what the user says in a chat.
+    apply_chat_template: bool = True
+    #: Column of the tools that a chat may call, for the template: a list of JSON schemas or the
+    #: JSON text of one. Empty: none.
+    tools_key: str = "tools"
     #: Instead of a chat template: a text in which {} is replaced by the prompt.
     input_template: str = ""
 
@@ -184,7 +108,7 @@ class DataConfig(RowsConfig):
     #: Scores are also logged by the value of this column (or `datasource`). Without the column they
     #: are logged by source where there are several.
     source_key: str = "data_source"
-    max_prompt_tokens: PositiveInt = 256
+    max_prompt_tokens: PositiveInt = 256  # Longest prompt, with its chat template.
     #: What to do with longer prompts. error: end with a message that names one. drop: leave them
     #: out and count them.
     too_long: Literal["error", "drop"] = "error"
@@ -207,12 +131,14 @@ class RolloutConfig:
     repeatable.
     """
 
-    prompts_per_step: PositiveInt = 16
-    samples_per_prompt: PositiveInt = 8
+    prompts_per_step: PositiveInt = 16  # Prompts of a step, over all ranks.
+    samples_per_prompt: PositiveInt = 8  # Answers to each prompt, whose rewards are compared.
     max_tokens: PositiveInt = 256  # Longest answer.
-    temperature: Positive = 1.0
+    temperature: Positive = 1.0  # Logits are divided by it, in the engine and in the trainer.
+    #: Sample among the likeliest tokens that have this probability together. RL needs 1: all.
     top_p: PositiveShare = 1.0
-    top_k: TopK = -1
+    top_k: TopK = -1  # Sample among so many of the likeliest tokens. RL needs -1: all.
+    #: Sample among tokens with at least this share of the likeliest one's probability. RL needs 0.
     min_p: Share = 0.0
     #: Dynamic sampling (DAPO): at most so many more prompts a step, in place of those whose mean
     #: reward is not inside `keep_inside`. 0: off.
@@ -229,8 +155,8 @@ class RolloutConfig:
     max_staleness: PositiveInt = 2
     #: Which engine generates which prompt. auto: round_robin on CPU, pull on CUDA.
     tickets: Literal["auto", "pull", "round_robin"] = "auto"
-    #: Write every trajectory of a step to <output>/rollouts/ (rollout/records.py has the format;
-    #: print them by python -m minirl.rollout.show FILE).
+    #: Write every trajectory of a step to <output>/rollouts/, with advantage and log-probs of each
+    #: token (rollout/records.py and index.py have the format); python -m minirl.view shows them.
     dump: bool = False
     #: Folder of dumped rollouts to train on, step by step, without engine and evaluation.
     replay: str = ""
@@ -257,7 +183,7 @@ class EnvConfig:
     #: A failed episode ends with `error_reward` for its last answer (reward), is left out of its
     #: group (drop), or ends the run (raise).
     on_error: Literal["reward", "drop", "raise"] = "reward"
-    error_reward: Finite = 0.0
+    error_reward: Finite = 0.0  # Of a failed episode, with on_error = reward.
 
 
 @dataclass(kw_only=True)
@@ -284,6 +210,9 @@ class EndpointConfig:
     host: str = "127.0.0.1"  # 0.0.0.0 lets other machines connect, too.
     port: Port = 0  # 0: a free one. Every rank with an engine has its own endpoint.
     completions: PositiveInt = 1024  # Of a request: prompts times `n`.
+    #: vLLM's parser of the tool calls that the model writes (hermes, llama3_json, mistral, glm45,
+    #: qwen3_coder, ...). auto: the one that reads back what the chat template writes.
+    tool_parser: str = "auto"
     image_megapixels: Positive = 16.0  # Of an image. Larger ones are refused before decoding.
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
@@ -325,11 +254,11 @@ class RewardConfig:
     #: The reward of an answer that was cut at its limit is multiplied by `unstopped_value` (scale)
     #: or replaced by it (set).
     unstopped: Literal["keep", "scale", "set"] = "keep"
-    unstopped_value: Finite = 0.0
+    unstopped_value: Finite = 0.0  # What `unstopped` scales or sets the reward with.
     #: The last so many of the env.max_tokens sampled tokens of an episode cost `overlong_penalty`
     #: in equal parts (DAPO). 0: off.
     overlong_tokens: NonNegativeInt = 0
-    overlong_penalty: Finite = 1.0
+    overlong_penalty: Finite = 1.0  # What the last of the overlong tokens costs, together.
     #: Subtract the running mean of all rewards of the run and divide by their running deviation.
     normalize: bool = False
     clip: NonNegative = 0.0  # After all of the above, clip to [-clip, clip]; 0: off.
@@ -341,7 +270,7 @@ class EvalConfig:
 
     every: NonNegativeInt = 10  # RL steps between evaluations; 0: only before and after.
     samples: PositiveInt = 1  # Answers per prompt; pass@k is reported for k = 1 and k = samples.
-    temperature: NonNegative = 1.0
+    temperature: NonNegative = 1.0  # Of sampling; 0: the likeliest token.
     threshold: Finite = 1.0  # A reward of at least this counts as correct.
 
 
@@ -362,6 +291,19 @@ class CheckpointConfig:
     #: checkpoints/best.json.
     best_metric: str = ""
     background: bool = True  # Train on while a copy of the state in host memory is written.
+    #: Write a Hugging Face folder of the policy with each checkpoint, checkpoints/step-N/model. It
+    #: is kept and deleted with its checkpoint.
+    save_hf: bool = False
+
+
+@dataclass(kw_only=True)
+class LogConfig:
+    """Where metrics go beside metrics.jsonl and TensorBoard (METRICS.md says what they are)."""
+
+    wandb: str = ""  # Project of Weights & Biases; WANDB_MODE=offline keeps it here. Empty: off.
+    trackio: str = ""  # Project of trackio, whose database is on this machine. Empty: off.
+    run_name: str = ""  # Name of the run there. Empty: that of its folder.
+    samples: NonNegativeInt = 3  # Answers to held-out prompts shown at each evaluation.
 
 
 @dataclass(kw_only=True)
@@ -370,7 +312,7 @@ class ProgramConfig:
 
     output: str = ""
     """Folder of the run: config, metrics, checkpoints, model. In evaluate: a file for the JSON."""
-    seed: Seed = 0
+    seed: Seed = 0  # Of everything that is drawn at random: weights, order of rows, samples.
     #: A collective, or a step of the engine, that takes longer ends the run. It must exceed the
     #: difference in rollout time between ranks.
     timeout_minutes: Minutes = 30.0
@@ -388,6 +330,7 @@ class TrainingConfig(ProgramConfig):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
 
 @dataclass(kw_only=True)
@@ -420,11 +363,10 @@ class ExportConfig:
     Under torchrun the ranks share the work.
     """
 
-    command: Literal["export"]
+    command: Literal["export"]  # What to do; there is nothing else.
     run: str  # Folder of a run of minirl.rl or minirl.sft.
-    step: NonNegativeInt | None = (
-        None  # Which checkpoint; the newest if neither this nor `best` is given.
-    )
+    #: Which checkpoint; the newest if neither this nor `best` is given.
+    step: NonNegativeInt | None = None
     best: bool = False  # The checkpoint that checkpoint.best_metric found best.
     output: str = ""  # Folder to write; empty: model-step-N in the run's folder.
-    timeout_minutes: Minutes = 30.0
+    timeout_minutes: Minutes = 30.0  # A collective that takes longer ends the program.

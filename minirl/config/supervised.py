@@ -1,4 +1,4 @@
-"""The settings of SFT, reward models and DPO; `shared.py` has those that all programs share."""
+"""The settings of SFT, reward models, DPO and KTO; `shared.py` has those of all programs."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -64,8 +64,23 @@ class PairsConfig(RowsConfig):
 
 
 @dataclass(kw_only=True)
+class LabelledConfig(ChatsConfig):
+    """Single answers that were judged: rows to imitate with a `label`, but no plain texts.
+
+    From reasoning_gym the label of the answer to a question is true, that of another's is false;
+    every other question, by its hash, has the wrong one.
+    """
+
+    #: Column of the judgement: true (or 1) for an answer that is wanted, false (or 0) for one that
+    #: is not.
+    label_key: str = "label"
+    #: Longer rows are dropped: a cut one would not be what was judged.
+    max_tokens: MaxTokens = 2048
+
+
+@dataclass(kw_only=True)
 class SupervisedConfig(TrainingConfig):
-    """The settings that SFT, reward models and DPO share."""
+    """The settings that SFT, reward models, DPO and KTO share."""
 
     num_epochs: Epochs = 1.0  # Passes over the rows.
     num_steps: NonNegativeInt = 0  # Optimizer steps; 0: as many as num_epochs takes.
@@ -95,6 +110,7 @@ class RewardModelLossConfig:
 class DPOLossConfig:
     """The loss of direct preference optimization."""
 
+    #: Of the difference of two rewards. sigmoid: DPO. ipo: squared, without an end. hinge: SLiC.
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     #: Scale of the reward beta log(policy / reference). The larger, the nearer the policy stays to
     #: the reference.
@@ -104,6 +120,22 @@ class DPOLossConfig:
     #: Weight of the chosen answer's negative log-likelihood per token.
     nll_coef: NonNegative = 0.0
     length_normalized: bool = False  # Log-probs are means over the tokens of an answer.
+
+
+@dataclass(kw_only=True)
+class KTOLossConfig:
+    """The loss of learning from single answers that were judged."""
+
+    #: kto: against the KL to the reference, which answers of other rows of the batch estimate.
+    #: apo_zero_unpaired: against 0, without that estimate, which saves three forward passes.
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    #: Scale of the reward beta log(policy / reference). The larger, the nearer the policy stays to
+    #: the reference.
+    beta: Positive = 0.1
+    #: Weight of wanted answers. Where one kind is rare, raise its own weight: the paper keeps
+    #: desirable_weight * (their number) at 1 to 4/3 of undesirable_weight * (the others').
+    desirable_weight: NonNegative = 1.0
+    undesirable_weight: NonNegative = 1.0  # Weight of the other answers.
 
 
 @dataclass(kw_only=True)
@@ -122,13 +154,13 @@ class ServeConfig:
     It answers the protocol of `reward.function = http://...`.
     """
 
-    command: Literal["serve"]
+    command: Literal["serve"]  # What to do; there is nothing else.
     #: Folder or hub id of what minirl.rm leaves, or of any AutoModelForSequenceClassification with
     #: one label.
     model: str
     host: str = "127.0.0.1"  # 0.0.0.0 lets other machines connect, too.
-    port: Port = 5000
-    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
+    port: Port = 5000  # Of the server.
+    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"  # Of the forward.
     #: A longer text is scored by its last tokens. 0: 8192, or as many as the model has positions.
     max_tokens: NonNegativeInt = 0
     #: Tokens in a forward. Texts of requests that come together share it.
@@ -138,7 +170,7 @@ class ServeConfig:
     #: Environment variable with the key that clients must send, as a bearer token. Empty: no key.
     api_key_env: str = ""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
-    timeout_minutes: Minutes = 30.0
+    timeout_minutes: Minutes = 30.0  # Time limit of torch's process group, of one process here.
 
 
 @dataclass(kw_only=True)
@@ -157,3 +189,17 @@ class DPOConfig(SupervisedConfig):
     #: File (.npz) for the reference's log-probs of all rows. Empty: the reference is kept and runs
     #: once per batch.
     reference_cache: str = ""
+
+
+@dataclass(kw_only=True)
+class KTOConfig(SupervisedConfig):
+    """Train by KTO: `torchrun --nproc-per-node N -m minirl.kto --config FILE [--flag value ...]`.
+
+    Rows have `prompt`, `completion` and `label`; see data/README.md.
+    """
+
+    output: str = "runs/kto"
+    data: LabelledConfig = field(default_factory=LabelledConfig)
+    algo: KTOLossConfig = field(default_factory=KTOLossConfig)
+    #: Folder or hub id of the frozen reference. Empty: policy.model as it is given.
+    reference: str = ""

@@ -5,14 +5,46 @@ gives the setting, its value and what to do. `resolve_lengths` is the only funct
 config.
 """
 
+import copy
+
+from minirl.config.algorithm import validate_algorithm, validate_critic, validate_reference
+from minirl.config.lengths import validate_length, validate_schedule
+from minirl.config.policy import ParallelConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import DataConfig, EvaluateConfig, ParallelConfig
-from minirl.config.supervised import ChatsConfig, DPOConfig, PairsConfig, SupervisedConfig
+from minirl.config.shared import DataConfig, EvaluateConfig
+from minirl.config.supervised import (
+    ChatsConfig,
+    DPOConfig,
+    KTOConfig,
+    PairsConfig,
+    SupervisedConfig,
+)
 from minirl.errors import require
+from minirl.trackers import check_installed
 
 COLDEST = 0.01  # Temperature, of vLLM.
 
 # ------------------------------------------------------------------------------------- entry points
+
+
+def check_settings(cfg: object, world_size: int) -> None:
+    """Refuse what cannot work in the program that this config is of. The config stays as it is.
+
+    Raises:
+        UserError: for the first rule that is broken.
+    """
+    if isinstance(cfg, RLConfig):
+        resolved = copy.deepcopy(cfg)
+        resolve_lengths(resolved)
+        validate_rl(resolved, world_size)
+    elif isinstance(cfg, EvaluateConfig):
+        require(cfg.model, "model is empty: give a folder or a hub id with --model")
+        require(cfg.data.eval, "data.eval is empty: give a JSONL file or reasoning_gym:NAME")
+        sampled = copy.deepcopy(cfg)
+        resolve_lengths(sampled)
+        validate_sampling(sampled)
+    elif isinstance(cfg, SupervisedConfig):
+        validate_supervised(cfg, world_size)
 
 
 def resolve_lengths(cfg: RLConfig | EvaluateConfig) -> None:
@@ -33,13 +65,14 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
     scores = ("accuracy", "reward", f"pass@{cfg.eval.samples}")
     validate_sampling(cfg)
     _training(cfg, world_size, "engine.max_model_len", longest, scores)
+    validate_length(cfg)
     _rollout(cfg)
     _temperature(cfg)
     _partial_rollouts(cfg)
     _reward(cfg)
-    _algorithm(cfg)
-    _critic(cfg)
-    _reference(cfg)
+    validate_algorithm(cfg)
+    validate_critic(cfg)
+    validate_reference(cfg)
 
     num_ranks = cfg.engine.tensor_parallel_size
     require(
@@ -49,7 +82,7 @@ def validate_rl(cfg: RLConfig, world_size: int) -> None:
 
 
 def validate_supervised(cfg: SupervisedConfig, world_size: int) -> None:
-    """Refuse what cannot work in minirl.sft, minirl.rm and minirl.dpo.
+    """Refuse what cannot work in minirl.sft, minirl.rm, minirl.dpo and minirl.kto.
 
     Raises:
         UserError: for the first rule that is broken.
@@ -59,6 +92,10 @@ def validate_supervised(cfg: SupervisedConfig, world_size: int) -> None:
     if isinstance(cfg.data, PairsConfig):  # a micro-batch holds both sides of a pair
         scores = ("loss", "accuracy", "margin")
         _training(cfg, world_size, "2 * data.max_tokens", 2 * longest, scores)
+    elif isinstance(cfg, KTOConfig):
+        scores = ("loss", "accuracy", "margin")
+        _training(cfg, world_size, "data.max_tokens", longest, scores)
+        _single_answers(cfg)
     else:
         _training(cfg, world_size, "data.max_tokens", longest, ("loss", "perplexity"))
 
@@ -68,6 +105,22 @@ def validate_supervised(cfg: SupervisedConfig, world_size: int) -> None:
             f"algo.label_smoothing = {cfg.algo.label_smoothing} belongs to algo.loss = sigmoid, "
             f"not {cfg.algo.loss}; set it to 0",
         )
+
+
+def _single_answers(cfg: KTOConfig) -> None:
+    require(
+        cfg.batch_size > 1 or cfg.algo.loss != "kto",
+        f"batch_size = {cfg.batch_size}: algo.loss = kto estimates the KL by answers of other rows "
+        "of the batch; set it to 2 or more (64 and more are usual), or algo.loss apo_zero_unpaired",
+    )
+
+    desirable = cfg.algo.desirable_weight
+    undesirable = cfg.algo.undesirable_weight
+    require(
+        desirable > 0 or undesirable > 0,
+        f"algo.desirable_weight = {desirable} and algo.undesirable_weight = {undesirable} leave "
+        "nothing to learn; set one of them above 0",
+    )
 
 
 def validate_sampling(cfg: RLConfig | EvaluateConfig) -> None:
@@ -92,8 +145,19 @@ def validate_sampling(cfg: RLConfig | EvaluateConfig) -> None:
 
 
 def validate_templates(data: DataConfig | ChatsConfig | PairsConfig) -> None:
-    """Refuse an input template without a place for the prompt, or with a chat's settings."""
+    """Refuse templates that do not go together, and an input template without a place."""
     template = data.input_template
+    for name, value in (
+        ("input_template", template),
+        ("chat_template", data.chat_template),
+        ("chat_template_kwargs", data.chat_template_kwargs),
+        ("system_prompt", data.system_prompt),
+    ):
+        require(
+            data.apply_chat_template or not value,
+            f"data.{name} = {value!r} has no place where data.apply_chat_template = False encodes "
+            "texts as they are; set one of them",
+        )
     if not template:
         return
 
@@ -104,6 +168,7 @@ def validate_templates(data: DataConfig | ChatsConfig | PairsConfig) -> None:
 
     for name, value in (
         ("chat_template", data.chat_template),
+        ("chat_template_kwargs", data.chat_template_kwargs),
         ("system_prompt", data.system_prompt),
     ):
         require(
@@ -170,8 +235,10 @@ def _training(
         longest: its value, in tokens.
         scores: names of the held-out scores.
     """
+    check_installed(cfg.log)
     validate_parallel(cfg.parallel, world_size)
     _budget(cfg, setting, longest)
+    validate_schedule(cfg.policy, "policy")
 
     require(
         not cfg.policy.cpu_offload or cfg.policy.optimizer_state != "offload",
@@ -182,7 +249,13 @@ def _training(
     require(cfg.data.train, "data.train is empty: give a JSONL file or reasoning_gym:NAME")
 
     require(
-        cfg.data.eval or cfg.data.held_out >= 1,
+        cfg.policy.model,
+        "policy.model is empty: name the folder or hub id of the model to train by --policy.model, "
+        "or ask for a small one with random weights by --policy.model scratch",
+    )
+
+    require(
+        cfg.data.eval or cfg.data.held_out != 0,
         f"data.held_out = {cfg.data.held_out} must be at least 1 where data.eval names no file",
     )
 
@@ -224,7 +297,9 @@ def _rollout(cfg: RLConfig) -> None:
     rollout = cfg.rollout
     advantage = cfg.algo.advantage
 
-    compares = advantage not in ("reinforce_pp", "gae", "on_policy_distill")
+    # What one of a file compares is looked up where it is imported (own_methods.py).
+    is_own = ":" in advantage
+    compares = not is_own and advantage not in ("reinforce_pp", "gae", "on_policy_distill")
     require(
         rollout.samples_per_prompt > 1 or not compares,
         f"rollout.samples_per_prompt = {rollout.samples_per_prompt}: algo.advantage = {advantage} "
@@ -298,103 +373,4 @@ def _partial_rollouts(cfg: RLConfig) -> None:
         f"{rollout.prompts_per_step} times max_staleness = {rollout.max_staleness}, so that some "
         f"groups could not be trained on in time; lower it to {most_ahead} or less, or raise "
         "max_staleness",
-    )
-
-
-def _algorithm(cfg: RLConfig) -> None:
-    algo = cfg.algo
-    require(
-        algo.dual_clip == 0 or algo.dual_clip > 1,
-        f"algo.dual_clip = {algo.dual_clip} must be 0 (off) or above 1",
-    )
-
-    require(
-        algo.loss != "cispo" or not algo.dual_clip,
-        f"algo.dual_clip = {algo.dual_clip} bounds what algo.loss = cispo bounds already; set it "
-        "to 0",
-    )
-
-    require(
-        algo.kl_in == "loss" or algo.kl_estimator != "unbiased",
-        "algo.kl_estimator = unbiased is about the gradient, and a reward has none; take k1 (or "
-        "auto)",
-    )
-
-    require(
-        not algo.whiten_tokens or algo.advantage == "reinforce_pp_baseline",
-        f"algo.whiten_tokens belongs to algo.advantage = reinforce_pp_baseline, not "
-        f"{algo.advantage}; unset it",
-    )
-
-
-def _critic(cfg: RLConfig) -> None:
-    critic = cfg.critic
-    require(
-        cfg.algo.advantage == "gae" or not critic.model,
-        f"critic.model = {critic.model} has no effect while algo.advantage = "
-        f"{cfg.algo.advantage}; set algo.advantage gae",
-    )
-
-    require(
-        critic.model != "scratch",
-        "critic.model = scratch: leave it empty, and the critic starts as the policy does",
-    )
-
-    require(
-        critic.warmup_steps < max(1, cfg.num_steps),
-        f"critic.warmup_steps = {critic.warmup_steps} leaves the policy none of num_steps = "
-        f"{cfg.num_steps}; lower it",
-    )
-
-    require(
-        critic.ema_decay == 0,
-        f"critic.ema_decay = {critic.ema_decay}: the critic is not exported, so its average would "
-        "be lost; set it to 0",
-    )
-
-
-def _reference(cfg: RLConfig) -> None:
-    algo = cfg.algo
-    ref = cfg.ref
-    distills = algo.advantage == "on_policy_distill"
-
-    require(
-        not distills or ref.model,
-        "algo.advantage = on_policy_distill learns from a teacher; name it with ref.model",
-    )
-
-    require(
-        not distills or algo.kl_in == "loss" or not algo.kl_coef,
-        "algo.kl_in = reward: on_policy_distill takes no rewards; set algo.kl_in loss or "
-        "algo.kl_coef 0",
-    )
-
-    for is_set, setting in (
-        (algo.kl_target, f"algo.kl_target = {algo.kl_target}"),
-        (ref.every, f"ref.every = {ref.every}"),
-        (ref.model and not distills, f"ref.model = {ref.model}"),
-        (algo.kl_in == "reward", "algo.kl_in = reward"),
-    ):
-        require(
-            not is_set or algo.kl_coef > 0,
-            f"{setting} has no effect while algo.kl_coef = {algo.kl_coef}: no KL is computed and "
-            "no reference is loaded; set algo.kl_coef above 0",
-        )
-
-    require(
-        not (ref.every and ref.model),
-        f"ref.every = {ref.every} would replace ref.model = {ref.model} by the policy; set one of "
-        "them",
-    )
-
-    require(
-        not ref.reset_optimizer or ref.every,
-        "ref.reset_optimizer: the optimizer's state is forgotten when the reference is replaced; "
-        "set ref.every",
-    )
-
-    require(
-        not ref.reset_optimizer or not cfg.policy.ema_decay,
-        f"ref.reset_optimizer would forget the moving average of policy.ema_decay = "
-        f"{cfg.policy.ema_decay} too; set one of them",
     )

@@ -1,17 +1,18 @@
 """Messages to texts and token ids, through the tokenizer's own chat template."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from minirl.config.shared import RowsConfig
+from minirl.data.messages import Messages, RowPrompt, for_template, read_template_kwargs
 from minirl.errors import UserError, require
 from minirl.reading import is_unicode, library_reads, read_text
-
-Messages = list[dict]  # A chat: each with a role and a content.
-RowPrompt = str | Messages
 
 
 def load_tokenizer(
@@ -117,32 +118,66 @@ def use_template(tokenizer: PreTrainedTokenizerBase, data: RowsConfig) -> PreTra
 
     Args:
         tokenizer: changed in place.
-        data: has data.chat_template, a file with a Jinja template, and data.input_template, a text
+        data: has data.chat_template, a file with a Jinja template; data.input_template, a text
             with the prompt in place of its `{}`, followed by an answer and the end-of-sequence
-            token.
+            token, which without data.apply_chat_template is `{}` itself; and
+            data.chat_template_kwargs, which the template gets wherever it is rendered.
 
     Returns:
         The tokenizer.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: the file cannot be read, or an argument is none that a template can have.
     """
     if data.chat_template:
         tokenizer.chat_template = read_text(data.chat_template, "data.chat_template =")
-    if data.input_template:
+    input_template = data.input_template if data.apply_chat_template else "{}"
+    if input_template:
         # A chat begins as a plain text of this tokenizer does: with its first token, if it has one.
         begins = tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
         begin = json.dumps(tokenizer.bos_token if begins else "")
-        texts = data.input_template.split("{}")
+        texts = input_template.split("{}")
         around_prompt = [json.dumps(text, ensure_ascii=False) for text in texts]
         tokenizer.chat_template = (
             "{% if messages[0].role != 'user' or messages|length > 2 %}"
-            "{{ raise_exception('data.input_template takes a prompt that is one text and an "
-            "answer; leave it empty for chats') }}{% endif %}"
+            "{{ raise_exception('data.input_template, and data.apply_chat_template = False, take "
+            "a prompt that is one text and an answer; leave them as they are for chats') }}"
+            "{% endif %}"
             f"{{{{ {begin} + {' + messages[0].content + '.join(around_prompt)} }}}}"
             "{% for m in messages[1:] %}{{ m.content + eos_token }}{% endfor %}"
         )
+    kwargs = read_template_kwargs(data.chat_template_kwargs, "data.chat_template_kwargs")
+    if kwargs:
+        _set_defaults(tokenizer, kwargs)
     return tokenizer
+
+
+def _set_defaults(tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any]) -> None:
+    """Give the template's variables values for where a rendering gives them none."""
+    defaults = ""
+    for name, value in kwargs.items():
+        defaults += (
+            f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
+        )
+    defaults += "{{ '' }}"  # A line break after a block would be left out, as the template's own.
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # Some models have one for tools beside the default one.
+        tokenizer.chat_template = {name: defaults + text for name, text in template.items()}
+    elif template is not None:
+        tokenizer.chat_template = defaults + template
+
+
+def _literal(value: Any) -> str:
+    """Return a value of YAML or JSON as a template writes it."""
+    if isinstance(value, dict):
+        items = [
+            f"{json.dumps(key, ensure_ascii=False)}: {_literal(inner)}"
+            for key, inner in value.items()
+        ]
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[int]:
@@ -205,14 +240,17 @@ def render(
     *,
     header: bool = True,
     tools: list[dict] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> str:
-    """Return the chat as text.
+    """Return the chat as text. This is the only place where a template is rendered.
 
     Args:
         tokenizer: has the chat template.
         messages: the chat.
         header: whether the header of an answer follows, up to where the assistant begins to speak.
-        tools: descriptions of tools, for the template.
+        tools: JSON schemas of tools, for the template.
+        chat_template_kwargs: further arguments of the template, of a row or of a request. They
+            count before data.chat_template_kwargs, which `use_template` has put there.
 
     Raises:
         UserError: the template raises an error, or renders nothing.
@@ -220,16 +258,59 @@ def render(
     shown = f"({str(messages)[:200]}); correct the messages or data.chat_template"
     try:
         text = tokenizer.apply_chat_template(
-            messages,
+            for_template(messages),
             tokenize=False,
             add_generation_prompt=header,
             tools=tools,  # type: ignore[arg-type]  # a list of dict is one of dict | Callable
+            **(chat_template_kwargs or {}),
         )
     except Exception as error:  # a template is a program: it may raise anything
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise UserError(f"the chat template refuses a chat: {kind}{error} {shown}") from error
     require(text, f"the chat template renders nothing for a chat {shown}")
     return str(text)
+
+
+def renderer(tokenizer: PreTrainedTokenizerBase, row: dict) -> Callable[..., str]:
+    """Return `render` for the chats of a row, with its tools and template arguments."""
+    return partial(render, tokenizer, **row.get("template_inputs", {}))
+
+
+def require_tools_shown(tokenizer: PreTrainedTokenizerBase, tools: list[dict]) -> None:
+    """Refuse a chat template that leaves out the tools it is given.
+
+    The policy would be trained to use tools that it was never told of.
+
+    Raises:
+        UserError: a chat renders alike with and without these tools.
+    """
+    question: Messages = [{"role": "user", "content": "minirl asks"}]
+    names = ", ".join(tool["function"]["name"] for tool in tools)
+    require(
+        render(tokenizer, question, tools=tools) != render(tokenizer, question),
+        f"the chat template of policy.model shows no tools, and a chat comes with some ({names}): "
+        "the policy would not know of them; name a template that renders `tools` by "
+        "data.chat_template",
+    )
+
+
+def require_calls_shown(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a chat template that leaves out calls of tools.
+
+    Raises:
+        UserError: an answer that calls a tool does not have the tool's name.
+    """
+    function = {"name": "minirl_asks", "arguments": {"number": 1}}
+    call = {"id": "callminir", "type": "function", "function": function}
+    messages: Messages = [
+        {"role": "user", "content": "minirl asks"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    require(
+        "minirl_asks" in render(tokenizer, messages, header=False),
+        "the chat template of policy.model shows no tool_calls, and a message has some: their "
+        "answers would be empty; name a template that renders `tool_calls` by data.chat_template",
+    )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

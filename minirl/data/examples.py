@@ -11,17 +11,16 @@ from transformers import PreTrainedTokenizerBase
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat, images, turns
 from minirl.data.images import ImageSpan, Vision
+from minirl.data.messages import fault_of, is_messages, is_prompt, why_no_messages
 from minirl.data.order import make_order
 from minirl.data.rows import (
     Place,
     Rows,
     column,
     errors_at,
-    fault_of,
-    is_messages,
-    is_prompt,
     open_rows,
-    why_no_messages,
+    refuse_chats,
+    template_inputs,
     with_images,
 )
 from minirl.errors import UserError, require
@@ -43,16 +42,17 @@ def open_chats(source: str | list[str], setting: str, cfg: ChatsConfig, mesh: Me
         mesh: the ranks.
 
     Returns:
-        Rows {"messages": chat, "trained": indices of the assistant turns in the loss}, or
-        {"text": text}.
+        Rows {"messages": chat, "trained": indices of the assistant turns in the loss}, with
+        "template_inputs" where they have some, or {"text": text}.
 
     Raises:
         UserError: a source cannot be read. A row that is none of these raises one when it is read.
     """
-    return open_rows(source, setting, partial(_to_chat, cfg=cfg), cfg.max_samples, mesh)
+    return open_rows(source, setting, partial(to_chat, cfg=cfg), cfg, mesh)
 
 
-def _to_chat(raw: dict, place: Place, cfg: ChatsConfig) -> dict:
+def to_chat(raw: dict, place: Place, cfg: ChatsConfig) -> dict:
+    """Return a row as `open_chats` does. Raises UserError if it is none of these."""
     messages = raw.get(cfg.messages_key)
     prompt = column(raw, cfg.prompt_key)
     completion = column(raw, cfg.completion_key)
@@ -61,6 +61,7 @@ def _to_chat(raw: dict, place: Place, cfg: ChatsConfig) -> dict:
         return {"text": text}
 
     # 1. The messages outside the loss, and those whose answers may be in it.
+    refuse_chats(place, cfg, messages, prompt if completion is not None else None, completion)
     if isinstance(completion, str | int | float):
         completion = [{"role": "assistant", "content": str(completion)}]
     before = []
@@ -100,6 +101,7 @@ def _to_chat(raw: dict, place: Place, cfg: ChatsConfig) -> dict:
     return {
         "messages": whole[: trained[-1] + 1],
         "trained": trained if cfg.train_on == "all_turns" else trained[-1:],
+        **template_inputs(raw, place, cfg),
     }
 
 
@@ -121,7 +123,8 @@ def to_examples(
         vision or not images.of_chat(messages),
         "a chat has images, and policy.model reads none; take a model of a family that does",
     )
-    segments = turns.encode_chat(tokenizer, messages, row["trained"], stop_ids)
+    show = chat.renderer(tokenizer, row)
+    segments = turns.encode_chat(tokenizer, messages, row["trained"], stop_ids, show)
     examples = []
     for number, (ids, mask, num_messages) in enumerate(segments):
         urls = images.of_chat(messages[:num_messages])
@@ -270,11 +273,15 @@ class Chats:
                     logprobs = self.reference_logprobs[f"{row}-{t.episode}"]
                 here.append(replace(t, group=number, logprobs=logprobs))
         num_rows = len({t.group for t in here})
-        num_tokens = sum(len(t.tokens) for t in here)
+        num_tokens = self.count_tokens(here)
         of_ranks = self.mesh.gather((error, [num_rows, num_tokens, *num_lost.tolist()]))
         raise_first([error for error, _ in of_ranks])
         num_rows, num_tokens, *lost = np.sum([counts for _, counts in of_ranks], axis=0).tolist()
         return StepExamples(here, num_rows, num_tokens, lost)
+
+    def count_tokens(self, examples: list[Trajectory]) -> int:
+        """Return the tokens of examples, in the loss or not."""
+        return sum(len(t.tokens) for t in examples)
 
     def encoded_rows(self, numbers: range) -> dict[int, list[Trajectory]]:
         """Return this rank's rows among these by their numbers, without dropped ones. Collective.
@@ -299,10 +306,10 @@ class Chats:
         rows = self.order.rows(numbers.start, numbers.stop)
         # A row is always of the same rank, which may have kept it.
         is_here = rows % self.mesh.world_size == self.mesh.rank
-        numbers_here = (numbers.start + np.flatnonzero(is_here)).tolist()
-        rows_here = rows[is_here].tolist()
-        encoded = self.thread.submit(self._encode_rows, rows_here)
-        return _Work(numbers, numbers_here, rows_here, encoded)
+        places = np.flatnonzero(is_here)
+        numbers_here = (numbers.start + places).tolist()
+        encoded = self.thread.submit(self._encode_step, rows.tolist(), places.tolist())
+        return _Work(numbers, numbers_here, rows[is_here].tolist(), encoded)
 
     def _require_rows(self) -> None:
         """Encode rows until one is not dropped. Collective. Raises UserError if all are."""
@@ -323,6 +330,10 @@ class Chats:
                 num_lost=sum(lost for _, lost in of_ranks),
             )
             raise UserError(f"{self.rows.sources[0].label}: {why}")
+
+    def _encode_step(self, rows: list[int], places: list[int]) -> list[Encoded]:
+        """Return those of a step's rows that have these places in it, in the thread."""
+        return self._encode_rows([rows[place] for place in places])
 
     def _encode_rows(self, numbers: list[int]) -> list[Encoded]:
         """Return rows as token ids, in the thread."""

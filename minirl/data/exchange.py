@@ -140,7 +140,7 @@ def exchange(
     """Spread the trajectories of all ranks evenly. Collective.
 
     The plan sorts by (group, episode), so who sampled what does not matter; minibatches split the
-    groups evenly. `versions` and `info` stay where they are.
+    groups evenly. `versions` and `info` stay where they are, and so do trajectories without tokens.
 
     Args:
         trajectories: of this rank, any number.
@@ -155,6 +155,7 @@ def exchange(
     Raises:
         UserError: a trajectory exceeds the budget.
     """
+    trajectories = [t for t in trajectories if len(t.tokens)]
     images = [_image_bytes(t) for t in trajectories]
     table = _gather_headers(trajectories, images, mesh)
     plan = _make_plan(table, mesh, budget, num_minibatches, whole_groups)

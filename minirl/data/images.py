@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor
 
-from minirl.data.chat import Messages, RowPrompt
+from minirl.data.messages import Messages, RowPrompt
 from minirl.errors import UserError
 
 # Others are rare, and some of their readers start programs (EPS) or hold further formats (ICO).

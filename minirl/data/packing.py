@@ -105,6 +105,7 @@ def pack(
     *,
     layout: Layout = _PLAIN_LAYOUT,
     pairs: bool = False,
+    single: bool = False,
 ) -> Packed:
     """Lay sequences end to end and shift once, as the example in types.py shows.
 
@@ -119,6 +120,7 @@ def pack(
         temperature: at which log-probs are computed.
         layout: what the model asks for.
         pairs: every group is a pair, episode 0 the chosen answer and 1 the rejected one.
+        single: every answer counts on its own, for losses of judged answers.
     """
     sequences = _lay_out(trajectories, layout)
     owners = [q.trajectory for q in sequences]
@@ -154,10 +156,15 @@ def pack(
     if layout.vision:
         spans = [(t.images, p) for t, p in zip(owners, positions, strict=True)]
         batch.images = layout.vision.batch(spans, device)
-    if pairs:  # all that is in the loss is an answer
-        answers = sorted(np.flatnonzero(loss_tokens), key=batch.sequence_ids.__getitem__)
-        batch.pairs = on_device(np.array(answers, np.int64).reshape(-1, 2), device)
+    if pairs or single:
+        batch.pairs = on_device(_answers(batch, loss_tokens, 2 if pairs else 1), device)
     return batch
+
+
+def _answers(batch: Packed, loss_tokens: list[int], size: int) -> np.ndarray:
+    """Return the sequences in the loss, which are answers, in their order; int64 [P, size]."""
+    answers = sorted(np.flatnonzero(loss_tokens), key=batch.sequence_ids.__getitem__)
+    return np.array(answers, np.int64).reshape(-1, size)
 
 
 def unpack(values: Tensor, trajectories: list[Trajectory], batch: Packed) -> list[np.ndarray]:

@@ -9,16 +9,25 @@ from functools import partial
 import numpy as np
 
 from minirl.config.supervised import PairsConfig
-from minirl.data.chat import Messages, RowPrompt, to_messages
+from minirl.data.chat import to_messages
 from minirl.data.examples import Chats, Encoded
+from minirl.data.messages import (
+    Messages,
+    RowPrompt,
+    fault_of,
+    for_template,
+    has_calls,
+    is_messages,
+    is_prompt,
+    without_none,
+)
 from minirl.data.rows import (
     Place,
     Rows,
-    fault_of,
-    is_messages,
-    is_prompt,
     open_rows,
+    refuse_chats,
     require_column,
+    template_inputs,
     with_images,
 )
 from minirl.data.sources import Source
@@ -40,13 +49,14 @@ def open_pairs(source: str | list[str], setting: str, cfg: PairsConfig, mesh: Me
         mesh: the ranks.
 
     Returns:
-        Rows {"prompt": messages, "chosen" and "rejected": the messages after it, "margin": float};
-        without "prompt" if the two are plain texts.
+        Rows {"prompt": messages, "chosen" and "rejected": the messages after it, "margin": float},
+        with "template_inputs" where they have some; without "prompt" if the two
+        are plain texts.
 
     Raises:
         UserError: a source cannot be read. A row that is no pair raises one when it is read.
     """
-    return open_rows(source, setting, partial(_to_pair, cfg=cfg), cfg.max_samples, mesh)
+    return open_rows(source, setting, partial(_to_pair, cfg=cfg), cfg, mesh)
 
 
 def _to_pair(raw: dict, place: Place, cfg: PairsConfig) -> dict:
@@ -54,7 +64,7 @@ def _to_pair(raw: dict, place: Place, cfg: PairsConfig) -> dict:
         raw = {
             cfg.prompt_key: raw["prompt"],
             cfg.chosen_key: str(raw["answer"]),
-            cfg.rejected_key: _other_answer(raw, place.source),
+            cfg.rejected_key: other_answer(raw, place.source),
         }
     prompt = raw.get(cfg.prompt_key)
     chosen = _side(raw, "chosen", cfg.chosen_key, place)
@@ -66,6 +76,7 @@ def _to_pair(raw: dict, place: Place, cfg: PairsConfig) -> dict:
             f"{', '.join(raw)}); set "
             "data.prompt_key to the one that holds the prompt"
         )
+    refuse_chats(place, cfg, prompt, chosen, rejected)
     if type(chosen) is not type(rejected):
         raise UserError(f"{place}: one side of the pair is a text and the other a list of messages")
     require_column(raw, "data.margin_key", cfg.margin_key, "margin", place)
@@ -78,6 +89,7 @@ def _to_pair(raw: dict, place: Place, cfg: PairsConfig) -> dict:
     pair = {"chosen": chosen, "rejected": rejected, "margin": float(margin)}
     if prompt is None and isinstance(chosen, str):
         return pair
+    pair |= template_inputs(raw, place, cfg)
     before = []
     if prompt is not None:
         before = to_messages(with_images(prompt, raw, place, cfg), cfg.system_prompt)
@@ -88,13 +100,7 @@ def _to_pair(raw: dict, place: Place, cfg: PairsConfig) -> dict:
     for side, whole in zip(SIDES, (chosen, rejected), strict=True):
         answer = whole[len(before) :]
         are_texts = all(isinstance(message["content"], str) for message in answer)
-        if not (
-            before
-            and answer
-            and are_texts
-            and answer[-1]["role"] == "assistant"
-            and answer[-1]["content"].strip()
-        ):
+        if not (before and answer and are_texts and _is_answer(answer[-1])):
             raise UserError(
                 f"{place}: the {side} side must answer the prompt that both share, and end by an "
                 "assistant's turn that is not empty; its content must be a text"
@@ -103,7 +109,13 @@ def _to_pair(raw: dict, place: Place, cfg: PairsConfig) -> dict:
     return pair
 
 
-def _other_answer(raw: dict, source: Source) -> str:
+def _is_answer(message: dict) -> bool:
+    """Return whether a message is an assistant's and not empty."""
+    says = message["content"].strip() or message.get("tool_calls")
+    return message["role"] == "assistant" and bool(says)
+
+
+def other_answer(raw: dict, source: Source) -> str:
     """Return another answer of a generator, the first behind a place that the prompt chooses."""
     first = zlib.crc32(raw["prompt"].encode())
     for k in range(len(source.rows)):
@@ -115,8 +127,12 @@ def _other_answer(raw: dict, source: Source) -> str:
 
 def _side(raw: dict, side: str, key: str, place: Place) -> RowPrompt:
     answer = raw.get(key)
-    if is_messages(answer) or (isinstance(answer, str) and answer.strip()):
+    if isinstance(answer, str) and answer.strip():
         return answer
+    if is_messages(answer):
+        if not has_calls(answer):
+            return answer
+        return for_template(without_none(answer) if place.source.has_gaps else answer)
     raise UserError(
         f"{place}: data.{side}_key = {key!r} must name a text or messages with role and content, "
         f"not empty, for the {side} side of a pair (it is {str(answer)[:60]!r}"
@@ -170,6 +186,8 @@ class Pairs(Chats):
                 answer = range(len(row["prompt"]), len(messages))
                 trained = [i for i in answer if messages[i]["role"] == "assistant"]
                 example = {"messages": messages, "trained": trained}
+                if "template_inputs" in row:
+                    example["template_inputs"] = row["template_inputs"]
             segments = self.to_examples(example)
             require(
                 len(segments) == 1,

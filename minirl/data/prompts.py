@@ -10,62 +10,83 @@ from transformers import PreTrainedTokenizerBase
 from minirl.config.shared import DataConfig
 from minirl.data import chat, images
 from minirl.data.images import Vision
+from minirl.data.messages import fault_of, is_messages, is_prompt
 from minirl.data.order import make_order
 from minirl.data.rows import (
     Place,
     Rows,
     column,
     errors_at,
-    fault_of,
-    is_messages,
-    is_prompt,
     open_rows,
+    refuse_chats,
     require_column,
+    template_inputs,
     with_images,
 )
 from minirl.errors import UserError, require
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 
+NO_PROMPT = ""  # Of a row whose environment makes the prompt.
 
-def open_prompts(source: str | list[str], setting: str, cfg: DataConfig, mesh: Mesh) -> Rows:
-    """Return the rows of `data.train` or `data.eval`, whose distinct prompts are used. Collective.
+
+def open_prompts(
+    source: str | list[str],
+    setting: str,
+    cfg: DataConfig,
+    mesh: Mesh,
+    *,
+    own_prompts: bool = False,
+) -> Rows:
+    """Return the rows of `data.train` or `data.eval`, of which distinct ones are used. Collective.
 
     They stay in the order of their sources. Every row has "prompt" and, where the source has one,
     "answer", whatever the columns are called there; "data_source" where a column names it or there
-    are several sources; and all that it had.
+    are several sources; "template_inputs" where it has tools or arguments for the template; and
+    all that it had.
 
     Args:
         source: one source, or several, as sources.py describes them.
         setting: `data.train` or `data.eval`, for error messages.
         cfg: the names of the columns.
         mesh: the ranks.
+        own_prompts: the environment may make the prompts, so that rows need none. One without has
+            the empty text.
 
     Raises:
         UserError: a source cannot be read. A row without a prompt raises one when it is read.
     """
-    make_row = partial(_to_prompt, cfg=cfg, several=isinstance(source, list))
-    return open_rows(source, setting, make_row, cfg.max_samples, mesh, distinct=True)
+    make_row = partial(
+        _to_prompt, cfg=cfg, several=isinstance(source, list), own_prompts=own_prompts
+    )
+    return open_rows(source, setting, make_row, cfg, mesh, distinct=True, own_prompts=own_prompts)
 
 
-def _to_prompt(raw: dict, place: Place, cfg: DataConfig, several: bool) -> dict:
+def _to_prompt(
+    raw: dict, place: Place, cfg: DataConfig, several: bool, own_prompts: bool = False
+) -> dict:
     require_column(raw, "data.answer_key", cfg.answer_key, "answer", place)
     prompt = column(raw, cfg.prompt_key)
+    is_left_to_env = prompt is None and own_prompts
+    if is_left_to_env:
+        prompt = NO_PROMPT
     answer = column(raw, cfg.answer_key)
     # Of a chat to imitate, the last turn is the answer.
     is_chat = prompt is raw.get("messages") and cfg.prompt_key != "messages"
     if is_chat and is_messages(prompt) and prompt[-1]["role"] == "assistant":
         answer = prompt[-1]["content"] if answer is None else answer
         prompt = prompt[:-1]
-    if not is_prompt(prompt):
+    if not is_left_to_env and not is_prompt(prompt):
         raise UserError(
             f"{place}: data.prompt_key = {cfg.prompt_key!r} names no text and no list of messages "
             f"with role and content{fault_of(prompt)} (its keys: {', '.join(map(str, raw))}); set "
             "data.prompt_key to the one that holds the prompt"
         )
+    refuse_chats(place, cfg, prompt)
     row = dict(raw)
     row.pop(cfg.images_key, None)
     row.pop("image", None)
+    row |= template_inputs(raw, place, cfg)
     row["prompt"] = with_images(prompt, raw, place, cfg)
     if answer is not None:
         row["answer"] = answer
@@ -104,12 +125,17 @@ class Prompts:
         """Return the chat that a row's prompt begins, with data.system_prompt."""
         return chat.to_messages(row["prompt"], self.cfg.system_prompt)
 
+    def rendered(self, row: dict) -> str:
+        """Return the text of a row's prompt, up to where the assistant begins; "" without one."""
+        if not row["prompt"]:
+            return NO_PROMPT
+        return chat.renderer(self.tokenizer, row)(self.messages(row))
+
     def encode(self, row: dict) -> list[int]:
-        """Return the token ids of a row's prompt, up to where the assistant begins."""
-        messages = self.messages(row)
-        ids = chat.encode(self.tokenizer, chat.render(self.tokenizer, messages))
-        if self.vision:
-            ids, _ = self.vision.expand(ids, images.of_chat(messages))
+        """Return the token ids of `rendered`."""
+        ids = chat.encode(self.tokenizer, self.rendered(row))
+        if self.vision and ids:
+            ids, _ = self.vision.expand(ids, images.of_chat(self.messages(row)))
         return ids
 
     def check_lengths(self, mesh: Mesh, bit: int, num_tickets: int | None = None) -> int:
@@ -194,6 +220,8 @@ class LengthBound:
     def exceeds(self, row: dict) -> bool:
         """Return whether a row's prompt may have more than data.max_prompt_tokens tokens."""
         prompt = row["prompt"]
+        if "template_inputs" in row:
+            return True  # what a template adds for them is unknown
         if isinstance(prompt, str):
             return self._most_tokens(prompt) + self.added_to_text > self.cfg.max_prompt_tokens
         num_tokens = 0.0

@@ -1,21 +1,28 @@
 """Rows, each read when it is asked for, and what others call their columns."""
 
 import contextlib
-import hashlib
+import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from minirl.config.shared import RowsConfig
-from minirl.data.chat import Messages, RowPrompt, to_messages
+from minirl.data.chat import to_messages
 from minirl.data.images import BadImage, attach
+from minirl.data.messages import (
+    RowPrompt,
+    for_template,
+    has_calls,
+    read_template_kwargs,
+    read_tools,
+    without_none,
+)
 from minirl.data.sources import Source, open_source
 from minirl.errors import UserError, require
-from minirl.parallel.machines import check_same, errors_of_all
+from minirl.parallel.machines import check_same
 from minirl.parallel.mesh import Mesh
 
 # What TRL, OpenRLHF and others call a column. These names are tried where a row has none of the
@@ -28,9 +35,6 @@ OTHER_NAMES = {
 }
 
 BLOCK_ROWS = 128  # Rows that are read from a source at once.
-DIGEST_BYTES = 16
-NUM_PARTS = 16  # Digests are sorted in so many parts; a power of 2.
-ENCODER = json.JSONEncoder()  # as json.dumps has it
 
 
 class Place(NamedTuple):
@@ -45,8 +49,6 @@ class Place(NamedTuple):
 
 # make_row(raw, place): a row of what its source holds.
 MakeRow = Callable[[dict, Place], dict]
-# mark(row): bits that say what a program wants to know of a row, 0 to 255.
-Mark = Callable[[dict], int]
 
 
 @dataclass(eq=False)
@@ -55,9 +57,14 @@ class Rows(Sequence[dict]):
 
     sources: list[Source]  # What the rows are read from, end to end.
     make_row: MakeRow  # Makes a row of what its source holds.
-    distinct: bool  # Of the rows with the same prompt only the first is to be used.
+    distinct: bool  # Of equal rows only the first is to be used.
     numbers: np.ndarray  # int [N]: of each row its number in the sources, end to end.
     marks: np.ndarray  # uint8 [N]: what `read_rows` noted of each row; 0 before.
+    # Columns that the user has named, and that no row has been seen with so far: setting -> name.
+    missing: dict[str, str] = field(default_factory=dict)
+    # Whether prompts may be made of rows by an environment, so that all may have one prompt.
+    own_prompts: bool = False
+    num_doubles: int = 0  # Rows that `read_rows` left out, because they equal others.
     # int64 [S]: the number of each source's first row.
     first_numbers: np.ndarray = field(init=False)
 
@@ -113,6 +120,9 @@ class Rows(Sequence[dict]):
         if not isinstance(raw, dict):
             kind = type(raw).__name__
             raise UserError(f"{place}: a row must be an object of named values, not a {kind}")
+        if self.missing:
+            for setting in [name for name, key in self.missing.items() if key in raw]:
+                del self.missing[setting]
         return self.make_row(raw, place)
 
 
@@ -120,10 +130,11 @@ def open_rows(
     source: str | list[str],
     setting: str,
     make_row: MakeRow,
-    max_samples: int,
+    cfg: RowsConfig,
     mesh: Mesh,
     *,
     distinct: bool = False,
+    own_prompts: bool = False,
 ) -> Rows:
     """Return the rows of one or several sources, end to end. Collective. `read_rows` checks them.
 
@@ -131,9 +142,11 @@ def open_rows(
         source: one source, or several, as sources.py describes them.
         setting: what asks for them, `data.train` or `data.eval`, for error messages.
         make_row: makes a row of what its source holds.
-        max_samples: only so many rows of each source, its first; 0: all.
+        cfg: has data.max_samples (only so many rows of each source, its first; 0: all) and the
+            names of the columns.
         mesh: the ranks.
-        distinct: of the rows with the same prompt only the first is to be used.
+        distinct: of equal rows only the first is to be used.
+        own_prompts: an environment may make the prompts of the rows.
 
     Raises:
         UserError: a source cannot be read or has no rows, or only some of the sources have weights.
@@ -154,134 +167,22 @@ def open_rows(
     first_number = 0
     for opened, size in zip(sources, sizes, strict=True):
         require(size, f"{opened.label}: no rows")
-        last = first_number + min(size, max_samples or size)
+        last = first_number + min(size, cfg.max_samples or size)
         numbers.append(np.arange(first_number, last, dtype=dtype))
         first_number += size
     all_numbers = np.concatenate(numbers)
     marks = np.zeros(len(all_numbers), np.uint8)
-    return Rows(sources, make_row, distinct, all_numbers, marks)
+    return Rows(sources, make_row, distinct, all_numbers, marks, named_columns(cfg), own_prompts)
 
 
-def no_marks(row: dict) -> int:
-    """Return that nothing is to be known of a row."""
-    return 0
-
-
-def read_rows(
-    rows: Rows, mesh: Mesh, seed: int, held_out: int = 0, mark: Mark = no_marks
-) -> tuple[Rows, Rows]:
-    """Read every row once, and divide them into those to train on and `held_out` others.
-
-    Each rank reads its share, so that a bad row ends the program now, on every rank. Collective.
-
-    A hash of seed and prompt (of the whole row if it has none) chooses the held-out rows, so that
-    the choice does not depend on the order of the rows. Of rows with the same prompt, only the
-    first is used if `rows.distinct`. Else they are all trained on, or the last is held out and the
-    others are dropped.
-
-    Args:
-        rows: as `open_rows` returns them.
-        mesh: the ranks.
-        seed: of the choice.
-        held_out: how many rows, with different prompts, are held out.
-        mark: what to note of each row; the rows that are returned have it in `marks`.
-
-    Returns:
-        (rows to train on, held-out rows).
-
-    Raises:
-        UserError: a row is not as it should be, or nothing would be left to train on.
-    """
-    has_choice = rows.distinct or held_out > 0
-    digests, marks = _read_share(rows, mesh, seed if has_choice else None, mark)
-    marked = replace(rows, marks=mesh.gather_array(marks))
-    if not has_choice:
-        return marked, marked.take(np.arange(0))
-    digests = mesh.gather_array(digests)
-    train, chosen = choose(digests, held_out, distinct=rows.distinct)
-    return marked.take(train), marked.take(chosen)
-
-
-def _read_share(
-    rows: Rows, mesh: Mesh, seed: int | None, mark: Mark
-) -> tuple[np.ndarray, np.ndarray]:
-    """Read this rank's share of the rows. Collective.
-
-    Returns:
-        (digests, uint8 [share, 16], zeros without a seed; marks, uint8 [share]). The shares follow
-        one another.
-    """
-    size = -(-len(rows) // mesh.world_size)
-    first = min(mesh.rank * size, len(rows))
-    last = min(first + size, len(rows))
-    num = last - first
-    digests = bytearray(DIGEST_BYTES * num)
-    marks = bytearray(num)
-    with errors_of_all(mesh):
-        for i, row in enumerate(rows.read(first, last)):
-            marks[i] = mark(row)
-            if seed is not None:
-                digests[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)] = _digest(row, seed)
-    table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES)
-    return table, np.frombuffer(marks, np.uint8)
-
-
-def _digest(row: dict, seed: int) -> bytes:
-    text = f"{seed} {ENCODER.encode(row.get('prompt', row))}"
-    return hashlib.sha256(text.encode()).digest()[:DIGEST_BYTES]
-
-
-def choose(digests: np.ndarray, held_out: int, *, distinct: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Choose the rows to train on and those to hold out, as `read_rows` describes it.
-
-    Args:
-        digests: uint8 [N, 16]; rows with the same digest have the same prompt.
-        held_out: how many rows are held out: those with the smallest digests.
-        distinct: of rows with the same digest only the first is used.
-
-    Returns:
-        (numbers of the rows to train on, ascending; those of the held-out rows), int64.
-
-    Raises:
-        UserError: nothing would be left to train on.
-    """
-    is_trained = np.zeros(len(digests), bool)
-    chosen = [np.zeros(0, np.int64)]
-    num_missing = held_out
-    num_distinct = 0
-    # A part of the digests at a time, in ascending order: sorting all would take three times the
-    # memory that they have.
-    part_of = digests[:, 0] // (256 // NUM_PARTS)
-    for part in range(NUM_PARTS):
-        # 1. Sort. Rows with the same digest are neighbours then, in the order of their numbers.
-        numbers = np.flatnonzero(part_of == part)
-        if not len(numbers):
-            continue
-        words = digests[numbers].view(">u8")  # [M, 2]: as numbers they compare as the bytes do
-        order = np.lexsort((words[:, 1], words[:, 0]))
-        numbers = numbers[order]
-        words = words[order]
-        is_first = np.ones(len(words), bool)
-        is_first[1:] = (words[1:] != words[:-1]).any(axis=1)
-        firsts = np.flatnonzero(is_first)
-        lasts = np.append(firsts[1:], len(words)) - 1
-
-        # 2. The first digests of all are held out.
-        num_chosen = min(num_missing, len(firsts))
-        kept = (firsts if distinct else lasts)[:num_chosen]
-        chosen.append(numbers[kept])
-        num_missing -= num_chosen
-        num_distinct += len(firsts)
-        if distinct:
-            is_trained[numbers[firsts[num_chosen:]]] = True
-        elif num_chosen < len(firsts):
-            is_trained[numbers[firsts[num_chosen] :]] = True
-    require(
-        held_out < num_distinct,
-        f"data.held_out = {held_out} leaves nothing of the {num_distinct} distinct prompts in "
-        "data.train; lower it or set data.eval",
-    )
-    return np.flatnonzero(is_trained), np.concatenate(chosen)
+def named_columns(cfg: RowsConfig) -> dict[str, str]:
+    """Return the settings that name a column by another name than the default: setting -> name."""
+    values = dataclasses.asdict(cfg)
+    named = {}
+    for option in dataclasses.fields(cfg):
+        if option.name.endswith("_key") and values[option.name] != option.default:
+            named[f"data.{option.name}"] = values[option.name]
+    return named
 
 
 @contextlib.contextmanager
@@ -312,52 +213,6 @@ def column(row: dict, key: str) -> Any:
     return None
 
 
-def why_no_messages(value: object) -> str:
-    """Return what is wrong with a list of messages with role and content; empty: nothing."""
-    if not isinstance(value, list) or not value:
-        return "there is no list of messages"
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            return f"message {number} has no role and content"
-        role = message["role"]
-        if not isinstance(role, str) or not role:
-            return f"the role of message {number} is {role!r}; it must be a text"
-        content = message["content"]
-        is_call = content is None and bool(message.get("tool_calls"))
-        if not (isinstance(content, str) or is_call or _are_parts(content)):
-            return (
-                f"the content of message {number} is {str(content)[:80]!r}; it must be a text or a "
-                'list of {"type": "text", "text": ...} and {"type": "image"}'
-            )
-    return ""
-
-
-def _are_parts(content: object) -> bool:
-    """Return whether a message's content is a list of texts and images."""
-    return isinstance(content, list) and bool(content) and all(map(_is_part, content))
-
-
-def _is_part(part: object) -> bool:
-    if not isinstance(part, dict):
-        return False
-    if part.get("type") == "text":
-        return isinstance(part.get("text"), str)
-    if part.get("type") == "image_url":
-        place = part.get("image_url")
-        return isinstance(place, dict) and isinstance(place.get("url"), str)
-    return part.get("type") == "image"
-
-
-def is_messages(value: object) -> TypeGuard[Messages]:
-    """Return whether this is a list of messages with role and content, and not empty."""
-    return not why_no_messages(value)
-
-
-def fault_of(value: object) -> str:
-    """Return what is wrong with a value that is a list but no messages, to end a sentence."""
-    return f", as {why_no_messages(value)}" if isinstance(value, list) and value else ""
-
-
 def require_column(raw: dict, setting: str, key: str, default: str, place: Place) -> None:
     """Refuse a row without the named column that has the default one. Raises UserError.
 
@@ -371,15 +226,10 @@ def require_column(raw: dict, setting: str, key: str, default: str, place: Place
     )
 
 
-def is_prompt(value: object) -> TypeGuard[RowPrompt]:
-    """Return whether this is a text or a list of messages, and not empty."""
-    return is_messages(value) or (isinstance(value, str) and bool(value))
-
-
 def with_images(prompt: RowPrompt, row: dict, place: Place, cfg: RowsConfig) -> RowPrompt:
     """Return the prompt with the images of its row: data.images_key, or the one in `image`.
 
-    A text with images becomes messages.
+    A text with images becomes messages, and messages get the form that chat templates want.
 
     Raises:
         UserError: an image cannot be read, or images and places for them do not match.
@@ -389,7 +239,43 @@ def with_images(prompt: RowPrompt, row: dict, place: Place, cfg: RowsConfig) -> 
         row_images = [row["image"]]
     if isinstance(prompt, str) and not row_images:
         return prompt
+    messages = to_messages(prompt, "")
+    if has_calls(messages):
+        messages = for_template(without_none(messages) if place.source.has_gaps else messages)
     try:
-        return attach(to_messages(prompt, ""), row_images or [])
+        return attach(messages, row_images or [])
     except BadImage as error:
         raise UserError(f"{place}: {error}") from error
+
+
+def template_inputs(raw: dict, place: Place, cfg: RowsConfig) -> dict:
+    """Return what a chat template gets of a row beside messages, to be added to the row.
+
+    Returns:
+        {"template_inputs": arguments of `chat.render`, `tools` and `chat_template_kwargs`, each if
+        the row has it}; {} if it has neither.
+
+    Raises:
+        UserError: one is not what it should be.
+    """
+    inputs: dict[str, list[dict] | dict] = {}
+    tools = raw.get(cfg.tools_key) if cfg.tools_key else None
+    if tools is not None:
+        found = read_tools(tools, f"{place}: data.tools_key = {cfg.tools_key!r}")
+        if found:
+            inputs["tools"] = found
+    kwargs = raw.get("chat_template_kwargs")
+    if kwargs is not None:
+        read = read_template_kwargs(kwargs, f"{place}: chat_template_kwargs")
+        if read:
+            inputs["chat_template_kwargs"] = read
+    return {"template_inputs": inputs} if inputs else {}
+
+
+def refuse_chats(place: Place, cfg: RowsConfig, *values: object) -> None:
+    """Refuse messages where no chat template is to be applied. Raises UserError."""
+    if not cfg.apply_chat_template and any(isinstance(value, list) for value in values):
+        raise UserError(
+            f"{place}: data.apply_chat_template = False takes texts, and the row has messages, "
+            "which only a chat template makes a text of; set it to True"
+        )

@@ -22,8 +22,6 @@ import csv
 import difflib
 import json
 import math
-import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,15 +33,13 @@ import datasets
 from datasets.exceptions import DatasetsError
 from reasoning_gym.factory import DATASETS, create_dataset
 
+from minirl.config.named import GYM, check_source
 from minirl.data.json_lines import JsonLines
 from minirl.errors import UserError, require
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.reading import is_file, library_reads, parse_json
 
-GYM = "reasoning_gym:"
-FILES = (".jsonl", ".json", ".parquet", ".csv")
-HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 datasets.disable_progress_bars()
 
 
@@ -56,6 +52,11 @@ class Source:
     weight: float | None  # Its share among several sources; None: by its size.
     is_generated: bool  # By reasoning-gym.
     rows: Sequence
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether nested values have None for what other rows have there, as Arrow wants it."""
+        return isinstance(self.rows, datasets.Dataset)
 
     def read(self, first: int, last: int) -> list:
         """Return the rows from `first` to before `last`, read at once."""
@@ -95,12 +96,12 @@ def open_source(text: str, setting: str, mesh: Mesh | None = None) -> Source:
 
 def _open(text: str, setting: str) -> tuple[Source, Path | None]:
     """Open a source; return it, and the file of JSON lines whose rows it still lacks."""
+    check_source(text, setting)
     label = f"{setting} = {text}"
     place, _, query = text.partition("?")
     path = Path(place)
     generator = place.removeprefix(GYM)
     is_generated = place.startswith(GYM)
-    is_hub_id = re.fullmatch(HUB_ID, place) and path.suffix not in FILES
 
     # 1. The options that every source has.
     weight = None
@@ -127,13 +128,8 @@ def _open(text: str, setting: str) -> tuple[Source, Path | None]:
                 f"{label}: a file has no option {next(iter(options))}; it has weight and name"
             )
         rows = _read_file(path, label)
-    elif is_hub_id or (place and os.path.isdir(path)):
-        rows = _load_dataset(path, options, label)
     else:
-        raise UserError(
-            f"{setting} = {text!r}: no such file; give a JSONL, JSON, Parquet or CSV file, a "
-            f"folder or hub id of datasets or {GYM}NAME"
-        )
+        rows = _load_dataset(path, options, label)
     source = Source(
         label=label, name=name, weight=weight, is_generated=is_generated, rows=rows or ()
     )

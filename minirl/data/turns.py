@@ -10,11 +10,13 @@ segment, and the others have segments of their own.
 import bisect
 import os
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from minirl.data.chat import Messages, render
+from minirl.data.chat import renderer
+from minirl.data.messages import Messages
 from minirl.errors import UserError
 
 
@@ -39,6 +41,7 @@ def encode_chat(
     messages: Messages,
     trained: list[int],
     stop_ids: list[int],
+    show: Callable[..., str] | None = None,
 ) -> list[Segment]:
     """Return a chat as the segments that its template makes of it, each turn in the loss of one.
 
@@ -52,6 +55,8 @@ def encode_chat(
         messages: the chat.
         trained: indices of the assistant turns in the loss, in order; each follows a message.
         stop_ids: tokens that end an answer.
+        show: renders a chat of this row, as `chat.renderer` returns it; None: as the template does
+            without tools and arguments.
 
     Returns:
         The segments, in the order of their last turns. All but the last one are there because the
@@ -61,7 +66,8 @@ def encode_chat(
         UserError: the template refuses the chat, renders a call of a tool otherwise than its
             generation prompt begins it, or does not end a turn by a stop token.
     """
-    turns = [_render_turn(tokenizer, messages, i, stop_ids) for i in trained]
+    show = show or renderer(tokenizer, {})
+    turns = [_render_turn(tokenizer, messages, i, stop_ids, show) for i in trained]
     segments = []
     while turns:
         segment, turns = _encode_last(tokenizer, turns, stop_ids)
@@ -108,7 +114,11 @@ def _encode_last(
 
 
 def _render_turn(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, index: int, stop_ids: list[int]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    index: int,
+    stop_ids: list[int],
+    show: Callable[..., str],
 ) -> _Turn:
     """Return the chat up to a turn as the template renders it, or as a policy would see it.
 
@@ -119,19 +129,19 @@ def _render_turn(
     Else (the same template leaves out what was thought, even in the last turn) the content follows
     the generation prompt as it is.
     """
-    before = render(tokenizer, messages[:index])
-    text = render(tokenizer, messages[: index + 1], header=False)
+    before = show(messages[:index])
+    text = show(messages[: index + 1], header=False)
     start = len(before)
     is_begun = text.startswith(before)
     if not is_begun:
-        without_header = render(tokenizer, messages[:index], header=False)
+        without_header = show(messages[:index], header=False)
         header = _num_shared(before, without_header)
         start = _last_border(tokenizer, before, _num_shared(before, text))
         has_only_tags = re.fullmatch(r"(\s*<[^<>]+>\s*)+", before[start:]) is not None
         is_begun = start > header and has_only_tags
     content = _content(messages[index])
     if not is_begun or not _has_all(text[start:], content):
-        if not content.strip():
+        if not content.strip() or messages[index].get("tool_calls"):
             raise UserError(
                 f"the chat template renders message {index + 1} of a chat otherwise than its "
                 "generation prompt begins it; name another by data.chat_template "
@@ -141,7 +151,7 @@ def _render_turn(
         text = before + _without_opening(content, before)
     stops = [str(tokenizer.decode([token])) for token in stop_ids]
     if not any(stop in text[start:] for stop in stops):
-        text += _end_of_answers(tokenizer, stops)
+        text += _end_of_answers(show, stops)
     return _Turn(index + 1, text, start)
 
 
@@ -181,7 +191,7 @@ def _without_opening(content: str, before: str) -> str:
     return content
 
 
-def _end_of_answers(tokenizer: PreTrainedTokenizerBase, stops: list[str]) -> str:
+def _end_of_answers(show: Callable[..., str], stops: list[str]) -> str:
     """Return what follows an answer up to a stop token; nothing if the template has none there.
 
     It is looked for behind the last answer of a chat, then before another question (`<|user|>` of
@@ -193,7 +203,7 @@ def _end_of_answers(tokenizer: PreTrainedTokenizerBase, stops: list[str]) -> str
         {"role": "user", "content": "minirl asks again"},
     ]
     for messages in (chat[:2], chat):
-        text = render(tokenizer, messages, header=False)
+        text = show(messages, header=False)
         behind = text.partition("minirl answers")[2].partition("minirl asks again")[0]
         ends = [behind.index(stop) + len(stop) for stop in stops if stop in behind]
         if ends:

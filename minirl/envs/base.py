@@ -25,6 +25,7 @@ generation.
 
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class Raw(str):
@@ -44,6 +45,8 @@ class State:
     stopped: bool  # Whether the answer ended by itself; False: it was cut at a limit.
     turn: int  # 0 for the first answer.
     messages: list[dict]  # The chat so far, this answer last; empty if it has no messages.
+    tokens: list[int] = field(default_factory=list)  # Of the answer, as they were sampled,
+    logprobs: list[float] = field(default_factory=list)  # and their log-probs.
 
 
 @dataclass(kw_only=True)
@@ -68,10 +71,23 @@ class Result:
     info: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PolicyInfo:
+    """What an environment may know of the policy."""
+
+    tokenizer: Any
+    max_tokens: int  # Of an answer.
+    max_length: int  # Tokens of a context.
+    temperature: float
+
+
 class Env:
     """One episode."""
 
     graded = False  # Whether the reward functions score the last answer, beside what `step` gives.
+    needs_policy = False  # Whether `policy` is set before `reset`.
+    policy: PolicyInfo
+    needs_prompt = False  # Whether `reset` shows the row's prompt, so that every row must have one.
 
     def reset(self, row: dict) -> Observation | Awaitable[Observation]:
         """Return the first prompt.

@@ -21,6 +21,8 @@ class Countdown(Env):
     An episode earns what its best answer does, however many there are.
     """
 
+    needs_prompt = True
+
     def __init__(self, *, form: float = 0.1):
         self.form = form
         self.best = 0.0

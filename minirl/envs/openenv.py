@@ -68,6 +68,8 @@ class OpenEnv(Env):
     Raises RuntimeError in an episode if the server fails or has no room.
     """
 
+    needs_prompt = True
+
     def __init__(self, url: str, action: str = "", observation: str = ""):
         check_server(url)
         self.url = url

@@ -4,35 +4,27 @@
     --reward.function openrlhf:reward_func.py
     # class AgentInstance with async reset(states) and step(states)
     --env.name openrlhf:agent_func.py
+    # class AgentExecutor with an execute of its own (openrlhf_executor.py)
+    --env.name openrlhf:executor.py
 
-openrlhf need not be installed: while a file is loaded, its import of the base classes in
-`openrlhf.utils.agent` finds empty ones. What an `AgentExecutor` adds is not used, because minirl
-runs the episodes. A file whose agent is all in one has an `execute` that drives OpenRLHF's engine;
-turn it into an `Agent` of envs/base.py by hand.
+openrlhf need not be installed: while a file is loaded, its imports find what openrlhf_modules.py
+has: empty base classes, and answers of mathematics graded by math-verify. What an
+`AgentExecutor` without an `execute` of its own adds to an `AgentInstance` is not used, because
+minirl runs the episodes.
 """
 
+import contextlib
 import inspect
-import sys
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any, cast
-
-import torch
 
 from minirl.config.lookup import find_function
 from minirl.envs.base import Env, Raw, Result, State
+from minirl.envs.openrlhf_executor import OpenRLHFExecutor
+from minirl.envs.openrlhf_modules import stand_ins, to_number
 from minirl.errors import UserError
-from minirl.rewards import RewardFunction, RowPrompt
-
-BASES = (
-    "AgentInstanceBase",
-    "AgentExecutorBase",
-    "MultiTurnAgentExecutor",
-    "SingleTurnAgentExecutor",
-)
-MODULES = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")
+from minirl.rewards import AdaptedReward, RewardCall, RowPrompt
 
 
 def load_from_file(setting: str, file: str, name: str) -> Callable:
@@ -41,43 +33,54 @@ def load_from_file(setting: str, file: str, name: str) -> Callable:
     Raises:
         UserError: if the file does not import or has nothing of that name.
     """
-    stand_in = ModuleType("openrlhf.utils.agent")
-    vars(stand_in).update({base: type(base, (), {}) for base in BASES})
-    missing = () if find_spec("openrlhf") else MODULES
-    sys.modules.update(dict.fromkeys(missing, stand_in))
-    try:
+    with stand_ins():
         return find_function(setting, f"{file}:{name}", {})
-    finally:
-        for module in missing:
-            del sys.modules[module]
 
 
 load_class = cache(load_from_file)  # an episode makes an agent, not a module
 
 
-def to_number(value: object) -> float:
-    """Return a number, or the number that a list or tensor holds."""
-    return float(torch.as_tensor(value))
-
-
-def reward(file: str) -> RewardFunction:
+def reward(file: str) -> AdaptedReward:
     """Return the reward function of a file with `reward_func`.
-
-    It is called for one answer at a time, with lists of one. It may return such a list, or a dict
-    that has it as `rewards`; its `scores` and `extra_logs` are not used, because metrics are of the
-    reward.
 
     Raises:
         UserError: if the file does not import or has no such function.
     """
-    function = load_from_file("reward.function", file, "reward_func")
+    return OpenRLHFReward(load_from_file("reward.function", file, "reward_func"))
 
-    def score(prompt: RowPrompt, completion: str, row: dict) -> float:
+
+class OpenRLHFReward(AdaptedReward):
+    """A `reward_func`, called for one answer at a time, with lists of one.
+
+    It may return such a list, or a dict that has it as `rewards`. Of a dict the numbers in
+    `extra_logs` go to the metrics; `scores` are not used, because metrics are of the reward.
+    """
+
+    def __init__(self, function: Callable):
+        self.function = function
+
+    def score(self, prompt: RowPrompt, completion: str, row: dict, call: RewardCall) -> float:
+        """Return the reward."""
         rendered = row["rendered_prompt"]
-        result = function([rendered + completion], [rendered], [row.get("answer")])
-        return to_number(result["rewards"] if isinstance(result, dict) else result)
+        result = self.function([rendered + completion], [rendered], [row.get("answer")])
+        if not isinstance(result, dict):
+            return to_number(result)
+        for name, value in result.get("extra_logs", {}).items():
+            call.log_metric(name, to_number(value))
+        return to_number(result["rewards"])
 
-    return score
+
+def agent(file: str) -> Env:
+    """Return the environment of a file, by what it has: an executor, or an `AgentInstance`.
+
+    Raises:
+        UserError: if the file does not import or has neither.
+    """
+    with contextlib.suppress(UserError):  # a file with an AgentInstance alone will do
+        executor = load_class("env.name", file, "AgentExecutor")
+        if hasattr(executor, "execute"):
+            return OpenRLHFExecutor(executor)
+    return OpenRLHF(file)
 
 
 class OpenRLHF(Env):
@@ -87,6 +90,8 @@ class OpenRLHF(Env):
     that ended it included, with any marks of a chat that it writes itself. `scores` and
     `extra_logs` go to the metrics.
     """
+
+    needs_prompt = True
 
     def __init__(self, file: str):
         self.agent_class = cast(Any, load_class("env.name", file, "AgentInstance"))

@@ -17,7 +17,7 @@ ENVS = {
     "guess": "minirl.envs.guess:Guess",
     "countdown": "minirl.envs.countdown:Countdown",
     "tools": "minirl.envs.tools:Tools",
-    "openrlhf": "minirl.envs.openrlhf:OpenRLHF",
+    "openrlhf": "minirl.envs.openrlhf:agent",
     "verifiers": "minirl.envs.verifiers:Verifiers",
     "openenv": "minirl.envs.openenv:OpenEnv",
 }

@@ -7,6 +7,7 @@ class SingleTurn(Env):
     """One answer to the row's prompt."""
 
     graded = True
+    needs_prompt = True
 
     async def reset(self, row: dict) -> Observation:
         """Return the row's prompt. Not in a thread, which would cost more than it does."""

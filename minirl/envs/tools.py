@@ -51,6 +51,7 @@ class Tools(Env):
     """
 
     graded = True
+    needs_prompt = True
 
     def __init__(
         self,

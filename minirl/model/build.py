@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import (
@@ -24,9 +24,12 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from minirl.config.shared import PolicyConfig
+from minirl.config.named import check_model
+from minirl.config.policy import PolicyConfig
+from minirl.config.rl import section_of
 from minirl.errors import UserError, require
 from minirl.model import attention, experts, families, fused
+from minirl.model.freeze import freeze
 from minirl.model.logprob import logprob_entropy
 from minirl.model.weight_files import check_floats, file_of, open_weights
 from minirl.parallel import fsdp, tensor
@@ -65,15 +68,16 @@ def find_folder(model: str, setting: str) -> Path:
     Raises:
         UserError: there is neither, or the folder lacks config, weights or tokenizer.
     """
+    check_model(model, setting)
     folder = Path(model)
     if not os.path.isdir(folder):
         try:
             folder = Path(snapshot_download(model, ignore_patterns=_UNUSED))
         except (HFValidationError, OSError) as error:  # the hub's other errors are OSErrors
-            raise UserError(
-                f"{setting} = {model!r} is neither a folder nor a hub id that can be downloaded: "
-                f"{error}"
-            ) from error
+            why = f"it cannot be downloaded: {error}"
+            if isinstance(error, LocalEntryNotFoundError):
+                why = "the hub cannot be reached from here; download it elsewhere (hf download)"
+            raise UserError(f"{setting} = {model!r} is no folder, and as a hub id {why}") from error
     for needed, pattern in _NEEDED.items():
         require(list(folder.glob(pattern)), f"{setting} = {folder} has no {needed} ({pattern})")
     return folder
@@ -362,8 +366,8 @@ def build_model(
         cfg: dtype and memory.
         folder: a Hugging Face folder.
         mesh: the ranks.
-        trainable: parameters are float32 masters (float64 for dtype float64); frozen ones are kept
-            in `cfg.dtype`.
+        trainable: parameters are float32 masters (float64 for dtype float64), also those that
+            `cfg.freeze` leaves out of training; without it, all are frozen and kept in `cfg.dtype`.
         score: with a score head in place of the model's own, and `score_forward`.
         sequence_parallel: between tensor-parallel blocks each rank keeps its part of the tokens.
     """
@@ -377,6 +381,8 @@ def build_model(
     families.check_supported(config, f"policy.model = {folder}")
     model = make_meta_model(config, master_dtype, score=score)
     model.requires_grad_(trainable)
+    if trainable and cfg.freeze:
+        freeze(model, cfg.freeze, f"{section_of(cfg)}.freeze")
     if cfg.activation_checkpointing in ("selective", "full"):
         model.gradient_checkpointing_enable(_checkpointing(cfg.activation_checkpointing))
     model.train(trainable)

@@ -103,6 +103,7 @@ FAMILIES = {
     "qwen2": _DENSE,
     "qwen3": _DENSE,
     "smollm3": _DENSE,
+    "arcee": _DENSE,
     "gemma": _DENSE._replace(fused=_GEMMA.fused),
     "glm": _DENSE._replace(fused=_PARTIAL),
     "glm4": _DENSE._replace(fused=_PARTIAL),
@@ -153,6 +154,8 @@ REFUSED = {
     "hunyuan_v1_dense": _NO_SEQUENCE_PARALLELISM,
     "granitemoe": _NO_SEQUENCE_PARALLELISM,
     "deepseek_v3": _NO_SEQUENCE_PARALLELISM,
+    "ministral3": "vLLM's class leaves out the scaling of queries by position, "
+    "llama_4_scaling, so the engine would sample from another model than the trainer's",
     "llama4_text": "its experts have a layout of their own",
 }
 
@@ -241,8 +244,7 @@ def check_positions(config: PretrainedConfig, where: str, setting: str, num_toke
     """Refuse sequences longer than what the model was made for, as the engine does later.
 
     Args:
-        config: the model's config. One that scales its rotary positions reaches farther, which the
-            engine knows.
+        config: the model's config.
         where: the setting that names the model and its value.
         setting: what says how long sequences are.
         num_tokens: its value.
@@ -250,17 +252,30 @@ def check_positions(config: PretrainedConfig, where: str, setting: str, num_toke
     Raises:
         UserError: there are fewer positions.
     """
-    values = config.get_text_config().to_dict()
-    positions = values.get("max_position_embeddings")
-    rope = values.get("rope_parameters") or {}
-    is_scaled = rope.get("rope_type", "default") != "default" or any(
-        isinstance(part, dict) for part in rope.values()
-    )
+    positions = _num_positions(config)
     require(
-        is_scaled or not positions or num_tokens <= positions,
-        f"{setting} = {num_tokens} is above max_position_embeddings = {positions} of {where}; "
-        f"lower it to {positions}",
+        not positions or num_tokens <= positions,
+        f"{setting} = {num_tokens} is above the {positions} positions of {where} "
+        f"(max_position_embeddings); lower it to {positions} or less",
     )
+
+
+# Kinds of rotary positions with whose factor `max_position_embeddings` has been multiplied already.
+_FACTOR_INCLUDED = ("default", "llama3", "longrope", "su", "yarn")
+
+
+def _num_positions(config: PretrainedConfig) -> int:
+    """Return how many positions a model has, as vLLM counts them; 0: its config does not say."""
+    values = config.get_text_config().to_dict()
+    positions = values.get("max_position_embeddings") or 0
+    if "gemma3" in config.model_type:
+        return positions
+    parameters = values.get("rope_parameters") or {}
+    factor = 1.0
+    for rope in [parameters, *parameters.values()]:  # one for each type of layer, in some models
+        if isinstance(rope, dict) and rope.get("rope_type", "default") not in _FACTOR_INCLUDED:
+            factor = rope.get("factor") or factor
+    return int(positions * factor)
 
 
 # What every config has, and where the trainer or the engine would divide by it.

@@ -160,10 +160,12 @@ class _LogprobEntropy(torch.autograd.Function):
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple:
         hidden, weight, targets, log_sum, mean = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        # Summed over chunks, so never in bfloat16.
-        grad_weight = torch.empty_like(weight, dtype=log_sum.dtype)
-        if not len(hidden):
-            grad_weight.zero_()
+        grad_weight = None  # Of a frozen head.
+        if ctx.needs_input_grad[1]:
+            # Summed over chunks, so never in bfloat16.
+            grad_weight = torch.empty_like(weight, dtype=log_sum.dtype)
+            if not len(hidden):
+                grad_weight.zero_()
         by_logprob = grad_logprobs / ctx.temperature
         by_entropy = grad_entropy / ctx.temperature
         by_target = by_logprob.masked_fill(ctx.elsewhere, 0)
@@ -191,8 +193,11 @@ class _LogprobEntropy(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[rows])
             is_first = rows.stop >= len(hidden)
-            _add_product(grad_weight, grad.t(), hidden[rows], adds=not is_first)
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.t(), hidden[rows], adds=not is_first)
         z = p = grad = None
         if ctx.group is not None:
             dist.all_reduce(grad_hidden, group=ctx.group)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None

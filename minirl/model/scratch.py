@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from minirl.config.shared import ScratchConfig
+from minirl.config.policy import ScratchConfig
 
 END = "<|end|>"
 TEMPLATE = (

@@ -12,6 +12,7 @@ import contextlib
 import math
 import mmap
 import os
+import runpy
 import select
 import signal
 import struct
@@ -23,6 +24,7 @@ GRACE_SECONDS = 5.0  # That a healthy watch may be silent: a loaded machine is s
 STACK_SECONDS = 1.0  # For the rank's stacks to be printed.
 TOLD_SECONDS = 10.0  # For the other ranks of the machine to see who has killed this one.
 
+AGENT = os.path.join(os.path.dirname(__file__), "agent.py")  # A script cannot import the package.
 STACKS = signal.SIGUSR2  # A rank prints its stacks for it, without needing the lock.
 TOLD = "minirl-told"  # The name of a guard that has said why its rank is gone.
 
@@ -117,12 +119,12 @@ def is_stopped(pid: int) -> bool:
 
 def end(pid: int, text: str) -> None:
     """Say what takes too long, let the rank print its stacks (faulthandler can), and kill it."""
-    print(
-        f"\nminirl: error: {text}\nIt keeps Python's global lock, so that no other thread of its "
-        "process runs, and the process is killed. Its threads:",
-        file=sys.stderr,
-        flush=True,
+    message = (
+        f"minirl: error: {text}\nIt keeps Python's global lock, so that no other thread of its "
+        "process runs, and the process is killed."
     )
+    runpy.run_path(AGENT)["tell_agent"](message)
+    print(f"\n{message} Its threads:", file=sys.stderr, flush=True)
     os.kill(pid, STACKS)
     time.sleep(STACK_SECONDS)
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:

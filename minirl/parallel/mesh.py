@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from minirl.config.shared import ParallelConfig
+from minirl.config.policy import ParallelConfig
 from minirl.config.validate import validate_parallel
 from minirl.parallel.launch import open_attempt_store
 from minirl.parallel.watch import Watch

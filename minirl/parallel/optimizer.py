@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from minirl.config.shared import PolicyConfig
+from minirl.config.policy import PolicyConfig
 from minirl.parallel.fsdp import local
 from minirl.parallel.offload import HostMemory
 from minirl.parallel.regions import split_by_size

@@ -25,45 +25,33 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
+from minirl.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE
 from minirl.log import say
-from minirl.parallel import guard
+from minirl.parallel import agent, guard
 from minirl.parallel.limits import Limit, Limits
-
-# Exit codes.
-DONE = 0
-CRASH = 1
-BAD_INPUT = 2
-BY_SIGNAL = 128  # And the signal's number, as shells say it.
+from minirl.parallel.peers import Peer, is_alive, runs, stat_of
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 LOOK_SECONDS = 1.0  # The store and the other ranks are looked at so often.
+SECONDS_TO_RECORD = 10.0  # For summary and curves of a run that fails.
 SECONDS_TO_LEAVE = 20.0  # For ranks that run to hear that all leave; a loaded machine is slow.
 NUM_FRAMES = 8  # Of a stack, the innermost ones.
 
 # Keys of the store.
 NEWS = "minirl/news"  # Counts what was written to the keys below.
 TOLD = "minirl/told"  # Counts who wanted to say why the run ends; the first one does.
-OVER = "minirl/over"  # The exit code with which all ranks leave.
+TELLER = "minirl/teller"  # The machine of the rank that says why the run ends, and what it says.
+OVER = "minirl/over"  # The exit code with which the run ends.
 STOP = "minirl/stop"  # The name of the signal that asked for a checkpoint.
 ASKED = "minirl/asked"  # Somebody wants to know what all ranks are doing.
 DOING = "minirl/doing"  # /RANK: the reply.
 ENDED = "minirl/ended"  # Counts the ranks that have done all their work.
 LEFT = "minirl/left"  # Counts the ranks that have left before that.
-
-
-class Peer(NamedTuple):
-    """Another rank: where its process is, and when it began, in ticks of its machine's clock."""
-
-    rank: int
-    host: str
-    pid: int
-    began: str
-    guard: int  # Its process id; 0: there is none.
 
 
 class Watch:
@@ -75,6 +63,7 @@ class Watch:
         goes_on: a program that ends at once can be started again with --resume.
         phase: returns what the main thread is at.
         finish_writing: waits a while for what is written beside training, before a limit ends it.
+        record_end: notes in the folder of the run how it ends: state, reason. On one rank.
     """
 
     def __init__(self) -> None:
@@ -83,6 +72,7 @@ class Watch:
         self.goes_on = False
         self.phase: Callable[[], str] = lambda: "start"
         self.finish_writing: Callable[[], None] = lambda: None
+        self.record_end: Callable[[str, str], None] = lambda state, reason: None
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = 1
         self._store: dist.Store | None = None
@@ -119,7 +109,7 @@ class Watch:
         self.rank = rank
         self.world_size = len(peers)
         here = peers[rank].host
-        self._peers = [p for p in peers if p.rank != rank and p.host == here and _is_alive(p)]
+        self._peers = [p for p in peers if p.rank != rank and p.host == here and is_alive(p)]
         own_store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         own_store.set_timeout(timedelta(seconds=30))
         self._store = own_store
@@ -142,7 +132,7 @@ class Watch:
     def this_process(self, rank: int) -> Peer:
         """Return this process, as the other ranks know it."""
         pid = os.getpid()
-        return Peer(rank, socket.gethostname(), pid, _stat(pid)[19], self._limits.guard)
+        return Peer(rank, socket.gethostname(), pid, stat_of(pid)[19], self._limits.guard)
 
     # ----------------------------------------------------------------------------------------------
     # time limits
@@ -188,14 +178,23 @@ class Watch:
             is_first = store is None or store.add(TOLD, 1) == 1
         if not is_first:
             self._leave_with_the_first(code)
+        self._tell_why(f"minirl: {message}")
         with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
             print(f"\nminirl: {message}", file=sys.stderr, flush=True)
+        self._record("failed", message)
         if threading.current_thread() is not threading.main_thread():
             self.finish_writing()  # while the other ranks, which it needs, are there
         self._leave_all(code)
 
+    def _tell_why(self, text: str) -> None:
+        """Tell torchrun, and the ranks of other machines for theirs, why the run ends."""
+        agent.tell_agent(text)
+        with contextlib.suppress(dist.DistError):
+            if self._store is not None:
+                self._store.set(TELLER, f"{socket.gethostname()}\n{text}")
+
     def _leave_with_the_first(self, code: int) -> NoReturn:
-        """Leave with the exit code of the rank that says why the run ends.
+        """Leave as the rank that says why the run ends lets all ranks leave.
 
         This one has failed because that one leaves, or for a reason of its own, which nobody needs.
 
@@ -210,19 +209,37 @@ class Watch:
                     code = int(store.get(OVER))
                     break
                 time.sleep(0.02)
-        self._leave_all(code)
+        self._leave_all(code, is_silent=True)
 
-    def _leave_all(self, code: int) -> NoReturn:
-        """Let all ranks leave with an exit code."""
+    def _leave_all(self, code: int, *, is_silent: bool = False) -> NoReturn:
+        """Let all ranks leave. `is_silent`: another rank says why."""
         self._is_leaving = True
         store = self._store
+        own_code = code
         with contextlib.suppress(dist.DistError):
             if store is not None:
                 self._announce(store, OVER, str(code))
                 store.add(LEFT, 1)
+                if is_silent:
+                    own_code = self._code_beside_teller(store, code)
                 if self._has_store:
                     self._wait_for_the_others(store)
-        leave(code)
+        leave(own_code)
+
+    def _code_beside_teller(self, store: dist.Store, code: int) -> int:
+        """Return the exit code of a rank that leaves because another one says why the run ends.
+
+        torchrun's report lists every rank that fails, and one is enough. So on the machine of the
+        rank that says why, the others leave with 0. On another machine the first rank has the exit
+        code of the run, and repeats the reason for the report of torchrun there.
+        """
+        if not code or not store.check([TELLER]):
+            return code
+        host, _, text = store.get(TELLER).decode().partition("\n")
+        if host != socket.gethostname() and os.environ.get("LOCAL_RANK") == "0":
+            agent.tell_agent(text)
+            return code
+        return DONE
 
     def _wait_for_the_others(self, store: dist.Store) -> None:
         """Keep the store until the other ranks have read in it that all leave.
@@ -233,7 +250,7 @@ class Watch:
         num_elsewhere = self.world_size - 1 - len(self._peers)
         end = time.monotonic() + SECONDS_TO_LEAVE
         while store.add(LEFT, 0) < self.world_size and time.monotonic() < end:
-            if num_elsewhere == 0 and not any(_runs(peer) for peer in self._peers):
+            if num_elsewhere == 0 and not any(runs(peer) for peer in self._peers):
                 return
             time.sleep(0.02)
 
@@ -300,7 +317,7 @@ class Watch:
 
     def _take(self, number: signal.Signals) -> None:
         """Take a signal: it is the request, or ends all ranks."""
-        if self._has_ended:
+        if self._has_ended or (self._is_leaving and number == signal.SIGTERM):
             return
         store = self._store
         if store is not None and number == signal.SIGTERM:
@@ -326,9 +343,18 @@ class Watch:
         hint = "; go on with --resume" if self.goes_on else ""
         nothing = "nothing is saved" if self.requested else "there is nothing to save yet"
         code = DONE if self.goes_on and not self.requested else BY_SIGNAL + number
-        if self._say_once(f"{number.name}: ended at once, {nothing}{hint}", key=TOLD):
+        text = f"{number.name}: ended at once, {nothing}{hint}"
+        if self._say_once(text, key=TOLD):
+            agent.tell_agent(f"minirl: {text}")
+            self._record("stopped", text)
             self._leave_all(code)
         self._leave_with_the_first(code)
+
+    def _record(self, state: str, reason: str) -> None:
+        """Note how the run ends, if the file system lets us in time."""
+        recorder = threading.Thread(target=self.record_end, args=(state, reason), daemon=True)
+        recorder.start()
+        recorder.join(SECONDS_TO_RECORD)
 
     def _say_once(self, message: str, key: str) -> bool:
         """Print a line, unless another rank has; return whether this one was the first.
@@ -346,7 +372,7 @@ class Watch:
 
     def _look(self, store: dist.Store) -> None:
         """Look at what others have written, and whether those of this machine are alive."""
-        dead = [peer for peer in self._peers if not _is_alive(peer)]
+        dead = [peer for peer in self._peers if not is_alive(peer)]
         if store.add(NEWS, 0):
             self._leave_if_over(store)
             if store.check([STOP]):
@@ -369,9 +395,10 @@ class Watch:
 
     def _leave_if_over(self, store: dist.Store) -> None:
         if store.check([OVER]) and not self._is_leaving:
+            self._is_leaving = True
             code = int(store.get(OVER))
             store.add(LEFT, 1)
-            leave(code)
+            leave(self._code_beside_teller(store, code))
 
     @staticmethod
     def _announce(store: dist.Store, key: str, value: str) -> None:
@@ -381,26 +408,6 @@ class Watch:
 
 def _ignore(number: int, frame: object) -> None:
     """Do nothing: the watch has read the signal from the wakeup descriptor."""
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; none if the process is gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _is_alive(peer: Peer) -> bool:
-    """Whether the process of a rank runs on this machine."""
-    stat = _stat(peer.pid)
-    return bool(stat) and stat[0] not in "ZX" and stat[19] == peer.began
-
-
-def _runs(peer: Peer) -> bool:
-    """Whether the process of a rank runs on this machine, and nobody has stopped it."""
-    return _is_alive(peer) and not guard.is_stopped(peer.pid)
 
 
 def stack_of(thread: int) -> str:

@@ -133,11 +133,25 @@ def of_device(name: str, memory_bytes: int) -> Card:
         memory_bytes: of the device.
     """
     memory_gib = memory_bytes / 2**30
-    words = name.lower().replace("geforce ", "").replace("rtx ", "rtx").split()
-    for card in CARDS.values():
-        if card.name.partition("-")[0] in words:
-            return dataclasses.replace(card, memory_gib=memory_gib)
+    card = _named(name)
+    if card:
+        return dataclasses.replace(card, memory_gib=memory_gib)
     unknown = next(iter(CARDS.values()))
     return dataclasses.replace(
         unknown, name=f"{name} (taken for {unknown.name})", memory_gib=memory_gib
     )
+
+
+def peak_tflops(name: str) -> float:
+    """Return the peak of a device by the driver's name of it; 0: the table has no such card."""
+    card = _named(name)
+    return card.tflops if card else 0.0
+
+
+def _named(name: str) -> Card | None:
+    """Return the first card of the table that has the driver's name of a device, if any."""
+    words = name.lower().replace("rtx ", "rtx").replace("-", " ").split()
+    for card in CARDS.values():
+        if card.name.partition("-")[0] in words:
+            return card
+    return None

@@ -28,14 +28,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minirl.algo import losses, preference
-from minirl.cli import BAD_INPUT
 from minirl.config.parse import fill_config
+from minirl.config.policy import ParallelConfig
 from minirl.config.rl import AlgoConfig
-from minirl.config.shared import ParallelConfig
-from minirl.config.supervised import DPOLossConfig, RewardModelLossConfig
+from minirl.config.supervised import DPOLossConfig, KTOLossConfig, RewardModelLossConfig
 from minirl.data.images import ImageBatch, ImageSpan, Vision, to_url
 from minirl.data.packing import pack
-from minirl.errors import UserError, require
+from minirl.errors import BAD_INPUT, UserError, require
 from minirl.log import Timer
 from minirl.model import build, fused
 from minirl.model.logprob import CHUNK_BYTES
@@ -45,7 +44,7 @@ from minirl.parallel.optimizer import dynamic_code
 from minirl.plan import kinds
 from minirl.plan.engine import PretendedEngine, RefitMesh, regions_of_all_ranks
 from minirl.plan.kinds import END, MIDDLE, START
-from minirl.plan.load import Job, Load
+from minirl.plan.load import Job, Load, LossName
 from minirl.plan.meter import Meter
 from minirl.plan.pretend import pretend_cuda
 from minirl.policy import Minibatch, Policy
@@ -184,18 +183,19 @@ def _show(tokens: np.ndarray, load: Load, vision: Vision, group: int) -> ImageSp
 
 def _minibatch(job: Job, policy: Policy) -> Minibatch:
     """Return the micro-batches of a step, which are all alike."""
-    pairs = job.loss in ("reward", "dpo")
     examples = trajectories(job.load, vision=policy.vision)
-    return [_micro_batch(examples, policy, pairs=pairs) for _ in range(job.load.num_micro)]
+    return [_micro_batch(examples, policy, job.loss) for _ in range(job.load.num_micro)]
 
 
-def _micro_batch(examples: list[Trajectory], policy: Policy, *, pairs: bool) -> Any:
-    batch = pack(examples, DEVICE, layout=policy.layout, pairs=pairs)
+def _micro_batch(examples: list[Trajectory], policy: Policy, loss: LossName) -> Any:
+    pairs = loss in ("reward", "dpo")
+    batch = pack(examples, DEVICE, layout=policy.layout, pairs=pairs, single=loss == "kto")
     zeros = torch.zeros(len(batch.inputs), device=DEVICE)
     batch.advantages = zeros
     batch.ref_logprobs = zeros
     batch.values = zeros
     batch.returns = zeros
+    batch.baseline = torch.zeros((), device=DEVICE)
     return batch
 
 
@@ -220,6 +220,7 @@ def _make_loss(job: Job) -> losses.Loss:
         "sft": losses.sft,
         "reward": lambda: preference.reward_model(RewardModelLossConfig()),
         "dpo": lambda: preference.dpo(DPOLossConfig()),
+        "kto": lambda: preference.kto(KTOLossConfig()),
     }
     return make[job.loss]()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from minirl.config.shared import ParallelConfig
+from minirl.config.policy import ParallelConfig
 from minirl.parallel.fsdp import local_region
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.regions import CheckpointSlice, Region

@@ -9,14 +9,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from minirl.config.shared import Checkpointing, PolicyConfig
+from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.errors import UserError
 from minirl.plan import formulas, memory
 from minirl.plan.cards import Card
 from minirl.plan.formulas import Cost
 from minirl.plan.kinds import END, MIDDLE, START
 from minirl.plan.planner import Plan, assemble
-from minirl.plan.shape import Shape, cut, layer_counts, read_shape
+from minirl.plan.shape import Shape, cut, layer_counts, patterns_of_cut, read_shape
 from minirl.plan.workload import Role, Workload
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("off", "selective", "full")
@@ -32,10 +32,13 @@ class Models:
 
     def __init__(self, workload: Workload, *, liger: bool = True):
         self.liger = liger
-        self.shapes: dict[str, Shape] = {
-            role.name: read_shape(role.model, score=role.loss in ("value", "reward"))
-            for role in workload.roles
-        }
+        self.shapes: dict[str, Shape] = {}
+        for role in workload.roles:
+            self.shapes[role.name] = read_shape(
+                role.model,
+                score=role.loss in ("value", "reward"),
+                policy=None if role.loss == "frozen" else role.policy,
+            )
 
 
 def by_formulas(
@@ -126,8 +129,12 @@ def by_dry_run(
             job = _formula_job(workload, role, models, card, gpus_per_node, checkpointing)
             for num_layers in few_and_more:
                 path = Path(folder) / f"{len(jobs)}"
-                cut(role.model, num_layers).save_pretrained(path)
-                jobs.append(_dry_job(job, path))
+                config = cut(role.model, num_layers)
+                config.save_pretrained(path)
+                # Patterns of layers that are not there would be refused.
+                score = role.loss in ("value", "reward")
+                freeze = patterns_of_cut(config, score, role.policy.freeze)
+                jobs.append(_dry_job(job, path, freeze))
         results = iter(run_dry(jobs))
         for role, of_role in zip(workload.roles, counts, strict=True):
             with_layers = [next(results) for _ in of_role]
@@ -140,15 +147,22 @@ def by_dry_run(
     )
 
 
-def _dry_job(job: memory.Job, folder: Path) -> dict[str, Any]:
-    """Return the same job with the model of a folder, which has fewer layers."""
+def _dry_job(job: memory.Job, folder: Path, freeze: list[str]) -> dict[str, Any]:
+    """Return the same job with the model of a folder, which has fewer layers.
+
+    Args:
+        job: of the whole model.
+        folder: of the other model.
+        freeze: the patterns of frozen weights that match some of it.
+    """
     # From the second micro-batch on they are all alike.
     load = dataclasses.replace(job.load, num_micro=min(2, job.load.num_micro))
     policy = dataclasses.asdict(job.policy)
     policy = {f.name: policy[f.name] for f in dataclasses.fields(PolicyConfig)}
     policy["activation_checkpointing"] = job.checkpointing
+    policy["freeze"] = freeze
     # As the size of the whole model decides it.
-    whole = memory.accumulates_whole(job.policy, job.shape.parameters, job.parallel.tensor)
+    whole = memory.accumulates_whole(job.policy, job.shape.trained_parameters, job.parallel.tensor)
     policy["accumulate"] = "whole" if whole else "sharded"
     return {
         "folder": str(folder),

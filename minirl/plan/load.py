@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import RefitConfig
-from minirl.config.shared import ParallelConfig, PolicyConfig
 from minirl.model.logprob import CHUNK_BYTES
 from minirl.plan.cards import CARDS, Card
 
 # What is minimised. frozen: nothing; the model computes log-probs.
-LossName = Literal["policy", "value", "sft", "reward", "dpo", "frozen"]
+LossName = Literal["policy", "value", "sft", "reward", "dpo", "kto", "frozen"]
 
 
 @dataclass(kw_only=True)

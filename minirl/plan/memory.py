@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from minirl.config.shared import ParallelConfig, PolicyConfig
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model.logprob import CHUNK_BYTES
 from minirl.plan import kinds
 from minirl.plan.cards import Card
@@ -97,22 +97,26 @@ class Memory:
         shard = whole / self.shards
         master = max(WIDE, self.element) if self.trains else self.element
         on_device = not policy.cpu_offload
+        trained = shape.trained_parameters / shape.parameters  # A share.
         self.parameters = shard * master * on_device
         in_state = {"device": 2.0 * master, "8bit": 2.0 + 2.0 * master / 256, "offload": 0.0}
         self.optimizer = shard * in_state[policy.optimizer_state] * on_device * self.trains
+        self.optimizer *= trained
         if policy.optimizer == "muon":  # One moment of the layers' matrices, two of the rest.
             self.optimizer *= 0.5 + 0.5 * shape.root_parameters / shape.parameters
         if policy.ema_decay:
-            self.optimizer += shard * master * on_device * self.trains
-        self.keeps_whole = accumulates_whole(policy, shape.parameters, self.tensor)
-        self.gradient = shard * master * on_device
+            self.optimizer += shard * master * on_device * self.trains * trained
+        self.keeps_whole = accumulates_whole(policy, shape.trained_parameters, self.tensor)
+        self.gradient = shard * master * on_device * trained
         if self.keeps_whole and job.load.num_micro > 1:
-            self.gradient = whole * master
+            self.gradient = whole * master * trained
 
         # Gathered in the dtype of computation.
         vocabulary = shape.vocabulary * shape.hidden / self.tensor
         self.root = shape.root_parameters / self.tensor
         self.head = vocabulary if job.loss not in ("value", "reward") else 0.0
+        self.head_gradient = 0.0 if shape.frozen.head else self.head
+        self.root_gradient = (shape.root_parameters - shape.frozen.root_parameters) / self.tensor
         self.layer = shape.layer_parameters / self.tensor
         self.experts = shape.expert_parameters / self.tensor
 
@@ -155,7 +159,7 @@ class Memory:
         if self.job.policy.optimizer == "muon":  # A whole matrix and its products.
             return 3 * WIDE * shape.hidden * max(shape.feed_forward, shape.expert)
         at_once = max(AT_ONCE, shape.vocabulary * shape.hidden)
-        on_rank = min(at_once, shape.parameters) / self.tensor / self.shards
+        on_rank = min(at_once, shape.trained_parameters) / self.tensor / self.shards
         return on_rank * bytes_of_state[self.job.policy.optimizer_state]
 
     def _state(self) -> dict[str, float]:
@@ -164,7 +168,7 @@ class Memory:
     def _sharded_gradient(self) -> float:
         if self.job.policy.cpu_offload:
             return 0.0
-        return self.job.shape.parameters * WIDE / self.tensor / self.shards
+        return self.job.shape.trained_parameters * WIDE / self.tensor / self.shards
 
     def _kept(self) -> tuple[float, float]:
         """Return the bytes that a layer keeps, and those that it adds while it is recomputed."""
@@ -247,15 +251,15 @@ class Memory:
             **base,
             kinds.GATHERED: root + self._gathered_layers(1),
             kinds.ACTIVATIONS: hidden + kept * shape.num_layers + 2 * self._in_loss(),
-            kinds.HEAD: (1.5 if self.head else 2) * chunk + self.head * WIDE,
+            kinds.HEAD: (1.5 if self.head else 2) * chunk + self.head_gradient * WIDE,
         }
-        cast = {**head, kinds.HEAD: self.head * (WIDE + self.element)}
+        cast = {**head, kinds.HEAD: self.head_gradient * (WIDE + self.element)}
         # The last layer computes, and the one before it is being gathered.
         last_layer = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(2),
             kinds.ACTIVATIONS: hidden + kept * shape.num_layers + recomputed + self._gradients(),
-            kinds.HEAD: self.head * self.element,
+            kinds.HEAD: self.head_gradient * self.element,
             kinds.GRADIENTS: base[kinds.GRADIENTS] + self._layer_gradients(),
         }
         # So does the one before it, while the gradients of the last one are reduced.
@@ -264,17 +268,19 @@ class Memory:
             **base,
             kinds.GATHERED: root + self._gathered_layers(2),
             kinds.ACTIVATIONS: hidden + kept * self._layers_kept() + recomputed + self._gradients(),
-            kinds.HEAD: self.head * self.element,
+            kinds.HEAD: self.head_gradient * self.element,
             kinds.GRADIENTS: base[kinds.GRADIENTS] + self._layer_gradients() + self.layer * reduced,
         }
         # The embedding's gradient is dense. All of the root is cast and reduced at once.
-        both = self.root if self.root > 1.5 * self.head else 2 * self.head
+        both = self.root_gradient
+        if self.head_gradient and self.root_gradient <= 1.5 * self.head:
+            both = 2 * self.head  # One matrix, which has two gradients for a moment.
         end = {
             **self._state(),
-            kinds.HEAD: self.head * self.element,
+            kinds.HEAD: self.head_gradient * self.element,
             kinds.GRADIENTS: max(base[kinds.GRADIENTS], self._sharded_gradient())
-            + (both - self.head) * self.element
-            + self.root * WIDE,
+            + (both - self.head_gradient) * self.element
+            + self.root_gradient * WIDE,
         }
         return [head, cast, last_layer, layers, end]
 
@@ -299,9 +305,9 @@ class Memory:
         return of_row * self.rows.all * self.element
 
 
-def accumulates_whole(policy: PolicyConfig, num_parameters: int, tensor: int) -> bool:
+def accumulates_whole(policy: PolicyConfig, num_trained: int, tensor: int) -> bool:
     """Return whether a rank keeps whole gradients between micro-batches, as `Policy` decides."""
-    fits = WIDE * num_parameters // tensor <= WHOLE_GRADIENT_BYTES
+    fits = WIDE * num_trained // tensor <= WHOLE_GRADIENT_BYTES
     return {"whole": True, "sharded": False, "auto": fits}[policy.accumulate]
 
 

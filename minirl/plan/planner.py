@@ -6,7 +6,7 @@ same time, and what takes turns.
 
 from dataclasses import dataclass
 
-from minirl.config.shared import Checkpointing
+from minirl.config.policy import Checkpointing
 from minirl.errors import require
 from minirl.plan import kinds
 from minirl.plan.cards import (
@@ -136,13 +136,16 @@ def check_lower_bound(workload: Workload, shape: Shape, card: Card) -> None:
     bytes_of_state = {"device": 16, "8bit": 10, "offload": 8}[cfg.policy.optimizer_state]
     if cfg.policy.optimizer == "muon" and bytes_of_state > 8:
         bytes_of_state = (bytes_of_state + 8) // 2
-    needed = shard * bytes_of_state + 2 * shape.layer_parameters / cfg.parallel.tensor + CONTEXT
+    # What is frozen is weights alone, of 4 bytes.
+    trained = shape.trained_parameters / shape.parameters
+    needed_for_state = shard * (4 + (bytes_of_state - 4) * trained)
+    needed = needed_for_state + 2 * shape.layer_parameters / cfg.parallel.tensor + CONTEXT
     memory = card.memory_gib * GIB
     require(
         needed <= memory,
         f"policy.model = {cfg.policy.model}: {shape.parameters / 1e9:.1f}B parameters on "
         f"{workload.world_size} ranks of {card.memory_gib:.1f} GiB: weights, gradients and the "
-        f"optimizer's state alone are {shard * bytes_of_state / GIB:.1f} GiB a rank "
+        f"optimizer's state alone are {needed_for_state / GIB:.1f} GiB a rank "
         f"(policy.optimizer_state = {cfg.policy.optimizer_state}, parallel.replicate = "
         f"{cfg.parallel.replicate}); take more GPUs, policy.optimizer_state = offload or 8bit, "
         "or policy.cpu_offload. `python -m minirl.plan` tries them",
@@ -263,11 +266,12 @@ def _on_host(workload: Workload, role: Role, shape: Shape) -> float:
     if role.loss == "frozen":
         return 2 * shard
     state = {"device": 8, "8bit": 2, "offload": 8}[role.policy.optimizer_state]
+    trained = shard * shape.trained_parameters / shape.parameters
     if role.policy.cpu_offload:
-        return (4 + 4 + state) * shard  # Gradients, too.
+        return 4 * shard + (4 + state) * trained  # Gradients, too.
     if workload.engine:
-        return (4 + state) * shard
-    return state * shard if role.policy.optimizer_state == "offload" else 0.0
+        return 4 * shard + state * trained
+    return state * trained if role.policy.optimizer_state == "offload" else 0.0
 
 
 def _seconds(

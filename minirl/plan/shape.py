@@ -8,7 +8,19 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from minirl.config.policy import PolicyConfig
+from minirl.config.rl import section_of
 from minirl.model import build
+from minirl.model.freeze import frozen_names, patterns_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frozen:
+    """What `policy.freeze` leaves untrained."""
+
+    parameters: int = 0
+    root_parameters: int = 0  # Those of embedding, head and last norm among them.
+    head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +42,12 @@ class Shape:
     root_parameters: int  # Of embedding, head and last norm.
     layer_parameters: int
     expert_parameters: int  # Of a layer, in all its experts.
+    frozen: Frozen = Frozen()
+
+    @property
+    def trained_parameters(self) -> int:
+        """Return how many parameters have gradients and optimizer state."""
+        return self.parameters - self.frozen.parameters
 
     @property
     def queries(self) -> int:
@@ -53,12 +71,21 @@ class Shape:
         return self.num_layers * self.active_layer_parameters + self.hidden * self.vocabulary
 
 
-def read_shape(config: PretrainedConfig, *, score: bool = False) -> Shape:
+def read_shape(
+    config: PretrainedConfig,
+    *,
+    score: bool = False,
+    policy: PolicyConfig | None = None,
+) -> Shape:
     """Return the sizes of a model, from its config alone.
 
     Args:
         config: of a family that minirl supports.
         score: with a score head in place of the language model's.
+        policy: what is set for it, if it is trained; None: nothing is frozen.
+
+    Raises:
+        UserError: `policy.freeze` does not fit the model.
     """
     text = config.get_text_config()
     values = text.to_dict()
@@ -88,7 +115,36 @@ def read_shape(config: PretrainedConfig, *, score: bool = False) -> Shape:
         root_parameters=larger.root,
         layer_parameters=larger.of_layer,
         expert_parameters=larger.of_experts,
+        frozen=count_frozen(config, policy, score=score) if policy else Frozen(),
     )
+
+
+def count_frozen(config: PretrainedConfig, policy: PolicyConfig, *, score: bool = False) -> Frozen:
+    """Return what `policy.freeze` leaves untrained, in all layers: it may name some of them.
+
+    Raises:
+        UserError: it matches nothing or everything.
+    """
+    if not policy.freeze:
+        return Frozen()
+    model = build.make_meta_model(config, torch.float32, score=score)
+    frozen = frozen_names(model, policy.freeze, f"{section_of(policy)}.freeze")
+    in_layers = {p for layer in build.layers(model) for p in layer.parameters()}
+    head = model.get_output_embeddings()
+    of_head = set(head.parameters()) if head is not None else set()
+    untrained = [p for name, p in model.named_parameters() if name in frozen]
+    return Frozen(
+        parameters=sum(p.numel() for p in untrained),
+        root_parameters=sum(p.numel() for p in untrained if p not in in_layers),
+        head=any(p in of_head for p in untrained),
+    )
+
+
+def patterns_of_cut(config: PretrainedConfig, score: bool, freeze: list[str]) -> list[str]:
+    """Return those of the patterns that match a weight of a model with fewer layers."""
+    if not freeze:
+        return []
+    return patterns_of(build.make_meta_model(config, torch.float32, score=score), freeze)
 
 
 def layer_counts(config: PretrainedConfig) -> tuple[int, int]:

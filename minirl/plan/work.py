@@ -74,7 +74,7 @@ class Work:
             in_layers = self.job.shape.parameters - self.job.shape.root_parameters
             backward += self._gathering(in_layers)
         backward += self._reducing()
-        shard = self.job.shape.parameters / self.memory.tensor / self.memory.shards
+        shard = self.job.shape.trained_parameters / self.memory.tensor / self.memory.shards
         seconds["forward"] = forward
         seconds["backward"] = backward
         seconds["optimizer"] = self._stepping(shard)

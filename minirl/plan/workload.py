@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from minirl.algo import advantages
+from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import EngineConfig, PolicyConfig, TrainingConfig
-from minirl.config.supervised import DPOConfig, RMConfig, SupervisedConfig
+from minirl.config.shared import EngineConfig, TrainingConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SupervisedConfig
 from minirl.plan.load import Load, LossName
 
 
@@ -101,8 +102,8 @@ def rl_workload(
         policy=Role(name="policy", model=models["policy"], policy=cfg.policy, loss="policy"),
         others=others,
         load=_load(cfg, world_size, of_update, prompt, answer, num_samples),
-        num_updates=algo.updates_per_step,
-        annotates=algo.updates_per_step > 1
+        num_updates=algo.num_updates,
+        annotates=algo.num_updates > 1
         or bool(algo.entropy_share)
         or advantages.need_old_logprobs(algo),
         num_sequences=num_sequences,
@@ -118,7 +119,10 @@ def supervised_workload(
     models: dict[str, PretrainedConfig],
     lengths: Lengths = Lengths(),
 ) -> Workload:
-    """Return what a run of minirl.sft, minirl.rm or minirl.dpo does; arguments as `rl_workload`."""
+    """Return what a run of minirl.sft, rm, dpo or kto does; arguments as `rl_workload`.
+
+    Of KTO the reference's second pass, over answers of other rows, is not in it.
+    """
     prompt = lengths.prompt or cfg.data.max_tokens // 4
     answer = lengths.answer or cfg.data.max_tokens - prompt
     loss: LossName = "sft"
@@ -130,15 +134,18 @@ def supervised_workload(
     if isinstance(cfg, DPOConfig):
         loss = "dpo"
         sides = 2
+    if isinstance(cfg, KTOConfig):
+        loss = "kto"
+    if isinstance(cfg, KTOConfig) or (isinstance(cfg, DPOConfig) and not cfg.reference_cache):
         model = models.get("reference", models["policy"])
-        if not cfg.reference_cache:
-            others.append(Role(name="reference", model=model, policy=cfg.policy, loss="frozen"))
+        others.append(Role(name="reference", model=model, policy=cfg.policy, loss="frozen"))
     return Workload(
         cfg=cfg,
         world_size=world_size,
         policy=Role(name="policy", model=models["policy"], policy=cfg.policy, loss=loss),
         others=others,
         load=_load(cfg, world_size, cfg.batch_size * sides, prompt, answer, sides),
+        annotates=isinstance(cfg, KTOConfig) and cfg.algo.loss == "kto",
         num_sequences=cfg.batch_size * sides,
     )
 

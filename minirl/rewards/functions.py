@@ -17,8 +17,10 @@ import copy
 import math
 import numbers
 import re
+from collections.abc import Sequence
 from functools import partial
 from pkgutil import resolve_name
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +29,14 @@ from minirl.config.lookup import find_function
 from minirl.config.shared import RewardConfig
 from minirl.errors import UserError, require
 from minirl.parallel.watch import Watch
-from minirl.rewards import RewardFunction, RowPrompt, graders
+from minirl.rewards import (
+    AdaptedReward,
+    RewardCall,
+    RewardFunction,
+    RowPrompt,
+    TrainerState,
+    graders,
+)
 from minirl.rewards.http import RemoteReward
 
 # What makes a reward function of the text behind `openrlhf:` or `trl:`; imported when it is needed.
@@ -41,7 +50,7 @@ class Rewards:
 
     def __init__(
         self,
-        *weighted: tuple[float, RewardFunction, str],
+        *weighted: tuple[float, RewardFunction | AdaptedReward, str],
         seconds: float = math.inf,
         watch: Watch | None = None,
     ):
@@ -57,6 +66,7 @@ class Rewards:
         self._stop_reports = graders.StopReports()
         self.seconds = seconds
         self.watch = watch or Watch()
+        self.state = TrainerState()  # The run keeps it up to date, for functions of TRL.
 
     def check_supported(self) -> None:
         """Refuse a function that cannot work on this machine. Raises UserError."""
@@ -72,8 +82,12 @@ class Rewards:
         Raises:
             UserError: The row has not what a function reads.
         """
-        for _, _, name in self.weighted:
-            if name in ("exact", "final_answer", "math_verify"):
+        for _, function, name in self.weighted:
+            if isinstance(function, AdaptedReward):
+                problem = function.why_not(row)
+                if not problem:
+                    continue
+            elif name in ("exact", "final_answer", "math_verify"):
                 problem = _why_no_answer(row.get("answer"))
                 if not problem:
                     continue
@@ -85,33 +99,48 @@ class Rewards:
                 continue
             raise UserError(f"reward.function = {name} {problem}: {str(row)[:120]}")
 
-    def __call__(self, row: dict, completion: str, info: dict | None = None) -> float:
-        """Return the weighted sum.
+    def __call__(
+        self,
+        row: dict,
+        completion: str,
+        info: dict | None = None,
+        tokens: Sequence[int] = (),
+    ) -> float:
+        """Return the weighted sum, without functions that do not apply.
 
         Args:
             row: Of the data, with `prompt` and, for some functions, `rendered_prompt`.
             completion: Without special tokens.
             info: If there are several functions, `info["rewards"]` is set to name -> value. If one
                 is a grader of another package, `info["graders"]["stopped"]` to whether it reached a
-                limit or failed.
+                limit or failed. What functions log is in `info["reward_metrics"]` (name -> mean)
+                and `info["reward_columns"]`.
+            tokens: Of the completion, for functions of TRL.
 
         Raises:
             UserError: As `grade` does.
         """
-        values = {}
+        values: dict[str, float | None] = {}
+        call = RewardCall(tokens=list(tokens), state=self.state)
         for _, function, name in self.weighted:
             seconds = math.inf if _has_own_limit(function, name) else self.seconds
             too_slow = partial(_describe_too_slow, name, seconds, row, completion)
             with self.watch.limit(seconds, too_slow):
-                values[name] = grade(function, name, row, completion)
+                values[name] = grade(function, name, row, completion, call)
         stopped = {n: v for n, v in values.items() if isinstance(v, graders.StoppedGrade)}
         for name, value in stopped.items():
             self._stop_reports.report(name, value, completion)
+        applying = {name: value for name, value in values.items() if value is not None}
         if info is not None and len(values) > 1:
-            info["rewards"] = {name: float(value) for name, value in values.items()}
+            info["rewards"] = {name: float(value) for name, value in applying.items()}
+        if info is not None and call.metrics:
+            info["reward_metrics"] = {n: sum(v) / len(v) for n, v in call.metrics.items()}
+        if info is not None and call.columns:
+            info["reward_columns"] = {n: to_plain(value) for n, value in call.columns.items()}
         if info is not None and self._has_graders:
             info["graders"] = {"stopped": float(bool(stopped))}
-        return sum(weight * values[name] for weight, _, name in self.weighted)
+        weights = {name: weight for weight, _, name in self.weighted}
+        return sum((weights[name] * value for name, value in applying.items()), 0.0)
 
 
 def _why_no_answer(answer: object) -> str:
@@ -129,7 +158,20 @@ def _why_no_answer(answer: object) -> str:
     )
 
 
-def _has_own_limit(function: RewardFunction, name: str) -> bool:
+def to_plain(value: object) -> object:
+    """Return a value that a function logs as JSON can hold it; a text of it, if it is no such."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    return str(value)
+
+
+def _has_own_limit(function: RewardFunction | AdaptedReward, name: str) -> bool:
     """Whether a call ends in time by itself: an endpoint's, a grader's, or that of a sandbox."""
     return isinstance(function, RemoteReward) or name in graders.GRADERS or name == "python_tests"
 
@@ -151,8 +193,14 @@ def _names_generator(row: dict) -> bool:
     return isinstance(metadata, dict) and isinstance(metadata.get("source_dataset"), str)
 
 
-def grade(function: RewardFunction, name: str, row: dict, completion: str) -> float:
-    """Return what one function gives for one completion.
+def grade(
+    function: RewardFunction | AdaptedReward,
+    name: str,
+    row: dict,
+    completion: str,
+    call: RewardCall,
+) -> float | None:
+    """Return what one function gives for one completion; None: TRL's for "does not apply".
 
     Raises:
         UserError: The function raises, or returns anything but one finite number. The answer cannot
@@ -162,7 +210,13 @@ def grade(function: RewardFunction, name: str, row: dict, completion: str) -> fl
     try:
         # A row of its own: the samples of a prompt are scored at the same time, from one row.
         own = copy.deepcopy(row)
-        value = function(own["prompt"], completion, own)
+        value: Any
+        if isinstance(function, AdaptedReward):
+            value = function.score(own["prompt"], completion, own, call)
+            if value is None:
+                return None
+        else:
+            value = function(own["prompt"], completion, own)
         valid = isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
     except UserError:
         raise
@@ -210,7 +264,7 @@ def make_rewards(cfg: RewardConfig, watch: Watch | None = None) -> Rewards:
     return Rewards(*weighted, seconds=cfg.timeout_seconds, watch=watch)
 
 
-def _find_function(name: str, cfg: RewardConfig) -> RewardFunction:
+def _find_function(name: str, cfg: RewardConfig) -> RewardFunction | AdaptedReward:
     kind, _, argument = name.partition(":")
     if kind in ("http", "https"):
         return RemoteReward(name, cfg)

@@ -73,6 +73,7 @@ class RewardModel:
         Raises:
             UserError: A score is not a finite number.
         """
+        trajectories = [t for t in trajectories if len(t.tokens)]  # Others have no answer.
         self.model.sleeper.wake_parameters()
         scores = self(trajectories)
         self.model.sleeper.sleep_parameters()

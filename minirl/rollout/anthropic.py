@@ -31,15 +31,32 @@ def to_chat(body: JSONObject) -> JSONObject:
         }
         for tool in body.get("tools") or ()
     ]
-    tool_choice = body.get("tool_choice")
-    return {
+    choice = body.get("tool_choice") or {}
+    chat = {
         "messages": messages,
         "max_tokens": body["max_tokens"],
         "stop": body.get("stop_sequences"),
         "stream": body.get("stream"),
         "tools": tools,
-        "tool_choice": tool_choice["type"] if tool_choice else None,
+        "tool_choice": _to_chat_choice(choice),
+        "chat_template_kwargs": body.get("chat_template_kwargs"),
     }
+    if choice.get("disable_parallel_tool_use"):
+        chat["parallel_tool_calls"] = False
+    output_format = (body.get("output_config") or {}).get("format")
+    if output_format:
+        schema = {"name": "answer", "schema": output_format["schema"]}
+        chat["response_format"] = {"type": output_format["type"], "json_schema": schema}
+    return chat
+
+
+def _to_chat_choice(choice: JSONObject) -> str | JSONObject | None:
+    """Return the choice of tools in OpenAI's form. `choice`: empty if there is none."""
+    if not choice:
+        return None
+    if choice["type"] == "tool":
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return "required" if choice["type"] == "any" else choice["type"]
 
 
 def _to_chat_messages(message: JSONObject) -> list[JSONObject]:

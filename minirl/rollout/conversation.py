@@ -45,6 +45,9 @@ class Completion:
     stopped: bool = False
     # Of each token: the optimizer steps that the weights had seen which drew it.
     versions: list[int] = field(default_factory=list)
+    # Of each token: whether a mask of guided decoding took probability from others, which puts it
+    # outside the loss. Empty: nothing was guided.
+    guided: list[bool] = field(default_factory=list)
 
 
 class Prompt(NamedTuple):
@@ -67,15 +70,19 @@ class Segment:
     # Given for the completion that ends with the token.
     turn_rewards: list[float] = field(default_factory=list)
     num_completions: int = 0
+    num_guided: int = 0  # Tokens of completions that are outside the loss.
+    answer_begin: int = 0  # Where the last completion begins in `tokens`,
+    answer_end: int = 0  # and where it ends.
     images: list[ImageSpan] = field(default_factory=list)
 
     def append_prompt(self, prompt: Prompt) -> None:
         """Append what the policy reads."""
         self.images += prompt.images
         num = len(prompt.tokens)
-        self._append(
-            Completion(prompt.tokens, [0.0] * num, versions=[-1] * num), prompt.text, sampled=False
+        completion = Completion(
+            prompt.tokens, [0.0] * num, versions=[-1] * num, guided=[True] * num
         )
+        self._append(completion, prompt.text)
 
     def append_completion(self, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> str:
         """Append what the policy sampled.
@@ -85,20 +92,28 @@ class Segment:
             has a text of its own, as `</code>`, is part of the content and stays.
         """
         text = decode_after(tokenizer, self.tokens, completion.tokens)
-        self._append(completion, text, sampled=True)
+        self.answer_begin = len(self.tokens)
+        self._append(completion, text)
+        self.answer_end = len(self.tokens)
+        self.num_guided += sum(completion.guided)
         self.num_completions += 1
         last = completion.tokens[-1:]
         if completion.stopped and not decode(tokenizer, last, skip_special_tokens=True):
             return text.removesuffix(decode(tokenizer, last))
         return text
 
-    def _append(self, completion: Completion, text: str, sampled: bool) -> None:
+    def _append(self, completion: Completion, text: str) -> None:
+        """Append tokens; those that are guided count as said by someone else."""
+        num = len(completion.tokens)
+        guided = completion.guided or [False] * num
         self.text += text
         self.tokens += completion.tokens
-        self.sampled += [sampled] * len(completion.tokens)
-        self.logprobs += completion.logprobs
-        self.versions += completion.versions
-        self.turn_rewards += [0.0] * len(completion.tokens)
+        self.sampled += [not each for each in guided]
+        logprobs = zip(completion.logprobs, guided, strict=True)
+        self.logprobs += [0.0 if is_guided else logprob for logprob, is_guided in logprobs]
+        versions = zip(completion.versions, guided, strict=True)
+        self.versions += [-1 if is_guided else version for version, is_guided in versions]
+        self.turn_rewards += [0.0] * num
 
     def begins(self, prompt: str | list[int], urls: Sequence[str]) -> bool:
         """Return whether a prompt begins with this segment: a text with images, or tokens."""
@@ -156,11 +171,21 @@ def to_arrays(lists: dict[str, Any], end: int | None = None) -> dict[str, Any]:
 
 
 class Conversation:
-    """The segments of an episode, or of a session of the endpoint."""
+    """The segments of an episode, or of a session of the endpoint.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vision: Vision | None = None):
+    Attributes:
+        render: gives the text of a chat, with the tools and template arguments of its row.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vision: Vision | None = None,
+        row: dict | None = None,
+    ):
         self.tokenizer = tokenizer
         self.vision = vision
+        self.render = chat.renderer(tokenizer, row or {})
         self.segments: list[Segment] = []
 
     def continue_with_messages(self, messages: list[dict]) -> Segment:
@@ -172,7 +197,7 @@ class Conversation:
         Raises:
             UserError: The template refuses the chat, or its images do not fit.
         """
-        text = chat.render(self.tokenizer, messages)
+        text = self.render(messages)
         return self.append_prompt(self.tokenize_prompt(text, images.of_chat(messages)))
 
     def tokenize_prompt(self, prompt: str | list[int], urls: Sequence[str]) -> Prompt:
@@ -262,16 +287,25 @@ class Conversation:
         """Return the number of sampled tokens in all segments."""
         return sum(sum(segment.sampled) for segment in self.segments)
 
+    def last_completion(self) -> list[int]:
+        """Return the tokens of the last completion, those that guided decoding put there, too."""
+        if not self.segments:
+            return []
+        last = self.segments[-1]
+        return last.tokens[last.answer_begin : last.answer_end]
+
     def _new_segment(self) -> Segment:
         self.segments.append(Segment())
         return self.segments[-1]
 
     def trajectories(
-        self, *, group: int, episode: int, reward: float, info: dict
+        self, *, group: int, episode: int, reward: float, info: dict, version: int = 0
     ) -> list[Trajectory]:
         """Return a trajectory for each segment with sampled tokens, cut behind the last of these.
 
-        All of them carry the episode's `reward`.
+        All of them carry the episode's `reward`. An episode without sampled tokens is one
+        trajectory without tokens, of the weights that have seen `version` optimizer steps: nothing
+        is trained on, but its reward is one of its group's.
         """
         trajectories: list[Trajectory] = []
         for segment in self.segments:
@@ -295,6 +329,18 @@ class Conversation:
                     episode=episode,
                     segment=len(trajectories),
                     version=min(version for version in segment.versions if version >= 0),
+                )
+            )
+        if not trajectories:
+            nothing = to_arrays(dict.fromkeys(_DTYPES, ()))
+            trajectories.append(
+                Trajectory(
+                    **nothing,
+                    info=info,
+                    reward=reward,
+                    group=group,
+                    episode=episode,
+                    version=version,
                 )
             )
         return trajectories

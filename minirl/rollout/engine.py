@@ -28,6 +28,7 @@ from minirl.log import Timer
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.offload import Sleeper
 from minirl.rollout import packed, vllm_cpu, vllm_patches
+from minirl.rollout.guides import LEAST_MASS, Guide, MassRecorder, patch_masks, to_vllm
 
 # Read when vLLM is imported or builds its engine. The engine core must live in this process, or its
 # weights are out of reach.
@@ -67,6 +68,8 @@ class EngineOutput(NamedTuple):
     logprobs: list[float]
     # "stop": ended by a stop token, which is the last token; "length"; None: not finished.
     finish_reason: str | None
+    # Of each token: whether a guide's mask took probability from others. Empty: there is no guide.
+    guided: list[bool]
 
 
 class RolloutEngine:
@@ -87,6 +90,7 @@ class RolloutEngine:
         load_weights: bool = False,
         reads_images: bool = False,
         num_answers: int = 0,
+        guides: bool = False,
         timer: Timer | None = None,
     ):
         """Start vLLM. Collective over all ranks, which agree on the size of the KV cache.
@@ -99,6 +103,7 @@ class RolloutEngine:
             load_weights: read the weights from the folder.
             reads_images: the model reads images, and is asked about some.
             num_answers: answers that all engines together are asked for at once, about.
+            guides: answers may be held to a guide, for which vLLM needs the tokenizer.
             timer: gets the seconds of refits, and of waking and sleeping.
 
         Raises:
@@ -108,11 +113,11 @@ class RolloutEngine:
         self.mesh = mesh
         self.timer = timer or Timer(mesh.device)
         self.reads_images = reads_images
+        self.masses = MassRecorder() if guides else None
         self.on_cuda = mesh.device.type == "cuda"
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        # vLLM's imports warn, whatever the settings are.
-        quiet = warnings.catch_warnings(action="ignore")
+        quiet = warnings.catch_warnings(action="ignore")  # vLLM's imports warn in any case.
         with vllm_patches.keep_process_state(), quiet:
             logging.getLogger("vllm").setLevel(logging.ERROR)
             import vllm
@@ -120,6 +125,8 @@ class RolloutEngine:
             vllm_patches.patch_transformers_base()
             if not self.on_cuda:
                 vllm_cpu.patch_cpu(mesh)
+            if self.masses:
+                patch_masks(self.masses)
             try:
                 self.llm = vllm.LLM(**self._arguments(folder, dtype, load_weights))
             except (ValueError, RuntimeError) as error:
@@ -160,7 +167,7 @@ class RolloutEngine:
             "model": str(folder),
             "dtype": dtype,
             "load_format": "auto" if load_weights or self.reads_images else "dummy",
-            "skip_tokenizer_init": not self.reads_images,
+            "skip_tokenizer_init": not (self.reads_images or self.masses),
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": cfg.tensor_parallel_size,
             "max_model_len": cfg.max_model_len,
@@ -177,6 +184,8 @@ class RolloutEngine:
                 "skip_mm_profiling": not self.on_cuda,
                 "mm_processor_cache_gb": 1.0,
             }
+        if self.masses:
+            arguments["structured_outputs_config"] = {"backend": "xgrammar"}
         if cfg.kv_cache_gb or not self.on_cuda:
             arguments["kv_cache_memory_bytes"] = int((cfg.kv_cache_gb or 1.0) * 2**30)
         if self.on_cuda and not cfg.enforce_eager:
@@ -310,6 +319,7 @@ class RolloutEngine:
         seed: int,
         images: Sequence[str] = (),
         stream: bool = False,
+        guide: Guide | None = None,
     ) -> None:
         """Queue a request for one completion.
 
@@ -324,7 +334,11 @@ class RolloutEngine:
                 which the trainer moves and which would differ between ranks of one engine.
             images: data URLs.
             stream: `step` reports each token at once, which costs vLLM an object for it.
+            guide: what to hold the answer to; the engine was made for guides.
         """
+        if guide:
+            assert self.masses, "the engine was not made for guides"
+            self.masses.begin(request_id, sampling.temperature)
         kinds = self.vllm.sampling_params.RequestOutputKind
         params = self.vllm.SamplingParams(
             max_tokens=sampling.max_tokens,
@@ -338,6 +352,7 @@ class RolloutEngine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=kinds.DELTA if stream else kinds.FINAL_ONLY,
+            structured_outputs=to_vllm(guide) if guide else None,
         )
         inputs: dict[str, Any] = {"prompt_token_ids": prompt}
         if images:
@@ -346,6 +361,8 @@ class RolloutEngine:
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop these requests."""
+        if self.masses:
+            self.masses.end(request_ids)
         self.llm.llm_engine.abort_request(request_ids)
 
     def step(self) -> list[EngineOutput]:
@@ -360,7 +377,9 @@ class RolloutEngine:
         for output in self.llm.llm_engine.step():
             sample = output.outputs[0]  # Each request is for one.
             outputs.append(
-                _output(output.request_id, sample.token_ids, sample.logprobs, sample.finish_reason)
+                self._output(
+                    output.request_id, sample.token_ids, sample.logprobs, sample.finish_reason
+                )
             )
         return outputs
 
@@ -371,7 +390,28 @@ class RolloutEngine:
             if state.output_kind == final_only:
                 tokens = state.detokenizer.output_token_ids
                 logprobs = state.logprobs_processor.logprobs
-                yield _output(state.external_req_id, tokens, logprobs, None)
+                yield self._output(state.external_req_id, tokens, logprobs, None)
+
+    def _output(
+        self, request_id: str, tokens: Sequence[int], logprobs: Any, reason: str | None
+    ) -> EngineOutput:
+        """Return an output of vLLM.
+
+        Its log-probs are in one list, and each token's begin with its own (`vllm.logprobs`,
+        FlatLogprobs). Otherwise vLLM would make a dict and an object for each token. Those of
+        guided tokens become the policy's own, without the mask.
+        """
+        starts = logprobs.start_indices if logprobs else ()
+        values = [logprobs.logprobs[start] for start, _ in zip(starts, tokens, strict=True)]
+        log_masses = self.masses.take(request_id, len(tokens)) if self.masses else None
+        guided: list[bool] = []
+        if log_masses is not None:
+            known = [mass if math.isfinite(mass) else 0.0 for mass in log_masses]
+            values = [value + mass for value, mass in zip(values, known, strict=True)]
+            guided = [log_mass < math.log(LEAST_MASS) for log_mass in log_masses]
+            if reason and self.masses:
+                self.masses.end([request_id])
+        return EngineOutput(request_id, list(tokens), values, reason, guided)
 
     def tensor_parallel_broadcast(self, value: Any) -> Any:
         """Return the leader's value, which can be pickled, on all ranks of this engine."""
@@ -407,16 +447,3 @@ def resolve_num_seqs(cfg: EngineConfig, mesh: Mesh, num_answers: int) -> EngineC
         share = math.ceil(num_answers / num_engines)
     num_seqs = min(max(share, FEWEST_SEQS), MOST_SEQS)
     return dataclasses.replace(cfg, max_num_seqs=num_seqs)
-
-
-def _output(
-    request_id: str, tokens: Sequence[int], logprobs: Any, reason: str | None
-) -> EngineOutput:
-    """Return an output of vLLM.
-
-    Its log-probs are in one list, and each token's begin with its own (`vllm.logprobs`,
-    FlatLogprobs). Otherwise vLLM would make a dict and an object for each token.
-    """
-    starts = logprobs.start_indices if logprobs else ()
-    values = [logprobs.logprobs[start] for start, _ in zip(starts, tokens, strict=True)]
-    return EngineOutput(request_id, list(tokens), values, reason)

@@ -20,6 +20,7 @@ from minirl.parallel.limits import Limit
 from minirl.parallel.watch import Watch
 from minirl.rollout.conversation import Completion, unexpanded
 from minirl.rollout.engine import EngineOutput, RolloutEngine, Sampling
+from minirl.rollout.guides import Guide
 
 
 @dataclass(kw_only=True)
@@ -37,6 +38,10 @@ class Request:
     # Requests that wait together are added in the order of their names, so that runs repeat.
     name: tuple[int, ...]
     on_tokens: Callable[[], None] | None = None  # Called after each step that brought tokens.
+    # What the completion is held to. A grammar cannot begin in the middle, so an interrupted
+    # request begins anew with the same seed.
+    guide: Guide | None = None
+    on_restart: Callable[[], None] | None = None  # Called when it begins anew.
     done: Completion = field(default_factory=Completion)  # What has been sampled so far.
 
 
@@ -216,10 +221,20 @@ class EngineLoop:
         self._record(self.engine.unfinished())
         for entry in (*self._running.values(), *self._waiting):
             if not entry[1].cancelled():
+                self._begin_anew_if_guided(entry[0])
                 self._paused.append(entry)
         self._waiting = []
         self._tick(more=False)
         return task.result()
+
+    def _begin_anew_if_guided(self, request: Request) -> None:
+        """Drop what has been sampled of an unfinished request, if a guide holds it."""
+        if request.guide is None:
+            return
+        self.discarded_tokens += len(request.done.tokens)
+        request.done = Completion()
+        if request.on_restart:
+            request.on_restart()
 
     def _tick(self, more: bool = True) -> bool:
         """Abort and add requests, then step the engine; on all ranks of the engine alike.
@@ -273,28 +288,29 @@ class EngineLoop:
         """
         given_up = {key for key, (_, future) in self._running.items() if future.cancelled()}
         if given_up:
-            for request_id, tokens, _, _ in self.engine.unfinished():
-                if request_id in given_up:
-                    self.discarded_tokens += len(tokens)
+            for output in self.engine.unfinished():
+                if output.request_id in given_up:
+                    self.discarded_tokens += len(output.tokens)
 
     def _record(self, outputs: Iterable[EngineOutput]) -> None:
         """Append the engine's new tokens to their requests, and wake the callers of finished ones.
 
         Only the leader has requests. An output may also be of one that has just been aborted.
         """
-        for request_id, tokens, logprobs, finish_reason in outputs:
-            if request_id not in self._running:
+        for output in outputs:
+            if output.request_id not in self._running:
                 continue
-            request, future = self._running[request_id]
+            request, future = self._running[output.request_id]
             done = request.done
-            done.tokens += tokens
-            done.logprobs += logprobs
-            done.versions += [self.version] * len(tokens)
+            done.tokens += output.tokens
+            done.logprobs += output.logprobs
+            done.versions += [self.version] * len(output.tokens)
+            done.guided += output.guided
             if request.on_tokens:
                 request.on_tokens()
-            if finish_reason:
-                del self._running[request_id]
-                done.stopped = finish_reason == "stop"
+            if output.finish_reason:
+                del self._running[output.request_id]
+                done.stopped = output.finish_reason == "stop"
                 if not future.done():
                     future.set_result(done)
 
@@ -310,7 +326,7 @@ def _remaining(request: Request) -> tuple:
     sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - num_tokens)
     seed = (request.seed + 2654435761 * num_tokens) % 2**32
     images = [image.url for image in request.images]
-    return prompt, sampling, seed, images, request.on_tokens is not None
+    return prompt, sampling, seed, images, request.on_tokens is not None, request.guide
 
 
 async def in_thread(function: Callable, *arguments: object) -> Any:

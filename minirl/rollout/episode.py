@@ -18,8 +18,8 @@ from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.data import chat
 from minirl.data.images import BadImage, attach, plain, to_url
-from minirl.data.rows import why_no_messages
-from minirl.envs.base import Agent, Env, Result, State
+from minirl.data.messages import why_no_messages
+from minirl.envs.base import Agent, Env, PolicyInfo, Result, State
 from minirl.errors import UserError
 from minirl.reading import is_unicode
 from minirl.rewards.functions import Rewards
@@ -55,6 +55,8 @@ class Episode:
     reward: float = 0.0
     error: str = ""
     info: dict[str, float] = field(default_factory=dict)
+    endpoint: dict[str, float] = field(default_factory=dict)  # What the endpoint says of an agent.
+    refusal: str = ""  # Of an agent's last request that the endpoint refused.
     # Returns the trajectories once the episode has ended; waits for the rewards. None: it goes on.
     outcome: Callable[[], list[Trajectory]] | None = None
 
@@ -76,6 +78,7 @@ class EpisodeRunner:
         threads: for calls of environments that are not asynchronous.
         pool: of threads in which episodes that have ended are scored.
         failures: why episodes failed.
+        refusals: of each episode with a request that the endpoint refused, the last one.
     """
 
     def __init__(
@@ -111,6 +114,14 @@ class EpisodeRunner:
         self.threads = asyncio.Semaphore(self.cfg.threads)
         self.pool = ThreadPoolExecutor(cfg.reward.threads, thread_name_prefix="reward")
         self.failures: list[str] = []
+        self.refusals: list[str] = []
+
+    def take_troubles(self) -> tuple[list[str], list[str]]:
+        """Return why episodes failed and what the endpoint refused, and forget both."""
+        troubles = (list(self.failures), list(self.refusals))
+        self.failures.clear()
+        self.refusals.clear()
+        return troubles
 
     async def run(self, e: Episode) -> None:
         """Run an episode to its end, from wherever it stands.
@@ -122,10 +133,12 @@ class EpisodeRunner:
             await self._run_to_end(e)
         except (EnvFailed, BadImage) as failure:
             e.error = str(failure)
+            if e.refusal:
+                e.error += f"; the endpoint refused its last request: {e.refusal}"
             self.failures.append(e.error)
             if self.cfg.on_error == "raise":
                 raise UserError(
-                    f"env.name = {self.cfg.name} failed: {failure}, in an episode of "
+                    f"env.name = {self.cfg.name} failed: {e.error}, in an episode of "
                     f"{str(e.row)[:200]}; mend it, or set env.on_error reward or drop"
                 ) from failure
             self._apply_result(e, Result(reward=self.cfg.error_reward, truncated=e.truncated))
@@ -155,11 +168,17 @@ class EpisodeRunner:
                 "failed": float(bool(e.error)),
                 **e.info,
             }
+        if e.endpoint:
+            info["endpoint"] = e.endpoint
         reward = e.reward
         if not e.error and e.env.graded:
-            reward += self.rewards(e.row, e.answer, info)
+            reward += self.rewards(e.row, e.answer, info, e.conversation.last_completion())
         return e.conversation.trajectories(
-            group=e.ticket, episode=e.number, reward=reward, info=info
+            group=e.ticket,
+            episode=e.number,
+            reward=reward,
+            info=info,
+            version=self.engine_loop.version,
         )
 
     def count_if_dropped(self, e: Episode) -> None:
@@ -173,6 +192,13 @@ class EpisodeRunner:
     async def _run_to_end(self, e: Episode) -> None:
         if e.env is UNSET:
             e.env = await self._make_env()
+        if e.env.needs_policy:
+            e.env.policy = PolicyInfo(
+                tokenizer=e.conversation.tokenizer,
+                max_tokens=e.sampling.max_tokens,
+                max_length=self.engine_loop.engine.cfg.max_model_len,
+                temperature=e.sampling.temperature,
+            )
         try:
             if isinstance(e.env, Agent):
                 await self._run_agent(e, e.env)
@@ -213,7 +239,13 @@ class EpisodeRunner:
             e.truncated = True
             return False
         state = State(
-            row=e.row, answer=e.answer, stopped=e.stopped, turn=e.turn - 1, messages=e.messages
+            row=e.row,
+            answer=e.answer,
+            stopped=e.stopped,
+            turn=e.turn - 1,
+            messages=e.messages,
+            tokens=completion.tokens,
+            logprobs=completion.logprobs,
         )
         result = await self._call(e.env.step, state)
         self._apply_result(e, result)
@@ -303,23 +335,23 @@ class EpisodeRunner:
 
     async def _run_agent(self, e: Episode, agent: Agent) -> None:
         """Run an agent, which asks for its completions over HTTP."""
-        session = self.endpoint.open((self.seed, e.ticket, e.number), e.sampling)
-        e.conversation = self.endpoint.conversation(session.api_key)
+        session = self.endpoint.open((self.seed, e.ticket, e.number), e.sampling, e.row)
+        state = self.endpoint.session(session.api_key)
+        e.conversation = state.conversation
         try:
             self._apply_result(e, await self._call(agent.run, e.row, session))
         finally:
             self.endpoint.close(session.api_key)
+            e.endpoint = state.metrics()
+            if state.refusals:
+                e.refusal = state.refusals[-1]
+                self.refusals.append(e.refusal)
         segments = e.conversation.segments
         e.turn = sum(segment.num_completions for segment in segments)
         e.stopped = True
         if segments:
-            # The sampled tokens at the end: the last completion.
-            last = segments[-1]
-            begin = len(last.tokens)
-            while begin and last.sampled[begin - 1]:
-                begin -= 1
-            tokenizer = e.conversation.tokenizer
-            e.answer = decode(tokenizer, last.tokens[begin:], skip_special_tokens=True)
+            last = e.conversation.last_completion()
+            e.answer = decode(e.conversation.tokenizer, last, skip_special_tokens=True)
 
     async def _make_env(self) -> Env:
         """Make the environment of an episode. Raises EnvFailed if it cannot be made in time."""

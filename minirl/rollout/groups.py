@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from minirl.errors import require
 from minirl.rollout.episode import Episode, EpisodeRunner
 from minirl.rollout.pacing import IsEnough
 from minirl.types import Trajectory
@@ -41,14 +42,35 @@ class StepRollout:
     """What the rollout of a training step gives. All but the first field are of all ranks."""
 
     trajectories: list[Trajectory]  # This rank's part.
-    num_trajectories: int
+    num_trajectories: int  # Those with tokens to train on.
     next_ticket: int  # The first ticket of the next step.
     failures: list[str]  # Why episodes failed.
+    # Of each episode with a request that the endpoint refused, the last one.
+    refusals: list[str]
     # Tokens that were sampled since the last step and will not be trained on: groups that dynamic
     # sampling leaves out, episodes that are dropped, requests that an agent gave up.
     discarded_tokens: int
     # A signal has interrupted it: there are no trajectories, and all groups go on in the next one.
     is_interrupted: bool = False
+
+    def troubles(self) -> list[str]:
+        """Return what there is to say of episodes that failed or were refused what they asked."""
+        lines = []
+        if self.failures:
+            lines.append(
+                f"{len(self.failures)} episodes failed, the first because {self.failures[0]}"
+            )
+        if self.refusals:
+            lines.append(
+                f"the endpoint refused requests of {len(self.refusals)} episodes, the last: "
+                f"{self.refusals[-1]}"
+            )
+        return lines
+
+    def require_tokens(self) -> None:
+        """Refuse a step of which no rank has a token to train on. Raises UserError."""
+        why = [*self.failures[:1], *self.refusals[-1:], "the policy sampled no token in any"][0]
+        require(self.num_trajectories, f"no episode can be trained on: {why}")
 
 
 class GroupScheduler:

@@ -1,37 +1,31 @@
-"""OpenAI's chat completions and completions: what a request asks for, and a choice of its response.
+"""OpenAI's chat completions and completions: what a request asks for.
 
 A client's `model`, `temperature`, `top_p`, penalties and the like have no effect: the policy
 answers, and samples as the run says, because it is trained on those log-probs. What the endpoint
-cannot do (other forms of output, alternatives to the sampled tokens, forced tool calls) is refused.
+cannot do (alternatives to the sampled tokens, functions of the old kind) is refused.
 """
 
-import contextlib
 import functools
 import json
-import re
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from minirl.config.shared import EndpointConfig
-from minirl.data import chat, images
+from minirl.data import images
 from minirl.data.images import Vision
+from minirl.data.messages import read_template_kwargs
 from minirl.errors import UserError
-from minirl.rollout.conversation import Completion, Prompt, decode, decode_after
-from minirl.rollout.engine_loop import Request
+from minirl.rollout.conversation import Conversation
+from minirl.rollout.guides import Guide, json_guide
+from minirl.rollout.tool_calls import ToolCall, ToolReader, choose, make_reader
 from minirl.serving.limits import BadRequest
 
-# Tool calls are written as <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
-TOOL_CALL = "<tool_call>"
-_TOOL_CALLS = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _MAX_STOP_STRINGS = 64  # each is looked for after each token
-_MAX_NESTING = 100  # of a tool call's arguments, which others will read by recursion
-_UNSUPPORTED = ("top_logprobs", "response_format", "echo", "suffix")
+_UNSUPPORTED = ("top_logprobs", "echo", "suffix", "functions", "function_call")
 
 JSONObject = dict[str, Any]  # an object
-ToolCall = tuple[str, dict]  # name and arguments
 Content = str | list[dict]  # of a message: a text, or parts
 
 
@@ -62,15 +56,57 @@ class CompletionRequest(BaseModel, extra="allow"):
     # a stream they come with the last chunk.
     logprobs: bool | int | None = None
     tools: list[JSONObject] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | JSONObject | None = None
+    parallel_tool_calls: bool | None = None  # False: an answer shows its first call only.
+    response_format: JSONObject | None = None
+    chat_template_kwargs: JSONObject | None = None  # Further variables of the chat template.
 
-    @property
-    def markers(self) -> list[str]:
-        """What the client does not see, nor a text that may become it: what follows is hidden."""
-        markers = list(self.stop or ())
-        if self.tools and self.tool_choice != "none":
-            markers.append(TOOL_CALL)
-        return markers
+    def reader(self, tokenizer: PreTrainedTokenizerBase, parser: str) -> ToolReader | None:
+        """Return the reader of the calls in the answers; None if there are no tools to call.
+
+        Args:
+            tokenizer: with the chat template.
+            parser: endpoint.tool_parser.
+
+        Raises:
+            UserError: The template shows no tools, or the request demands one that it has not.
+            KeyError, TypeError, ValueError: The request is malformed.
+        """
+        choice = choose(self.tool_choice, self.tools)
+        if choice is None or self.tools is None:
+            return None
+        return make_reader(tokenizer, self.tools, choice, parser)
+
+    def demands_call(self) -> bool:
+        """Return whether an answer has to call a tool."""
+        return self.tool_choice not in (None, "auto", "none")
+
+    def demands_json(self) -> bool:
+        """Return whether an answer has to be JSON."""
+        return bool(self.response_format) and self.response_format != {"type": "text"}
+
+    def guide(self, reader: ToolReader | None) -> Guide | None:
+        """Return what the answers have to be held to; None: nothing.
+
+        With tools that an answer may but need not call, a demanded format is none: the grammar
+        would forbid the calls.
+
+        Raises:
+            UserError: vLLM cannot hold an answer to it, or the format is none that there is.
+            KeyError, TypeError, AttributeError: It is malformed.
+        """
+        schema = {"type": "object"}
+        if self.demands_json() and self.response_format:
+            kind = self.response_format["type"]
+            if kind == "json_schema":
+                schema = self.response_format["json_schema"]["schema"]
+            elif kind != "json_object":
+                raise UserError(
+                    f"response_format has the type {kind!r}; give text, json_object or json_schema"
+                )
+        if reader:
+            return reader.guide() if self.demands_call() else None
+        return json_guide(schema) if self.demands_json() else None
 
     def check(self, cfg: EndpointConfig, vision: Vision | None, max_model_len: int) -> None:
         """Refuse what is too much or not to be had, before anything is made of it.
@@ -109,14 +145,15 @@ class CompletionRequest(BaseModel, extra="allow"):
             _check_images(self.messages, vision, cfg.image_megapixels)
 
     def render_prompts(
-        self, tokenizer: PreTrainedTokenizerBase, sampled_texts: dict[str, str]
+        self, conversation: Conversation, sampled_texts: dict[str, str]
     ) -> list[tuple[str | list[int], list[str]]]:
         """Return each prompt, as text or tokens, with the data URLs of its images.
 
         Call `check` first.
 
         Args:
-            tokenizer: With the chat template.
+            conversation: Of the session. Variables of the chat template that its row has count
+                where the request names none.
             sampled_texts: The session's earlier completions as they were sampled, by
                 `completion_key`. They stand in the chat for what the client sends back of them.
 
@@ -127,6 +164,7 @@ class CompletionRequest(BaseModel, extra="allow"):
         if self.messages is None:
             if not self.prompt or not all(self.prompt):
                 raise UserError("prompt is empty; give a text or token ids")
+            tokenizer = conversation.tokenizer
             for prompt in self.prompt:
                 ids = prompt if isinstance(prompt, list) else [0]
                 if min(ids) < 0 or max(ids) >= len(tokenizer):
@@ -134,8 +172,29 @@ class CompletionRequest(BaseModel, extra="allow"):
             return [(prompt, []) for prompt in self.prompt]
         messages = [_to_template_message(message, sampled_texts) for message in self.messages]
         tools = None if self.tool_choice == "none" else self.tools
-        text = chat.render(tokenizer, messages, tools=tools)
+        given: dict[str, Any] = {"tools": tools}
+        kwargs = read_template_kwargs(self.chat_template_kwargs, "chat_template_kwargs")
+        if kwargs:
+            given["chat_template_kwargs"] = kwargs
+        text = conversation.render(messages, **given)
         return [(text, images.of_chat(messages))]
+
+
+def parse_request(fields: Any) -> CompletionRequest:
+    """Return the request that a body is.
+
+    Raises:
+        BadRequest: It is none; the message says in which field, and what would be right.
+    """
+    try:
+        return CompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = [str(part) for part in first["loc"]]
+        name = place[0] if place else "body"
+        raise BadRequest(
+            f"malformed request: {name}: {first['msg'][:1].lower()}{first['msg'][1:]}", param=name
+        ) from error
 
 
 def check_length(
@@ -231,165 +290,6 @@ def _to_template_content(content: Content) -> Content:
 def completion_key(content: Content, tool_calls: list[ToolCall]) -> str:
     """Return a key of a completion, made of what a client sends back of it in later requests."""
     return json.dumps([content, tool_calls], sort_keys=True)
-
-
-@dataclass
-class Choice:
-    """One choice of a response: it turns sampled tokens into text, tool calls, finish reason."""
-
-    index: int
-    request: CompletionRequest
-    prompt: Prompt
-    engine_request: Request  # Its `done` grows while the engine samples.
-    tokenizer: PreTrainedTokenizerBase
-    # What is read so far, without special tokens, and without a stop string and what follows it.
-    text: str = ""
-    num_read: int = 0  # Tokens that `text` was read from.
-    num_sent: int = 0  # Characters.
-    stop_string: str | None = None  # The one that was found.
-    finish_reason: str = ""  # At the end: `stop`, `length` or `tool_calls`.
-    tool_calls: list[ToolCall] = field(default_factory=list)  # At the end.
-
-    def read_new_tokens(self, *, last: bool = False) -> None:
-        """Read what the engine has sampled since the last call.
-
-        The bytes of an incomplete character wait for the others, unless they are the `last`.
-        """
-        if self.stop_string is not None:
-            return
-        stop_ids = self.engine_request.sampling.stop_token_ids
-        tokens = [token for token in self.engine_request.done.tokens if token not in stop_ids]
-        text = decode_after(
-            self.tokenizer,
-            tokens[: self.num_read],
-            tokens[self.num_read :],
-            skip_special_tokens=True,
-        )
-        if text.endswith("\ufffd") and not last:
-            return
-        self.num_read = len(tokens)
-        self.text += text
-        end, self.stop_string = _find_first(self.request.stop or [], self.text)
-        self.text = self.text[:end]
-
-    def finish(self) -> None:
-        """Read the last tokens, and set the tool calls and the finish reason."""
-        self.read_new_tokens(last=True)
-        if TOOL_CALL in self.request.markers:
-            # In the form of Qwen and Hermes models. If one of them cannot be read there are none at
-            # all, so that the client sees the text.
-            with contextlib.suppress(
-                ValueError, KeyError, TypeError, AttributeError, RecursionError
-            ):
-                self.tool_calls = [_to_tool_call(text) for text in _TOOL_CALLS.findall(self.text)]
-        if self.tool_calls:
-            self.finish_reason = "tool_calls"
-        elif self.engine_request.done.stopped or self.stop_string is not None:
-            self.finish_reason = "stop"
-        else:
-            self.finish_reason = "length"
-
-    @property
-    def visible_text(self) -> str:
-        """The text that no later token changes; at the end, what stands before the tool calls."""
-        if self.finish_reason and not self.tool_calls:
-            return self.text
-        end, marker = _find_first(self.request.markers, self.text)
-        if marker is None:
-            end = max(0, end + 1 - max(map(len, self.request.markers), default=1))
-        return self.text[:end]
-
-    def completion(self) -> Completion:
-        """Return the tokens to train on: up to the stop string, if one was found."""
-        done = self.engine_request.done
-        if self.stop_string is None:
-            return done
-        end = self.num_read
-        return Completion(done.tokens[:end], done.logprobs[:end], False, done.versions[:end])
-
-    def next_chunk(self) -> JSONObject | None:
-        """Return what was not sent yet as an entry of OpenAI's `choices`; None if nothing is new.
-
-        Without streaming the only chunk is the whole choice.
-        """
-        visible_text = self.visible_text
-        if len(visible_text) == self.num_sent and not self.finish_reason:
-            return None
-        text = visible_text[self.num_sent :]
-        chunk: JSONObject = {"index": self.index, "finish_reason": self.finish_reason or None}
-        logprobs = self.request.logprobs  # 0 asks for them, too
-        if self.finish_reason and logprobs is not None and logprobs is not False:
-            chunk["logprobs"] = self._logprobs()
-        if self.request.messages is None:
-            chunk["text"] = text
-        else:
-            chunk["delta" if self.request.stream else "message"] = self._message(text)
-        self.num_sent = len(visible_text)
-        return chunk
-
-    def _message(self, text: str) -> JSONObject:
-        """Return a message of a chat, or the delta of one."""
-        message: JSONObject = {} if self.num_sent else {"role": "assistant"}
-        message["content"] = text
-        if not self.tool_calls:
-            return message
-        message["content"] = text or None
-        name = "-".join(map(str, self.engine_request.name))
-        message["tool_calls"] = [
-            {
-                "index": number,
-                "id": f"call_{name}_{self.index}_{number}",
-                "type": "function",
-                "function": {"name": function, "arguments": json.dumps(arguments)},
-            }
-            for number, (function, arguments) in enumerate(self.tool_calls)
-        ]
-        return message
-
-    def _logprobs(self) -> dict[str, list]:
-        """Return the log-probs of all sampled tokens, in the form of a chat or of a completion."""
-        completion = self.completion()
-        tokens = [decode(self.tokenizer, [token]) for token in completion.tokens]
-        if self.request.messages is None:
-            return {"tokens": tokens, "token_logprobs": completion.logprobs}
-        return {
-            "content": [
-                {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
-                for token, logprob in zip(tokens, completion.logprobs, strict=True)
-            ]
-        }
-
-
-def _to_tool_call(text: str) -> ToolCall:
-    """Return the call that the policy wrote.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError, RecursionError: It is none.
-    """
-    call = json.loads(text)
-    arguments = dict(call.get("arguments", {}))
-    if _is_deeper(arguments, _MAX_NESTING):
-        raise ValueError("too deep to be written again")
-    return str(call["name"]), arguments
-
-
-def _is_deeper(value: object, levels: int) -> bool:
-    """Return whether lists and objects are nested in more than so many levels."""
-    if not isinstance(value, list | dict):
-        return False
-    if not levels:
-        return True
-    parts = value.values() if isinstance(value, dict) else value
-    return any(_is_deeper(part, levels - 1) for part in parts)
-
-
-def _find_first(markers: list[str], text: str) -> tuple[int, str | None]:
-    """Return where the first of the markers in the text begins, and which it is.
-
-    Without one in it that is (its length, None).
-    """
-    places = [(text.find(marker), marker) for marker in markers if marker and marker in text]
-    return min(places, default=(len(text), None))
 
 
 def event(**data: Any) -> str:

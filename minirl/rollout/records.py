@@ -5,19 +5,20 @@
                 before reward.* shapes it
     tokens      list of L integers
     sampled, logprobs, rewards, versions
-                lists of L values, as in types.Trajectory, where `rewards` is `turn_rewards`
+                lists of L values, as in types.Trajectory, where `rewards` is `turn_rewards`;
+                L is 0 for an episode in which the policy sampled no token
     images      list of [place of the first token, number of tokens, data URL]
     info        object for people and metrics: prompt (the row's), completion (the answer, or the
                 whole text of an environment's episode), source, stopped, error, score, rewards of
                 each function, env, ...
 
-`rollout.dump` writes them, `rollout.replay` trains on them again, and `python -m
-minirl.rollout.show FILE` prints them.
+`rollout.dump` writes them with tables beside them (index.py), `rollout.replay` trains on them
+again, `python -m minirl.rollout.show FILE` prints them, and `python -m minirl.view RUN` shows them
+in a browser.
 """
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,37 +27,40 @@ import numpy as np
 from minirl.data.images import ImageSpan
 from minirl.errors import UserError, require
 from minirl.files import write_whole
-from minirl.parallel.mesh import Mesh
+from minirl.parallel.mesh import Mesh, World
 from minirl.reading import parse_json, read_text
+from minirl.rollout import index
 from minirl.rollout.conversation import to_arrays
 from minirl.types import Trajectory
 
 
-def write_step(trajectories: list[Trajectory], folder: Path, step: int, mesh: Mesh) -> None:
+def write_step(
+    trajectories: list[Trajectory], folder: Path, step: int, mesh: World
+) -> list[tuple[int, int]]:
     """Write this rank's file of a step; the folder is made if it is missing.
 
     Files that more ranks have left of the same step are removed: they hold the same groups.
+
+    Returns:
+        Where the line of each trajectory begins in the file, and its bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(to_record(t), default=np.ndarray.tolist) + "\n" for t in trajectories]
-    write_whole(folder / f"step-{step}-rank-{mesh.rank}.jsonl", "".join(lines))
+    part = index.part_of(folder, step, mesh.rank)
+    part.table.unlink(missing_ok=True)  # of another run, which has left this step
+    lines = [json.dumps(to_record(t), default=np.ndarray.tolist) for t in trajectories]
+    write_whole(part.lines, "".join(f"{line}\n" for line in lines))
     if mesh.rank == 0:
-        for path in folder.glob(f"step-{step}-rank-*.jsonl"):
-            if _numbers(path)[1] >= mesh.world_size:
-                path.unlink()
+        for other in index.parts(folder):
+            if other.step == step and other.rank >= mesh.world_size:
+                index.remove(other)
+    return list(index.places(map(len, lines)))  # JSON is ASCII: a byte a character
 
 
 def drop_steps(folder: Path, first: int) -> None:
     """Remove the files of the steps from `first` on, which a resumed run writes again."""
-    for path in folder.glob("step-*-rank-*.jsonl"):
-        if _numbers(path)[0] >= first:
-            path.unlink()
-
-
-def _numbers(path: Path) -> tuple[int, int]:
-    """Return step and rank of a file; (-1, -1) if its name has none."""
-    match = re.fullmatch(r"step-(\d+)-rank-(\d+)\.jsonl", path.name)
-    return (int(match[1]), int(match[2])) if match else (-1, -1)
+    for part in index.parts(folder):
+        if part.step >= first:
+            index.remove(part)
 
 
 def to_record(t: Trajectory) -> dict:
@@ -118,8 +122,8 @@ def _check_arrays(arrays: dict[str, np.ndarray], reward: float) -> None:
     if any(shape != [length] for shape in shapes.values()):
         raise ValueError(f"its lists differ in length: {shapes}")
     numbers = [reward, *arrays["logprobs"].tolist(), *arrays["turn_rewards"].tolist()]
-    if not length or not all(map(math.isfinite, numbers)):
-        raise ValueError("it has no token, or a number that is not finite")
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("it has a number that is not finite")
 
 
 def check_steps(folder: Path, num_steps: int, *, resume: bool) -> None:

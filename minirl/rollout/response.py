@@ -9,12 +9,12 @@ from functools import partial
 from starlette.types import Receive
 
 from minirl.config.shared import EndpointConfig
+from minirl.rollout.choice import Choice
 from minirl.rollout.conversation import Completion, Conversation, Prompt
 from minirl.rollout.engine import Sampling
 from minirl.rollout.engine_loop import EngineLoop, Request
 from minirl.rollout.episode import sample_seed
 from minirl.rollout.protocol import (
-    Choice,
     CompletionRequest,
     JSONObject,
     check_length,
@@ -39,6 +39,20 @@ class SessionState:
     sampled_texts: dict[str, str] = field(default_factory=dict)
     # One for each request so far.
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)  # Why requests were refused.
+    # Requests that demanded a format or a call, to which the engine could not hold the answer.
+    num_unguided: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers for the log: `endpoint/NAME`."""
+        conversation = self.conversation
+        num_guided = sum(segment.num_guided for segment in conversation.segments)
+        num_tokens = num_guided + conversation.num_sampled()
+        return {
+            "refused": float(len(self.refusals)),
+            "unguided": float(self.num_unguided),
+            "outside_loss": num_guided / max(1, num_tokens),
+        }
 
 
 class PendingResponse:
@@ -66,7 +80,9 @@ class PendingResponse:
         tokenizer = session.conversation.tokenizer
         max_model_len = session.engine_loop.engine.cfg.max_model_len
         request.check(session.cfg, session.conversation.vision, max_model_len)
-        for text, urls in request.render_prompts(tokenizer, session.sampled_texts):
+        reader = request.reader(tokenizer, session.cfg.tool_parser)
+        guide = request.guide(reader)
+        for text, urls in request.render_prompts(session.conversation, session.sampled_texts):
             check_length(text, max_model_len, tokenizer)
             prompt = session.conversation.tokenize_prompt(text, urls)
             sampling = replace(session.sampling, max_tokens=self._max_tokens(prompt))
@@ -78,8 +94,12 @@ class PendingResponse:
                     sampling=sampling,
                     seed=sample_seed(*name, index),
                     name=name,
+                    guide=guide,
                 )
-                self.choices.append(Choice(index, request, prompt, engine_request, tokenizer))
+                choice = Choice(index, request, prompt, engine_request, tokenizer, reader)
+                engine_request.on_restart = choice.restart
+                self.choices.append(choice)
+        session.num_unguided += guide is None and (request.demands_call() or request.demands_json())
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         self.head = {
             "id": f"chatcmpl-{'-'.join(map(str, name))}",

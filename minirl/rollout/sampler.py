@@ -18,7 +18,6 @@ import torch
 
 from minirl.config.rl import RLConfig
 from minirl.config.shared import EvaluateConfig
-from minirl.data import chat
 from minirl.data.prompts import Prompts
 from minirl.envs.base import Agent, Env
 from minirl.rewards.functions import Rewards
@@ -143,7 +142,7 @@ class Sampler:
             UserError: a reward function failed, or an environment with env.on_error raise.
         """
         self.engine_loop.version = version
-        self.runner.failures.clear()
+        self.runner.take_troubles()
         make_group = partial(self._make_group, prompts, num_samples, sampling, version)
         goals = [Goal(version, len(tickets))]
         scheduler = GroupScheduler(self.runner)
@@ -151,8 +150,7 @@ class Sampler:
         if self.mesh.agree_to_stop():
             return None  # without waiting for the rewards that are still being computed
         trajectories = list(itertools.chain.from_iterable(g.trajectories() for g in groups))
-        came_meanwhile = self.mesh.agree_to_stop()  # Rewards may take long.
-        return None if came_meanwhile else trajectories
+        return None if self.mesh.agree_to_stop() else trajectories  # Rewards may take long.
 
     # ----------------------------------------------------------------------------------------------
     # a training step
@@ -165,7 +163,7 @@ class Sampler:
             prompts_per_step=self.cfg.rollout.prompts_per_step,
             ahead=self.cfg.rollout.ahead,
             max_staleness=self.cfg.rollout.max_staleness,
-            updates_per_step=self.cfg.algo.updates_per_step,
+            updates_per_step=self.cfg.algo.num_updates,
         )
 
     def collect_step(self, first: int, sampling: Sampling, *, version: int) -> StepRollout:
@@ -185,7 +183,7 @@ class Sampler:
         cfg = self.cfg.rollout
         pace = self.pace
         self.engine_loop.version = version
-        self.runner.failures.clear()
+        self.runner.take_troubles()
         make_group = partial(
             self._make_group, self.prompts, cfg.samples_per_prompt, sampling, version
         )
@@ -302,17 +300,19 @@ class Sampler:
 
     def _step_rollout(self, trajectories: list[Trajectory], next_ticket: int) -> StepRollout:
         """Return the result of a step, with the numbers of all ranks. Collective."""
-        failures = list(self.runner.failures)
+        troubles = self.runner.take_troubles()
         # Numbers are added. Texts, which are rare, are gathered only if there are any.
-        numbers = (len(trajectories), len(failures), self.engine_loop.take_discarded())
-        sums = self.mesh.sums(torch.tensor(numbers))
-        num_trajectories, num_failures, discarded_tokens = sums.tolist()
+        num_with_tokens = sum(len(t.tokens) > 0 for t in trajectories)
+        numbers = (num_with_tokens, any(troubles), self.engine_loop.take_discarded())
+        num_trajectories, is_troubled, discarded = self.mesh.sums(torch.tensor(numbers)).tolist()
+        of_ranks = self.mesh.gather(troubles) if is_troubled else []
         return StepRollout(
             trajectories=trajectories,
             num_trajectories=num_trajectories,
             next_ticket=next_ticket,
-            failures=sum(self.mesh.gather(failures), []) if num_failures else [],
-            discarded_tokens=discarded_tokens,
+            failures=sum([failures for failures, _ in of_ranks], []),
+            refusals=sum([refusals for _, refusals in of_ranks], []),
+            discarded_tokens=discarded,
             is_interrupted=self.is_interrupted,
         )
 
@@ -368,13 +368,13 @@ class Sampler:
         self, prompts: Prompts, num_samples: int, sampling: Sampling, version: int, ticket: int
     ) -> Group:
         row = prompts.row(ticket)
-        row = {**row, "rendered_prompt": chat.render(prompts.tokenizer, prompts.messages(row))}
+        row = {**row, "rendered_prompt": prompts.rendered(row)}
         episodes = [
             Episode(
                 ticket=ticket,
                 number=i,
                 row=copy.deepcopy(row),  # an environment may change it
-                conversation=Conversation(prompts.tokenizer, prompts.vision),
+                conversation=Conversation(prompts.tokenizer, prompts.vision, row),
                 sampling=sampling,
             )
             for i in range(num_samples)
@@ -424,8 +424,7 @@ class Sampler:
         for ticket in late:
             del self.begun[ticket]
             if ticket in self.training.groups:
-                group = self.training.groups.pop(ticket)
-                self.engine_loop.discarded_tokens += group.num_sampled()
+                self.engine_loop.discarded_tokens += self.training.groups.pop(ticket).num_sampled()
         self.waiting = sorted(itertools.chain(late, *self.mesh.gather(waiting)))
 
     def _restore(self, saved: SavedGroup, sampling: Sampling) -> bool:

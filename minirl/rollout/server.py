@@ -9,28 +9,36 @@ longer than a step.
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive
 
 from minirl.config.shared import EndpointConfig
 from minirl.data.prompts import Prompts
 from minirl.envs.base import Session
-from minirl.rollout import anthropic
+from minirl.errors import UserError
+from minirl.rollout import anthropic, responses
 from minirl.rollout.conversation import Conversation
 from minirl.rollout.engine import Sampling
 from minirl.rollout.engine_loop import EngineLoop
-from minirl.rollout.protocol import CompletionRequest, event
+from minirl.rollout.protocol import JSONObject, event, parse_request
 from minirl.rollout.response import MODEL, PendingResponse, SessionState
-from minirl.serving.limits import BadRequest, api_key, make_app, read_json
+from minirl.rollout.tool_calls import preload
+from minirl.serving.limits import MESSAGES, BadRequest, api_key, make_app, read_json
 from minirl.serving.server import Server, bind
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-MESSAGES = "/v1/messages"  # Anthropic's
+RESPONSES = "/v1/responses"
+# Of each API that is not that of chats: its requests as those of chats, and its responses.
+OTHERS: dict[str, tuple[Callable[[JSONObject], JSONObject], type[PendingResponse]]] = {
+    MESSAGES: (anthropic.to_chat, anthropic.AnthropicResponse),
+    RESPONSES: (responses.to_chat, responses.ResponsesResponse),
+}
 
 
 class _Server(Server):
@@ -53,15 +61,14 @@ class Endpoint:
         Raises:
             UserError: The address is not free.
         """
+        preload()  # Now, and not while a request waits.
         self.engine_loop = engine_loop
         self.prompts = prompts
         self._sessions: dict[str, SessionState] = {}
         bound_socket = bind(cfg.host, cfg.port, "endpoint.")
         self.base_url = f"http://{cfg.host}:{bound_socket.getsockname()[1]}/v1"
         self._cfg = cfg
-        posts = [
-            Route(path, self._post, methods=["POST"]) for path in (CHAT, COMPLETIONS, MESSAGES)
-        ]
+        posts = [Route(path, self._post, methods=["POST"]) for path in (CHAT, COMPLETIONS, *OTHERS)]
         self._server = _Server(make_app([*posts, Route("/v1/models", self._models)], cfg.limits))
         self._serving = engine_loop.loop.create_task(self._server.serve([bound_socket]))
 
@@ -72,21 +79,31 @@ class Endpoint:
         self._server.should_exit = True
         await self._serving
 
-    def open(self, seed: tuple[int, ...], sampling: Sampling) -> Session:
-        """Open a session whose samples follow from `seed` and the order of its requests."""
+    def open(self, seed: tuple[int, ...], sampling: Sampling, row: dict | None = None) -> Session:
+        """Open a session whose samples follow from `seed` and the order of its requests.
+
+        Args:
+            seed: of the session.
+            sampling: of its requests.
+            row: of the episode. Its template arguments count in the session; its tools are the
+                agent's to offer.
+        """
+        inputs = (row or {}).get("template_inputs", {})
+        kwargs = inputs.get("chat_template_kwargs")
+        chat_row = {"template_inputs": {"chat_template_kwargs": kwargs}} if kwargs else {}
         key = secrets.token_urlsafe(24)
         self._sessions[key] = SessionState(
             seed=seed,
             sampling=sampling,
-            conversation=Conversation(self.prompts.tokenizer, self.prompts.vision),
+            conversation=Conversation(self.prompts.tokenizer, self.prompts.vision, chat_row),
             engine_loop=self.engine_loop,
             cfg=self._cfg,
         )
         return Session(base_url=self.base_url, api_key=key, model=MODEL)
 
-    def conversation(self, api_key: str) -> Conversation:
-        """Return what is sampled with this key; it grows with each finished request."""
-        return self._sessions[api_key].conversation
+    def session(self, api_key: str) -> SessionState:
+        """Return the session of this key; its conversation grows with each finished request."""
+        return self._sessions[api_key]
 
     def close(self, api_key: str) -> Conversation:
         """Return what was sampled with this key, which is invalid from now on.
@@ -111,21 +128,38 @@ class Endpoint:
         """Answer a request for completions, in the form of the API that its path belongs to."""
         path = http_request.url.path
         session = self._session(http_request)
-        fields = await read_json(http_request)
-        make_response = PendingResponse
         try:
-            if path == MESSAGES:
-                fields = anthropic.to_chat(fields)
-                make_response = anthropic.AnthropicResponse
-            request = CompletionRequest.model_validate(fields)
+            response = self._prepare(
+                path, session, await read_json(http_request), http_request.receive
+            )
+        except UserError as error:
+            session.refusals.append(f"{http_request.method} {path}: {error}")
+            raise
+        if response.request.stream:
+            events = _with_error(response.events(), path)
+            return StreamingResponse(events, media_type="text/event-stream")
+        return JSONResponse(await response.body())
+
+    def _prepare(
+        self, path: str, session: SessionState, fields: Any, receive: Receive
+    ) -> PendingResponse:
+        """Return the response to a request, which begins to be sampled.
+
+        Raises:
+            UserError: The request cannot be answered.
+        """
+        to_chat, make_response = OTHERS.get(path, (None, PendingResponse))
+        try:
+            chat_fields = to_chat(fields) if to_chat else fields
+            request = parse_request(chat_fields)
             if (request.messages is None) != (path == COMPLETIONS):
                 raise BadRequest("a chat needs `messages`, a completion needs a `prompt`")
-            response = make_response(session, request, http_request.receive)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise BadRequest(f"malformed request: {type(error).__name__}: {error}") from error
-        if request.stream:
-            return StreamingResponse(_with_error(response.events()), media_type="text/event-stream")
-        return JSONResponse(await response.body())
+            return make_response(session, request, receive)
+        except KeyError as error:
+            raise BadRequest(f"malformed request: the field {error} is missing") from error
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
+            problem = (str(error).splitlines() or [""])[0]
+            raise BadRequest(f"malformed request: {type(error).__name__}: {problem}") from error
 
     def _session(self, http_request: HTTPRequest) -> SessionState:
         key = api_key(http_request)
@@ -134,10 +168,13 @@ class Endpoint:
         return self._sessions[key]
 
 
-async def _with_error(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Yield the events, and the error that ends a response after its status was sent."""
+async def _with_error(events: AsyncIterator[str], path: str) -> AsyncIterator[str]:
+    """Yield the events, and the error that ends a response after its status was sent.
+
+    `path`: of the request.
+    """
     try:
         async for each in events:
             yield each
     except BadRequest as error:
-        yield event(**error.body())
+        yield event(**error.body(path))

@@ -5,13 +5,15 @@ python -m minirl.rollout.show runs/mine/rollouts/step-0-rank-0.jsonl | less
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from minirl.errors import UserError
-from minirl.rollout import records
-from minirl.types import Trajectory
+from minirl.errors import BAD_INPUT, DONE, UserError
+
+if TYPE_CHECKING:
+    from minirl.types import Trajectory
 
 
-def describe(t: Trajectory) -> str:
+def describe(t: "Trajectory") -> str:
     """Return a trajectory as a text: where it is from, what it earned, prompt and completion."""
     place = f"group {t.group} episode {t.episode} segment {t.segment}"
     head = [
@@ -35,14 +37,17 @@ def main(arguments: list[str]) -> int:
     """Print the trajectories of a file, and return the exit code."""
     if len(arguments) != 1 or not Path(arguments[0]).is_file():
         print(__doc__, file=sys.stderr)
-        return 2
+        return BAD_INPUT
+
+    from minirl.rollout import records  # here, because this takes seconds
+
     try:
         for t in records.read_file(Path(arguments[0])):
             print(describe(t))
     except UserError as error:
         print(f"minirl: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return BAD_INPUT
+    return DONE
 
 
 if __name__ == "__main__":

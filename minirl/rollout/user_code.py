@@ -23,6 +23,7 @@ def limited_imports(
         named = {"env.name": cfg.env.name, "reward.function": cfg.reward.function}
         if isinstance(cfg, RLConfig):
             named["algo.advantage"] = cfg.algo.advantage
+            named["algo.loss"] = cfg.algo.loss
         names = ", ".join(f"{setting} = {value}" for setting, value in named.items())
         return (
             f"one of {names} takes longer than timeout_minutes = {cfg.timeout_minutes:g} to "

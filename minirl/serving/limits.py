@@ -29,24 +29,32 @@ _KINDS = {
     503: "overloaded_error",
 }
 _RETRY_SECONDS = 1
+MESSAGES = "/v1/messages"  # Anthropic's, whose errors have another form.
 
 
 class BadRequest(UserError):
     """A request that gets an error in place of its response."""
 
-    def __init__(self, message: str, status: int = 400, code: str | None = None):
-        """`status`: of HTTP. `code`: OpenAI's name of the error."""
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        code: str | None = None,
+        param: str | None = None,
+    ):
+        """`status`: of HTTP. `code`: OpenAI's name of the error. `param`: the field at fault."""
         super().__init__(message)
         self.status = status
         self.code = code
+        self.param = param
 
-    def body(self) -> dict[str, Any]:
-        """Return the body of the response, in OpenAI's form and Anthropic's at once."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Return the body of the response, in the form of the API that the path belongs to."""
         kind = _KINDS.get(self.status, "invalid_request_error")
-        return {
-            "type": "error",
-            "error": {"message": str(self), "type": kind, "param": None, "code": self.code},
-        }
+        if path == MESSAGES:
+            return {"type": "error", "error": {"type": kind, "message": str(self)}}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
     def headers(self) -> dict[str, str]:
         """Return the headers of the response: when to ask again, if that can help."""
@@ -100,7 +108,7 @@ class LimitedApp:
             self._check_head(scope)
             await self.app(scope, body.receive, send)
         except BadRequest as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, path=scope["path"])(scope, receive, send)
         finally:
             self.open_requests -= 1
             self.body_bytes -= body.num_bytes
@@ -170,20 +178,30 @@ def make_app(routes: Sequence[Route], limits: LimitsConfig) -> LimitedApp:
     return LimitedApp(app, limits)
 
 
-def error_response(error: BadRequest, headers: dict[str, str] | None = None) -> JSONResponse:
-    """Return the response for an error. `headers`: further ones."""
-    return JSONResponse(error.body(), error.status, error.headers() | (headers or {}))
+def error_response(
+    error: BadRequest, headers: dict[str, str] | None = None, path: str = ""
+) -> JSONResponse:
+    """Return the response for an error. `headers`: further ones. `path`: of the request."""
+    return JSONResponse(error.body(path), error.status, error.headers() | (headers or {}))
 
 
-async def _send_user_error(_: Request, error: Exception) -> JSONResponse:
-    return error_response(error if isinstance(error, BadRequest) else BadRequest(str(error)))
+async def _send_user_error(request: Request, error: Exception) -> JSONResponse:
+    refusal = error if isinstance(error, BadRequest) else BadRequest(str(error))
+    return error_response(refusal, path=request.url.path)
 
 
-async def _send_http_error(_: Request, error: Exception) -> JSONResponse:
+async def _send_http_error(request: Request, error: Exception) -> JSONResponse:
     """Answer a path or a method that the server has not got."""
     assert isinstance(error, HTTPException)
+    message = error.detail
+    if error.status_code in (404, 405):
+        routes = [route for route in request.app.routes if isinstance(route, Route)]
+        names = [f"{'GET' if 'GET' in (r.methods or ()) else 'POST'} {r.path}" for r in routes]
+        message = (
+            f"there is no {request.method} {request.url.path} here; there are {', '.join(names)}"
+        )
     headers = dict(error.headers or {})
-    return error_response(BadRequest(error.detail, error.status_code), headers)
+    return error_response(BadRequest(message, error.status_code), headers, request.url.path)
 
 
 async def _send_nothing(*_: object) -> JSONResponse:
@@ -191,6 +209,7 @@ async def _send_nothing(*_: object) -> JSONResponse:
     return JSONResponse({})
 
 
-async def _send_crash(*_: object) -> JSONResponse:
+async def _send_crash(request: Request, _: Exception) -> JSONResponse:
     """Answer a request in which the server itself failed; its traceback is in the log."""
-    return error_response(BadRequest("the server failed; its log says why", 500))
+    error = BadRequest("the server failed; its log says why", 500)
+    return error_response(error, path=request.url.path)

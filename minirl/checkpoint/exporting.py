@@ -20,8 +20,10 @@ from minirl.checkpoint.folder import (
     write_files,
 )
 from minirl.checkpoint.reading import read_state, saved_shapes
+from minirl.config.named import check_run
 from minirl.config.parse import load_config
-from minirl.config.shared import ExportConfig, PolicyConfig
+from minirl.config.policy import PolicyConfig
+from minirl.config.shared import ExportConfig
 from minirl.errors import UserError, require
 from minirl.files import partial_of, publish_folder, sync_file, sync_files
 from minirl.log import say
@@ -85,15 +87,7 @@ class Exporter:
             UserError: this or the last folder could not be written.
         """
         self.wait()
-        tensors = weights or policy.shards()
-        shapes = {name: t.shape for name, t in tensors.items()}
-        dtype = getattr(torch, policy.cfg.dtype)
-        plan = plan_folder(policy.folder, shapes, dtype, self.mesh.world_size, max_file_gb)
-        own = collect_own(plan, tensors, self.mesh)
-
-        def read(names: list[str]) -> dict[str, Tensor]:
-            return {name: own.pop(name) for name in names}  # freed when its file is written
-
+        plan, read = copy_model(policy, weights=weights, max_file_gb=max_file_gb)
         self.write(plan, folder, read)
 
     def write(self, plan: FolderPlan, folder: Path, read: Reader) -> None:
@@ -121,12 +115,7 @@ class Exporter:
     def _write(self, plan: FolderPlan, partial: Path, read: Reader) -> float:
         """Write what falls to this rank, in the thread. Return the seconds that it took."""
         began = time.perf_counter()
-        write_files(plan, partial, self.mesh.rank, read)
-        for file in plan.files_of(self.mesh.rank):
-            sync_file(partial / file)
-        if self.mesh.rank == 0:
-            write_companions(plan, partial)
-            sync_files(partial)
+        write_own(plan, partial, self.mesh.rank, read)
         return time.perf_counter() - began
 
     def wait(self) -> None:
@@ -153,6 +142,46 @@ class Exporter:
 
     def _require_written(self, failures: list[str]) -> None:
         require_written(self.folder, partial_of(self.folder), failures)
+
+
+def copy_model(
+    policy: Policy, *, weights: dict[str, Tensor] | None = None, max_file_gb: float = 4.0
+) -> tuple[FolderPlan, Reader]:
+    """Copy to host memory what each rank will write of a model's folder. Collective.
+
+    On return the weights may change. Args as of `Exporter.start`.
+
+    Returns:
+        The plan of the folder, and what returns the tensors of this rank's files, each once.
+    """
+    mesh = policy.mesh
+    tensors = weights or policy.shards()
+    shapes = {name: t.shape for name, t in tensors.items()}
+    dtype = getattr(torch, policy.cfg.dtype)
+    plan = plan_folder(policy.folder, shapes, dtype, mesh.world_size, max_file_gb)
+    own = collect_own(plan, tensors, mesh)
+
+    def read(names: list[str]) -> dict[str, Tensor]:
+        return {name: own.pop(name) for name in names}  # freed when its file is written
+
+    return plan, read
+
+
+def write_own(plan: FolderPlan, folder: Path, rank: int, read: Reader) -> None:
+    """Write what falls to a rank of a folder, and bring it to the disk.
+
+    Args:
+        plan: of the folder.
+        folder: where to; it exists.
+        rank: which one.
+        read: returns the tensors of one of this rank's files.
+    """
+    write_files(plan, folder, rank, read)
+    for file in plan.files_of(rank):
+        sync_file(folder / file)
+    if rank == 0:
+        write_companions(plan, folder)
+        sync_files(folder)
 
 
 def collect_own(plan: FolderPlan, tensors: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
@@ -208,10 +237,7 @@ def choose(run: Path, step: int | None, best: bool) -> Path:
     Raises:
         UserError: there is no such checkpoint.
     """
-    require(
-        (run / "config.yaml").is_file(),
-        f"run = {run} is not the folder of a run: it has no config.yaml",
-    )
+    check_run(run)
     steps = finished(run)
     require(
         steps,

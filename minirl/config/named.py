@@ -1,0 +1,179 @@
+"""What settings name: models, rows, functions. Whether it is there, before anything is imported.
+
+Only what is wrong for sure is refused here, by a look at the file system. Whoever opens a thing
+asks here first, too, so that each mistake has one message wherever it is found.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from minirl.config.rl import RLConfig
+from minirl.config.shared import (
+    EvaluateConfig,
+    ExportConfig,
+    RowsConfig,
+    SamplingConfig,
+    TrainingConfig,
+)
+from minirl.config.supervised import DPOConfig, KTOConfig, ServeConfig, SupervisedConfig
+from minirl.errors import require
+from minirl.reading import is_file
+
+# The names of registered functions; the tables with the functions themselves take seconds to
+# import.
+ESTIMATORS = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp_baseline",
+    "reinforce_pp",
+    "gae",
+    "on_policy_distill",
+)
+REWARDS = ("exact", "final_answer", "math_verify", "reasoning_gym", "python_tests")
+
+GYM = "reasoning_gym:"
+ROW_FILES = (".jsonl", ".json", ".parquet", ".csv")
+HUB_DATASET = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
+HUB_MODEL = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
+OWN_FOLDERS = ("runs", "models")  # Of this repository; a hub id could have the same form.
+# A file with a function in it, perhaps for the adapter of another library.
+FUNCTION_FILE = re.compile(r"(?:(?:openrlhf|trl):)?(?P<file>.+\.py)(?::.*)?", re.DOTALL)
+
+
+def check_named(cfg: object) -> None:
+    """Refuse a config that names what is not there.
+
+    Args:
+        cfg: of any program.
+
+    Raises:
+        UserError: for the first thing that is missing.
+    """
+    check_models(cfg)
+    if isinstance(cfg, SamplingConfig | SupervisedConfig):
+        _check_rows(cfg.data)
+    if isinstance(cfg, ExportConfig):
+        check_run(cfg.run)
+    if isinstance(cfg, SamplingConfig):
+        functions = cfg.reward.function
+        for name in [functions] if isinstance(functions, str) else functions:
+            _check_function(name, "reward.function", REWARDS)
+        _check_function(cfg.env.name.partition("?")[0], "env.name")
+    if isinstance(cfg, RLConfig):
+        _check_function(cfg.algo.advantage, "algo.advantage", ESTIMATORS)
+        _check_function(cfg.algo.loss, "algo.loss")
+        replay = cfg.rollout.replay
+        require(
+            not replay or os.path.isdir(replay),
+            f"rollout.replay = {replay}: no such folder; give the folder `rollouts` of a run that "
+            "had rollout.dump",
+        )
+
+
+def check_models(cfg: object) -> None:
+    """Refuse a config that names a model that is not there. Raises UserError."""
+    for setting, model in _models(cfg):
+        if model:
+            check_model(model, setting)
+
+
+def _models(cfg: object) -> Iterable[tuple[str, str]]:
+    """Return each setting that names a model, and its value."""
+    if isinstance(cfg, TrainingConfig) and cfg.policy.model != "scratch":
+        yield "policy.model", cfg.policy.model
+    if isinstance(cfg, SamplingConfig):
+        yield "reward.model", cfg.reward.model
+    if isinstance(cfg, RLConfig):
+        yield "ref.model", cfg.ref.model
+        yield "critic.model", cfg.critic.model
+    if isinstance(cfg, DPOConfig | KTOConfig):
+        yield "reference", cfg.reference
+    if isinstance(cfg, EvaluateConfig | ServeConfig):
+        yield "model", cfg.model
+
+
+def check_model(model: str, setting: str) -> None:
+    """Refuse what is neither a folder nor of the form of a hub id.
+
+    Args:
+        model: the value of the setting.
+        setting: what names the model, for the message.
+
+    Raises:
+        UserError: there is no such folder, and it cannot be on a hub.
+    """
+    owner, slash, _ = model.partition("/")
+    is_path = slash and (owner in OWN_FOLDERS or os.path.isdir(owner))
+    is_hub_id = re.fullmatch(HUB_MODEL, model) and not is_path
+    require(
+        is_hub_id or os.path.isdir(model),
+        f"{setting} = {model!r} is neither a folder nor a hub id (NAME or OWNER/NAME); if a recipe "
+        "asks for it, the comment at its top says how it is made",
+    )
+
+
+def check_run(run: str | Path) -> None:
+    """Refuse a folder that is not that of a run. Raises UserError."""
+    require(
+        is_file(Path(run) / "config.yaml"),
+        f"run = {run} is not the folder of a run: it has no config.yaml",
+    )
+
+
+def check_source(source: str, setting: str) -> None:
+    """Refuse a source of rows that is no file, no folder, no hub id and no generator.
+
+    Args:
+        source: as data/sources.py describes it.
+        setting: what names it, for the message.
+
+    Raises:
+        UserError: there is nothing of that name.
+    """
+    place = source.partition("?")[0]
+    is_hub_id = re.fullmatch(HUB_DATASET, place) and not place.endswith(ROW_FILES)
+    is_there = place and (is_file(place) or os.path.isdir(place))
+    require(
+        place.startswith(GYM) or is_hub_id or is_there,
+        f"{setting} = {source!r}: no such file; give a JSONL, JSON, Parquet or CSV file, a "
+        f"folder or hub id of datasets or {GYM}NAME (if a recipe asks for it, the comment at its "
+        "top says how it is made)",
+    )
+
+
+def _check_rows(data: RowsConfig) -> None:
+    for setting, sources in (("data.train", data.train), ("data.eval", data.eval)):
+        for source in [sources] if isinstance(sources, str) else sources:
+            if source:
+                check_source(source, setting)
+    template = data.chat_template
+    require(
+        not template or is_file(template),
+        f"data.chat_template = {template!r}: no such file; give the path of a text file",
+    )
+
+
+def _check_function(name: str, setting: str, registered: tuple[str, ...] = ()) -> None:
+    """Refuse a function in a file that is not there, and one of an unknown name.
+
+    Args:
+        name: the value of the setting.
+        setting: what names the function, for the message.
+        registered: names that are not of a file; empty: any may be one.
+
+    Raises:
+        UserError: there is no such function.
+    """
+    in_file = FUNCTION_FILE.fullmatch(name)
+    if in_file:
+        file = in_file["file"]
+        require(is_file(file), f"{setting} = {name}: no file {file}")
+    elif name and registered and ":" not in name:
+        require(
+            name in registered,
+            f"{setting} = {name!r} is neither registered ({', '.join(registered)}) nor of the form "
+            "file.py:function",
+        )

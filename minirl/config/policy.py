@@ -1,0 +1,115 @@
+"""The settings of a model that is trained, and of the mesh that it is trained on."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from minirl.config.bounds import (
+    Decay,
+    EvenSize,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    PositiveShare,
+    Share,
+    Size,
+)
+
+Checkpointing = Literal["auto", "off", "selective", "full"]
+LearningRateSchedule = Literal["constant", "linear", "cosine", "wsd"]
+
+
+@dataclass(kw_only=True)
+class ScratchConfig:
+    """The model that is made for `policy.model` = scratch.
+
+    It has the Qwen3 architecture, random weights and a character tokenizer.
+    """
+
+    hidden_size: Size = 128  # Of the vectors between layers.
+    num_layers: Size = 3  # Each of attention and a gated MLP of four times the hidden size.
+    num_heads: Size = 4  # Of the queries of attention.
+    num_kv_heads: Size = 2  # Of keys and values; it divides num_heads.
+    head_dim: EvenSize = 32  # Of a query, a key or a value.
+    #: Fixed texts that become single tokens, so that a small model need not read them letter by
+    #: letter.
+    phrases: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class PolicyConfig:
+    """The trained model and its optimizer."""
+
+    #: Folder or hub id of a Hugging Face model; `scratch` makes a small one with random weights.
+    model: str = ""
+    scratch: ScratchConfig = field(default_factory=ScratchConfig)
+    #: Dtype of forward and backward. Master weights, gradients and optimizer state are float32
+    #: (with float64, which is for proofs, everything is float64).
+    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
+    #: What is recomputed in backward instead of being kept since forward. full: all but the inputs
+    #: of layers; least memory, about a third more time. selective: all but the results of matrix
+    #: products and attention; about a third of the memory, little more time. auto: the first of
+    #: off, selective and full that fits the GPU (`python -m minirl.plan`); off on CPU.
+    activation_checkpointing: Checkpointing = "auto"
+    #: What computes norms, activations and rotary positions. torch: the library's modules, an
+    #: operator at a time. liger: a kernel each (package liger-kernel, GPU). compile: the same by
+    #: torch.compile. auto: liger where it can be had, else torch.
+    kernels: Literal["auto", "torch", "liger", "compile"] = "auto"
+    #: Free gathered parameters between forward and backward (ZeRO-3). False keeps them (ZeRO-2),
+    #: which is faster if they fit.
+    reshard_after_forward: bool = True
+    #: Keep shards, gradients and optimizer state in host memory; a layer is on the device only
+    #: while it computes. For models that do not fit otherwise.
+    cpu_offload: bool = False
+    #: Gradients between the micro-batches of a step. whole: every rank keeps all of them, 4 bytes a
+    #: parameter (shared by its tensor-parallel ranks), and they are reduced once a step. sharded:
+    #: reduced after every micro-batch, so that a rank keeps its shard only. auto: whole up to
+    #: 4 GiB.
+    accumulate: Literal["auto", "sharded", "whole"] = "auto"
+    #: muon: for the matrices of layers, with AdamW for the rest. Its steps are scaled to the size
+    #: of AdamW's, so the same `lr` and `weight_decay` serve both.
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    #: Where the optimizer's state rests between steps. offload: in host memory. 8bit: in one byte
+    #: an element. Both are on the device in full precision for some parameters at a time.
+    optimizer_state: Literal["device", "offload", "8bit"] = "device"
+    #: Patterns of weights that are not trained, by their names in the model's folder: *visual.* is
+    #: the tower for images of most models that have one. They have no gradient and no optimizer
+    #: state, and are exported as they were.
+    freeze: list[str] = field(default_factory=list)
+    #: Decay of an exponential moving average of the weights, written to <output>/model_ema at the
+    #: end. It rises to this value as (1 + n) / (10 + n) over n updates. 0: no average.
+    ema_decay: Decay = 0.0
+    lr: NonNegative = 1e-6  # Learning rate.
+    #: What becomes of the learning rate after the warm-up. cosine and linear fall until the end,
+    #: wsd only in the last `lr_decay_ratio` of all optimizer steps.
+    lr_schedule: LearningRateSchedule = "constant"
+    lr_warmup_steps: NonNegativeInt = 0  # Optimizer steps of linear warm-up from 0.
+    lr_warmup_ratio: Share = 0.0  # The same as a share of all optimizer steps. Set one of the two.
+    lr_decay_ratio: PositiveShare = (
+        0.1  # Of wsd: the share of all optimizer steps in which it falls.
+    )
+    lr_min_ratio: NonNegative = 0.1  # Share of `lr` where cosine, linear and wsd end.
+    betas: tuple[Decay, Decay] = (0.9, 0.95)  # Of AdamW.
+    adam_eps: Positive = 1e-8  # Of AdamW: what is added to the divisor.
+    weight_decay: NonNegative = 0.0  # Applied to matrices only.
+    max_grad_norm: NonNegative = 1.0  # Gradients are scaled down to this norm; 0: never.
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """How the trainer's ranks divide the model and its data.
+
+    The number of ranks is replicate x shard x context x tensor; shard is what the others leave.
+    """
+
+    #: Groups of ranks that each hold a whole model in shards (HSDP). Gradients cross groups once a
+    #: step, parameters never.
+    replicate: PositiveInt = 1
+    context: PositiveInt = 1  # Ranks that split every sequence, for sequences too long for one.
+    #: How attention gets the keys of the other context ranks: all at once for a layer (fastest), or
+    #: one rank's after the other's.
+    context_engine: Literal["all_gather", "ring"] = "all_gather"
+    tensor: PositiveInt = 1  # Consecutive ranks that split every matrix, on the same data.
+    #: Sequence parallelism: between the blocks each tensor-parallel rank keeps its part of the
+    #: tokens. Less memory for the same traffic.
+    sequence: bool = False

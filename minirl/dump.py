@@ -1,0 +1,150 @@
+"""The trajectories of each step on disk, with what training made of them.
+
+What the sampling rank knows (turns, versions, rewards by function) is written when a step is
+sampled. What the training rank knows (advantages, its own log-probs, entropies) is written when the
+step is done. Nothing travels for it: who reads the files joins the two (rollout/index.py).
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from minirl.algo.losses import Loss
+from minirl.algo.losses import Metrics as TokenMetrics
+from minirl.config.rl import RLConfig
+from minirl.data.packing import unpack
+from minirl.policy import Minibatch, Policy
+from minirl.rollout import index, records
+from minirl.types import Packed, Trajectory
+
+
+class Dump:
+    """Writes the trajectories of a run, step by step; `begin`, `add` and `finish` make a step.
+
+    Without rollout.dump, and where no engine samples, these do nothing.
+
+    Args:
+        cfg: of the run.
+        policy: the model that is trained; its timer gets the seconds as phase `dump`.
+        tokenizer: of the policy. Rank 0 leaves it in the folder, for who reads tokens.
+    """
+
+    def __init__(self, cfg: RLConfig, policy: Policy, tokenizer: PreTrainedTokenizerBase):
+        self.is_on = cfg.rollout.dump and not cfg.rollout.replay
+        self.folder = Path(cfg.output) / "rollouts"
+        self.mesh = policy.mesh
+        self.timer = policy.timer
+        self.tokenizer = tokenizer
+        self.step = 0
+        self.trajectories: list[Trajectory] = []  # As sampled by this rank.
+        self.places: list[tuple[int, int]] = []  # Of their lines.
+        self.trained: list[tuple[list[Trajectory], Packed]] = []  # Of this rank's micro-batches.
+
+    def begin(self, step: int, trajectories: list[Trajectory]) -> None:
+        """Write what this rank has sampled."""
+        if not self.is_on:
+            return
+        self.step = step
+        self.trajectories = trajectories
+        with self.timer.phase("dump"):
+            self.places = records.write_step(trajectories, self.folder, step, self.mesh)
+        if self.mesh.rank == 0 and not (self.folder / index.TOKENIZER).exists():
+            self.tokenizer.backend_tokenizer.save(str(self.folder / index.TOKENIZER))
+
+    def add(self, micro_batches: list[list[Trajectory]], minibatch: Minibatch) -> None:
+        """Remember micro-batches and the trajectories that they were packed of."""
+        if self.is_on:
+            self.trained += zip(micro_batches, minibatch, strict=True)
+
+    def noting(self, loss: Loss) -> Loss:
+        """Return the same loss; its first call leaves the log-probs in the batch, if none are."""
+        if not self.is_on:
+            return loss
+
+        def token_loss(
+            batch: Packed, logprobs: Tensor, entropy: Tensor
+        ) -> tuple[Tensor, TokenMetrics]:
+            values, metrics = loss.token_loss(batch, logprobs, entropy)
+            if batch.old_logprobs is None:
+                batch.old_logprobs = logprobs.detach()
+                batch.old_entropy = entropy.detach()
+            return values, metrics
+
+        return dataclasses.replace(loss, token_loss=token_loss)
+
+    def finish(self) -> None:
+        """Write the tables of the step. Collective over the ranks that share sequences."""
+        if self.is_on:
+            with self.timer.phase("dump"):
+                self._write_tables()
+
+    def _write_tables(self) -> None:
+        trained: list[tuple] = []
+        values = [np.zeros((0, len(index.VALUES)), np.float32)]
+        num_rows = 0
+        for trajectories, batch in self.trained:
+            for t, of_tokens in zip(trajectories, _values(trajectories, batch), strict=True):
+                trained.append(_trained_row(t, of_tokens, num_rows))
+                values.append(of_tokens)
+                num_rows += len(of_tokens)
+        if self.mesh.rank % self.mesh.num_copies:
+            # The first of the ranks that hold the same sequences writes them.
+            trained, values = [], values[:1]
+        sampled = [
+            _sampled_row(t, place) for t, place in zip(self.trajectories, self.places, strict=True)
+        ]
+        index.write_tables(
+            index.part_of(self.folder, self.step, self.mesh.rank),
+            index.make_sampled(sampled),
+            np.array(trained, index.TRAINED),
+            np.concatenate(values),
+        )
+        self.trained.clear()
+
+
+def _values(trajectories: list[Trajectory], batch: Packed) -> list[np.ndarray]:
+    """Return what the trainer says of the tokens of each trajectory, float32 [L, 3]."""
+    columns = []
+    for column in (batch.advantages, batch.old_logprobs, batch.old_entropy):
+        if column is None:  # a critic's warm-up makes no log-probs
+            column = torch.full_like(batch.engine_logprobs, torch.nan)
+        columns.append(unpack(column.detach().float(), trajectories, batch))
+    return [np.stack(of_one, axis=1) for of_one in zip(*columns, strict=True)]
+
+
+def _sampled_row(t: Trajectory, place: tuple[int, int]) -> tuple:
+    """Return the row of a trajectory in SAMPLED, without its last column."""
+    return (
+        t.group,
+        t.episode,
+        t.segment,
+        *place,
+        len(t.tokens),
+        t.sampled.sum(),
+        t.info["score"],
+        t.reward,
+        t.info["staleness"],
+        t.info["stopped"],
+        bool(t.info["error"]),
+    )
+
+
+def _trained_row(t: Trajectory, values: np.ndarray, start: int) -> tuple:
+    """Return the row of a trajectory in TRAINED. `values`: float32 [L, 3] of its tokens."""
+    advantages, logprobs, entropies = values[t.sampled].T
+    mismatch = np.abs(logprobs - t.logprobs[t.sampled])
+    return (
+        t.group,
+        t.episode,
+        t.segment,
+        start,
+        len(t.tokens),
+        mismatch.max(),
+        mismatch.mean(),
+        entropies.mean(),
+        advantages.mean(),
+    )

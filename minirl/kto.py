@@ -1,0 +1,90 @@
+"""KTO: learning from single answers that were judged, wanted or not.
+
+    torchrun --nproc-per-node 2 -m minirl.kto --config configs/kto_spell_backward.yaml
+
+Mesh, steps and files of a run are those of minirl.sft.
+"""
+
+if __name__ == "__main__":  # First the flags: the imports below take seconds. It does not return.
+    from minirl import cli
+    from minirl.config.supervised import KTOConfig
+
+    cli.run(KTOConfig, "minirl.kto:Trainer.main")
+
+import torch
+
+from minirl.algo import preference
+from minirl.algo.losses import Loss
+from minirl.config.supervised import KTOConfig
+from minirl.data.labelled import MATCHED, Labelled, open_labelled
+from minirl.policy import Metrics, Minibatch, Policy, make_minibatch
+from minirl.supervised import SupervisedTrainer
+from minirl.types import Trajectory
+
+
+class Trainer(SupervisedTrainer):
+    """A run with a frozen reference."""
+
+    cfg: KTOConfig
+    name = "kto"
+    open_rows = staticmethod(open_labelled)
+    rows_class = Labelled
+    lost = "{} with more than {} tokens and {} with no token in the loss dropped"
+
+    def check_model(self) -> None:
+        """Leave out the answers of other rows, if the loss has no use for them."""
+        for rows in (self.rows, self.held_out):
+            assert isinstance(rows, Labelled)
+            rows.mismatched = self.estimates_kl
+
+    @property
+    def estimates_kl(self) -> bool:
+        """Whether the loss compares with an estimate of the KL."""
+        return self.cfg.algo.loss == "kto"
+
+    def load_reference(self) -> Policy:
+        """Return the reference."""
+        folder = self.find_reference(self.cfg.reference)
+        with self.timer.phase("reference"):
+            return self.load_model(self.cfg.policy, folder, trainable=False)
+
+    def make_loss(self) -> Loss:
+        """Return the loss of the config: KTO or APO-zero."""
+        return preference.kto(self.cfg.algo)
+
+    def make_batches(self, examples: list[Trajectory]) -> Minibatch:
+        """Return micro-batches with the reference's log-probs and the estimate of the KL."""
+        batches = self._make_batches([t for t in examples if t.episode == MATCHED])
+        self.annotate_reference(batches)
+        baseline = torch.zeros((), dtype=torch.float64)
+        if self.estimates_kl:
+            # The policy's own log-probs, before the step and without gradients.
+            mismatched = self._make_batches([t for t in examples if t.episode != MATCHED])
+            self.annotate_reference(mismatched)
+            with self.timer.phase("annotate"):
+                self.policy.annotate([mismatched], "old_logprobs")
+                baseline = preference.kto_baseline(mismatched, self.mesh.data_sums)
+        for batch in batches:
+            batch.baseline = baseline.to(self.mesh.device)
+        return batches
+
+    def _make_batches(self, examples: list[Trajectory]) -> Minibatch:
+        return make_minibatch(examples, self.policy, self.cfg.tokens_per_rank, single=True)
+
+    def name_metrics(self, measured: Metrics) -> Metrics:
+        """Return the metrics with the mean reward of each kind of answers, and their distance."""
+        metrics = dict(measured)
+        share = metrics.pop("share_desirable")
+        metrics["reward_desirable"] /= max(share, 1e-9)
+        metrics["reward_undesirable"] /= max(1 - share, 1e-9)
+        metrics["margin"] = metrics["reward_desirable"] - metrics["reward_undesirable"]
+        return metrics
+
+    def make_scores(self, measured: Metrics) -> Metrics:
+        """Return the held-out scores.
+
+        The loss; the share of answers whose reward is on the right side of the KL; how much more
+        the wanted ones are rewarded than the others; the estimate of the KL.
+        """
+        metrics = self.name_metrics(measured)
+        return {name: metrics[name] for name in ("loss", "accuracy", "margin", "kl")}

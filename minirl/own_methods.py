@@ -1,0 +1,151 @@
+"""Estimators and losses from files of the user, tried on a made-up batch before anything is loaded.
+
+What they would do wrong after the first rollout, a wrong shape or a NaN, they do wrong here.
+"""
+
+import numpy as np
+import torch
+
+from minirl.algo import advantages, correction, losses
+from minirl.algo.advantages import Estimator
+from minirl.config.rl import AlgoConfig, RLConfig
+from minirl.data.packing import pack
+from minirl.errors import UserError, require
+from minirl.types import Packed, Trajectory
+
+# Rewards of the made-up answers to two prompts.
+REWARDS = ((1.0, 0.0, 0.5), (0.0, -1.0, 1.0))
+
+
+def make_batch(samples: int, *, with_reference: bool) -> Packed:
+    """Return a packed batch of ragged answers, with old log-probs and advantages.
+
+    Args:
+        samples: answers to each prompt, at most 3.
+        with_reference: a run would have the reference's log-probs, too.
+    """
+    rng = np.random.default_rng(0)
+    trajectories = []
+    for group, rewards in enumerate(REWARDS):
+        prompt = rng.integers(5, 50, 3 + group)
+        for episode, reward in enumerate(rewards[:samples]):
+            tokens = np.concatenate([prompt, rng.integers(5, 50, 2 + 2 * episode + group)])
+            sampled = np.arange(len(tokens)) >= len(prompt)
+            trajectories.append(
+                Trajectory(
+                    tokens=tokens.astype(np.int32),
+                    sampled=sampled,
+                    logprobs=(-rng.random(len(tokens)) * sampled).astype(np.float32),
+                    reward=reward,
+                    group=group,
+                    episode=episode,
+                    group_tokens=12,
+                )
+            )
+    batch = pack(trajectories, torch.device("cpu"))
+    noise = torch.from_numpy(rng.normal(size=len(batch.inputs))).float()
+    batch.old_logprobs = batch.engine_logprobs + 0.1 * noise * batch.loss_mask
+    batch.old_entropy = noise.abs()
+    if with_reference:
+        batch.ref_logprobs = batch.engine_logprobs - 0.1 * noise * batch.loss_mask
+    batch.advantages = noise * batch.loss_mask
+    return batch
+
+
+def check_methods(cfg: RLConfig) -> Estimator:
+    """Return the estimator, having tried it and the loss. Raises UserError as the others do."""
+    correction.resolve(cfg.algo.correction)
+    check_loss(cfg)
+    return find_estimator(cfg)
+
+
+def find_estimator(cfg: RLConfig) -> Estimator:
+    """Return the estimator that `algo.advantage` names; one of a file has been tried.
+
+    Raises:
+        UserError: there is none, it compares answers and there is one to a prompt, or it fails.
+    """
+    name = cfg.algo.advantage
+    estimator = advantages.find(name)
+    if ":" not in name:
+        return estimator
+    samples = cfg.rollout.samples_per_prompt
+    require(
+        samples > 1 or not advantages.compares_answers(estimator),
+        f"rollout.samples_per_prompt = {samples}: algo.advantage = {name} compares the samples of "
+        "one prompt, as f(rewards, groups) does, so it needs at least 2; if it does not compare "
+        "them, declare it by the decorator compares_nothing of minirl.algo.advantages",
+    )
+    batch = make_batch(min(samples, 3), with_reference=cfg.algo.kl_coef > 0)
+    if advantages.is_by_token(estimator):
+        rewards = advantages.token_rewards(batch, torch.zeros(len(batch.inputs)).double())
+        in_loss = batch.loss_rows
+        advantages.call_own(estimator, name, in_loss, batch, rewards, cfg.algo)
+    else:
+        in_loss = batch.loss_tokens > 0
+        groups = torch.tensor([group for group, _, _ in batch.sequence_ids])
+        rewards = batch.rewards[in_loss]
+        every = torch.arange(len(rewards))
+        advantages.call_own(estimator, name, every, rewards, groups[in_loss])
+    return estimator
+
+
+def check_loss(cfg: RLConfig) -> None:
+    """Try the loss of a file, if `algo.loss` names one: shapes, finite numbers, a gradient.
+
+    Raises:
+        UserError: there is none, or it fails.
+    """
+    own = losses.find_own(cfg.algo.loss)
+    if own is None:
+        return
+    where = f"algo.loss = {cfg.algo.loss}"
+    batch = make_batch(3, with_reference=cfg.algo.kl_coef > 0)
+    logprobs = batch.engine_logprobs.clone().requires_grad_()
+    entropy = batch.old_entropy.clone()
+    loss, metrics = _try_loss(own, where, batch, logprobs, entropy, cfg.algo)
+
+    num_rows = len(batch.inputs)
+    for name, values in (("its loss", loss), *metrics.items()):
+        require(
+            isinstance(values, torch.Tensor) and values.shape == (num_rows,),
+            f"{where}: {name} must be a tensor [T] with a value for each of {num_rows} rows, and "
+            f"is {values!r:.200}",
+        )
+        require(
+            values[batch.loss_mask].isfinite().all(),
+            f"{where}: {name} is not finite at tokens in the loss: {values[batch.loss_mask]}",
+        )
+    require(
+        loss.requires_grad,
+        f"{where}: its loss does not depend on logprobs, so nothing would be learned; compute it "
+        "from them, without detach() and torch.no_grad()",
+    )
+    loss[batch.loss_mask].sum().backward()
+    gradient = logprobs.grad
+    require(
+        gradient is not None and bool(gradient.isfinite().all()) and bool(gradient.any()),
+        f"{where}: the gradient of its loss by logprobs is 0 or not finite: {gradient}",
+    )
+
+
+def _try_loss(
+    own: losses.OwnLoss,
+    where: str,
+    batch: Packed,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    cfg: AlgoConfig,
+) -> tuple[torch.Tensor, losses.Metrics]:
+    """Call the loss of a file. Raises UserError: it raises, or does not return two values."""
+    expected = (
+        "it is called as f(batch, logprobs, entropy, cfg) and must return (loss [T], a dict of "
+        "metrics [T])"
+    )
+    try:
+        loss, metrics = own(batch, logprobs, entropy, cfg)
+    # The user's code may raise anything.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        raise UserError(f"{where}: {expected}; {type(error).__name__}: {error}") from error
+    require(isinstance(metrics, dict), f"{where}: {expected}; its metrics are {metrics!r:.200}")
+    return loss, metrics

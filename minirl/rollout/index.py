@@ -1,0 +1,161 @@
+"""Tables beside dumped trajectories, by which 100,000 of them can be searched without reading them.
+
+`rollout.dump` leaves these files of each step and rank in <output>/rollouts:
+
+    step-N-rank-R.jsonl   The trajectories that the rank sampled, one a line (records.py).
+    step-N-rank-R.npz     `sampled`: a row of numbers for each of these lines. `trained`: a row for
+                          each trajectory that the rank trained on, which others may have sampled.
+    step-N-rank-R.npy     float32 [T, 3]: what the trainer said of each token that the rank trained
+                          on, the trajectories of `trained` end to end. A row is advantage, log-prob
+                          and entropy, before the step's first update; nan: it was not computed.
+
+and `tokenizer.json` of the policy. A row of `trained` belongs to the line of any rank with the same
+group, episode and segment.
+"""
+
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from minirl.files import write_synced
+
+SAMPLED = np.dtype(
+    [
+        ("group", "<i8"),
+        ("episode", "<i4"),
+        ("segment", "<i4"),
+        ("start", "<i8"),  # First byte of the line, and how many it has, without the line feed.
+        ("num_bytes", "<i8"),
+        ("num_tokens", "<i4"),
+        ("num_sampled", "<i4"),
+        ("reward", "<f8"),  # As the environment and the reward functions gave it.
+        ("shaped", "<f8"),  # As the section `reward` of the config has shaped it.
+        ("staleness", "<i4"),  # Optimizer steps since the oldest token was sampled.
+        ("stopped", "?"),  # The answer ended by itself; otherwise it was truncated.
+        ("failed", "?"),
+        ("equal", "?"),  # All answers of the group have one reward.
+    ]
+)
+TRAINED = np.dtype(
+    [
+        ("group", "<i8"),
+        ("episode", "<i4"),
+        ("segment", "<i4"),
+        ("start", "<i8"),  # First row in the file of tokens; it has `num_tokens` of them.
+        ("num_tokens", "<i4"),
+        ("mismatch", "<f4"),  # Largest |trainer - engine| of a sampled token, nats.
+        ("mean_mismatch", "<f4"),
+        ("entropy", "<f4"),  # Mean over the sampled tokens, nats.
+        ("advantage", "<f4"),  # The same.
+    ]
+)
+VALUES = ("advantage", "logprob", "entropy")  # The columns of the file of tokens.
+TOKENIZER = "tokenizer.json"
+
+
+class Part(NamedTuple):
+    """The files of a step and rank."""
+
+    step: int
+    rank: int
+    lines: Path
+    table: Path
+    values: Path
+
+
+def part_of(folder: Path, step: int, rank: int) -> Part:
+    """Return the paths of the files of a step and rank, whether they exist or not."""
+    name = f"step-{step}-rank-{rank}"
+    return Part(
+        step,
+        rank,
+        folder / f"{name}.jsonl",
+        folder / f"{name}.npz",
+        folder / f"{name}.npy",
+    )
+
+
+def parts(folder: Path) -> list[Part]:
+    """Return the parts whose trajectories are in a folder, by step and rank."""
+    found = []
+    for path in folder.glob("step-*-rank-*.jsonl"):
+        match = re.fullmatch(r"step-(\d+)-rank-(\d+)\.jsonl", path.name)
+        if match:
+            found.append(part_of(folder, int(match[1]), int(match[2])))
+    return sorted(found)
+
+
+def remove(part: Part) -> None:
+    """Remove the files of a part; the tables first, so that none speaks of a missing file."""
+    for path in (part.table, part.values, part.lines):
+        path.unlink(missing_ok=True)
+
+
+def write_tables(part: Part, sampled: np.ndarray, trained: np.ndarray, values: np.ndarray) -> None:
+    """Write the tables of a part: the tokens' first, because the others tell of them.
+
+    Args:
+        part: whose files.
+        sampled: SAMPLED [N].
+        trained: TRAINED [M].
+        values: float32 [T, 3].
+    """
+    _write(part.values, lambda file: np.save(file, values))
+    _write(part.table, lambda file: np.savez(file, sampled=sampled, trained=trained))
+
+
+def _write(path: Path, save: Callable[[IO[bytes]], None]) -> None:
+    """Write a file that is there as a whole or not at all."""
+    buffer = io.BytesIO()
+    save(buffer)
+    partial = path.with_name(f"{path.name}.partial")
+    write_synced(partial, buffer.getvalue())
+    partial.replace(path)
+
+
+def read_table(part: Part) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return `sampled` and `trained` of a part; None: the step is not done, or of an older run."""
+    try:
+        with np.load(part.table, allow_pickle=False) as tables:
+            return tables["sampled"].astype(SAMPLED), tables["trained"].astype(TRAINED)
+    except FileNotFoundError:
+        return None
+
+
+def read_line(part: Part, row: np.ndarray) -> bytes:
+    """Return the line of a row of `sampled`."""
+    with part.lines.open("rb") as file:
+        file.seek(int(row["start"]))
+        return file.read(int(row["num_bytes"]))
+
+
+def read_values(part: Part, row: np.ndarray) -> np.ndarray:
+    """Return what the trainer said of the tokens of a row of `trained`, float32 [L, 3]."""
+    values = np.load(part.values, mmap_mode="r", allow_pickle=False)
+    start = int(row["start"])
+    return np.array(values[start : start + int(row["num_tokens"])])
+
+
+def places(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield first byte and number of bytes of each line of a file, without their line feeds."""
+    start = 0
+    for size in sizes:
+        yield start, size
+        start += size + 1
+
+
+def make_sampled(rows: list[tuple]) -> np.ndarray:
+    """Return SAMPLED [N] of rows without `equal`, which is found out here: groups are whole."""
+    sampled = np.array([(*row, False) for row in rows], SAMPLED)
+    _, groups = np.unique(sampled["group"], return_inverse=True)
+    num_groups = groups.max(initial=-1) + 1
+    highest = np.full(num_groups, -np.inf)
+    lowest = np.full(num_groups, np.inf)
+    np.maximum.at(highest, groups, sampled["shaped"])
+    np.minimum.at(lowest, groups, sampled["shaped"])
+    sampled["equal"] = (highest == lowest)[groups]
+    return sampled

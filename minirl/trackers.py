@@ -1,0 +1,155 @@
+"""Weights & Biases and trackio: the metrics of a run, sent on by rank 0.
+
+Both keep a run under an id. It stays in the run folder (`trackers.json`), so that a resumed run
+goes on under the same one. Each needs its package; both work offline (`WANDB_MODE=offline`; trackio
+keeps its database in `TRACKIO_DIR`).
+"""
+
+import abc
+import json
+import secrets
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from minirl.config.shared import LogConfig
+from minirl.errors import UserError, require
+from minirl.files import write_whole
+
+
+class Tracker(abc.ABC):
+    """Where metrics go beside metrics.jsonl and TensorBoard."""
+
+    @abc.abstractmethod
+    def log(self, phase: str, step: int, values: dict[str, float]) -> None:
+        """Send the metrics of a step. Steps of a phase count on their own."""
+
+    @abc.abstractmethod
+    def text(self, name: str, step: int, text: str) -> None:
+        """Send a text."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Send what is left, and end."""
+
+
+def check_installed(cfg: LogConfig) -> None:
+    """Refuse a tracker whose package is missing, before anything is loaded. Raises UserError."""
+    for name, project in (("wandb", cfg.wandb), ("trackio", cfg.trackio)):
+        require(
+            not project or find_spec(name) is not None,
+            f"log.{name} = {project} needs the package {name}, which is not installed; "
+            f"`pip install {name}`, or leave log.{name} empty",
+        )
+
+
+def open_trackers(cfg: LogConfig, folder: Path, settings: dict[str, Any]) -> list[Tracker]:
+    """Return the trackers that the config asks for, of the run in a folder.
+
+    Args:
+        cfg: the section `log`.
+        folder: of the run. One that has an id there goes on under it.
+        settings: of the run, for the trackers to show.
+
+    Raises:
+        UserError: a package is missing, or its service cannot be reached.
+    """
+    if not (cfg.wandb or cfg.trackio):
+        return []
+    check_installed(cfg)
+    name, run_id = _identity(folder, cfg.run_name)
+    trackers: list[Tracker] = []
+    if cfg.wandb:
+        trackers.append(_Wandb(cfg.wandb, name, run_id, folder, settings))
+    if cfg.trackio:
+        trackers.append(_Trackio(cfg.trackio, f"{name}-{run_id}", settings))
+    return trackers
+
+
+def _identity(folder: Path, name: str) -> tuple[str, str]:
+    """Return name and id of the run in a folder: those that it has there, or new ones."""
+    path = folder / "trackers.json"
+    if path.exists():
+        known = json.loads(path.read_text())
+        return known["name"], known["id"]
+    name = name or folder.resolve().name
+    run_id = secrets.token_hex(4)
+    write_whole(path, json.dumps({"name": name, "id": run_id}) + "\n")
+    return name, run_id
+
+
+class _Wandb(Tracker):
+    """Weights & Biases."""
+
+    def __init__(
+        self, project: str, name: str, run_id: str, folder: Path, settings: dict[str, Any]
+    ):
+        import wandb
+
+        try:
+            self.run = wandb.init(
+                project=project,
+                name=name,
+                id=run_id,
+                resume="allow",
+                dir=folder,
+                config=settings,
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"log.wandb = {project}: {error}; log in by `wandb login`, or set "
+                "WANDB_MODE=offline and send the run later by `wandb sync`"
+            ) from error
+        self.phases: set[str] = set()
+
+    def log(self, phase: str, step: int, values: dict[str, float]) -> None:
+        """Send the metrics of a step, over an axis of the phase's own."""
+        if phase not in self.phases:
+            self.phases.add(phase)
+            self.run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
+        named = {f"{phase}/{name}": value for name, value in values.items()}
+        self.run.log({f"{phase}/step": step, **named})
+
+    def text(self, name: str, step: int, text: str) -> None:
+        """Keep a text in the files of the run: one file, a section a step."""
+        path = Path(self.run.dir) / f"{name}.md"
+        with path.open("a") as file:
+            file.write(f"## step {step}\n\n{text}\n\n")
+
+    def close(self) -> None:
+        """Send what is left, and end."""
+        self.run.finish()
+
+
+class _Trackio(Tracker):
+    """The package trackio of Hugging Face."""
+
+    def __init__(self, project: str, name: str, settings: dict[str, Any]):
+        import trackio
+
+        self.run = trackio.init(
+            project=project,
+            name=name,
+            resume="allow",
+            config=settings,
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, phase: str, step: int, values: dict[str, float]) -> None:
+        """Send the metrics of a step."""
+        named = {f"{phase}/{name}": value for name, value in values.items()}
+        # A step below 0 is an evaluation before a warm start.
+        self.run.log(named, step=max(step, 0))
+
+    def text(self, name: str, step: int, text: str) -> None:
+        """Send a text as Markdown."""
+        import trackio
+
+        self.run.log({name: trackio.Markdown(text)}, step=max(step, 0))
+
+    def close(self) -> None:
+        """Send what is left, and end."""
+        self.run.finish()

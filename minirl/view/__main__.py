@@ -1,0 +1,63 @@
+"""Runs in a browser: curves, time by phase, and trajectories with a colour for each token.
+
+    python -m minirl.view runs/mine                     # live, while the run goes on, too
+    python -m minirl.view runs/mine runs/other          # compares their curves
+    python -m minirl.view runs/mine --export mine.html  # one file to keep or to send
+
+Trajectories are there if the run has --rollout.dump. The page is served to this machine only; from
+another one: ssh -L 8600:127.0.0.1:8600 HOST.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from minirl.errors import UserError, require
+from minirl.view.data import Runs
+from minirl.view.export import export
+from minirl.view.server import serve
+
+PORT = 8600
+BAD_INPUT = 2
+
+
+def main(argv: list[str]) -> int:
+    """Serve or export; return the exit code: 0: done; 2: a mistake."""
+    flags = parser().parse_args(argv)
+    try:
+        require(0 < flags.share <= 1, f"--share {flags.share} must be above 0 and at most 1")
+        runs = Runs([Path(run) for run in flags.runs])
+        if flags.export:
+            num_groups = export(runs, Path(flags.export), flags.share)
+            print(f"wrote {flags.export} with {num_groups} groups of trajectories")
+        else:
+            serve(runs, flags.port, lambda address: print(f"minirl: {address}", flush=True))
+    except (UserError, OSError) as error:
+        print(f"minirl: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:  # the usual end of a server
+        pass
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the flags."""
+    flags = argparse.ArgumentParser(
+        prog="python -m minirl.view",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run (its --output)")
+    flags.add_argument("--port", type=int, default=PORT, help="of the page; 0: a free one")
+    flags.add_argument("--export", metavar="FILE", help="write one HTML file instead of serving")
+    flags.add_argument(
+        "--share",
+        type=float,
+        default=0.05,
+        help="share of the groups of trajectories to export, evenly over the steps",
+    )
+    return flags
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

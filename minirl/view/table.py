@@ -1,0 +1,226 @@
+"""The trajectories of a run as a table of numbers, which is filtered, sorted and cut into pages.
+
+It is made of the tables beside the dumped trajectories (rollout/index.py): 100,000 trajectories are
+about 10 MB, and no file of trajectories is read.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from minirl.rollout import index
+
+# Of each trajectory: its row in SAMPLED, the part that it is in, and its row in TRAINED if it has
+# one.
+ROW = np.dtype(
+    [
+        *[(name, index.SAMPLED[name]) for name in index.SAMPLED.names or ()],
+        ("step", "<i4"),
+        ("rank", "<i4"),
+        ("trained_rank", "<i4"),  # -1: not trained on, or not yet.
+        ("trained_start", "<i8"),
+        ("mismatch", "<f4"),
+        ("mean_mismatch", "<f4"),
+        ("entropy", "<f4"),
+        ("advantage", "<f4"),
+    ]
+)
+# Of each group: what it is filtered and sorted by. Largest values and `any` over its members.
+GROUP = np.dtype(
+    [
+        ("step", "<i4"),
+        ("group", "<i8"),
+        ("first", "<i8"),  # Its first row.
+        ("num_rows", "<i4"),
+        ("mismatch", "<f4"),
+        ("entropy", "<f4"),
+        ("staleness", "<i4"),
+        ("num_tokens", "<i4"),
+        ("reward", "<f8"),  # The mean.
+        ("truncated", "?"),
+        ("failed", "?"),
+        ("equal", "?"),
+    ]
+)
+FLAGS = ("truncated", "failed", "equal")
+SORTS = ("step", "mismatch", "entropy", "staleness", "num_tokens", "reward")
+
+
+class Query(NamedTuple):
+    """Which groups to show."""
+
+    flags: tuple[str, ...] = ()  # Of FLAGS: all of them must be set.
+    unequal: bool = False  # Without groups whose rewards are all equal.
+    first_step: int = 0
+    last_step: int = 2**31 - 1
+    sort: str = "step"  # Of SORTS.
+    ascending: bool = False
+    page: int = 0
+    page_size: int = 20
+
+
+class Table:
+    """The table of a folder of dumped trajectories, which grows while the run goes on."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.rows = np.zeros(0, ROW)
+        self.groups = np.zeros(0, GROUP)
+        self.seen: dict[int, tuple] = {}  # By step: the files that were read, as they were then.
+        self.of_steps: dict[int, np.ndarray] = {}  # ROW [N] by step.
+
+    def steps(self) -> list[int]:
+        """Return the steps that have trajectories."""
+        return sorted(self.of_steps)
+
+    def refresh(self) -> None:
+        """Read what has changed since the last call."""
+        by_step: dict[int, list[index.Part]] = {}
+        for part in index.parts(self.folder):
+            by_step.setdefault(part.step, []).append(part)
+        marks = {step: tuple(map(_mark, found)) for step, found in by_step.items()}
+        if marks == self.seen:
+            return
+        for step in self.seen.keys() - marks.keys():
+            del self.of_steps[step]
+        for step, mark in marks.items():
+            if self.seen.get(step) != mark:
+                self.of_steps[step] = _read_step(by_step[step])
+        self.seen = marks
+        in_order = [self.of_steps[step] for step in self.steps()]
+        self.rows = np.concatenate([np.zeros(0, ROW), *in_order])
+        self.groups = _group(self.rows)
+
+    def select(self, query: Query) -> tuple[np.ndarray, int]:
+        """Return the groups of a page, GROUP [N], and how many there are on all pages."""
+        groups = self.groups
+        keep = (groups["step"] >= query.first_step) & (groups["step"] <= query.last_step)
+        for flag in query.flags:
+            keep &= groups[flag]
+        if query.unequal:
+            keep &= ~groups["equal"]
+        kept = np.flatnonzero(keep)
+        values = groups[query.sort][kept].astype(np.float64)
+        values = values if query.ascending else -values
+        # What has no value comes last; equal ones in the order of steps.
+        order = np.argsort(np.where(np.isnan(values), np.inf, values), kind="stable")
+        start = query.page * query.page_size
+        return groups[kept[order[start : start + query.page_size]]], len(kept)
+
+    def find(self, step: int, group: int) -> np.ndarray:
+        """Return the rows of a group, ROW [N]; empty: there is no such group."""
+        found = (self.groups["step"] == step) & (self.groups["group"] == group)
+        if not found.any():
+            return self.rows[:0]
+        return self.members(self.groups[found][0])
+
+    def members(self, group: np.ndarray) -> np.ndarray:
+        """Return the rows of a row of `groups`."""
+        first = int(group["first"])
+        return self.rows[first : first + int(group["num_rows"])]
+
+
+def _mark(part: index.Part) -> tuple:
+    """Return what changes when the files of a part do."""
+    return tuple(
+        (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else None
+        for path in (part.lines, part.table)
+    )
+
+
+def _read_step(parts: list[index.Part]) -> np.ndarray:
+    """Return the trajectories of a step, ROW [N], by group, episode and segment."""
+    all_rows = []
+    all_trained = []
+    for part in parts:
+        tables = index.read_table(part)
+        sampled = tables[0] if tables else _from_lines(part)
+        rows = np.zeros(len(sampled), ROW)
+        for name in index.SAMPLED.names or ():
+            rows[name] = sampled[name]
+        rows["step"] = part.step
+        rows["rank"] = part.rank
+        all_rows.append(rows)
+        if tables:
+            all_trained.append((part.rank, tables[1]))
+    rows = np.concatenate(all_rows)
+    order = np.lexsort((rows["segment"], rows["episode"], rows["group"]))
+    rows = rows[order]
+    rows["trained_rank"] = -1
+    for name in ("mismatch", "mean_mismatch", "entropy", "advantage"):
+        rows[name] = np.nan
+    for rank, trained in all_trained:
+        _join(rows, rank, trained)
+    return rows
+
+
+def _join(rows: np.ndarray, rank: int, trained: np.ndarray) -> None:
+    """Add what a rank's training says of its trajectories to the rows of the step."""
+    num_episodes = 1 + max(rows["episode"].max(initial=0), trained["episode"].max(initial=0))
+    num_segments = 1 + max(rows["segment"].max(initial=0), trained["segment"].max(initial=0))
+
+    def key(table: np.ndarray) -> np.ndarray:
+        of_episode = table["group"] * int(num_episodes) + table["episode"]
+        return of_episode * int(num_segments) + table["segment"]
+
+    keys = key(rows)  # sorted, as the rows are
+    wanted = key(trained)
+    places = np.searchsorted(keys, wanted).clip(max=max(0, len(keys) - 1))
+    if not len(keys):
+        return
+    is_there = keys[places] == wanted
+    places, trained = places[is_there], trained[is_there]
+    rows["trained_rank"][places] = rank
+    rows["trained_start"][places] = trained["start"]
+    for name in ("mismatch", "mean_mismatch", "entropy", "advantage"):
+        rows[name][places] = trained[name]
+
+
+def _from_lines(part: index.Part) -> np.ndarray:
+    """Return SAMPLED [N] from the trajectories themselves: the step is not done, or an old run's.
+
+    Their rewards are not shaped yet.
+    """
+    lines = part.lines.read_bytes().split(b"\n")[:-1]
+    rows = []
+    for line, place in zip(lines, index.places(map(len, lines)), strict=True):
+        record = json.loads(line)
+        info = record["info"]
+        rows.append(
+            (
+                record["group"],
+                record["episode"],
+                record["segment"],
+                *place,
+                len(record["tokens"]),
+                sum(record["sampled"]),
+                record["reward"],
+                record["reward"],
+                info.get("staleness", 0),
+                info["stopped"],
+                bool(info["error"]),
+            )
+        )
+    return index.make_sampled(rows)
+
+
+def _group(rows: np.ndarray) -> np.ndarray:
+    """Return GROUP [G] of rows that are sorted by step and group."""
+    if not len(rows):
+        return np.zeros(0, GROUP)
+    begins = (np.diff(rows["step"]) != 0) | (np.diff(rows["group"]) != 0)
+    first = np.concatenate([[0], np.flatnonzero(begins) + 1])
+    groups = np.zeros(len(first), GROUP)
+    for name in ("step", "group"):
+        groups[name] = rows[name][first]
+    groups["first"] = first
+    groups["num_rows"] = np.diff(first, append=len(rows))
+    for name in ("mismatch", "entropy", "staleness", "num_tokens"):
+        groups[name] = np.fmax.reduceat(rows[name], first)
+    groups["reward"] = np.add.reduceat(rows["reward"], first) / groups["num_rows"]
+    groups["truncated"] = np.logical_or.reduceat(~rows["stopped"], first)
+    groups["failed"] = np.logical_or.reduceat(rows["failed"], first)
+    groups["equal"] = np.logical_and.reduceat(rows["equal"], first)
+    return groups

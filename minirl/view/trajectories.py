@@ -1,0 +1,134 @@
+"""Groups of trajectories as the page shows them: texts of tokens, and a number of each by kind."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from minirl.rollout import index
+from minirl.view.table import Table
+
+LONGEST_CHARACTER = 8  # Tokens; a character of more is shown as what it is in bytes.
+UNFINISHED = "\ufffd"  # What a decoder makes of the first bytes of a character.
+
+
+class Reader:
+    """Reads groups of a table, with the tokenizer that the run has left."""
+
+    def __init__(self, table: Table):
+        self.table = table
+        self.tokenizer: Tokenizer | None = None
+
+    def group(self, step: int, number: int) -> dict[str, Any] | None:
+        """Return a group with its trajectories; None: there is no such group."""
+        rows = self.table.find(step, number)
+        if not len(rows):
+            return None
+        trajectories = [self._trajectory(row) for row in rows]
+        return {
+            "step": step,
+            "group": number,
+            "prompt": trajectories[0]["prompt"],
+            "trajectories": trajectories,
+        }
+
+    def prompt(self, row: np.ndarray) -> str:
+        """Return the beginning of the prompt of a row of the table."""
+        return _prompt_text(self._record(row)["info"]["prompt"])[-200:]
+
+    def _record(self, row: np.ndarray) -> dict[str, Any]:
+        part = index.part_of(self.table.folder, int(row["step"]), int(row["rank"]))
+        return json.loads(index.read_line(part, row))
+
+    def _trajectory(self, row: np.ndarray) -> dict[str, Any]:
+        record = self._record(row)
+        info = record["info"]
+        values = self._values(row)
+        num_updates = record["version"] + int(row["staleness"])
+        staleness = [num_updates - v if v >= 0 else None for v in record["versions"]]
+        return {
+            "episode": record["episode"],
+            "segment": record["segment"],
+            "prompt": _prompt_text(info["prompt"]),
+            "completion": info["completion"],
+            "reward": record["reward"],
+            "shaped": float(row["shaped"]),
+            "rewards": info.get("rewards", {}),
+            "env": info.get("env", {}),
+            "stopped": info["stopped"],
+            "error": info["error"],
+            "source": info["source"],
+            "version": record["version"],
+            "texts": self._texts(record["tokens"]),
+            "sampled": [int(sampled) for sampled in record["sampled"]],
+            "turn_rewards": record["rewards"],
+            "images": [
+                image for image in record["images"] if str(image[2]).startswith("data:image/")
+            ],
+            "values": {
+                "advantage": _rounded(values[:, 0]),
+                "logprob": _rounded(values[:, 1]),
+                "engine": _rounded(np.array(record["logprobs"])),
+                "mismatch": _rounded(np.abs(values[:, 1] - np.array(record["logprobs"]))),
+                "entropy": _rounded(values[:, 2]),
+                "staleness": staleness,
+            },
+        }
+
+    def _values(self, row: np.ndarray) -> np.ndarray:
+        """Return what the trainer said of the tokens of a row, float32 [L, 3]; nan: nothing."""
+        if row["trained_rank"] < 0:
+            return np.full((int(row["num_tokens"]), len(index.VALUES)), np.nan, np.float32)
+        part = index.part_of(self.table.folder, int(row["step"]), int(row["trained_rank"]))
+        trained = np.zeros((), index.TRAINED)
+        trained["start"] = row["trained_start"]
+        trained["num_tokens"] = row["num_tokens"]
+        return index.read_values(part, trained)
+
+    def _texts(self, tokens: list[int]) -> list[str]:
+        """Return the text of each token; without a tokenizer, their numbers."""
+        path = self.table.folder / index.TOKENIZER
+        if self.tokenizer is None and path.is_file():
+            self.tokenizer = Tokenizer.from_file(str(path))
+        if self.tokenizer is None:
+            return [f" {token}" for token in tokens]
+        return token_texts(self.tokenizer, tokens)
+
+
+def token_texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    """Return texts that joined are the text of the tokens, one for each.
+
+    A character of several tokens belongs to the last of them. A token is decoded behind the one
+    before it, because some decoders drop the space before the first.
+    """
+    texts: list[str] = []
+    pending: list[int] = []
+    before: list[int] = []
+    for token in tokens:
+        pending.append(token)
+        known = tokenizer.decode(before, skip_special_tokens=False)
+        text = tokenizer.decode(before + pending, skip_special_tokens=False)[len(known) :]
+        if text.endswith(UNFINISHED) and len(pending) < LONGEST_CHARACTER:
+            texts.append("")
+            continue
+        texts.append(text)
+        before = pending
+        pending = []
+    if pending:
+        known = tokenizer.decode(before, skip_special_tokens=False)
+        texts[-1] = tokenizer.decode(before + pending, skip_special_tokens=False)[len(known) :]
+    return texts
+
+
+def _prompt_text(prompt: Any) -> str:
+    """Return a prompt, a text or messages, as one text."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt)
+
+
+def _rounded(values: np.ndarray) -> list[float | None]:
+    """Return numbers of five digits; None for what is not finite."""
+    return [float(f"{v:.5g}") if math.isfinite(v) else None for v in values.tolist()]

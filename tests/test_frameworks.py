@@ -1,0 +1,149 @@
+"""Agent frameworks against the real endpoint: two training steps in which every episode is led by
+one of them, with a random tiny model that is held to calls and formats where they demand them."""
+
+import json
+
+import pytest
+
+import tiny
+from frameworks import MODES
+from minirl.rollout import records
+from programs import ROOT, fork
+from test_server import TEMPLATE
+
+# Modes that demand a call or a format and return it, so that even a random model picks.
+MUST_PICK = {
+    "anthropic",
+    "openai-agents, Responses (its default)",
+    "openai-agents, ChatCompletions",
+    "pydantic-ai, `output_type`",
+    "langchain-openai, `with_structured_output`",
+}
+REFUSED = """
+import os
+import openai
+from minirl.envs import Agent, Result
+
+os.environ["NO_PROXY"] = "127.0.0.1"
+
+
+class Refused(Agent):
+    def run(self, row, session):
+        with openai.OpenAI(base_url=session.base_url, api_key=session.api_key) as client:
+            chat = [{"role": "user", "content": "hi"}]
+            wanted = row["wanted"] or None
+            format = {"type": wanted} if wanted else openai.NOT_GIVEN
+            client.chat.completions.create(
+                model=session.model, messages=chat, response_format=format
+            )
+            return Result(reward=1.0)
+"""
+
+
+def evaluate(folder, wanted):
+    """`minirl.evaluate` of an agent that wants these formats, one a row: its end and scores."""
+    rows = [{"prompt": f"Row {i}.", "wanted": w, "answer": ""} for i, w in enumerate(wanted)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "agent.py").write_text(REFUSED)
+    flags = {
+        "model": tiny.make(folder / "model"),
+        "data.eval": folder / "rows.jsonl",
+        "env.name": f"{folder / 'agent.py'}:Refused",
+        "env.error-reward": -1,
+        "env.timeout-seconds": 300,
+        "eval.samples": 1,
+        "rollout.max-tokens": 8,
+        "engine.dtype": "float32",
+        "engine.max-model-len": 0,
+        "engine.kv-cache-gb": 0.05,
+        "output": folder / "scores.json",
+    }
+    arguments = [x for name, value in flags.items() for x in (f"--{name}", value)]
+    ended = fork("minirl.evaluate", arguments, folder / "log", seconds=500)
+    written = folder / "scores.json"
+    return ended, json.loads(written.read_text()) if written.exists() else None
+
+
+def test_episodes_without_a_token_count_in_an_evaluation(tmp_path):
+    ended, scores = evaluate(tmp_path, ["", "grammar", "", "grammar"])
+    assert ended.code == 0, ended.err[-3000:]
+    expected = {"accuracy": 0.5, "reward": 0.0, "env/failed": 0.5, "endpoint/refused": 0.5}
+    assert {name: scores[name] for name in expected} == expected
+
+
+def test_an_evaluation_in_which_all_is_refused_ends_with_the_refusal(tmp_path):
+    ended, _ = evaluate(tmp_path, ["grammar", "grammar"])
+    assert ended.code == 2
+    (message,) = ended.errors()
+    assert "none of the 2 held-out prompts got an answer to evaluate" in message
+    assert "response_format has the type 'grammar'; give text, json_object or json_sch" in message
+    assert "Traceback" not in ended.err
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("frameworks")
+    (folder / "template.jinja").write_text(TEMPLATE)
+    rows = [json.dumps({"prompt": f"Be {mode}.", "mode": mode, "answer": ""}) for mode in MODES]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    (folder / "one.jsonl").write_text(rows[0])
+    flags = {
+        "output": folder / "run",
+        "policy.model": tiny.make(folder / "model", max_position_embeddings=8192),
+        "policy.dtype": "float32",
+        "data.train": folder / "rows.jsonl",
+        "data.eval": folder / "one.jsonl",
+        "data.chat-template": folder / "template.jinja",
+        "env.name": f"{ROOT / 'tests' / 'frameworks.py'}:Any",
+        "env.max-tokens": 4000,
+        "env.timeout-seconds": 500,
+        "rollout.prompts-per-step": len(MODES),
+        "rollout.samples-per-prompt": 2,
+        "rollout.max-tokens": 300,
+        "engine.max-model-len": 6000,
+        "engine.kv-cache-gb": 0.3,
+        "engine.max-num-seqs": 18,
+        "tokens-per-rank": 12000,
+        "num-steps": 2,
+        "checkpoint.every": 0,
+        "eval.every": 0,
+    }
+    arguments = [x for name, value in flags.items() for x in (f"--{name}", value)]
+    ended = fork("minirl.rl", [*arguments, "--rollout.dump"], folder / "log", seconds=500)
+    return ended, folder / "run"
+
+
+def test_every_framework_is_trained(ended):
+    result, output = ended
+    assert result.code == 0, result.err[-3000:]
+    picked = set()
+    for step in range(2):
+        found = list(records.read_file(output / "rollouts" / f"step-{step}-rank-0.jsonl"))
+        of_mode = {mode: [t for t in found if t.info["prompt"] == f"Be {mode}."] for mode in MODES}
+        for mode, trajectories in of_mode.items():
+            assert len({t.episode for t in trajectories}) == 2, mode
+            for t in trajectories:
+                assert not t.info["error"] and t.info["endpoint"]["refused"] == 0.0, (mode, t.info)
+                assert t.info["endpoint"]["unguided"] == 0.0, mode
+                assert t.sampled.any(), mode
+                if t.info["env"]["picked"]:
+                    picked.add(mode)
+    assert picked >= MUST_PICK
+
+
+def test_guided_tokens_stay_outside_the_loss(ended):
+    """A random model is off any format, so that nothing that was demanded is trained on."""
+    _, output = ended
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["phase"] == "rl" and "endpoint/refused" in row]
+    assert len(steps) == 2
+    for row in steps:
+        assert row["endpoint/refused"] == 0.0 and 0.0 < row["endpoint/outside_loss"] < 1.0
+        assert row["env/failed"] == 0.0 and row["mismatch"] < 1e-3
+
+
+def test_the_table_of_frameworks_is_what_is_tested():
+    text = (ROOT / "minirl" / "rollout" / "README.md").read_text()
+    table = text.partition("| framework | works |")[2].partition("\n\n")[0]
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]]
+    assert rows == list(MODES)

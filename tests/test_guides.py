@@ -1,0 +1,155 @@
+"""Guided decoding: what vLLM holds an answer to; log-probs in the loss are the policy's,
+without the mask."""
+
+import asyncio
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tiny
+from harness import ranks
+from minirl.config.shared import EngineConfig
+from minirl.data import chat
+from minirl.errors import UserError
+from minirl.model.scratch import make_tokenizer
+from minirl.rollout import engine as engine_module
+from minirl.rollout.conversation import Completion, Prompt, Segment
+from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rollout.engine_loop import EngineLoop, Request
+from minirl.rollout.guides import Guide, MassRecorder, check, json_guide
+from minirl.rollout.tool_calls import make_reader
+from test_server import TEMPLATE
+
+PICK = {
+    "type": "object",
+    "properties": {"choice": {"enum": ["left", "right"]}},
+    "required": ["choice"],
+}
+TOOL = {"type": "function", "function": {"name": "pick", "description": "", "parameters": PICK}}
+TEMPERATURE = 0.7
+
+
+def guided_program(mesh, folder):
+    """Answers that are held to a schema, to a call, and to nothing, side by side; one of them is
+    interrupted."""
+    tokenizer = chat.load_tokenizer(folder)
+    tokenizer.chat_template = TEMPLATE
+    engine_module.LEAST_MASS = 1e-9  # so that all log-probs can be looked at
+    engine = RolloutEngine(
+        EngineConfig(max_model_len=600, max_num_seqs=8, kv_cache_gb=0.05),
+        folder,
+        mesh,
+        dtype="float32",
+        load_weights=True,
+        guides=True,
+    )
+    loop = EngineLoop(engine, repeatable=False)
+    prompt = chat.encode(tokenizer, "<|user|>left or right?<|end|><|assistant|>")
+    sampling = Sampling(
+        max_tokens=400,
+        stop_token_ids=(tokenizer.eos_token_id,),
+        temperature=TEMPERATURE,
+    )
+    reader = make_reader(tokenizer, [TOOL], "required", "auto")
+    restarts = []
+    requests = [
+        Request(
+            tokens=prompt,
+            sampling=sampling,
+            seed=number,
+            images=[],
+            name=(number,),
+            guide=guide,
+            on_restart=lambda: restarts.append(1),
+        )
+        for number, guide in enumerate([json_guide(PICK), reader.guide(), None, json_guide(PICK)])
+    ]
+
+    async def begin():
+        task = loop.loop.create_task(loop.generate(requests[3]))
+        while not engine.llm.llm_engine.has_unfinished_requests():
+            await asyncio.sleep(0)
+        for _ in range(40):
+            await asyncio.sleep(0)
+        return task
+
+    waiting = loop.run(begin())
+    num_before = len(requests[3].done.tokens)
+    loop.resume()
+
+    async def finish():
+        for request in requests[:3]:
+            await loop.generate(request)
+        await waiting
+
+    loop.run(finish())
+    done = [request.done for request in requests]
+    loop.close()
+    engine.close()
+    texts = [tokenizer.decode(each.tokens, skip_special_tokens=True) for each in done]
+    fields = [(each.tokens, each.logprobs, each.guided, each.stopped) for each in done]
+    return prompt, fields, texts, reader.read(texts[1]), (num_before, restarts)
+
+
+def test_answers_are_held_to_a_grammar_and_keep_the_policys_log_probs(tmp_path):
+    folder = tiny.make(tmp_path / "model", max_position_embeddings=1024)
+    prompt, fields, texts, (content, calls), (num_before, restarts) = ranks(
+        1, guided_program, folder
+    )[0]
+    for number in (0, 3):
+        assert json.loads(texts[number])["choice"] in ("left", "right"), texts
+        assert fields[number][3]
+    assert num_before == 0 and restarts == [1]  # what began was dropped, and begun anew
+    assert calls[0][0] == "pick" and calls[0][1]["choice"] in ("left", "right") and not content
+    assert fields[2][2] == []  # nothing was guided
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for tokens, logprobs, _, _ in fields:
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        own = (logits / TEMPERATURE).log_softmax(-1)
+        own = own[range(len(tokens)), tokens]
+        torch.testing.assert_close(torch.tensor(logprobs), own, atol=1e-4, rtol=1e-4)
+
+
+def test_mass_is_that_of_the_allowed_tokens():
+    recorder = MassRecorder()
+    recorder.begin("7", 2.0)
+    recorder.begin("8", 1.0)
+    logits = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [5.0, 5.0, 5.0]])
+    whole = logits.clone()
+
+    def mask():
+        logits[0, 2] = -torch.inf
+
+    recorder.around(logits, {"7-abc": 0, "8-def": 1, "9-other": 2}, mask)
+    share = (whole[0] / 2).softmax(0)[:2].sum().item()
+    assert recorder.take("7", 2) == [pytest.approx(math.log(share)), -math.inf]
+    assert recorder.take("8", 1) == [0.0] and recorder.take("9", 1) is None
+    recorder.end(["8", "none"])
+    assert recorder.take("8", 1) is None
+
+
+def test_guided_tokens_are_outside_the_loss():
+    tokenizer = make_tokenizer([])
+    segment = Segment()
+    segment.append_prompt(Prompt([5, 6], "ab", []))
+    completion = Completion([7, 8, 9], [-1.0, -2.0, -3.0], True, [4, 4, 4], [True, False, True])
+    segment.append_completion(completion, tokenizer)
+    assert segment.sampled == [False, False, False, True, False]
+    assert segment.logprobs == [0, 0, 0, -2.0, 0] and segment.versions == [-1, -1, -1, 4, -1]
+    assert (segment.answer_begin, segment.answer_end, segment.num_guided) == (2, 5, 2)
+    assert segment.end() == 4
+
+
+def test_what_no_grammar_can_hold_is_refused():
+    with pytest.raises(UserError, match="cannot hold an answer to this JSON schema"):
+        check(Guide("json", '{"type": "no type"}'))
+    deep: dict = {"type": "object"}
+    for _ in range(60):
+        deep = {"type": "object", "properties": {"a": deep}}
+    with pytest.raises(UserError, match="more than 50 levels"):
+        json_guide(deep)

@@ -1,0 +1,101 @@
+"""launch/install.sh: which build it chooses, and what it says of it; what a program says where the
+build does not suit the machine. What it installs is what all other tests run with."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from minirl import lifecycle
+from programs import ROOT
+
+if os.path.exists("/dev/nvidia0"):
+    pytest.skip("for machines without a GPU, which a stand-in pretends", allow_module_level=True)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A repository without .venv, beside a stand-in for nvidia-smi."""
+    shutil.copytree(ROOT / "launch", tmp_path / "repo" / "launch")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path / "repo")
+    (tmp_path / "bin").mkdir()
+    stand_in = tmp_path / "bin" / "nvidia-smi"
+    stand_in.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: x)'\n")
+    stand_in.chmod(0o755)
+    return tmp_path
+
+
+def install(
+    folder: Path, *flags: str, gpu: bool = False, **env: str
+) -> subprocess.CompletedProcess:
+    path = f"{folder / 'bin'}:{os.environ['PATH']}" if gpu else os.environ["PATH"]
+    return subprocess.run(
+        ["bash", "launch/install.sh", "--dry-run", *flags],
+        cwd=folder / "repo",
+        env={**os.environ, "PATH": path, **env},
+        capture_output=True,
+        text=True,
+    )
+
+
+CPU = "minirl: would install the CPU build into .venv, "
+CUDA = "minirl: would install the CUDA build into .venv, "
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "said"),
+    [
+        ((), {}, CPU + "because there is no NVIDIA GPU here; on a login node"),
+        ((), {"gpu": True}, CUDA + "because this machine has an NVIDIA GPU"),
+        (("--cuda",), {}, CUDA + "as asked for"),
+        (("--cpu",), {"gpu": True}, CPU + "as asked for"),
+        ((), {"MINIRL_EXTRA": "cuda"}, CUDA + "as asked for"),
+        (("--cpu",), {"MINIRL_EXTRA": "cuda"}, CPU + "as asked for"),
+    ],
+)
+def test_the_build_is_chosen_by_flag_or_by_what_is_there(folder, flags, options, said):
+    ended = install(folder, *flags, **options)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith(said) and len(ended.stdout.splitlines()) == 1
+    assert not (folder / "repo" / ".venv").exists()
+
+
+def test_a_build_that_is_there_stays(folder):
+    venv = folder / "repo" / ".venv"
+    venv.mkdir()
+    checksum = subprocess.run(
+        "cksum < pyproject.toml", shell=True, cwd=folder / "repo", capture_output=True, text=True
+    ).stdout.strip()
+    for stamp, flags, said in (
+        (f"cuda {checksum}", (), "minirl: .venv has the CUDA build already\n"),
+        (f"cuda {checksum} [dev]", (), "minirl: .venv has the CUDA build already\n"),
+        (f"cuda {checksum}", ("--dev",), CUDA + "as before\n"),
+        (f"cuda {checksum}", ("--cpu",), CPU + "as asked for\n"),
+        ("cuda 1 2", (), CUDA + "as before\n"),  # pyproject.toml has changed
+    ):
+        (venv / "minirl-installed").write_text(stamp + "\n")
+        assert install(folder, *flags).stdout == said, stamp
+    (venv / "minirl-installed").write_text(f"cpu {checksum}\n")
+    first, second = install(folder, gpu=True).stdout.splitlines()
+    assert "has the CPU build, and this machine has a GPU; bash launch/install.sh --cuda" in first
+    assert second == "minirl: .venv has the CPU build already"
+
+
+def test_a_wrong_argument_is_refused(folder):
+    ended = install(folder, "--cdua")
+    assert ended.returncode == 2 and "has no argument --cdua" in ended.stderr
+
+
+def test_a_program_says_that_the_gpu_is_not_used(folder, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert lifecycle.describe_idle_gpu() == ""
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "has the CPU build" in lifecycle.describe_idle_gpu()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "may be too old for CUDA 13.0" in lifecycle.describe_idle_gpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert lifecycle.describe_idle_gpu() == ""

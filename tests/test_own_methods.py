@@ -1,0 +1,260 @@
+"""Estimators and losses from files of the user: of answers or by token, tried before anything is
+loaded, and the same as minirl's own where they say the same."""
+
+import inspect
+import json
+
+import pytest
+import torch
+
+from minirl import own_methods
+from minirl.algo import advantages, losses
+from minirl.config.rl import AlgoConfig, RLConfig
+from minirl.config.validate import resolve_lengths, validate_rl
+from minirl.errors import UserError
+from programs import fork
+
+ALONE = {
+    "sum_over_ranks": lambda x: x,
+    "max_over_ranks": lambda x: x,
+    "gather_rows": lambda x: [x],
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text, name="mine.py"):
+        path = tmp_path / name
+        path.write_text(inspect.cleandoc(text) + "\n")
+        return path
+
+    return write
+
+
+def config(advantage="grpo", loss="ppo", samples=2, **algo):
+    cfg = RLConfig(algo=AlgoConfig(advantage=str(advantage), loss=str(loss), **algo))
+    cfg.policy.model = "scratch"
+    cfg.data.train = "rows.jsonl"
+    cfg.rollout.samples_per_prompt = samples
+    resolve_lengths(cfg)
+    return cfg
+
+
+def assigned(name):
+    batch = own_methods.make_batch(3, with_reference=False)
+    cfg = AlgoConfig(advantage=str(name))
+    advantages.assign([batch], advantages.find(cfg.advantage), cfg, **ALONE)
+    return batch.advantages
+
+
+# --------------------------------------------------------------------------------------------------
+# estimators
+
+ESTIMATORS = """
+    from minirl.algo.advantages import compares_nothing, discounted, whitened
+    from minirl.algo.normalize import over_sequences
+
+
+    @compares_nothing
+    def as_it_is(rewards, groups):
+        return rewards
+
+
+    def centered(rewards, groups):
+        return rewards - rewards.mean()
+
+
+    @whitened
+    def to_go(batch, rewards, cfg):
+        return over_sequences(lambda s, r: discounted(s, r, cfg.gamma), batch, rewards)
+
+
+    def last(batch, rewards, cfg):
+        return rewards * 2
+"""
+
+
+def test_an_estimator_by_token_is_what_its_signature_says(file):
+    path = file(ESTIMATORS)
+    found = {n: advantages.find(f"{path}:{n}") for n in ("as_it_is", "centered", "to_go", "last")}
+    assert [advantages.is_by_token(f) for f in found.values()] == [False, False, True, True]
+    assert [advantages.compares_answers(f) for f in found.values()] == [False, True, False, False]
+    assert all(advantages.is_by_token(f) for f in advantages.TOKEN_ESTIMATORS.values())
+    assert all(advantages.compares_answers(f) for f in advantages.ESTIMATORS.values())
+    # Declared to be whitened, it is reinforce_pp; not declared, it is left as it is.
+    assert torch.equal(assigned(f"{path}:to_go"), assigned("reinforce_pp"))
+    batch = own_methods.make_batch(3, with_reference=False)
+    zeros = torch.zeros(len(batch.inputs), dtype=torch.float64)
+    rewards = advantages.token_rewards(batch, zeros)
+    assert torch.equal(assigned(f"{path}:last"), (2 * rewards).float() * batch.loss_mask)
+
+
+def test_one_answer_a_prompt_is_enough_for_those_that_compare_none(file):
+    path = file(ESTIMATORS)
+    for name in ("as_it_is", "to_go", "last"):
+        cfg = config(f"{path}:{name}", samples=1)
+        validate_rl(cfg, 1)
+        own_methods.check_methods(cfg)
+    cfg = config(f"{path}:centered", samples=1)
+    validate_rl(cfg, 1)
+    with pytest.raises(UserError, match=r"samples_per_prompt = 1: .*compares_nothing of minirl"):
+        own_methods.check_methods(cfg)
+
+
+def test_old_logprobs_are_there_for_an_estimator_by_token(file):
+    path = file(ESTIMATORS)
+    assert advantages.need_old_logprobs(AlgoConfig(advantage=f"{path}:last"))
+    assert not advantages.need_old_logprobs(AlgoConfig(advantage=f"{path}:centered"))
+    assert not advantages.need_old_logprobs(AlgoConfig(advantage="gae"))
+
+
+WRONG_ESTIMATORS = {
+    "by token, one number": ("batch, rewards, cfg", "return rewards.mean()", r"of shape \[\]"),
+    "by token, NaN": ("batch, rewards, cfg", "return rewards / 0", "are not finite"),
+    "by token, raises": ("batch, rewards, cfg", "return batch.valeus", "raised AttributeError"),
+    "by token, no critic": ("batch, rewards, cfg", "return batch.values * 2", "raised TypeError"),
+    "of answers, a list": ("rewards, groups", "return rewards.tolist()", "it returned"),
+    "four": ("a, b, c, d", "return a", "raised TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ESTIMATORS)
+def test_a_wrong_estimator_is_told_at_the_start(file, name):
+    parameters, body, message = WRONG_ESTIMATORS[name]
+    path = file(f"def wrong({parameters}): {body}")
+    with pytest.raises(UserError, match=rf"algo.advantage = .*mine.py:wrong must .*{message}"):
+        own_methods.check_methods(config(f"{path}:wrong"))
+
+
+# --------------------------------------------------------------------------------------------------
+# losses
+
+LOSSES = """
+    import torch
+
+    from minirl.algo.losses import old_logprobs, ppo_clip
+    from minirl.algo.ratio import bounded_exp
+
+
+    def again(batch, logprobs, entropy, cfg):
+        ratio = bounded_exp(logprobs - old_logprobs(batch, logprobs))
+        return ppo_clip(ratio, batch.advantages, cfg), {"ratio": ratio.detach()}
+
+
+    def sapo(batch, logprobs, entropy, cfg):
+        ratio = (logprobs - old_logprobs(batch, logprobs)).exp()
+        gate = 4 * torch.sigmoid(ratio - 1)
+        return -gate * batch.advantages, {}
+"""
+
+
+def test_a_loss_of_a_file_that_says_the_same_is_the_same(file):
+    """With everything that goes with each method: correction, entropy, the reference."""
+    path = file(LOSSES)
+    extras = {"entropy_coef": 0.01, "kl_coef": 0.1, "dual_clip": 3.0}
+    outcomes = []
+    for loss in ("ppo", f"{path}:again"):
+        batch = own_methods.make_batch(3, with_reference=True)
+        logprobs = batch.engine_logprobs.clone().requires_grad_()
+        made = losses.policy(AlgoConfig(loss=loss, **extras), 20)
+        value, metrics = made.token_loss(batch, logprobs, batch.old_entropy)
+        value.sum().backward()
+        outcomes.append((value.detach(), logprobs.grad, metrics))
+    (value, gradient, metrics), (own_value, own_gradient, own_metrics) = outcomes
+    assert torch.equal(value, own_value) and torch.equal(gradient, own_gradient)
+    assert own_metrics.keys() - metrics.keys() == {"ratio"}
+    assert {"clip_fraction", "correction_weight", "ref_kl"} <= metrics.keys()
+
+
+def test_good_losses_are_let_through(file):
+    path = file(LOSSES)
+    for name in ("again", "sapo"):
+        cfg = config(loss=f"{path}:{name}", kl_coef=0.1)
+        validate_rl(cfg, 1)
+        own_methods.check_methods(cfg)
+    own_methods.check_methods(config())
+
+
+WRONG_LOSSES = {
+    "one value": ("return -logprobs", "must return .*loss"),
+    "a mean": ("return (-logprobs * batch.advantages).mean(), {}", r"its loss must be a tensor"),
+    "a text": ("return -logprobs, {'x': 'y'}", "x must be a tensor"),
+    "a list": ("return -logprobs, [1]", "its metrics are"),
+    "NaN": ("return logprobs * float('nan'), {}", "its loss is not finite"),
+    "no gradient": ("return batch.advantages, {}", "does not depend on logprobs"),
+    "detached": ("return -logprobs.detach(), {}", "does not depend on logprobs"),
+    "gradient 0": ("return logprobs * 0, {}", "the gradient of its loss by logprobs is 0"),
+    "raises": ("return cfg.clip, {}", "AttributeError"),
+    "leaves": ("raise SystemExit(0)", "SystemExit"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LOSSES)
+def test_a_wrong_loss_is_told_at_the_start(file, name):
+    body, message = WRONG_LOSSES[name]
+    path = file(f"def wrong(batch, logprobs, entropy, cfg): {body}")
+    with pytest.raises(UserError, match=rf"algo.loss = .*mine.py:wrong: .*{message}"):
+        own_methods.check_methods(config(loss=f"{path}:wrong"))
+
+
+def test_a_loss_that_is_nowhere_is_told(file):
+    with pytest.raises(UserError, match="algo.loss = 'poo' is neither ppo, gspo or cispo nor of"):
+        validate_rl(config(loss="poo"), 1)
+    with pytest.raises(UserError, match="no file none.py"):
+        own_methods.check_methods(config(loss="none.py:f"))
+    with pytest.raises(UserError, match="has no function other"):
+        own_methods.check_methods(config(loss=f"{file(LOSSES)}:other"))
+
+
+# --------------------------------------------------------------------------------------------------
+# the program
+
+
+def run(tmp_path, *more):
+    rows = [{"prompt": f"{n}+", "answer": "1"} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "--output": tmp_path / "run",
+        "--policy.model": "scratch",
+        "--policy.dtype": "float32",
+        "--num-steps": 2,
+        "--algo.updates-per-step": 2,
+        "--data.train": tmp_path / "rows.jsonl",
+        "--data.held-out": 4,
+        "--data.max-prompt-tokens": 32,
+        "--rollout.max-tokens": 4,
+        "--engine.max-num-seqs": 16,
+        "--rollout.prompts-per-step": 4,
+    }
+    flags = [x for pair in settings.items() for x in pair] + list(more)
+    return fork("minirl.rl", flags, tmp_path / "log")
+
+
+def test_a_run_with_an_estimator_by_token_and_a_loss_of_a_file(file, tmp_path):
+    """Of one answer to each prompt."""
+    own = file(ESTIMATORS + LOSSES)
+    letters = file("def letters(prompt, completion, row): return len(set(completion)) / 4", "r.py")
+    ended = run(
+        tmp_path,
+        "--algo.advantage",
+        f"{own}:to_go",
+        "--algo.loss",
+        f"{own}:again",
+        "--rollout.samples-per-prompt",
+        1,
+        "--reward.function",
+        f"{letters}:letters",
+    )
+    assert ended.code == 0, ended.err
+    metrics = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in metrics if row["phase"] == "rl"]
+    assert len(steps) == 2 and all(0.5 < row["ratio"] < 2 for row in steps)
+    assert all(row["grad_norm"] > 0 for row in steps)
+
+
+def test_a_wrong_one_ends_the_program_before_it_writes(file, tmp_path):
+    path = file("def wrong(batch, logprobs, entropy, cfg): return -logprobs.mean(), {}")
+    ended = run(tmp_path, "--algo.loss", f"{path}:wrong")
+    assert ended.code == 2 and len(ended.errors()) == 1, ended.err
+    assert "its loss must be a tensor [T]" in ended.errors()[0]
+    assert not (tmp_path / "run").exists()

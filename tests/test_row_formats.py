@@ -1,0 +1,336 @@
+"""What people bring as rows: TRL's formats, tools and their calls, arguments of chat templates.
+
+The rows of minirl/data/README.md are read from the page and run by the programs."""
+
+import json
+import re
+
+import pytest
+
+import tiny
+from in_memory import ALONE
+from minirl.config.parse import load_config, parse_flags
+from minirl.config.shared import DataConfig, RowsConfig
+from minirl.config.supervised import ChatsConfig, PairsConfig, SFTConfig
+from minirl.data import chat
+from minirl.data.examples import open_chats, to_examples
+from minirl.data.messages import read_template_kwargs, read_tools, why_no_messages
+from minirl.data.pairs import open_pairs
+from minirl.data.prompts import Prompts, open_prompts
+from minirl.data.split import read_rows
+from minirl.errors import UserError
+from minirl.model.scratch import make_tokenizer
+from minirl.rollout.conversation import Conversation
+from minirl.row_checks import marks_for_template, require_shown
+from programs import ROOT, fork
+
+PAGE = (ROOT / "minirl" / "data" / "README.md").read_text()
+ROWS = dict(
+    zip(
+        ("standard", "conversational", "tools", "kwargs"),
+        [json.loads(text) for text in re.findall(r"^```json\n(.*?)^```", PAGE, re.M | re.S)],
+        strict=True,
+    )
+)
+# Shows tools and calls, and has an argument.
+TEMPLATE = (
+    "{% macro say(m) %}{{ m.content }}{% if enable_thinking is defined and not enable_thinking %}"
+    "!{% endif %}{% endmacro %}"
+    "{% if tools %}[{% for t in tools %}{{ t.function.name }} {% endfor %}]{% endif %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' if m.role != 'tool' else '<|system|>' }}"
+    "{% if m.role == 'user' %}{{ say(m) }}{% else %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}({{ k }}={{ v }}){% endfor %}{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SWITCH = ROWS["tools"]["tools"][0]
+
+
+def tokenizer_of(**settings):
+    tokenizer = make_tokenizer([])
+    tokenizer.chat_template = TEMPLATE
+    return chat.use_template(tokenizer, RowsConfig(**settings))
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def copies(name, num=12):
+    """A row of the page, with prompts of its own."""
+    rows = []
+    for n in range(num):
+        row = json.loads(json.dumps(ROWS[name]))
+        if isinstance(row["prompt"], str):
+            row["prompt"] = f"{n}. {row['prompt']}"
+        else:
+            row["prompt"][0]["content"] = f"{n}. {row['prompt'][0]['content']}"
+        rows.append(row)
+    return rows
+
+
+# What a row of the page becomes, `*` around what is in the loss, with the flags it is read with.
+EXPECTED = {
+    "standard": ("The sky is* blue.<|end|>*", {"apply_chat_template": False}),
+    "conversational": (
+        "<|user|>What color is the sky?<|end|><|assistant|>*It is blue.<|end|>*",
+        {},
+    ),
+    "tools": (
+        "[switch ]<|user|>Turn on the lamp.<|end|><|assistant|>*switch(lamp=on)<|end|>*",
+        {},
+    ),
+    "kwargs": ("<|user|>2 + 2?!<|end|><|assistant|>*4<|end|>*", {}),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_row_is_the_text_that_it_should_be(tmp_path, name):
+    """In fine-tuning, as a side of a pair, and as a prompt of RL with its later turns."""
+    text, settings = EXPECTED[name]
+    before, answer, _ = text.split("*")
+    tokenizer = tokenizer_of(**settings)
+    row = ROWS[name]
+    stop_ids = [tokenizer.eos_token_id]
+    source = written(tmp_path / "rows.jsonl", [row])
+
+    chats = open_chats(source, "data.train", ChatsConfig(**settings), ALONE)
+    (example,) = to_examples(tokenizer, None, chats[0], stop_ids)
+    assert tokenizer.decode(example.tokens) == before + answer
+    assert tokenizer.decode(example.tokens[example.sampled]) == answer
+
+    pair = row | {"chosen": row["completion"], "rejected": "no"}
+    if not isinstance(pair["chosen"], str):
+        pair["rejected"] = [{"role": "assistant", "content": "no"}]
+    source = written(tmp_path / "pairs.jsonl", [pair])
+    sides = open_pairs(source, "data.train", PairsConfig(**settings), ALONE)[0]
+    messages = sides["prompt"] + sides["chosen"]
+    example = {**sides, "messages": messages, "trained": [len(messages) - 1]}
+    (chosen,) = to_examples(tokenizer, None, example, stop_ids)
+    assert tokenizer.decode(chosen.tokens) == before + answer
+
+    cfg = DataConfig(**settings)
+    source = written(tmp_path / "prompts.jsonl", [row])
+    prompts = Prompts(open_prompts(source, "data.train", cfg, ALONE), tokenizer, cfg, seed=0)
+    made = prompts.rows[0]
+    assert prompts.rendered(made) == before
+    assert tokenizer.decode(prompts.encode(made)) == before
+    if name != "standard":
+        turns = [*prompts.messages(made), {"role": "assistant", "content": "x"}]
+        turns.append({"role": "user", "content": "why?"})
+        later = Conversation(tokenizer, None, made).continue_with_messages(turns)
+        mark = "!" if name == "kwargs" else ""
+        assert later.text == f"{before}x<|end|><|user|>why?{mark}<|end|><|assistant|>"
+
+
+# --------------------------------------------------------------------------------------------------
+# arguments of templates
+
+
+def test_arguments_are_typed_as_in_yaml(tmp_path):
+    flags = ["--data.chat-template-kwargs", "enable_thinking", "False", "n", "3", "s", "a b"]
+    wanted = {"enable_thinking": False, "n": 3, "s": "a b"}
+    cfg = parse_flags(SFTConfig, [*flags, "--num-epochs", "2"])
+    assert (cfg.data.chat_template_kwargs, cfg.num_epochs) == (wanted, 2.0)
+    (tmp_path / "c.yaml").write_text("data: {chat_template_kwargs: {a: '1', b: true}}")
+    assert load_config(SFTConfig, str(tmp_path / "c.yaml")).data.chat_template_kwargs == {
+        "a": "1",
+        "b": True,
+    }
+    with pytest.raises(UserError, match="names and values come in turn"):
+        parse_flags(SFTConfig, flags[:2])
+
+
+def test_arguments_hold_everywhere_and_those_of_a_row_count_before():
+    question = [{"role": "user", "content": "q"}]
+    tokenizer = make_tokenizer([])
+    tokenizer.chat_template = "\n" + TEMPLATE  # a line break that stays
+    chat.use_template(tokenizer, RowsConfig(chat_template_kwargs={"enable_thinking": False}))
+    assert chat.render(tokenizer, question) == "\n<|user|>q!<|end|><|assistant|>"
+    mine = {"enable_thinking": True}
+    assert "!" not in chat.render(tokenizer, question, chat_template_kwargs=mine)
+    row = {"template_inputs": {"chat_template_kwargs": mine}}
+    assert "!" not in chat.renderer(tokenizer, row)(question)
+    shown = tokenizer_of(chat_template_kwargs={"x": [1, None, "é\"'", {"a": True}]})
+    shown.chat_template = shown.chat_template.split("{{ '' }}")[0] + "{{ x | tojson }}"
+    assert json.loads(chat.render(shown, question)) == [1, None, "é\"'", {"a": True}]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("thinking", "is no mapping"),
+        ([1], "is no mapping"),
+        ({"tools": []}, "sets 'tools'"),
+        ({"not a name": 1}, "sets 'not a name'"),
+    ],
+)
+def test_what_is_no_argument_is_refused(value, message):
+    with pytest.raises(UserError, match=f"^here .*{message}"):
+        read_template_kwargs(value, "here")
+
+
+# --------------------------------------------------------------------------------------------------
+# tools
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [SWITCH],
+        json.dumps([SWITCH]),
+        [json.dumps(SWITCH)],
+        [SWITCH["function"]],
+        [SWITCH | {"strict": None}],
+    ],
+    ids=["list", "text", "list of texts", "bare", "gaps of Arrow"],
+)
+def test_tools_come_in_several_forms(value):
+    assert read_tools(value, "x") == [SWITCH]
+    assert read_tools([], "x") is read_tools("", "x") is read_tools(None, "x") is None
+
+
+@pytest.mark.parametrize("value", [["search"], "search", 7, [{"description": "none"}]])
+def test_what_describes_no_tool_is_refused(tmp_path, value):
+    source = written(tmp_path / "a.jsonl", [{"prompt": "a", "tools": value}])
+    with pytest.raises(UserError, match="line 1: data.tools_key = 'tools' .*describes no tool"):
+        open_prompts(source, "data.train", DataConfig(), ALONE)[0]
+    assert open_prompts(source, "data.train", DataConfig(tools_key=""), ALONE)[0]["tools"] == value
+
+
+def test_a_bad_call_is_refused():
+    for call, problem in (
+        ({"function": {"name": "f", "arguments": "{"}}, "arguments of 'f' are neither"),
+        ({"function": {"arguments": {}}}, "one has no"),
+    ):
+        assert problem in why_no_messages([{"role": "assistant", "tool_calls": [call]}])
+
+
+def test_a_template_that_leaves_out_tools_or_calls_is_refused(tmp_path):
+    cfg = DataConfig()
+    plain = make_tokenizer([])
+    for name, row, message in (
+        ("tools", ROWS["tools"], r"line 1: the chat template .* shows no tools.*\(switch\)"),
+        (
+            "calls",
+            {"prompt": [*ROWS["tools"]["prompt"], *ROWS["tools"]["completion"]], "answer": "1"},
+            "line 1: the chat template .* shows no tool_calls",
+        ),
+    ):
+        source = written(tmp_path / f"{name}.jsonl", [row])
+        opened = open_prompts(source, "data.train", cfg, ALONE)
+        rows, _ = read_rows(opened, ALONE, 0, mark=marks_for_template)
+        require_shown(rows, tokenizer_of())
+        with pytest.raises(UserError, match=message):
+            require_shown(rows, plain)
+
+
+# --------------------------------------------------------------------------------------------------
+# keys, doubles, prompts of an environment
+
+
+@pytest.mark.parametrize("key", ["images_key", "source_key", "tools_key"])
+def test_a_named_column_that_no_row_has_is_refused(tmp_path, key):
+    source = written(tmp_path / "a.jsonl", [{"prompt": str(n), "answer": n} for n in range(9)])
+    opened = open_prompts(source, "data.train", DataConfig(**{key: "picture"}), ALONE)
+    with pytest.raises(
+        UserError, match=f"data.{key} = 'picture' names a column that no row .* prompt, answer; set"
+    ):
+        read_rows(opened, ALONE, 0, 2)
+
+
+def test_rows_are_distinct_by_all_that_they_have(tmp_path):
+    rows = [{"prompt": str(n % 30), "answer": n % 60} for n in range(90)]
+    opened = open_prompts(written(tmp_path / "a.jsonl", rows), "data.train", DataConfig(), ALONE)
+    train, held_out = read_rows(opened, ALONE, 0, 6)
+    assert (len(held_out), len(train), train.num_doubles) == (6, 2 * 24, 30)
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+
+
+def test_few_rows_hold_out_an_eighth_and_say_so(tmp_path, capsys):
+    rows = [{"prompt": str(n)} for n in range(300)]
+    for num, wanted in ((300, 128), (255, 31), (3, 1)):
+        source = written(tmp_path / "a.jsonl", rows[:num])
+        opened = open_prompts(source, "data.train", DataConfig(), ALONE)
+        train, held_out = read_rows(opened, ALONE, 0, None)
+        assert (len(train), len(held_out)) == (num - wanted, wanted)
+        assert (
+            f"{num} distinct prompts, of which {wanted} are held" in capsys.readouterr().err
+        ) == (num < 256)
+    with pytest.raises(UserError, match="data.held_out = 3 leaves nothing of the 3"):
+        read_rows(opened, ALONE, 0, 3)
+
+
+@pytest.mark.parametrize("common", [{}, {"prompt": "play"}], ids=["none", "one for all"])
+def test_an_environment_with_prompts_of_its_own_needs_none(tmp_path, common):
+    source = written(tmp_path / "a.jsonl", [common | {"answer": n} for n in range(12)])
+    opened = open_prompts(source, "data.train", DataConfig(), ALONE, own_prompts=True)
+    train, held_out = read_rows(opened, ALONE, 0, 2)
+    assert (len(train), len(held_out)) == (10, 2)
+    cfg = DataConfig()
+    assert bool(Prompts(train, tokenizer_of(), cfg, seed=0).rendered(train[0])) == bool(common)
+    if not common:
+        with pytest.raises(UserError, match="names no text"):
+            open_prompts(source, "data.train", DataConfig(), ALONE)[0]
+
+
+def test_texts_without_a_template_are_no_messages(tmp_path):
+    source = written(tmp_path / "a.jsonl", [ROWS["conversational"]])
+    for open_rows, cfg in (
+        (open_prompts, DataConfig(apply_chat_template=False)),
+        (open_chats, ChatsConfig(apply_chat_template=False)),
+    ):
+        with pytest.raises(UserError, match="apply_chat_template = False takes texts"):
+            open_rows(source, "data.train", cfg, ALONE)[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# the programs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tiny.make(tmp_path_factory.mktemp("rows") / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def common_flags(model, name, rows, output):
+    given = [
+        *("--policy.model", model, "--policy.dtype", "float32", "--output", output),
+        *("--data.train", rows, "--num-steps", 1, "--eval.every", 0, "--tokens-per-rank", 512),
+    ]
+    if name == "standard":
+        given += ["--data.no-apply-chat-template"]
+    return given
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_the_page_fine_tune(model, tmp_path, name):
+    rows = written(tmp_path / "rows.jsonl", copies(name))
+    given = common_flags(model, name, rows, tmp_path / "out")
+    more = ["--batch-size", 4, "--data.max-tokens", 256]
+    ended = fork("minirl.sft", [*given, *more], tmp_path / "log", 500)
+    assert ended.code == 0, ended.err
+    assert "12 distinct prompts, of which 1 are held out" in ended.err
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["standard", "tools"])
+def test_rows_of_the_page_are_prompts(model, tmp_path, name):
+    rows = written(tmp_path / "rows.jsonl", [*copies(name), *copies(name, 2)])
+    given = common_flags(model, name, rows, tmp_path / "out")
+    more = [
+        *("--rollout.prompts-per-step", 2, "--rollout.samples-per-prompt", 2),
+        *("--rollout.max-tokens", 4, "--rollout.dump", "--engine.dtype", "float32"),
+    ]
+    ended = fork("minirl.rl", [*given, *more], tmp_path / "log", 500)
+    assert ended.code == 0, ended.err
+    assert "2 rows left out that equal others" in ended.err
+    tokenizer = tokenizer_of()
+    dumped = (tmp_path / "out" / "rollouts" / "step-0-rank-0.jsonl").read_text().splitlines()
+    for record in map(json.loads, dumped):
+        text = tokenizer.decode(record["tokens"])
+        begin = r"\d+\. The sky is" if name == "standard" else r"\[switch \]<\|user\|>\d+\. Turn"
+        assert re.match(begin, text), text

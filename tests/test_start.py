@@ -1,0 +1,311 @@
+"""How programs start: flags and mistakes are answered before anything slow is imported, every
+setting has its sentence, and what ends a run is the last thing on the screen."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiny
+from minirl.algo import advantages
+from minirl.config import named
+from minirl.config.describe import settings_of
+from minirl.config.help import COMMON, full_help, short_help
+from minirl.config.parse import load_config, program_of
+from minirl.config.rl import RLConfig
+from minirl.config.shared import EvaluateConfig, ExportConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, ServeConfig, SFTConfig
+from minirl.errors import UserError
+from minirl.rewards import functions
+from programs import QUICKSTART, ROOT, Ended, torchrun
+
+CLASSES = (
+    RLConfig,
+    SFTConfig,
+    RMConfig,
+    DPOConfig,
+    KTOConfig,
+    EvaluateConfig,
+    ExportConfig,
+    ServeConfig,
+)
+
+# --------------------------------------------------------------------------------------------------
+# seconds to an answer
+
+SLOW = ("torch", "numpy", "transformers", "datasets", "vllm", "reasoning_gym", "matplotlib")
+SAY_IMPORTED = f"""
+import runpy, sys
+module, *flags = sys.argv[1:]
+sys.argv = [module, *flags]
+code = 0
+try:
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+except SystemExit as stop:
+    code = stop.code
+print("imported:", *(name for name in {SLOW} if name in sys.modules))
+sys.exit(code)
+"""
+
+
+def start(module: str, flags: list[str], folder: Path) -> tuple[Ended, float]:
+    """How a program ends that only has to answer, and the CPU-seconds that it takes."""
+    command = [sys.executable, "-c", SAY_IMPORTED, module, *flags]
+    out, err = folder / "out.txt", folder / "err.txt"
+    with out.open("w") as to_out, err.open("w") as to_err:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=to_out,
+            stderr=to_err,
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    ended = Ended(process.returncode, out.read_text(), err.read_text())
+    return ended, usage.ru_utime + usage.ru_stime
+
+
+PROGRAMS = ("rl", "sft", "rm", "dpo", "kto", "evaluate", "checkpoint", "plan")
+
+
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_comes_in_half_a_second(program, flag, tmp_path):
+    ended, seconds = start(f"minirl.{program}", [flag], tmp_path)
+    assert (ended.code, ended.err) == (0, "")
+    shown = "rl" if (program, flag) == ("plan", "--help-all") else program  # settings of the run
+    assert f"usage: python -m minirl.{shown}" in ended.out
+    assert ended.out.endswith("imported:\n")
+    assert seconds < 0.5 * SLACK
+
+
+SLACK = 2  # On a machine that is slow, or busy with other things.
+MISTAKES = {  # name -> program, flags, what is said
+    "a typo": ("rl", "--num-stepz 3", "--num-steps"),
+    "a typo in a file": ("rl", "--config typo.yaml", "did you mean num_steps"),
+    "no file": ("rl", "--config none.yaml", "no such file"),
+    "a bound": ("sft", "--policy.lr -1", "policy.lr = -1"),
+    "a combination": (
+        "rl",
+        "--policy.model scratch --data.train rows.jsonl --rollout.samples-per-prompt 1",
+        "compares the samples of one prompt",
+    ),
+    "no rows": (
+        "dpo",
+        "--policy.model a/b --data.train none.jsonl",
+        "data.train = 'none.jsonl': no such file",
+    ),
+    "no model": (
+        "sft",
+        "--data.train rows.jsonl --policy.model models/mine",
+        "policy.model = 'models/mine' is neither a folder nor a hub id",
+    ),
+    "no reward": (
+        "rl",
+        "--policy.model scratch --data.train rows.jsonl --reward.function none.py:score",
+        "reward.function = none.py:score: no file none.py",
+    ),
+    "an unknown reward": (
+        "rl",
+        "--policy.model scratch --data.train rows.jsonl --reward.function exakt",
+        "reward.function = 'exakt' is neither registered",
+    ),
+    "no environment": (
+        "evaluate",
+        "--model a/b --data.eval rows.jsonl --env.name none.py:Mine?x=1",
+        "env.name = none.py:Mine: no file none.py",
+    ),
+    "no estimator": (
+        "rl",
+        "--policy.model scratch --data.train rows.jsonl --algo.advantage grpoo",
+        "algo.advantage = 'grpoo' is neither registered",
+    ),
+    "no template": (
+        "sft",
+        "--policy.model scratch --data.train rows.jsonl --data.chat-template none.jinja",
+        "data.chat_template = 'none.jinja': no such file",
+    ),
+    "no judge": ("rm", "serve runs/none", "model = 'runs/none' is neither a folder"),
+    "no run": ("checkpoint", "export runs/none", "run = runs/none"),
+    "no card": ("plan", "--gpu h2000", "--gpu 'h2000' is not a known card"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_answered_in_a_second(name, tmp_path):
+    program, flags, message = MISTAKES[name]
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "typo.yaml").write_text("num_stepz: 3\n")
+    ended, seconds = start(f"minirl.{program}", flags.split(), tmp_path)
+    assert ended.code == 2 and len(ended.errors()) == 1, ended.err
+    assert message in " ".join(ended.err.split())
+    assert ended.out == "imported:\n"
+    assert seconds < 1.0 * SLACK
+
+
+def test_names_that_are_known_before_the_functions_are_imported():
+    estimators = advantages.ESTIMATORS | advantages.TOKEN_ESTIMATORS
+    assert list(named.ESTIMATORS) == list(estimators)
+    assert list(named.REWARDS) == list(functions.REWARDS)
+
+
+@pytest.mark.parametrize(
+    "model", ["a", "org/name", "org/name-1.5_b", "./there", "runs/there", "there"]
+)
+def test_what_may_be_a_model_is_left_to_who_opens_it(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("there", "runs/there"):
+        Path(folder).mkdir(parents=True)
+    named.check_model(model, "policy.model")
+
+
+@pytest.mark.parametrize("model", ["", "a/b/c", "./a", "/a/b", "../a", "~/a", "runs/a", "a b"])
+def test_what_can_be_no_model_is_refused(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="policy.model = .* neither a folder nor a hub id"):
+        named.check_model(model, "policy.model")
+
+
+# --------------------------------------------------------------------------------------------------
+# the help
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_setting_has_a_sentence(cls):
+    silent = [s.name for s in settings_of(cls) if len(s.description.split()) < 2]
+    assert silent == [], "say in the comment of each what it means"
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_full_help_has_every_setting_and_its_meaning(cls):
+    text = full_help(cls, program_of(cls))
+    words = " ".join(text.split())
+    for setting in settings_of(cls):
+        assert setting.is_positional or f"  {setting.flag}" in text
+        assert setting.is_positional or setting.description in words, setting.name
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_short_help_has_a_line_for_what_most_users_touch():
+    text = short_help(RLConfig, "minirl.rl")
+    lines = text.splitlines()
+    assert len(lines) < 90 and max(map(len, lines)) <= 100
+    assert "  --policy.lr NUMBER                      learning rate [1e-06]" in lines
+    assert "  --resume                                go on from the newest" in text
+    assert "--policy.betas" not in text and "--help-all" in lines[-1]
+
+
+def test_each_setting_of_the_short_help_exists():
+    known = {setting.name for cls in CLASSES for setting in settings_of(cls)}
+    assert COMMON.keys() <= known
+
+
+def test_the_help_shows_the_values_of_a_file(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "policy: {betas: [0.8, 0.7], cpu_offload: true}\nreward: {function: [exact, a.py:f]}\n"
+        "data: {train: rows.jsonl}\n"
+    )
+    text = full_help(RLConfig, "minirl.rl", load_config(RLConfig, str(file)))
+    assert "--policy.betas NUMBER NUMBER  (default: 0.8 0.7)" in text
+    assert "--policy.cpu-offload, --policy.no-cpu-offload  (default: on)" in text
+    assert "--reward.function TEXT ...  (default: exact a.py:f)" in text
+    assert "--reward.weights NUMBER ...  (default: none)" in text
+    assert "--data.train TEXT ...  (default: rows.jsonl)" in text
+    assert "--algo.correction.level {off,token,sequence,geometric}  (default: none)" in text
+
+
+# --------------------------------------------------------------------------------------------------
+# the last thing on the screen
+
+USER_PROGRAM = """
+import os
+from minirl import cli
+from minirl.config.shared import EvaluateConfig
+from minirl.errors import UserError
+
+def main(cfg, mesh):
+    case = os.environ["CASE"]
+    if case == "all find it":
+        raise UserError("the rows are wrong;\\ncorrect them")
+    if case == "one finds it" and mesh.rank == 1:
+        raise UserError("the rows are wrong;\\ncorrect them")
+    if case == "a bug" and mesh.rank == 1:
+        {}["accuracy"]
+    if case == "killed" and mesh.rank == 1:
+        os.kill(os.getpid(), 9)
+    mesh.barrier()
+
+if __name__ == "__main__":
+    cli.run(EvaluateConfig, main)
+"""
+WRONG = "minirl: error: the rows are wrong;\n  correct them"
+# torchrun sees that a rank is gone, or the other rank does and says it; either may be the first.
+KILLED = r"(Signal 9 \(SIGKILL\) received by PID \d+|minirl: error: rank 1 .* is gone without .*)"
+CASES = {  # case -> flags, the reason in torchrun's report, the exit code of its rank
+    "a typo": ("--num-stepz 3", r"minirl: error: wrong flags\n[^=]*--num-stepz[^=]*", 2),
+    "all find it": ("", WRONG, 2),
+    "one finds it": ("", WRONG, 2),
+    "a bug": ("", r"minirl: rank 1 crashed\n  Traceback(?s:.*)\n  KeyError: 'accuracy'\s*", 1),
+    "killed": ("", KILLED, r"(-9|1)"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_torchrun_ends_with_the_reason(case, tmp_path):
+    flags, reason, code = CASES[case]
+    (tmp_path / "user_program.py").write_text(USER_PROGRAM)
+    tiny.make(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}))
+    words = ["--model", str(tmp_path / "model"), "--data.eval", str(tmp_path / "rows.jsonl")]
+    env = {"CASE": case, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    running = torchrun("user_program", [*words, *flags.split()], tmp_path / "log", env)
+    ended = running.end(300)
+    assert ended.code == 1
+
+    # Nothing but torchrun's report, of one rank.
+    _, failures, root_cause = re.split(r"\n-{10,}\n", ended.err)
+    shown = re.fullmatch(
+        r"Root Cause \(first observed failure\):\n\[\d\]:\n"
+        rf"(?:  \w+ *: .*\n){{3}}  exitcode  : {code} .*\n  error_file: .*\n"
+        rf"  traceback : {reason}\n=+\s*",
+        root_cause,
+    )
+    assert shown, root_cause
+    # A rank that has not come to its flags yet is ended by torchrun, and listed for that.
+    others = set(re.findall(r"traceback : (.*)", failures))
+    assert case == "killed" or all("SIGTERM" in other for other in others), failures
+    assert case in ("a typo", "killed") or not others, failures
+    assert "To enable traceback" not in ended.err
+    # Said once by a rank, too, for logs of its own.
+    assert case in ("a bug", "killed") or len(ended.errors()) == 1, ended.err
+
+
+def test_the_quickstart_refuses_a_mistake_on_several_machines_together(monkeypatch, capsys):
+    """A rank that does not know the others' flags joins them, and does not answer alone."""
+    from minirl import cli, lifecycle
+
+    joined = []
+    monkeypatch.setattr(lifecycle, "run", lambda *what: joined.append(what))
+    monkeypatch.setattr(sys, "argv", ["minirl.rl", "--config", str(QUICKSTART), "--seed", "-1"])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    cli.run(RLConfig, "minirl.rl:Trainer.main")
+    ((config, cfg, mistake, program),) = joined
+    assert (config, cfg, program) == (RLConfig, None, "minirl.rl:Trainer.main")
+    assert "seed = -1" in str(mistake) and "".join(capsys.readouterr()) == ""
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(SystemExit) as stop:
+        cli.run(RLConfig, "minirl.rl:Trainer.main")
+    assert stop.value.code == 2 and "seed = -1" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as stop:
+        cli.run(RLConfig, "minirl.rl:Trainer.main")
+    assert stop.value.code == 0 and "".join(capsys.readouterr()) == ""

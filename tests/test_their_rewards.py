@@ -1,0 +1,407 @@
+"""Reward functions of TRL and OpenRLHF run as they are: every signature that TRL's documentation
+shows, TRL's shipped functions by name, OpenRLHF's mathematics, and what they log."""
+
+import inspect
+import json
+import sys
+
+import pytest
+
+from minirl.config.shared import RewardConfig
+from minirl.envs.openrlhf_modules import extract_boxed_answer, grade_answer
+from minirl.errors import UserError
+from minirl.evaluation import breakdown
+from minirl.rewards.functions import make_rewards
+from minirl.rollout.conversation import Completion, Conversation, Prompt
+from minirl.types import Trajectory
+from programs import fork
+
+TEXT = {"prompt": "q", "rendered_prompt": "<|user|>q<|end|>", "answer": "42", "length": 5}
+CHAT = {**TEXT, "prompt": [{"role": "user", "content": "q"}]}
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a Python file and returns its path."""
+
+    def write(text, name="theirs.py"):
+        path = tmp_path / name
+        path.write_text(inspect.cleandoc(text))
+        return path
+
+    return write
+
+
+def trl(*places, **cfg):
+    return make_rewards(RewardConfig(function=[f"trl:{place}" for place in places], **cfg))
+
+
+# --------------------------------------------------------------------------------------------------
+# TRL: signatures
+
+SIGNATURES = {
+    "ids": "def f(completion_ids, **kwargs): return [float(len(ids)) for ids in completion_ids]",
+    "ids alone": "def f(completion_ids): return [float(len(ids)) for ids in completion_ids]",
+    "a column": """
+        def f(prompts, completions, length, **kwargs):
+            return [float(len(c) + n - len(p)) for p, c, n in zip(prompts, completions, length)]
+    """,
+    "keyword only": "def f(*, completions, length): return [len(completions[0]) + length[0] - 1.0]",
+    "state": """
+        def f(completions, trainer_state, **kwargs):
+            assert trainer_state.max_steps == 10 and trainer_state.is_world_process_zero
+            return [3.0 * trainer_state.global_step / 3 for _ in completions]
+    """,
+    "asynchronous": """
+        import asyncio
+
+        async def f(prompts, completions, **kwargs):
+            await asyncio.sleep(0)
+            return [6.0 for _ in completions]
+    """,
+    "an object": """
+        class F:
+            async def __call__(self, completions, **kwargs):
+                return [6.0 for _ in completions]
+
+        f = F()
+    """,
+    "a tensor": """
+        import torch
+
+        def f(completions, **kwargs):
+            return torch.tensor([6.0 for _ in completions])
+    """,
+    "defaults": """
+        def f(completions, solution=None, log_extra=None, log_metric=None):
+            assert solution is None and log_extra and log_metric
+            return [6.0]
+    """,
+    "all": """
+        def f(**kwargs):
+            assert set(kwargs) == {"prompts", "completions", "completion_ids", "trainer_state",
+                                   "log_extra", "log_metric", "answer", "length"}, set(kwargs)
+            return [6.0]
+    """,
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_every_signature_is_called(file, name):
+    rewards = trl(f"{file(SIGNATURES[name])}:f")
+    rewards.state.max_steps = 10
+    rewards.state.global_step = 6
+    rewards.check_row(TEXT)
+    assert rewards(TEXT, "ab", {}, tokens=[7, 8, 9, 1, 1, 1]) == 6.0
+
+
+def test_completions_are_messages_where_prompts_are(file):
+    path = file("""
+        def f(prompts, completions, **kwargs):
+            [prompt], [completion] = prompts, completions
+            if isinstance(prompt, str):
+                return [float(completion == "42")]
+            return [2.0 * (completion == [{"role": "assistant", "content": "42"}])]
+    """)
+    assert [trl(f"{path}:f")(row, "42") for row in (TEXT, CHAT)] == [1.0, 2.0]
+
+
+def test_asynchronous_functions_share_one_event_loop(file):
+    """So that a client that is kept from call to call goes on working."""
+    path = file("""
+        import asyncio
+
+        loops = set()
+
+        async def f(completions, **kwargs):
+            loops.add(asyncio.get_running_loop())
+            return [float(len(loops))]
+    """)
+    rewards = trl(f"{path}:f")
+    assert [rewards(TEXT, "a") for _ in range(3)] == [1.0, 1.0, 1.0]
+
+
+WRONG = {
+    "positional only": (
+        "def f(completions, /): return [0.0]",
+        "cannot be called by keyword, as TRL does: its parameter 'completions' is positional-only",
+    ),
+    "no names": ("def f(*args): return [0.0]", "takes no argument by keyword"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_signature_that_cannot_be_called_is_refused_at_the_start(file, name):
+    text, message = WRONG[name]
+    with pytest.raises(UserError, match=message):
+        trl(f"{file(text)}:f")
+
+
+def test_a_column_that_rows_lack_is_refused_before_anything_is_generated(file):
+    rewards = trl(f"{file('def f(completions, environments, **kwargs): return [0.0]')}:f")
+    with pytest.raises(
+        UserError,
+        match="needs environments, which is neither a column nor what TRL's trainer gives",
+    ):
+        rewards.check_row(TEXT)
+    rewards.check_row({**TEXT, "environments": 1})
+
+
+def test_what_is_wrong_in_a_call_is_told(file):
+    path = file("""
+        def two(completions, **kwargs):
+            return [0.0, 1.0]
+
+        def log(completions, log_extra, **kwargs):
+            log_extra("column", [1, 2])
+            return [0.0]
+    """)
+    for name in ("two", "log"):
+        with pytest.raises(UserError, match="raised ValueError: too many values"):
+            trl(f"{path}:{name}")(TEXT, "42")
+
+
+# --------------------------------------------------------------------------------------------------
+# TRL: what does not apply, and what is logged
+
+
+def episode(info):
+    return Trajectory(tokens=[], sampled=[], logprobs=[], info={"source": None, **info}, reward=0.0)
+
+
+def test_none_is_left_out_of_the_sum_and_of_the_metrics(file):
+    path = file("""
+        def length(completions, **kwargs):
+            return [float(len(c)) for c in completions]
+
+        def even(completions, **kwargs):
+            return [1.0 if len(c) % 2 == 0 else None for c in completions]
+
+        def never(completions, **kwargs):
+            return [None]
+    """)
+    names = [f"trl:{path}:{name}" for name in ("length", "even", "never")]
+    rewards = make_rewards(RewardConfig(function=names, weights=[1.0, 10.0, 5.0]))
+    infos = [{}, {}]
+    assert rewards(TEXT, "ab", infos[0]) == 12.0 and rewards(TEXT, "abc", infos[1]) == 3.0
+    assert infos[0]["rewards"] == {names[0]: 2.0, names[1]: 1.0}
+    assert infos[1]["rewards"] == {names[0]: 3.0}
+    mesh = WithMeans()
+    means = breakdown([episode(info) for info in infos], 1.0, mesh)
+    assert means == {f"reward/{names[0]}": 2.5, f"reward/{names[1]}": 1.0}
+    alone = make_rewards(RewardConfig(function=names[2]))
+    assert alone(TEXT, "ab", {}) == 0.0
+
+
+class WithMeans:
+    """A mesh of one rank, as far as `breakdown` needs it."""
+
+    def gather_named(self, values):
+        import numpy as np
+
+        named = {}
+        for name, value in values:
+            named.setdefault(name, []).append(float(value))
+        return [{name: np.array(column) for name, column in named.items()}]
+
+
+def test_what_functions_log_reaches_metrics_and_the_trajectory(file):
+    path = file("""
+        import torch
+
+        def f(completions, log_extra, log_metric, **kwargs):
+            log_extra("parsed", [c.upper() for c in completions])
+            log_extra("object", [object])
+            log_extra("numbers", [[1, float("nan")]])
+            log_metric("size", torch.tensor(float(len(completions[0]))))
+            log_metric("size", 0.0)
+            return [1.0]
+    """)
+    rewards = trl(f"{path}:f")
+    infos = [{}, {}]
+    assert [rewards(TEXT, text, info) for text, info in zip(("ab", "abcd"), infos, strict=True)]
+    assert infos[0]["reward_metrics"] == {"size": 1.0}
+    assert infos[1]["reward_columns"] == {
+        "parsed": "ABCD",
+        "object": "<class 'object'>",
+        "numbers": [1, "nan"],
+    }
+    json.dumps(infos, allow_nan=False)
+    assert breakdown([episode(info) for info in infos], 1.0, WithMeans()) == {"reward/size": 1.5}
+
+
+# --------------------------------------------------------------------------------------------------
+# TRL: its own functions
+
+
+def test_shipped_functions_by_name():
+    pytest.importorskip("trl")
+    row = {**CHAT, "solution": r"$\frac{1}{2}$", "answer": None}
+    right, wrong = r"It is \boxed{\frac{1}{2}}.", r"It is \boxed{\frac{1}{3}}."
+    info = {}
+    accuracy = trl("accuracy_reward")
+    assert [accuracy(row, text, info) for text in (right, wrong)] == [1.0, 0.0]
+    assert "gold_parsed" in info["reward_columns"]
+    thinking = trl("reasoning_accuracy_reward")
+    assert thinking(row, f"<think>hm</think>{right}") == 1.0
+    assert trl("think_format_reward")(row, "<think>\nhm\n</think>\n42") == 1.0
+    # A text for a prompt, and an answer in another column.
+    assert trl("accuracy_reward")(TEXT, r"\boxed{42}") == 1.0
+    overlong = trl("get_soft_overlong_punishment?max_completion_len=10&soft_punish_cache=4")
+    assert [overlong(TEXT, "", tokens=range(n)) for n in (6, 8, 11)] == [0.0, -0.5, -1.0]
+    repeated = trl("get_repetition_penalty_reward?ngram_size=1&max_penalty=-2.0")
+    assert repeated(TEXT, "", tokens=[5, 5, 5, 5]) == -1.5
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("accuracy", "trl.rewards has no accuracy; it has accuracy_reward, get_cosine"),
+        ("accuracy_reward?x=1", "accuracy_reward takes no options"),
+        ("get_cosine_scaled_reward", "missing 1 required positional argument: 'max_len'; give its"),
+        ("get_cosine_scaled_reward?maxlen=3", "unexpected keyword argument 'maxlen'"),
+    ],
+)
+def test_shipped_functions_that_are_not_there_are_told(place, message):
+    pytest.importorskip("trl")
+    with pytest.raises(UserError, match=message):
+        trl(place)
+
+
+def test_without_the_package_the_error_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl.rewards", None)
+    with pytest.raises(UserError, match="its package does not import .*; pip install trl, or name"):
+        trl("accuracy_reward")
+
+
+def test_a_shipped_function_without_its_column_is_refused_at_the_row():
+    pytest.importorskip("trl")
+    with pytest.raises(UserError, match="needs solution, which is neither a column"):
+        trl("accuracy_reward").check_row({**CHAT, "answer": None})
+
+
+# --------------------------------------------------------------------------------------------------
+# OpenRLHF: mathematics
+
+MATH = r"""
+    import torch
+
+    from {module} import extract_boxed_answer, grade_answer
+
+
+    def reward_func(queries, prompts, labels, **kwargs):
+        found = []
+        for query, prompt, label in zip(queries, prompts, labels):
+            response = query[len(prompt):] if prompt in query else query
+            found.append(float(grade_answer(extract_boxed_answer(response), label)))
+        rewards = torch.tensor(found)
+        logs = {{"math_accuracy": rewards.mean(), "n": rewards}}
+        return {{"rewards": rewards, "scores": rewards, "extra_logs": logs}}
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["openrlhf.utils", "openrlhf.utils.agent", "openrlhf.utils.math_utils"]
+)
+def test_openrlhf_mathematics(file, module):
+    rewards = make_rewards(RewardConfig(function=f"openrlhf:{file(MATH.format(module=module))}"))
+    row = {**TEXT, "answer": r"\frac{1}{2}"}
+    info = {}
+    assert rewards(row, r"so \boxed{0.5}", info) == 1.0
+    assert info["reward_metrics"] == {"math_accuracy": 1.0, "n": 1.0}
+    assert rewards(row, r"so \boxed{0.6}") == 0.0 and rewards(row, "so 0.5") == 0.0
+    assert not [name for name in sys.modules if name.split(".")[0] == "openrlhf"]
+
+
+def test_boxed_answers():
+    for text, wanted in (
+        (r"a \boxed{1} b \boxed{\frac{1}{2}} c", r"\frac{1}{2}"),
+        (r"\fbox{x}", "x"),
+        (r"\boxed{1} and \boxed{2", None),
+        ("1", None),
+    ):
+        assert extract_boxed_answer(text) == wanted
+    assert grade_answer(" 7 ", "7") and not grade_answer(None, "7") and not grade_answer("8", "7")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("from openrlhf.utils import get_tokenizer", "stand-in for openrlhf.utils has no get_tok"),
+        (
+            "from openrlhf.utils.agent import Other",
+            "stand-in for openrlhf.utils.agent has no Other",
+        ),
+        ("import openrlhf.models", "No module named 'openrlhf.models'"),
+    ],
+)
+def test_a_stand_in_says_what_it_lacks_by_its_own_name(file, line, says):
+    with pytest.raises(UserError, match=says):
+        make_rewards(RewardConfig(function=f"openrlhf:{file(line)}"))
+
+
+# --------------------------------------------------------------------------------------------------
+# what a run gives them
+
+
+def test_the_tokens_of_the_last_completion():
+    conversation = Conversation(None)
+    assert conversation.last_completion() == []
+    segment = conversation.append_prompt(Prompt([1, 2], "ab", []))
+
+    class Tokenizer:
+        def decode(self, tokens, **_):
+            return "x" * len(tokens)
+
+    segment.append_completion(Completion([3, 4], [-1.0, -1.0], True, [0, 0]), Tokenizer())
+    segment.append_prompt(Prompt([5], "c", []))
+    segment.append_completion(Completion([6, 7, 8], [-1.0] * 3, True, [0] * 3), Tokenizer())
+    assert conversation.last_completion() == [6, 7, 8]
+
+
+def test_a_run_with_functions_of_trl(file, tmp_path):
+    """Two steps: states, token ids and logs are those of the run."""
+    path = file("""
+        import pathlib
+
+        def f(completions, completion_ids, trainer_state, n, log_metric, log_extra, **kwargs):
+            with open(pathlib.Path(__file__).with_name("seen.txt"), "a") as seen:
+                state = trainer_state
+                print(state.global_step, state.max_steps, state.epoch, len(completion_ids[0]),
+                      file=seen)
+            log_metric("number", n[0])
+            log_extra("twice", [2 * n[0]])
+            return [0.1 * len(completion_ids[0])]
+    """)
+    rows = [{"prompt": f"{n}+", "answer": "1", "n": n} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {
+        "--output": tmp_path / "run",
+        "--policy.model": "scratch",
+        "--policy.dtype": "float32",
+        "--num-steps": 2,
+        "--algo.updates-per-step": 2,
+        "--data.train": tmp_path / "rows.jsonl",
+        "--data.held-out": 4,
+        "--data.max-prompt-tokens": 32,
+        "--rollout.max-tokens": 4,
+        "--engine.max-num-seqs": 16,
+        "--rollout.prompts-per-step": 4,
+        "--rollout.samples-per-prompt": 2,
+        "--reward.function": f"trl:{path}:f",
+    }
+    flags = [x for pair in settings.items() for x in pair] + ["--rollout.dump"]
+    ended = fork("minirl.rl", flags, tmp_path / "log")
+    assert ended.code == 0, ended.err
+    seen = [line.split() for line in (tmp_path / "seen.txt").read_text().splitlines()]
+    # 4 held-out prompts before and after, and 8 answers a step.
+    assert [int(line[0]) for line in seen] == [0] * 12 + [2] * 8 + [4] * 4
+    assert {line[1] for line in seen} == {"4"} and {int(line[3]) for line in seen} <= set(range(5))
+    assert {float(line[2]) for line in seen} == {0.0, 0.25, 0.5}  # of 16 prompts
+    metrics = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    dumped = (tmp_path / "run/rollouts/step-0-rank-0.jsonl").read_text().splitlines()
+    step = next(row for row in metrics if row["phase"] == "rl" and row["step"] == 0)
+    infos = [json.loads(line)["info"] for line in dumped]
+    logged = [info["reward_metrics"]["number"] for info in infos]
+    assert step["reward/number"] == pytest.approx(sum(logged) / 8)
+    assert all(i["reward_columns"]["twice"] == 2 * i["reward_metrics"]["number"] for i in infos)

@@ -1,0 +1,246 @@
+"""Tools at the endpoint: formats of calls, calls that are demanded, OpenAI's responses, templates
+that show no tools, and what is refused."""
+
+import json
+
+import openai
+import pytest
+
+from minirl.data import chat
+from minirl.errors import UserError
+from minirl.model.scratch import make_tokenizer
+from minirl.rollout import tool_calls
+from minirl.rollout.tool_calls import make_reader
+from test_server import CALL, HI, TEMPLATE, TOOL, play
+
+NAMED = {"type": "function", "function": {"name": "add"}}
+FLAT_TOOL = {"type": "function", **TOOL["function"]}
+TWICE = (
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+# How the templates of families write tools and calls, on the tiny tokenizer's roles.
+HEAD = "{%- if tools %}{{ tools | tojson }}{% endif -%}{%- for m in messages %}"
+BODY = "{{ '<|' + m.role + '|>' + (m.content or '') }}{%- for c in m.tool_calls or () %}"
+TAIL = "{% endfor -%}{{ '<|end|>' }}{% endfor -%}"
+FAMILIES = {
+    "hermes": "{{ '<tool_call>\\n' + (c.function | tojson) + '\\n</tool_call>' }}",
+    "glm45": "{{ '<tool_call>' + c.function.name + '\\n' }}{% for k, v in c.function.arguments"
+    ".items() %}{{ '<arg_key>' + k + '</arg_key>\\n<arg_value>' + v + '</arg_value>\\n' }}"
+    "{% endfor %}{{ '</tool_call>' }}",
+    "qwen3_coder": "{{ '<tool_call>\\n<function=' + c.function.name + '>\\n' }}{% for k, v in "
+    "c.function.arguments.items() %}{{ '<parameter=' + k + '>\\n' + v + '\\n</parameter>\\n' }}"
+    "{% endfor %}{{ '</function>\\n</tool_call>' }}",
+    "mistral": "{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' }}"
+    "{{ c.function.arguments | tojson }}",
+    "llama3_json": '{{ \'<|python_tag|>{"name": "\' + c.function.name + \'", "parameters": \' + '
+    "(c.function.arguments | tojson) + '}' }}",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_parser_is_the_one_that_reads_what_the_template_writes(family):
+    tool_calls.preload()
+    tokenizer = make_tokenizer([])
+    special = {"mistral": ["[TOOL_CALLS]", "[ARGS]"], "llama3_json": ["<|python_tag|>"]}
+    special |= {"glm45": [], "hermes": [], "qwen3_coder": []}
+    tokenizer.add_special_tokens({"additional_special_tokens": special[family]})
+    tokenizer.chat_template = HEAD + BODY + FAMILIES[family] + TAIL
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "description": "",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+    reader = make_reader(tokenizer, [tool], "auto", "auto")
+    assert reader.parser == family
+    call = {"function": {"name": "find", "arguments": {"city": "Oslo"}}, "type": "function"}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    written = chat.render(tokenizer, [*HI, answer], header=False).rpartition("<|assistant|>")[2]
+    content, calls = reader.read(written.removesuffix("<|end|>"))
+    assert (content.strip(), calls) == ("", [("find", {"city": "Oslo"})])
+    assert reader.read("no call at all") == ("no call at all", [])
+    forced = make_reader(tokenizer, [tool], "required", "auto").guide()
+    assert (forced is None) == (family == "mistral")  # vLLM has no grammar for it
+    assert forced is None or "find" in forced.text
+
+
+def test_parsers_by_name():
+    tokenizer = make_tokenizer([])
+    tokenizer.chat_template = TEMPLATE
+    assert make_reader(tokenizer, [TOOL], "auto", "pythonic").parser == "pythonic"
+    with pytest.raises(UserError, match="endpoint.tool_parser = nope: vLLM has no parser"):
+        make_reader(tokenizer, [TOOL], "auto", "nope")
+    with pytest.raises(UserError, match="endpoint.tool_parser = llama3_json: .*python_tag"):
+        make_reader(tokenizer, [TOOL], "auto", "llama3_json")
+
+
+def test_a_template_that_shows_no_tools_is_refused():
+    async def program(w):
+        w.engine.tokenizer.chat_template = TEMPLATE.replace("tools", "others")
+        for extra in ({}, {"tool_choice": "required"}):
+            with pytest.raises(openai.BadRequestError, match="shows no tools.*data.chat_template"):
+                await w.ask(messages=HI, tools=[TOOL], **extra)
+        await w.ask(messages=HI, tools=[TOOL], tool_choice="none")
+        session = w.endpoint.session(w.session.api_key)
+        assert len(session.refusals) == 2 and session.metrics()["refused"] == 2.0
+
+    play(program, "ok")
+
+
+def test_variables_of_the_template_come_with_the_request():
+    async def program(w):
+        w.engine.tokenizer.chat_template = "{% if loud %}LOUD {% endif %}" + TEMPLATE
+        await w.ask(messages=HI, extra_body={"chat_template_kwargs": {"loud": True}})
+        assert w.said()[0][0].startswith("LOUD <|user|>hi")
+        with pytest.raises(openai.BadRequestError, match="chat_template_kwargs sets 'tokenize'"):
+            await w.ask(messages=HI, extra_body={"chat_template_kwargs": {"tokenize": True}})
+
+    play(program, "ok")
+
+
+def test_demands_become_guides():
+    """What an answer cannot be held to is asked for as a text, and counted."""
+
+    async def program(w):
+        shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        await w.ask(messages=HI, response_format=shape)
+        await w.ask(messages=HI, response_format={"type": "json_object"})
+        await w.ask(messages=HI, tools=[TOOL], tool_choice="required")
+        await w.ask(messages=HI, tools=[TOOL], tool_choice=NAMED)
+        await w.ask(messages=HI, tools=[TOOL], response_format=shape)
+        await w.message(
+            messages=HI,
+            tools=[{"name": "add", "input_schema": SCHEMA}],
+            tool_choice={"type": "any"},
+        )
+        guides = [request.guide for request in w.engine.requests]
+        assert json.loads(guides[0].text) == SCHEMA
+        assert json.loads(guides[1].text) == {"type": "object"}
+        for guide in (guides[2], guides[3], guides[5]):
+            assert guide.kind == "structural_tag" and "add" in guide.text
+        assert guides[4] is None
+        assert w.endpoint.session(w.session.api_key).metrics()["unguided"] == 1.0
+
+    play(program, *["x"] * 6)
+
+
+def test_a_held_answer_is_streamed_at_its_end():
+    async def program(w):
+        stream = await w.ask(
+            messages=HI, stream=True, stop=["!"], response_format={"type": "json_object"}
+        )
+        parts = [c.choices[0].delta.content async for c in stream]
+        assert parts == ['{"a": 1}']
+
+    play(program, '{"a": 1}! more')
+
+
+def test_parallel_calls():
+    async def program(w):
+        both = await w.ask(messages=HI, tools=[TOOL])
+        calls = both.choices[0].message.tool_calls
+        assert [json.loads(call.function.arguments)["a"] for call in calls] == [1, 2]
+        assert len({call.id for call in calls}) == 2
+        one = await w.ask(messages=HI, tools=[TOOL], parallel_tool_calls=False)
+        assert len(one.choices[0].message.tool_calls) == 1
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in calls]
+        said = both.choices[0].message.model_dump(exclude_none=True)
+        await w.ask(messages=[*HI, said, *results], tools=[TOOL])
+        assert TWICE + "<|end|><|user|>3<|end|><|user|>3<|end|>" in w.said()[0][0]
+
+    play(program, TWICE, TWICE, "six")
+
+
+def test_responses():
+    async def program(w):
+        create = w.gpt.responses.create
+        first = await create(
+            model="any", instructions="s", input="hi", tools=[FLAT_TOOL], store=False
+        )
+        assert [item.type for item in first.output] == ["message", "function_call"]
+        assert first.output_text == "I add. " and first.status == "completed"
+        assert first.usage.output_tokens == len(CALL) + 1
+        call = first.output[1]
+        assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1})
+        answers = [item.model_dump(exclude_none=True) for item in first.output]
+        chat = [
+            {"role": "user", "content": "hi"},
+            *answers,
+            {"type": "function_call_output", "call_id": call.call_id, "output": "2"},
+        ]
+        async with w.gpt.responses.stream(
+            model="any", instructions="s", input=chat, tools=[FLAT_TOOL]
+        ) as stream:
+            texts = [e.delta async for e in stream if e.type == "response.output_text.delta"]
+            second = await stream.get_final_response()
+        assert "".join(texts) == second.output_text == "It is 2"
+        assert w.said() == [
+            (
+                f"<|system|>{json.dumps([TOOL])}<|end|><|system|>s<|end|><|user|>hi<|end|>"
+                f"<|assistant|>{CALL}<|end|><|user|>2<|end|><|assistant|>It is 2<|end|>",
+                len(CALL) + 1 + 8,
+            )
+        ]
+        async with w.gpt.responses.stream(
+            model="any", input="hi", tools=[FLAT_TOOL], tool_choice="required"
+        ) as stream:
+            kinds = [event.type async for event in stream]
+            third = await stream.get_final_response()
+        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        assert [item.type for item in third.output] == ["function_call", "function_call"]
+        cut = await create(model="any", input="hi", max_output_tokens=2)
+        assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+    play(program, CALL, "It is 2", TWICE, "long")
+
+
+def test_what_responses_cannot_do_is_refused():
+    async def program(w):
+        for wrong, why in (
+            ({"previous_response_id": "resp_1"}, "keeps no responses"),
+            ({"tools": [{"type": "web_search"}]}, "tool of type 'web_search'"),
+            ({"input": [{"type": "item_reference", "id": "x"}]}, "item of type 'item_reference'"),
+            ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "'input_file'"),
+            ({"input": None}, "malformed request"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=why):
+                await w.gpt.responses.create(**{"model": "any", "input": "hi"} | wrong)
+        assert w.engine.requests == [] and w.said() == []
+
+    play(program)
+
+
+def test_errors_are_one_sentence():
+    async def program(w):
+        wrong = await w.http.post("/v1/chat/completions", json={"messages": "hi"})
+        assert wrong.json() == {
+            "error": {
+                "message": "malformed request: messages: input should be a valid list",
+                "type": "invalid_request_error",
+                "param": "messages",
+                "code": None,
+            }
+        }
+        missing = await w.http.post("/v1/messages", json={"messages": HI})
+        assert missing.json() == {
+            "type": "error",
+            "error": {
+                "type": "invalid_request_error",
+                "message": "malformed request: the field 'max_tokens' is missing",
+            },
+        }
+        unknown = await w.http.post("/v1/embeddings", json={})
+        assert unknown.status_code == 404
+        assert unknown.json()["error"]["message"] == (
+            "there is no POST /v1/embeddings here; there are POST /v1/chat/completions, POST "
+            "/v1/completions, POST /v1/messages, POST /v1/responses, GET /v1/models"
+        )
+        with pytest.raises(openai.BadRequestError, match="the request has none"):
+            await w.ask(messages=HI, tool_choice="required")
+
+    play(program)

@@ -1,0 +1,507 @@
+"""`python -m minirl.view`: its tables against the trajectories, its server, and the page in a real
+browser (Chromium; tests that need it are skipped where there is none)."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import dumped
+from minirl.errors import UserError
+from minirl.model.scratch import make_tokenizer
+from minirl.rollout import index, records
+from minirl.view.__main__ import main
+from minirl.view.data import Runs, clean, parse_query
+from minirl.view.folder import KILLED, RunFolder, read_rows
+from minirl.view.table import Table
+from minirl.view.trajectories import token_texts
+from programs import QUICKSTART, ROOT, fork
+
+SECONDS = 60_000  # Of the browser, in ms: machines are slow.
+
+
+# --------------------------------------------------------------------------------------------------
+# a real run
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> Path:
+    """Two ranks, and a reward that even an untrained model earns now and then."""
+    if torch.cuda.is_available():
+        pytest.skip("a run on CPU")
+    output = tmp_path_factory.mktemp("real") / "run"
+    reward = output.parent / "reward.py"
+    reward.write_text(
+        "def vowels(prompt, completion, row):\n"
+        "    return sum(letter in 'aeiou' for letter in completion) / 10\n"
+    )
+    flags = ["--config", QUICKSTART, "--output", output, "--num-steps", 2, "--sft.num-steps", 4]
+    flags += ["--data.held-out", 4, "--eval.every", 1, "--rollout.prompts-per-step", 4]
+    flags += ["--rollout.samples-per-prompt", 4, "--rollout.dump", "--tokens-per-rank", 256]
+    flags += ["--reward.function", f"{reward}:vowels"]
+    ended = fork("minirl.rl", flags, output.parent / "log", 300, world=2)
+    assert ended.code == 0, ended.err
+    return output
+
+
+def test_a_real_run_leaves_what_its_training_made_of_each_token(real):
+    """By the slow way: read all lines, and look each trajectory up."""
+    folder = real / "rollouts"
+    table = Table(folder)
+    table.refresh()
+    lines = [t for path in sorted(folder.glob("*.jsonl")) for t in records.read_file(path)]
+    assert len(table.rows) == len(lines) == 2 * 4 * 4 and table.steps() == [0, 1]
+    assert (table.rows["trained_rank"] >= 0).all() and (table.rows["advantage"] != 0).any()
+    assert (table.rows["trained_rank"] != table.rows["rank"]).any()  # they have travelled
+    runs = Runs([real])
+    of_run = [json.loads(line) for line in (real / "metrics.jsonl").read_text().splitlines()]
+    for step in (0, 1):
+        worst, mean, entropies, num = 0.0, 0.0, 0.0, 0
+        for row in table.groups[table.groups["step"] == step]:
+            shown = runs.group(0, step, int(row["group"]))["trajectories"]
+            for t in shown:
+                values = t["values"]
+                sampled = np.array(t["sampled"], bool)
+                mismatch = np.array(values["mismatch"])[sampled]
+                worst = max(worst, mismatch.max())
+                mean += mismatch.sum()
+                entropies += np.array(values["entropy"])[sampled].sum()
+                num += sampled.sum()
+                advantages = np.array(values["advantage"])
+                assert len(set(advantages[sampled])) == 1 and not advantages[~sampled].any()
+                assert "".join(t["texts"]).startswith("Spell") or t["texts"]
+            # GRPO by hand.
+            rewards = np.array([t["shaped"] for t in shown])
+            deviation = rewards.std(ddof=1)
+            expected = (rewards - rewards.mean()) / (deviation + 1e-6) if deviation else rewards * 0
+            got = [t["values"]["advantage"][-1] for t in shown]
+            assert got == pytest.approx(expected, abs=1e-4)
+        (logged,) = (r for r in of_run if r["phase"] == "rl" and r["step"] == step)
+        assert worst == pytest.approx(logged["mismatch_max"], rel=1e-3)
+        assert mean / num == pytest.approx(logged["mismatch"], rel=1e-3)
+        assert entropies / num == pytest.approx(logged["entropy"], rel=1e-3)
+
+
+def test_a_real_run_is_written_while_it_goes_on(real):
+    summary = json.loads((real / "summary.json").read_text())
+    assert summary["state"] == "finished" and summary["reason"] == ""
+    answers = [json.loads(line) for line in (real / "answers.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in answers] == [-1, 0, 1, 2]
+    assert (real / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --------------------------------------------------------------------------------------------------
+# the table
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return dumped.make_run(tmp_path_factory.mktemp("view") / "mine")
+
+
+def groups_of(run: Path, **given: str) -> list[tuple[int, int]]:
+    found = Runs([run]).groups(0, parse_query(given))["groups"]
+    return [(g["step"], g["group"]) for g in found]
+
+
+def test_filters_and_orders(run):
+    everything = [(step, 4 * step + n) for step in (2, 1, 0) for n in range(4)]
+    assert groups_of(run) == everything
+    assert groups_of(run, flags="truncated") == [(2, 8), (1, 4), (0, 0)]
+    assert groups_of(run, flags="failed") == [(2, 9), (1, 5), (0, 1)]
+    assert groups_of(run, flags="equal") == [(2, 10), (1, 6), (0, 2)]
+    assert groups_of(run, flags="truncated,failed") == []
+    assert (0, 2) not in groups_of(run, unequal="1") and len(groups_of(run, unequal="1")) == 9
+    assert groups_of(run, first="1", last="1") == [(1, 4 + n) for n in range(4)]
+    assert groups_of(run, sort="mismatch")[:2] == [(2, 11), (2, 10)]
+    assert groups_of(run, sort="mismatch", ascending="1")[0] == (0, 0)
+    assert groups_of(run, size="5", page="2") == everything[10:]
+    assert groups_of(run, size="5", page="9") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"flags": "tall"}, "flags = .'tall'.: choose of truncated, failed, equal"),
+        ({"sort": "__class__"}, "sort = '__class__': choose of step"),
+        ({"page": "../etc"}, "page = '../etc' is no whole number"),
+    ],
+)
+def test_a_wrong_query_is_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        parse_query(given)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert f"{tmp_path} is not the folder of a run" in capsys.readouterr().err
+
+
+def test_steps_without_tables_are_read_from_their_lines(run, tmp_path):
+    """Those of a run that is in the middle of a step, or of an older version."""
+    copy = tmp_path / "old"
+    shutil.copytree(run, copy)
+    for path in [*copy.glob("rollouts/*.npz"), *copy.glob("rollouts/*.npy")]:
+        path.unlink()
+    assert groups_of(copy) == groups_of(run)
+    assert groups_of(copy, flags="failed") == groups_of(run, flags="failed")
+    group = Runs([copy]).group(0, 0, 1)
+    assert set(group["trajectories"][0]["values"]["advantage"]) == {None}
+    assert group["trajectories"][0]["values"]["engine"][-1] < 0
+
+
+def test_a_resumed_run_drops_what_it_writes_again(run, tmp_path):
+    copy = tmp_path / "resumed"
+    shutil.copytree(run, copy)
+    folder = RunFolder(copy)
+    assert folder.describe()["steps"] == [0, 1, 2]
+    records.drop_steps(copy / "rollouts", 1)
+    assert folder.describe()["steps"] == [0]
+    names = sorted(path.name for path in (copy / "rollouts").iterdir())
+    parts = [f"step-0-rank-0.{kind}" for kind in ("jsonl", "npy", "npz")]
+    assert names == [*parts, "tokenizer.json"]
+
+
+def test_texts_of_tokens_join_to_the_text():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    text = "naïve café – 数学 🙂🙂 end\n  two"
+    by_bytes = Tokenizer(models.BPE())
+    by_bytes.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    by_bytes.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=260, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    by_bytes.train_from_iterator(["a"], trainer)
+    tokens = by_bytes.encode(text).ids
+    texts = token_texts(by_bytes, tokens)
+    assert len(texts) == len(tokens) > len(text) and "".join(texts) == text
+    assert texts.count("🙂") == 2
+    cut = token_texts(by_bytes, by_bytes.encode("数").ids[:2])  # the answer ended in a character
+    assert cut[0] == "" and "\ufffd" in cut[1]
+
+    characters = make_tokenizer([]).backend_tokenizer
+    tokens = characters.encode("two words").ids
+    assert "".join(token_texts(characters, tokens)) == "two words"
+
+
+# --------------------------------------------------------------------------------------------------
+# files that grow, and runs that end
+
+
+def test_rows_are_read_as_they_come(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert read_rows(path, "") == ([], "", False, True)
+    dumped.write_rows(path, [{"step": 0}, {"step": 1}])
+    first = read_rows(path, "")
+    assert [row["step"] for row in first.rows] == [0, 1] and first.is_end
+    with path.open("a") as file:
+        file.write('{"step": 2}\n{"st')  # the run is writing
+    second = read_rows(path, first.place)
+    assert [row["step"] for row in second.rows] == [2] and not second.is_new
+    with path.open("a") as file:
+        file.write('ep": 3}\n')
+    assert [row["step"] for row in read_rows(path, second.place).rows] == [3]
+    (tmp_path / "new").write_text('{"step": 0}\n')
+    (tmp_path / "new").replace(path)  # as a resumed run drops rows
+    again = read_rows(path, second.place)
+    assert again.is_new and [row["step"] for row in again.rows] == [0]
+    assert read_rows(path, "7:99999").rows == again.rows
+
+
+def test_a_run_that_was_killed_does_not_run(run, tmp_path):
+    copy = tmp_path / "killed"
+    shutil.copytree(run, copy)
+    (copy / "summary.json").write_text('{"state": "running", "reason": ""}')
+    assert RunFolder(copy).describe()["state"] == KILLED
+    holder = "import sys, time; from pathlib import Path; from minirl.checkpoint import lock; "
+    holder += "lock.hold(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", holder, str(copy)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout.readline() == "held\n"
+        assert RunFolder(copy).describe()["state"] == "running"
+        process.kill()
+        process.wait()
+    assert RunFolder(copy).describe()["state"] == KILLED
+
+
+def test_numbers_that_json_has_not():
+    assert clean({"a": [1.0, float("nan"), (float("inf"), "x")]}) == {"a": [1.0, None, [None, "x"]]}
+
+
+# --------------------------------------------------------------------------------------------------
+# the server
+
+
+class Served:
+    """The page of some runs, served by the program."""
+
+    def __init__(self, *runs: Path):
+        command = [sys.executable, "-m", "minirl.view", *map(str, runs), "--port", "0"]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self.url = self.process.stdout.readline().split()[-1]
+
+    def get(self, path: str, **headers: str) -> tuple[int, bytes]:
+        request = urllib.request.Request(self.url + path, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, response.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def end(self) -> int:
+        self.process.terminate()
+        return self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def served(run):
+    page = Served(run)
+    yield page
+    page.end()
+
+
+def test_only_what_belongs_to_the_page_is_served(served, run):
+    status, body = served.get("")
+    assert status == 200 and b"view.js" in body and b"http" not in body.replace(b"http-equiv", b"")
+    for path in ("../../pyproject.toml", "..%2f..%2fpyproject.toml", "/etc/passwd", "view.py"):
+        assert served.get(path)[0] == 404, path
+    for path in ("api/metrics?run=1", "api/metrics?run=../x", "api/group?run=0&step=0&group=99"):
+        status, body = served.get(path)
+        assert status == 400 and b"error" in body, path
+    assert json.loads(served.get("api/runs")[1])[0]["folder"] == str(run)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
+def test_another_hosts_pages_cannot_read(served, host):
+    status, body = served.get("api/runs", Host=host)
+    assert status in (400, 403) and b"trajectories" not in body
+    assert served.get("api/runs", Host="localhost:1234")[0] == 200  # as through ssh -L
+
+
+def test_a_taken_port_is_one_message(served, run, capsys):
+    port = served.url.rstrip("/").rpartition(":")[2]
+    assert main([str(run), "--port", port]) == 2
+    assert f"--port = {port}" in capsys.readouterr().err
+
+
+NUM_STEPS, NUM_GROUPS = 100, 125  # Of 8 trajectories: 100,000.
+
+
+def test_100_000_trajectories_answer_within_a_second(tmp_path):
+    """Lines are written once and linked: that many alike are as hard to search as others."""
+    folder = tmp_path / "large"
+    rollouts = folder / "rollouts"
+    rollouts.mkdir(parents=True)
+    (folder / "config.yaml").write_text("seed: 0\n")
+    tokenizer = make_tokenizer([])
+    trajectories = [
+        dumped.trajectory(group, episode, "drow", tokenizer)
+        for group in range(NUM_GROUPS)
+        for episode in range(8)
+    ]
+    for step in range(NUM_STEPS):
+        dumped.write_step(rollouts, step, trajectories, mismatch=0.01 * (step + 1))
+    runs = Runs([folder])
+    began = time.process_time()
+    runs.describe()
+    seconds_to_open = time.process_time() - began
+    assert len(runs.folders[0].table.rows) == 100_000
+    assert seconds_to_open < 5
+
+    for given in ({"sort": "mismatch"}, {"unequal": "1", "page": "500"}, {"first": "40"}):
+        began = time.process_time()
+        page = runs.groups(0, parse_query(given))
+        runs.group(0, page["groups"][0]["step"], page["groups"][0]["group"])
+        assert time.process_time() - began < 1, given
+        assert len(page["groups"]) == 20
+
+
+# --------------------------------------------------------------------------------------------------
+# the page in a browser
+
+
+def find_browser() -> str | None:
+    """Chromium or Chrome: $MINIRL_BROWSER, or that of the system. None: that of playwright."""
+    named = os.environ.get("MINIRL_BROWSER")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return named or next(filter(None, map(shutil.which, names)), None)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as driver:
+        path = find_browser()
+        if path is None and not Path(driver.chromium.executable_path).exists():
+            pytest.skip(
+                "no browser: install chromium, or `python -m playwright install chromium`, or set "
+                "MINIRL_BROWSER"
+            )
+        found = driver.chromium.launch(
+            executable_path=path, args=["--no-sandbox"], timeout=2 * SECONDS
+        )
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser):
+    opened = browser.new_page(viewport={"width": 1500, "height": 950})
+    opened.set_default_timeout(SECONDS)
+    opened.problems = []
+    opened.on("pageerror", lambda error: opened.problems.append(str(error)))
+    opened.asked = []
+    opened.on("request", lambda request: opened.asked.append(request.url))
+    yield opened
+    assert not opened.problems
+    opened.close()
+
+
+def wait_until(page, expression: str) -> None:
+    """Wait for JavaScript to be true. (What playwright has for it, the page's policy refuses.)"""
+    end = time.monotonic() + SECONDS / 1000
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, expression
+        page.wait_for_timeout(50)
+
+
+def save(page, name: str) -> None:
+    """Leave a screenshot where $MINIRL_SCREENSHOTS says, if it does."""
+    folder = os.environ.get("MINIRL_SCREENSHOTS")
+    if folder:
+        page.screenshot(path=f"{folder}/{name}.png")
+
+
+def test_curves_of_a_real_run(page, real):
+    server = Served(real)
+    page.goto(server.url)
+    page.wait_for_selector('[data-metric="rl/reward"] path.line', state="attached")
+    assert page.locator(".badge.finished").count() == 1
+    save(page, "curves")
+    page.fill("#search", "longest")
+    page.check("#metric-rl\\/longest_answer")
+    page.wait_for_selector('[data-metric="rl/longest_answer"] path.line', state="attached")
+    before = page.locator('[data-metric="rl/loss"]').count()
+    page.fill("#search", "rl/loss")
+    page.check("#metric-rl\\/loss")
+    assert (before, page.locator('[data-metric="rl/loss"]').count()) == (0, 1)
+    assert page.locator("path.raw").count() == 0
+    page.locator("#smoothing").fill("0.8")
+    assert page.locator("path.raw").count() > 0
+
+    page.click("nav >> text=time")
+    page.wait_for_selector(".chart rect")
+    assert "rollout" in page.inner_text("table")
+    page.click("nav >> text=answers")
+    page.wait_for_selector(".answer")
+    page.click("nav >> text=settings")
+    page.wait_for_selector("pre.panel")
+    assert "prompts_per_step: 4" in page.inner_text("pre.panel")
+
+    page.click("nav >> text=trajectories")
+    page.wait_for_selector(".trajectory")
+    assert page.locator(".trajectory").count() == 4
+    save(page, "trajectories")
+    assert all(url.startswith((server.url, "data:")) for url in page.asked)
+    server.end()
+
+
+def test_filters_colours_and_hostile_texts(page, served):
+    page.goto(f"{served.url}#trajectories")
+    page.wait_for_selector(".trajectory")
+    assert page.locator(".group-item").count() == 12
+    # The first group has the hostile answer: as text, in spans, without effect.
+    assert dumped.NASTY in page.locator(".trajectory").first.inner_text().replace("\n", "")
+    assert page.title() == "minirl" and page.locator(".tokens script, .tokens img").count() == 0
+
+    bad, good = page.locator(".trajectory").nth(0), page.locator(".trajectory").nth(1)
+    colour = "e => getComputedStyle(e).backgroundColor"
+    assert bad.locator(".token").first.evaluate(colour).startswith("rgba(214, 40, 57")
+    assert good.locator(".token").first.evaluate(colour).startswith("rgba(30, 140, 70")
+    assert "advantage -1" in bad.locator(".token").first.get_attribute("title")
+    assert page.inner_text(".legend").startswith("advantage")
+    for kind in ("logprob", "mismatch", "entropy", "staleness"):
+        page.select_option("#kind", kind)
+        colours = good.locator(".token").evaluate_all(f"es => es.map({colour})")
+        assert all(c.startswith("rgba(124, 58, 200") for c in colours)
+    page.select_option("#kind", "logprob")
+    colours = good.locator(".token").evaluate_all(f"es => es.map({colour})")
+    assert len(set(colours)) == 4  # each token has a log-prob of its own
+
+    page.check("#flag-failed")
+    wait_until(page, "document.querySelectorAll('.group-item').length === 3")
+    assert "step raised ValueError: no" in page.inner_text("#detail")
+    page.uncheck("#flag-failed")
+    wait_until(page, "document.querySelectorAll('.group-item').length === 12")
+    page.select_option("#sort", "mismatch")
+    wait_until(page, "document.querySelector('.group-item').textContent.includes('group 11')")
+    page.click(".group-item >> nth=2")
+    wait_until(page, "document.querySelector('#detail').textContent.includes('group 9')")
+
+
+def test_two_runs_are_compared(page, run, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    server = Served(run, other)
+    page.goto(server.url)
+    page.wait_for_selector('[data-metric="rl/reward"] path.line', state="attached")
+    assert page.locator('[data-metric="rl/reward"] path.line').count() == 2
+    page.uncheck("#show-1")
+    assert page.locator('[data-metric="rl/reward"] path.line').count() == 1
+    server.end()
+
+
+def test_the_page_follows_a_run(page, run, tmp_path):
+    live = tmp_path / "live"
+    shutil.copytree(run, live)
+    server = Served(live)
+    page.goto(server.url)
+    page.wait_for_selector('[data-metric="rl/reward"] path.line', state="attached")
+    dumped.write_rows(live / "metrics.jsonl", [{"phase": "rl", "step": 3, "reward": 0.9}])
+    wait_until(
+        page,
+        "document.querySelector('[data-metric=\"rl/reward\"] .reading').textContent === '0.9 at 3'",
+    )
+    (live / "summary.json").write_text('{"state": "failed", "reason": "rank 1 crashed"}')
+    page.wait_for_selector("text=rank 1 crashed")
+    page.click("nav >> text=trajectories")
+    page.wait_for_selector(".trajectory")
+    tokenizer = make_tokenizer([])
+    dumped.write_step(live / "rollouts", 3, [dumped.trajectory(99, 0, "new", tokenizer)])
+    page.wait_for_selector("text=step 3 · group 99")
+    server.end()
+    wait_until(page, "document.querySelector('#connection').textContent.includes('trying again')")
+
+
+def test_an_exported_page_needs_nothing_else(page, run, tmp_path, capsys):
+    file = tmp_path / "mine.html"
+    assert main([str(run), "--export", str(file), "--share", "1"]) == 0
+    assert "with 12 groups" in capsys.readouterr().out
+    assert "<script>document" not in file.read_text()
+    page.goto(file.as_uri())
+    page.wait_for_selector('[data-metric="rl/reward"] path.line', state="attached")
+    page.click("nav >> text=trajectories")
+    page.wait_for_selector(".trajectory")
+    assert dumped.NASTY in page.locator(".trajectory").first.inner_text().replace("\n", "")
+    assert page.locator(".group-item").count() == 12 and page.title() == "minirl"
+    page.check("#flag-equal")
+    wait_until(page, "document.querySelectorAll('.group-item').length === 3")
+    page.click("nav >> text=answers")
+    page.wait_for_selector(".answer")
+    assert page.asked == [file.as_uri()]
+
+    assert main([str(run), "--export", str(file), "--share", "0.25"]) == 0
+    assert "with 3 groups" in capsys.readouterr().out
+    assert main([str(run), "--export", str(file), "--share", "2"]) == 2
+    assert "--share 2.0 must be above 0" in capsys.readouterr().err
+    assert index.VALUES[0] == "advantage"

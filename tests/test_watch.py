@@ -1,0 +1,249 @@
+"""A run that can be watched: its files while it goes on and however it ends, its lines in a log
+that is no terminal, and the trackers (the real packages, offline)."""
+
+import json
+import signal
+import sqlite3
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from minirl import log, results, trackers
+from minirl.config.shared import LogConfig
+from minirl.errors import UserError
+from minirl.parallel import watch
+from minirl.trackers import check_installed, open_trackers
+from programs import QUICKSTART, alone, fork, torchrun
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="small runs on CPU")
+SECONDS = 300
+REWARD = """
+import os, signal
+
+calls = 0
+
+def vowels(prompt, completion, row):
+    return sum(letter in "aeiou" for letter in completion) / 10
+
+def fails_later(prompt, completion, row):
+    global calls
+    calls += 1
+    if calls > 20:
+        raise ValueError("no more")
+    return vowels(prompt, completion, row)
+
+def dies_later(prompt, completion, row):
+    global calls
+    calls += 1
+    if calls > 20 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return vowels(prompt, completion, row)
+"""
+
+
+def flags(folder: Path, function: str, *more: object) -> list[object]:
+    (folder / "reward.py").write_text(REWARD)
+    given = ["--config", QUICKSTART, "--output", folder / "run", "--sft.num-steps", 0]
+    given += ["--data.held-out", 4, "--eval.every", 1, "--rollout.prompts-per-step", 2]
+    given += ["--rollout.samples-per-prompt", 4, "--log.samples", 2]
+    return [*given, "--reward.function", f"{folder}/reward.py:{function}", *more]
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def check_files(run: Path, num_evaluations: int) -> None:
+    """What is there to look at, whole."""
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    answers = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in answers] == list(range(num_evaluations))
+    assert all(len(row["answers"]) == 4 for row in answers)
+    assert not list(run.glob("*.partial"))
+
+
+@on_cpu
+def test_a_run_that_ends_well(tmp_path):
+    """Lines in a log that is no terminal, samples there and in TensorBoard."""
+    ended = fork(
+        "minirl.rl", flags(tmp_path, "vowels", "--num-steps", 2), tmp_path / "log", SECONDS
+    )
+    assert ended.code == 0, ended.err
+    assert summary_of(tmp_path)["state"] == "finished"
+    check_files(tmp_path / "run", 3)
+    lines = ended.err.splitlines()
+    steps = [line for line in lines if line.startswith("minirl: rl step ")]
+    assert [line.split(":")[1] for line in steps] == [" rl step 1/2", " rl step 2/2"]
+    assert all("reward" in line and "s/step" in line and " left" in line for line in steps)
+    assert "\r" not in ended.err
+    assert ended.err.count(": answers\n") == 3 and ended.err.count("\n  [0.") == 6
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    (tag,) = (tag for tag in board.Tags()["tensors"] if tag.startswith("answers"))
+    texts = [event.tensor_proto.string_val[0].decode() for event in board.Tensors(tag)]
+    assert len(texts) == 3 and all(text.count("reward") == 2 for text in texts)
+
+
+@on_cpu
+def test_a_run_that_ends_by_a_mistake(tmp_path):
+    given = flags(tmp_path, "fails_later", "--num-steps", 5)
+    ended = fork("minirl.rl", given, tmp_path / "log", SECONDS)
+    assert ended.code == 2, ended.err
+    summary = summary_of(tmp_path)
+    assert summary["state"] == "failed" and "no more" in summary["reason"]
+    assert summary["reason"].startswith("error: ") and summary["held_out"]["reward"] >= 0
+    num_steps = sum(line.startswith("minirl: rl step ") for line in ended.err.splitlines())
+    check_files(tmp_path / "run", summary["step"] + 1)
+    assert num_steps >= 1 and ended.err.rstrip().splitlines()[-1].startswith("minirl: error")
+
+
+@on_cpu
+def test_a_run_whose_rank_is_killed(tmp_path):
+    """Another rank than the one that writes the files notes it."""
+    given = flags(tmp_path, "dies_later", "--num-steps", 5)
+    torchrun("minirl.rl", given, tmp_path / "log").end(SECONDS)  # It waits for both.
+    summary = summary_of(tmp_path)
+    assert summary["state"] == "failed" and "rank 1" in summary["reason"]
+    assert (tmp_path / "run" / "curves.png").exists()
+
+
+@on_cpu
+def test_a_run_that_a_signal_stops(tmp_path):
+    given = flags(tmp_path, "vowels", "--num-steps", 500, "--eval.every", 2)
+    running = alone("minirl.rl", given, tmp_path / "log")
+    running.wait_for(lambda: "rl step 1/" in running.err.read_text(), SECONDS)
+    assert summary_of(tmp_path)["state"] == "running"
+    running.process.send_signal(signal.SIGINT)
+    ended = running.end(SECONDS)
+    assert ended.code == 0, ended.err
+    summary = summary_of(tmp_path)
+    assert summary["state"] == "stopped" and "stopped by a signal" in summary["reason"]
+    assert summary["step"] >= 1 and summary["tokens"]["generated"] > 0
+    assert (tmp_path / "run" / "curves.png").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# parts
+
+
+def test_the_end_is_noted_even_if_it_cannot_be_written(tmp_path):
+    """A folder that is gone, or a summary that is none: the run has said why it ends."""
+    results.record_end(tmp_path / "gone", "failed", "x")
+    (tmp_path / "summary.json").write_text("{")
+    results.record_end(tmp_path, "failed", "x")
+    assert (tmp_path / "summary.json").read_text() == "{"
+
+
+def test_a_file_system_that_hangs_does_not_hold_the_end(monkeypatch):
+    import threading
+
+    monkeypatch.setattr(watch, "SECONDS_TO_RECORD", 0.2)
+    hanging = threading.Event()
+    rank = watch.Watch()
+    rank.record_end = lambda state, reason: hanging.wait(60)
+    rank._record("failed", "x")  # returns
+    hanging.set()
+
+
+def test_answers_are_dropped_with_the_steps_that_are_made_again(tmp_path):
+    first = results.Results(tmp_path, 0, resumed=False)
+    for step in (-1, 0, 2, 4):
+        first.add_answers(step, None, [{"prompt": "a", "answer": "b", "reward": 1.0}])
+    results.Results(tmp_path, 2, resumed=True)
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [-1, 0]
+    assert json.loads((tmp_path / "summary.json").read_text())["state"] == "running"
+
+
+def test_a_row_that_is_being_written_is_left_out(tmp_path):
+    from minirl.report import read_rows
+
+    (tmp_path / "metrics.jsonl").write_text('{"phase": "rl", "step": 0}\n{"phase": "r')
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"phase": "rl", "step": 0}]
+    assert read_rows(tmp_path / "none.jsonl") == []
+
+
+def test_texts_of_chats_and_their_parts():
+    chat = [{"role": "user", "content": [{"type": "text", "text": "how\nmany?"}]}]
+    shown = results.describe([{"prompt": chat, "answer": "a\n b", "reward": 0.5}])
+    assert shown.startswith("  [0.50] ") and shown.endswith(" -> a b") and "\n" not in shown
+    assert "user: " in results.full_text([{"prompt": chat, "answer": "x", "reward": 1}])
+
+
+# --------------------------------------------------------------------------------------------------
+# trackers
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_missing_package_is_told_at_the_start(name):
+    with (
+        mock.patch.object(trackers, "find_spec", lambda package: None),
+        pytest.raises(UserError, match=f"log.{name} = mine needs the package {name}.*pip install"),
+    ):
+        check_installed(LogConfig(**{name: "mine"}))
+    check_installed(LogConfig())
+
+
+def test_without_a_project_there_is_nothing(tmp_path):
+    assert open_trackers(LogConfig(), tmp_path, {}) == []
+    assert not list(tmp_path.iterdir())
+
+
+def write_log(folder: Path, cfg: LogConfig, step: int) -> None:
+    made = log.Log(
+        folder, rank=0, first_step=step, trackers=lambda: open_trackers(cfg, folder, {"seed": 1})
+    )
+    made.scalars("rl", step, {"reward": 0.5 + step})
+    made.scalars("eval", step - 1, {"accuracy": 0.25})
+    made.text("answers", step, "a <b>")
+    made.close()
+
+
+def test_wandb_offline_goes_on_under_its_id(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    cfg = LogConfig(wandb="mine", run_name="first")
+    for step in (0, 1):
+        write_log(tmp_path, cfg, step)
+    known = json.loads((tmp_path / "trackers.json").read_text())
+    assert known["name"] == "first"
+    runs = sorted(tmp_path.glob("wandb/offline-run-*"))
+    # One that begins in the same second has a number behind the id.
+    assert len(runs) == 2 and all(f"-{known['id']}" in run.name for run in runs)
+    data = b"".join(path.read_bytes() for path in tmp_path.glob("wandb/*/run-*.wandb"))
+    assert b"rl/reward" in data and b"eval/accuracy" in data and b"seed" in data
+    texts = [path.read_text() for path in tmp_path.glob("wandb/*/files/answers.md")]
+    assert any("a <b>" in text for text in texts)
+
+
+def test_wandb_without_a_login_is_one_message(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    failing = mock.Mock(side_effect=wandb.errors.UsageError("api_key not configured"))
+    monkeypatch.setattr(wandb, "init", failing)
+    with pytest.raises(UserError, match="log.wandb = mine: api_key.*WANDB_MODE=offline"):
+        open_trackers(LogConfig(wandb="mine"), tmp_path, {})
+
+
+def test_trackio_goes_on_under_its_name(tmp_path, monkeypatch):
+    trackio_utils = pytest.importorskip("trackio.utils")
+    database = tmp_path / "db"
+    monkeypatch.setenv("TRACKIO_DIR", str(database))
+    monkeypatch.setattr(trackio_utils, "TRACKIO_DIR", database)  # read when it was imported
+    storage = pytest.importorskip("trackio.sqlite_storage")
+    monkeypatch.setattr(storage, "TRACKIO_DIR", database)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for step in (0, 1):
+        write_log(folder, LogConfig(trackio="mine"), step)
+    known = json.loads((folder / "trackers.json").read_text())
+    with sqlite3.connect(database / "mine.db") as connection:
+        rows = connection.execute("select run_name, step, metrics from metrics").fetchall()
+    assert {name for name, _, _ in rows} == {f"run-{known['id']}"}
+    rewards = [
+        (step, json.loads(metrics)["rl/reward"])
+        for _, step, metrics in rows
+        if b"rl/reward" in metrics  # a blob
+    ]
+    assert sorted(rewards) == [(0, 0.5), (1, 1.5)]
