@@ -184,13 +184,13 @@ def test_digests_split_as_the_twin_does(distinct, held_out):
 def test_digests_that_begin_alike_are_told_apart():
     digests = np.zeros((4, 16), np.uint8)
     digests[:, 7] = [2, 1, 2, 1]
-    train, held_out, num_doubles = choose(digests, 1, distinct=True)
-    assert (train.tolist(), held_out.tolist(), num_doubles) == ([0], [1], 2)
-    train, held_out, _ = choose(digests, 1, distinct=False)
-    assert (train.tolist(), held_out.tolist()) == ([0, 2], [3])
+    is_trained, held_out, num_doubles = choose(digests, 1, distinct=True)
+    assert (np.flatnonzero(is_trained).tolist(), held_out.tolist(), num_doubles) == ([0], [1], 2)
+    is_trained, held_out, _ = choose(digests, 1, distinct=False)
+    assert (np.flatnonzero(is_trained).tolist(), held_out.tolist()) == ([0, 2], [3])
     digests[:, 15] = [1, 2, 2, 1]  # of one prompt two rows
-    train, held_out, num_doubles = choose(digests, 1, distinct=True)
-    assert (train.tolist(), held_out.tolist(), num_doubles) == ([0, 2], [3], 0)
+    is_trained, held_out, num_doubles = choose(digests, 1, distinct=True)
+    assert (np.flatnonzero(is_trained).tolist(), held_out.tolist(), num_doubles) == ([0, 2], [3], 0)
 
 
 def bad_on(mesh, source):

@@ -95,7 +95,7 @@ class Rows(Sequence[dict]):
         return int(marked[0]) if len(marked) else None
 
     def take(self, chosen: np.ndarray) -> "Rows":
-        """Return some of the rows, by their places here; nothing is read for it."""
+        """Return some of the rows, by their places here or by a mask; nothing is read for it."""
         return replace(self, numbers=self.numbers[chosen], marks=self.marks[chosen])
 
     def read(self, first: int, last: int) -> Iterator[dict]:

@@ -15,7 +15,7 @@ from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 
 DIGEST_BYTES = 16
-NUM_PARTS = 16  # Digests are sorted in so many parts; a power of 2.
+NUM_PARTS = 64  # Digests are sorted in so many parts; a power of 2.
 ENCODER = json.JSONEncoder()  # as json.dumps has it
 # mark(row): bits that say what a program wants to know of a row, 0 to 255.
 Mark = Callable[[dict], int]
@@ -68,8 +68,9 @@ def read_rows(
         digests = _apart(digests)
     if held_out is None:
         held_out = _default_held_out(digests, rows, mesh)
-    train, chosen, num_doubles = choose(digests, held_out, distinct=rows.distinct)
-    return replace(marked.take(train), num_doubles=num_doubles), marked.take(chosen)
+    is_trained, chosen, num_doubles = choose(digests, held_out, distinct=rows.distinct)
+    del digests  # Of many rows they are most of the memory.
+    return replace(marked.take(is_trained), num_doubles=num_doubles), marked.take(chosen)
 
 
 def _refuse_missing(rows: Rows, named: dict[str, str], mesh: Mesh) -> None:
@@ -185,8 +186,8 @@ def choose(
         distinct: of equal rows only the first is used.
 
     Returns:
-        (numbers of the rows to train on, ascending; those of the held-out rows; how many rows are
-        left out because they equal others), int64.
+        (which rows to train on, bool [N]; the numbers of the held-out rows, int64; how many rows
+        are left out because they equal others).
 
     Raises:
         UserError: nothing would be left to train on.
@@ -232,4 +233,4 @@ def choose(
         f"data.held_out = {held_out} leaves nothing of the {num_prompts} distinct prompts in "
         "data.train; lower it or set data.eval",
     )
-    return np.flatnonzero(is_trained), np.concatenate(chosen), num_doubles
+    return is_trained, np.concatenate(chosen), num_doubles
