@@ -235,16 +235,16 @@ def test_an_error_of_one_rank_is_one_of_all():
             ranks(world, raise_on_some)
 
 
-def gathered(mesh, shapes, moved_rows):
+def gathered(mesh, shapes, num_bytes):
     parts = [np.full(shape, mesh.rank, np.int32) for shape in shapes[mesh.rank]]
-    with mock.patch("minirl.parallel.mesh.MOVED_ROWS", moved_rows):
+    with mock.patch("minirl.parallel.mesh.GATHERED_BYTES", num_bytes):
         return [mesh.gather_array(part) for part in parts]
 
 
-@pytest.mark.parametrize("moved_rows", [1, 3, 2**16])
-def test_arrays_of_all_ranks_come_end_to_end(moved_rows):
+@pytest.mark.parametrize("num_bytes", [1, 30, 2**24])
+def test_arrays_of_all_ranks_come_end_to_end(num_bytes):
     shapes = [[(3,), (0, 2), (0,)], [(1,), (4, 2), (0,)], [(2,), (1, 2), (0,)]]
-    for arrays in ranks(3, gathered, shapes, moved_rows):
+    for arrays in ranks(3, gathered, shapes, num_bytes):
         assert arrays[0].tolist() == [0, 0, 0, 1, 2, 2]
         assert arrays[1].tolist() == [[1, 1]] * 4 + [[2, 2]]
         assert len(arrays[2]) == 0

@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import logging
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ except AttributeError:  # torch 2.11 has only their older names
     all_gather_single = dist.all_gather_into_tensor
     reduce_scatter_single = dist.reduce_scatter_tensor
 
-MOVED_ROWS = 2**16  # That `gather_array` moves at once.
+GATHERED_BYTES = 2**24  # Of all ranks together, that `gather_array` moves at once.
 
 # Options of mallopt, from glibc's malloc.h.
 M_TRIM_THRESHOLD = -1
@@ -80,48 +81,45 @@ class World:
         Args:
             rows: of the same dtype and shape on all ranks, but for its length.
         """
-        gathered, lengths = self._gather_padded(rows)
-        by_rank = gathered.reshape(self.world_size, max(lengths), *rows.shape[1:])
-        return [table[:length] for table, length in zip(by_rank, lengths, strict=True)]
+        lengths = self._lengths(rows)
+        return np.split(self._gather(rows, lengths), np.cumsum(lengths)[:-1])
 
     def gather_array(self, part: np.ndarray) -> np.ndarray:
         """Return the arrays of all ranks end to end, along the first axis. Collective.
 
-        Nothing is pickled, so an array may be large. A rank needs memory for world_size times the
-        longest of them.
+        Nothing is pickled, so an array may be large: beside the result a rank needs memory for
+        twice GATHERED_BYTES.
         """
-        if self.world_size == 1:
-            return part
-        gathered, lengths = self._gather_padded(part)
-        # Close the gaps in place: every part moves towards the front, MOVED_ROWS at a time, because
-        # numpy copies what it moves within an array.
-        end = 0
-        for rank, length in enumerate(lengths):
-            first = rank * max(lengths)
-            for done in range(0, length if first > end else 0, MOVED_ROWS):
-                num = min(MOVED_ROWS, length - done)
-                gathered[end + done : end + done + num] = gathered[first + done :][:num]
-            end += length
-        return gathered[:end]
+        return self._gather(part, self._lengths(part)) if self.world_size > 1 else part
 
-    def _gather_padded(self, part: np.ndarray) -> tuple[np.ndarray, list[int]]:
-        """Return the arrays of all ranks, each as long as the longest, and their lengths."""
-        sizes = torch.empty(self.world_size, dtype=torch.int64)
-        all_gather_single(sizes, torch.tensor([len(part)]), group=self.host_group)
-        lengths = sizes.tolist()
-        longest = max(lengths)
-        padded = part
-        if len(part) < longest:
-            padded = np.zeros((longest, *part.shape[1:]), part.dtype)
-            padded[: len(part)] = part
-        gathered = np.empty((self.world_size * longest, *part.shape[1:]), part.dtype)
-        if longest:
+    def _lengths(self, part: np.ndarray) -> list[int]:
+        """Return how long the arrays of all ranks are. Collective."""
+        lengths = torch.empty(self.world_size, dtype=torch.int64)
+        all_gather_single(lengths, torch.tensor([len(part)]), group=self.host_group)
+        return lengths.tolist()
+
+    def _gather(self, part: np.ndarray, lengths: list[int]) -> np.ndarray:
+        """Return the arrays of all ranks end to end. `lengths`: of them. Collective."""
+        gathered = np.empty((sum(lengths), *part.shape[1:]), part.dtype)
+        firsts = np.cumsum([0, *lengths]).tolist()
+        row_bytes = part.dtype.itemsize * math.prod(part.shape[1:])
+        block_rows = max(1, GATHERED_BYTES // max(1, self.world_size * row_bytes))
+        for done in range(0, max(lengths), block_rows):
+            # A block of every rank at once; behind the end of a shorter array are zeros.
+            num_rows = min(block_rows, max(lengths) - done)
+            block = np.zeros((num_rows, *part.shape[1:]), part.dtype)
+            own = part[done : done + num_rows]
+            block[: len(own)] = own
+            blocks = np.empty((self.world_size, *block.shape), part.dtype)
             all_gather_single(
-                torch.from_numpy(gathered).view(-1).view(torch.uint8),
-                torch.from_numpy(padded).view(-1).view(torch.uint8),
+                torch.from_numpy(blocks).view(-1).view(torch.uint8),
+                torch.from_numpy(block).view(-1).view(torch.uint8),
                 group=self.host_group,
             )
-        return gathered, lengths
+            for first, length, of_rank in zip(firsts[:-1], lengths, blocks, strict=True):
+                num = max(0, min(num_rows, length - done))
+                gathered[first + done :][:num] = of_rank[:num]
+        return gathered
 
     def broadcast(self, value: object, source: int) -> Any:
         """Return a small picklable value of one rank on all ranks."""
