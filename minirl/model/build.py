@@ -28,7 +28,7 @@ from minirl.config.named import check_model
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.errors import UserError, require
-from minirl.model import attention, experts, families, fused
+from minirl.model import attention, experts, families, fused, lora
 from minirl.model.freeze import freeze
 from minirl.model.logprob import logprob_entropy
 from minirl.model.weight_files import check_floats, file_of, open_weights
@@ -131,8 +131,12 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return all that a checkpoint holds. A tied head appears once, under the embedding's name."""
-    return dict(model.named_parameters()) | buffers(model)
+    """Return all that a model's files hold. A tied head appears once, under the embedding's name.
+
+    Adapters are not among it.
+    """
+    weights = {name: p for name, p in model.named_parameters() if not lora.is_adapter(name)}
+    return weights | buffers(model)
 
 
 @torch.no_grad()
@@ -373,14 +377,19 @@ def build_model(
     """
     compute_dtype = getattr(torch, cfg.dtype)
     master_dtype = compute_dtype
-    if trainable:
-        master_dtype = torch.promote_types(compute_dtype, torch.float32)
+    adapter_dtype = torch.promote_types(compute_dtype, torch.float32)
+    if trainable and not cfg.lora.rank:
+        master_dtype = adapter_dtype
 
     # 1. On the meta device, without memory.
     config = families.without_dropout(read_config(folder))
     families.check_supported(config, f"policy.model = {folder}")
     model = make_meta_model(config, master_dtype, score=score)
     model.requires_grad_(trainable)
+    if cfg.lora.rank and trainable:
+        model.adapters = lora.attach(
+            model, cfg.lora, adapter_dtype, f"{section_of(cfg)}.lora"
+        )
     if trainable and cfg.freeze:
         freeze(model, cfg.freeze, f"{section_of(cfg)}.freeze")
     if cfg.activation_checkpointing in ("selective", "full"):
@@ -401,7 +410,7 @@ def build_model(
         layers(model),
         mesh.fsdp,
         compute_dtype=compute_dtype,
-        reduce_dtype=master_dtype,
+        reduce_dtype=adapter_dtype,
         reshard_after_forward=cfg.reshard_after_forward,
         cpu_offload=cfg.cpu_offload,
     )
@@ -409,6 +418,7 @@ def build_model(
     # 3. Filled from files.
     with errors_of_all(mesh):  # each rank reads its own part
         load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
+    lora.start(model)
     forward = score_forward if score else packed_forward
     model.forward = functools.partial(forward, model, tp=tp)
     return model
