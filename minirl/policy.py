@@ -7,7 +7,7 @@ import contextlib
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,7 @@ from minirl.data.images import Vision
 from minirl.data.packing import pack, unpack
 from minirl.errors import require
 from minirl.log import Timer, say
-from minirl.model import build, families
+from minirl.model import build, families, lora
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.muon import Muon
@@ -87,6 +87,8 @@ class Policy:
         self.model = build.build_model(
             cfg, folder, mesh, trainable=trainable, score=score, sequence_parallel=sequence_parallel
         )
+        # None: all weights are trained themselves.
+        self.adapters = self.model.adapters
         # Whether gradients stay whole on every rank until the last micro-batch of a step.
         trained = [p for p in self.model.parameters() if p.requires_grad]
         whole_bytes = sum(p.nbytes for p in trained) // mesh.tensor.size()
@@ -240,7 +242,7 @@ class Policy:
             f"every update would be skipped from now on; go on from a checkpoint before, with a "
             f"{section}.lr below {lr:g}"
         )
-        gradients = {name: p.grad for name, p in self.shards().items() if p.grad is not None}
+        gradients = {name: p.grad for name, p in self.parameters().items() if p.grad is not None}
         wrong = self._names_of_not_finite(gradients)
         if not math.isfinite(loss):
             cause = f"the loss is {loss}"
@@ -267,7 +269,7 @@ class Policy:
         Args:
             consequence: what follows from it, and what to do.
         """
-        wrong = self._names_of_not_finite(self.shards())
+        wrong = self._names_of_not_finite(self.parameters())
         require(
             not wrong,
             f"after {self.num_updates} updates {len(wrong)} weights of {self.folder} are not "
@@ -352,6 +354,33 @@ class Policy:
         """
         fsdp.reshard(self.model)
         return build.tensors(self.model)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return `shards`, and the adapters by the model's names."""
+        shards = self.shards()
+        return shards | dict(self.model.named_parameters())
+
+    def merged(self) -> Mapping[str, Tensor]:
+        """Return what the engine and the files of a model get: `shards`, with adapters merged.
+
+        Collective. With adapters a shard is computed when it is asked for, from the adapters as
+        they are now.
+        """
+        shards = self.shards()
+        if self.adapters is None:
+            return shards
+        return lora.Merged(shards, self.model, self.adapters.scale)
+
+    @contextlib.contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Compute as the base does inside the block, which has no backward."""
+        if self.adapters is None:
+            raise ValueError("this model has no adapters")
+        self.adapters.on = False
+        try:
+            yield
+        finally:
+            self.adapters.on = True
 
     def parts(self) -> dict[str, list[CheckpointSlice]]:
         """Return, by name of `shards`, the weights of a checkpoint's files that it is made of."""

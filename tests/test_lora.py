@@ -1,20 +1,23 @@
 """Low-rank adapters: on every mesh as in one process, merged as PEFT merges them."""
 
 import pytest
-import tiny
 import torch
-from harness import ranks
-from test_gradients import batches_of, exact_norm, trajectories, worst
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+import tiny
+from harness import ranks
 from minirl.algo import losses
+from minirl.checkpoint import export
+from minirl.checkpoint.reading import saved_shapes
+from minirl.checkpoint.state import Saver, load_checkpoint
 from minirl.config.lora import LoraConfig
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
+from minirl.config.shared import CheckpointConfig
 from minirl.data.exchange import exchange
 from minirl.model import lora
-from minirl.parallel.fsdp import local, local_region
 from minirl.policy import Policy
+from test_gradients import batches_of, exact_norm, trajectories, worst
 
 
 def whole(t):
@@ -88,3 +91,43 @@ def test_every_mesh_trains_adapters_as_one_process(name, folder, alone):
         assert got[what].keys() == alone[what].keys()
         assert worst(got[what], alone[what]) < 1e-10, what
     assert got["moments"] == len(got["adapters"])
+
+
+def save_and_go_on(mesh, folder, run, resume):
+    """Make two updates, with a checkpoint between them; or resume from it and make the second."""
+    Qwen3RMSNorm.forward = exact_norm
+    cfg = PolicyConfig(
+        model=str(folder),
+        dtype="float64",
+        max_grad_norm=0.0,
+        lora=LoraConfig(rank=4, alpha=8, modules_to_save=["model.norm.weight"]),
+    )
+    policy = Policy(cfg, folder, mesh)
+    checkpoints = CheckpointConfig(every=1)
+
+    def update():
+        own = trajectories()[mesh.rank :: mesh.world_size]
+        (micros,) = exchange(own, mesh, 60)
+        policy.update(batches_of(micros, policy, 0.7), losses.policy(AlgoConfig(), 20), lr=1e-2)
+
+    if resume:
+        load_checkpoint(run / "checkpoints/step-1", policy)
+    else:
+        update()
+        with Saver(run, checkpoints, policy) as saver:
+            saver.save(1, {})
+    update()
+    export(policy, run / f"model{resume:d}")
+    return {n: whole(p) for n, p in policy.model.named_parameters() if p.requires_grad}
+
+
+def test_checkpoints_hold_adapters_and_move_between_meshes(tmp_path, folder):
+    after = ranks(2, save_and_go_on, folder, tmp_path, False)[0]
+    assert "model.norm.weight" in after
+    again = ranks(2, save_and_go_on, folder, tmp_path, True)[0]
+    assert all(torch.equal(after[n], again[n]) for n in after)
+    parallel = ParallelConfig(tensor=2)
+    other = ranks(2, save_and_go_on, folder, tmp_path, True, parallel=parallel)[0]
+    assert worst(other, after) < 1e-12
+    saved = saved_shapes(tmp_path / "checkpoints/step-1", "")
+    assert {n for n in saved if not n.startswith("optimizer")} == set(after)

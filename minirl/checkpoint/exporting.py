@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def export(
     policy: Policy,
     folder: Path,
     *,
-    weights: dict[str, Tensor] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
     max_file_gb: float = 4.0,
 ) -> None:
     """Write a Hugging Face folder that `transformers` and vLLM load. Collective.
@@ -70,7 +70,7 @@ class Exporter:
         policy: Policy,
         folder: Path,
         *,
-        weights: dict[str, Tensor] | None = None,
+        weights: Mapping[str, Tensor] | None = None,
         max_file_gb: float = 4.0,
     ) -> None:
         """Copy a model to its writers and begin to write it, after any export under way.
@@ -145,7 +145,7 @@ class Exporter:
 
 
 def copy_model(
-    policy: Policy, *, weights: dict[str, Tensor] | None = None, max_file_gb: float = 4.0
+    policy: Policy, *, weights: Mapping[str, Tensor] | None = None, max_file_gb: float = 4.0
 ) -> tuple[FolderPlan, Reader]:
     """Copy to host memory what each rank will write of a model's folder. Collective.
 
@@ -155,11 +155,12 @@ def copy_model(
         The plan of the folder, and what returns the tensors of this rank's files, each once.
     """
     mesh = policy.mesh
-    tensors = weights or policy.shards()
-    shapes = {name: t.shape for name, t in tensors.items()}
+    tensors = weights or policy.merged()
+    shards = policy.shards()
+    shapes = {name: t.shape for name, t in shards.items()}
     dtype = getattr(torch, policy.cfg.dtype)
     plan = plan_folder(policy.folder, shapes, dtype, mesh.world_size, max_file_gb)
-    own = collect_own(plan, tensors, mesh)
+    own = collect_own(plan, shards, tensors, mesh)
 
     def read(names: list[str]) -> dict[str, Tensor]:
         return {name: own.pop(name) for name in names}  # freed when its file is written
@@ -184,22 +185,25 @@ def write_own(plan: FolderPlan, folder: Path, rank: int, read: Reader) -> None:
         sync_files(folder)
 
 
-def collect_own(plan: FolderPlan, tensors: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+def collect_own(
+    plan: FolderPlan, shards: dict[str, Tensor], values: Mapping[str, Tensor], mesh: Mesh
+) -> dict[str, Tensor]:
     """Return a copy of the tensors that this rank writes, whole and in host memory. Collective.
 
     A rank receives these and no others. On the device one of them is whole at a time.
 
     Args:
         plan: which rank writes which tensor.
-        tensors: this rank's parts of all of them, by name.
+        shards: this rank's parts of all of them, by name, for their shapes and dtypes.
+        values: the same with the values that are written.
         mesh: the ranks.
     """
-    regions = dict(zip(tensors, regions_of_ranks(list(tensors.values()), mesh), strict=True))
+    regions = dict(zip(shards, regions_of_ranks(list(shards.values()), mesh), strict=True))
     own = {}
-    for names in _rounds(plan, tensors, mesh.world_size):
+    for names in _rounds(plan, shards, mesh.world_size):
         wanted = {}
         for rank, name in names.items():
-            t = tensors[name]
+            t = values[name]
             shard = local(t.detach()).to(mesh.device, plan.dtype_in_file(name, t.dtype))
             wanted[rank] = ShardedTensor(t.shape, shard, regions[name])
         whole = collect(wanted, mesh)

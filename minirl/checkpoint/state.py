@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from minirl.checkpoint.checksums import StateWriter, write_checksums
 from minirl.checkpoint.exporting import copy_model, write_own
@@ -401,6 +401,7 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
             policy.optimizer.parts,
             model_state_dict=weights,
             optim_state_dict=state[f"{prefix}optimizer"],
+            options=_state_options(policy),
         )
     if not saved["stepped"]:
         policy.forget_optimizer_state()
@@ -420,8 +421,19 @@ def state_dict_of(policy: Policy, prefix: str = "") -> dict[str, dict]:
     if for a step with gradients of 0. It is saved, so that all checkpoints look alike, and has to
     be forgotten afterwards: AdamW's next step would be its second.
     """
-    model, optimizer = get_state_dict(policy.model, policy.optimizer.parts)
+    model, optimizer = get_state_dict(
+        policy.model, policy.optimizer.parts, options=_state_options(policy)
+    )
     return {f"{prefix}model": model, f"{prefix}optimizer": optimizer}
+
+
+def _state_options(policy: Policy) -> StateDictOptions:
+    """Return what a checkpoint holds of a model: of one with adapters, only what is trained.
+
+    All else is in the model's folder, and never changes.
+    """
+    is_adapted = policy.adapters is not None
+    return StateDictOptions(ignore_frozen_params=is_adapted, strict=not is_adapted)
 
 
 def _describe(policy: Policy) -> dict:
@@ -433,10 +445,11 @@ def _describe(policy: Policy) -> dict:
     config = policy.model.config
     text = config.get_text_config()
     average = " with a moving average" if policy.cfg.ema_decay else ""
+    adapters = f", adapters of rank {policy.adapters.rank}" if policy.adapters else ""
     return {
         "num_updates": policy.num_updates,
         "stepped": policy.optimizer.stepped,
         "optimizer": policy.cfg.optimizer + average,
         "model": f"{config.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, "
-        f"vocabulary {text.vocab_size}",
+        f"vocabulary {text.vocab_size}{adapters}",
     }

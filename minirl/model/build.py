@@ -108,6 +108,7 @@ class CausalModel(PreTrainedModel):
     model: Any  # Its layers; for a model that reads images, `visual` and `language_model`.
     lm_head: nn.Linear
     score: ScoreHead  # Instead of `lm_head`.
+    adapters: lora.Adapters | None  # None: it has none.
     set_requires_gradient_sync: Callable[[bool], None]  # Of FSDPModule, as the next.
     set_requires_all_reduce: Callable[[bool], None]
 
@@ -386,10 +387,9 @@ def build_model(
     families.check_supported(config, f"policy.model = {folder}")
     model = make_meta_model(config, master_dtype, score=score)
     model.requires_grad_(trainable)
-    if cfg.lora.rank and trainable:
-        model.adapters = lora.attach(
-            model, cfg.lora, adapter_dtype, f"{section_of(cfg)}.lora"
-        )
+    model.adapters = None
+    if trainable and cfg.lora.rank:
+        model.adapters = lora.attach(model, cfg.lora, adapter_dtype, f"{section_of(cfg)}.lora")
     if trainable and cfg.freeze:
         freeze(model, cfg.freeze, f"{section_of(cfg)}.freeze")
     if cfg.activation_checkpointing in ("selective", "full"):
