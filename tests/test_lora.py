@@ -52,9 +52,7 @@ def two_steps(mesh, folder, sequence, targets):
     merged = lora.Merged(shards, policy.model, cfg.lora.scale)
     return {
         "grads": grads,
-        "adapters": {
-            n: whole(p) for n, p in policy.model.named_parameters() if lora.is_adapter(n)
-        },
+        "adapters": {n: whole(p) for n, p in policy.model.named_parameters() if lora.is_adapter(n)},
         "merged": {n: whole(merged[n]) for n in shards},
         "base": {n: whole(t) for n, t in shards.items()},
         "moments": len(policy.optimizer.parts[0].state),

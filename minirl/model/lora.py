@@ -54,9 +54,7 @@ class Adapters:
 # to attach them
 
 
-def attach(
-    model: PreTrainedModel, cfg: LoraConfig, dtype: torch.dtype, setting: str
-) -> Adapters:
+def attach(model: PreTrainedModel, cfg: LoraConfig, dtype: torch.dtype, setting: str) -> Adapters:
     """Give the linears that are targets adapters, and freeze all else.
 
     Args:
@@ -228,9 +226,7 @@ class Merged(Mapping[str, Tensor]):
     def _needed(self, shard: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
         """Return those rows of B and columns of A that a shard needs. Collective."""
         (*experts, row, column), (*num_experts, num_rows, num_columns) = local_region(shard)
-        whole_b, whole_a = (
-            p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in (b, a)
-        )
+        whole_b, whole_a = _whole(b), _whole(a)
         if experts:
             own = slice(experts[0], experts[0] + num_experts[0])
             whole_b, whole_a = whole_b[own], whole_a[own]
@@ -265,6 +261,11 @@ class Merged(Mapping[str, Tensor]):
     def __len__(self) -> int:
         """Return how many weights there are."""
         return len(self.shards)
+
+
+def _whole(p: Tensor) -> Tensor:
+    """Return a parameter from all ranks. Collective."""
+    return p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
 
 
 def weight_of(name: str) -> str:

@@ -116,7 +116,11 @@ _WHOLE = Layout(Replicate(), partial(local, partial=True))
 
 
 def _shard_all(
-    module: nn.Module, tp: TensorParallel, layout: Layout, *, others: dict[str, Layout] = {}
+    module: nn.Module,
+    tp: TensorParallel,
+    layout: Layout,
+    *,
+    others: dict[str, Layout] | None = None,
 ) -> Forward:
     """Shard a module's parameters, and return its forward on this rank's local tensors.
 
@@ -126,9 +130,9 @@ def _shard_all(
         layout: of its parameters.
         others: of parameters, by name, that have another.
     """
-    layouts = {name: others.get(name, layout) for name in module._parameters}
-    for name, (placement, _) in layouts.items():
-        _shard(module, name, tp, placement)
+    layouts = dict.fromkeys(module._parameters, layout) | (others or {})
+    for name in module._parameters:
+        _shard(module, name, tp, layouts[name].placement)
     plain = module.forward
 
     def forward(*args: object, **kwargs: object) -> Any:
