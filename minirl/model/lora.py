@@ -265,7 +265,7 @@ class Merged(Mapping[str, Tensor]):
 
 def _whole(p: Tensor) -> Tensor:
     """Return a parameter from all ranks. Collective."""
-    return p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+    return p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
 
 
 def weight_of(name: str) -> str:
