@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minirl import checkpoint, report, results, throughput
 from minirl.checkpoint import changes, lock
+from minirl.checkpoint.exporting import export_adapter
 from minirl.config.parse import save_config
 from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.config.shared import TrainingConfig
@@ -318,6 +319,8 @@ class TrainingRun:
             "checkpoint before"
         )
         self.export("model")
+        if self.policy.adapters:
+            export_adapter(self.policy, self.output / "adapter")
         if self.cfg.policy.ema_decay:
             with self.policy.state_awake():
                 self.export("model_ema", self.policy.averages())

@@ -27,7 +27,7 @@ from minirl.config.shared import ExportConfig
 from minirl.errors import UserError, require
 from minirl.files import partial_of, publish_folder, sync_file, sync_files
 from minirl.log import say
-from minirl.model import build
+from minirl.model import adapter_files, build
 from minirl.parallel.collect import ShardedTensor, collect, regions_of_ranks
 from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import Mesh
@@ -142,6 +142,32 @@ class Exporter:
 
     def _require_written(self, failures: list[str]) -> None:
         require_written(self.folder, partial_of(self.folder), failures)
+
+
+def export_adapter(policy: Policy, folder: Path) -> None:
+    """Write the adapters of a policy in PEFT's format. Collective.
+
+    Args:
+        policy: has adapters.
+        folder: is there whole or not at all; one that is there is replaced.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    is_first = policy.mesh.rank == 0
+    policy.shards()  # which reshards the model
+    tensors = adapter_files.gather_adapter(policy.model, is_writer=is_first)
+    partial = partial_of(folder)
+
+    def write() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        described = adapter_files.describe(policy.model, policy.cfg.lora, policy.folder)
+        adapter_files.write_adapter(tensors, described, partial)
+        publish_folder(folder)
+
+    failure = policy.mesh.broadcast(attempt(write, 0) if is_first else "", 0)
+    require_written(folder, partial, [failure])
 
 
 def copy_model(

@@ -27,6 +27,7 @@ class LoraConfig:
     #: Patterns of weights that are trained whole beside the adapters, by their names in the model's
     #: folder, such as lm_head.*.
     modules_to_save: list[str] = field(default_factory=list)
+    adapter: str = ""  # Folder of an adapter in PEFT's format to start from; empty: B starts at 0.
 
     @property
     def scale(self) -> float:

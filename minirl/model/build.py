@@ -29,6 +29,7 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.errors import UserError, require
 from minirl.model import attention, experts, families, fused, lora
+from minirl.model.adapter_files import read_adapter
 from minirl.model.freeze import freeze
 from minirl.model.logprob import logprob_entropy
 from minirl.model.weight_files import check_floats, file_of, open_weights
@@ -418,7 +419,9 @@ def build_model(
     # 3. Filled from files.
     with errors_of_all(mesh):  # each rank reads its own part
         load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
-    lora.start(model)
+        lora.start(model)
+        if model.adapters and cfg.lora.adapter:
+            read_adapter(model, cfg.lora, f"{section_of(cfg)}.lora.adapter")
     forward = score_forward if score else packed_forward
     model.forward = functools.partial(forward, model, tp=tp)
     return model
