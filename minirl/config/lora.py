@@ -1,9 +1,12 @@
 """The settings of low-rank adapters."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from minirl.config.bounds import NonNegativeInt, Positive
 from minirl.errors import require
+
+Quantization = Literal["none", "nf4"]
 
 
 @dataclass(kw_only=True)
@@ -28,6 +31,9 @@ class LoraConfig:
     #: folder, such as lm_head.*.
     modules_to_save: list[str] = field(default_factory=list)
     adapter: str = ""  # Folder of an adapter in PEFT's format to start from; empty: B starts at 0.
+    #: nf4: matrices of the language model's layers are held in 4 bits (Dettmers et al. 2023, QLoRA,
+    #: arXiv 2305.14314), 0.52 bytes a weight, and dequantised one at a time when they are used.
+    quantization: Quantization = "none"
 
     @property
     def scale(self) -> float:
