@@ -357,8 +357,7 @@ class Policy:
 
     def parameters(self) -> dict[str, Tensor]:
         """Return `shards`, and the adapters by the model's names."""
-        shards = self.shards()
-        return shards | dict(self.model.named_parameters())
+        return self.shards() | build.adapters(self.model)
 
     def merged(self) -> Mapping[str, Tensor]:
         """Return what the engine and the files of a model get: `shards`, with adapters merged.
@@ -366,10 +365,14 @@ class Policy:
         Collective. With adapters a shard is computed when it is asked for, from the adapters as
         they are now.
         """
-        shards = self.shards()
+        return self._merge(self.shards(), build.adapters(self.model))
+
+    def _merge(
+        self, shards: dict[str, Tensor], adapters: dict[str, Tensor]
+    ) -> Mapping[str, Tensor]:
         if self.adapters is None:
             return shards
-        return lora.Merged(shards, self.model, self.adapters.scale)
+        return lora.Merged(shards, adapters, self.adapters.scale)
 
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -389,18 +392,21 @@ class Policy:
             for name, shard in self.shards().items()
         }
 
-    def averages(self) -> dict[str, Tensor]:
+    def averages(self) -> Mapping[str, Tensor]:
         """Return the moving averages of `shards`, by name; only inside `state_awake`.
 
-        What was never updated is its own average: everything before the first update, buffers, and
-        what is frozen.
+        Collective. What was never updated is its own average: everything before the first update,
+        buffers, and what is frozen. Of adapters A and B are averaged, and then merged.
         """
         averages = self.optimizer.averages()
-        found = self.shards()
-        for name, p in found.items():
-            if isinstance(p, nn.Parameter) and p in averages:
-                found[name] = averages[p]
-        return found
+
+        def averaged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {
+                name: averages[t] if isinstance(t, nn.Parameter) and t in averages else t
+                for name, t in tensors.items()
+            }
+
+        return self._merge(averaged(self.shards()), averaged(build.adapters(self.model)))
 
 
 def make_minibatch(

@@ -28,15 +28,17 @@ def whole(t):
     return (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
 
 
-def two_steps(mesh, folder, sequence, targets):
-    """Return second gradients, adapters and merged shards after two updates."""
+def two_steps(mesh, folder, sequence, settings):
+    """Return second gradients, adapters, and merged shards and averages after two updates."""
     stay_float64()
     cfg = PolicyConfig(
         model=str(folder),
         dtype="float64",
         max_grad_norm=0.0,
         adam_eps=1e-3,  # A smaller one blows up the rounding of small gradients.
-        lora=LoraConfig(rank=4, alpha=8, targets=targets),
+        ema_decay=0.5,
+        lora=LoraConfig(rank=4, alpha=8),
+        **settings,
     )
     policy = Policy(cfg, folder, mesh, sequence_parallel=sequence)
     grads = {}
@@ -53,26 +55,40 @@ def two_steps(mesh, folder, sequence, targets):
         own = trajectories()[mesh.rank :: mesh.world_size]
         (micros,) = exchange(own, mesh, 60) if mesh.world_size > 1 else [[[t] for t in own]]
         policy.update(batches_of(micros, policy, 0.7), losses.policy(AlgoConfig(), 20), lr=1e-2)
-    shards = policy.shards()
-    merged = lora.Merged(shards, policy.model, cfg.lora.scale)
+    merged = policy.merged()
+    with policy.state_awake():
+        averages = policy.averages()
+        whole_averages = {n: whole(averages[n]) for n in averages}
     return {
         "grads": grads,
         "adapters": {n: whole(p) for n, p in policy.model.named_parameters() if lora.is_adapter(n)},
-        "merged": {n: whole(merged[n]) for n in shards},
-        "base": {n: whole(t) for n, t in shards.items()},
-        "moments": len(policy.optimizer.parts[0].state),
+        "merged": {n: whole(merged[n]) for n in merged},
+        "averages": whole_averages,
+        "moments": sum(len(part.state) for part in policy.optimizer.parts),
     }
 
 
+TWO = ParallelConfig(tensor=2)
 MESHES = {
     "dp2": (2, None, False),
-    "tp2": (2, ParallelConfig(tensor=2), False),
+    "tp2": (2, TWO, False),
     "tp2_sequence": (2, ParallelConfig(tensor=2, sequence=True), True),
-    "dp2_tp2": (4, ParallelConfig(tensor=2), False),
+    "dp2_tp2": (4, TWO, False),
     "cp2": (2, ParallelConfig(context=2), False),
     "ring2": (2, ParallelConfig(context=2, context_engine="ring"), False),
+    "cp2_tp2": (4, ParallelConfig(context=2, tensor=2), False),
     "hsdp": (4, ParallelConfig(replicate=2), False),
+    "dp4": (4, None, False),
+    "tp4": (4, ParallelConfig(tensor=4), False),
 }
+# By name: a mesh, and settings that change nothing, or that one process has too.
+SAME = {
+    "checkpointing": ("dp2_tp2", {"activation_checkpointing": "full"}),
+    "selective": ("dp2", {"activation_checkpointing": "selective"}),
+    "offload": ("dp2", {"optimizer_state": "offload"}),
+    "offload_all": ("dp2", {"cpu_offload": True}),
+}
+WHAT = ("grads", "adapters", "merged", "averages")
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +98,41 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    (one,) = ranks(1, two_steps, folder, False, ["all-linear"])
+    (one,) = ranks(1, two_steps, folder, False, {})
     return one
+
+
+def compare(got, alone):
+    for what in WHAT:
+        assert got[what].keys() == alone[what].keys()
+        assert worst(got[what], alone[what]) < 1e-12, what
+    assert got["moments"] == len(got["adapters"])
+    # The average lags behind just where there are adapters.
+    lags = {n for n in got["merged"] if not torch.equal(got["merged"][n], got["averages"][n])}
+    assert lags == {lora.weight_of(n) for n in got["adapters"]}
 
 
 @pytest.mark.parametrize("name", MESHES)
 def test_every_mesh_trains_adapters_as_one_process(name, folder, alone):
     world, parallel, sequence = MESHES[name]
-    got = ranks(world, two_steps, folder, sequence, ["all-linear"], parallel=parallel)[0]
-    for what in ("grads", "adapters", "merged"):
-        assert got[what].keys() == alone[what].keys()
-        assert worst(got[what], alone[what]) < 1e-12, what
-    assert got["moments"] == len(got["adapters"])
+    got = ranks(world, two_steps, folder, sequence, {}, parallel=parallel)[0]
+    compare(got, alone)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_settings_of_memory_train_adapters_alike(name, folder, alone):
+    mesh, settings = SAME[name]
+    world, parallel, sequence = MESHES[mesh]
+    got = ranks(world, two_steps, folder, sequence, settings, parallel=parallel)[0]
+    compare(got, alone)
+
+
+def test_muon_trains_adapters_on_meshes_as_in_one_process(folder):
+    settings = {"optimizer": "muon"}
+    (alone,) = ranks(1, two_steps, folder, False, settings)
+    for world, parallel, sequence in (MESHES["dp2_tp2"], MESHES["hsdp"]):
+        got = ranks(world, two_steps, folder, sequence, settings, parallel=parallel)[0]
+        compare(got, alone)
 
 
 def save_and_go_on(mesh, folder, run, resume):
@@ -141,16 +180,15 @@ def test_checkpoints_hold_adapters_and_move_between_meshes(tmp_path, folder):
 def test_every_mesh_trains_adapters_of_experts_as_one_process(name, mixture):
     folder, alone = mixture
     world, parallel, sequence = MESHES[name]
-    got = ranks(world, two_steps, folder, sequence, ["all-linear"], parallel=parallel)[0]
+    got = ranks(world, two_steps, folder, sequence, {}, parallel=parallel)[0]
     assert any("experts" in name for name in got["adapters"])
-    for what in ("grads", "adapters", "merged"):
-        assert worst(got[what], alone[what]) < 1e-12, what
+    compare(got, alone)
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     folder = tiny.make(tmp_path_factory.mktemp("moe") / "m", "qwen3_moe", dtype=torch.float64)
-    (one,) = ranks(1, two_steps, folder, False, ["all-linear"])
+    (one,) = ranks(1, two_steps, folder, False, {})
     return folder, one
 
 

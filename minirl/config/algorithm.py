@@ -55,7 +55,7 @@ def validate_critic(cfg: RLConfig) -> None:
     if not cfg.num_epochs:  # or else it depends on the number of rows
         validate_warmup(cfg, cfg.num_steps)
     validate_schedule(critic, "critic")
-    validate_lora(critic.lora, "critic", critic.freeze, critic.ema_decay)
+    validate_lora(critic.lora, "critic", critic.freeze)
 
     require(
         critic.ema_decay == 0,

@@ -41,14 +41,13 @@ class LoraConfig:
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
 
 
-def validate_lora(cfg: LoraConfig, section: str, frozen: list[str], ema_decay: float) -> None:
+def validate_lora(cfg: LoraConfig, section: str, frozen: list[str]) -> None:
     """Refuse what cannot work with adapters.
 
     Args:
         cfg: the settings.
         section: that they are of, such as policy.
         frozen: the same section's `freeze`.
-        ema_decay: the same section's.
 
     Raises:
         UserError: adapters are asked for with a setting that has no meaning beside them, or
@@ -68,12 +67,6 @@ def validate_lora(cfg: LoraConfig, section: str, frozen: list[str], ema_decay: f
         f"{section}.freeze = {frozen}: with {section}.lora.rank = {cfg.rank} all weights are "
         f"frozen already; leave {section}.freeze empty, and say by {section}.lora.targets what is "
         "adapted",
-    )
-
-    require(
-        not ema_decay,
-        f"{section}.ema_decay = {ema_decay}: there is no average of merged weights; leave it "
-        f"0 with {section}.lora.rank",
     )
 
     require(

@@ -240,7 +240,7 @@ def _training(
     validate_parallel(cfg.parallel, world_size)
     _budget(cfg, setting, longest)
     validate_schedule(cfg.policy, "policy")
-    validate_lora(cfg.policy.lora, "policy", cfg.policy.freeze, cfg.policy.ema_decay)
+    validate_lora(cfg.policy.lora, "policy", cfg.policy.freeze)
 
     require(
         not cfg.policy.cpu_offload or cfg.policy.optimizer_state != "offload",

@@ -141,6 +141,11 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return weights | buffers(model)
 
 
+def adapters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a model's adapters, by name."""
+    return {name: p for name, p in model.named_parameters() if lora.is_adapter(name)}
+
+
 @torch.no_grad()
 def load_weights(
     model: PreTrainedModel, folder: Path, device: torch.device, *, cpu_offload: bool = False

@@ -203,25 +203,22 @@ class Merged(Mapping[str, Tensor]):
     shards need. So the engine can be filled bucket by bucket without a second copy of the model.
     """
 
-    def __init__(self, shards: dict[str, Tensor], model: nn.Module, scale: float):
+    def __init__(self, shards: dict[str, Tensor], adapters: dict[str, Tensor], scale: float):
         """Gather the adapters as they are now. Collective.
 
         Args:
             shards: this rank's part of the weights that files hold, by name.
-            model: with the adapters, resharded.
+            adapters: this rank's part of their parameters, by the model's names.
             scale: of what they add.
         """
         self.shards = shards
         self.scale = scale
-        parameters = dict(model.named_parameters())
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # By weight: B and A.
-        for name in parameters:
+        for name, b in adapters.items():
             if name.endswith(LORA_B):
                 weight = weight_of(name)
-                name_of_a = name.removesuffix(LORA_B) + LORA_A
-                self.factors[weight] = self._needed(
-                    shards[weight], parameters[name], parameters[name_of_a]
-                )
+                a = adapters[name.removesuffix(LORA_B) + LORA_A]
+                self.factors[weight] = self._needed(shards[weight], b, a)
 
     def _needed(self, shard: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
         """Return those rows of B and columns of A that a shard needs. Collective."""
