@@ -350,14 +350,16 @@ class Policy:
         """Return this rank's part of all that a checkpoint holds, by the model's names.
 
         A tied head appears once, under the embedding's name. Call it between two steps: it
-        reshards the model, so that its parameters are those that the optimizer knows.
+        reshards the model, so that its parameters are those that the optimizer knows. Weights that
+        are held in four bits are on the meta device: `merged` has their values.
         """
         fsdp.reshard(self.model)
         return build.tensors(self.model)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return `shards`, and the adapters by the model's names."""
-        return self.shards() | build.adapters(self.model)
+        """Return this rank's part of the model's parameters, and of the buffers of its files."""
+        fsdp.reshard(self.model)
+        return build.parameters(self.model)
 
     def merged(self) -> Mapping[str, Tensor]:
         """Return what the engine and the files of a model get: `shards`, with adapters merged.
@@ -406,7 +408,7 @@ class Policy:
                 for name, t in tensors.items()
             }
 
-        return self._merge(averaged(self.shards()), averaged(build.adapters(self.model)))
+        return self._merge(averaged(self.shards()), averaged(self.parameters()))
 
 
 def make_minibatch(

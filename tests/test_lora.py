@@ -37,8 +37,7 @@ def two_steps(mesh, folder, sequence, settings):
         max_grad_norm=0.0,
         adam_eps=1e-3,  # A smaller one blows up the rounding of small gradients.
         ema_decay=0.5,
-        lora=LoraConfig(rank=4, alpha=8),
-        **settings,
+        **({"lora": LoraConfig(rank=4, alpha=8)} | settings),
     )
     policy = Policy(cfg, folder, mesh, sequence_parallel=sequence)
     grads = {}

@@ -28,7 +28,7 @@ from minirl.config.named import check_model
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.errors import UserError, require
-from minirl.model import attention, experts, families, fused, lora
+from minirl.model import attention, experts, families, fused, lora, nf4
 from minirl.model.adapter_files import read_adapter
 from minirl.model.freeze import freeze
 from minirl.model.logprob import logprob_entropy
@@ -132,18 +132,29 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     return persistent
 
 
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a model, and the buffers that its files hold, by name."""
+    return dict(model.named_parameters()) | buffers(model)
+
+
 def tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return all that a model's files hold. A tied head appears once, under the embedding's name.
 
-    Adapters are not among it.
+    Adapters are not among it. A weight that is held in four bits is on the meta device.
     """
-    weights = {name: p for name, p in model.named_parameters() if not lora.is_adapter(name)}
-    return weights | buffers(model)
+    packed = packed_weights(model)
+    weights = {}
+    for name, t in parameters(model).items():
+        if name in packed:
+            weights[name] = nf4.layout(packed[name], t)
+        elif not lora.is_adapter(name) and not name.endswith(nf4.SCALES):
+            weights[name] = t
+    return weights
 
 
-def adapters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a model's adapters, by name."""
-    return {name: p for name, p in model.named_parameters() if lora.is_adapter(name)}
+def packed_weights(model: Any) -> dict[str, nf4.Packed]:
+    """Return what is known of the weights that are held in four bits, by name."""
+    return model.adapters.packed if model.adapters else {}
 
 
 @torch.no_grad()
@@ -193,35 +204,45 @@ def load_weights(
 
     # 2. Each rank fills its shards.
     allocate(model, device, cpu_offload=cpu_offload)
+    packed = packed_weights(model)
     for name, t in tensors(model).items():
-        if name in slices:
+        if name in packed:
+            whole = torch.empty(t.shape, dtype=t.dtype)
+            fill_shard(whole, slices[name], weights)
+            _check_finite(whole, slices[name], folder)
+            bits, scales = (model.get_parameter(p) for p in (name, f"{name}_{nf4.SCALES}"))
+            nf4.fill(packed[name], whole.to(device), bits, scales)
+        elif name in slices:
             fill_shard(t, slices[name], weights)
+            _check_finite(t, slices[name], folder)
         else:
             t.zero_()
-    _check_finite(model, folder, slices)
 
 
-def _check_finite(
-    model: PreTrainedModel, folder: Path, slices: dict[str, list[CheckpointSlice]]
-) -> None:
-    """Raise UserError if this rank has read NaN or infinity, naming the weight and its file."""
-    for name, t in tensors(model).items():
-        read = fsdp.local(t)
-        if name not in slices or read.isfinite().all():
+def _check_finite(t: Tensor, slices: list[CheckpointSlice], folder: Path) -> None:
+    """Raise UserError if this rank has read NaN or infinity, naming the weight and its file.
+
+    Args:
+        t: a parameter, filled.
+        slices: what it is made of in files.
+        folder: that was read.
+    """
+    read = fsdp.local(t)
+    if read.isfinite().all():
+        return
+    shard = fsdp.local_region(t)
+    for part in slices:
+        common = intersect(part.region, shard)
+        if common is None:
             continue
-        shard = fsdp.local_region(t)
-        for part in slices[name]:
-            common = intersect(part.region, shard)
-            if common is None:
-                continue
-            values = view_of(read, common, shard.offset)
-            num_wrong = int((~values.isfinite()).sum())
-            require(
-                not num_wrong,
-                f"policy.model = {folder}: {part.name} in {file_of(part.name, folder)} has NaN or "
-                f"infinity at {num_wrong} of {values.numel()} places; nothing can be learnt from "
-                "there, so take another checkpoint",
-            )
+        values = view_of(read, common, shard.offset)
+        num_wrong = int((~values.isfinite()).sum())
+        require(
+            not num_wrong,
+            f"policy.model = {folder}: {part.name} in {file_of(part.name, folder)} has NaN or "
+            f"infinity at {num_wrong} of {values.numel()} places; nothing can be learnt from "
+            "there, so take another checkpoint",
+        )
 
 
 def allocate(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool) -> None:
@@ -423,6 +444,8 @@ def build_model(
 
     # 3. Filled from files.
     with errors_of_all(mesh):  # each rank reads its own part
+        if packed_weights(model):
+            nf4.check(mesh.device)
         load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
         lora.start(model)
         if model.adapters and cfg.lora.adapter:

@@ -6,6 +6,7 @@ float64.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from minirl.model import nf4
 from minirl.parallel.tensor import LORA_A, LORA_B
 
 NAME = "minirl"
 # Multiply(x, weight, ends), as `_one_by_one` has it.
-Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
+Multiply = Callable[..., Tensor]
 
 
 def mixture(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
@@ -51,7 +53,12 @@ def mixture(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Te
 def _project(module: Any, name: str, x: Tensor, ends: Tensor, multiply: Multiply) -> Tensor:
     """Multiply the rows of each expert by its matrix of a name, and add its adapter's product."""
     parameters = module._parameters
-    y = multiply(x, parameters[name], ends)
+    weight = parameters[name]
+    if weight.dtype == torch.uint8:  # in four bits
+        scales = parameters[f"{name}_{nf4.SCALES}"]
+        y = nf4.product(x, weight, scales, module.packed[name], partial(multiply, ends=ends))
+    else:
+        y = multiply(x, weight, ends)
     a = parameters.get(f"{name}_{LORA_A}")
     if a is None or not module.adapters.on:
         return y

@@ -11,7 +11,7 @@ The engine and the files of a model get merged weights, W + scale B A (`Merged`)
 import math
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -23,7 +23,9 @@ from transformers import PreTrainedModel
 
 from minirl.config.lora import LoraConfig
 from minirl.errors import UserError, require
+from minirl.model import nf4
 from minirl.model.freeze import frozen_names
+from minirl.model.nf4 import Packed
 from minirl.parallel.fsdp import local, local_region
 from minirl.parallel.tensor import LORA_A, LORA_B
 
@@ -48,6 +50,8 @@ class Adapters:
     rank: int
     scale: float  # Of what they add.
     on: bool = True  # False: the model computes as its base does.
+    # Weights that are held in four bits, by name.
+    packed: dict[str, Packed] = field(default_factory=dict)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -80,7 +84,31 @@ def attach(model: PreTrainedModel, cfg: LoraConfig, dtype: torch.dtype, setting:
             _attach_to_linear(module, name, adapters, dtype, setting)
         else:
             _attach_to_experts(module, name, adapters, dtype, setting)
+    if cfg.quantization == "nf4":
+        _pack_layers(model, adapters, trained_whole, f"{setting}.quantization")
     return adapters
+
+
+def _pack_layers(
+    model: PreTrainedModel, adapters: Adapters, trained_whole: set[str], setting: str
+) -> None:
+    """Let the matrices of the language model's layers be held in four bits."""
+    for module_name in target_names(model, ["all-linear"], setting):
+        module = model.get_submodule(module_name)
+        is_linear = isinstance(module, nn.Linear)
+        here: dict[str, Packed] = {}
+        for name in ("weight",) if is_linear else FUSED:
+            whole_name = f"{module_name}.{name}"
+            if whole_name in trained_whole:
+                continue
+            here[name] = nf4.pack(module, name, whole_name)
+            adapters.packed[whole_name] = here[name]
+        if not is_linear:  # for model/experts.py
+            module.adapters = adapters  # type: ignore[assignment]
+            module.packed = here  # type: ignore[assignment]
+        elif here:
+            forward = partial(_packed_forward, module, adapters, here["weight"])
+            module.forward = forward  # type: ignore[method-assign]
 
 
 def target_names(model: PreTrainedModel, targets: list[str], setting: str) -> list[str]:
@@ -164,10 +192,24 @@ def _check_rank(rank: int, name: str, shape: torch.Size, setting: str) -> None:
 
 def _forward(module: nn.Linear, adapters: Adapters, x: Tensor) -> Tensor:
     """Stand in for the forward of a linear that has an adapter."""
-    y = F.linear(x, module.weight, module.bias)
-    if not adapters.on:
-        return y
+    return _adapted(module, adapters, x, F.linear(x, module.weight, module.bias))
+
+
+def _packed_forward(module: nn.Linear, adapters: Adapters, packed: Packed, x: Tensor) -> Tensor:
+    """Stand in for the forward of a linear that is held in four bits."""
+    scales = module._parameters[f"weight_{nf4.SCALES}"]
+    assert scales is not None
+    y = nf4.product(x, module.weight, scales, packed, F.linear)
+    if module.bias is not None:
+        y = y + module.bias
+    return _adapted(module, adapters, x, y)
+
+
+def _adapted(module: nn.Linear, adapters: Adapters, x: Tensor, y: Tensor) -> Tensor:
+    """Add the product of a linear's adapter, if it has one, to that of its base."""
     parameters: dict = module._parameters
+    if not adapters.on or LORA_A not in parameters:
+        return y
     low = F.linear(x, parameters[LORA_A])
     return y + F.linear(low, parameters[LORA_B]) * adapters.scale
 
@@ -203,21 +245,25 @@ class Merged(Mapping[str, Tensor]):
     shards need. So the engine can be filled bucket by bucket without a second copy of the model.
     """
 
-    def __init__(self, shards: dict[str, Tensor], adapters: dict[str, Tensor], scale: float):
+    def __init__(
+        self, shards: dict[str, Tensor], parameters: dict[str, Tensor], adapters: Adapters
+    ):
         """Gather the adapters as they are now. Collective.
 
         Args:
-            shards: this rank's part of the weights that files hold, by name.
-            adapters: this rank's part of their parameters, by the model's names.
-            scale: of what they add.
+            shards: this rank's part of the weights that files hold, by name. Those in four bits
+                have no values.
+            parameters: this rank's part of the model's parameters, by the model's names.
+            adapters: of the model.
         """
         self.shards = shards
-        self.scale = scale
+        self.parameters = parameters
+        self.adapters = adapters
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # By weight: B and A.
-        for name, b in adapters.items():
+        for name, b in parameters.items():
             if name.endswith(LORA_B):
                 weight = weight_of(name)
-                a = adapters[name.removesuffix(LORA_B) + LORA_A]
+                a = parameters[name.removesuffix(LORA_B) + LORA_A]
                 self.factors[weight] = self._needed(shards[weight], b, a)
 
     def _needed(self, shard: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,21 +281,24 @@ class Merged(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         """Return a shard, merged, in the dtype of the base."""
         shard = self.shards[name]
-        if name not in self.factors:
+        if name not in self.factors and name not in self.adapters.packed:
             return shard
-        b, a = self.factors[name]
-        base = local(shard)
-        merged = (base.to(b.dtype) + (b @ a) * self.scale).to(base.dtype)
+        values = self._base(name)
+        if name in self.factors:
+            b, a = self.factors[name]
+            merged = values.to(b.dtype) + (b @ a) * self.adapters.scale
+            values = merged.to(values.dtype)
         if not isinstance(shard, DTensor):
-            return merged
-        return DTensor.from_local(
-            merged,
-            shard.device_mesh,
-            shard.placements,
-            run_check=False,
-            shape=shard.shape,
-            stride=shard.stride(),
-        )
+            return values
+        return nf4.like(shard, values, shard.shape)
+
+    def _base(self, name: str) -> Tensor:
+        """Return this rank's part of a weight without its adapter."""
+        if name not in self.adapters.packed:
+            return local(self.shards[name])
+        bits = self.parameters[name]
+        scales = self.parameters[f"{name}_{nf4.SCALES}"]
+        return nf4.shard(self.adapters.packed[name], bits, scales)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the weights."""
