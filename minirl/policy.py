@@ -26,7 +26,7 @@ from minirl.data.images import Vision
 from minirl.data.packing import pack, unpack
 from minirl.errors import require
 from minirl.log import Timer, say
-from minirl.model import build, families, lora
+from minirl.model import build, families, loading, lora
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.muon import Muon
@@ -354,12 +354,12 @@ class Policy:
         are held in four bits are on the meta device: `merged` has their values.
         """
         fsdp.reshard(self.model)
-        return build.tensors(self.model)
+        return loading.tensors(self.model)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return this rank's part of the model's parameters, and of the buffers of its files."""
         fsdp.reshard(self.model)
-        return build.parameters(self.model)
+        return loading.parameters(self.model)
 
     def merged(self) -> Mapping[str, Tensor]:
         """Return what the engine and the files of a model get: `shards`, with adapters merged.
@@ -367,14 +367,14 @@ class Policy:
         Collective. With adapters a shard is computed when it is asked for, from the adapters as
         they are now.
         """
-        return self._merge(self.shards(), build.adapters(self.model))
+        return self._merge(self.shards(), self.parameters())
 
     def _merge(
-        self, shards: dict[str, Tensor], adapters: dict[str, Tensor]
+        self, shards: dict[str, Tensor], parameters: dict[str, Tensor]
     ) -> Mapping[str, Tensor]:
         if self.adapters is None:
             return shards
-        return lora.Merged(shards, adapters, self.adapters.scale)
+        return lora.Merged(shards, parameters, self.adapters)
 
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:

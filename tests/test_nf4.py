@@ -1,4 +1,4 @@
-"""A base in four bits: as bitsandbytes quantises it, and beside that the same as one that is not."""
+"""A base in four bits: as bitsandbytes quantises it, and trained like its dequantised twin."""
 
 import bitsandbytes.functional as bnb
 import pytest
