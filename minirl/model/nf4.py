@@ -113,8 +113,9 @@ def fill(packed: Packed, weight: Tensor, bits: Tensor, scales: Tensor) -> None:
         scales: the parameter of the 8-bit scales.
     """
     library = _library()
-    narrow = weight.float() if weight.dtype == torch.float64 else weight
-    all_bits, state = _quantise(library, narrow)
+    if weight.dtype == torch.float64:  # which the library does not know
+        weight = torch.empty_like(weight, dtype=torch.float32).copy_(weight)
+    all_bits, state = _quantise(library, weight)
     packed.nested = state.state2.absmax
     packed.code = state.state2.code
     packed.offset = state.offset
