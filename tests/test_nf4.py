@@ -13,6 +13,7 @@ from test_gradients import worst
 from test_lora import WHAT, two_steps
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
+EXPERT_SIZES = {"qwen3": {}, "qwen3_moe": {"moe_intermediate_size": 64}}
 NF4 = {"lora": LoraConfig(rank=4, alpha=8, quantization="nf4")}
 
 
@@ -26,7 +27,7 @@ def round_trip(weight):
 
 def make(tmp_path, family):
     """Return the folders of a model, and of the same with its matrices rounded to NF4."""
-    folder = tiny.make(tmp_path / "m", family, dtype=torch.float64, **SIZES)
+    folder = tiny.make(tmp_path / "m", family, dtype=torch.float64, **SIZES, **EXPERT_SIZES[family])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     for name, p in model.named_parameters():
         is_matrix = p.ndim == 3 or "proj" in name
