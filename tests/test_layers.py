@@ -138,6 +138,7 @@ DOORS = {
     "jinja2": {"data/chat.py": None},
     "PIL": {"data/images.py": None, "plan/dryrun.py": {"Image"}},
     "ring_flash_attn": {"model/ring_package.py": None},
+    "bitsandbytes": {"model/nf4.py": None},
     "flash_attn": {"model/flash_package.py": None},
     "flash_attn_3": {"model/flash_package.py": None},
     "huggingface_hub": {
