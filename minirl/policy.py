@@ -64,6 +64,8 @@ class Policy:
         score: with a score head instead of the language model's (reward models, critics). Where
             others give log-probs, such a model gives scores.
         sequence_parallel: between tensor-parallel blocks each rank keeps its part of the tokens.
+        base: a policy with adapters, of the same folder, whose frozen weights this one computes
+            with. None: it holds its own.
         timer: gets the seconds of forward, backward and optimizer.
     """
 
@@ -76,6 +78,7 @@ class Policy:
         trainable: bool = True,
         score: bool = False,
         sequence_parallel: bool = False,
+        base: "Policy | None" = None,
         timer: Timer | None = None,
     ):
         self.cfg = cfg
@@ -85,7 +88,13 @@ class Policy:
         self.trainable = trainable
         self.score = score
         self.model = build.build_model(
-            cfg, folder, mesh, trainable=trainable, score=score, sequence_parallel=sequence_parallel
+            cfg,
+            folder,
+            mesh,
+            trainable=trainable,
+            score=score,
+            sequence_parallel=sequence_parallel,
+            base=base.model if base else None,
         )
         # None: all weights are trained themselves.
         self.adapters = self.model.adapters
@@ -105,7 +114,7 @@ class Policy:
         self.optimizer = self._make_optimizer()
         self.num_updates = 0
         self.num_skipped = 0  # Updates in a row whose gradient was not finite.
-        self.sleeper = Sleeper(self.model, lambda: self.optimizer.tensors())
+        self.sleeper = Sleeper(self.model, self.model.shared, lambda: self.optimizer.tensors())
 
     def _make_optimizer(self) -> Optimizer:
         """Return Muon for the layers' matrices, if configured, and AdamW for everything else."""

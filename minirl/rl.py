@@ -109,11 +109,7 @@ class Trainer(Program):
             return
         self.load_reference(first_step)
         if cfg.algo.advantage == "gae":
-            self.run.wait_for_export()  # the critic may begin as the result of the warm start
-            folder = self.inputs.critic or self.start_folder
-            self.critic = self.load_model(cfg.critic, folder, score=True)
-            self.run.attach("critic", self.critic)  # and go on with that of the checkpoint
-            self.critic.sleeper.sleep()
+            self.load_critic()
         self.run.begin("rl", self.num_steps)
 
         for step in range(first_step, self.num_steps):
@@ -374,6 +370,19 @@ class Trainer(Program):
         self.progress.add({"sft": sum(self.timer.take().values())}, sft=num_tokens)
         self.run.export("sft")  # written while RL begins, unless it begins with loading it
         return True
+
+    def load_critic(self) -> None:
+        """Load the critic, and go on with that of the checkpoint, if there is one."""
+        cfg = self.cfg.critic
+        self.run.wait_for_export()  # the critic may begin as the result of the warm start
+        folder = self.inputs.critic or self.start_folder
+        base = None
+        if cfg.share_base:
+            folder = self.policy.folder
+            base = self.policy
+        self.critic = self.load_model(cfg, folder, score=True, base=base)
+        self.run.attach("critic", self.critic)
+        self.critic.sleeper.sleep()
 
     def load_reference(self, step: int) -> None:
         """Load the frozen model that the KL is taken to, if the config asks for one.

@@ -387,7 +387,13 @@ class Program(abc.ABC):
                 say(line)
 
     def load_model(
-        self, cfg: PolicyConfig, folder: Path, *, trainable: bool = True, score: bool = False
+        self,
+        cfg: PolicyConfig,
+        folder: Path,
+        *,
+        trainable: bool = True,
+        score: bool = False,
+        base: Policy | None = None,
     ) -> Policy:
         """Load a model onto the mesh of the run; arguments as `Policy` has them."""
         if cfg.activation_checkpointing == "auto":
@@ -399,6 +405,7 @@ class Program(abc.ABC):
             trainable=trainable,
             score=score,
             sequence_parallel=self.cfg.parallel.sequence,
+            base=base,
             timer=self.timer,
         )
 

@@ -1,7 +1,7 @@
 """What cannot work together in the algorithm of RL: its sections `algo`, `critic` and `ref`."""
 
 from minirl.config.lengths import validate_schedule, validate_warmup
-from minirl.config.lora import validate_lora
+from minirl.config.adapters import validate_lora, validate_shared_base
 from minirl.config.rl import RLConfig
 from minirl.errors import require
 
@@ -55,7 +55,8 @@ def validate_critic(cfg: RLConfig) -> None:
     if not cfg.num_epochs:  # or else it depends on the number of rows
         validate_warmup(cfg, cfg.num_steps)
     validate_schedule(critic, "critic")
-    validate_lora(critic.lora, "critic", critic.freeze)
+    validate_lora(critic, "critic", cfg.parallel.tensor)
+    validate_shared_base(cfg)
 
     require(
         critic.ema_decay == 0,

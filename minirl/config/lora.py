@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from minirl.config.bounds import NonNegativeInt, Positive
-from minirl.errors import require
 
 Quantization = Literal["none", "nf4"]
 
@@ -39,38 +38,3 @@ class LoraConfig:
     def scale(self) -> float:
         """Return the factor of what adapters add."""
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
-
-
-def validate_lora(cfg: LoraConfig, section: str, frozen: list[str]) -> None:
-    """Refuse what cannot work with adapters.
-
-    Args:
-        cfg: the settings.
-        section: that they are of, such as policy.
-        frozen: the same section's `freeze`.
-
-    Raises:
-        UserError: adapters are asked for with a setting that has no meaning beside them, or
-            settings of adapters are given without a rank.
-    """
-    if not cfg.rank:
-        changed = [name for name, value in vars(LoraConfig()).items() if value != vars(cfg)[name]]
-        require(
-            not changed,
-            f"{section}.lora.{(changed or [''])[0]} is set, but {section}.lora.rank is 0, so that "
-            f"there are no adapters; set {section}.lora.rank (32 is usual)",
-        )
-        return
-
-    require(
-        not frozen,
-        f"{section}.freeze = {frozen}: with {section}.lora.rank = {cfg.rank} all weights are "
-        f"frozen already; leave {section}.freeze empty, and say by {section}.lora.targets what is "
-        "adapted",
-    )
-
-    require(
-        cfg.targets,
-        f"{section}.lora.targets is empty, so that nothing would get an adapter; leave it out for "
-        "all linear layers",
-    )

@@ -106,6 +106,7 @@ class CausalModel(PreTrainedModel):
     lm_head: nn.Linear
     score: ScoreHead  # Instead of `lm_head`.
     adapters: lora.Adapters | None  # None: it has none.
+    shared: set[str]  # Names of parameters that are another model's, too, which holds them.
     set_requires_gradient_sync: Callable[[bool], None]  # Of FSDPModule, as the next.
     set_requires_all_reduce: Callable[[bool], None]
 
@@ -229,6 +230,7 @@ def build_model(
     trainable: bool,
     score: bool,
     sequence_parallel: bool,
+    base: CausalModel | None = None,
 ) -> CausalModel:
     """Return a sharded causal language model whose `forward` is `packed_forward`.
 
@@ -240,6 +242,7 @@ def build_model(
             `cfg.freeze` leaves out of training; without it, all are frozen and kept in `cfg.dtype`.
         score: with a score head in place of the model's own, and `score_forward`.
         sequence_parallel: between tensor-parallel blocks each rank keeps its part of the tokens.
+        base: a model of the same folder that holds the frozen parameters. None: it has its own.
     """
     compute_dtype = getattr(torch, cfg.dtype)
     master_dtype = compute_dtype
@@ -252,7 +255,6 @@ def build_model(
     families.check_supported(config, f"policy.model = {folder}")
     model = make_meta_model(config, master_dtype, score=score)
     model.requires_grad_(trainable)
-    model.adapters = None
     if trainable and cfg.lora.rank:
         model.adapters = lora.attach(model, cfg.lora, adapter_dtype, f"{section_of(cfg)}.lora")
     if trainable and cfg.freeze:
@@ -281,16 +283,23 @@ def build_model(
     )
 
     # 3. Filled from files.
+    if base is not None:
+        loading.share_base(model, base)
     with errors_of_all(mesh):  # each rank reads its own part
-        if loading.packed_weights(model):
-            nf4.check(mesh.device)
-        loading.load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
-        lora.start(model)
-        if model.adapters and cfg.lora.adapter:
-            read_adapter(model, cfg.lora, f"{section_of(cfg)}.lora.adapter")
+        _fill(model, cfg, folder, mesh)
     forward = score_forward if score else packed_forward
     model.forward = functools.partial(forward, model, tp=tp)
     return model
+
+
+def _fill(model: CausalModel, cfg: PolicyConfig, folder: Path, mesh: Mesh) -> None:
+    """Fill this rank's shards of what the model does not share, and of its adapters."""
+    if loading.packed_weights(model):
+        nf4.check(mesh.device)
+    loading.load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
+    lora.start(model)
+    if model.adapters and cfg.lora.adapter:
+        read_adapter(model, cfg.lora, f"{section_of(cfg)}.lora.adapter")
 
 
 def _checkpointing(which: str) -> dict[str, Any]:
@@ -316,6 +325,8 @@ def make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool
             del model.lm_head
             text = config.get_text_config()
             model.score = ScoreHead(text.hidden_size, 1, bias=False, dtype=dtype)
+    model.adapters = None
+    model.shared = set()
     for b in loading.buffers(model).values():  # rounded to bfloat16 they would choose other experts
         b.data = b.to(torch.promote_types(b.dtype, torch.float32))
     return model

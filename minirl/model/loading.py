@@ -52,16 +52,41 @@ def packed_weights(model: Any) -> dict[str, nf4.Packed]:
     return model.adapters.packed if model.adapters else {}
 
 
+def share_base(model: Any, base: Any) -> None:
+    """Let the frozen parameters of a model be those of another one, which has the same base.
+
+    `model.shared` gets their names. They are not copied, but for shards that are uneven, which
+    FSDP pads. What either of the two trains is not shared.
+
+    Args:
+        model: on the meta device, sharded as the other.
+        base: filled.
+    """
+    fsdp.reshard(base)
+    of_base = dict(base.named_parameters())
+    for module_name, module in model.named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            whole_name = f"{module_name}.{name}"
+            theirs = of_base.get(whole_name)
+            if theirs is None or theirs.requires_grad or p.requires_grad:
+                continue
+            module.register_parameter(name, nn.Parameter(theirs.detach(), requires_grad=False))
+            model.shared.add(whole_name)
+    for name, packed in packed_weights(model).items():
+        if name in model.shared:
+            packed.take(packed_weights(base)[name])
+
+
 @torch.no_grad()
 def load_weights(
-    model: PreTrainedModel, folder: Path, device: torch.device, *, cpu_offload: bool = False
+    model: Any, folder: Path, device: torch.device, *, cpu_offload: bool = False
 ) -> None:
     """Materialise a sharded meta model and fill this rank's shards.
 
     A score head that the folder lacks, because it holds a language model, starts at 0.
 
     Args:
-        model: on the meta device.
+        model: on the meta device, but for what it shares with another.
         folder: a Hugging Face folder.
         device: where the model computes.
         cpu_offload: parameters are kept on the host (buffers are not).
@@ -101,6 +126,8 @@ def load_weights(
     allocate(model, device, cpu_offload=cpu_offload)
     packed = packed_weights(model)
     for name, t in tensors(model).items():
+        if name in model.shared:
+            continue
         if name in packed:
             whole = torch.empty(t.shape, dtype=t.dtype)
             fill_shard(whole, slices[name], weights)
@@ -144,11 +171,12 @@ def allocate(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool)
     """Give a sharded meta model memory, which is not filled, and its buffers their values.
 
     Args:
-        model: on the meta device.
+        model: on the meta device, but for what it shares with another.
         device: where the model computes.
         cpu_offload: parameters are kept on the host (buffers are not).
     """
-    model.to_empty(device="cpu" if cpu_offload else device)
+    own = torch.device("cpu") if cpu_offload else device
+    model._apply(lambda t: torch.empty_like(t, device=own) if t.is_meta else t)
     _init_buffers(model, device)
 
 

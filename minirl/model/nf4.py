@@ -76,6 +76,12 @@ class Packed:
     offset: Tensor = field(default_factory=lambda: torch.empty(0))  # A scalar, added to scales.
     code: Tensor = field(default_factory=lambda: torch.empty(0))  # [256], what 8 bits mean.
 
+    def take(self, other: "Packed") -> None:
+        """Become as another of the same weight."""
+        self.nested = other.nested
+        self.offset = other.offset
+        self.code = other.code
+
 
 def pack(module: nn.Module, name: str, whole_name: str) -> Packed:
     """Replace a weight on the meta device by the parameters of its packed form, not filled.
