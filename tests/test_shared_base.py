@@ -37,7 +37,7 @@ def two_steps(mesh, folder, share, lora):
     stay_float64()
     policy = Policy(PolicyConfig(dtype="float64", lora=lora), folder, mesh)
     critic = Policy(
-        CriticConfig(dtype="float64", lora=dataclasses.replace(lora, rank=2)),
+        CriticConfig(dtype="float64", lora=dataclasses.replace(lora, rank=2, modules_to_save=[])),
         folder,
         mesh,
         score=True,

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils.logging import disable_progress_bar
 
 from minirl.data.images import to_url
-from minirl.model import build, loading
+from minirl.model import loading
 from minirl.model.scratch import make_tokenizer
 
 COMMON = {

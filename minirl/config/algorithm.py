@@ -1,7 +1,7 @@
 """What cannot work together in the algorithm of RL: its sections `algo`, `critic` and `ref`."""
 
-from minirl.config.lengths import validate_schedule, validate_warmup
 from minirl.config.adapters import validate_lora, validate_shared_base
+from minirl.config.lengths import validate_schedule, validate_warmup
 from minirl.config.rl import RLConfig
 from minirl.errors import require
 

@@ -256,7 +256,13 @@ def build_model(
     model = make_meta_model(config, master_dtype, score=score)
     model.requires_grad_(trainable)
     if trainable and cfg.lora.rank:
-        model.adapters = lora.attach(model, cfg.lora, adapter_dtype, f"{section_of(cfg)}.lora")
+        model.adapters = lora.attach(
+            model,
+            cfg.lora,
+            adapter_dtype,
+            f"{section_of(cfg)}.lora",
+            new=frozenset({loading.SCORE} if score else ()),
+        )
     if trainable and cfg.freeze:
         freeze(model, cfg.freeze, f"{section_of(cfg)}.freeze")
     if cfg.activation_checkpointing in ("selective", "full"):

@@ -58,7 +58,14 @@ class Adapters:
 # to attach them
 
 
-def attach(model: PreTrainedModel, cfg: LoraConfig, dtype: torch.dtype, setting: str) -> Adapters:
+def attach(
+    model: PreTrainedModel,
+    cfg: LoraConfig,
+    dtype: torch.dtype,
+    setting: str,
+    *,
+    new: frozenset[str] = frozenset(),
+) -> Adapters:
     """Give the linears that are targets adapters, and freeze all else.
 
     Args:
@@ -66,13 +73,14 @@ def attach(model: PreTrainedModel, cfg: LoraConfig, dtype: torch.dtype, setting:
         cfg: which, and of what rank.
         dtype: of the adapters and of what is trained whole.
         setting: the section that holds `cfg`, for messages.
+        new: names of parameters that are trained whole because the base may lack them.
 
     Raises:
         UserError: a target matches nothing, or the rank is not below a matrix's.
     """
-    trained_whole: set[str] = set()
+    trained_whole = set(new)
     if cfg.modules_to_save:
-        trained_whole = frozen_names(model, cfg.modules_to_save, f"{setting}.modules_to_save")
+        trained_whole |= frozen_names(model, cfg.modules_to_save, f"{setting}.modules_to_save")
     for name, p in model.named_parameters():
         p.requires_grad_(name in trained_whole)
         if name in trained_whole:
