@@ -255,16 +255,8 @@ def build_model(
     families.check_supported(config, f"policy.model = {folder}")
     model = make_meta_model(config, master_dtype, score=score)
     model.requires_grad_(trainable)
-    if trainable and cfg.lora.rank:
-        model.adapters = lora.attach(
-            model,
-            cfg.lora,
-            adapter_dtype,
-            f"{section_of(cfg)}.lora",
-            new=frozenset({loading.SCORE} if score else ()),
-        )
-    if trainable and cfg.freeze:
-        freeze(model, cfg.freeze, f"{section_of(cfg)}.freeze")
+    if trainable:
+        _choose_trained(model, cfg, adapter_dtype, score=score)
     if cfg.activation_checkpointing in ("selective", "full"):
         model.gradient_checkpointing_enable(_checkpointing(cfg.activation_checkpointing))
     model.train(trainable)
@@ -296,6 +288,18 @@ def build_model(
     forward = score_forward if score else packed_forward
     model.forward = functools.partial(forward, model, tp=tp)
     return model
+
+
+def _choose_trained(
+    model: CausalModel, cfg: PolicyConfig, adapter_dtype: torch.dtype, *, score: bool
+) -> None:
+    """Give a model on the meta device its adapters, and freeze what is not trained."""
+    section = section_of(cfg)
+    if cfg.lora.rank:
+        new = frozenset({loading.SCORE} if score else ())
+        model.adapters = lora.attach(model, cfg.lora, adapter_dtype, f"{section}.lora", new=new)
+    if cfg.freeze:
+        freeze(model, cfg.freeze, f"{section}.freeze")
 
 
 def _fill(model: CausalModel, cfg: PolicyConfig, folder: Path, mesh: Mesh) -> None:
