@@ -37,7 +37,7 @@ def flags_of(tmp_path, settings):
     data.write_text("".join(rows))
     reward = tmp_path / "reward.py"
     reward.write_text(
-        "def count(prompt, completion, row):\n    return float(completion.count('a'))\n"
+        "def count(prompt, completion, row):\n    return sum(map(ord, completion)) % 7 / 7\n"
     )
     settings = {
         "output": tmp_path / "run",
