@@ -24,8 +24,9 @@ from minirl.algo.losses import Loss
 from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Chats
 from minirl.errors import require
+from minirl.minibatches import annotate_examples
 from minirl.parallel.machines import check_can_write, check_same
-from minirl.policy import Minibatch, Policy, annotate_examples
+from minirl.policy import Minibatch, Policy
 from minirl.reading import is_file, library_reads
 from minirl.reference import Reference
 from minirl.supervised import PairTrainer

@@ -17,7 +17,8 @@ from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config.supervised import KTOConfig
 from minirl.data.labelled import MATCHED, Labelled, open_labelled
-from minirl.policy import Metrics, Minibatch, make_minibatch
+from minirl.minibatches import make_minibatch
+from minirl.policy import Metrics, Minibatch
 from minirl.reference import Reference
 from minirl.supervised import SupervisedTrainer
 from minirl.types import Trajectory

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,9 +20,7 @@ from minirl.algo.losses import Loss
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.data.blocks import Layout
-from minirl.data.exchange import exchange
 from minirl.data.images import Vision
-from minirl.data.packing import pack, unpack
 from minirl.errors import require
 from minirl.log import Timer, say
 from minirl.model import build, families, loading, lora
@@ -33,7 +30,7 @@ from minirl.parallel.muon import Muon
 from minirl.parallel.offload import Sleeper
 from minirl.parallel.optimizer import Optimizer
 from minirl.parallel.regions import CheckpointSlice
-from minirl.types import Packed, Trajectory
+from minirl.types import Packed
 
 Metrics = dict[str, float]
 Minibatch = list[Packed]  # This rank's micro-batches of one optimizer step.
@@ -418,45 +415,3 @@ class Policy:
             }
 
         return self._merge(averaged(self.shards()), averaged(self.parameters()))
-
-
-def make_minibatch(
-    examples: list[Trajectory],
-    policy: Policy,
-    tokens_per_rank: int,
-    *,
-    pairs: bool = False,
-    single: bool = False,
-) -> Minibatch:
-    """Return this rank's micro-batches of one optimizer step. Collective.
-
-    Args:
-        examples: of this rank, any number; they are spread over all ranks.
-        policy: the model that will read them.
-        tokens_per_rank: token budget of a micro-batch.
-        pairs: every group is a pair, whose two sides stay in one micro-batch.
-        single: every answer counts on its own, as `pack` has it.
-    """
-    (minibatch,) = exchange(examples, policy.mesh, tokens_per_rank, whole_groups=pairs)
-    return [
-        pack(micro, policy.mesh.device, layout=policy.layout, pairs=pairs, single=single)
-        for micro in minibatch
-    ]
-
-
-def annotate_examples(
-    model: Policy, examples: list[Trajectory], tokens_per_rank: int
-) -> list[tuple[Trajectory, np.ndarray]]:
-    """Return the model's log-probs (or scores) of the examples of all ranks. Collective.
-
-    Returns:
-        (example, values [L] in the model's float dtype) on the ranks that computed them.
-    """
-    annotated: list[tuple[Trajectory, np.ndarray]] = []
-    (minibatch,) = exchange(examples, model.mesh, tokens_per_rank)
-    with model.inference():
-        for micro in minibatch:
-            batch = pack(micro, model.mesh.device, layout=model.layout)
-            values, _ = model.model(batch)
-            annotated += zip(micro, unpack(values, micro, batch), strict=True)
-    return annotated

@@ -31,12 +31,13 @@ from minirl.inputs import (
     make_scratch,
 )
 from minirl.log import Log
+from minirl.minibatches import make_minibatch
 from minirl.model import families
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.plan.shape import count_frozen
 from minirl.plan.workload import supervised_workload
-from minirl.policy import Metrics, Minibatch, Policy, make_minibatch
+from minirl.policy import Metrics, Minibatch, Policy
 from minirl.reference import Reference, is_base
 from minirl.row_checks import load_splits, marks_for_template, require_shown
 from minirl.schedule import learning_rate

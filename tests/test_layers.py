@@ -145,7 +145,11 @@ DOORS = {
         "model/build.py": None,
         "checkpoint/folder.py": {"split_torch_state_dict_into_shards"},
     },
-    "safetensors": {"model/weight_files.py": None, "checkpoint/*": None},
+    "safetensors": {
+        "model/weight_files.py": None,
+        "model/adapter_files.py": None,
+        "checkpoint/*": None,
+    },
     "torch.utils.tensorboard": {"log.py": None},
     "wandb": {"trackers.py": None},
     "trackio": {"trackers.py": None},

@@ -5,13 +5,12 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minirl.checkpoint.checksums import find_damage
 from minirl.checkpoint.failures import attempt, describe, require_written
-from minirl.checkpoint.finding import describe_damages, finished, newest_whole, read_best
 from minirl.checkpoint.folder import (
     FolderPlan,
     Reader,
@@ -19,15 +18,8 @@ from minirl.checkpoint.folder import (
     write_companions,
     write_files,
 )
-from minirl.checkpoint.reading import read_state, saved_shapes
-from minirl.config.named import check_run
-from minirl.config.parse import load_config
-from minirl.config.policy import PolicyConfig
-from minirl.config.shared import ExportConfig
-from minirl.errors import UserError, require
 from minirl.files import partial_of, publish_folder, sync_file, sync_files
-from minirl.log import say
-from minirl.model import adapter_files, build
+from minirl.model import adapter_files
 from minirl.parallel.collect import ShardedTensor, collect, regions_of_ranks
 from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import Mesh
@@ -154,19 +146,35 @@ def export_adapter(policy: Policy, folder: Path) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    is_first = policy.mesh.rank == 0
     policy.shards()  # which reshards the model
-    tensors = adapter_files.gather_adapter(policy.model, is_writer=is_first)
+    tensors = adapter_files.gather_adapter(policy.model, is_writer=policy.mesh.rank == 0)
+    described = adapter_files.describe(policy.model, policy.cfg.lora, policy.folder)
+    publish_adapter(tensors, described, folder, policy.mesh)
+
+
+def publish_adapter(
+    tensors: dict[str, Tensor], described: dict[str, Any], folder: Path, mesh: Mesh
+) -> None:
+    """Write an adapter beside its folder, and rename it. Collective; rank 0 writes.
+
+    Args:
+        tensors: of PEFT's file.
+        described: of PEFT's config.
+        folder: is there whole or not at all; one that is there is replaced.
+        mesh: the ranks.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     partial = partial_of(folder)
 
     def write() -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        described = adapter_files.describe(policy.model, policy.cfg.lora, policy.folder)
         adapter_files.write_adapter(tensors, described, partial)
         publish_folder(folder)
 
-    failure = policy.mesh.broadcast(attempt(write, 0) if is_first else "", 0)
+    failure = mesh.broadcast(attempt(write, 0) if mesh.rank == 0 else "", 0)
     require_written(folder, partial, [failure])
 
 
@@ -254,106 +262,3 @@ def _rounds(plan: FolderPlan, tensors: dict[str, Tensor], world_size: int) -> li
             rounds.append({rank: names.pop() for rank, names in queue_of_rank.items()})
             queue_of_rank = {rank: names for rank, names in queue_of_rank.items() if names}
     return rounds
-
-
-def choose(run: Path, step: int | None, best: bool) -> Path:
-    """Return the checkpoint that flags name; by default the newest.
-
-    Args:
-        run: the folder of a run.
-        step: the flag --step.
-        best: the flag --best.
-
-    Raises:
-        UserError: there is no such checkpoint.
-    """
-    check_run(run)
-    steps = finished(run)
-    require(
-        steps,
-        f"run = {run} has no finished checkpoint; checkpoint.every of the run says when there is "
-        "one",
-    )
-    require(
-        step is None or not best, f"--step {step} and --best name two checkpoints; give one of them"
-    )
-    if best:
-        try:
-            scored = read_best(run)
-        except ValueError as error:
-            raise UserError(f"--best: {error}; use --step, one of {list(steps)}") from error
-        if scored is None or scored["step"] not in steps:
-            raise UserError(
-                f"--best: no checkpoint of {run} is marked as the best, which "
-                f"checkpoint.best_metric asks for; use --step, one of {list(steps)}"
-            )
-        step = scored["step"]
-    elif step is None:
-        step = max(steps)
-    require(step in steps, f"--step {step}: {run} has no such checkpoint; use one of {list(steps)}")
-    return steps[step]
-
-
-def choose_whole(run: Path, step: int | None, best: bool, mesh: Mesh) -> Path:
-    """Return the checkpoint that flags name; without them the newest that is whole. Collective.
-
-    Raises:
-        UserError: there is no such checkpoint, or it is damaged.
-    """
-    chosen = choose(run, step, best)
-    if step is not None or best:
-        damage = find_damage(chosen, mesh)
-        require(not damage, f"{chosen} is damaged ({damage}); use another one of {run} by --step")
-        return chosen
-    whole, damages = newest_whole(run, mesh)
-    told = describe_damages(damages)
-    if whole is None:
-        raise UserError(f"no checkpoint of {run} is whole ({told})")
-    if damages and mesh.rank == 0:
-        say(f"exporting {whole}, because newer ones are damaged ({told})")
-    return whole
-
-
-def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
-    """Export a checkpoint of a run.
-
-    Each rank reads the weights of its own files: no model is built, no optimizer state is loaded.
-    Before that the ranks share the checkpoint's files and compare them with their checksums.
-
-    Raises:
-        UserError: there is no such checkpoint, it is damaged, or the output folder exists.
-    """
-    run = Path(cfg.run)
-    choose(run, cfg.step, cfg.best)
-    policy = load_config(PolicyConfig, str(run / "config.yaml"), section="policy")
-    if policy.model == "scratch":
-        source = run / "scratch"
-    else:
-        source = build.find_folder(policy.model, "policy.model")
-    if cfg.output:
-        _require_new(Path(cfg.output))
-    checkpoint = choose_whole(run, cfg.step, cfg.best, mesh)
-    output = Path(cfg.output or run / f"model-{checkpoint.name}")
-    _require_new(output)
-    mesh.barrier()  # all ranks have looked
-
-    shapes = saved_shapes(checkpoint)
-    if build.read_config(source).tie_word_embeddings:
-        shapes.pop("lm_head.weight", None)
-    dtype = getattr(torch, policy.dtype)
-    master_dtype = torch.promote_types(dtype, torch.float32)
-
-    def read(names: list[str]) -> dict[str, Tensor]:
-        whole = {name: torch.empty(shapes[name], dtype=master_dtype) for name in names}
-        read_state(checkpoint, {"model": whole}, alone=True)
-        return whole
-
-    exporter = Exporter(mesh)
-    exporter.write(plan_folder(source, shapes, dtype, mesh.world_size), output, read)
-    exporter.wait()
-    if mesh.rank == 0:
-        print(output)
-
-
-def _require_new(output: Path) -> None:
-    require(not output.exists(), f"--output {output} exists; name another folder or remove it")

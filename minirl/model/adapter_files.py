@@ -5,7 +5,9 @@ of experts it has a wrapper each (`target_parameters`), one around the other: A 
 [experts * rank, in], B is [out, rank * experts], with the expert as the last of its two dimensions.
 """
 
+import contextlib
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from minirl.config.lora import LoraConfig
 from minirl.errors import UserError, require
 from minirl.files import write_synced
+from minirl.model import lora
 from minirl.model.lora import FUSED, is_adapter, weight_of
 from minirl.parallel.fsdp import local, local_region
 from minirl.parallel.tensor import LORA_A, LORA_B
@@ -156,12 +159,7 @@ def read_settings(folder: Path, setting: str) -> LoraConfig:
     Raises:
         UserError: there is none, or it is of a kind that minirl has not.
     """
-    require(
-        is_adapter_folder(folder),
-        f"{setting} = {folder} has no {CONFIG}; give the folder of an adapter in PEFT's format",
-    )
-    with library_reads(f"{setting} = {folder}/{CONFIG}"):
-        described = json.loads((folder / CONFIG).read_text())
+    described = _read_config(folder, setting)
     for name, plain in (
         ("peft_type", "LORA"),
         ("use_dora", False),
@@ -176,11 +174,29 @@ def read_settings(folder: Path, setting: str) -> LoraConfig:
             f"{setting} = {folder}: {name} is {value!r} in its {CONFIG}, and minirl has only "
             f"{plain!r}",
         )
+    for name in ("r", "lora_alpha"):
+        require(name in described, f"{setting} = {folder}: its {CONFIG} says no {name}")
     return LoraConfig(
         rank=described["r"],
         alpha=described["lora_alpha"],
         use_rslora=described.get("use_rslora", False),
     )
+
+
+def base_of(folder: Path, setting: str) -> str:
+    """Return the model that an adapter says it adapts; empty: it says none."""
+    described = _read_config(folder, setting)
+    return described.get("base_model_name_or_path") or ""
+
+
+def _read_config(folder: Path, setting: str) -> dict[str, Any]:
+    """Return what PEFT's config says. Raises UserError if there is none."""
+    require(
+        is_adapter_folder(folder),
+        f"{setting} = {folder} has no {CONFIG}; give the folder of an adapter in PEFT's format",
+    )
+    with library_reads(f"{setting} = {folder}/{CONFIG}"):
+        return json.loads((folder / CONFIG).read_text())
 
 
 @torch.no_grad()
@@ -205,17 +221,62 @@ def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
             f"{setting} = {folder} has {name} {there}, and {section}.{name} is {here}; set "
             f"{section}.{name} {there}",
         )
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    fill_trained(lora.trained(model), folder, setting)
+
+
+@torch.no_grad()
+def fill_trained(trained: Mapping[str, Tensor], folder: Path, setting: str) -> None:
+    """Fill adapters, and what is trained whole, from PEFT's file.
+
+    Args:
+        trained: this rank's parts of them, by the model's names.
+        folder: of the adapter.
+        setting: of the folder, for messages.
+
+    Raises:
+        UserError: the file holds others, or cannot be read.
+    """
+    with _opened(folder, setting) as file:
+        _check_names(trained, set(file.keys()), f"{setting} = {folder}")
+        for name, p in trained.items():
+            _fill(name, p, file.get_tensor(name_in_file(name)), f"{setting} = {folder}")
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, setting: str) -> Iterator[Any]:
+    """Open an adapter's weights. Raises UserError if they cannot be read."""
     try:
         with safe_open(folder / WEIGHTS, "pt") as file:
-            _check_names(trained, set(file.keys()), f"{setting} = {folder}")
-            for name, p in trained.items():
-                _fill(name, p, file.get_tensor(name_in_file(name)), f"{setting} = {folder}")
+            yield file
     except (OSError, SafetensorError) as error:
         raise UserError(f"{setting} = {folder}: {WEIGHTS} cannot be read: {error}") from error
 
 
-def _check_names(trained: dict[str, nn.Parameter], there: set[str], place: str) -> None:
+def read_names(folder: Path, setting: str) -> tuple[list[str], list[str]]:
+    """Return what an adapter adapts: names of modules, and of weights that it holds whole.
+
+    Args:
+        folder: of the adapter.
+        setting: of the folder, for messages.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    with _opened(folder, setting) as file:
+        names = sorted(file.keys())
+    modules = set()
+    whole = []
+    for name in names:
+        in_model = name.removeprefix(PREFIX).removesuffix(".weight")
+        module, _, which = in_model.rpartition(".")
+        if which in (LORA_A, LORA_B):
+            modules.add(module.removesuffix(".base_layer"))
+        else:
+            whole.append(name.removeprefix(PREFIX))
+    return sorted(modules), whole
+
+
+def _check_names(trained: Mapping[str, Tensor], there: set[str], place: str) -> None:
     """Refuse files that hold others than the trained parameters. Raises UserError."""
     wanted = {name_in_file(name) for name in trained}
     missing = sorted(wanted - there)
@@ -228,7 +289,7 @@ def _check_names(trained: dict[str, nn.Parameter], there: set[str], place: str) 
     )
 
 
-def _fill(name: str, p: nn.Parameter, t: Tensor, place: str) -> None:
+def _fill(name: str, p: Tensor, t: Tensor, place: str) -> None:
     """Copy this rank's part of a tensor of the file. Raises UserError for another shape."""
     expected = list(to_file(name, torch.empty(p.shape, device="meta")).shape)
     require(

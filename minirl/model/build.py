@@ -28,7 +28,7 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.errors import UserError, require
 from minirl.model import attention, experts, families, fused, loading, lora, nf4
-from minirl.model.adapter_files import read_adapter
+from minirl.model.adapter_files import is_adapter_folder, read_adapter
 from minirl.model.freeze import freeze
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp, tensor
@@ -75,6 +75,11 @@ def find_folder(model: str, setting: str) -> Path:
             if isinstance(error, LocalEntryNotFoundError):
                 why = "the hub cannot be reached from here; download it elsewhere (hf download)"
             raise UserError(f"{setting} = {model!r} is no folder, and as a hub id {why}") from error
+    require(
+        not is_adapter_folder(folder) or list(folder.glob("config.json")),
+        f"{setting} = {folder} is an adapter; name the model that it adapts, and the adapter with "
+        "policy.lora.adapter, or merge the two (python -m minirl.checkpoint merge)",
+    )
     for needed, pattern in _NEEDED.items():
         require(list(folder.glob(pattern)), f"{setting} = {folder} has no {needed} ({pattern})")
     return folder

@@ -38,6 +38,11 @@ TOWER = "*visual*"  # Gets adapters by patterns only.
 FUSED = ("gate_up_proj", "down_proj")  # Tensors of experts.
 
 
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 def is_adapter(name: str) -> bool:
     """Return whether a parameter is of an adapter, by its name."""
     return name.endswith((LORA_A, LORA_B))
@@ -293,9 +298,7 @@ class Merged(Mapping[str, Tensor]):
             return shard
         values = self._base(name)
         if name in self.factors:
-            b, a = self.factors[name]
-            merged = values.to(b.dtype) + (b @ a) * self.adapters.scale
-            values = merged.to(values.dtype)
+            values = merge(values, *self.factors[name], self.adapters.scale)
         if not isinstance(shard, DTensor):
             return values
         return nf4.like(shard, values, shard.shape)
@@ -315,6 +318,19 @@ class Merged(Mapping[str, Tensor]):
     def __len__(self) -> int:
         """Return how many weights there are."""
         return len(self.shards)
+
+
+def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
+    """Return weight + scale B A, computed in the dtype of the factors, in that of the weight.
+
+    Args:
+        weight: [.., out, in].
+        b: [.., out, rank].
+        a: [.., rank, in].
+        scale: `Adapters.scale`.
+    """
+    merged = weight.to(b.dtype) + (b @ a) * scale
+    return merged.to(weight.dtype)
 
 
 def _whole(p: Tensor) -> Tensor:

@@ -164,6 +164,16 @@ def dequantise(packed: Packed, bits: Tensor, scales: Tensor, block: Tensor | Non
     return weight.view(shape).to(packed.dtype)
 
 
+def rounded(weight: Tensor) -> Tensor:
+    """Return a weight [.., out, in] as it is computed with when it is held in four bits."""
+    *rows, columns = weight.shape
+    packed = Packed(weight.shape, weight.dtype)
+    bits = torch.empty(*rows, columns // 2, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(*rows, columns // BLOCK, dtype=torch.uint8, device=weight.device)
+    fill(packed, weight, bits, scales)
+    return dequantise(packed, bits, scales)
+
+
 class _Product(torch.autograd.Function):
     """x times a packed weight, which has no gradient."""
 
