@@ -84,7 +84,7 @@ class Policy:
         self.timer = timer or Timer(mesh.device)
         self.trainable = trainable
         self.score = score
-        self.model = build.build_model(
+        self.model: build.CausalModel = build.build_model(
             cfg,
             folder,
             mesh,

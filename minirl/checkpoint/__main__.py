@@ -1,4 +1,4 @@
-"""Write a model of a checkpoint, or of an adapter; both also under torchrun:
+"""Write a model of a checkpoint, or of an adapter; both also under torchrun.
 
 python -m minirl.checkpoint export runs/mine --best
 python -m minirl.checkpoint merge runs/mine/adapter

@@ -178,7 +178,7 @@ class _Product(torch.autograd.Function):
     """x times a packed weight, which has no gradient."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, bits: Tensor, scales: Tensor, packed: Packed, multiply: Multiply
     ) -> Tensor:
         """Multiply by the dequantised weight, and keep the packed one."""
@@ -188,7 +188,7 @@ class _Product(torch.autograd.Function):
         return multiply(x, dequantise(packed, bits, scales))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple:
         """Dequantise again."""
         weight = dequantise(ctx.packed, *ctx.saved_tensors)
         return ctx.multiply(grad, weight.mT), None, None, None, None
