@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import resource
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -243,7 +243,7 @@ class TrainingRun:
             self.results.write(results.STOPPED, reason, self._summary(num_steps))
         self.log.close()
 
-    def export(self, name: str, weights: dict[str, Tensor] | None = None) -> None:
+    def export(self, name: str, weights: Mapping[str, Tensor] | None = None) -> None:
         """Begin to export the model, as it is now, to a folder of the run. Collective.
 
         The folder is there after `wait_for_export`, `save_if_due` or the next export.

@@ -4,6 +4,7 @@ they do not fit."""
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def fill(policy):
 
 def write(mesh, run, cfg, score=False):
     """Write a policy with adapters as a model, as an adapter and as a checkpoint."""
-    policy = Policy(cfg.policy, cfg.policy.model, mesh, score=score)
+    policy = Policy(cfg.policy, Path(cfg.policy.model), mesh, score=score)
     fill(policy)
     export(policy, run / "live")
     export_adapter(policy, run / "adapter")
@@ -60,7 +61,7 @@ def run_command(mesh, cfg):
 def config_of(folder, run, dtype, **lora):
     cfg = RLConfig(output=str(run))
     cfg.policy = PolicyConfig(
-        model=folder, dtype=dtype, lora=LoraConfig(**({"rank": 4, "alpha": 8} | lora))
+        model=str(folder), dtype=dtype, lora=LoraConfig(**({"rank": 4, "alpha": 8} | lora))
     )
     return cfg
 

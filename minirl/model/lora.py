@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +108,7 @@ def _pack_layers(
 ) -> None:
     """Let the matrices of the language model's layers be held in four bits."""
     for module_name in target_names(model, ["all-linear"], setting):
-        module = model.get_submodule(module_name)
+        module: Any = model.get_submodule(module_name)
         is_linear = isinstance(module, nn.Linear)
         here: dict[str, Packed] = {}
         for name in ("weight",) if is_linear else FUSED:
@@ -117,11 +118,10 @@ def _pack_layers(
             here[name] = nf4.pack(module, name, whole_name)
             adapters.packed[whole_name] = here[name]
         if not is_linear:  # for model/experts.py
-            module.adapters = adapters  # type: ignore[assignment]
-            module.packed = here  # type: ignore[assignment]
+            module.adapters = adapters
+            module.packed = here
         elif here:
-            forward = partial(_packed_forward, module, adapters, here["weight"])
-            module.forward = forward  # type: ignore[method-assign]
+            module.forward = partial(_packed_forward, module, adapters, here["weight"])
 
 
 def target_names(model: PreTrainedModel, targets: list[str], setting: str) -> list[str]:
