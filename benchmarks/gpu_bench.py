@@ -22,7 +22,7 @@ from minirl.config.parse import fill_config
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.data.packing import pack
-from minirl.model import build
+from minirl.model import build, loading
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh, join_world
 from minirl.plan.cards import Card
@@ -231,8 +231,8 @@ def random_weights() -> AbstractContextManager:
 def _fill_at_random(
     model: Any, folder: Path, device: torch.device, *, cpu_offload: bool = False
 ) -> None:
-    build.allocate(model, device, cpu_offload=cpu_offload)
-    for t in build.tensors(model).values():
+    loading.allocate(model, device, cpu_offload=cpu_offload)
+    for t in loading.tensors(model).values():
         if t.ndim == 1:  # a norm
             fsdp.local(t).fill_(1.0)
         else:

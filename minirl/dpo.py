@@ -24,9 +24,11 @@ from minirl.algo.losses import Loss
 from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Chats
 from minirl.errors import require
+from minirl.minibatches import annotate_examples
 from minirl.parallel.machines import check_can_write, check_same
-from minirl.policy import Minibatch, Policy, annotate_examples
+from minirl.policy import Minibatch, Policy
 from minirl.reading import is_file, library_reads
+from minirl.reference import Reference
 from minirl.supervised import PairTrainer
 from minirl.types import Trajectory
 
@@ -48,7 +50,7 @@ class Trainer(PairTrainer):
         with library_reads(f"reference_cache = {cache}"), np.load(cache) as arrays:
             json.loads(str(arrays["about"]))
 
-    def load_reference(self) -> Policy | None:
+    def load_reference(self) -> Reference | None:
         """Return the reference; None: the rows have its log-probs, from `reference_cache`.
 
         If there is no such file, one pass of the reference over all rows writes it. Raises
@@ -58,7 +60,7 @@ class Trainer(PairTrainer):
         folder = self.find_reference(cfg.reference)
         with self.timer.phase("reference"):
             if not cfg.reference_cache:
-                return self.load_model(cfg.policy, folder, trainable=False)
+                return self.make_reference(folder)
             cache = Path(cfg.reference_cache)
             contents = self._describe_cache(folder)
             # All do as rank 0, which wrote the file.

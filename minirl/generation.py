@@ -50,6 +50,7 @@ class Generation:
             policy.shards(),
             policy.parts(),
             self.engine,
+            read=policy.merged,
             check=cfg.debug.check_refit,
         )
         self.engine.sleep()

@@ -25,7 +25,7 @@ from minirl.envs.registry import make_env
 from minirl.errors import UserError, require
 from minirl.files import partial_of, publish_folder, sync_files
 from minirl.log import say
-from minirl.model import build, families, scratch
+from minirl.model import build, families, loading, scratch
 from minirl.model.weight_files import open_weights
 from minirl.parallel import tensor
 from minirl.parallel.machines import (
@@ -347,8 +347,8 @@ def check_head(folder: Path, setting: str) -> None:
     reward model would all be 0.
     """
     require(
-        build.SCORE in open_weights(folder),
-        f"{setting} = {folder} is no reward model: its weights have no {build.SCORE}; train one "
+        loading.SCORE in open_weights(folder),
+        f"{setting} = {folder} is no reward model: its weights have no {loading.SCORE}; train one "
         "with minirl.rm",
     )
 

@@ -17,7 +17,9 @@ from minirl.algo import preference
 from minirl.algo.losses import Loss
 from minirl.config.supervised import KTOConfig
 from minirl.data.labelled import MATCHED, Labelled, open_labelled
-from minirl.policy import Metrics, Minibatch, Policy, make_minibatch
+from minirl.minibatches import make_minibatch
+from minirl.policy import Metrics, Minibatch
+from minirl.reference import Reference
 from minirl.supervised import SupervisedTrainer
 from minirl.types import Trajectory
 
@@ -42,11 +44,11 @@ class Trainer(SupervisedTrainer):
         """Whether the loss compares with an estimate of the KL."""
         return self.cfg.algo.loss == "kto"
 
-    def load_reference(self) -> Policy:
+    def load_reference(self) -> Reference:
         """Return the reference."""
         folder = self.find_reference(self.cfg.reference)
         with self.timer.phase("reference"):
-            return self.load_model(self.cfg.policy, folder, trainable=False)
+            return self.make_reference(folder)
 
     def make_loss(self) -> Loss:
         """Return the loss of the config: KTO or APO-zero."""

@@ -7,12 +7,11 @@ import contextlib
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,19 +20,17 @@ from minirl.algo.losses import Loss
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.data.blocks import Layout
-from minirl.data.exchange import exchange
 from minirl.data.images import Vision
-from minirl.data.packing import pack, unpack
 from minirl.errors import require
 from minirl.log import Timer, say
-from minirl.model import build, families
+from minirl.model import build, families, loading, lora
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.muon import Muon
 from minirl.parallel.offload import Sleeper
 from minirl.parallel.optimizer import Optimizer
 from minirl.parallel.regions import CheckpointSlice
-from minirl.types import Packed, Trajectory
+from minirl.types import Packed
 
 Metrics = dict[str, float]
 Minibatch = list[Packed]  # This rank's micro-batches of one optimizer step.
@@ -64,6 +61,8 @@ class Policy:
         score: with a score head instead of the language model's (reward models, critics). Where
             others give log-probs, such a model gives scores.
         sequence_parallel: between tensor-parallel blocks each rank keeps its part of the tokens.
+        base: a policy with adapters, of the same folder, whose frozen weights this one computes
+            with. None: it holds its own.
         timer: gets the seconds of forward, backward and optimizer.
     """
 
@@ -76,6 +75,7 @@ class Policy:
         trainable: bool = True,
         score: bool = False,
         sequence_parallel: bool = False,
+        base: "Policy | None" = None,
         timer: Timer | None = None,
     ):
         self.cfg = cfg
@@ -84,9 +84,17 @@ class Policy:
         self.timer = timer or Timer(mesh.device)
         self.trainable = trainable
         self.score = score
-        self.model = build.build_model(
-            cfg, folder, mesh, trainable=trainable, score=score, sequence_parallel=sequence_parallel
+        self.model: build.CausalModel = build.build_model(
+            cfg,
+            folder,
+            mesh,
+            trainable=trainable,
+            score=score,
+            sequence_parallel=sequence_parallel,
+            base=base.model if base else None,
         )
+        # None: all weights are trained themselves.
+        self.adapters = self.model.adapters
         # Whether gradients stay whole on every rank until the last micro-batch of a step.
         trained = [p for p in self.model.parameters() if p.requires_grad]
         whole_bytes = sum(p.nbytes for p in trained) // mesh.tensor.size()
@@ -103,7 +111,7 @@ class Policy:
         self.optimizer = self._make_optimizer()
         self.num_updates = 0
         self.num_skipped = 0  # Updates in a row whose gradient was not finite.
-        self.sleeper = Sleeper(self.model, lambda: self.optimizer.tensors())
+        self.sleeper = Sleeper(self.model, self.model.shared, lambda: self.optimizer.tensors())
 
     def _make_optimizer(self) -> Optimizer:
         """Return Muon for the layers' matrices, if configured, and AdamW for everything else."""
@@ -240,7 +248,7 @@ class Policy:
             f"every update would be skipped from now on; go on from a checkpoint before, with a "
             f"{section}.lr below {lr:g}"
         )
-        gradients = {name: p.grad for name, p in self.shards().items() if p.grad is not None}
+        gradients = {name: p.grad for name, p in self.parameters().items() if p.grad is not None}
         wrong = self._names_of_not_finite(gradients)
         if not math.isfinite(loss):
             cause = f"the loss is {loss}"
@@ -267,7 +275,7 @@ class Policy:
         Args:
             consequence: what follows from it, and what to do.
         """
-        wrong = self._names_of_not_finite(self.shards())
+        wrong = self._names_of_not_finite(self.parameters())
         require(
             not wrong,
             f"after {self.num_updates} updates {len(wrong)} weights of {self.folder} are not "
@@ -348,10 +356,42 @@ class Policy:
         """Return this rank's part of all that a checkpoint holds, by the model's names.
 
         A tied head appears once, under the embedding's name. Call it between two steps: it
-        reshards the model, so that its parameters are those that the optimizer knows.
+        reshards the model, so that its parameters are those that the optimizer knows. Weights that
+        are held in four bits are on the meta device: `merged` has their values.
         """
         fsdp.reshard(self.model)
-        return build.tensors(self.model)
+        return loading.tensors(self.model)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return this rank's part of the model's parameters, and of the buffers of its files."""
+        fsdp.reshard(self.model)
+        return loading.parameters(self.model)
+
+    def merged(self) -> Mapping[str, Tensor]:
+        """Return what the engine and the files of a model get: `shards`, with adapters merged.
+
+        Collective. With adapters a shard is computed when it is asked for, from the adapters as
+        they are now.
+        """
+        return self._merge(self.shards(), self.parameters())
+
+    def _merge(
+        self, shards: dict[str, Tensor], parameters: dict[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        if self.adapters is None:
+            return shards
+        return lora.Merged(shards, parameters, self.adapters)
+
+    @contextlib.contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Compute as the base does inside the block, which has no backward."""
+        if self.adapters is None:
+            raise ValueError("this model has no adapters")
+        self.adapters.on = False
+        try:
+            yield
+        finally:
+            self.adapters.on = True
 
     def parts(self) -> dict[str, list[CheckpointSlice]]:
         """Return, by name of `shards`, the weights of a checkpoint's files that it is made of."""
@@ -360,57 +400,18 @@ class Policy:
             for name, shard in self.shards().items()
         }
 
-    def averages(self) -> dict[str, Tensor]:
+    def averages(self) -> Mapping[str, Tensor]:
         """Return the moving averages of `shards`, by name; only inside `state_awake`.
 
-        What was never updated is its own average: everything before the first update, buffers, and
-        what is frozen.
+        Collective. What was never updated is its own average: everything before the first update,
+        buffers, and what is frozen. Of adapters A and B are averaged, and then merged.
         """
         averages = self.optimizer.averages()
-        found = self.shards()
-        for name, p in found.items():
-            if isinstance(p, nn.Parameter) and p in averages:
-                found[name] = averages[p]
-        return found
 
+        def averaged(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {
+                name: averages[t] if isinstance(t, nn.Parameter) and t in averages else t
+                for name, t in tensors.items()
+            }
 
-def make_minibatch(
-    examples: list[Trajectory],
-    policy: Policy,
-    tokens_per_rank: int,
-    *,
-    pairs: bool = False,
-    single: bool = False,
-) -> Minibatch:
-    """Return this rank's micro-batches of one optimizer step. Collective.
-
-    Args:
-        examples: of this rank, any number; they are spread over all ranks.
-        policy: the model that will read them.
-        tokens_per_rank: token budget of a micro-batch.
-        pairs: every group is a pair, whose two sides stay in one micro-batch.
-        single: every answer counts on its own, as `pack` has it.
-    """
-    (minibatch,) = exchange(examples, policy.mesh, tokens_per_rank, whole_groups=pairs)
-    return [
-        pack(micro, policy.mesh.device, layout=policy.layout, pairs=pairs, single=single)
-        for micro in minibatch
-    ]
-
-
-def annotate_examples(
-    model: Policy, examples: list[Trajectory], tokens_per_rank: int
-) -> list[tuple[Trajectory, np.ndarray]]:
-    """Return the model's log-probs (or scores) of the examples of all ranks. Collective.
-
-    Returns:
-        (example, values [L] in the model's float dtype) on the ranks that computed them.
-    """
-    annotated: list[tuple[Trajectory, np.ndarray]] = []
-    (minibatch,) = exchange(examples, model.mesh, tokens_per_rank)
-    with model.inference():
-        for micro in minibatch:
-            batch = pack(micro, model.mesh.device, layout=model.layout)
-            values, _ = model.model(batch)
-            annotated += zip(micro, unpack(values, micro, batch), strict=True)
-    return annotated
+        return self._merge(averaged(self.shards()), averaged(self.parameters()))

@@ -34,6 +34,7 @@ from minirl.inputs import Inputs
 from minirl.parallel.mesh import Mesh
 from minirl.plan.workload import rl_workload
 from minirl.policy import Metrics, Minibatch, Policy
+from minirl.reference import Reference, is_base
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records
 from minirl.supervised import warm_start
@@ -91,7 +92,7 @@ class Trainer(Program):
         # `train` loads these two after the warm start, whose result they may begin with. They sleep
         # unless they work: then their shards are on the device beside the policy's, but never
         # beside the state of its optimizer.
-        self.ref: Policy | None = None
+        self.ref: Reference | None = None
         self.critic: Policy | None = None
         # Of the current step: prompts that dynamic sampling took, tokens that were thrown away.
         self.num_extra_prompts = 0
@@ -108,11 +109,7 @@ class Trainer(Program):
             return
         self.load_reference(first_step)
         if cfg.algo.advantage == "gae":
-            self.run.wait_for_export()  # the critic may begin as the result of the warm start
-            folder = self.inputs.critic or self.start_folder
-            self.critic = self.load_model(cfg.critic, folder, score=True)
-            self.run.attach("critic", self.critic)  # and go on with that of the checkpoint
-            self.critic.sleeper.sleep()
+            self.load_critic()
         self.run.begin("rl", self.num_steps)
 
         for step in range(first_step, self.num_steps):
@@ -252,9 +249,7 @@ class Trainer(Program):
         if algo.num_updates > 1 or algo.entropy_share or advantages.need_old_logprobs(algo):
             self.policy.annotate(minibatches, "old_logprobs")
         if self.ref:
-            self.ref.sleeper.wake_parameters()
-            self.ref.annotate(minibatches, "ref_logprobs")
-            self.ref.sleeper.sleep_parameters()
+            self.ref.annotate(minibatches)
         if self.critic:
             self.critic.sleeper.wake_parameters()
             self.critic.annotate(minibatches, "values")
@@ -376,10 +371,24 @@ class Trainer(Program):
         self.run.export("sft")  # written while RL begins, unless it begins with loading it
         return True
 
+    def load_critic(self) -> None:
+        """Load the critic, and go on with that of the checkpoint, if there is one."""
+        cfg = self.cfg.critic
+        self.run.wait_for_export()  # the critic may begin as the result of the warm start
+        folder = self.inputs.critic or self.start_folder
+        base = None
+        if cfg.share_base:
+            folder = self.policy.folder
+            base = self.policy
+        self.critic = self.load_model(cfg, folder, score=True, base=base)
+        self.run.attach("critic", self.critic)
+        self.critic.sleeper.sleep()
+
     def load_reference(self, step: int) -> None:
         """Load the frozen model that the KL is taken to, if the config asks for one.
 
         It is `ref.model`, or the policy as RL found it or as it was at its last refresh by `step`.
+        Where that is the base of a policy with adapters, nothing is loaded.
         """
         if not (self.cfg.algo.kl_coef or self.inputs.ref):
             return
@@ -388,8 +397,10 @@ class Trainer(Program):
         for n, refreshed in checkpoint.finished(self.run.output, "references").items():
             if n <= step:
                 folder = refreshed  # the newest one comes last
-        self.ref = self.load_model(self.cfg.policy, folder, trainable=False)
-        self.ref.sleeper.sleep()
+        model = None
+        if not is_base(self.policy, folder):
+            model = self.load_model(self.cfg.policy, folder, trainable=False)
+        self.ref = Reference(self.policy, model)
 
     def export_reference(self, step: int) -> None:
         """Begin to write the policy, as it is after `step` steps, as the reference. Collective."""

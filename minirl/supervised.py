@@ -31,12 +31,14 @@ from minirl.inputs import (
     make_scratch,
 )
 from minirl.log import Log
+from minirl.minibatches import make_minibatch
 from minirl.model import families
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.plan.shape import count_frozen
 from minirl.plan.workload import supervised_workload
-from minirl.policy import Metrics, Minibatch, Policy, make_minibatch
+from minirl.policy import Metrics, Minibatch, Policy
+from minirl.reference import Reference, is_base
 from minirl.row_checks import load_splits, marks_for_template, require_shown
 from minirl.schedule import learning_rate
 from minirl.throughput import count_work
@@ -172,9 +174,15 @@ class SupervisedTrainer(Program):
     def check_model(self) -> None:
         """Refuse a model that the program has no use for. Raises UserError."""
 
-    def load_reference(self) -> Policy | None:
+    def load_reference(self) -> Reference | None:
         """Load a frozen model beside the policy, before anything of the run is written."""
         return None
+
+    def make_reference(self, folder: Path) -> Reference:
+        """Return the reference that a folder has, loaded unless it is the policy's base."""
+        if is_base(self.policy, folder):
+            return Reference(self.policy, None)
+        return Reference(self.policy, self.load_model(self.cfg.policy, folder, trainable=False))
 
     def find_reference(self, model: str) -> Path:
         """Return the folder of `reference`; empty: that of the policy. Raises UserError."""
@@ -186,9 +194,7 @@ class SupervisedTrainer(Program):
         """Add the log-probs of the reference, which sleeps otherwise. Collective."""
         assert self.ref
         with self.timer.phase("annotate"):
-            self.ref.sleeper.wake_parameters()
-            self.ref.annotate([batches], "ref_logprobs")
-            self.ref.sleeper.sleep_parameters()
+            self.ref.annotate([batches])
 
     def make_loss(self) -> losses.Loss:
         """Return what is minimised."""

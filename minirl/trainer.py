@@ -9,13 +9,14 @@ import dataclasses
 import functools
 import resource
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from minirl import checkpoint, report, results, throughput
 from minirl.checkpoint import changes, lock
+from minirl.checkpoint.exporting import export_adapter
 from minirl.config.parse import save_config
 from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.config.shared import TrainingConfig
@@ -242,7 +243,7 @@ class TrainingRun:
             self.results.write(results.STOPPED, reason, self._summary(num_steps))
         self.log.close()
 
-    def export(self, name: str, weights: dict[str, Tensor] | None = None) -> None:
+    def export(self, name: str, weights: Mapping[str, Tensor] | None = None) -> None:
         """Begin to export the model, as it is now, to a folder of the run. Collective.
 
         The folder is there after `wait_for_export`, `save_if_due` or the next export.
@@ -318,6 +319,8 @@ class TrainingRun:
             "checkpoint before"
         )
         self.export("model")
+        if self.policy.adapters:
+            export_adapter(self.policy, self.output / "adapter")
         if self.cfg.policy.ema_decay:
             with self.policy.state_awake():
                 self.export("model_ema", self.policy.averages())
@@ -384,7 +387,13 @@ class Program(abc.ABC):
                 say(line)
 
     def load_model(
-        self, cfg: PolicyConfig, folder: Path, *, trainable: bool = True, score: bool = False
+        self,
+        cfg: PolicyConfig,
+        folder: Path,
+        *,
+        trainable: bool = True,
+        score: bool = False,
+        base: Policy | None = None,
     ) -> Policy:
         """Load a model onto the mesh of the run; arguments as `Policy` has them."""
         if cfg.activation_checkpointing == "auto":
@@ -396,6 +405,7 @@ class Program(abc.ABC):
             trainable=trainable,
             score=score,
             sequence_parallel=self.cfg.parallel.sequence,
+            base=base,
             timer=self.timer,
         )
 

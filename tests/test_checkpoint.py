@@ -23,7 +23,7 @@ from harness import RankFailed, ranks
 from minirl import checkpoint
 from minirl.algo import losses
 from minirl.checkpoint import state as state_module
-from minirl.checkpoint.exporting import choose, export_checkpoint
+from minirl.checkpoint.commands import choose, export_checkpoint
 from minirl.checkpoint.state import find_best, state_dict_of
 from minirl.config.parse import save_config
 from minirl.config.policy import ParallelConfig, PolicyConfig

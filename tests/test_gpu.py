@@ -412,7 +412,7 @@ def test_what_sleeps_leaves_the_device():
     state = [torch.randn(2048, 2048, device="cuda")]
     view = model.weight.view(-1)
     wanted = model.weight.detach().clone(), state[0].clone()
-    sleeper = Sleeper(model, lambda: state)
+    sleeper = Sleeper(model, set(), lambda: state)
     torch.cuda.synchronize()
     awake = torch.cuda.memory_allocated()
     sleeper.sleep()

@@ -24,7 +24,7 @@ from minirl.data.blocks import Layout
 from minirl.data.packing import pack
 from minirl.data.turns import encode_chat
 from minirl.errors import UserError
-from minirl.model import attention, build, families, kernels, logprob, scratch
+from minirl.model import attention, build, families, kernels, loading, logprob, scratch
 from minirl.parallel import fsdp
 from minirl.policy import Policy
 from test_packing import groups, seen
@@ -560,7 +560,7 @@ def test_weights_that_do_not_fit_the_config_are_refused_by_name(tmp_path, change
         tensors[name] = torch.zeros(2)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError) as error:
-        build.load_weights(meta_model(folder), folder, CPU)
+        loading.load_weights(meta_model(folder), folder, CPU)
     message = str(error.value)
     assert f"policy.model = {folder}: the weights do not fit its config.json" in message
     assert name in message
@@ -586,7 +586,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path):
     folder = tiny.make(tmp_path / "model", "llama")
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
     with pytest.raises(UserError, match=r"cannot read .*model\.safetensors"):
-        build.load_weights(meta_model(folder), folder, CPU)
+        loading.load_weights(meta_model(folder), folder, CPU)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from harness import RankFailed, ranks
 from in_memory import ALONE, memory_rows, read_all
 from minirl import checkpoint, dpo, rm
 from minirl.algo import preference
-from minirl.checkpoint.exporting import export_checkpoint
+from minirl.checkpoint.commands import export_checkpoint
 from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.shared import ExportConfig, RewardConfig

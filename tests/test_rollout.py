@@ -27,8 +27,8 @@ from minirl.data.images import Vision, attach
 from minirl.data.packing import pack
 from minirl.data.prompts import Prompts
 from minirl.envs.registry import make_env
-from minirl.model.build import fill_shard, open_weights
 from minirl.model.families import FAMILIES as ALL_FAMILIES
+from minirl.model.loading import fill_shard, open_weights
 from minirl.parallel.fsdp import local_region
 from minirl.policy import Policy
 from minirl.rewards.functions import make_rewards

@@ -25,7 +25,7 @@ import tiny
 from harness import RankFailed, ranks, two_at_once
 from minirl import checkpoint, inputs, log
 from minirl.checkpoint import changes, checksums, finding, lock, reading, state
-from minirl.checkpoint.exporting import export_checkpoint
+from minirl.checkpoint.commands import export_checkpoint
 from minirl.config.parse import save_config
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig

@@ -31,8 +31,9 @@ from minirl.data.order import Order
 from minirl.data.packing import pack
 from minirl.data.split import read_rows
 from minirl.errors import UserError
+from minirl.minibatches import make_minibatch
 from minirl.model.scratch import make_tokenizer
-from minirl.policy import Policy, make_minibatch
+from minirl.policy import Policy
 from minirl.supervised import SupervisedTrainer
 from minirl.types import Trajectory
 from programs import fork, torchrun

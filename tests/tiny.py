@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils.logging import disable_progress_bar
 
 from minirl.data.images import to_url
-from minirl.model import build
+from minirl.model import loading
 from minirl.model.scratch import make_tokenizer
 
 COMMON = {
@@ -252,7 +252,7 @@ def make_vision(
 def load_counting_bytes(model, folder, device):
     """Load weights, and return the bytes read from files."""
     num_bytes = []
-    view_of = build.view_of
+    view_of = loading.view_of
 
     def counting_view_of(t, *region):
         view = view_of(t, *region)
@@ -260,6 +260,6 @@ def load_counting_bytes(model, folder, device):
             num_bytes.append(view.nbytes)
         return view
 
-    with mock.patch.object(build, "view_of", counting_view_of):
-        build.load_weights(model, folder, device)
+    with mock.patch.object(loading, "view_of", counting_view_of):
+        loading.load_weights(model, folder, device)
     return sum(num_bytes)

@@ -1,7 +1,16 @@
-"""Export a checkpoint: `python -m minirl.checkpoint export runs/mine --best`, or under torchrun."""
+"""Write a model of a checkpoint, or of an adapter; both also under torchrun.
+
+python -m minirl.checkpoint export runs/mine --best
+python -m minirl.checkpoint merge runs/mine/adapter
+"""
+
+import sys
 
 from minirl import cli
-from minirl.config.shared import ExportConfig
+from minirl.config.shared import ExportConfig, MergeConfig
 
 if __name__ == "__main__":
-    cli.run(ExportConfig, "minirl.checkpoint.exporting:export_checkpoint")
+    if "merge" in sys.argv[1:2]:
+        cli.run(MergeConfig, "minirl.checkpoint.commands:merge")
+    else:
+        cli.run(ExportConfig, "minirl.checkpoint.commands:export_checkpoint")

@@ -2,16 +2,15 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minirl.checkpoint.checksums import find_damage
 from minirl.checkpoint.failures import attempt, describe, require_written
-from minirl.checkpoint.finding import describe_damages, finished, newest_whole, read_best
 from minirl.checkpoint.folder import (
     FolderPlan,
     Reader,
@@ -19,15 +18,8 @@ from minirl.checkpoint.folder import (
     write_companions,
     write_files,
 )
-from minirl.checkpoint.reading import read_state, saved_shapes
-from minirl.config.named import check_run
-from minirl.config.parse import load_config
-from minirl.config.policy import PolicyConfig
-from minirl.config.shared import ExportConfig
-from minirl.errors import UserError, require
 from minirl.files import partial_of, publish_folder, sync_file, sync_files
-from minirl.log import say
-from minirl.model import build
+from minirl.model import adapter_files
 from minirl.parallel.collect import ShardedTensor, collect, regions_of_ranks
 from minirl.parallel.fsdp import local
 from minirl.parallel.mesh import Mesh
@@ -38,7 +30,7 @@ def export(
     policy: Policy,
     folder: Path,
     *,
-    weights: dict[str, Tensor] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
     max_file_gb: float = 4.0,
 ) -> None:
     """Write a Hugging Face folder that `transformers` and vLLM load. Collective.
@@ -70,7 +62,7 @@ class Exporter:
         policy: Policy,
         folder: Path,
         *,
-        weights: dict[str, Tensor] | None = None,
+        weights: Mapping[str, Tensor] | None = None,
         max_file_gb: float = 4.0,
     ) -> None:
         """Copy a model to its writers and begin to write it, after any export under way.
@@ -144,8 +136,50 @@ class Exporter:
         require_written(self.folder, partial_of(self.folder), failures)
 
 
+def export_adapter(policy: Policy, folder: Path) -> None:
+    """Write the adapters of a policy in PEFT's format. Collective.
+
+    Args:
+        policy: has adapters.
+        folder: is there whole or not at all; one that is there is replaced.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    policy.shards()  # which reshards the model
+    tensors = adapter_files.gather_adapter(policy.model, is_writer=policy.mesh.rank == 0)
+    described = adapter_files.describe(policy.model, policy.cfg.lora, policy.folder)
+    publish_adapter(tensors, described, folder, policy.mesh)
+
+
+def publish_adapter(
+    tensors: dict[str, Tensor], described: dict[str, Any], folder: Path, mesh: Mesh
+) -> None:
+    """Write an adapter beside its folder, and rename it. Collective; rank 0 writes.
+
+    Args:
+        tensors: of PEFT's file.
+        described: of PEFT's config.
+        folder: is there whole or not at all; one that is there is replaced.
+        mesh: the ranks.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    partial = partial_of(folder)
+
+    def write() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        adapter_files.write_adapter(tensors, described, partial)
+        publish_folder(folder)
+
+    failure = mesh.broadcast(attempt(write, 0) if mesh.rank == 0 else "", 0)
+    require_written(folder, partial, [failure])
+
+
 def copy_model(
-    policy: Policy, *, weights: dict[str, Tensor] | None = None, max_file_gb: float = 4.0
+    policy: Policy, *, weights: Mapping[str, Tensor] | None = None, max_file_gb: float = 4.0
 ) -> tuple[FolderPlan, Reader]:
     """Copy to host memory what each rank will write of a model's folder. Collective.
 
@@ -155,11 +189,12 @@ def copy_model(
         The plan of the folder, and what returns the tensors of this rank's files, each once.
     """
     mesh = policy.mesh
-    tensors = weights or policy.shards()
-    shapes = {name: t.shape for name, t in tensors.items()}
+    tensors = weights or policy.merged()
+    shards = policy.shards()
+    shapes = {name: t.shape for name, t in shards.items()}
     dtype = getattr(torch, policy.cfg.dtype)
     plan = plan_folder(policy.folder, shapes, dtype, mesh.world_size, max_file_gb)
-    own = collect_own(plan, tensors, mesh)
+    own = collect_own(plan, shards, tensors, mesh)
 
     def read(names: list[str]) -> dict[str, Tensor]:
         return {name: own.pop(name) for name in names}  # freed when its file is written
@@ -184,22 +219,25 @@ def write_own(plan: FolderPlan, folder: Path, rank: int, read: Reader) -> None:
         sync_files(folder)
 
 
-def collect_own(plan: FolderPlan, tensors: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+def collect_own(
+    plan: FolderPlan, shards: dict[str, Tensor], values: Mapping[str, Tensor], mesh: Mesh
+) -> dict[str, Tensor]:
     """Return a copy of the tensors that this rank writes, whole and in host memory. Collective.
 
     A rank receives these and no others. On the device one of them is whole at a time.
 
     Args:
         plan: which rank writes which tensor.
-        tensors: this rank's parts of all of them, by name.
+        shards: this rank's parts of all of them, by name, for their shapes and dtypes.
+        values: the same with the values that are written.
         mesh: the ranks.
     """
-    regions = dict(zip(tensors, regions_of_ranks(list(tensors.values()), mesh), strict=True))
+    regions = dict(zip(shards, regions_of_ranks(list(shards.values()), mesh), strict=True))
     own = {}
-    for names in _rounds(plan, tensors, mesh.world_size):
+    for names in _rounds(plan, shards, mesh.world_size):
         wanted = {}
         for rank, name in names.items():
-            t = tensors[name]
+            t = values[name]
             shard = local(t.detach()).to(mesh.device, plan.dtype_in_file(name, t.dtype))
             wanted[rank] = ShardedTensor(t.shape, shard, regions[name])
         whole = collect(wanted, mesh)
@@ -224,106 +262,3 @@ def _rounds(plan: FolderPlan, tensors: dict[str, Tensor], world_size: int) -> li
             rounds.append({rank: names.pop() for rank, names in queue_of_rank.items()})
             queue_of_rank = {rank: names for rank, names in queue_of_rank.items() if names}
     return rounds
-
-
-def choose(run: Path, step: int | None, best: bool) -> Path:
-    """Return the checkpoint that flags name; by default the newest.
-
-    Args:
-        run: the folder of a run.
-        step: the flag --step.
-        best: the flag --best.
-
-    Raises:
-        UserError: there is no such checkpoint.
-    """
-    check_run(run)
-    steps = finished(run)
-    require(
-        steps,
-        f"run = {run} has no finished checkpoint; checkpoint.every of the run says when there is "
-        "one",
-    )
-    require(
-        step is None or not best, f"--step {step} and --best name two checkpoints; give one of them"
-    )
-    if best:
-        try:
-            scored = read_best(run)
-        except ValueError as error:
-            raise UserError(f"--best: {error}; use --step, one of {list(steps)}") from error
-        if scored is None or scored["step"] not in steps:
-            raise UserError(
-                f"--best: no checkpoint of {run} is marked as the best, which "
-                f"checkpoint.best_metric asks for; use --step, one of {list(steps)}"
-            )
-        step = scored["step"]
-    elif step is None:
-        step = max(steps)
-    require(step in steps, f"--step {step}: {run} has no such checkpoint; use one of {list(steps)}")
-    return steps[step]
-
-
-def choose_whole(run: Path, step: int | None, best: bool, mesh: Mesh) -> Path:
-    """Return the checkpoint that flags name; without them the newest that is whole. Collective.
-
-    Raises:
-        UserError: there is no such checkpoint, or it is damaged.
-    """
-    chosen = choose(run, step, best)
-    if step is not None or best:
-        damage = find_damage(chosen, mesh)
-        require(not damage, f"{chosen} is damaged ({damage}); use another one of {run} by --step")
-        return chosen
-    whole, damages = newest_whole(run, mesh)
-    told = describe_damages(damages)
-    if whole is None:
-        raise UserError(f"no checkpoint of {run} is whole ({told})")
-    if damages and mesh.rank == 0:
-        say(f"exporting {whole}, because newer ones are damaged ({told})")
-    return whole
-
-
-def export_checkpoint(cfg: ExportConfig, mesh: Mesh) -> None:
-    """Export a checkpoint of a run.
-
-    Each rank reads the weights of its own files: no model is built, no optimizer state is loaded.
-    Before that the ranks share the checkpoint's files and compare them with their checksums.
-
-    Raises:
-        UserError: there is no such checkpoint, it is damaged, or the output folder exists.
-    """
-    run = Path(cfg.run)
-    choose(run, cfg.step, cfg.best)
-    policy = load_config(PolicyConfig, str(run / "config.yaml"), section="policy")
-    if policy.model == "scratch":
-        source = run / "scratch"
-    else:
-        source = build.find_folder(policy.model, "policy.model")
-    if cfg.output:
-        _require_new(Path(cfg.output))
-    checkpoint = choose_whole(run, cfg.step, cfg.best, mesh)
-    output = Path(cfg.output or run / f"model-{checkpoint.name}")
-    _require_new(output)
-    mesh.barrier()  # all ranks have looked
-
-    shapes = saved_shapes(checkpoint)
-    if build.read_config(source).tie_word_embeddings:
-        shapes.pop("lm_head.weight", None)
-    dtype = getattr(torch, policy.dtype)
-    master_dtype = torch.promote_types(dtype, torch.float32)
-
-    def read(names: list[str]) -> dict[str, Tensor]:
-        whole = {name: torch.empty(shapes[name], dtype=master_dtype) for name in names}
-        read_state(checkpoint, {"model": whole}, alone=True)
-        return whole
-
-    exporter = Exporter(mesh)
-    exporter.write(plan_folder(source, shapes, dtype, mesh.world_size), output, read)
-    exporter.wait()
-    if mesh.rank == 0:
-        print(output)
-
-
-def _require_new(output: Path) -> None:
-    require(not output.exists(), f"--output {output} exists; name another folder or remove it")

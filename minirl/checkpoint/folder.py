@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from minirl.data import chat
-from minirl.model import build, families
+from minirl.model import build, families, loading
 from minirl.parallel.regions import CheckpointSlice
 
 # By names of the model's tensors: these tensors, whole and in host memory.
@@ -126,7 +126,7 @@ def write_companions(plan: FolderPlan, folder: Path) -> None:
     config = build.read_config(source)
     config.dtype = plan.dtype
     tokenizer = AutoTokenizer.from_pretrained(source)
-    if build.SCORE in plan.shapes:
+    if loading.SCORE in plan.shapes:
         config.architectures = [families.score_class(config, str(source))]
         config.num_labels = 1
         stops = chat.stop_token_ids(tokenizer, source)

@@ -4,28 +4,25 @@ A checkpoint is written beside its final name, brought to the disk, and renamed 
 done. Its last file lists sizes and checksums of the others (checksums.py).
 """
 
-import base64
 import contextlib
 import json
 import math
-import random
 import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from minirl.checkpoint.checksums import StateWriter, write_checksums
 from minirl.checkpoint.exporting import copy_model, write_own
 from minirl.checkpoint.failures import attempt, require_written
 from minirl.checkpoint.finding import find_best, finished, read_best
+from minirl.checkpoint.random_states import random_states, set_random_states
 from minirl.checkpoint.reading import read_state, saved_shapes
 from minirl.config.shared import CheckpointConfig
 from minirl.errors import UserError, require
@@ -171,7 +168,7 @@ class Saver(contextlib.AbstractContextManager):
         require_written(final, partial, self.mesh.gather(failure))
 
         def write_own() -> None:
-            write(f"random-{rank}.json", json.dumps(_random_states()))
+            write(f"random-{rank}.json", json.dumps(random_states()))
             write(f"rollouts-{rank}.jsonl", "".join(f"{line}\n" for line in self.rollouts()))
 
         require_written(final, partial, self.mesh.gather(attempt(write_own, rank)))
@@ -276,39 +273,6 @@ class Saver(contextlib.AbstractContextManager):
                     error.add_note(str(failure))
 
 
-def _random_states() -> dict:
-    """Return the state of every generator that a run may draw from, as JSON has it."""
-    version, python_state, gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state()
-    states = {
-        "python": [version, list(python_state), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "torch": _to_text(torch.get_rng_state()),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = _to_text(torch.cuda.get_rng_state())
-    return states
-
-
-def _set_random_states(states: dict) -> None:
-    """Set every generator to its state in a checkpoint."""
-    version, python_state, gauss = states["python"]
-    random.setstate((version, tuple(python_state), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
-    torch.set_rng_state(_from_text(states["torch"]))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_from_text(states["cuda"]))
-
-
-def _to_text(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _from_text(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
 def load_checkpoint(checkpoint: Path, policy: Policy) -> dict:
     """Restore policy, optimizer and random state.
 
@@ -322,7 +286,7 @@ def load_checkpoint(checkpoint: Path, policy: Policy) -> dict:
     path = checkpoint / f"random-{policy.mesh.rank}.json"
     if path.exists():  # or else the run has more ranks now: the new ones start from their seed
         try:
-            _set_random_states(json.loads(path.read_bytes()))
+            set_random_states(json.loads(path.read_bytes()))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(
                 f"resume: {path} holds no states of random generators ({type(error).__name__}: "
@@ -401,6 +365,7 @@ def restore(checkpoint: Path, policy: Policy, name: str = "policy") -> dict:
             policy.optimizer.parts,
             model_state_dict=weights,
             optim_state_dict=state[f"{prefix}optimizer"],
+            options=_state_options(policy),
         )
     if not saved["stepped"]:
         policy.forget_optimizer_state()
@@ -420,8 +385,19 @@ def state_dict_of(policy: Policy, prefix: str = "") -> dict[str, dict]:
     if for a step with gradients of 0. It is saved, so that all checkpoints look alike, and has to
     be forgotten afterwards: AdamW's next step would be its second.
     """
-    model, optimizer = get_state_dict(policy.model, policy.optimizer.parts)
+    model, optimizer = get_state_dict(
+        policy.model, policy.optimizer.parts, options=_state_options(policy)
+    )
     return {f"{prefix}model": model, f"{prefix}optimizer": optimizer}
+
+
+def _state_options(policy: Policy) -> StateDictOptions:
+    """Return what a checkpoint holds of a model: of one with adapters, only what is trained.
+
+    All else is in the model's folder, and never changes.
+    """
+    is_adapted = policy.adapters is not None
+    return StateDictOptions(ignore_frozen_params=is_adapted, strict=not is_adapted)
 
 
 def _describe(policy: Policy) -> dict:
@@ -433,10 +409,11 @@ def _describe(policy: Policy) -> dict:
     config = policy.model.config
     text = config.get_text_config()
     average = " with a moving average" if policy.cfg.ema_decay else ""
+    adapters = f", adapters of rank {policy.adapters.rank}" if policy.adapters else ""
     return {
         "num_updates": policy.num_updates,
         "stepped": policy.optimizer.stepped,
         "optimizer": policy.cfg.optimizer + average,
         "model": f"{config.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, "
-        f"vocabulary {text.vocab_size}",
+        f"vocabulary {text.vocab_size}{adapters}",
     }

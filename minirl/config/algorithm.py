@@ -1,5 +1,6 @@
 """What cannot work together in the algorithm of RL: its sections `algo`, `critic` and `ref`."""
 
+from minirl.config.adapters import validate_lora, validate_shared_base
 from minirl.config.lengths import validate_schedule, validate_warmup
 from minirl.config.rl import RLConfig
 from minirl.errors import require
@@ -54,6 +55,8 @@ def validate_critic(cfg: RLConfig) -> None:
     if not cfg.num_epochs:  # or else it depends on the number of rows
         validate_warmup(cfg, cfg.num_steps)
     validate_schedule(critic, "critic")
+    validate_lora(critic, "critic", cfg.parallel.tensor)
+    validate_shared_base(cfg)
 
     require(
         critic.ema_decay == 0,
@@ -90,6 +93,13 @@ def validate_reference(cfg: RLConfig) -> None:
             f"{setting} has no effect while algo.kl_coef = {algo.kl_coef}: no KL is computed and "
             "no reference is loaded; set algo.kl_coef above 0",
         )
+
+    rank = cfg.policy.lora.rank
+    require(
+        not (ref.every and rank),
+        f"ref.every = {ref.every} would make the adapted policy the reference, and with "
+        f"policy.lora.rank = {rank} that is the policy without its adapters; leave ref.every at 0",
+    )
 
     require(
         not (ref.every and ref.model),

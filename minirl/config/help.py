@@ -25,6 +25,7 @@ COMMON = {
     "model": "folder or hub id",
     "reference": "folder or hub id of the frozen reference",
     "policy.model": "folder or hub id",
+    "policy.lora.rank": "of low-rank adapters; 0: all weights are trained",
     "policy.lr": "learning rate",
     "policy.lr_schedule": "of the learning rate",
     "policy.lr_warmup_ratio": "share of all steps",

@@ -13,6 +13,7 @@ from minirl.config.rl import RLConfig
 from minirl.config.shared import (
     EvaluateConfig,
     ExportConfig,
+    MergeConfig,
     RowsConfig,
     SamplingConfig,
     TrainingConfig,
@@ -91,7 +92,7 @@ def _models(cfg: object) -> Iterable[tuple[str, str]]:
         yield "critic.model", cfg.critic.model
     if isinstance(cfg, DPOConfig | KTOConfig):
         yield "reference", cfg.reference
-    if isinstance(cfg, EvaluateConfig | ServeConfig):
+    if isinstance(cfg, EvaluateConfig | ServeConfig | MergeConfig):
         yield "model", cfg.model
 
 

@@ -14,6 +14,7 @@ from minirl.config.bounds import (
     Share,
     Size,
 )
+from minirl.config.lora import LoraConfig
 
 Checkpointing = Literal["auto", "off", "selective", "full"]
 LearningRateSchedule = Literal["constant", "linear", "cosine", "wsd"]
@@ -76,6 +77,7 @@ class PolicyConfig:
     #: the tower for images of most models that have one. They have no gradient and no optimizer
     #: state, and are exported as they were.
     freeze: list[str] = field(default_factory=list)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     #: Decay of an exponential moving average of the weights, written to <output>/model_ema at the
     #: end. It rises to this value as (1 + n) / (10 + n) over n updates. 0: no average.
     ema_decay: Decay = 0.0

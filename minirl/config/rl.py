@@ -136,6 +136,10 @@ class CriticConfig(PolicyConfig):
     #: Folder or hub id with the policy's vocabulary: a reward model, or a language model (its score
     #: head starts at 0). Empty: the policy before RL.
     model: str = ""
+    #: Hold no base of its own, but the policy's: the critic is then adapters (critic.lora) and a
+    #: score head on the frozen model that policy.lora adapts, also after a warm start. It saves the
+    #: memory of a second base.
+    share_base: bool = False
     lr: NonNegative = 5e-6  # Learning rate.
     warmup_steps: NonNegativeInt = 0  # RL steps in which only the critic learns.
     #: How far values may move from those that advantages were made with. 0: no bound.

@@ -7,6 +7,7 @@ config.
 
 import copy
 
+from minirl.config.adapters import validate_lora
 from minirl.config.algorithm import validate_algorithm, validate_critic, validate_reference
 from minirl.config.lengths import validate_length, validate_schedule
 from minirl.config.policy import ParallelConfig
@@ -239,6 +240,7 @@ def _training(
     validate_parallel(cfg.parallel, world_size)
     _budget(cfg, setting, longest)
     validate_schedule(cfg.policy, "policy")
+    validate_lora(cfg.policy, "policy", cfg.parallel.tensor)
 
     require(
         not cfg.policy.cpu_offload or cfg.policy.optimizer_state != "offload",

@@ -5,7 +5,6 @@ Build on the meta device, shard by FSDP2, and let each rank read its own slices 
 
 import functools
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,19 +27,17 @@ from minirl.config.named import check_model
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.errors import UserError, require
-from minirl.model import attention, experts, families, fused
+from minirl.model import attention, experts, families, fused, loading, lora, nf4
+from minirl.model.adapter_files import is_adapter_folder, read_adapter
 from minirl.model.freeze import freeze
 from minirl.model.logprob import logprob_entropy
-from minirl.model.weight_files import check_floats, file_of, open_weights
 from minirl.parallel import fsdp, tensor
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
-from minirl.parallel.regions import CheckpointSlice, intersect, view_of
 from minirl.parallel.tensor import TensorParallel
 from minirl.reading import library_reads
 from minirl.types import Packed
 
-SCORE = "score.weight"
 # What a model's folder must hold -> the pattern of its files.
 _NEEDED = {"config.json": "config.json", "weights": "*.safetensors", "tokenizer": "tokenizer*"}
 # Operators whose results selective checkpointing keeps: those that take time.
@@ -78,6 +75,11 @@ def find_folder(model: str, setting: str) -> Path:
             if isinstance(error, LocalEntryNotFoundError):
                 why = "the hub cannot be reached from here; download it elsewhere (hf download)"
             raise UserError(f"{setting} = {model!r} is no folder, and as a hub id {why}") from error
+    require(
+        not is_adapter_folder(folder) or list(folder.glob("config.json")),
+        f"{setting} = {folder} is an adapter; name the model that it adapts, and the adapter with "
+        "policy.lora.adapter, or merge the two (python -m minirl.checkpoint merge)",
+    )
     for needed, pattern in _NEEDED.items():
         require(list(folder.glob(pattern)), f"{setting} = {folder} has no {needed} ({pattern})")
     return folder
@@ -108,6 +110,8 @@ class CausalModel(PreTrainedModel):
     model: Any  # Its layers; for a model that reads images, `visual` and `language_model`.
     lm_head: nn.Linear
     score: ScoreHead  # Instead of `lm_head`.
+    adapters: lora.Adapters | None  # None: it has none.
+    shared: set[str]  # Names of parameters that are another model's, too, which holds them.
     set_requires_gradient_sync: Callable[[bool], None]  # Of FSDPModule, as the next.
     set_requires_all_reduce: Callable[[bool], None]
 
@@ -118,134 +122,6 @@ def layers(model: nn.Module) -> list[nn.Module]:
     These are the layers of the language model and of a tower for images.
     """
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the few buffers that are no function of the config: a router's correction."""
-    persistent = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                persistent[f"{prefix}.{name}"] = buffer
-    return persistent
-
-
-def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return all that a checkpoint holds. A tied head appears once, under the embedding's name."""
-    return dict(model.named_parameters()) | buffers(model)
-
-
-@torch.no_grad()
-def load_weights(
-    model: PreTrainedModel, folder: Path, device: torch.device, *, cpu_offload: bool = False
-) -> None:
-    """Materialise a sharded meta model and fill this rank's shards.
-
-    A score head that the folder lacks, because it holds a language model, starts at 0.
-
-    Args:
-        model: on the meta device.
-        folder: a Hugging Face folder.
-        device: where the model computes.
-        cpu_offload: parameters are kept on the host (buffers are not).
-
-    Raises:
-        UserError: the files hold other names or shapes than the model, numbers that are no floats,
-            or, where this rank reads them, NaN or infinity.
-    """
-    # 1. The files hold the model's weights, all of them and nothing else.
-    weights = open_weights(folder)
-    slices = {}
-    in_model = {}
-    for name, t in tensors(model).items():
-        if name != SCORE or SCORE in weights:
-            slices[name] = families.checkpoint_slices(model.config, name, t.shape)
-            for part in slices[name]:
-                in_model[part.name] = list(part.to_file(part.region).size)
-    wrong = [
-        name
-        for name, shape in in_model.items()
-        if name not in weights or weights[name].get_shape() != shape
-    ]
-    # Some old files keep buffers that are a function of the config, some new ones layers that only
-    # a speculating engine uses, and a tied head may be there as well.
-    unused = model._keys_to_ignore_on_load_unexpected or []
-    pattern = "|".join([r"^lm_head\.weight$", r"rotary_emb\.inv_freq$", *unused])
-    extra = [name for name in weights.keys() - in_model if not re.search(pattern, name)]
-    require(
-        not wrong and not extra,
-        f"policy.model = {folder}: the weights do not fit its config.json; missing or of another "
-        f"shape: {wrong[:3]}, not of the model: {sorted(extra)[:3]}",
-    )
-
-    check_floats(in_model, weights, folder)
-
-    # 2. Each rank fills its shards.
-    allocate(model, device, cpu_offload=cpu_offload)
-    for name, t in tensors(model).items():
-        if name in slices:
-            fill_shard(t, slices[name], weights)
-        else:
-            t.zero_()
-    _check_finite(model, folder, slices)
-
-
-def _check_finite(
-    model: PreTrainedModel, folder: Path, slices: dict[str, list[CheckpointSlice]]
-) -> None:
-    """Raise UserError if this rank has read NaN or infinity, naming the weight and its file."""
-    for name, t in tensors(model).items():
-        read = fsdp.local(t)
-        if name not in slices or read.isfinite().all():
-            continue
-        shard = fsdp.local_region(t)
-        for part in slices[name]:
-            common = intersect(part.region, shard)
-            if common is None:
-                continue
-            values = view_of(read, common, shard.offset)
-            num_wrong = int((~values.isfinite()).sum())
-            require(
-                not num_wrong,
-                f"policy.model = {folder}: {part.name} in {file_of(part.name, folder)} has NaN or "
-                f"infinity at {num_wrong} of {values.numel()} places; nothing can be learnt from "
-                "there, so take another checkpoint",
-            )
-
-
-def allocate(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool) -> None:
-    """Give a sharded meta model memory, which is not filled, and its buffers their values.
-
-    Args:
-        model: on the meta device.
-        device: where the model computes.
-        cpu_offload: parameters are kept on the host (buffers are not).
-    """
-    model.to_empty(device="cpu" if cpu_offload else device)
-    _init_buffers(model, device)
-
-
-def fill_shard(t: Tensor, slices: list[CheckpointSlice], weights: dict[str, Any]) -> None:
-    """Read this rank's shard of a parameter, in place, and only its bytes of the files."""
-    shard = fsdp.local_region(t)
-    for part in slices:
-        common = intersect(part.region, shard)
-        if common is None:  # a small tensor may leave a rank with nothing
-            continue
-        target = view_of(fsdp.local(t), common, shard.offset)
-        values = view_of(weights[part.name], part.to_file(common))
-        target.copy_(values.view(target.shape))
-
-
-def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute rotary frequencies and the like, which are in no checkpoint."""
-    for p in model.parameters():
-        p._is_hf_initialized = True  # type: ignore[attr-defined]  # or they would be drawn anew
-    for module in model.modules():
-        if module._buffers:
-            model._init_weights(module)
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
 
 
 def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) -> Tensor:
@@ -359,6 +235,7 @@ def build_model(
     trainable: bool,
     score: bool,
     sequence_parallel: bool,
+    base: CausalModel | None = None,
 ) -> CausalModel:
     """Return a sharded causal language model whose `forward` is `packed_forward`.
 
@@ -370,19 +247,21 @@ def build_model(
             `cfg.freeze` leaves out of training; without it, all are frozen and kept in `cfg.dtype`.
         score: with a score head in place of the model's own, and `score_forward`.
         sequence_parallel: between tensor-parallel blocks each rank keeps its part of the tokens.
+        base: a model of the same folder that holds the frozen parameters. None: it has its own.
     """
     compute_dtype = getattr(torch, cfg.dtype)
     master_dtype = compute_dtype
-    if trainable:
-        master_dtype = torch.promote_types(compute_dtype, torch.float32)
+    adapter_dtype = torch.promote_types(compute_dtype, torch.float32)
+    if trainable and not cfg.lora.rank:
+        master_dtype = adapter_dtype
 
     # 1. On the meta device, without memory.
     config = families.without_dropout(read_config(folder))
     families.check_supported(config, f"policy.model = {folder}")
     model = make_meta_model(config, master_dtype, score=score)
     model.requires_grad_(trainable)
-    if trainable and cfg.freeze:
-        freeze(model, cfg.freeze, f"{section_of(cfg)}.freeze")
+    if trainable:
+        _choose_trained(model, cfg, adapter_dtype, score=score)
     if cfg.activation_checkpointing in ("selective", "full"):
         model.gradient_checkpointing_enable(_checkpointing(cfg.activation_checkpointing))
     model.train(trainable)
@@ -401,17 +280,41 @@ def build_model(
         layers(model),
         mesh.fsdp,
         compute_dtype=compute_dtype,
-        reduce_dtype=master_dtype,
+        reduce_dtype=adapter_dtype,
         reshard_after_forward=cfg.reshard_after_forward,
         cpu_offload=cfg.cpu_offload,
     )
 
     # 3. Filled from files.
+    if base is not None:
+        loading.share_base(model, base)
     with errors_of_all(mesh):  # each rank reads its own part
-        load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
+        _fill(model, cfg, folder, mesh)
     forward = score_forward if score else packed_forward
     model.forward = functools.partial(forward, model, tp=tp)
     return model
+
+
+def _choose_trained(
+    model: CausalModel, cfg: PolicyConfig, adapter_dtype: torch.dtype, *, score: bool
+) -> None:
+    """Give a model on the meta device its adapters, and freeze what is not trained."""
+    section = section_of(cfg)
+    if cfg.lora.rank:
+        new = frozenset({loading.SCORE} if score else ())
+        model.adapters = lora.attach(model, cfg.lora, adapter_dtype, f"{section}.lora", new=new)
+    if cfg.freeze:
+        freeze(model, cfg.freeze, f"{section}.freeze")
+
+
+def _fill(model: CausalModel, cfg: PolicyConfig, folder: Path, mesh: Mesh) -> None:
+    """Fill this rank's shards of what the model does not share, and of its adapters."""
+    if loading.packed_weights(model):
+        nf4.check(mesh.device)
+    loading.load_weights(model, folder, mesh.device, cpu_offload=cfg.cpu_offload)
+    lora.start(model)
+    if model.adapters and cfg.lora.adapter:
+        read_adapter(model, cfg.lora, f"{section_of(cfg)}.lora.adapter")
 
 
 def _checkpointing(which: str) -> dict[str, Any]:
@@ -437,6 +340,8 @@ def make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool
             del model.lm_head
             text = config.get_text_config()
             model.score = ScoreHead(text.hidden_size, 1, bias=False, dtype=dtype)
-    for b in buffers(model).values():  # rounded to bfloat16 they would choose other experts
+    model.adapters = None
+    model.shared = set()
+    for b in loading.buffers(model).values():  # rounded to bfloat16 they would choose other experts
         b.data = b.to(torch.promote_types(b.dtype, torch.float32))
     return model

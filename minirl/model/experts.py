@@ -5,6 +5,8 @@ own functions differ between its versions in what an index of no expert does, an
 float64.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from minirl.model import nf4
+from minirl.parallel.tensor import LORA_A, LORA_B
+
 NAME = "minirl"
+# Multiply(x, weight, ends), as `_one_by_one` has it.
+Multiply = Callable[..., Tensor]
 
 
 def mixture(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
@@ -36,11 +43,27 @@ def mixture(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Te
     numbers = torch.arange(module.num_experts, device=experts.device)
     ends = torch.searchsorted(experts[order], numbers, right=True)
     x = hidden.index_select(0, order // indices.shape[1])
-    x = module._apply_gate(multiply(x, module.gate_up_proj, ends))
-    y = multiply(x, module.down_proj, ends)
+    x = module._apply_gate(_project(module, "gate_up_proj", x, ends, multiply))
+    y = _project(module, "down_proj", x, ends, multiply)
     # Not index_add, whose order of summation varies on CUDA.
     y = y.index_select(0, order.argsort()).view(*indices.shape, -1)
     return (y * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+def _project(module: Any, name: str, x: Tensor, ends: Tensor, multiply: Multiply) -> Tensor:
+    """Multiply the rows of each expert by its matrix of a name, and add its adapter's product."""
+    parameters = module._parameters
+    weight = parameters[name]
+    if weight.dtype == torch.uint8:  # in four bits
+        scales = parameters[f"{name}_{nf4.SCALES}"]
+        y = nf4.product(x, weight, scales, module.packed[name], partial(multiply, ends=ends))
+    else:
+        y = multiply(x, weight, ends)
+    a = parameters.get(f"{name}_{LORA_A}")
+    if a is None or not module.adapters.on:
+        return y
+    b = parameters[f"{name}_{LORA_B}"]
+    return y + multiply(multiply(x, a, ends), b, ends) * module.adapters.scale
 
 
 def _one_by_one(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

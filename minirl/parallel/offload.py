@@ -109,14 +109,18 @@ class Sleeper:
     No tensor object changes, so FSDP, optimizer and views stay valid.
     """
 
-    def __init__(self, model: nn.Module, optimizer_state: Callable[[], list[Tensor]]):
+    def __init__(
+        self, model: nn.Module, shared: set[str], optimizer_state: Callable[[], list[Tensor]]
+    ):
         """Remember what to offload.
 
         Args:
             model: the sharded model.
+            shared: names of its parameters that another model holds, and offloads.
             optimizer_state: returns the local tensors of the optimizer's state.
         """
         self.model = model
+        self.shared = shared
         self.optimizer_state = optimizer_state
         # Without CUDA there is no other memory to move to, and nothing is offloaded.
         self.active = torch.cuda.is_available()
@@ -133,7 +137,8 @@ class Sleeper:
         if not self.active:
             return
         reshard(self.model)
-        self._parameters.sleep([local(p) for p in self.model.parameters()])
+        own = [p for name, p in self.model.named_parameters() if name not in self.shared]
+        self._parameters.sleep([local(p) for p in own])
 
     def sleep(self) -> None:
         """Offload the optimizer's state and the parameters."""

@@ -14,10 +14,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -33,6 +32,9 @@ from minirl.errors import UserError
 from minirl.parallel.fsdp import local
 from minirl.parallel.redistribute import move
 
+# Names of a linear's adapter (model/lora.py), [rank, in] and [out, rank].
+LORA_A = "lora_A"
+LORA_B = "lora_B"
 REPLICABLE = "num_key_value_heads"  # Where they are fewer than ranks, each is on several.
 # Dimensions of hidden states [1, T, H].
 TOKENS = 1
@@ -102,26 +104,42 @@ def _shard(module: nn.Module, name: str, tp: TensorParallel, placement: Placemen
     module._parameters[name] = nn.Parameter(sharded, parameter.requires_grad)
 
 
+class Layout(NamedTuple):
+    """How a parameter lies on the tensor axis, and what the forward uses of it."""
+
+    placement: Placement
+    view: Callable[[Tensor], Tensor | None] = local
+
+
+# Every rank has all of it, and sees a part of the contributions to its gradient.
+_WHOLE = Layout(Replicate(), partial(local, partial=True))
+
+
 def _shard_all(
     module: nn.Module,
     tp: TensorParallel,
-    placement: Placement,
+    layout: Layout,
     *,
-    view: Callable[[Tensor], Tensor] = local,
+    others: dict[str, Layout] | None = None,
 ) -> Forward:
-    """Shard a module's parameters alike, and return its forward on this rank's local tensors.
+    """Shard a module's parameters, and return its forward on this rank's local tensors.
 
-    view: makes of a parameter what the forward uses.
+    Args:
+        module: with parameters of its own.
+        tp: the tensor axis.
+        layout: of its parameters.
+        others: of parameters, by name, that have another.
     """
+    layouts = dict.fromkeys(module._parameters, layout) | (others or {})
     for name in module._parameters:
-        _shard(module, name, tp, placement)
+        _shard(module, name, tp, layouts[name].placement)
     plain = module.forward
 
     def forward(*args: object, **kwargs: object) -> Any:
         parameters: dict = module._parameters
         dtensors = {name: p for name, p in parameters.items() if p is not None}
         for name, p in dtensors.items():
-            parameters[name] = view(p)
+            parameters[name] = layouts[name].view(p)
         try:
             return plain(*args, **kwargs)
         finally:
@@ -136,7 +154,7 @@ def _shard_all(
 
 # Keep a part of the weight's rows: whole tokens in, this rank's features out. The block around the
 # module calls `copy_to_region` once for all of its column-parallel modules.
-_column = partial(_shard_all, placement=Shard(0))
+_column = partial(_shard_all, layout=Layout(Shard(0)), others={LORA_A: _WHOLE})
 
 
 def _gathered_column(module: nn.Linear, tp: TensorParallel) -> Forward:
@@ -158,14 +176,18 @@ def _one_head_column(module: nn.Linear, tp: TensorParallel, num_heads: int) -> F
     def rows_of_head(p: Tensor) -> Tensor:
         return local(p, partial=True).chunk(num_heads)[head]
 
-    return _shard_all(module, tp, Replicate(), view=rows_of_head)
+    layout = Layout(Replicate(), rows_of_head)
+    return _shard_all(module, tp, layout, others={LORA_A: _WHOLE})
 
 
 def _row_sums(module: nn.Linear, tp: TensorParallel) -> Forward:
-    """Keep a part of the weight's columns: this rank's features in, partial sums out."""
-    _shard(module, "weight", tp, Shard(1))
-    _shard(module, "bias", tp, Replicate())
-    return lambda x: F.linear(x, local(module.weight))
+    """Keep a part of the weight's columns: this rank's features in, partial sums out.
+
+    The bias is left to the caller, because it must be added once only.
+    """
+    without_bias = Layout(Replicate(), lambda bias: None)
+    others = {"bias": without_bias, LORA_B: _WHOLE}
+    return _shard_all(module, tp, Layout(Shard(1)), others=others)
 
 
 def _row(module: nn.Linear, tp: TensorParallel) -> Forward:
@@ -195,7 +217,7 @@ def _embedding(module: nn.Embedding, tp: TensorParallel) -> Forward:
     """
     num_rows = module.weight.shape[0] // tp.group.size()
     first = tp.group.rank() * num_rows
-    embed = _shard_all(module, tp, Shard(0))
+    embed = _shard_all(module, tp, Layout(Shard(0)))
     if module.padding_idx is not None:  # its row gets no gradient, whichever rank has it
         row = module.padding_idx - first
         module.padding_idx = row if 0 <= row < num_rows else None
@@ -218,7 +240,7 @@ def _experts(module: Any, tp: TensorParallel) -> Forward:
     num_experts = module.num_experts // tp.group.size()
     first = tp.group.rank() * num_experts
     module.num_experts = num_experts
-    mixture = _shard_all(module, tp, Shard(0))
+    mixture = _shard_all(module, tp, Layout(Shard(0)))
 
     def forward(hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         here = indices - first
@@ -365,4 +387,4 @@ def _find_style(
     # tokens or all.
     partial_grad = block in blocks.partial if block in blocks.all else tp.sequence
     view = partial(local, partial=partial_grad)
-    return partial(_shard_all, placement=Replicate(), view=view)
+    return partial(_shard_all, layout=Layout(Replicate(), view))

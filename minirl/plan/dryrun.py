@@ -36,7 +36,7 @@ from minirl.data.images import ImageBatch, ImageSpan, Vision, to_url
 from minirl.data.packing import pack
 from minirl.errors import BAD_INPUT, UserError, require
 from minirl.log import Timer
-from minirl.model import build, fused
+from minirl.model import build, fused, loading
 from minirl.model.logprob import CHUNK_BYTES
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh, make_mesh
@@ -93,9 +93,9 @@ def _replace_groups_and_weights() -> None:
     def load_weights(
         model: Any, folder: Path, device: torch.device, *, cpu_offload: bool = False
     ) -> None:
-        build.allocate(model, device, cpu_offload=cpu_offload)
+        loading.allocate(model, device, cpu_offload=cpu_offload)
 
-    build.load_weights = load_weights
+    loading.load_weights = load_weights
     fused.has_liger = lambda: True
     vision: Any = Vision
     vision.batch = _real_batch(Vision.batch)

@@ -5,7 +5,8 @@ import math
 import numpy as np
 
 from minirl.errors import require
-from minirl.policy import Policy, annotate_examples
+from minirl.minibatches import annotate_examples
+from minirl.policy import Policy
 from minirl.types import Trajectory
 
 

@@ -12,6 +12,7 @@
 import hashlib
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -66,6 +67,7 @@ class Refit:
         slices: dict[str, list[CheckpointSlice]],
         engine: RolloutEngine,
         *,
+        read: Callable[[], Mapping[str, Tensor]] | None = None,
         check: bool = False,
     ):
         """Record what the engine's loader does, and plan who sends what to whom.
@@ -76,6 +78,8 @@ class Refit:
             slices: what each of them is in a checkpoint's files, which is what the engine's loader
                 knows.
             engine: to fill; its mesh has all ranks.
+            read: returns what to move, laid out as `shards`; a collective, called once a refit.
+                None: `shards` themselves, as they are then.
             check: compare with a full gather after each call.
 
         Raises:
@@ -87,6 +91,7 @@ class Refit:
         self.slices = slices
         self.engine = engine
         self.mesh = engine.mesh
+        self.read = read or (lambda: shards)
         self.check = check
         self.bytes_received = 0  # By this rank in the last call.
         self.peak_bytes = 0  # Of the buffers of the last call.
@@ -233,8 +238,9 @@ class Refit:
         self.bytes_received = 0
         self.peak_bytes = 0
         before: _InFlight | None = None
+        weights = self.read()
         for step in self._steps:
-            shards = [local(self.shards[name]) for name in step.bucket.shards]
+            shards = [local(weights[name]) for name in step.bucket.shards]
             started = None
             if self.mesh.world_size > 1:
                 started = self._start(step, shards)
@@ -315,8 +321,9 @@ class Refit:
 
     def _whole_weights(self) -> NamedTensors:
         """Yield the weights, gathered one at a time."""
+        weights = self.read()
         for name, dtype in self.dtypes.items():
-            shard = self.shards[name]
+            shard = weights[name]
             whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
             yield name, whole.to(dtype)
 

@@ -24,12 +24,22 @@ function makeSvg(tag, attributes = {}, ...children) {
 }
 
 /** Return a number as people read it: few digits. */
-function shortNumber(value) {
+function shortNumber(value, digits = 4) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(digits - 2);
   if (size >= 1000) return Math.round(value).toLocaleString("en");
-  return String(Number(value.toPrecision(4)));
+  return String(Number(value.toPrecision(digits)));
+}
+
+/** Return ascending numbers with as few digits as tell them apart. */
+function apartNumbers(values) {
+  let texts = [];
+  for (let digits = 4; digits <= 12; digits++) {
+    texts = values.map((value) => shortNumber(value, digits));
+    if (new Set(texts).size === texts.length) break;
+  }
+  return texts;
 }
 
 /** Return about `wanted` round numbers between two. */
@@ -95,10 +105,12 @@ function lineChart(title, lines, smoothing) {
   const y = (v) => height - bottom - ((v - yLow) / (yHigh - yLow)) * (height - top - bottom);
 
   const svg = makeSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
-  for (const t of ticks(yLow, yHigh, 5)) {
+  const marks = ticks(yLow, yHigh, 5);
+  const texts = apartNumbers(marks);
+  marks.forEach((t, i) => {
     svg.append(makeSvg("line", { class: "grid", x1: left, x2: width - right, y1: y(t), y2: y(t) }));
-    svg.append(makeSvg("text", { x: left - 6, y: y(t) + 4, "text-anchor": "end" }, shortNumber(t)));
-  }
+    svg.append(makeSvg("text", { x: left - 6, y: y(t) + 4, "text-anchor": "end" }, texts[i]));
+  });
   for (const t of ticks(xLow, xHigh, 6).filter(Number.isInteger)) {
     svg.append(makeSvg("text", { x: x(t), y: height - 6, "text-anchor": "middle" }, String(t)));
   }

@@ -1,0 +1,307 @@
+"""Adapters in PEFT's files: `adapter_model.safetensors` and `adapter_config.json`.
+
+PEFT keeps A and B of a linear as `base_model.model.{module}.lora_A.weight`. For the fused tensors
+of experts it has a wrapper each (`target_parameters`), one around the other: A of all experts is
+[experts * rank, in], B is [out, rank * experts], with the expert as the last of its two dimensions.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from minirl.config.lora import LoraConfig
+from minirl.errors import UserError, require
+from minirl.files import write_synced
+from minirl.model import lora
+from minirl.model.lora import FUSED, is_adapter, weight_of
+from minirl.parallel.fsdp import local, local_region
+from minirl.parallel.tensor import LORA_A, LORA_B
+from minirl.reading import is_file, library_reads
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+PREFIX = "base_model.model."
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Return whether a folder holds an adapter in PEFT's format."""
+    return is_file(folder / CONFIG)
+
+
+# --------------------------------------------------------------------------------------------------
+# to write
+
+
+@torch.no_grad()
+def gather_adapter(model: nn.Module, *, is_writer: bool) -> dict[str, Tensor]:
+    """Return what is trained as PEFT's file has it, in host memory of the writer. Collective.
+
+    Args:
+        model: with adapters, resharded.
+        is_writer: whether this rank gets the tensors. The others only help to gather.
+    """
+    tensors = {}
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        whole = p.full_tensor() if isinstance(p, DTensor) else p
+        if is_writer:
+            tensors[name_in_file(name)] = to_file(name, whole.detach()).cpu().contiguous()
+    return tensors
+
+
+def write_adapter(tensors: dict[str, Tensor], described: dict[str, Any], folder: Path) -> None:
+    """Write an adapter.
+
+    Args:
+        tensors: as `gather_adapter` returns them.
+        described: as `describe` returns it.
+        folder: where to, which exists.
+    """
+    write_synced(folder / WEIGHTS, save(tensors, {"format": "pt"}))
+    text = json.dumps(described, indent=2)
+    write_synced(folder / CONFIG, f"{text}\n".encode())
+
+
+def name_in_file(name: str) -> str:
+    """Return the name of a trained parameter in PEFT's file."""
+    if not is_adapter(name):
+        return PREFIX + name
+    module, _, last = weight_of(name).rpartition(".")
+    which = LORA_A if name.endswith(LORA_A) else LORA_B
+    inner = ".base_layer" if last == FUSED[0] else ""
+    return f"{PREFIX}{module}{inner}.{which}.weight"
+
+
+def to_file(name: str, t: Tensor) -> Tensor:
+    """Return a trained parameter as PEFT's file has it."""
+    if not is_adapter(name) or t.ndim == 2:
+        return t
+    if name.endswith(LORA_A):
+        return t.flatten(0, 1)
+    return t.permute(1, 2, 0).flatten(1, 2)
+
+
+def from_file(name: str, t: Tensor, shape: torch.Size) -> Tensor:
+    """Return what `to_file` made the tensor of. `shape`: of the parameter."""
+    if not is_adapter(name) or len(shape) == 2:
+        return t
+    num_experts, num_out, rank = shape
+    if name.endswith(LORA_A):
+        return t.view(shape)
+    return t.view(num_out, rank, num_experts).permute(2, 0, 1)
+
+
+def describe(model: nn.Module, cfg: LoraConfig, base: Path) -> dict[str, Any]:
+    """Return what PEFT's config file says of the adapters of a model."""
+    modules = []
+    parameters = []
+    whole = set()
+    for name, p in model.named_parameters():
+        if name.endswith(LORA_B):
+            weight = weight_of(name)
+            module, _, last = weight.rpartition(".")
+            if last in FUSED:
+                parameters.append(weight)
+            else:
+                modules.append(module)
+        elif p.requires_grad and not is_adapter(name):
+            whole.add(name.rpartition(".")[0])
+    is_score = any(name == "score" for name, _ in model.named_children())
+    described = {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if is_score else "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": cfg.rank,
+        "lora_alpha": cfg.alpha,
+        "use_rslora": cfg.use_rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": _shortened(modules, model),
+        "modules_to_save": sorted(whole) or None,
+    }
+    if parameters:  # an older PEFT does not know them
+        described["target_parameters"] = parameters
+    return described
+
+
+def _shortened(modules: list[str], model: nn.Module) -> list[str]:
+    """Return the last parts of names, if they mean the same linears, or else the names."""
+    last_parts = sorted({name.rpartition(".")[2] for name in modules})
+    meant = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in last_parts
+    ]
+    return last_parts if sorted(meant) == sorted(modules) else modules
+
+
+# --------------------------------------------------------------------------------------------------
+# to read
+
+
+def read_settings(folder: Path, setting: str) -> LoraConfig:
+    """Return the settings that an adapter in PEFT's format was made by, with exact targets.
+
+    Args:
+        folder: of the adapter.
+        setting: what names it, for messages.
+
+    Raises:
+        UserError: there is none, or it is of a kind that minirl has not.
+    """
+    described = _read_config(folder, setting)
+    for name, plain in (
+        ("peft_type", "LORA"),
+        ("use_dora", False),
+        ("bias", "none"),
+        ("fan_in_fan_out", False),
+        ("rank_pattern", {}),
+        ("alpha_pattern", {}),
+    ):
+        value = described.get(name, plain)
+        require(
+            value == plain,
+            f"{setting} = {folder}: {name} is {value!r} in its {CONFIG}, and minirl has only "
+            f"{plain!r}",
+        )
+    for name in ("r", "lora_alpha"):
+        require(name in described, f"{setting} = {folder}: its {CONFIG} says no {name}")
+    return LoraConfig(
+        rank=described["r"],
+        alpha=described["lora_alpha"],
+        use_rslora=described.get("use_rslora", False),
+    )
+
+
+def base_of(folder: Path, setting: str) -> str:
+    """Return the model that an adapter says it adapts; empty: it says none."""
+    described = _read_config(folder, setting)
+    return described.get("base_model_name_or_path") or ""
+
+
+def _read_config(folder: Path, setting: str) -> dict[str, Any]:
+    """Return what PEFT's config says. Raises UserError if there is none."""
+    require(
+        is_adapter_folder(folder),
+        f"{setting} = {folder} has no {CONFIG}; give the folder of an adapter in PEFT's format",
+    )
+    with library_reads(f"{setting} = {folder}/{CONFIG}"):
+        return json.loads((folder / CONFIG).read_text())
+
+
+@torch.no_grad()
+def read_adapter(model: nn.Module, cfg: LoraConfig, setting: str) -> None:
+    """Fill this rank's shards of the adapters, and of what is trained whole, from PEFT's file.
+
+    Args:
+        model: with adapters, sharded, with memory.
+        cfg: its settings; `cfg.adapter` is the folder.
+        setting: of the folder, for messages.
+
+    Raises:
+        UserError: the adapter is of another rank, scale, base or set of targets than the model's.
+    """
+    folder = Path(cfg.adapter)
+    found = read_settings(folder, setting)
+    for name in ("rank", "alpha", "use_rslora"):
+        there, here = vars(found)[name], vars(cfg)[name]
+        section = setting.rpartition(".")[0]
+        require(
+            there == here,
+            f"{setting} = {folder} has {name} {there}, and {section}.{name} is {here}; set "
+            f"{section}.{name} {there}",
+        )
+    fill_trained(lora.trained(model), folder, setting)
+
+
+@torch.no_grad()
+def fill_trained(trained: Mapping[str, Tensor], folder: Path, setting: str) -> None:
+    """Fill adapters, and what is trained whole, from PEFT's file.
+
+    Args:
+        trained: this rank's parts of them, by the model's names.
+        folder: of the adapter.
+        setting: of the folder, for messages.
+
+    Raises:
+        UserError: the file holds others, or cannot be read.
+    """
+    with _opened(folder, setting) as file:
+        _check_names(trained, set(file.keys()), f"{setting} = {folder}")
+        for name, p in trained.items():
+            _fill(name, p, file.get_tensor(name_in_file(name)), f"{setting} = {folder}")
+
+
+@contextlib.contextmanager
+def _opened(folder: Path, setting: str) -> Iterator[Any]:
+    """Open an adapter's weights. Raises UserError if they cannot be read."""
+    try:
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{setting} = {folder}: {WEIGHTS} cannot be read: {error}") from error
+
+
+def read_names(folder: Path, setting: str) -> tuple[list[str], list[str]]:
+    """Return what an adapter adapts: names of modules, and of weights that it holds whole.
+
+    Args:
+        folder: of the adapter.
+        setting: of the folder, for messages.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    with _opened(folder, setting) as file:
+        names = sorted(file.keys())
+    modules = set()
+    whole = []
+    for name in names:
+        in_model = name.removeprefix(PREFIX).removesuffix(".weight")
+        module, _, which = in_model.rpartition(".")
+        if which in (LORA_A, LORA_B):
+            modules.add(module.removesuffix(".base_layer"))
+        else:
+            whole.append(name.removeprefix(PREFIX))
+    return sorted(modules), whole
+
+
+def _check_names(trained: Mapping[str, Tensor], there: set[str], place: str) -> None:
+    """Refuse files that hold others than the trained parameters. Raises UserError."""
+    wanted = {name_in_file(name) for name in trained}
+    missing = sorted(wanted - there)
+    extra = sorted(there - wanted)
+    require(
+        not missing and not extra,
+        f"{place} is an adapter of another base, or of other targets: it lacks {missing[:2]} "
+        f"({len(missing)} in all) and has besides {extra[:2]} ({len(extra)} in all); set "
+        "policy.model and policy.lora.targets as it was trained",
+    )
+
+
+def _fill(name: str, p: Tensor, t: Tensor, place: str) -> None:
+    """Copy this rank's part of a tensor of the file. Raises UserError for another shape."""
+    expected = list(to_file(name, torch.empty(p.shape, device="meta")).shape)
+    require(
+        list(t.shape) == expected,
+        f"{place} is an adapter of another base: {name_in_file(name)} is {list(t.shape)}, and the "
+        f"model needs {expected}; set policy.model to its base",
+    )
+    require(
+        bool(t.isfinite().all()),
+        f"{place}: {name_in_file(name)} has NaN or infinity; take another adapter",
+    )
+    whole = from_file(name, t, p.shape)
+    offset, size = local_region(p)
+    part = tuple(slice(first, first + num) for first, num in zip(offset, size, strict=True))
+    local(p).copy_(whole[part])

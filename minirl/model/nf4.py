@@ -1,0 +1,245 @@
+"""The door to bitsandbytes: frozen weights in four bits.
+
+Dettmers et al. 2023, QLoRA (arXiv 2305.14314): a weight is one of 16 values, which suit normally
+distributed numbers (NF4), times the largest of its block of 64. These largest values are in turn 8
+bits each, times the largest of their block of 256 (double quantisation). Both are the format of
+bitsandbytes, of whole matrices, so that numbers do not depend on the mesh.
+
+What is sharded is the packed bytes, [.., out, in / 2], and the 8-bit values, [.., out, in / 64],
+both by rows as the weight would be. A matrix is dequantised when it is used, forward and again
+backward, and is not kept in between.
+"""
+
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from minirl.errors import UserError, require
+from minirl.parallel.fsdp import local, local_region
+
+BLOCK = 64  # Weights that have one scale.
+NESTED = 256  # Scales that have one scale.
+SCALES = "nf4_scales"  # What the 8-bit parameter of a weight is called, behind the weight's name.
+# multiply(x, weight) is x @ weight.mT, for x [.., in] and weight [.., out, in].
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
+
+@functools.cache
+def _library() -> Any:
+    """Return the functions of bitsandbytes. Raises UserError without the package."""
+    require(
+        importlib.util.find_spec("bitsandbytes") is not None,
+        "lora.quantization = nf4 needs the package bitsandbytes: pip install 'minirl[qlora]', or "
+        "leave it at none",
+    )
+    # It warns on CPUs that it could be faster by kernels from a hub.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    return importlib.import_module("bitsandbytes.functional")
+
+
+def check(device: torch.device) -> None:
+    """Raise UserError if weights in four bits cannot be computed with on a device."""
+    library = _library()
+    try:
+        quantised, state = _quantise(library, torch.ones(1, BLOCK, device=device))
+        library.dequantize_4bit(quantised, state)
+    except (RuntimeError, NotImplementedError) as error:
+        version = importlib.import_module("bitsandbytes").__version__
+        raise UserError(
+            f"lora.quantization = nf4: bitsandbytes {version} has no kernel for the device "
+            f"{device} ({error}); install one that has, or leave it at none"
+        ) from error
+
+
+def _quantise(library: Any, weight: Tensor) -> tuple[Tensor, Any]:
+    return library.quantize_4bit(
+        weight.contiguous(), blocksize=BLOCK, quant_type="nf4", compress_statistics=True
+    )
+
+
+@dataclass
+class Packed:
+    """What is known of a weight beside its packed bytes and 8-bit scales."""
+
+    shape: torch.Size  # Of the weight.
+    dtype: torch.dtype  # It is dequantised to.
+    # Set by `fill`; float32 on the model's device.
+    nested: Tensor = field(default_factory=lambda: torch.empty(0))  # By block of scales.
+    offset: Tensor = field(default_factory=lambda: torch.empty(0))  # A scalar, added to scales.
+    code: Tensor = field(default_factory=lambda: torch.empty(0))  # [256], what 8 bits mean.
+
+    def take(self, other: "Packed") -> None:
+        """Become as another of the same weight."""
+        self.nested = other.nested
+        self.offset = other.offset
+        self.code = other.code
+
+
+def pack(module: nn.Module, name: str, whole_name: str) -> Packed:
+    """Replace a weight on the meta device by the parameters of its packed form, not filled.
+
+    Args:
+        module: that has it.
+        name: of the weight in the module; `{name}_nf4_scales` is put beside it.
+        whole_name: its name in the model, for messages.
+
+    Raises:
+        UserError: the weight cannot be cut into blocks.
+    """
+    weight = module.get_parameter(name)
+    *rows, columns = weight.shape
+    require(
+        columns % BLOCK == 0,
+        f"lora.quantization = nf4: {whole_name} has {columns} columns, which is no multiple of "
+        f"the {BLOCK} of a block; leave it at none for this model",
+    )
+    shapes = {name: (*rows, columns // 2), f"{name}_{SCALES}": (*rows, columns // BLOCK)}
+    for new_name, shape in shapes.items():
+        values = torch.empty(shape, dtype=torch.uint8, device=weight.device)
+        module.register_parameter(new_name, nn.Parameter(values, requires_grad=False))
+    return Packed(weight.shape, weight.dtype)
+
+
+@torch.no_grad()
+def fill(packed: Packed, weight: Tensor, bits: Tensor, scales: Tensor) -> None:
+    """Quantise a whole weight, and keep this rank's part.
+
+    Args:
+        packed: of the weight.
+        weight: on the device that computes.
+        bits: the parameter of the packed bytes.
+        scales: the parameter of the 8-bit scales.
+    """
+    library = _library()
+    if weight.dtype == torch.float64:  # which the library does not know
+        weight = torch.empty_like(weight, dtype=torch.float32).copy_(weight)
+    all_bits, state = _quantise(library, weight)
+    packed.nested = state.state2.absmax
+    packed.code = state.state2.code
+    packed.offset = state.offset
+    for p, values in ((bits, all_bits), (scales, state.absmax)):
+        offset, size = local_region(p)
+        part = tuple(slice(first, first + num) for first, num in zip(offset, size, strict=True))
+        local(p).copy_(values.view(p.shape)[part])
+
+
+def dequantise(packed: Packed, bits: Tensor, scales: Tensor, block: Tensor | None = None) -> Tensor:
+    """Return a weight, or some of its rows.
+
+    Args:
+        packed: of the weight.
+        bits: uint8 [.., rows, in / 2].
+        scales: uint8 [.., rows, in / 64].
+        block: int64 like `scales`: which block of scales each of them is of. None: `bits` is whole.
+
+    Returns:
+        [.., rows, in] in the dtype that the weight had.
+    """
+    library = _library()
+    nested = packed.nested
+    if block is None:
+        nested_of_each = nested.repeat_interleave(NESTED)[: scales.numel()].view(scales.shape)
+    else:
+        nested_of_each = nested[block]
+    absmax = packed.code[scales.int()] * nested_of_each + packed.offset
+    shape = torch.Size((*bits.shape[:-1], bits.shape[-1] * 2))
+    narrow = torch.float32 if packed.dtype == torch.float64 else packed.dtype
+    state = library.QuantState(
+        absmax.view(-1),
+        shape=shape,
+        dtype=narrow,
+        blocksize=BLOCK,
+        quant_type="nf4",
+        code=library.get_4bit_type("nf4", device=bits.device),
+    )
+    weight = library.dequantize_4bit(bits.reshape(-1, 1), state)
+    return weight.view(shape).to(packed.dtype)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """Return a weight [.., out, in] as it is computed with when it is held in four bits."""
+    *rows, columns = weight.shape
+    packed = Packed(weight.shape, weight.dtype)
+    bits = torch.empty(*rows, columns // 2, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(*rows, columns // BLOCK, dtype=torch.uint8, device=weight.device)
+    fill(packed, weight, bits, scales)
+    return dequantise(packed, bits, scales)
+
+
+class _Product(torch.autograd.Function):
+    """x times a packed weight, which has no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bits: Tensor, scales: Tensor, packed: Packed, multiply: Multiply
+    ) -> Tensor:
+        """Multiply by the dequantised weight, and keep the packed one."""
+        ctx.save_for_backward(bits, scales)
+        ctx.packed = packed
+        ctx.multiply = multiply
+        return multiply(x, dequantise(packed, bits, scales))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        """Dequantise again."""
+        weight = dequantise(ctx.packed, *ctx.saved_tensors)
+        return ctx.multiply(grad, weight.mT), None, None, None, None
+
+
+def product(x: Tensor, bits: Tensor, scales: Tensor, packed: Packed, multiply: Multiply) -> Tensor:
+    """Return multiply(x, weight) for a packed weight that all ranks' parts have been gathered of.
+
+    Args:
+        x: [.., in].
+        bits: uint8 [.., out, in / 2].
+        scales: uint8 [.., out, in / 64].
+        packed: of the weight.
+        multiply: its gradient for x must be multiply(gradient, weight.mT).
+    """
+    return _Product.apply(x, bits, scales, packed, multiply)
+
+
+def layout(packed: Packed, bits: Tensor) -> Tensor:
+    """Return a tensor without values that lies on the ranks as the weight would.
+
+    Args:
+        packed: of the weight.
+        bits: this rank's part of the packed bytes, sharded by rows.
+    """
+    shape = packed.shape
+    _, size = local_region(bits)
+    here = torch.empty((*size[:-1], shape[-1]), dtype=packed.dtype, device="meta")
+    if not isinstance(bits, DTensor):
+        return here
+    return like(bits, here, shape)
+
+
+def like(spread: DTensor, here: Tensor, shape: torch.Size) -> DTensor:
+    """Return this rank's part as a tensor [shape] that lies on the ranks as another does."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        here, spread.device_mesh, spread.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def shard(packed: Packed, bits: Tensor, scales: Tensor) -> Tensor:
+    """Return this rank's part of a weight, dequantised.
+
+    Args:
+        packed: of the weight.
+        bits: this rank's part of the packed bytes.
+        scales: this rank's part of the 8-bit scales.
+    """
+    offset, size = local_region(scales)
+    numbers = torch.arange(scales.numel(), device=local(scales).device).view(scales.shape)
+    part = tuple(slice(first, first + num) for first, num in zip(offset, size, strict=True))
+    block = numbers[part] // NESTED
+    return dequantise(packed, local(bits), local(scales), block)

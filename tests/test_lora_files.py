@@ -1,0 +1,289 @@
+"""Adapters as files: merged into a model file by file, exported from checkpoints, and refused where
+they do not fit."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import tiny
+from harness import RankFailed, ranks
+from minirl.checkpoint import export
+from minirl.checkpoint.commands import export_checkpoint, merge
+from minirl.checkpoint.exporting import export_adapter
+from minirl.checkpoint.state import Saver
+from minirl.config.lora import LoraConfig
+from minirl.config.parse import save_config
+from minirl.config.policy import PolicyConfig
+from minirl.config.rl import RLConfig
+from minirl.config.shared import CheckpointConfig, ExportConfig, MergeConfig
+from minirl.parallel.fsdp import local, local_region
+from minirl.policy import Policy
+from test_lora import read_back, whole
+
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "moe_intermediate_size": 64}
+
+
+def fill(policy):
+    """Give what is trained numbers that do not depend on the mesh."""
+    for name, p in policy.model.named_parameters():
+        if p.requires_grad:
+            offset, size = local_region(p)
+            values = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
+            part = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
+            local(p.detach()).copy_(values[part] / 10)
+
+
+def write(mesh, run, cfg, score=False):
+    """Write a policy with adapters as a model, as an adapter and as a checkpoint."""
+    policy = Policy(cfg.policy, Path(cfg.policy.model), mesh, score=score)
+    fill(policy)
+    export(policy, run / "live")
+    export_adapter(policy, run / "adapter")
+    with Saver(run, CheckpointConfig(), policy) as saver:
+        saver.save(1, {})
+    if mesh.rank == 0:
+        save_config(cfg, run / "config.yaml")
+
+
+def run_command(mesh, cfg):
+    command = merge if isinstance(cfg, MergeConfig) else export_checkpoint
+    command(cfg, mesh)
+
+
+def config_of(folder, run, dtype, **lora):
+    cfg = RLConfig(output=str(run))
+    cfg.policy = PolicyConfig(
+        model=str(folder), dtype=dtype, lora=LoraConfig(**({"rank": 4, "alpha": 8} | lora))
+    )
+    return cfg
+
+
+def weights_of(folder):
+    return {n: t for f in sorted(folder.glob("*.safetensors")) for n, t in load_file(f).items()}
+
+
+def assert_same_weights(folder, other):
+    ours, theirs = weights_of(folder), weights_of(other)
+    assert ours.keys() == theirs.keys()
+    for name, t in ours.items():
+        assert t.dtype == theirs[name].dtype
+        assert torch.equal(t, theirs[name]), name
+
+
+KINDS = {
+    "dense": ("qwen3", {"modules_to_save": ["model.norm.*"]}, False),
+    "experts": ("qwen3_moe", {}, False),
+    "nf4": ("qwen3", {"quantization": "nf4"}, False),
+    "reward_model": ("qwen3", {"use_rslora": True, "targets": ["attention"]}, True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merge_and_export_write_what_the_policy_exports(tmp_path, kind):
+    family, lora, score = KINDS[kind]
+    folder = tiny.make(tmp_path / "m", family, dtype=torch.bfloat16, **SIZES)
+    run = tmp_path / "run"
+    run.mkdir()
+    ranks(2, write, run, config_of(folder, run, "bfloat16", **lora), score)
+
+    quantization = lora.get("quantization", "none")
+    merged = tmp_path / "merged"
+    ranks(
+        2,
+        run_command,
+        MergeConfig(
+            command="merge",
+            adapter=str(run / "adapter"),
+            output=str(merged),
+            quantization=quantization,
+        ),
+    )
+    assert_same_weights(merged, run / "live")
+    for name in ("config.json", "tokenizer.json"):
+        assert (merged / name).read_text() == (run / "live" / name).read_text()
+
+    ranks(1, run_command, ExportConfig(command="export", run=str(run)))
+    assert_same_weights(run / "model-step-1", run / "live")
+    ranks(2, run_command, ExportConfig(command="export", run=str(run), adapter=True))
+    assert_same_weights(run / "adapter-step-1", run / "adapter")
+    described = [
+        json.loads((run / name / "adapter_config.json").read_text())
+        for name in ("adapter-step-1", "adapter")
+    ]
+    assert described[0] == described[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_adapter_of_peft_is_merged_as_peft_does_and_trained_on(tmp_path, dtype):
+    folder = tiny.make(tmp_path / "m", "qwen3", dtype=dtype)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    settings = PeftConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+    wide = dtype == torch.bfloat16  # PEFT keeps adapters of narrow models in float32
+    made = get_peft_model(base, settings, autocast_adapter_dtype=wide)
+    torch.manual_seed(0)
+    for name, p in made.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    made.save_pretrained(tmp_path / "adapter")
+
+    cfg = MergeConfig(command="merge", adapter=str(tmp_path / "adapter"), model=str(folder))
+    ranks(1, run_command, cfg)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter-merged", dtype=dtype)
+    fresh = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    adapted = PeftModel.from_pretrained(
+        fresh, tmp_path / "adapter", autocast_adapter_dtype=wide
+    ).merge_and_unload()
+    theirs = adapted.state_dict()
+    for name, weight in ours.state_dict().items():
+        if dtype == torch.float64:
+            assert torch.equal(weight, theirs[name]), name
+        else:  # one rounding: PEFT rounds B A before it adds it, too
+            torch.testing.assert_close(weight, theirs[name], rtol=2**-7, atol=2**-10)
+
+    start = PolicyConfig(
+        model=str(folder),
+        dtype="float64",
+        lora=LoraConfig(
+            rank=4, alpha=8, targets=["q_proj", "down_proj"], adapter=str(tmp_path / "adapter")
+        ),
+    )
+    in_file = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    read = ranks(2, read_back, folder, start)[0]
+    assert len(read) == len(in_file)
+    for name, p in read.items():
+        assert torch.equal(p, in_file[f"base_model.model.{name}.weight"].double())
+
+
+# --------------------------------------------------------------------------------------------------
+# a tower for images
+
+
+def train_tower(mesh, folder):
+    """Return which parameters of a model that reads images are trained."""
+    cfg = config_of(folder, folder, "float64", targets=["model.visual.*.qkv", "attention"]).policy
+    policy = Policy(cfg, folder, mesh)
+    fill(policy)
+    merged = policy.merged()
+    base = policy.shards()
+    changed = [n for n in merged if not torch.equal(whole(merged[n]), whole(base[n]))]
+    return [n for n, p in policy.model.named_parameters() if p.requires_grad], changed
+
+
+def test_a_tower_gets_adapters_by_a_pattern(tmp_path):
+    folder = tiny.make(tmp_path / "m", "qwen2_vl", dtype=torch.float64)
+    trained, changed = ranks(2, train_tower, folder)[0]
+    assert any("visual" in name for name in trained)
+    assert all("lora_" in name for name in trained)
+    assert len(changed) == len(trained) / 2
+    in_tower = [name for name in changed if "visual" in name]
+    assert in_tower
+    assert all(name.endswith("qkv.weight") for name in in_tower)
+    assert any("self_attn" in name for name in changed)
+
+
+# --------------------------------------------------------------------------------------------------
+# what does not fit
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Return a folder with a model `m` and its `adapter`."""
+    folder = tmp_path_factory.mktemp("files")
+    tiny.make(folder / "m", "qwen3")
+    ranks(1, write, folder, config_of(folder / "m", folder, "float32"))
+    return folder
+
+
+def start(mesh, model, lora):
+    Policy(PolicyConfig(model=str(model), dtype="float32", lora=lora), model, mesh)
+
+
+@pytest.mark.parametrize(
+    "lora, says",
+    [
+        ({"rank": 64}, r"policy.lora.rank = 64 is not below 64, the smaller side of .*k_proj"),
+        ({"targets": ["q_porj"]}, "policy.lora.targets: 'q_porj' matches no linear layer"),
+        ({"modules_to_save": ["lm_haed.*"]}, "policy.lora.modules_to_save: 'lm_haed.*' matches no"),
+        ({"adapter": "ADAPTER", "rank": 8}, "has rank 4, and policy.lora.rank is 8; set"),
+        ({"adapter": "ADAPTER", "alpha": 9.0}, "has alpha 8, and policy.lora.alpha is 9"),
+        ({"adapter": "ADAPTER", "targets": ["q_proj"]}, "of other targets: it lacks .*has besides"),
+        ({"adapter": "MODEL"}, "has no adapter_config.json; give the folder of an adapter"),
+        (
+            {"quantization": "nf4"},
+            r"layers.0.mlp.down_proj.weight has 96 columns, which is no multiple of the 64",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_refused(written, lora, says):
+    settings = {"rank": 4, "alpha": 8} | lora
+    if "adapter" in lora:
+        settings["adapter"] = str(written / ("m" if lora["adapter"] == "MODEL" else "adapter"))
+    with pytest.raises(RankFailed, match=says):
+        ranks(1, start, written / "m", LoraConfig(**settings))
+
+
+def damage(written, copy, *, config=None, weights=None):
+    """Return a copy of the adapter with other lines in its config, or other tensors."""
+    shutil.copytree(written / "adapter", copy)
+    path = copy / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | (config or {})))
+    tensors = load_file(copy / "adapter_model.safetensors")
+    save_file(tensors | (weights or {}), copy / "adapter_model.safetensors")
+    return copy
+
+
+NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"config": {"use_dora": True}}, "use_dora is True in its adapter_config.json, and minirl"),
+        ({"config": {"bias": "all"}}, "bias is 'all' in its adapter_config.json, and minirl has"),
+        ({"config": {"peft_type": "IA3"}}, "peft_type is 'IA3' in its"),
+        ({"config": {"base_model_name_or_path": None}}, "is empty; name the model .* by --model"),
+        ({"config": {"base_model_name_or_path": "/no"}}, "base_model_name_or_path in .* = '?/no"),
+        ({"weights": {NAME: torch.zeros(4, 9)}}, r"of another base: .* is \[4, 9\], and the model"),
+        ({"weights": {NAME: torch.full((4, 128), torch.nan)}}, "has NaN or infinity; take another"),
+        ({"weights": {"base_model.model.x.lora_A.weight": torch.zeros(1)}}, "matches no linear"),
+    ],
+)
+def test_adapters_that_cannot_be_merged_are_refused(written, tmp_path, change, says):
+    copy = damage(written, tmp_path / "copy", **change)
+    with pytest.raises(RankFailed, match=says):
+        ranks(1, run_command, MergeConfig(command="merge", adapter=str(copy)))
+    assert not list(tmp_path.glob("copy-*"))
+
+
+def test_folders_that_are_not_what_they_should_be_are_refused(written, tmp_path):
+    merged = MergeConfig(command="merge", adapter=str(written / "m"))
+    with pytest.raises(RankFailed, match="has no adapter_config.json; give the folder of"):
+        ranks(1, run_command, merged)
+    there = MergeConfig(
+        command="merge", adapter=str(written / "adapter"), output=str(written / "m")
+    )
+    with pytest.raises(RankFailed, match=r"--output .* exists; name another folder"):
+        ranks(1, run_command, there)
+    torn = shutil.copytree(written / "adapter", tmp_path / "torn")
+    file = torn / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(RankFailed, match="adapter_model.safetensors cannot be read"):
+        ranks(1, run_command, MergeConfig(command="merge", adapter=str(torn)))
+    with pytest.raises(RankFailed, match=re.escape("--adapter: ") + ".*has trained all weights"):
+        ranks(1, run_command, whole_run(written, tmp_path / "run"))
+
+
+def whole_run(written, run):
+    """Return what exports an adapter of a run without one."""
+    cfg = config_of(written / "m", run, "float32", rank=0, alpha=32.0)
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    save_config(cfg, run / "config.yaml")
+    return ExportConfig(command="export", run=str(run), adapter=True)

@@ -1,0 +1,50 @@
+"""A base in four bits: as bitsandbytes quantises it, and trained like its dequantised twin."""
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tiny
+from harness import ranks
+from minirl.config.lora import LoraConfig
+from minirl.config.policy import ParallelConfig
+from test_gradients import worst
+from test_lora import WHAT, two_steps
+
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
+EXPERT_SIZES = {"qwen3": {}, "qwen3_moe": {"moe_intermediate_size": 64}}
+NF4 = {"lora": LoraConfig(rank=4, alpha=8, quantization="nf4")}
+
+
+def round_trip(weight):
+    """Return a weight quantised and dequantised by bitsandbytes."""
+    bits, state = bnb.quantize_4bit(
+        weight.float().contiguous(), blocksize=64, quant_type="nf4", compress_statistics=True
+    )
+    return bnb.dequantize_4bit(bits, state).to(weight.dtype)
+
+
+def make(tmp_path, family):
+    """Return the folders of a model, and of the same with its matrices rounded to NF4."""
+    folder = tiny.make(tmp_path / "m", family, dtype=torch.float64, **SIZES, **EXPERT_SIZES[family])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    for name, p in model.named_parameters():
+        is_matrix = p.ndim == 3 or "proj" in name
+        if "layers." in name and is_matrix:
+            p.data = round_trip(p.data)
+    rounded = tmp_path / "rounded"
+    model.save_pretrained(rounded)
+    return folder, rounded
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_training_equals_that_of_the_dequantised_base(tmp_path, family):
+    folder, rounded = make(tmp_path, family)
+    (expected,) = ranks(1, two_steps, rounded, False, {})
+    meshes = {1: None, 2: None, 4: ParallelConfig(replicate=2)}
+    for world, parallel in meshes.items():
+        got = ranks(world, two_steps, folder, False, NF4, parallel=parallel)[0]
+        for what in WHAT:
+            assert got[what].keys() == expected[what].keys()
+            assert worst(got[what], expected[what]) < 1e-12, what
