@@ -132,16 +132,17 @@ class Policy:
 
         parts: list[torch.optim.Optimizer] = []
         groups = []
+        lr = cfg.learning_rate
         if matrices:
             groups.append({"params": matrices, "weight_decay": cfg.weight_decay})
         if vectors:
             groups.append({"params": vectors, "weight_decay": 0.0})
         if groups:
             parts.append(
-                torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.adam_eps, fused=True)
+                torch.optim.AdamW(groups, lr=lr, betas=cfg.betas, eps=cfg.adam_eps, fused=True)
             )
         if hidden:
-            parts.append(Muon(hidden, self.mesh, lr=cfg.lr, weight_decay=cfg.weight_decay))
+            parts.append(Muon(hidden, self.mesh, lr=lr, weight_decay=cfg.weight_decay))
         return Optimizer(parts, cfg)
 
     def start_phase(self, cfg: PolicyConfig) -> None:

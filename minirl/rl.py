@@ -55,6 +55,7 @@ class Trainer(Program):
 
     def __init__(self, cfg: RLConfig, mesh: Mesh):
         super().__init__(cfg, mesh)
+        cfg.critic.lr = cfg.critic.learning_rate
         inputs = Inputs(cfg, mesh)
         self.inputs = inputs
         self.num_steps = inputs.num_steps

@@ -20,9 +20,9 @@ def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:
     """
     num_warmup = cfg.lr_warmup_steps or math.ceil(cfg.lr_warmup_ratio * num_steps)
     if step < num_warmup:
-        return cfg.lr * (step + 1) / num_warmup
+        return cfg.learning_rate * (step + 1) / num_warmup
     if cfg.lr_schedule == "constant":
-        return cfg.lr
+        return cfg.learning_rate
 
     num_decay = num_steps - num_warmup
     if cfg.lr_schedule == "wsd":
@@ -32,7 +32,7 @@ def learning_rate(cfg: PolicyConfig, step: int, num_steps: int) -> float:
     share = 1 - fallen
     if cfg.lr_schedule == "cosine":
         share = (1 + math.cos(math.pi * fallen)) / 2
-    return cfg.lr * (cfg.lr_min_ratio + (1 - cfg.lr_min_ratio) * share)
+    return cfg.learning_rate * (cfg.lr_min_ratio + (1 - cfg.lr_min_ratio) * share)
 
 
 def minibatch_order(num_minibatches: int, *, seed: int, step: int, epoch: int) -> list[int]:

@@ -22,6 +22,7 @@ from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.config.shared import TrainingConfig
 from minirl.files import write_whole
 from minirl.log import Log, Timer, say, truncate
+from minirl.model import lora
 from minirl.parallel.mesh import Mesh
 from minirl.plan.announce import announce
 from minirl.plan.workload import Workload
@@ -85,10 +86,14 @@ class TrainingRun:
             trackers=lambda: open_trackers(cfg.log, self.output, dataclasses.asdict(cfg)),
         )
 
-        num_parameters = sum(p.numel() for p in policy.model.parameters())
+        num_parameters = sum(t.numel() for t in policy.shards().values())
+        of_which = ""
+        if policy.adapters:
+            num_trained = sum(p.numel() for p in lora.trained(policy.model).values())
+            of_which = f" and {num_trained / 1e6:.2f}M in adapters, which are trained"
         self.log.say(
             f"{mesh.world_size} ranks on {mesh.device.type}, {num_parameters / 1e6:.2f}M "
-            f"parameters, {description}; writing {self.output}"
+            f"parameters{of_which}, {description}; writing {self.output}"
         )
         if self.resumed_from:
             self.log.say(f"resuming at step {self.first_step} from {self.resumed_from}")
@@ -366,6 +371,7 @@ class Program(abc.ABC):
 
     def __init__(self, cfg: TrainingConfig, mesh: Mesh):
         self.cfg = cfg
+        cfg.policy.lr = cfg.policy.learning_rate  # so that the saved config says it
         self.mesh = mesh
         self.timer = Timer(mesh.device)
         mesh.watch.phase = self.timer.current

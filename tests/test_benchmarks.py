@@ -59,6 +59,12 @@ LOADS = {
         + ["--data.held-out", 2, "--data.train", TASK, "--rollout.prompts-per-step", 2]
         + ["--rollout.samples-per-prompt", 2, "--policy.lr-warmup-steps", 0],
     ),
+    "lora": (
+        0,
+        ["--kinds", "r1", *TINY, "--num-steps", 1, "--sft.num-steps", 1]
+        + ["--data.held-out", 2, "--data.train", TASK, "--rollout.prompts-per-step", 2]
+        + ["--rollout.samples-per-prompt", 2, "--policy.lr-warmup-steps", 0],
+    ),
     "grading": (0, ["--answers", 3, "--programs", 2, "--threads", 1, 2]),
     "gpu": (0, ["--small", "--out", "FOLDER/gpu"]),
     "growth": (0, ["--parts", "step", "--sizes", 1, 2, "--worlds", 8]),
@@ -77,7 +83,7 @@ LOADS = {
 # Benchmarks that cannot do without a compiler.
 COMPILING = ("dryrun",)
 # Benchmarks that start processes, which become forks.
-STARTING = ("long", "mesh", "algorithms", "gpu", "vs_trl", "preempt")
+STARTING = ("long", "mesh", "algorithms", "lora", "gpu", "vs_trl", "preempt")
 # Files that are parts of another one.
 PARTS = {"gpu_bench", "gpu_plan", "gpu_sections", "trl_side"}
 PARTS |= {"preempt_compare", "preempt_job", "preempt_runs"}
@@ -95,6 +101,7 @@ SHOWN = {
     "long": ["2 ring # # # # #"],
     "mesh": ["dp 2 # # # fsdp # (#)"],
     "algorithms": ["grpo # # # # #"],
+    "lora": ["r1 # to # # # # (#%) #"],
     "grading": [
         "| answers, math_verify | # | # | # |",
         "| answers, reasoning_gym | # | # | # |",

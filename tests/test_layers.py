@@ -36,6 +36,7 @@ LAYERS = {
     "model/*": 3,
     "data/*": 4,
     "policy.py": 5,
+    "minibatches.py": 5,
     "reference.py": 6,
     "rewards/*": 6,
     "envs/*": 6,

@@ -29,6 +29,13 @@ def validate_lora(cfg: PolicyConfig, section: str, num_tensor: int) -> None:
         return
 
     require(
+        cfg.model != "scratch",
+        f"{section}.model = scratch makes random weights, and {section}.lora.rank = {lora.rank} "
+        f"would leave them as they are; train such a model whole first ({section}.lora.rank 0), "
+        "and then adapters of what it has become",
+    )
+
+    require(
         not cfg.freeze,
         f"{section}.freeze = {cfg.freeze}: with {section}.lora.rank = {lora.rank} all weights are "
         f"frozen already; leave {section}.freeze empty, and say by {section}.lora.targets what is "

@@ -1,7 +1,7 @@
 """The settings of a model that is trained, and of the mesh that it is trained on."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from minirl.config.bounds import (
     Decay,
@@ -18,6 +18,7 @@ from minirl.config.lora import LoraConfig
 
 Checkpointing = Literal["auto", "off", "selective", "full"]
 LearningRateSchedule = Literal["constant", "linear", "cosine", "wsd"]
+ADAPTERS_LEARN_FASTER = 10  # Times the learning rate of full training.
 
 
 @dataclass(kw_only=True)
@@ -81,7 +82,8 @@ class PolicyConfig:
     #: Decay of an exponential moving average of the weights, written to <output>/model_ema at the
     #: end. It rises to this value as (1 + n) / (10 + n) over n updates. 0: no average.
     ema_decay: Decay = 0.0
-    lr: NonNegative = 1e-6  # Learning rate.
+    #: Learning rate. Left out: 1e-6, and ten times that for adapters.
+    lr: NonNegative | None = None
     #: What becomes of the learning rate after the warm-up. cosine and linear fall until the end,
     #: wsd only in the last `lr_decay_ratio` of all optimizer steps.
     lr_schedule: LearningRateSchedule = "constant"
@@ -95,6 +97,19 @@ class PolicyConfig:
     adam_eps: Positive = 1e-8  # Of AdamW: what is added to the divisor.
     weight_decay: NonNegative = 0.0  # Applied to matrices only.
     max_grad_norm: NonNegative = 1.0  # Gradients are scaled down to this norm; 0: never.
+
+    default_lr: ClassVar[float] = 1e-6  # Of weights that are trained themselves.
+
+    @property
+    def learning_rate(self) -> float:
+        """Return `lr`, or what it is where it is left out.
+
+        Adapters learn best at about ten times the learning rate of full training, whatever their
+        rank (Schulman et al. 2025, LoRA Without Regret, "Setting the LoRA hyperparameters").
+        """
+        if self.lr is not None:
+            return self.lr
+        return self.default_lr * (ADAPTERS_LEARN_FASTER if self.lora.rank else 1)
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,7 @@
 """The settings of RL alone; `shared.py` has those that it shares with other programs."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from minirl.config.bounds import (
     Finite,
@@ -140,10 +140,13 @@ class CriticConfig(PolicyConfig):
     #: score head on the frozen model that policy.lora adapts, also after a warm start. It saves the
     #: memory of a second base.
     share_base: bool = False
-    lr: NonNegative = 5e-6  # Learning rate.
+    #: Learning rate. Left out: 5e-6, and ten times that for adapters.
+    lr: NonNegative | None = None
     warmup_steps: NonNegativeInt = 0  # RL steps in which only the critic learns.
     #: How far values may move from those that advantages were made with. 0: no bound.
     value_clip: NonNegative = 0.2
+
+    default_lr: ClassVar[float] = 5e-6
 
 
 def section_of(cfg: PolicyConfig) -> str:

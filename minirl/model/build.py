@@ -272,9 +272,7 @@ def build_model(
     # 2. Split over tensor-parallel ranks, then sharded over the others.
     tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
     if tp:
-        tensor.check_divides(families.divided(config), tp.group.size())
-        plan = (model._tp_plan or {}) | families.FAMILIES[config.model_type].plan
-        tensor.apply(model, tp, plan)
+        _split(model, tp)
     fsdp.shard(
         model,
         layers(model),
@@ -293,6 +291,13 @@ def build_model(
     forward = score_forward if score else packed_forward
     model.forward = functools.partial(forward, model, tp=tp)
     return model
+
+
+def _split(model: CausalModel, tp: TensorParallel) -> None:
+    """Split a model on the meta device over tensor-parallel ranks. Raises UserError."""
+    tensor.check_divides(families.divided(model.config), tp.group.size())
+    plan = (model._tp_plan or {}) | families.FAMILIES[model.config.model_type].plan
+    tensor.apply(model, tp, plan)
 
 
 def _choose_trained(
