@@ -15,6 +15,8 @@ from pathlib import Path
 import test_checkpoint
 import test_families
 import test_gradients
+import test_lora
+import test_nf4
 import test_optimizer
 import test_rollout
 import test_sft
@@ -45,6 +47,8 @@ FEATURES = [
     "CPU offload",
     "sleep",
     "minirl.sft",
+    "adapters",
+    "base in 4 bits",
 ]
 
 
@@ -89,6 +93,7 @@ def cases() -> Iterator[set[str]]:
     yield from family_cases()
     yield from program_cases()
     yield from optimizer_cases()
+    yield from adapter_cases()
 
 
 def gradient_cases() -> Iterator[set[str]]:
@@ -123,6 +128,34 @@ def program_cases() -> Iterator[set[str]]:
             yield axes(world, parallel) | {"resume on another mesh"}
     for call in parameters(test_sft.test_every_mesh_trains_alike):
         yield axes(call["world"], call["parallel"]) | {"minirl.sft"}
+
+
+def adapter_cases() -> Iterator[set[str]]:
+    always = {"adapters", "moving average", "micro-batches", "shared prompts"}
+
+    def on_mesh(name: str) -> set[str]:
+        world, parallel, _ = test_lora.MESHES[name]
+        return axes(world, parallel) | always
+
+    for call in parameters(test_lora.test_every_mesh_trains_adapters_as_one_process):
+        yield on_mesh(call["name"])
+    for call in parameters(test_lora.test_every_mesh_trains_adapters_of_experts_as_one_process):
+        yield on_mesh(call["name"]) | {"experts"}
+    for call in parameters(test_lora.test_settings_of_memory_train_adapters_alike):
+        mesh, settings = test_lora.SAME[call["name"]]
+        offload = {"CPU offload"} if settings.get("cpu_offload") else set()
+        yield on_mesh(mesh) | features_of(settings) | offload
+    for mesh in test_lora.MUON_MESHES:
+        yield on_mesh(mesh) | {"Muon"}
+    # test_checkpoints_hold_adapters_and_move_between_meshes
+    yield {"adapters", "resume on another mesh", "FSDP", "tensor"}
+    # tests/test_lora_program.py and tests/test_lora_supervised.py, with the real engine
+    yield {"adapters", "base in 4 bits", "FSDP", "refit", "sleep"}
+    yield {"adapters", "FSDP", "minirl.sft"}
+    for call in parameters(test_nf4.test_training_equals_that_of_the_dequantised_base):
+        experts = {"experts"} if "moe" in call["family"] else set()
+        for world, parallel in test_nf4.MESHES:
+            yield axes(world, parallel) | always | {"base in 4 bits"} | experts
 
 
 def optimizer_cases() -> Iterator[set[str]]:

@@ -87,6 +87,7 @@ SAME = {
     "offload": ("dp2", {"optimizer_state": "offload"}),
     "offload_all": ("dp2", {"cpu_offload": True}),
 }
+MUON_MESHES = ("dp2_tp2", "hsdp")
 WHAT = ("grads", "adapters", "merged", "averages")
 
 
@@ -129,7 +130,8 @@ def test_settings_of_memory_train_adapters_alike(name, folder, alone):
 def test_muon_trains_adapters_on_meshes_as_in_one_process(folder):
     settings = {"optimizer": "muon"}
     (alone,) = ranks(1, two_steps, folder, False, settings)
-    for world, parallel, sequence in (MESHES["dp2_tp2"], MESHES["hsdp"]):
+    for name in MUON_MESHES:
+        world, parallel, sequence = MESHES[name]
         got = ranks(world, two_steps, folder, sequence, settings, parallel=parallel)[0]
         compare(got, alone)
 

@@ -14,6 +14,7 @@ from test_lora import WHAT, two_steps
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
 EXPERT_SIZES = {"qwen3": {}, "qwen3_moe": {"moe_intermediate_size": 64}}
+MESHES = [(1, None), (2, None), (4, ParallelConfig(replicate=2))]
 NF4 = {"lora": LoraConfig(rank=4, alpha=8, quantization="nf4")}
 
 
@@ -42,8 +43,7 @@ def make(tmp_path, family):
 def test_training_equals_that_of_the_dequantised_base(tmp_path, family):
     folder, rounded = make(tmp_path, family)
     (expected,) = ranks(1, two_steps, rounded, False, {})
-    meshes = {1: None, 2: None, 4: ParallelConfig(replicate=2)}
-    for world, parallel in meshes.items():
+    for world, parallel in MESHES:
         got = ranks(world, two_steps, folder, False, NF4, parallel=parallel)[0]
         for what in WHAT:
             assert got[what].keys() == expected[what].keys()

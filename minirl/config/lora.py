@@ -27,7 +27,7 @@ class LoraConfig:
     #: their whole names (model.visual.*).
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     #: Patterns of weights that are trained whole beside the adapters, by their names in the model's
-    #: folder, such as lm_head.*.
+    #: folder, such as lm_head.*. A matrix among them gets no adapter.
     modules_to_save: list[str] = field(default_factory=list)
     adapter: str = ""  # Folder of an adapter in PEFT's format to start from; empty: B starts at 0.
     #: nf4: matrices of the language model's layers are held in 4 bits (Dettmers et al. 2023, QLoRA,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from minirl.model import nf4
+from minirl.model import lora, nf4
 from minirl.parallel.tensor import LORA_A, LORA_B
 
 NAME = "minirl"
@@ -53,17 +53,19 @@ def mixture(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Te
 def _project(module: Any, name: str, x: Tensor, ends: Tensor, multiply: Multiply) -> Tensor:
     """Multiply the rows of each expert by its matrix of a name, and add its adapter's product."""
     parameters = module._parameters
-    weight = parameters[name]
-    if weight.dtype == torch.uint8:  # in four bits
-        scales = parameters[f"{name}_{nf4.SCALES}"]
-        y = nf4.product(x, weight, scales, module.packed[name], partial(multiply, ends=ends))
-    else:
-        y = multiply(x, weight, ends)
+    base = [parameters[name]]
+    packed = None
+    if base[0].dtype == torch.uint8:  # in four bits
+        base.append(parameters[f"{name}_{nf4.SCALES}"])
+        packed = module.packed[name]
+    of_experts = partial(multiply, ends=ends)
     a = parameters.get(f"{name}_{LORA_A}")
-    if a is None or not module.adapters.on:
-        return y
-    b = parameters[f"{name}_{LORA_B}"]
-    return y + multiply(multiply(x, a, ends), b, ends) * module.adapters.scale
+    if a is not None and module.adapters.on:
+        b = parameters[f"{name}_{LORA_B}"]
+        return lora.product(x, a, b, module.adapters.scale, of_experts, packed, *base)
+    if packed:
+        return nf4.product(x, base[0], base[1], packed, of_experts)
+    return of_experts(x, base[0])
 
 
 def _one_by_one(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from minirl.config.lora import LoraConfig
 from minirl.errors import UserError, require
 from minirl.model import nf4
 from minirl.model.freeze import frozen_names
-from minirl.model.nf4 import Packed
+from minirl.model.nf4 import Multiply, Packed
 from minirl.parallel.fsdp import local, local_region
 from minirl.parallel.tensor import LORA_A, LORA_B
 
@@ -94,6 +94,8 @@ def attach(
     adapters = Adapters(cfg.rank, cfg.scale)
     for name in target_names(model, cfg.targets, f"{setting}.targets"):
         module = model.get_submodule(name)
+        if any(p.requires_grad for p in module.parameters()):
+            continue  # It is trained whole.
         if isinstance(module, nn.Linear):
             _attach_to_linear(module, name, adapters, dtype, setting)
         else:
@@ -205,26 +207,108 @@ def _check_rank(rank: int, name: str, shape: torch.Size, setting: str) -> None:
 
 def _forward(module: nn.Linear, adapters: Adapters, x: Tensor) -> Tensor:
     """Stand in for the forward of a linear that has an adapter."""
-    return _adapted(module, adapters, x, F.linear(x, module.weight, module.bias))
+    if not adapters.on:
+        return F.linear(x, module.weight, module.bias)
+    return _adapted(module, adapters, x, None, module.weight)
 
 
 def _packed_forward(module: nn.Linear, adapters: Adapters, packed: Packed, x: Tensor) -> Tensor:
     """Stand in for the forward of a linear that is held in four bits."""
     scales = module._parameters[f"weight_{nf4.SCALES}"]
     assert scales is not None
+    if adapters.on and LORA_A in module._parameters:
+        return _adapted(module, adapters, x, packed, module.weight, scales)
     y = nf4.product(x, module.weight, scales, packed, F.linear)
-    if module.bias is not None:
-        y = y + module.bias
-    return _adapted(module, adapters, x, y)
+    return y if module.bias is None else y + module.bias
 
 
-def _adapted(module: nn.Linear, adapters: Adapters, x: Tensor, y: Tensor) -> Tensor:
-    """Add the product of a linear's adapter, if it has one, to that of its base."""
+def _adapted(
+    module: nn.Linear, adapters: Adapters, x: Tensor, packed: Packed | None, *base: Tensor
+) -> Tensor:
+    """Return what a linear with an adapter makes of x. `packed`, `base`: as `product` has them."""
     parameters: dict = module._parameters
-    if not adapters.on or LORA_A not in parameters:
-        return y
-    low = F.linear(x, parameters[LORA_A])
-    return y + F.linear(low, parameters[LORA_B]) * adapters.scale
+    a, b = parameters[LORA_A], parameters[LORA_B]
+    return product(x, a, b, adapters.scale, F.linear, packed, *base, bias=module.bias)
+
+
+class _Product(torch.autograd.Function):
+    """x times a merged weight, of which the factors have gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        multiply: Multiply,
+        packed: Packed | None,
+        *base: Tensor,
+    ) -> Tensor:
+        """Multiply by the merged weight, and keep what it was made of."""
+        ctx.save_for_backward(x, a, b, *base)
+        ctx.scale = scale
+        ctx.multiply = multiply
+        ctx.packed = packed
+        weight = _merged_weight(packed, base, b, a, scale)
+        return multiply(x, weight) if bias is None else F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        """Merge again for the gradient of x. The gradients of A and B are those of B A x."""
+        x, a, b, *base = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            weight = _merged_weight(ctx.packed, tuple(base), b, a, ctx.scale)
+            grad_x = ctx.multiply(grad, weight.mT)
+        with torch.enable_grad():
+            factors = [a.detach().requires_grad_(), b.detach().requires_grad_()]
+            low = ctx.multiply(x.detach(), factors[0])
+            added = ctx.multiply(low, factors[1]) * ctx.scale
+            grad_a, grad_b = torch.autograd.grad(added, factors, grad)
+        grad_bias = None
+        if ctx.needs_input_grad[3]:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        without = [None] * (len(base) + 3)
+        return grad_x, grad_a, grad_b, grad_bias, *without
+
+
+def product(
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    multiply: Multiply,
+    packed: Packed | None,
+    *base: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return multiply(x, W + scale B A), and the bias.
+
+    The weight is merged before it is multiplied by, and rounded as `Merged` rounds it, so that the
+    engine computes with the same weights bit by bit. A sum of two products, W x and B A x, would
+    differ from them by a rounding of bfloat16 for each weight, which is as large as what adapters
+    change: the log-probs of engine and trainer would be twice as far apart as in full training.
+
+    Args:
+        x: [.., in].
+        a: [.., rank, in].
+        b: [.., out, rank].
+        scale: `Adapters.scale`.
+        multiply: its gradient for x must be multiply(gradient, weight.mT).
+        packed: of a base that is held in four bits; None: it is not.
+        base: the frozen weight [.., out, in]; or, in four bits, its bytes and its scales.
+        bias: [out], of a linear.
+    """
+    return _Product.apply(x, a, b, bias, scale, multiply, packed, *base)
+
+
+def _merged_weight(
+    packed: Packed | None, base: tuple[Tensor, ...], b: Tensor, a: Tensor, scale: float
+) -> Tensor:
+    weight = nf4.dequantise(packed, *base) if packed else base[0]
+    return merge(weight, b, a, scale)
 
 
 @torch.no_grad()
@@ -321,7 +405,9 @@ class Merged(Mapping[str, Tensor]):
 
 
 def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
-    """Return weight + scale B A, computed in the dtype of the factors, in that of the weight.
+    """Return weight + scale B A, rounded once, in the dtype of the weight.
+
+    The factors are rounded to that dtype first, as FSDP gathers them.
 
     Args:
         weight: [.., out, in].
@@ -329,8 +415,13 @@ def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
         a: [.., rank, in].
         scale: `Adapters.scale`.
     """
-    merged = weight.to(b.dtype) + (b @ a) * scale
-    return merged.to(weight.dtype)
+    stacked = weight.view(-1, *weight.shape[-2:])
+    b = b.to(weight.dtype).view(len(stacked), *b.shape[-2:])
+    a = a.to(weight.dtype).view(len(stacked), *a.shape[-2:])
+    # Not `@`, whose results selective checkpointing keeps (model/build.py): a second model.
+    if weight.dtype in (torch.bfloat16, torch.float16):
+        return torch.baddbmm(stacked, b, a, alpha=scale).view(weight.shape)
+    return (stacked + torch.baddbmm(stacked, b, a, beta=0) * scale).view(weight.shape)
 
 
 def _whole(p: Tensor) -> Tensor:
