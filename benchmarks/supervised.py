@@ -103,7 +103,7 @@ def measure(
         batches = make_minibatch(examples, model, load.tokens, pairs=name != "SFT")
         if ref:
             ref.annotate([batches], "ref_logprobs")
-        model.update(batches, loss, model.cfg.lr)
+        model.update(batches, loss, model.cfg.learning_rate)
         seconds.append(time.process_time() - start)
     num_tokens = sum(len(t.tokens) for t in examples)
     num_rows = sum(len(b.inputs) for b in batches)

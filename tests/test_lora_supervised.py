@@ -1,8 +1,11 @@
-"""SFT, reward models, DPO and KTO that train adapters: what they write is what PEFT makes of it, and
-they resume bitwise. vLLM serves the adapter of one of them."""
+"""SFT, reward models, DPO and KTO that train adapters: what they write is what PEFT makes of it,
+and they resume bitwise. vLLM serves an adapter beside its base."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from minirl.config.parse import parse_flags
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.supervised import SupervisedTrainer
 from test_critic import metrics_of
+from test_lora_files import config_of, write
 
 CONFIGS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "kto": KTOConfig}
 TRAINERS = {"sft": SupervisedTrainer, "rm": rm.Trainer, "dpo": dpo.Trainer, "kto": kto.Trainer}
@@ -98,3 +102,49 @@ def test_program_trains_adapters_and_resumes(tmp_path, program):
     assert metrics_of(again) == metrics_of(output)
     for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
         assert (again / name).read_bytes() == (output / name).read_bytes()
+
+
+SERVE = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+model, adapter = sys.argv[1:]
+llm = LLM(
+    model, enable_lora=True, max_lora_rank=8, enforce_eager=True, dtype="float32", max_model_len=64
+)
+prompt = {"prompt_token_ids": [5, 9, 11, 4, 7, 3]}
+sampling = SamplingParams(temperature=1.0, max_tokens=8, seed=0, logprobs=0)
+request = LoRARequest("adapter", 1, adapter)
+answer = llm.generate(prompt, sampling, lora_request=request, use_tqdm=False)[0].outputs[0]
+ids = list(answer.token_ids)
+logprobs = [of[token].logprob for of, token in zip(answer.logprobs, ids)]
+print("ANSWER " + json.dumps([ids, logprobs]))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU build of vLLM")
+def test_vllm_serves_the_adapter(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32}
+    folder = tiny.make(tmp_path / "m", "qwen3", dtype=torch.float32, **sizes)
+    ranks(1, write, tmp_path, config_of(folder, tmp_path, "float32"))
+    served = subprocess.run(
+        [sys.executable, "-c", SERVE, folder, tmp_path / "adapter"],
+        env={
+            **os.environ,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than all else
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    (line,) = [line for line in served.stdout.splitlines() if line.startswith("ANSWER ")]
+    ids, logprobs = json.loads(line.removeprefix("ANSWER "))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "live", dtype=torch.float32)
+    prompt = [5, 9, 11, 4, 7, 3]
+    logits = merged(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+    assert (torch.tensor(logprobs) - expected).abs().max() < 1e-4
