@@ -112,7 +112,7 @@ def test_numbers_in_yaml_s_own_spellings(tmp_path):
         ("policy: {lr: fast}", r"policy.lr = 'fast' should be a valid number"),
         ("policy: {lr: true}", r"policy.lr = True should be a valid number"),
         ("policy: {lr: [1]}", r"policy.lr = \[1\] should be a valid number"),
-        ("policy: {lr: }", r"policy.lr = None should be a valid number"),
+        ("policy: {adam_eps: }", r"policy.adam_eps = None should be a valid number"),
         ("policy: {model: 3}", r"policy.model = 3 should be a valid string"),
         ("resume: 1", r"resume = 1 should be a valid boolean"),
         ("policy: {betas: 0.9}", r"policy.betas = 0.9 should be a valid array"),

@@ -92,6 +92,7 @@ OTHER_FLAGS = {
 }
 # Files of users and of runs that documents speak of.
 OTHER_FILES = {
+    "adapter/",
     "agent_func.py",
     "answers.jsonl",
     "config.yaml",
@@ -298,7 +299,8 @@ def parse_program(words: list[str]) -> None:
         own, of_run = own_flags().parse_known_args(flags)
         parse_flags(RLConfig, ["--config", own.config, *of_run])
         return
-    cls = PROGRAMS[f"{module} serve" if flags[:1] == ["serve"] else module]
+    command = " ".join([module, *flags[:1]])
+    cls = PROGRAMS[command if command in PROGRAMS else module]
     if cls and flags != ["--help"]:
         parse_flags(cls, flags)
 

@@ -65,6 +65,7 @@ RECIPES = {
     "ppo": ["--critic.warmup-steps", 0],
     "on_policy_distill": ["--ref.model", "{folder}/teacher/model"],
     "smollm2_products": SCRATCH,
+    "lora": ["--policy.model", "{folder}/teacher/model", "--policy.lora.rank", 4],
 }
 ENVIRONMENTS = (
     "sft_guess",
@@ -275,7 +276,7 @@ def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "reward.py").write_text(EARNED)
     (folder / "talk.py").write_text(TALKS)
-    taught = ("on_policy_distill",)  # recipes that need the teacher
+    taught = ("on_policy_distill", "lora")  # recipes that need the teacher
     judged = [
         flags(
             folder,

@@ -1,0 +1,106 @@
+"""Settings of adapters: which are refused, and what is filled in where they are left out."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from minirl.config.adapters import validate_lora
+from minirl.config.policy import PolicyConfig
+from minirl.config.rl import CriticConfig, RLConfig
+from minirl.errors import UserError
+from minirl.model import nf4
+from test_config import changed, check_rl
+
+ADAPTED = {"policy__model": "m", "policy__lora__rank": 8}
+SHARED = {
+    **ADAPTED,
+    "algo__advantage": "gae",
+    "critic__share_base": True,
+    "critic__lora__rank": 4,
+    "critic__dtype": "bfloat16",
+}
+IMPOSSIBLE = [
+    ({"policy__lora__alpha": 9.0}, "policy.lora.alpha is set, but policy.lora.rank is 0"),
+    (
+        {"policy__lora__quantization": "nf4"},
+        r"policy.lora.quantization is set, but .* set policy.lora.rank \(32 is usual\)",
+    ),
+    (
+        {"policy__model": "scratch", "policy__lora__rank": 8},
+        "policy.model = scratch makes random weights, and policy.lora.rank = 8 would leave them",
+    ),
+    ({**ADAPTED, "policy__freeze": ["*"]}, "policy.freeze = .* all weights are frozen already"),
+    ({**ADAPTED, "policy__lora__targets": []}, "policy.lora.targets is empty"),
+    (
+        {**ADAPTED, "policy__lora__rank": -1},
+        "policy.lora.rank = -1 should be greater than or equal",
+    ),
+    (
+        {**ADAPTED, "policy__lora__quantization": "nf4", "parallel__tensor": 2},
+        "policy.lora.quantization = nf4 and parallel.tensor = 2: .*; set parallel.tensor 1",
+    ),
+    (
+        {**ADAPTED, "policy__lora__quantization": "nf4", "policy__cpu_offload": True},
+        "policy.lora.quantization = nf4 and policy.cpu_offload both save the memory of the base",
+    ),
+    (
+        {**ADAPTED, "ref__every": 5, "algo__kl_coef": 0.1},
+        "ref.every = 5 would make the adapted policy the reference, and with policy.lora.rank = 8",
+    ),
+    (
+        {**SHARED, "critic__lora__rank": 0},
+        "critic.share_base needs a base that nobody trains, but critic.lora.rank = 0 trains all",
+    ),
+    (
+        {**SHARED, "policy__lora__rank": 0},
+        "critic.share_base needs a base that nobody trains, but policy.lora.rank = 0 trains all",
+    ),
+    ({**SHARED, "critic__model": "other"}, "critic.model = other is a base of its own, and"),
+    (
+        {**SHARED, "critic__dtype": "float32"},
+        "policy.dtype = bfloat16 and critic.dtype = float32 are of the same base; set both alike",
+    ),
+]
+
+
+@pytest.mark.parametrize("settings, says", IMPOSSIBLE)
+def test_settings_that_cannot_work_are_refused(settings, says):
+    with pytest.raises(UserError, match=says):
+        check_rl(changed(RLConfig, **settings), world_size=2)
+
+
+@pytest.mark.parametrize("settings", [ADAPTED, SHARED])
+def test_settings_that_work_are_accepted(settings):
+    check_rl(changed(RLConfig, **settings), world_size=2)
+
+
+def test_a_learning_rate_that_is_left_out_is_ten_times_as_high_for_adapters():
+    for cls, lr in ((PolicyConfig, 1e-6), (CriticConfig, 5e-6)):
+        cfg = cls()
+        assert cfg.learning_rate == lr
+        cfg.lora.rank = 8
+        validate_lora(cfg, "policy", 1)
+        assert cfg.learning_rate == pytest.approx(10 * lr, rel=1e-12)
+        cfg.lr = 0.0
+        assert cfg.learning_rate == 0.0
+
+
+def test_a_missing_package_of_four_bits_is_told(monkeypatch):
+    nf4._library.cache_clear()
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name)
+    )
+    with pytest.raises(UserError, match=r"needs the package bitsandbytes: pip install 'minirl\[q"):
+        nf4.check(torch.device("cpu"))
+    nf4._library.cache_clear()
+
+
+def test_a_package_without_a_kernel_for_the_device_is_told(monkeypatch):
+    def quantise(library, weight):
+        raise NotImplementedError("no kernel for xpu")
+
+    monkeypatch.setattr(nf4, "_quantise", quantise)
+    with pytest.raises(UserError, match=r"bitsandbytes [\d.]+ has no kernel for the device cpu"):
+        nf4.check(torch.device("cpu"))
