@@ -33,10 +33,6 @@ IMPOSSIBLE = [
     ({**ADAPTED, "policy__freeze": ["*"]}, "policy.freeze = .* all weights are frozen already"),
     ({**ADAPTED, "policy__lora__targets": []}, "policy.lora.targets is empty"),
     (
-        {**ADAPTED, "policy__lora__rank": -1},
-        "policy.lora.rank = -1 should be greater than or equal",
-    ),
-    (
         {**ADAPTED, "policy__lora__quantization": "nf4", "parallel__tensor": 2},
         "policy.lora.quantization = nf4 and parallel.tensor = 2: .*; set parallel.tensor 1",
     ),
