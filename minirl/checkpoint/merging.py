@@ -9,6 +9,7 @@ from minirl.checkpoint.exporting import Exporter
 from minirl.checkpoint.folder import plan_folder
 from minirl.config.lora import LoraConfig
 from minirl.model import build, families, loading, lora, nf4
+from minirl.model.merge import merge
 from minirl.model.build import CausalModel
 from minirl.model.weight_files import open_weights
 from minirl.parallel.mesh import Mesh
@@ -73,7 +74,7 @@ class Base:
         if name in self.adapters.packed:
             whole = nf4.rounded(whole)
         if name in self.factors:
-            whole = lora.merge(whole, *self.factors[name], self.adapters.scale)
+            whole = merge(whole, *self.factors[name], self.adapters.scale)
         return whole
 
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from minirl.model import lora, nf4
+from minirl.model import nf4
+from minirl.model.merge import product
 from minirl.parallel.tensor import LORA_A, LORA_B
 
 NAME = "minirl"
@@ -62,7 +63,7 @@ def _project(module: Any, name: str, x: Tensor, ends: Tensor, multiply: Multiply
     a = parameters.get(f"{name}_{LORA_A}")
     if a is not None and module.adapters.on:
         b = parameters[f"{name}_{LORA_B}"]
-        return lora.product(x, a, b, module.adapters.scale, of_experts, packed, *base)
+        return product(x, a, b, module.adapters.scale, of_experts, packed, *base)
     if packed:
         return nf4.product(x, base[0], base[1], packed, of_experts)
     return of_experts(x, base[0])
