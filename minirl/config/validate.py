@@ -198,6 +198,22 @@ def validate_parallel(parallel: ParallelConfig, world_size: int) -> None:
         "parallel.tensor",
     )
 
+    experts = parallel.experts
+    num_ranks = world_size // replicate
+    works = [str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+    of_copy = "ranks" if replicate == 1 else f"ranks of each of parallel.replicate = {replicate}"
+    require(
+        num_ranks % experts == 0,
+        f"parallel.experts = {experts} does not divide the {num_ranks} {of_copy}, over which "
+        f"experts are divided; use {', '.join(works)}",
+    )
+
+    require(
+        not parallel.experts_across_nodes or experts > 1,
+        "parallel.experts_across_nodes is about the ranks of parallel.experts, and that is 1; set "
+        "parallel.experts",
+    )
+
     require(
         parallel.context_engine == "all_gather" or context > 1,
         f"parallel.context_engine = {parallel.context_engine} needs parallel.context above 1",

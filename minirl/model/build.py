@@ -27,11 +27,12 @@ from minirl.config.named import check_model
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.errors import UserError, require
-from minirl.model import attention, experts, families, fused, loading, lora, nf4
+from minirl.model import attention, experts, families, fused, loading, lora, mixtures, nf4
 from minirl.model.adapter_files import is_adapter_folder, read_adapter
 from minirl.model.freeze import freeze
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp, tensor
+from minirl.parallel.experts import ExpertParallel
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.tensor import TensorParallel
@@ -270,6 +271,10 @@ def build_model(
         fused.install(model, kernels)
 
     # 2. Split over tensor-parallel ranks, then sharded over the others.
+    ep = ExpertParallel.of(mesh)
+    if ep:
+        mixtures.check_divides(config, f"policy.model = {folder}", ep.mesh.size())
+        experts.divide(model, ep)
     tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
     if tp:
         tensor.check_divides(families.divided(config), tp.group.size())
@@ -283,6 +288,8 @@ def build_model(
         reduce_dtype=adapter_dtype,
         reshard_after_forward=cfg.reshard_after_forward,
         cpu_offload=cfg.cpu_offload,
+        experts=experts.find_experts(model),
+        experts_mesh=mesh.experts.fsdp if mesh.experts else None,
     )
 
     # 3. Filled from files.
