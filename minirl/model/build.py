@@ -273,7 +273,7 @@ def build_model(
     # 2. Split over tensor-parallel ranks, then sharded over the others.
     ep = ExpertParallel.of(mesh)
     if ep:
-        mixtures.check_divides(config, f"policy.model = {folder}", ep.mesh.size())
+        mixtures.check_divides(config, f"model in {folder}", ep.mesh.size())
         experts.divide(model, ep)
     tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
     if tp:

@@ -61,12 +61,12 @@ def mixture_of(config: PretrainedConfig) -> Mixture | None:
     )
 
 
-def check_divides(config: PretrainedConfig, where: str, num_ranks: int) -> None:
+def check_divides(config: PretrainedConfig, role: str, num_ranks: int) -> None:
     """Refuse a mixture whose experts cannot be divided over ranks.
 
     Args:
         config: the model's config. One without experts is left as it is.
-        where: the setting that names the model and its value.
+        role: of the model, such as policy.
         num_ranks: parallel.experts.
 
     Raises:
@@ -79,8 +79,8 @@ def check_divides(config: PretrainedConfig, where: str, num_ranks: int) -> None:
     works = [str(n) for n in range(1, experts + 1) if experts % n == 0]
     require(
         experts % num_ranks == 0,
-        f"parallel.experts = {num_ranks} does not divide {mixture.number} = {experts} of {where}; "
-        f"use {', '.join(works)}",
+        f"parallel.experts = {num_ranks} does not divide {mixture.number} = {experts} of the "
+        f"{role}; use {', '.join(works)}",
     )
 
 
@@ -94,7 +94,7 @@ def check_experts(
     """Refuse expert parallelism that cannot work, or that does not pay.
 
     Args:
-        models: configs of the run's models, by the settings that name them and their values.
+        models: configs of the run's models, by their roles, such as policy.
         parallel: the axes.
         ranks_of_node: ranks on a node.
         tokens_per_rank: of a micro-batch.
@@ -106,18 +106,19 @@ def check_experts(
     num_ranks = parallel.experts
     if num_ranks == 1:
         return
-    mixtures = {where: mixture_of(config) for where, config in models.items()}
-    found = [(where, mixture) for where, mixture in mixtures.items() if mixture]
+    mixtures = {role: mixture_of(config) for role, config in models.items()}
+    found = [(role, mixture) for role, mixture in mixtures.items() if mixture]
+    families = [f"{role} {config.model_type}" for role, config in models.items()]
     require(
         found,
-        f"parallel.experts = {num_ranks} divides the experts of mixtures, and none of the models "
-        f"is one ({', '.join(models)}); set it to 1",
+        f"parallel.experts = {num_ranks} divides the experts of mixtures, and no model here has "
+        f"any ({', '.join(families)}); set it to 1",
     )
-    for where, config in models.items():
-        check_divides(config, where, num_ranks)
+    for role, config in models.items():
+        check_divides(config, role, num_ranks)
 
     is_inside = ranks_of_node % num_ranks == 0
-    where, mixture = found[0]
+    role, mixture = found[0]
     tokens = tokens_per_rank // parallel.tensor
     works = [n for n in range(1, ranks_of_node + 1) if ranks_of_node % n == 0]
     works = [n for n in works if mixture.num_experts % n == 0]
@@ -125,7 +126,7 @@ def check_experts(
     require(
         is_inside or parallel.experts_across_nodes,
         f"parallel.experts = {num_ranks} does not fit into nodes of {ranks_of_node} ranks, so that "
-        f"tokens would travel between nodes: {travel / 1e3:.0f} kB a token and layer of {where} "
+        f"tokens would travel between nodes: {travel / 1e3:.0f} kB a token and layer of the {role} "
         f"(6 * num_experts_per_tok {mixture.experts_of_token} * hidden_size {mixture.hidden} * "
         f"2 bytes), {travel * tokens / GB:.2f} GB for the {tokens} tokens of a rank, for which "
         f"computation waits. With parallel.experts = {works[-1]} tokens stay on a node, and FSDP "

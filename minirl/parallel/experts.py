@@ -117,9 +117,16 @@ def _exchange(
     return out
 
 
-def _to_host(counts: Tensor) -> list[list[int]]:
-    """Return counts [2, ranks] as numbers: here the host waits for the device."""
-    return counts.tolist()
+def _to_host(by_rank: Tensor, num_rows: int) -> list[list[int]]:
+    """Return [2, ranks] numbers of rows, sent and received: here the host waits for the device.
+
+    Args:
+        by_rank: int64.
+        num_rows: how many are sent.
+    """
+    sent, received = by_rank.tolist()
+    assert sum(sent) == num_rows, "a token has an expert that there is not"
+    return [sent, received]
 
 
 def divide_experts(module: Any, ep: ExpertParallel) -> Forward:
@@ -162,7 +169,7 @@ def _visit(compute: Forward, rows: Tensor, ends: Tensor, ep: ExpertParallel) -> 
     arriving = torch.empty_like(counts)  # For [rank, expert of this one].
     dist.all_to_all_single(arriving, counts, group=ep.group)
     by_rank = torch.stack([counts, arriving]).view(2, num_ranks, -1).sum(2)
-    sent, received = _to_host(by_rank)
+    sent, received = _to_host(by_rank, len(rows))
 
     rows = _Exchange.apply(rows, sent, received, ep.group)
     numbers = torch.arange(len(ends) // num_ranks, device=rows.device)
