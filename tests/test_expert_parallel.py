@@ -2,23 +2,32 @@
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+import test_nf4
 import tiny
-from harness import ranks
+from harness import RankFailed, ranks
 from minirl.algo import losses
 from minirl.checkpoint import export
 from minirl.checkpoint.state import Saver, load_checkpoint
 from minirl.config.lora import LoraConfig
+from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import CheckpointConfig
+from minirl.config.supervised import SFTConfig
 from minirl.data.exchange import exchange
+from minirl.errors import UserError
 from minirl.model import experts
+from minirl.model.mixtures import check_experts
 from minirl.parallel import experts as expert_parallel
 from minirl.policy import Policy
+from minirl.supervised import SupervisedTrainer
 from test_families import assert_same_files, stay_float64
 from test_gradients import batches_of, grpo, trajectories, worst
 from test_lora import two_steps, whole
+from test_optimizer import sleep
+from test_sft import conversations, flags, rows_of, written
 
 WHOLE = {"lora": LoraConfig()}  # All weights are trained themselves.
 ADAPTERS = {"lora": LoraConfig(rank=4, alpha=8)}
@@ -97,6 +106,12 @@ def test_adapters_and_muon_are_those_of_one_process(name, folder):
     (one,) = ranks(1, two_steps, folder, False, settings)
     got = ranks(world, two_steps, folder, False, settings, parallel=parallel)[0]
     compare(got, one)
+
+
+def test_sleep_frees_everything_and_changes_nothing(folder):
+    world, parallel = MESHES["ep2_efsdp2"]
+    settings = {"optimizer": "muon", "ema_decay": 0.9, "optimizer_state": "8bit"}
+    ranks(world, sleep, folder, settings, parallel=parallel)
 
 
 def grpo_in_float64(mesh, folder):
@@ -244,15 +259,134 @@ def save_or_go_on(mesh, folder, run, resume):
     return {n: whole(p) for n, p in policy.shards().items()}, averages
 
 
-# Where a checkpoint of ep2_efsdp2 is resumed.
+SAVED = MESHES["ep2_efsdp2"]
+# Where its checkpoint is resumed.
 TARGETS = {"ep4": MESHES["ep4"], "none": (2, ParallelConfig()), "tp2_ep2": MESHES["tp2_ep2"]}
 
 
 def test_checkpoints_move_between_meshes(tmp_path, folder):
-    world, parallel = MESHES["ep2_efsdp2"]
+    world, parallel = SAVED
     after = ranks(world, save_or_go_on, folder, tmp_path, "", parallel=parallel)[0]
     for name, (world, parallel) in TARGETS.items():
         got = ranks(world, save_or_go_on, folder, tmp_path, name, parallel=parallel)[0]
         for mine, wanted in zip(got, after, strict=True):
             assert worst(mine, wanted) < 1e-12, name
         assert_same_files(tmp_path / "saved", tmp_path / name)
+
+
+# --------------------------------------------------------------------------------------------------
+# other forms of weights, and a whole program
+
+
+def test_experts_in_four_bits(tmp_path):
+    folder, rounded = test_nf4.make(tmp_path, "qwen3_moe")
+    (one,) = ranks(1, two_steps, rounded, False, {})
+    world, parallel = MESHES["ep2_efsdp2"]
+    got = ranks(world, two_steps, folder, False, test_nf4.NF4, parallel=parallel)[0]
+    compare(got, one)
+
+
+LEARNS = MESHES["ep2"]
+
+
+def train_in_float64(mesh, given):
+    stay_float64()
+    SupervisedTrainer.main(parse_flags(SFTConfig, given), mesh)
+
+
+def flags_of(folder, tmp_path, output):
+    source = written(tmp_path / "a.jsonl", conversations(30))
+    return flags(folder, source, tmp_path / output, "--policy.dtype", "float64")
+
+
+def test_a_mixture_learns_from_chats_as_in_one_process(tmp_path, folder):
+    ranks(1, train_in_float64, flags_of(folder, tmp_path, "one"))
+    world, parallel = LEARNS
+    given = [*flags_of(folder, tmp_path, "many"), "--parallel.experts", parallel.experts]
+    ranks(world, train_in_float64, given, parallel=parallel)
+    for phase in ("train", "eval"):
+        one = [row["loss"] for row in rows_of(tmp_path / "one", phase)]
+        many = [row["loss"] for row in rows_of(tmp_path / "many", phase)]
+        assert len(one) > 3 and many == pytest.approx(one, rel=1e-10)
+    assert one[-1] < one[0]
+
+
+def test_a_model_without_experts_is_refused_before_it_is_read(tmp_path):
+    dense = tiny.make(tmp_path / "dense", "qwen3")
+    world, parallel = LEARNS
+    given = [*flags_of(dense, tmp_path, "out"), "--parallel.experts", parallel.experts]
+    with pytest.raises(RankFailed) as failure:
+        ranks(world, train_in_float64, given, parallel=parallel)
+    assert failure.value.kind == "UserError"
+    assert "no model here has any (policy qwen3); set it to 1" in failure.value.text
+
+
+# --------------------------------------------------------------------------------------------------
+# what is refused
+
+
+def config_of(family, **values):
+    return AutoConfig.for_model(family, **values)
+
+
+DENSE = config_of("qwen3")
+SMALL = config_of("qwen3_moe", num_experts=8)
+BIG = config_of(  # Qwen3-235B-A22B
+    "qwen3_moe",
+    hidden_size=4096,
+    moe_intermediate_size=1536,
+    num_experts=128,
+    num_experts_per_tok=8,
+)
+# By name: models, axes, ranks of a node, what the message says.
+REFUSED = {
+    "no mixture": (
+        {"policy": DENSE, "critic": DENSE},
+        ParallelConfig(experts=2),
+        8,
+        r"parallel.experts = 2 divides .* no model here has any \(policy qwen3, critic qwen3\)",
+    ),
+    "experts of one": (
+        {"policy": SMALL},
+        ParallelConfig(experts=3),
+        6,
+        "parallel.experts = 3 does not divide num_experts = 8 of the policy; use 1, 2, 4, 8",
+    ),
+    "experts of another": (
+        {"policy": DENSE, "reference": config_of("mixtral", num_local_experts=6)},
+        ParallelConfig(experts=4),
+        8,
+        "does not divide num_local_experts = 6 of the reference; use 1, 2, 3, 6",
+    ),
+    "two nodes": (
+        {"policy": BIG},
+        ParallelConfig(experts=16),
+        8,
+        r"does not fit into nodes of 8 ranks.* 369 kB a token .*num_experts_per_tok 8 "
+        r".*hidden_size 4096 .* 6.04 GB for the 16384 tokens .*With parallel.experts = 8 .*moves "
+        r"2.42 GB a layer .*Use 1, 2, 4, 8, or add --parallel.experts-across-nodes",
+    ),
+    "a part of two nodes": (
+        {"policy": SMALL},
+        ParallelConfig(experts=4),
+        6,
+        "does not fit into nodes of 6 ranks.*Use 1, 2, or add",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_or_does_not_pay_is_refused(name):
+    models, parallel, ranks_of_node, message = REFUSED[name]
+    with pytest.raises(UserError, match=message):
+        check_experts(models, parallel, ranks_of_node=ranks_of_node, tokens_per_rank=16384)
+
+
+def test_what_is_allowed():
+    """A mixture beside a dense model, and tokens between nodes if somebody insists."""
+    for models, parallel in (
+        ({"policy": DENSE, "reference": SMALL}, ParallelConfig(experts=8)),
+        ({"policy": BIG}, ParallelConfig(experts=16, experts_across_nodes=True)),
+        ({"policy": DENSE}, ParallelConfig()),
+    ):
+        check_experts(models, parallel, ranks_of_node=8, tokens_per_rank=16384)

@@ -201,11 +201,10 @@ def validate_parallel(parallel: ParallelConfig, world_size: int) -> None:
     experts = parallel.experts
     num_ranks = world_size // replicate
     works = [str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-    of_copy = "ranks" if replicate == 1 else f"ranks of each of parallel.replicate = {replicate}"
     require(
         num_ranks % experts == 0,
-        f"parallel.experts = {experts} does not divide the {num_ranks} {of_copy}, over which "
-        f"experts are divided; use {', '.join(works)}",
+        f"parallel.experts = {experts} does not divide ranks / parallel.replicate = {world_size} / "
+        f"{replicate} = {num_ranks}; use {', '.join(works)}",
     )
 
     require(

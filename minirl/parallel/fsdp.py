@@ -73,7 +73,7 @@ def shard(
         )
     wrap(model, mesh=mesh, reshard_after_forward=False)  # used at both ends of the forward
     if experts_mesh:
-        _prefetch(layers, {module for module, _ in inner})
+        _prefetch(layers, experts or [])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -89,18 +89,17 @@ def _placement(p: nn.Parameter, ranks: int) -> Shard | None:
     return Shard(1) if by_rows else None
 
 
-def _prefetch(layers: list[nn.Module], experts: set[nn.Module]) -> None:
+def _prefetch(layers: list[nn.Module], experts: list[nn.Module]) -> None:
     """Let a layer begin to gather its experts, and the next layer, when it begins to compute.
 
     FSDP gathers ahead because the host runs ahead of the device. Expert parallelism makes the host
     wait in each layer.
     """
-    for layer, following in zip(layers, [*layers[1:], None], strict=True):
-        assert isinstance(layer, FSDPModule)
-        ahead = [module for module in layer.modules() if module in experts]
-        if following is not None:
-            ahead.append(following)
-        layer.set_modules_to_forward_prefetch(ahead)
+    sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    for number, layer in enumerate(sharded):
+        inside = set(layer.modules())
+        own = [module for module in experts if isinstance(module, FSDPModule) and module in inside]
+        layer.set_modules_to_forward_prefetch([*own, *sharded[number + 1 : number + 2]])
 
 
 def reshard(model: nn.Module) -> None:
