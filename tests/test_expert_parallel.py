@@ -302,7 +302,7 @@ def flags_of(folder, tmp_path, output):
 def test_a_mixture_learns_from_chats_as_in_one_process(tmp_path, folder):
     ranks(1, train_in_float64, flags_of(folder, tmp_path, "one"))
     world, parallel = LEARNS
-    given = [*flags_of(folder, tmp_path, "many"), "--parallel.experts", parallel.experts]
+    given = [*flags_of(folder, tmp_path, "many"), "--parallel.experts", str(parallel.experts)]
     ranks(world, train_in_float64, given, parallel=parallel)
     for phase in ("train", "eval"):
         one = [row["loss"] for row in rows_of(tmp_path / "one", phase)]
@@ -314,7 +314,7 @@ def test_a_mixture_learns_from_chats_as_in_one_process(tmp_path, folder):
 def test_a_model_without_experts_is_refused_before_it_is_read(tmp_path):
     dense = tiny.make(tmp_path / "dense", "qwen3")
     world, parallel = LEARNS
-    given = [*flags_of(dense, tmp_path, "out"), "--parallel.experts", parallel.experts]
+    given = [*flags_of(dense, tmp_path, "out"), "--parallel.experts", str(parallel.experts)]
     with pytest.raises(RankFailed) as failure:
         ranks(world, train_in_float64, given, parallel=parallel)
     assert failure.value.kind == "UserError"

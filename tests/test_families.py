@@ -318,7 +318,7 @@ def test_what_the_names_do_not_say_is_refused_by_shape():
         tensor._shard(
             layer,
             "weight",
-            SimpleNamespace(group=SimpleNamespace(size=lambda: 2)),
+            SimpleNamespace(size=lambda: 2, mesh_dim_names=("tp",)),
             torch.distributed.tensor.Shard(0),
         )
 
