@@ -1,6 +1,6 @@
 """What expert parallelism costs and saves, by the arithmetic with which it is refused.
 
-    python benchmarks/experts.py         # the table of minirl/parallel/README.md
+    python -m benchmarks.experts         # the table of minirl/parallel/README.md
 
 Of a micro-batch with activation checkpointing, on nodes of 8 GPUs. Nothing is measured.
 """

@@ -151,7 +151,7 @@ def test_what_experts_cost_is_the_table_of_the_page():
     """All of `experts`, which has no smaller load."""
     page = (ROOT / "minirl" / "parallel" / "README.md").read_text()
     (printed,) = re.findall(r"^\| model \| nodes \|.*\n(?:\|.*\n)+", page, re.MULTILINE)
-    assert printed == experts.table(), "put in what `python benchmarks/experts.py` prints"
+    assert printed == experts.table(), "put in what `python -m benchmarks.experts` prints"
 
 
 @pytest.fixture

@@ -270,16 +270,9 @@ def build_model(
     if kernels:
         fused.install(model, kernels)
 
-    # 2. Split over tensor-parallel ranks, then sharded over the others.
-    ep = ExpertParallel.of(mesh)
-    if ep:
-        mixtures.check_divides(config, f"model in {folder}", ep.mesh.size())
-        experts.divide(model, ep)
+    # 2. Split over ranks.
     tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
-    if tp:
-        tensor.check_divides(families.divided(config), tp.group.size())
-        plan = (model._tp_plan or {}) | families.FAMILIES[config.model_type].plan
-        tensor.apply(model, tp, plan)
+    _split(model, mesh, tp, f"model in {folder}")
     fsdp.shard(
         model,
         layers(model),
@@ -300,6 +293,26 @@ def build_model(
     forward = score_forward if score else packed_forward
     model.forward = functools.partial(forward, model, tp=tp)
     return model
+
+
+def _split(model: CausalModel, mesh: Mesh, tp: TensorParallel | None, role: str) -> None:
+    """Split a model on the meta device over the axes that FSDP shards over the rest of.
+
+    Args:
+        model: whole.
+        mesh: the ranks.
+        tp: tensor parallelism.
+        role: of the model, for messages.
+    """
+    config = model.config
+    ep = ExpertParallel.of(mesh)
+    if ep:
+        mixtures.check_divides(config, role, ep.mesh.size())
+        experts.divide(model, ep)
+    if tp:
+        tensor.check_divides(families.divided(config), tp.group.size())
+        plan = (model._tp_plan or {}) | families.FAMILIES[config.model_type].plan
+        tensor.apply(model, tp, plan)
 
 
 def _choose_trained(
