@@ -272,18 +272,7 @@ def build_model(
 
     # 2. Split over ranks.
     tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
-    _split(model, mesh, tp, f"model in {folder}")
-    fsdp.shard(
-        model,
-        layers(model),
-        mesh.fsdp,
-        compute_dtype=compute_dtype,
-        reduce_dtype=adapter_dtype,
-        reshard_after_forward=cfg.reshard_after_forward,
-        cpu_offload=cfg.cpu_offload,
-        experts=experts.find_experts(model),
-        experts_mesh=mesh.experts.fsdp if mesh.experts else None,
-    )
+    _distribute(model, cfg, mesh, tp, reduce_dtype=adapter_dtype)
 
     # 3. Filled from files.
     if base is not None:
@@ -295,24 +284,45 @@ def build_model(
     return model
 
 
-def _split(model: CausalModel, mesh: Mesh, tp: TensorParallel | None, role: str) -> None:
-    """Split a model on the meta device over the axes that FSDP shards over the rest of.
+def _distribute(
+    model: CausalModel,
+    cfg: PolicyConfig,
+    mesh: Mesh,
+    tp: TensorParallel | None,
+    *,
+    reduce_dtype: torch.dtype,
+) -> None:
+    """Split a model on the meta device over the ranks.
 
     Args:
         model: whole.
+        cfg: dtype and memory.
         mesh: the ranks.
         tp: tensor parallelism.
-        role: of the model, for messages.
+        reduce_dtype: dtype in which gradients are reduced.
     """
+    # Experts over their axis, matrices over tensor-parallel ranks.
     config = model.config
     ep = ExpertParallel.of(mesh)
     if ep:
-        mixtures.check_divides(config, role, ep.mesh.size())
+        mixtures.check_divides(config, f"{section_of(cfg)}'s mixture", ep.mesh.size())
         experts.divide(model, ep)
     if tp:
         tensor.check_divides(families.divided(config), tp.group.size())
         plan = (model._tp_plan or {}) | families.FAMILIES[config.model_type].plan
         tensor.apply(model, tp, plan)
+    # All that is left of them is sharded over the others.
+    fsdp.shard(
+        model,
+        layers(model),
+        mesh.fsdp,
+        compute_dtype=getattr(torch, cfg.dtype),
+        reduce_dtype=reduce_dtype,
+        reshard_after_forward=cfg.reshard_after_forward,
+        cpu_offload=cfg.cpu_offload,
+        experts=experts.find_experts(model),
+        experts_mesh=mesh.experts.fsdp if mesh.experts else None,
+    )
 
 
 def _choose_trained(
