@@ -25,7 +25,7 @@ from minirl.envs.registry import make_env
 from minirl.errors import UserError, require
 from minirl.files import partial_of, publish_folder, sync_files
 from minirl.log import say
-from minirl.model import build, families, loading, scratch
+from minirl.model import build, families, loading, mixtures, scratch
 from minirl.model.weight_files import open_weights
 from minirl.parallel import tensor
 from minirl.parallel.machines import (
@@ -35,7 +35,7 @@ from minirl.parallel.machines import (
     errors_of_all,
     errors_of_machines,
 )
-from minirl.parallel.mesh import Mesh
+from minirl.parallel.mesh import Mesh, ranks_of_node
 from minirl.plan.shape import count_frozen
 from minirl.rewards.functions import make_rewards
 from minirl.rollout import records
@@ -102,6 +102,8 @@ class Inputs:
             count_frozen(critic, cfg.critic, score=True)
             scorer = "" if cfg.rollout.replay else cfg.reward.model
             self.reward_model = find(scorer, setting="reward.model", scores=True)
+            others = {role: build.read_config(folder) for role, folder in self.others().items()}
+            check_experts({"policy": files.config} | others, cfg)
         check_same_models(cfg, self.folders(), mesh)
 
         # Rows, each of which is read once, and prompts as token ids.
@@ -140,8 +142,11 @@ class Inputs:
 
     def folders(self) -> dict[str, Path]:
         """Return the folders of the models, by their roles."""
+        return {"policy": self.folder} | self.others()
+
+    def others(self) -> dict[str, Path]:
+        """Return the folders of the models beside the policy, by their roles."""
         found = {
-            "policy": self.folder,
             "reference": self.ref,
             "critic": self.critic,
             "reward model": self.reward_model,
@@ -151,6 +156,20 @@ class Inputs:
     def model_configs(self) -> dict[str, PretrainedConfig]:
         """Return the configs of the models, by their roles."""
         return {role: build.read_config(folder) for role, folder in self.folders().items()}
+
+
+def check_experts(models: dict[str, PretrainedConfig], cfg: TrainingConfig) -> None:
+    """Refuse expert parallelism of models, by their roles, that it does not suit.
+
+    Raises:
+        UserError: with the numbers.
+    """
+    mixtures.check_experts(
+        models,
+        cfg.parallel,
+        ranks_of_node=ranks_of_node(),
+        tokens_per_rank=cfg.tokens_per_rank,
+    )
 
 
 def check_same_models(

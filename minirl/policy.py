@@ -97,7 +97,7 @@ class Policy:
         self.adapters = self.model.adapters
         # Whether gradients stay whole on every rank until the last micro-batch of a step.
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        whole_bytes = sum(p.nbytes for p in trained) // mesh.tensor.size()
+        whole_bytes = sum(map(fsdp.gathered_bytes, trained))
         fits = whole_bytes <= WHOLE_GRADIENT_BYTES
         self.accumulates_whole = {"whole": True, "sharded": False, "auto": fits}[cfg.accumulate]
         self.vision = Vision(folder) if families.reads_images(self.model.config) else None

@@ -24,6 +24,7 @@ from minirl.data.rows import Rows
 from minirl.errors import require
 from minirl.inputs import (
     Inputs,
+    check_experts,
     check_output,
     check_same_models,
     find_model,
@@ -71,6 +72,7 @@ class SupervisedTrainer(Program):
             has_chats = bool(np.any(marks & IS_CHAT))
             with errors_of_machines(mesh):
                 files = find_model(cfg, max_tokens, chats=has_chats)
+                check_experts({"policy": files.config}, cfg)
             count_frozen(files.config, cfg.policy, score=self.score_head)
             check_same_models(cfg, {"policy": files.folder}, mesh)
             where = f"policy.model = {cfg.policy.model}"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import test_checkpoint
+import test_expert_parallel
 import test_families
 import test_gradients
 import test_lora
@@ -33,6 +34,7 @@ FEATURES = [
     "sequence",
     "context",
     "context ring",
+    "expert parallel",
     "checkpointing",
     "micro-batches",
     "shared prompts",
@@ -61,6 +63,7 @@ def axes(world: int, parallel: ParallelConfig | None) -> set[str]:
         "sequence": p.sequence,
         "context": p.context > 1 and p.context_engine == "all_gather",
         "context ring": p.context > 1 and p.context_engine == "ring",
+        "expert parallel": p.experts > 1,
     }
     return {name for name, on in names.items() if on}
 
@@ -83,6 +86,7 @@ def features_of(settings: dict) -> set[str]:
         "offloaded state": settings.get("optimizer_state") == "offload",
         "8-bit state": settings.get("optimizer_state") == "8bit",
         "checkpointing": settings.get("activation_checkpointing", "off") != "off",
+        "CPU offload": settings.get("cpu_offload", False),
     }
     return {name for name, on in names.items() if on}
 
@@ -90,6 +94,7 @@ def features_of(settings: dict) -> set[str]:
 def cases() -> Iterator[set[str]]:
     """The features of each case of each test of parity."""
     yield from gradient_cases()
+    yield from expert_cases()
     yield from family_cases()
     yield from program_cases()
     yield from optimizer_cases()
@@ -102,6 +107,18 @@ def gradient_cases() -> Iterator[set[str]]:
         world, parallel = test_gradients.MESHES[call["mesh"]]
         with_sequence = {"sequence"} if parallel.tensor > 1 else set()  # run with and without
         yield axes(world, parallel) | always | with_sequence
+
+
+def expert_cases() -> Iterator[set[str]]:
+    always = {"experts", "micro-batches", "shared prompts", "moving average"}
+    tests = test_expert_parallel
+    for world, parallel in tests.MESHES.values():
+        yield axes(world, parallel) | always
+    for mesh, settings in [*tests.SAME.values(), *tests.OTHER.values()]:
+        yield axes(*tests.MESHES[mesh]) | features_of(settings) | always
+    for world, parallel in [tests.SAVED, *tests.TARGETS.values()]:
+        yield axes(world, parallel) | {"experts", "moving average", "resume on another mesh"}
+    yield axes(*tests.LEARNS) | {"experts", "minirl.sft"}
 
 
 def family_cases() -> Iterator[set[str]]:

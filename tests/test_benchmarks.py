@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import fits, vs_trl
+from benchmarks import experts, fits, vs_trl
 from minirl.plan.pretend import compiler
 from programs import ROOT, fork
 
@@ -144,7 +144,7 @@ SHOWN = {
 
 def test_every_benchmark_is_started():
     files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    assert files - PARTS - {"fits"} == set(LOADS) == set(SHOWN)
+    assert files - PARTS - {"fits", "experts"} == set(LOADS) == set(SHOWN)
 
 
 def test_what_fits_is_the_table_of_the_page():
@@ -152,6 +152,13 @@ def test_what_fits_is_the_table_of_the_page():
     page = (ROOT / "configs" / "README.md").read_text()
     (printed,) = re.findall(r"^\| model \| GPUs \|.*\n(?:\|.*\n)+", page, re.MULTILINE)
     assert printed.strip() == fits.table(), "put in what `python benchmarks/fits.py` prints"
+
+
+def test_what_experts_cost_is_the_table_of_the_page():
+    """All of `experts`, which has no smaller load."""
+    page = (ROOT / "minirl" / "parallel" / "README.md").read_text()
+    (printed,) = re.findall(r"^\| model \| nodes \|.*\n(?:\|.*\n)+", page, re.MULTILINE)
+    assert printed == experts.table(), "put in what `python -m benchmarks.experts` prints"
 
 
 @pytest.fixture

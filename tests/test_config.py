@@ -354,6 +354,18 @@ IMPOSSIBLE = [
         "parallel.sequence divides tokens over parallel.tensor ranks, and that is 1",
     ),
     (
+        {"parallel__experts": 3},
+        "parallel.experts = 3 does not divide ranks / parallel.replicate = 2 / 1 = 2; use 1, 2",
+    ),
+    (
+        {"parallel__experts": 2, "parallel__replicate": 2},
+        "parallel.experts = 2 does not divide ranks / parallel.replicate = 2 / 2 = 1; use 1",
+    ),
+    (
+        {"parallel__experts_across_nodes": True},
+        "parallel.experts_across_nodes is about the ranks of parallel.experts, and that is 1",
+    ),
+    (
         {"parallel__context_engine": "ring"},
         "parallel.context_engine = ring needs parallel.context above 1",
     ),

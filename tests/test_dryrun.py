@@ -45,6 +45,10 @@ QWEN2_VL_WAITS = {
     ("a size that depends on values", TOWER): 2,
     ("numbers", TOWER): 2 * (2 + 3 * NUM_LAYERS),
 }
+# Expert parallelism waits in every forward of a layer, once: for the numbers of rows that travel.
+EXPERT_WAITS = {
+    ("numbers", "parallel/experts.py _visit < parallel/experts.py forward"): 2 * NUM_LAYERS
+}
 QWEN3_VL_WAITS = {
     ("a copy to the device", TOWER): 2,
     ("a size that depends on values", TOWER): 2 * (4 + 2),  # and masks of deepstack's rows
@@ -100,6 +104,12 @@ KINDS = {
     "hsdp": Kind(job=parallel(replicate=2) | {"load": TWO_MICRO}),
     "mixture": Kind("qwen3_moe", job={"load": TWO_MICRO}),
     "mixture, tensor, refit": Kind("qwen3_moe", job=parallel(tensor=2) | {"refit": {}}),
+    "mixture, expert parallel, refit": Kind(
+        "qwen3_moe", job=parallel(experts=2) | {"refit": {}}, waits=WAITS | EXPERT_WAITS
+    ),
+    "mixture, experts of tensor ranks": Kind(
+        "qwen3_moe", job=parallel(tensor=2, experts=4), waits=WAITS | EXPERT_WAITS
+    ),
     "glm4_moe": Kind("glm4_moe"),
     "softcap": Kind("gemma2", tied=True, flash_calls=0),
     "windows, refit by all_gather": Kind(

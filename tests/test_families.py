@@ -240,10 +240,14 @@ def test_forward_and_gradients_are_hugging_faces(results, family, mesh):
         ("qwen3_moe", 2, ParallelConfig()),
         ("minimax_m2", 2, ParallelConfig(tensor=2, sequence=True)),
         ("glm4_moe", 4, ParallelConfig(replicate=2, tensor=2)),
+        ("glm4_moe", 4, ParallelConfig(tensor=2, sequence=True, experts=2)),
+        ("qwen2_moe", 4, ParallelConfig(experts=4)),
+        ("minimax_m2", 2, ParallelConfig(experts=2)),
     ],
 )
 def test_experts_over_data_ranks(tmp_path, family, num_experts, parallel):
-    """An expert or less on each of four ranks; two experts on four are split by rows."""
+    """An expert or less on each of four ranks; two experts on four are split by rows. With expert
+    parallelism ranks divide them, and FSDP shards what is left by experts or by rows."""
     tiny.make(
         tmp_path / family,
         family,
@@ -314,7 +318,7 @@ def test_what_the_names_do_not_say_is_refused_by_shape():
         tensor._shard(
             layer,
             "weight",
-            SimpleNamespace(group=SimpleNamespace(size=lambda: 2)),
+            SimpleNamespace(size=lambda: 2, mesh_dim_names=("tp",)),
             torch.distributed.tensor.Shard(0),
         )
 

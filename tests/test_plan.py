@@ -84,6 +84,7 @@ CASES = {
         SMALL, checkpointing("off"), load=dataclasses.replace(LOAD, num_micro=1)
     ),
     "mixture": Case(MIXTURE, checkpointing("selective")),
+    "experts over four ranks": Case(MIXTURE, checkpointing("selective"), {"experts": 4}),
     "two tensor-parallel ranks": Case(BIG, checkpointing("selective"), {"tensor": 2}),
     # The library's merging of blocks over a context is counted generously.
     "two context ranks": Case(

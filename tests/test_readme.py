@@ -498,10 +498,10 @@ def test_table_of_what_composes_is_that_of_the_tests():
 
 
 def test_every_axis_composes_with_every_other():
-    """Shards, replicas, tensor, sequence and context parallelism: no pair without a test, but the
-    two engines of one axis."""
+    """Shards, replicas, tensor, sequence, context and expert parallelism: no pair without a test,
+    but the two engines of one axis."""
     together = list(composition.cases())
-    axes = composition.FEATURES[:6]
+    axes = composition.FEATURES[:7]
     pairs = [(a, b) for number, a in enumerate(axes) for b in axes[number + 1 :]]
     missing = [pair for pair in pairs if not any(set(pair) <= case for case in together)]
     assert missing == [("context", "context ring")]

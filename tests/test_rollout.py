@@ -137,6 +137,7 @@ def refit_program(mesh, a, b, tp, dtype):
         (4, 4, "llama", True, "float32", ParallelConfig(replicate=2, tensor=2)),
         (4, 2, "qwen3_moe", False, "float32", ParallelConfig(tensor=2)),
         (4, 1, "qwen3_moe", False, "bfloat16", ParallelConfig(replicate=2)),
+        (4, 2, "glm4_moe", False, "float32", ParallelConfig(experts=2)),
         (4, 2, "olmoe", False, "float32", None),  # 2 experts, which FSDP cuts by rows
         (1, 1, "qwen2_vl", True, "float32", None),
         (2, 2, "qwen2_5_vl", False, "float32", None),

@@ -130,3 +130,9 @@ class ParallelConfig:
     #: Sequence parallelism: between the blocks each tensor-parallel rank keeps its part of the
     #: tokens. Less memory for the same traffic.
     sequence: bool = False
+    #: Expert parallelism: consecutive ranks that divide the experts of a mixture. Tokens travel to
+    #: the experts and back, where FSDP would gather all experts on every rank. The other weights
+    #: are sharded as without it. 1: experts are sharded like the other weights.
+    experts: PositiveInt = 1
+    #: Let the ranks that divide experts be on several nodes, so that tokens travel between nodes.
+    experts_across_nodes: bool = False

@@ -198,6 +198,21 @@ def validate_parallel(parallel: ParallelConfig, world_size: int) -> None:
         "parallel.tensor",
     )
 
+    experts = parallel.experts
+    num_ranks = world_size // replicate
+    works = [str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+    require(
+        num_ranks % experts == 0,
+        f"parallel.experts = {experts} does not divide ranks / parallel.replicate = {world_size} / "
+        f"{replicate} = {num_ranks}; use {', '.join(works)}",
+    )
+
+    require(
+        not parallel.experts_across_nodes or experts > 1,
+        "parallel.experts_across_nodes is about the ranks of parallel.experts, and that is 1; set "
+        "parallel.experts",
+    )
+
     require(
         parallel.context_engine == "all_gather" or context > 1,
         f"parallel.context_engine = {parallel.context_engine} needs parallel.context above 1",

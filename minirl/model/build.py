@@ -27,11 +27,12 @@ from minirl.config.named import check_model
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.errors import UserError, require
-from minirl.model import attention, experts, families, fused, loading, lora, nf4
+from minirl.model import attention, experts, families, fused, loading, lora, mixtures, nf4
 from minirl.model.adapter_files import is_adapter_folder, read_adapter
 from minirl.model.freeze import freeze
 from minirl.model.logprob import logprob_entropy
 from minirl.parallel import fsdp, tensor
+from minirl.parallel.experts import ExpertParallel
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.tensor import TensorParallel
@@ -269,19 +270,9 @@ def build_model(
     if kernels:
         fused.install(model, kernels)
 
-    # 2. Split over tensor-parallel ranks, then sharded over the others.
+    # 2. Split over ranks.
     tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
-    if tp:
-        _split(model, tp)
-    fsdp.shard(
-        model,
-        layers(model),
-        mesh.fsdp,
-        compute_dtype=compute_dtype,
-        reduce_dtype=adapter_dtype,
-        reshard_after_forward=cfg.reshard_after_forward,
-        cpu_offload=cfg.cpu_offload,
-    )
+    _distribute(model, cfg, mesh, tp, reduce_dtype=adapter_dtype)
 
     # 3. Filled from files.
     if base is not None:
@@ -293,11 +284,45 @@ def build_model(
     return model
 
 
-def _split(model: CausalModel, tp: TensorParallel) -> None:
-    """Split a model on the meta device over tensor-parallel ranks. Raises UserError."""
-    tensor.check_divides(families.divided(model.config), tp.group.size())
-    plan = (model._tp_plan or {}) | families.FAMILIES[model.config.model_type].plan
-    tensor.apply(model, tp, plan)
+def _distribute(
+    model: CausalModel,
+    cfg: PolicyConfig,
+    mesh: Mesh,
+    tp: TensorParallel | None,
+    *,
+    reduce_dtype: torch.dtype,
+) -> None:
+    """Split a model on the meta device over the ranks.
+
+    Args:
+        model: whole.
+        cfg: dtype and memory.
+        mesh: the ranks.
+        tp: tensor parallelism.
+        reduce_dtype: dtype in which gradients are reduced.
+    """
+    # Experts over their axis, matrices over tensor-parallel ranks.
+    config = model.config
+    ep = ExpertParallel.of(mesh)
+    if ep:
+        mixtures.check_divides(config, f"{section_of(cfg)}'s mixture", ep.mesh.size())
+        experts.divide(model, ep)
+    if tp:
+        tensor.check_divides(families.divided(config), tp.group.size())
+        plan = (model._tp_plan or {}) | families.FAMILIES[config.model_type].plan
+        tensor.apply(model, tp, plan)
+    # All that is left of them is sharded over the others.
+    fsdp.shard(
+        model,
+        layers(model),
+        mesh.fsdp,
+        compute_dtype=getattr(torch, cfg.dtype),
+        reduce_dtype=reduce_dtype,
+        reshard_after_forward=cfg.reshard_after_forward,
+        cpu_offload=cfg.cpu_offload,
+        experts=experts.find_experts(model),
+        experts_mesh=mesh.experts.fsdp if mesh.experts else None,
+    )
 
 
 def _choose_trained(

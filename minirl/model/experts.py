@@ -11,19 +11,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from minirl.model import nf4
 from minirl.model.merge import product
+from minirl.parallel.experts import ExpertParallel, SortedRows, divide_experts
 from minirl.parallel.tensor import LORA_A, LORA_B
 
 NAME = "minirl"
+FUSED = ("gate_up_proj", "down_proj")  # Tensors of all experts of a layer.
 # Multiply(x, weight, ends), as `_one_by_one` has it.
 Multiply = Callable[..., Tensor]
 
 
-def mixture(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+def mixture(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor | None) -> Tensor:
     """Return the sum over k of weight * expert(hidden), [T, H].
 
     With `_grouped` nothing waits for the device.
@@ -34,21 +36,19 @@ def mixture(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Te
         hidden: [T, H].
         indices: int64 [T, k]: the experts of each token. `module.num_experts` is no expert, and
             adds 0: under tensor parallelism another rank has it.
-        weights: [T, k].
+        weights: [T, k]. None: k is 1, and so is every weight: tokens that other ranks send to the
+            experts of this one under expert parallelism.
     """
     multiply = _one_by_one
-    if hidden.is_cuda and hidden.dtype == torch.bfloat16:
+    # A kernel of CUDA takes no empty matrix, which expert parallelism can bring.
+    if hidden.is_cuda and hidden.dtype == torch.bfloat16 and len(hidden):
         multiply = _grouped
-    experts = indices.flatten()
-    order = experts.argsort(stable=True)
-    numbers = torch.arange(module.num_experts, device=experts.device)
-    ends = torch.searchsorted(experts[order], numbers, right=True)
-    x = hidden.index_select(0, order // indices.shape[1])
-    x = module._apply_gate(_project(module, "gate_up_proj", x, ends, multiply))
-    y = _project(module, "down_proj", x, ends, multiply)
-    # Not index_add, whose order of summation varies on CUDA.
-    y = y.index_select(0, order.argsort()).view(*indices.shape, -1)
-    return (y * weights[..., None]).sum(1).to(hidden.dtype)
+    rows = SortedRows(indices, module.num_experts)
+    x = rows.gather(hidden)
+    x = module._apply_gate(_project(module, "gate_up_proj", x, rows.ends, multiply))
+    y = _project(module, "down_proj", x, rows.ends, multiply)
+    y = rows.restore(y) if weights is None else rows.combine(y, weights)
+    return y.to(hidden.dtype)
 
 
 def _project(module: Any, name: str, x: Tensor, ends: Tensor, multiply: Multiply) -> Tensor:
@@ -98,6 +98,23 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     x = x.masked_fill(no_expert, 0)
     y = F.grouped_mm(x, weight.mT, offs=ends.int())
     return y.masked_fill(no_expert, 0)
+
+
+def find_experts(model: nn.Module) -> list[Any]:
+    """Return the modules of a model that are the experts of a layer."""
+    return [module for module in model.modules() if set(FUSED) <= set(module._parameters)]
+
+
+def divide(model: nn.Module, ep: ExpertParallel) -> None:
+    """Keep this rank's experts of each layer, and let tokens travel to the others."""
+    for module in find_experts(model):
+        whole = {name: module._parameters[name] for name in FUSED}
+        module.forward = divide_experts(module, ep)
+        for name, weight in whole.items():
+            if weight.dtype == torch.uint8:
+                num_scales = weight.numel() * 2 // nf4.BLOCK
+                share = num_scales // ep.mesh.size()
+                module.packed[name].first = share * ep.mesh.get_local_rank()
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, mixture)

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from minirl.config.lora import LoraConfig
 from minirl.errors import UserError, require
 from minirl.model import nf4
+from minirl.model.experts import FUSED
 from minirl.model.freeze import frozen_names
 from minirl.model.merge import merge, product
 from minirl.model.nf4 import Packed
@@ -37,7 +38,6 @@ MLP = ("*mlp*", "*feed_forward*", "*experts*")
 GROUPS = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
 LAYERS = "*layers.*"  # Of the language model.
 TOWER = "*visual*"  # Gets adapters by patterns only.
-FUSED = ("gate_up_proj", "down_proj")  # Tensors of experts.
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -71,6 +71,8 @@ class Packed:
 
     shape: torch.Size  # Of the weight.
     dtype: torch.dtype  # It is dequantised to.
+    # The first scale of what is computed with here: of this rank's experts, or 0.
+    first: int = 0
     # Set by `fill`; float32 on the model's device.
     nested: Tensor = field(default_factory=lambda: torch.empty(0))  # By block of scales.
     offset: Tensor = field(default_factory=lambda: torch.empty(0))  # A scalar, added to scales.
@@ -138,7 +140,8 @@ def dequantise(packed: Packed, bits: Tensor, scales: Tensor, block: Tensor | Non
         packed: of the weight.
         bits: uint8 [.., rows, in / 2].
         scales: uint8 [.., rows, in / 64].
-        block: int64 like `scales`: which block of scales each of them is of. None: `bits` is whole.
+        block: int64 like `scales`: which block of scales each of them is of. None: `bits` is all
+            that is computed with here.
 
     Returns:
         [.., rows, in] in the dtype that the weight had.
@@ -146,7 +149,8 @@ def dequantise(packed: Packed, bits: Tensor, scales: Tensor, block: Tensor | Non
     library = _library()
     nested = packed.nested
     if block is None:
-        nested_of_each = nested.repeat_interleave(NESTED)[: scales.numel()].view(scales.shape)
+        of_each = nested.repeat_interleave(NESTED)[packed.first :]
+        nested_of_each = of_each[: scales.numel()].view(scales.shape)
     else:
         nested_of_each = nested[block]
     absmax = packed.code[scales.int()] * nested_of_each + packed.offset

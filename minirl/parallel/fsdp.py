@@ -31,6 +31,8 @@ def shard(
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
     cpu_offload: bool = False,
+    experts: list[nn.Module] | None = None,
+    experts_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard each layer, then the root with what remains.
 
@@ -48,6 +50,9 @@ def shard(
         reshard_after_forward: free a layer's gathered parameters until its backward.
         cpu_offload: shards and their gradients live on the host, and a layer is on the device only
             while it computes.
+        experts: modules inside layers that are gathered by themselves, over `experts_mesh`: under
+            expert parallelism they are on fewer ranks.
+        experts_mesh: 1-D or 2-D, as `mesh`.
     """
     # Inputs stay as they are: some families keep rotary embeddings in float32, and torch 2.11 would
     # cast them in forward, not in the recomputation.
@@ -57,24 +62,44 @@ def shard(
     offload = OffloadPolicy()
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    ranks = mesh.size(-1)
-
-    def placement(p: nn.Parameter) -> Shard | None:
-        """Shard fused experts [E, rows, columns] by rows if there are more ranks than experts.
-
-        Sharding them by experts, the default, would leave ranks without any.
-        """
-        by_rows = p.ndim == 3 and local(p).shape[0] < ranks and p.shape[1] % ranks == 0
-        return Shard(1) if by_rows else None
-
-    wrap = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    for layer in layers:
-        wrap(layer, reshard_after_forward=reshard_after_forward, shard_placement_fn=placement)
-    wrap(model, reshard_after_forward=False)  # used at both ends of the forward
+    wrap = partial(fully_shard, mp_policy=policy, offload_policy=offload)
+    inner = [(module, experts_mesh) for module in experts or []] if experts_mesh else []
+    for module, module_mesh in [*inner, *((layer, mesh) for layer in layers)]:
+        wrap(
+            module,
+            mesh=module_mesh,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=partial(_placement, ranks=module_mesh.size(-1)),
+        )
+    wrap(model, mesh=mesh, reshard_after_forward=False)  # used at both ends of the forward
+    if experts_mesh:
+        _prefetch(layers, experts or [])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _placement(p: nn.Parameter, ranks: int) -> Shard | None:
+    """Shard fused experts [E, rows, columns] by rows if there are more ranks than experts.
+
+    Sharding them by experts, the default, would leave ranks without any.
+    """
+    by_rows = p.ndim == 3 and local(p).shape[0] < ranks and p.shape[1] % ranks == 0
+    return Shard(1) if by_rows else None
+
+
+def _prefetch(layers: list[nn.Module], experts: list[nn.Module]) -> None:
+    """Let a layer begin to gather its experts, and the next layer, when it begins to compute.
+
+    FSDP gathers ahead because the host runs ahead of the device. Expert parallelism makes the host
+    wait in each layer.
+    """
+    sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    for number, layer in enumerate(sharded):
+        inside = set(layer.modules())
+        own = [module for module in experts if isinstance(module, FSDPModule) and module in inside]
+        layer.set_modules_to_forward_prefetch([*own, *sharded[number + 1 : number + 2]])
 
 
 def reshard(model: nn.Module) -> None:
@@ -108,6 +133,20 @@ def local_region(t: Tensor) -> Region:
         return Region((0,) * t.ndim, tuple(t.shape))
     shape, offset = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
     return Region(offset, shape)
+
+
+def gathered_bytes(t: Tensor) -> int:
+    """Return the bytes of what a layer computes with of a parameter, once FSDP has gathered it."""
+    if not isinstance(t, DTensor):
+        return t.nbytes
+    mesh = t.device_mesh
+    assert mesh.mesh_dim_names
+    parts = [
+        mesh.size(i)
+        for i, (axis, placement) in enumerate(zip(mesh.mesh_dim_names, t.placements, strict=True))
+        if axis in ("tp", "ep") and placement.is_shard()
+    ]
+    return t.nbytes // math.prod(parts)
 
 
 def num_copies(t: Tensor) -> int:

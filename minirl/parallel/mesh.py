@@ -47,6 +47,16 @@ class Context:
     ring: bool = False
 
 
+@dataclass(frozen=True)
+class ExpertMesh:
+    """The same ranks arranged for the experts of mixtures, for expert parallelism."""
+
+    # 1-D (efsdp) or 2-D (dp_replicate, efsdp): the ranks that hold parts of the same experts.
+    fsdp: DeviceMesh
+    # 1-D (ep): consecutive ranks that divide the experts.
+    experts: DeviceMesh
+
+
 @dataclass(frozen=True, kw_only=True)
 class World:
     """All ranks of a run, and how they exchange small values between hosts."""
@@ -193,6 +203,8 @@ class Mesh(World):
     context: Context | None
     # 1-D (tp): consecutive ranks that hold parts of each matrix and work on the same data.
     tensor: DeviceMesh
+    # None if experts are sharded like all other parameters.
+    experts: ExpertMesh | None = None
 
     @property
     def context_size(self) -> int:
@@ -268,8 +280,7 @@ def open_world(timeout_minutes: float = 30.0, watch: Watch | None = None) -> Wor
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
         # Share the cores among the ranks of this machine.
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_node()))
         backend = "gloo"
     store = open_attempt_store(timeout)
     if store is None:
@@ -286,6 +297,11 @@ def open_world(timeout_minutes: float = 30.0, watch: Watch | None = None) -> Wor
     if watch:
         watch.join(world.store, world.rank, world.gather(watch.this_process(world.rank)))
     return world
+
+
+def ranks_of_node() -> int:
+    """Return how many ranks the launcher has started on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
 
 
 def make_world(
@@ -333,13 +349,24 @@ def arrange(
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # To parameters the context axis is more of dp_shard. One axis for both, because torch
     # deprecates slices with a flattened axis in them.
-    fsdp_axes = ("dp_replicate", "dp_shard_cp") if parallel.replicate > 1 else "dp_shard_cp"
     num_shards = world_size // (parallel.replicate * parallel.tensor)
     whole = init_device_mesh(
         world.device.type,
         (parallel.replicate, num_shards, parallel.tensor),
         mesh_dim_names=("dp_replicate", "dp_shard_cp", "tp"),
     )
+    experts = None
+    if parallel.experts > 1:
+        of_experts = init_device_mesh(
+            world.device.type,
+            (
+                parallel.replicate,
+                num_shards * parallel.tensor // parallel.experts,
+                parallel.experts,
+            ),
+            mesh_dim_names=("dp_replicate", "efsdp", "ep"),
+        )
+        experts = ExpertMesh(_fsdp_axes(of_experts, "efsdp"), of_experts["ep"])
     context = None
     if parallel.context > 1:
         # Ranks are numbered [others, context, tensor]: those of a context are `tensor` apart.
@@ -357,7 +384,13 @@ def arrange(
         host_group=world.host_group,
         store=world.store,
         watch=world.watch,
-        fsdp=whole[fsdp_axes],
+        fsdp=_fsdp_axes(whole, "dp_shard_cp"),
         context=context,
         tensor=whole["tp"],
+        experts=experts,
     )
+
+
+def _fsdp_axes(mesh: DeviceMesh, shard: str) -> DeviceMesh:
+    """Return the axes that FSDP uses: those of replicas, if there are any, and of shards."""
+    return mesh[("dp_replicate", shard)] if mesh["dp_replicate"].size() > 1 else mesh[shard]

@@ -80,6 +80,9 @@ class TensorParallel:
         return move(x, self.group, self.tokens, Replicate())
 
 
+# Axes, and the settings of their sizes.
+_SETTINGS = {"tp": "parallel.tensor", "ep": "parallel.experts"}
+
 # A style shards the parameters of a module, and returns the module's forward.
 Forward = Callable[..., Any]
 Style = Callable[[Any, TensorParallel], Forward]
@@ -88,24 +91,25 @@ Style = Callable[[Any, TensorParallel], Forward]
 # parameters
 
 
-def _shard(module: nn.Module, name: str, tp: TensorParallel, placement: Placement) -> None:
+def _shard(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
     """Make a parameter a DTensor, unless it is one or there is none."""
     parameter = module._parameters.get(name)
     if parameter is None or isinstance(parameter, DTensor):
         return
-    size = tp.group.size()
+    size = mesh.size()
     if isinstance(placement, Shard) and parameter.shape[placement.dim] % size:
+        assert mesh.mesh_dim_names
         raise UserError(
-            f"parallel.tensor = {size} does not divide dimension {placement.dim} of "
-            f"{type(module).__name__}.{name}, {tuple(parameter.shape)}"
+            f"{_SETTINGS[mesh.mesh_dim_names[0]]} = {size} does not divide dimension "
+            f"{placement.dim} of {type(module).__name__}.{name}, {tuple(parameter.shape)}"
         )
     # No broadcast from a source rank: all have the same values, or meta tensors.
-    sharded = distribute_tensor(parameter.data, tp.mesh, [placement], src_data_rank=None)
+    sharded = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
     module._parameters[name] = nn.Parameter(sharded, parameter.requires_grad)
 
 
 class Layout(NamedTuple):
-    """How a parameter lies on the tensor axis, and what the forward uses of it."""
+    """How a parameter lies on an axis, and what the forward uses of it."""
 
     placement: Placement
     view: Callable[[Tensor], Tensor | None] = local
@@ -115,9 +119,9 @@ class Layout(NamedTuple):
 _WHOLE = Layout(Replicate(), partial(local, partial=True))
 
 
-def _shard_all(
+def shard_all(
     module: nn.Module,
-    tp: TensorParallel,
+    mesh: DeviceMesh,
     layout: Layout,
     *,
     others: dict[str, Layout] | None = None,
@@ -126,13 +130,13 @@ def _shard_all(
 
     Args:
         module: with parameters of its own.
-        tp: the tensor axis.
+        mesh: the axis, 1-D.
         layout: of its parameters.
         others: of parameters, by name, that have another.
     """
     layouts = dict.fromkeys(module._parameters, layout) | (others or {})
     for name in module._parameters:
-        _shard(module, name, tp, layouts[name].placement)
+        _shard(module, name, mesh, layouts[name].placement)
     plain = module.forward
 
     def forward(*args: object, **kwargs: object) -> Any:
@@ -152,9 +156,12 @@ def _shard_all(
 # styles
 
 
-# Keep a part of the weight's rows: whole tokens in, this rank's features out. The block around the
-# module calls `copy_to_region` once for all of its column-parallel modules.
-_column = partial(_shard_all, layout=Layout(Shard(0)), others={LORA_A: _WHOLE})
+def _column(module: nn.Module, tp: TensorParallel) -> Forward:
+    """Keep a part of the weight's rows: whole tokens in, this rank's features out.
+
+    The block around the module calls `copy_to_region` once for all of its column-parallel modules.
+    """
+    return shard_all(module, tp.mesh, Layout(Shard(0)), others={LORA_A: _WHOLE})
 
 
 def _gathered_column(module: nn.Linear, tp: TensorParallel) -> Forward:
@@ -177,7 +184,7 @@ def _one_head_column(module: nn.Linear, tp: TensorParallel, num_heads: int) -> F
         return local(p, partial=True).chunk(num_heads)[head]
 
     layout = Layout(Replicate(), rows_of_head)
-    return _shard_all(module, tp, layout, others={LORA_A: _WHOLE})
+    return shard_all(module, tp.mesh, layout, others={LORA_A: _WHOLE})
 
 
 def _row_sums(module: nn.Linear, tp: TensorParallel) -> Forward:
@@ -187,7 +194,7 @@ def _row_sums(module: nn.Linear, tp: TensorParallel) -> Forward:
     """
     without_bias = Layout(Replicate(), lambda bias: None)
     others = {"bias": without_bias, LORA_B: _WHOLE}
-    return _shard_all(module, tp, Layout(Shard(1)), others=others)
+    return shard_all(module, tp.mesh, Layout(Shard(1)), others=others)
 
 
 def _row(module: nn.Linear, tp: TensorParallel) -> Forward:
@@ -217,7 +224,7 @@ def _embedding(module: nn.Embedding, tp: TensorParallel) -> Forward:
     """
     num_rows = module.weight.shape[0] // tp.group.size()
     first = tp.group.rank() * num_rows
-    embed = _shard_all(module, tp, Layout(Shard(0)))
+    embed = shard_all(module, tp.mesh, Layout(Shard(0)))
     if module.padding_idx is not None:  # its row gets no gradient, whichever rank has it
         row = module.padding_idx - first
         module.padding_idx = row if 0 <= row < num_rows else None
@@ -240,7 +247,7 @@ def _experts(module: Any, tp: TensorParallel) -> Forward:
     num_experts = module.num_experts // tp.group.size()
     first = tp.group.rank() * num_experts
     module.num_experts = num_experts
-    mixture = _shard_all(module, tp, Layout(Shard(0)))
+    mixture = shard_all(module, tp.mesh, Layout(Shard(0)))
 
     def forward(hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         here = indices - first
@@ -250,6 +257,7 @@ def _experts(module: Any, tp: TensorParallel) -> Forward:
     return forward
 
 
+EXPERTS = "moe_tp_experts"
 STYLES: dict[str, Style] = {
     "embedding": _embedding,
     "head": _column,  # whose logits are never gathered
@@ -258,7 +266,7 @@ STYLES: dict[str, Style] = {
     "colwise_gather_output": _gathered_column,
     "rowwise": _row,
     "rowwise_split_input": _split_row,
-    "moe_tp_experts": _experts,
+    EXPERTS: _experts,
 }
 UNSHARDED = ("", "replicated_with_grad_allreduce")
 
@@ -367,6 +375,8 @@ def _find_style(
 
     style: its string in the plan, or "".
     """
+    if style == EXPERTS and all(isinstance(p, DTensor) for p in module._parameters.values()):
+        return None  # expert parallelism has divided them (experts.py)
     block = blocks.around(name)
     is_key_or_value = style == "colwise" and name.endswith(("k_proj", "v_proj"))
     if is_key_or_value and num_kv_heads < tp.group.size():
@@ -387,4 +397,4 @@ def _find_style(
     # tokens or all.
     partial_grad = block in blocks.partial if block in blocks.all else tp.sequence
     view = partial(local, partial=partial_grad)
-    return partial(_shard_all, layout=Layout(Replicate(), view))
+    return lambda module, tp: shard_all(module, tp.mesh, Layout(Replicate(), view))

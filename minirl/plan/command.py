@@ -9,7 +9,7 @@ from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, SupervisedConfig
 from minirl.errors import BAD_INPUT, DONE, require
-from minirl.model import build, families
+from minirl.model import build, families, mixtures
 from minirl.parallel import tensor
 from minirl.plan import advice, estimate, page, pretend
 from minirl.plan.flags import find_card
@@ -45,9 +45,9 @@ def make_plan(own: argparse.Namespace, cfg: TrainingConfig) -> tuple[Plan, list[
     """
     card = find_card(own)
     lengths = Lengths(prompt=own.prompt_tokens, answer=own.answer_tokens)
-    workload = _workload(cfg, own.gpus, lengths)
-    models = estimate.Models(workload)
     gpus_per_node = min(own.gpus_per_node, own.gpus)
+    workload = _workload(cfg, own.gpus, gpus_per_node, lengths)
+    models = estimate.Models(workload)
 
     plan = estimate.by_formulas(workload, models, card, gpus_per_node)
     advised = advice.advise(workload, models, card, gpus_per_node, lengths)
@@ -56,7 +56,9 @@ def make_plan(own: argparse.Namespace, cfg: TrainingConfig) -> tuple[Plan, list[
     return plan, advised
 
 
-def _workload(cfg: TrainingConfig, world_size: int, lengths: Lengths) -> Workload:
+def _workload(
+    cfg: TrainingConfig, world_size: int, gpus_per_node: int, lengths: Lengths
+) -> Workload:
     models = {"policy": _read_model(cfg.policy.model, "policy.model", cfg)}
     if isinstance(cfg, RLConfig):
         require(
@@ -71,11 +73,22 @@ def _workload(cfg: TrainingConfig, world_size: int, lengths: Lengths) -> Workloa
         ):
             if model:
                 models[name] = _read_model(model, setting, cfg)
+        _check_experts(models, cfg, gpus_per_node)
         return rl_workload(cfg, world_size, models, lengths)
     assert isinstance(cfg, SupervisedConfig)
     if isinstance(cfg, DPOConfig | KTOConfig) and cfg.reference:
         models["reference"] = _read_model(cfg.reference, "reference", cfg)
+    _check_experts(models, cfg, gpus_per_node)
     return supervised_workload(cfg, world_size, models, lengths)
+
+
+def _check_experts(
+    models: dict[str, PretrainedConfig], cfg: TrainingConfig, gpus_per_node: int
+) -> None:
+    tokens = cfg.tokens_per_rank
+    mixtures.check_experts(
+        models, cfg.parallel, ranks_of_node=gpus_per_node, tokens_per_rank=tokens
+    )
 
 
 def _read_model(model: str, setting: str, cfg: TrainingConfig) -> PretrainedConfig:

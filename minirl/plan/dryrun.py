@@ -38,7 +38,7 @@ from minirl.errors import BAD_INPUT, UserError, require
 from minirl.log import Timer
 from minirl.model import build, fused, loading
 from minirl.model.logprob import CHUNK_BYTES
-from minirl.parallel import fsdp
+from minirl.parallel import experts, fsdp
 from minirl.parallel.mesh import Mesh, make_mesh
 from minirl.parallel.optimizer import dynamic_code
 from minirl.plan import kinds
@@ -97,6 +97,7 @@ def _replace_groups_and_weights() -> None:
 
     loading.load_weights = load_weights
     fused.has_liger = lambda: True
+    experts._to_host = _even_rows
     vision: Any = Vision
     vision.batch = _real_batch(Vision.batch)
     # Rank 0 is the first along every axis of every mesh that it is in. torch looks it up in a
@@ -104,6 +105,15 @@ def _replace_groups_and_weights() -> None:
     device_mesh: Any = DeviceMesh
     device_mesh._compute_coordinates_from_mesh = staticmethod(lambda ranks, _: (0,) * ranks.ndim)
     device_mesh._get_mesh_tensor_from_full_mesh = staticmethod(lambda meshes, _=None: meshes[0])
+
+
+def _even_rows(by_rank: Tensor, num_rows: int) -> list[list[int]]:
+    """Return numbers of rows as `experts._to_host` does, for tokens whose experts nobody knows."""
+    _, received = by_rank.tolist()  # here the host waits
+    num_ranks = len(received)
+    ends = [num_rows * (rank + 1) // num_ranks for rank in range(num_ranks)]
+    even = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    return [even, even]
 
 
 def _real_batch(batch: Callable[..., ImageBatch]) -> Any:

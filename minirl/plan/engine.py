@@ -104,14 +104,18 @@ def regions_of_all_ranks(
     Args:
         shards: those of rank 0.
         world_size: number of ranks.
-        parallel: axes of their mesh, which are numbered [replicate, shard and context, tensor].
+        parallel: axes of their mesh, which are numbered [replicate, shard and context, tensor],
+            and for experts [replicate, the rest, experts].
     """
-    num_shards = world_size // (parallel.replicate * parallel.tensor)
-    sizes = (parallel.replicate, num_shards, parallel.tensor)
     regions = []
     for rank in range(world_size):
-        position = np.unravel_index(rank, sizes)
-        place = dict(zip(("dp_replicate", "dp_shard_cp", "tp"), map(int, position), strict=True))
+        place = {}
+        for axes, size in (
+            (("dp_replicate", "dp_shard_cp", "tp"), parallel.tensor),
+            (("dp_replicate", "efsdp", "ep"), parallel.experts),
+        ):
+            sizes = (parallel.replicate, world_size // (parallel.replicate * size), size)
+            place |= dict(zip(axes, map(int, np.unravel_index(rank, sizes)), strict=True))
         regions.append({name: _region(p, place) for name, p in shards.items()})
     return regions
 

@@ -162,7 +162,7 @@ def _dry_job(job: memory.Job, folder: Path, freeze: list[str]) -> dict[str, Any]
     policy["activation_checkpointing"] = job.checkpointing
     policy["freeze"] = freeze
     # As the size of the whole model decides it.
-    whole = memory.accumulates_whole(job.policy, job.shape.trained_parameters, job.parallel.tensor)
+    whole = memory.accumulates_whole(job.policy, job.shape, job.parallel)
     policy["accumulate"] = "whole" if whole else "sharded"
     return {
         "folder": str(folder),

@@ -91,6 +91,10 @@ class Memory:
         self.tensor = job.parallel.tensor
         self.shards = max(1, job.world_size // (job.parallel.replicate * self.tensor))
         self.trains = job.loss != "frozen"
+        # Of a layer's tensor part, parameters that other ranks have under expert parallelism.
+        self.elsewhere = elsewhere(shape, job.parallel)
+        # Tensor ranks that share the rows of experts; without it each holds all of them.
+        self.senders = self.tensor if self.elsewhere else 1
 
         # Parameters of a rank's tensor part, and the shard of it.
         whole = shape.parameters / self.tensor
@@ -106,10 +110,10 @@ class Memory:
             self.optimizer *= 0.5 + 0.5 * shape.root_parameters / shape.parameters
         if policy.ema_decay:
             self.optimizer += shard * master * on_device * self.trains * trained
-        self.keeps_whole = accumulates_whole(policy, shape.trained_parameters, self.tensor)
+        self.keeps_whole = accumulates_whole(policy, shape, job.parallel)
         self.gradient = shard * master * on_device * trained
         if self.keeps_whole and job.load.num_micro > 1:
-            self.gradient = whole * master * trained
+            self.gradient = (whole - self.elsewhere * shape.num_layers) * master * trained
 
         # Gathered in the dtype of computation.
         vocabulary = shape.vocabulary * shape.hidden / self.tensor
@@ -117,8 +121,8 @@ class Memory:
         self.head = vocabulary if job.loss not in ("value", "reward") else 0.0
         self.head_gradient = 0.0 if shape.frozen.head else self.head
         self.root_gradient = (shape.root_parameters - shape.frozen.root_parameters) / self.tensor
-        self.layer = shape.layer_parameters / self.tensor
-        self.experts = shape.expert_parameters / self.tensor
+        self.layer = shape.layer_parameters / self.tensor - self.elsewhere
+        self.experts = shape.expert_parameters / self.tensor - self.elsewhere
 
     def per_row(self, kept: PerRow) -> float:
         """Return bytes for each row of a layer."""
@@ -136,7 +140,7 @@ class Memory:
             kept.hidden * shape.hidden
             + kept.between * shape.hidden / between
             + split / self.tensor
-            + for_experts * shape.experts_of_token
+            + for_experts * shape.experts_of_token / self.senders
         )
 
     def phases(self) -> dict[str, dict[str, float]]:
@@ -305,9 +309,19 @@ class Memory:
         return of_row * self.rows.all * self.element
 
 
-def accumulates_whole(policy: PolicyConfig, num_trained: int, tensor: int) -> bool:
+def elsewhere(shape: Shape, parallel: ParallelConfig) -> float:
+    """Return how many parameters of a layer's tensor part other ranks have, by `experts`."""
+    if parallel.experts == 1:
+        return 0.0
+    return shape.expert_parameters * (1 / parallel.tensor - 1 / parallel.experts)
+
+
+def accumulates_whole(policy: PolicyConfig, shape: Shape, parallel: ParallelConfig) -> bool:
     """Return whether a rank keeps whole gradients between micro-batches, as `Policy` decides."""
-    fits = WIDE * num_trained // tensor <= WHOLE_GRADIENT_BYTES
+    num_trained = shape.trained_parameters / parallel.tensor
+    if shape.trained_parameters == shape.parameters:
+        num_trained -= elsewhere(shape, parallel) * shape.num_layers
+    fits = WIDE * num_trained <= WHOLE_GRADIENT_BYTES
     return {"whole": True, "sharded": False, "auto": fits}[policy.accumulate]
 
 

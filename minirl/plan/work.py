@@ -195,27 +195,52 @@ class Work:
         memory = self.memory
         # The root stays gathered until the backward of a step's last micro-batch.
         gathered = shape.parameters - shape.root_parameters * (1 - 1 / self.job.load.num_micro)
-        gathers = gathered / memory.tensor * memory.element * (1 - 1 / memory.shards)
+        gathered = gathered / memory.tensor - memory.elsewhere * shape.num_layers
+        gathers = self._from_others(gathered) * memory.element
         hidden = shape.hidden * self.rows.all * memory.element
         # A sum after attention and one after the feed-forward, each there and back.
         between = 4 * hidden * (1 - 1 / memory.tensor) * shape.num_layers
         context = self.job.parallel.context
         keys = 2 * shape.keys / memory.tensor * self.rows.all * memory.element
         between += keys * (context - 1) * shape.num_layers
+        between += self._traveling()
         return gathers, between
+
+    def _from_others(self, gathered: float) -> float:
+        """Return how many of gathered parameters come from other ranks, experts among them."""
+        memory = self.memory
+        own = 1 / memory.shards
+        if not memory.elsewhere:
+            return gathered * (1 - own)
+        num_experts = memory.experts * self.job.shape.num_layers
+        of_group = self.job.world_size // self.job.parallel.replicate
+        own_experts = self.job.parallel.experts / of_group
+        return (gathered - num_experts) * (1 - own) + num_experts * (1 - own_experts)
+
+    def _traveling(self) -> float:
+        """Return the bytes of tokens that travel to experts and back, in a forward pass."""
+        num_ranks = self.job.parallel.experts
+        if num_ranks == 1:
+            return 0.0
+        shape = self.job.shape
+        of_row = 2 * shape.experts_of_token * shape.hidden * self.memory.element
+        rows = self.rows.all / self.memory.tensor
+        return of_row * rows * (1 - 1 / num_ranks) * shape.num_layers
 
     def _wire_of_backward(self, gathers: float, between: float) -> tuple[float, float]:
         memory = self.memory
         job = self.job
-        whole = job.shape.parameters / memory.tensor
-        layers = (job.shape.parameters - job.shape.root_parameters) / memory.tensor
+        others = memory.elsewhere * job.shape.num_layers
+        whole = job.shape.parameters / memory.tensor - others
+        layers = (job.shape.parameters - job.shape.root_parameters) / memory.tensor - others
         again = 0.0
         if job.policy.reshard_after_forward:
-            again = layers * memory.element * (1 - 1 / memory.shards)
+            again = self._from_others(layers) * memory.element
         times = 1 / job.load.num_micro if memory.keeps_whole else 1.0
-        reduced = whole * WIDE * (1 - 1 / memory.shards) * times
+        reduced = self._from_others(whole) * WIDE * times
         replicate = job.parallel.replicate
-        over_replicas = 2 * whole / memory.shards * WIDE * (1 - 1 / replicate) / job.load.num_micro
+        shard = (whole + others) / memory.shards
+        over_replicas = 2 * shard * WIDE * (1 - 1 / replicate) / job.load.num_micro
         if job.checkpointing != "off":
-            between *= 1.5
+            between = 1.5 * between + 0.5 * self._traveling()  # which is done again as a whole
         return again + reduced + over_replicas, between
