@@ -109,7 +109,7 @@ def regions_of_all_ranks(
     """
     regions = []
     for rank in range(world_size):
-        place = {}
+        place: dict[str, int] = {}
         for axes, size in (
             (("dp_replicate", "dp_shard_cp", "tp"), parallel.tensor),
             (("dp_replicate", "efsdp", "ep"), parallel.experts),
