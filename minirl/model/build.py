@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from torch import Tensor, nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -51,6 +51,8 @@ KEPT = [
     torch.ops.minirl.flash_attention_forward.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
+# Which of their arguments is the first of the matrices.
+PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten._grouped_mm.default: 0}
 # Weights in other formats, which a download leaves out.
 _UNUSED = ["*.bin", "*.pth", "*.gguf", "original/*", "consolidated*"]
 
@@ -263,7 +265,10 @@ def build_model(
     if trainable:
         _choose_trained(model, cfg, adapter_dtype, score=score)
     if cfg.activation_checkpointing in ("selective", "full"):
-        model.gradient_checkpointing_enable(_checkpointing(cfg.activation_checkpointing))
+        model.gradient_checkpointing_enable(_checkpointing(cfg))
+        # Which that has enabled, for reentrant checkpointing. A frozen embedding would keep a
+        # gradient of its outputs that nothing needs.
+        model.disable_input_require_grads()
     model.train(trainable)
     kernels = fused.choose(cfg.kernels, mesh.device)
     if kernels:
@@ -317,12 +322,25 @@ def _fill(model: CausalModel, cfg: PolicyConfig, folder: Path, mesh: Mesh) -> No
         read_adapter(model, cfg.lora, f"{section_of(cfg)}.lora.adapter")
 
 
-def _checkpointing(which: str) -> dict[str, Any]:
+def _checkpointing(cfg: PolicyConfig) -> dict[str, Any]:
     """Return the arguments of the library's checkpointing."""
     arguments: dict[str, Any] = {"use_reentrant": False}
-    if which == "selective":
-        arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, KEPT)
+    if cfg.activation_checkpointing == "selective":
+        keeps = functools.partial(_keeps, cfg.lora.rank)
+        arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keeps)
     return arguments
+
+
+def _keeps(rank: int, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Return whether an operator's result is kept: if it is one of `KEPT` that takes time.
+
+    What B of an adapter multiplies has `rank` columns, fewer than any other matrix: the product is
+    as large as that of the base, and next to nothing to compute again.
+    """
+    is_kept = op in KEPT
+    if rank and op in PRODUCTS and args[PRODUCTS[op]].shape[-1] == rank:
+        is_kept = False
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool) -> CausalModel:

@@ -63,7 +63,8 @@ def _project(module: Any, name: str, x: Tensor, ends: Tensor, multiply: Multiply
     if a is None or not module.adapters.on:
         return y
     b = parameters[f"{name}_{LORA_B}"]
-    return y + multiply(multiply(x, a, ends), b, ends) * module.adapters.scale
+    low = multiply(x, a, ends) * module.adapters.scale  # here it has the fewest columns
+    return y + multiply(low, b, ends)
 
 
 def _one_by_one(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

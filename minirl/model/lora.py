@@ -223,8 +223,8 @@ def _adapted(module: nn.Linear, adapters: Adapters, x: Tensor, y: Tensor) -> Ten
     parameters: dict = module._parameters
     if not adapters.on or LORA_A not in parameters:
         return y
-    low = F.linear(x, parameters[LORA_A])
-    return y + F.linear(low, parameters[LORA_B]) * adapters.scale
+    low = F.linear(x, parameters[LORA_A]) * adapters.scale  # here it has the fewest columns
+    return y + F.linear(low, parameters[LORA_B])
 
 
 @torch.no_grad()
@@ -329,8 +329,8 @@ def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
         a: [.., rank, in].
         scale: `Adapters.scale`.
     """
-    merged = weight.to(b.dtype) + (b @ a) * scale
-    return merged.to(weight.dtype)
+    # In place: of a large matrix every copy in float32 counts.
+    return (b @ a).mul_(scale).add_(weight).to(weight.dtype)
 
 
 def _whole(p: Tensor) -> Tensor:

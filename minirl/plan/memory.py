@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 
 from minirl.config.policy import ParallelConfig, PolicyConfig
+from minirl.model import nf4
 from minirl.model.logprob import CHUNK_BYTES
 from minirl.plan import kinds
+from minirl.plan.adapted import PACKED_BYTES
 from minirl.plan.cards import Card
 from minirl.plan.load import Load, LossName
 from minirl.plan.shape import Shape
@@ -55,6 +57,7 @@ class Job:
     parallel: ParallelConfig
     load: Load
     loss: LossName
+    shares_base: bool = False  # The frozen weights are another model's, which holds them.
     liger: bool  # Norms, gates and rotary positions are one kernel each.
     checkpointing: str  # off, selective or full.
 
@@ -92,33 +95,44 @@ class Memory:
         self.shards = max(1, job.world_size // (job.parallel.replicate * self.tensor))
         self.trains = job.loss != "frozen"
 
-        # Parameters of a rank's tensor part, and the shard of it.
-        whole = shape.parameters / self.tensor
-        shard = whole / self.shards
+        # Of a rank's tensor part: what it holds of the parameters, and what is made of them.
         master = max(WIDE, self.element) if self.trains else self.element
         on_device = not policy.cpu_offload
-        trained = shape.trained_parameters / shape.parameters  # A share.
-        self.parameters = shard * master * on_device
+        self.trained = shape.trained_on_rank(self.tensor)
+        frozen = shape.frozen_bytes(element=self.element, master=master) / self.tensor
+        held = self.trained * master + (0.0 if job.shares_base else frozen)
+        self.parameters = held / self.shards * on_device
         in_state = {"device": 2.0 * master, "8bit": 2.0 + 2.0 * master / 256, "offload": 0.0}
-        self.optimizer = shard * in_state[policy.optimizer_state] * on_device * self.trains
-        self.optimizer *= trained
+        self.optimizer = self.trained * in_state[policy.optimizer_state]
         if policy.optimizer == "muon":  # One moment of the layers' matrices, two of the rest.
-            self.optimizer *= 0.5 + 0.5 * shape.root_parameters / shape.parameters
+            self.optimizer *= 0.5 + 0.5 * shape.root_trained_parameters / shape.trained_parameters
         if policy.ema_decay:
-            self.optimizer += shard * master * on_device * self.trains * trained
+            self.optimizer += self.trained * master
+        self.optimizer *= on_device * self.trains / self.shards
         self.keeps_whole = accumulates_whole(policy, shape.trained_parameters, self.tensor)
-        self.gradient = shard * master * on_device * trained
+        self.gradient = self.trained * master * on_device / self.shards
         if self.keeps_whole and job.load.num_micro > 1:
-            self.gradient = whole * master * trained
+            self.gradient = self.trained * master
 
-        # Gathered in the dtype of computation.
+        # Gathered in the dtype of computation, or packed.
         vocabulary = shape.vocabulary * shape.hidden / self.tensor
         self.root = shape.root_parameters / self.tensor
         self.head = vocabulary if job.loss not in ("value", "reward") else 0.0
         self.head_gradient = 0.0 if shape.frozen.head else self.head
-        self.root_gradient = (shape.root_parameters - shape.frozen.root_parameters) / self.tensor
+        self.root_gradient = shape.root_trained_parameters / self.tensor
         self.layer = shape.layer_parameters / self.tensor
+        self.layer_bytes = self.layer * self.element
+        self.layer_trained = self.layer
         self.experts = shape.expert_parameters / self.tensor
+        self.dequantised = 0.0  # Bytes of the largest matrix that is while it is used.
+        adapters = shape.adapters
+        if adapters:
+            self.layer_trained = sum(adapters.of_layer(self.tensor))
+            packed = adapters.layer_packed
+            self.layer_bytes -= packed * (self.element - PACKED_BYTES)
+            self.layer_bytes += self.layer_trained * self.element
+            if packed:
+                self.dequantised = adapters.largest * (self.element + WIDE / nf4.BLOCK)
 
     def per_row(self, kept: PerRow) -> float:
         """Return bytes for each row of a layer."""
@@ -138,6 +152,17 @@ class Memory:
             + split / self.tensor
             + for_experts * shape.experts_of_token
         )
+
+    def gathered_bytes(self, *, of_root: bool) -> float:
+        """Return the bytes of the parameters that a pass gathers, of all layers or of the model."""
+        shape = self.job.shape
+        whole = shape.parameters if of_root else shape.parameters - shape.root_parameters
+        num_bytes = whole / self.tensor * self.element
+        adapters = shape.adapters
+        if adapters:
+            num_bytes -= adapters.packed * (self.element - PACKED_BYTES)
+            num_bytes += adapters.on_rank(self.tensor) * self.element
+        return num_bytes
 
     def phases(self) -> dict[str, dict[str, float]]:
         """Return what is alive at the peak of each phase."""
@@ -159,7 +184,7 @@ class Memory:
         if self.job.policy.optimizer == "muon":  # A whole matrix and its products.
             return 3 * WIDE * shape.hidden * max(shape.feed_forward, shape.expert)
         at_once = max(AT_ONCE, shape.vocabulary * shape.hidden)
-        on_rank = min(at_once, shape.trained_parameters) / self.tensor / self.shards
+        on_rank = min(at_once / self.tensor, self.trained) / self.shards
         return on_rank * bytes_of_state[self.job.policy.optimizer_state]
 
     def _state(self) -> dict[str, float]:
@@ -168,7 +193,7 @@ class Memory:
     def _sharded_gradient(self) -> float:
         if self.job.policy.cpu_offload:
             return 0.0
-        return self.job.shape.trained_parameters * WIDE / self.tensor / self.shards
+        return self.trained * WIDE / self.shards
 
     def _kept(self) -> tuple[float, float]:
         """Return the bytes that a layer keeps, and those that it adds while it is recomputed."""
@@ -195,7 +220,7 @@ class Memory:
         num = fewest
         if not self.job.policy.reshard_after_forward:
             num = self.job.shape.num_layers
-        return num * self.layer * self.element
+        return num * self.layer_bytes
 
     def _forward_moments(self, *, keeps: bool) -> list[dict[str, float]]:
         """Return what is alive at the start of forward, in its layers, and at its end."""
@@ -269,7 +294,9 @@ class Memory:
             kinds.GATHERED: root + self._gathered_layers(2),
             kinds.ACTIVATIONS: hidden + kept * self._layers_kept() + recomputed + self._gradients(),
             kinds.HEAD: self.head_gradient * self.element,
-            kinds.GRADIENTS: base[kinds.GRADIENTS] + self._layer_gradients() + self.layer * reduced,
+            kinds.GRADIENTS: base[kinds.GRADIENTS]
+            + self._layer_gradients()
+            + self.layer_trained * reduced,
         }
         # The embedding's gradient is dense. All of the root is cast and reduced at once.
         both = self.root_gradient
@@ -292,6 +319,8 @@ class Memory:
     def _layer_gradients(self) -> float:
         """Return the bytes of gradients of a layer's largest matrices, before they are reduced."""
         shape = self.job.shape
+        if shape.adapters:
+            return self.layer_trained * self.element
         if shape.experts:
             return self.experts * self.element
         return shape.hidden * shape.feed_forward / self.tensor * self.element
