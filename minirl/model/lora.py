@@ -10,7 +10,7 @@ The engine and the files of a model get merged weights, W + scale B A (`Merged`)
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -205,26 +205,30 @@ def _check_rank(rank: int, name: str, shape: torch.Size, setting: str) -> None:
 
 def _forward(module: nn.Linear, adapters: Adapters, x: Tensor) -> Tensor:
     """Stand in for the forward of a linear that has an adapter."""
-    return _adapted(module, adapters, x, F.linear(x, module.weight, module.bias))
+    # The base's product comes last: a layer that is computed again for its gradients stops before.
+    added = _added(module, adapters, x)
+    y = F.linear(x, module.weight, module.bias)
+    return y if added is None else y + added
 
 
 def _packed_forward(module: nn.Linear, adapters: Adapters, packed: Packed, x: Tensor) -> Tensor:
     """Stand in for the forward of a linear that is held in four bits."""
+    added = _added(module, adapters, x)
     scales = module._parameters[f"weight_{nf4.SCALES}"]
     assert scales is not None
     y = nf4.product(x, module.weight, scales, packed, F.linear)
     if module.bias is not None:
         y = y + module.bias
-    return _adapted(module, adapters, x, y)
+    return y if added is None else y + added
 
 
-def _adapted(module: nn.Linear, adapters: Adapters, x: Tensor, y: Tensor) -> Tensor:
-    """Add the product of a linear's adapter, if it has one, to that of its base."""
+def _added(module: nn.Linear, adapters: Adapters, x: Tensor) -> Tensor | None:
+    """Return the product of a linear's adapter; None: it has none, or adapters are off."""
     parameters: dict = module._parameters
     if not adapters.on or LORA_A not in parameters:
-        return y
+        return None
     low = F.linear(x, parameters[LORA_A]) * adapters.scale  # here it has the fewest columns
-    return y + F.linear(low, parameters[LORA_B])
+    return F.linear(low, parameters[LORA_B])
 
 
 @torch.no_grad()
@@ -259,7 +263,11 @@ class Merged(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self, shards: dict[str, Tensor], parameters: dict[str, Tensor], adapters: Adapters
+        self,
+        shards: dict[str, Tensor],
+        parameters: dict[str, Tensor],
+        adapters: Adapters,
+        values: Callable[[Tensor], Tensor],
     ):
         """Gather the adapters as they are now. Collective.
 
@@ -268,10 +276,12 @@ class Merged(Mapping[str, Tensor]):
                 have no values.
             parameters: this rank's part of the model's parameters, by the model's names.
             adapters: of the model.
+            values: returns this rank's tensor of a parameter that may be offloaded, or a copy.
         """
         self.shards = shards
         self.parameters = parameters
         self.adapters = adapters
+        self.values = values
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # By weight: B and A.
         for name, b in parameters.items():
             if name.endswith(LORA_B):
@@ -294,8 +304,6 @@ class Merged(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         """Return a shard, merged, in the dtype of the base."""
         shard = self.shards[name]
-        if name not in self.factors and name not in self.adapters.packed:
-            return shard
         values = self._base(name)
         if name in self.factors:
             values = merge(values, *self.factors[name], self.adapters.scale)
@@ -306,10 +314,10 @@ class Merged(Mapping[str, Tensor]):
     def _base(self, name: str) -> Tensor:
         """Return this rank's part of a weight without its adapter."""
         if name not in self.adapters.packed:
-            return local(self.shards[name])
+            return self.values(local(self.shards[name]))
         bits = self.parameters[name]
         scales = self.parameters[f"{name}_{nf4.SCALES}"]
-        return nf4.shard(self.adapters.packed[name], bits, scales)
+        return nf4.shard(self.adapters.packed[name], bits, scales, self.values)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the weights."""

@@ -28,6 +28,7 @@ SPLIT_COLUMNS = ("o_proj", "down_proj")
 class Linear:
     """A linear that has an adapter; or those of all experts of a layer."""
 
+    name: str  # In its block.
     inputs: int
     outputs: int
     experts: int  # 0: none.
@@ -82,9 +83,9 @@ class Adapters:
         ]
         return sum(a for a, _ in pairs), sum(b for _, b in pairs)
 
-    def num_linears(self, *, of_experts: bool) -> int:
-        """Return how many of a layer's linears are adapted; all experts of one kind are one."""
-        return sum(bool(linear.experts) == of_experts for linear in self.linears)
+    def reads(self, names: tuple[str, ...]) -> bool:
+        """Return whether one of the linears with these names is adapted."""
+        return any(linear.name in names for linear in self.linears)
 
 
 class AdapterCounts:
@@ -131,6 +132,7 @@ def _linear(name: str, a: torch.Size, b: torch.Size) -> Linear:
     weight = lora.weight_of(name)
     module = weight.rpartition(".")[0] if weight.endswith(".weight") else weight
     return Linear(
+        name=module.rpartition(".")[2],
         inputs=a[-1],
         outputs=b[-2],
         experts=math.prod(b[:-2]) if len(b) > 2 else 0,

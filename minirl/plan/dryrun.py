@@ -266,6 +266,7 @@ def run(job: Job) -> dict[str, Any]:
         asleep = _sleep(policy, meter)
         refit = _refit(job, policy) if job.refit else {}
         with policy.timer.phase("asleep"):
+            policy.sleeper.wake_parameters()
             policy.sleeper.wake_optimizer()
         return {
             "phases": {name: phase.as_dict() for name, phase in meter.phases.items()},
@@ -357,6 +358,7 @@ def _refit(job: Job, policy: Policy) -> dict[str, int]:
     mesh = RefitMesh(**vars(policy.mesh), regions=regions)
     dtype = getattr(torch, job.policy.dtype.replace("float64", "float32"))
     with policy.timer.phase("refit"):
+        policy.sleeper.sleep_base()
         engine: Any = PretendedEngine(mesh, shards, policy.parts(), dtype)
         refit = Refit(job.refit, shards, policy.parts(), engine, read=policy.merged)
         refit()

@@ -45,6 +45,12 @@ KEPT = {
 }
 
 
+# Linears by what they read: a normed hidden state, which each block has, or a gated product.
+ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+GATE_INPUTS = ("gate_proj", "up_proj", "gate_up_proj")
+GATED_INPUTS = ("down_proj",)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A model and what is done with it, as `load.Job`, with its shape and the card at hand."""
@@ -199,6 +205,7 @@ class Memory:
         """Return the bytes that a layer keeps, and those that it adds while it is recomputed."""
         which = "liger" if self.job.liger else "torch"
         everything = self.per_row(KEPT[which]) * self.rows.all
+        everything -= self._not_kept() * self.rows.all
         if self.job.checkpointing == "off":
             return everything, 0.0
         of_row = KEPT[self.job.checkpointing]
@@ -206,7 +213,21 @@ class Memory:
         # What was kept of experts is let go of while they are computed again.
         experts = PerRow(0, 0, 0, 0, 0, 0, of_row.expert_hidden, of_row.expert)
         let_go = self.per_row(experts) * self.rows.all
+        if self.job.shape.adapters:  # whose products need them
+            let_go = 0.0
         return kept, max(0.0, everything - kept - let_go)
+
+    def _not_kept(self) -> float:
+        """Return bytes for each row of a layer's inputs that no gradient of a weight needs."""
+        shape = self.job.shape
+        if shape.adapters is None or shape.experts:
+            return 0.0
+        adapted = shape.adapters
+        num_inputs = 2 - adapted.reads(ATTENTION_INPUTS) - adapted.reads(GATE_INPUTS)
+        of_row = num_inputs * shape.hidden
+        if not adapted.reads(GATED_INPUTS):
+            of_row += shape.feed_forward / self.tensor
+        return self.element * of_row
 
     def chunk(self) -> float:
         """Return the bytes of a chunk of logits; for a score head, of wide hidden states."""
@@ -242,14 +263,17 @@ class Memory:
         first_layers = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(3),
-            kinds.ACTIVATIONS: 2 * hidden,
+            kinds.ACTIVATIONS: 2 * hidden + self.dequantised,
         }
         # What experts return, masked and in the order of tokens.
         of_experts = 2 * shape.experts_of_token * hidden
+        if shape.adapters and self.job.checkpointing != "off":  # and what adapters add to it
+            wide = 3 * shape.hidden + shape.expert
+            of_experts = shape.experts_of_token * wide * self.rows.all * self.element
         last_layers = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(2),
-            kinds.ACTIVATIONS: hidden + activations + of_experts,
+            kinds.ACTIVATIONS: hidden + activations + of_experts + self.dequantised,
         }
         end = {
             **base,
@@ -328,10 +352,19 @@ class Memory:
     def _gradients(self) -> float:
         """Return the bytes of gradients of activations, less what is not needed any more."""
         shape = self.job.shape
-        of_row = shape.hidden + shape.feed_forward / self.tensor
+        row = self.rows.all * self.element
+        feed_forward = shape.feed_forward / self.tensor
+        of_experts = shape.experts_of_token * shape.hidden
+        if shape.adapters is None:
+            if shape.experts:
+                return -2.0 * shape.experts_of_token * shape.expert * row
+            return (shape.hidden + feed_forward) * row
+        # Gradients through the base and through the adapter are added; or a matrix of the base is
+        # dequantised for the first of them.
         if shape.experts:
-            of_row = -2.0 * shape.experts_of_token * shape.expert
-        return of_row * self.rows.all * self.element
+            return max(2 * of_experts * row, of_experts * row + self.dequantised)
+        one = (shape.hidden + feed_forward) * row
+        return max(2 * feed_forward * row, one + self.dequantised)
 
 
 def accumulates_whole(policy: PolicyConfig, num_trained: int, tensor: int) -> bool:

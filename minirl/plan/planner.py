@@ -51,8 +51,7 @@ class Plan:
     wire: dict[str, float]  # Bytes that pass the link of a GPU in a step, by phase.
     share_of_peak: float  # Of the card's multiplications, in forward and backward.
     by_dry_run: bool
-    # Bytes of a GPU's part of the policy's frozen base that a critic on the same base has, too: what
-    # critic.share_base saves, or would save. 0: there is none that could share it.
+    # Bytes on a GPU that critic.share_base saves, or would save. 0: no critic could share the base.
     of_shared_base: float = 0.0
 
     @property
@@ -245,7 +244,7 @@ def _alive(
             **always,
             "engine's weights": engine.weights,
             "engine's graphs": engine.graphs,
-            kinds.PARAMETERS: policy.parameters,
+            kinds.PARAMETERS: policy.parameters - _asleep_in_refit(workload, shape),
             "buffers": _buffers(workload),
             "merged adapters": _merged(workload, shape),
         }
@@ -281,10 +280,10 @@ def _buffers(workload: Workload) -> float:
 
 
 def _merged(workload: Workload, shape: Shape) -> float:
-    """Return the bytes that a refit needs to merge adapters into the base.
+    """Return the bytes that a refit needs to merge adapters into the base, which sleeps.
 
     These are the adapters, of which a rank has all that its shards need; the merged shards of a
-    bucket; and the product of the largest matrix, in float32 and beside a base in four bits.
+    bucket; and the largest weight while it is merged, or the embedding, which only is copied.
     """
     adapters = shape.adapters
     if adapters is None or workload.engine is None:
@@ -296,8 +295,22 @@ def _merged(workload: Workload, shape: Shape) -> float:
         of_linears += num_b / shards + (num_a / shards if linear.experts else num_a)
     bucket = workload.bucket_bytes * workload.engine.tensor_parallel_size / shards
     element = _element(workload.policy)
-    of_weight = 4 + element * (2 if adapters.packed else 1)
-    return 4 * of_linears * shape.num_layers + bucket + adapters.largest / shards * of_weight
+    # A matrix in the dtype of the base, however that is held, and its product in float32.
+    largest = adapters.largest * (element + 4)
+    largest = max(largest, shape.vocabulary * shape.hidden * element)
+    return 4 * of_linears * shape.num_layers + bucket + largest / shards
+
+
+def _asleep_in_refit(workload: Workload, shape: Shape) -> float:
+    """Return the bytes of a rank's part of a base that has adapters, which a refit reads copies of.
+
+    With cpu_offload it is on the host in any case.
+    """
+    policy = workload.policy.policy
+    if shape.adapters is None or policy.cpu_offload:
+        return 0.0
+    share = workload.cfg.parallel.replicate / workload.world_size
+    return _frozen_bytes(workload.policy, shape) * share
 
 
 def _element(role: Role) -> int:
@@ -368,6 +381,7 @@ def _seconds(
             shard = shapes["policy"].parameters * workload.cfg.parallel.replicate
             shard /= workload.world_size
             seconds["refit"] += MERGE * shard / (card.bandwidth_gb * 1e9 * REACHED["memory"])
+            seconds["refit"] += _asleep_in_refit(workload, shapes["policy"]) / host
         for role in workload.others:
             cost = costs[role.name]
             moved += 2 * (cost.parameters + cost.optimizer)

@@ -181,16 +181,16 @@ class Work:
         adapters = shape.adapters
         if adapters is None:
             return 0.0
+        if direction == "again" and self.job.checkpointing == "full":
+            direction = "forward"
         of_row = 0.0
         for kind, times in (("linears", 1), ("experts", shape.experts_of_token)):
             widths = adapters.widths(self.memory.tensor, of_experts=kind == "experts")
             moved = MOVED_BY_ADAPTER[kind, direction]
-            if direction == "again" and self.job.checkpointing == "full":
-                moved = MOVED_BY_ADAPTER[kind, "forward"]
             of_row += times * (moved[0] * widths[0] + moved[1] * widths[1])
         weights = self.memory.layer_trained * (2 if direction == "backward" else 1)
-        moved_bytes = (of_row * self.rows.all + weights) * self.memory.element * shape.num_layers
-        return self._moving(moved_bytes)
+        of_layer = (of_row * self.rows.all + weights) * self.memory.element
+        return self._moving(of_layer * shape.num_layers)
 
     def _dequantising(self) -> float:
         """Return the seconds of dequantising each matrix once, for a pass."""

@@ -44,7 +44,7 @@ class Workload:
     cfg: TrainingConfig
     world_size: int
     policy: Role
-    # Critic, reference, reward model. The base of a policy with adapters is no reference of its own.
+    # Critic, reference, reward model. The reference that is the policy's base is none of them.
     others: list[Role] = field(default_factory=list)
     load: Load  # Of an optimizer step.
     num_updates: int = 1  # Optimizer steps.
