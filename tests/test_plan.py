@@ -32,6 +32,7 @@ from minirl.plan import (
     command,
     estimate,
     formulas,
+    kinds,
     memory,
     page,
     pretend,
@@ -67,6 +68,7 @@ class Case:
     parallel: dict = dataclasses.field(default_factory=dict)
     load: Load = dataclasses.field(default_factory=lambda: LOAD)
     loss: str = "policy"
+    share_base: bool = False
     times: bool = True  # Seconds are compared, too.
 
 
@@ -74,6 +76,9 @@ def checkpointing(which, **settings):
     return {"activation_checkpointing": which, "accumulate": "sharded", **settings}
 
 
+LORA = {"rank": 32}
+NF4 = {"quantization": "nf4"}
+ATTENTION = {"targets": ["attention"]}
 CASES = {
     "off": Case(BIG, checkpointing("off")),
     "selective": Case(BIG, checkpointing("selective")),
@@ -100,6 +105,13 @@ CASES = {
         checkpointing("off"),
         load=dataclasses.replace(LOAD, samples=2, whole_groups=True),
         loss="dpo",
+    ),
+    "adapters": Case(BIG, checkpointing("full", lora=LORA)),
+    "adapters of experts": Case(MIXTURE, checkpointing("selective", lora=LORA)),
+    "four bits": Case(BIG, checkpointing("off", lora=LORA | NF4)),
+    "mixture in four bits": Case(MIXTURE, checkpointing("full", lora=LORA | NF4)),
+    "critic on a shared base": Case(
+        BIG, checkpointing("off", lora=LORA | ATTENTION), loss="value", share_base=True
     ),
 }
 
@@ -129,6 +141,7 @@ def dry_runs(tmp_path_factory):
                 "policy": case.policy,
                 "parallel": case.parallel,
                 "loss": case.loss,
+                "share_base": case.share_base,
             }
         )
     return dict(zip(CASES | FROZEN, estimate.run_dry(jobs), strict=True))
@@ -148,6 +161,7 @@ def cost_of(case):
             parallel=fill_config(ParallelConfig, case.parallel),
             load=case.load,
             loss=case.loss,
+            shares_base=case.share_base,
             liger=policy.kernels != "torch",
             checkpointing=policy.activation_checkpointing,
         )
@@ -164,7 +178,9 @@ def test_formulas_are_the_dry_run_within_3_percent(dry_runs, name):
     if cost.optimizer:
         assert cost.optimizer == pytest.approx(result["optimizer_bytes"], **near)
     for phase in ("forward", "backward", "optimizer"):
-        assert cost.peaks[phase] == pytest.approx(result["phases"][phase]["peak"], **near), phase
+        found = result["phases"][phase]
+        peak = found["peak"] - found["kinds"].get(kinds.BASE, 0)  # What the policy holds.
+        assert cost.peaks[phase] == pytest.approx(peak, rel=0.03, abs=2**20), phase
     if case.times:
         device = 0.0
         for phase in ("forward", "backward"):

@@ -248,8 +248,8 @@ def run(job: Job) -> dict[str, Any]:
     with FakeTensorMode(allow_non_fake_inputs=True), meter:
         base = _make_base(job, mesh, meter) if job.share_base else None
         policy = _make_policy(job, mesh, _PhaseTimer(meter), base)
-        own = [p for name, p in policy.parameters().items() if name not in policy.model.shared]
-        shards = [fsdp.local(p) for p in own]
+        named = policy.model.named_parameters()
+        shards = [fsdp.local(p) for name, p in named if name not in policy.model.shared]
         meter.name(shards, kinds.PARAMETERS)
         with policy.timer.phase("pack"):
             minibatch = _minibatch(job, policy)
