@@ -267,7 +267,7 @@ class Merged(Mapping[str, Tensor]):
         shards: dict[str, Tensor],
         parameters: dict[str, Tensor],
         adapters: Adapters,
-        values: Callable[[Tensor], Tensor],
+        read: Callable[[Tensor], Tensor],
     ):
         """Gather the adapters as they are now. Collective.
 
@@ -276,12 +276,12 @@ class Merged(Mapping[str, Tensor]):
                 have no values.
             parameters: this rank's part of the model's parameters, by the model's names.
             adapters: of the model.
-            values: returns this rank's tensor of a parameter that may be offloaded, or a copy.
+            read: returns this rank's tensor of a parameter, or if it is offloaded, a copy.
         """
         self.shards = shards
         self.parameters = parameters
         self.adapters = adapters
-        self.values = values
+        self.read = read
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # By weight: B and A.
         for name, b in parameters.items():
             if name.endswith(LORA_B):
@@ -314,10 +314,10 @@ class Merged(Mapping[str, Tensor]):
     def _base(self, name: str) -> Tensor:
         """Return this rank's part of a weight without its adapter."""
         if name not in self.adapters.packed:
-            return self.values(local(self.shards[name]))
+            return self.read(local(self.shards[name]))
         bits = self.parameters[name]
         scales = self.parameters[f"{name}_{nf4.SCALES}"]
-        return nf4.shard(self.adapters.packed[name], bits, scales, self.values)
+        return nf4.shard(self.adapters.packed[name], bits, scales, self.read)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the weights."""

@@ -231,7 +231,7 @@ def like(spread: DTensor, here: Tensor, shape: torch.Size) -> DTensor:
 
 
 def shard(
-    packed: Packed, bits: Tensor, scales: Tensor, values: Callable[[Tensor], Tensor]
+    packed: Packed, bits: Tensor, scales: Tensor, read: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return this rank's part of a weight, dequantised.
 
@@ -239,10 +239,10 @@ def shard(
         packed: of the weight.
         bits: this rank's part of the packed bytes.
         scales: this rank's part of the 8-bit scales.
-        values: returns the values of this rank's tensor of either, which may be offloaded.
+        read: returns this rank's tensor of either, or if it is offloaded, a copy.
     """
     offset, size = local_region(scales)
     numbers = torch.arange(scales.numel(), device=local(scales).device).view(scales.shape)
     part = tuple(slice(first, first + num) for first, num in zip(offset, size, strict=True))
     block = numbers[part] // NESTED
-    return dequantise(packed, values(local(bits)), values(local(scales)), block)
+    return dequantise(packed, read(local(bits)), read(local(scales)), block)

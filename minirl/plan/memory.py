@@ -224,7 +224,7 @@ class Memory:
             return 0.0
         adapted = shape.adapters
         num_inputs = 2 - adapted.reads(ATTENTION_INPUTS) - adapted.reads(GATE_INPUTS)
-        of_row = num_inputs * shape.hidden
+        of_row = float(num_inputs * shape.hidden)
         if not adapted.reads(GATED_INPUTS):
             of_row += shape.feed_forward / self.tensor
         return self.element * of_row
@@ -266,7 +266,7 @@ class Memory:
             kinds.ACTIVATIONS: 2 * hidden + self.dequantised,
         }
         # What experts return, masked and in the order of tokens.
-        of_experts = 2 * shape.experts_of_token * hidden
+        of_experts = 2.0 * shape.experts_of_token * hidden
         if shape.adapters and self.job.checkpointing != "off":  # and what adapters add to it
             wide = 3 * shape.hidden + shape.expert
             of_experts = shape.experts_of_token * wide * self.rows.all * self.element

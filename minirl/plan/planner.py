@@ -378,9 +378,9 @@ def _seconds(
         moved = 2 * (policy.parameters + policy.optimizer)
         seconds["refit"] = engine.received / (card.link_gb * 1e9 * REACHED["wire"])
         if shapes["policy"].adapters:
-            shard = shapes["policy"].parameters * workload.cfg.parallel.replicate
-            shard /= workload.world_size
-            seconds["refit"] += MERGE * shard / (card.bandwidth_gb * 1e9 * REACHED["memory"])
+            merged = MERGE * shapes["policy"].parameters * workload.cfg.parallel.replicate
+            bandwidth = card.bandwidth_gb * 1e9 * REACHED["memory"]
+            seconds["refit"] += merged / workload.world_size / bandwidth
             seconds["refit"] += _asleep_in_refit(workload, shapes["policy"]) / host
         for role in workload.others:
             cost = costs[role.name]
