@@ -230,9 +230,7 @@ def like(spread: DTensor, here: Tensor, shape: torch.Size) -> DTensor:
     )
 
 
-def shard(
-    packed: Packed, bits: Tensor, scales: Tensor, read: Callable[[Tensor], Tensor]
-) -> Tensor:
+def shard(packed: Packed, bits: Tensor, scales: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
     """Return this rank's part of a weight, dequantised.
 
     Args:
