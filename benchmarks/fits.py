@@ -1,15 +1,17 @@
 """Which models fit which GPUs, with which settings, by the planner's formulas.
 
-    python benchmarks/fits.py            # the table of configs/README.md
+    python benchmarks/fits.py            # the tables of configs/README.md
 
 The job is GRPO on 64 prompts of up to 512 tokens with 8 answers of up to 2,048 each.
 """
 
+import functools
 from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.utils import logging
 
+from minirl.config.lora import LoraConfig
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, RolloutConfig
@@ -22,10 +24,34 @@ from minirl.plan.workload import Lengths, rl_workload
 MACHINES = {
     "1 x 24 GB": (1, "rtx4090", 1),
     "1 x 80 GB": (1, "h100", 1),
+    "4 x 80 GB": (4, "h100", 8),
     "8 x 80 GB": (8, "h100", 8),
     "8 x 141 GB": (8, "h200", 8),
     "4 nodes of 8 x 141 GB": (32, "h200", 8),
 }
+
+
+# Those that each model of the first table is tried on.
+FOR_ALL = [name for name in MACHINES if name != "4 x 80 GB"]
+
+# What is trained: all weights, or adapters.
+TRAINED = {
+    "all": LoraConfig(),
+    "LoRA": LoraConfig(rank=32),
+    "QLoRA": LoraConfig(rank=32, quantization="nf4"),
+}
+# Rows of the second table.
+ADAPTED = (
+    ("Qwen3-4B", "1 x 24 GB", "LoRA"),
+    ("Qwen3-8B", "1 x 24 GB", "QLoRA"),
+    ("Qwen3-8B", "1 x 80 GB", "LoRA"),
+    ("Qwen3-14B", "1 x 80 GB", "LoRA"),
+    ("Qwen3-32B", "1 x 80 GB", "QLoRA"),
+    ("Qwen3-32B", "4 x 80 GB", "LoRA"),
+    ("Qwen3-30B-A3B", "4 x 80 GB", "LoRA"),
+    ("Llama-3.3-70B", "8 x 80 GB", "LoRA"),
+    ("Qwen3-235B-A22B", "8 x 141 GB", "LoRA"),
+)
 
 
 def dense(hidden: int, ffn: int, layers: int, heads: int, tied: bool) -> PretrainedConfig:
@@ -81,10 +107,10 @@ MODELS = {
 }
 
 
-def job(name: str) -> RLConfig:
-    """Return the config of the job with a model."""
+def job(name: str, trained: str = "all") -> RLConfig:
+    """Return the config of the job with a model, of which all is trained or adapters."""
     cfg = RLConfig(
-        policy=PolicyConfig(model=name),
+        policy=PolicyConfig(model=name, lora=TRAINED[trained]),
         data=DataConfig(max_prompt_tokens=512),
         rollout=RolloutConfig(prompts_per_step=64, samples_per_prompt=8, max_tokens=2048),
     )
@@ -92,39 +118,77 @@ def job(name: str) -> RLConfig:
     return cfg
 
 
-def row(name: str, machine: str) -> str:
-    """Return a row of the table: the fastest settings that fit."""
+@functools.cache
+def best(name: str, machine: str, trained: str = "all") -> advice.Advice | None:
+    """Return the fastest settings that fit. None: there are none."""
     num_gpus, card_name, per_node = MACHINES[machine]
     card = cards.find_card(card_name)
-    cfg = job(name)
+    cfg = job(name, trained)
     workload = rl_workload(cfg, num_gpus, {"policy": MODELS[name]})
     models = estimate.Models(workload)
-    advised = advice.advise(workload, models, card, per_node, Lengths())
-    if not advised:
+    advised = advice.advise(workload, models, card, min(per_node, num_gpus), Lengths())
+    return advised[0] if advised else None
+
+
+def row(name: str, machine: str) -> str:
+    """Return a row of the table: the fastest settings that fit."""
+    found = best(name, machine)
+    if found is None:
         return f"| {name} | {machine} | does not fit | | | |"
-    best = advised[0]
-    plan = best.plan
-    flags = f"`{best.flags}`" if best.flags else ""
-    recomputed = plan.checkpointing
+    return f"| {name} | {machine} | {_cells(found)} |"
+
+
+def row_with_adapters(name: str, machine: str, trained: str) -> str:
+    """Return a row of the second table, with what training all weights would need there."""
+    found = best(name, machine, trained)
+    cells = _cells(found) if found else "does not fit | | |"
+    whole = best(name, machine)
+    in_full = "does not fit"
+    if whole:
+        in_full = f"{_seconds(whole)} s{' with ' if whole.flags else ''}{_flags(whole)}"
+    return f"| {name} | {machine} | {trained} | {cells} | {in_full} |"
+
+
+def _cells(found: advice.Advice) -> str:
+    plan = found.plan
     gib = f"{plan.memory[plan.largest] / GIB:.0f} of {plan.limit / GIB:.0f}"
-    return f"| {name} | {machine} | {flags} | {recomputed} | {gib} | {plan.step_seconds:.0f} |"
+    return f"{_flags(found)} | {plan.checkpointing} | {gib} | {_seconds(found)}"
+
+
+def _flags(found: advice.Advice) -> str:
+    return f"`{found.flags}`" if found.flags else ""
+
+
+def _seconds(found: advice.Advice) -> str:
+    return f"{found.plan.step_seconds:.0f}"
 
 
 def table() -> str:
-    """Return the table of configs/README.md."""
+    """Return the first table of configs/README.md."""
     rows = [
         "| model | GPUs | flags | `auto` checkpointing | GiB a GPU | s a step |",
         "|---|---|---|---|---|---|",
     ]
     for name in MODELS:
-        rows += [row(name, machine) for machine in MACHINES]
+        rows += [row(name, machine) for machine in FOR_ALL]
+    return "\n".join(rows)
+
+
+def table_of_adapters() -> str:
+    """Return the second table."""
+    rows = [
+        "| model | GPUs | adapters | flags | `auto` checkpointing | GiB a GPU | s a step "
+        "| all weights, there |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    rows += [row_with_adapters(*case) for case in ADAPTED]
     return "\n".join(rows)
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     logging.set_verbosity_error()
-    print(table())
+    print(table(), table_of_adapters(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -111,7 +111,13 @@ class Policy:
         self.optimizer = self._make_optimizer()
         self.num_updates = 0
         self.num_skipped = 0  # Updates in a row whose gradient was not finite.
-        self.sleeper = Sleeper(self.model, self.model.shared, lambda: self.optimizer.tensors())
+        frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
+        self.sleeper = Sleeper(
+            self.model,
+            self.model.shared,
+            lambda: self.optimizer.tensors(),
+            base=frozenset(frozen if self.adapters else ()),
+        )
 
     def _make_optimizer(self) -> Optimizer:
         """Return Muon for the layers' matrices, if configured, and AdamW for everything else."""
@@ -372,7 +378,7 @@ class Policy:
         """Return what the engine and the files of a model get: `shards`, with adapters merged.
 
         Collective. With adapters a shard is computed when it is asked for, from the adapters as
-        they are now.
+        they are now; the base may be offloaded (`Sleeper.sleep_base`).
         """
         return self._merge(self.shards(), self.parameters())
 
@@ -381,7 +387,7 @@ class Policy:
     ) -> Mapping[str, Tensor]:
         if self.adapters is None:
             return shards
-        return lora.Merged(shards, parameters, self.adapters)
+        return lora.Merged(shards, parameters, self.adapters, self.sleeper.values)
 
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:

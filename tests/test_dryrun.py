@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import tiny
 from harness import ranks
 from minirl.algo import losses
+from minirl.config.lora import LoraConfig
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.data.packing import pack
@@ -124,8 +125,23 @@ KINDS = {
     "images, qwen3_vl": Kind("qwen3_vl", waits=WAITS | QWEN3_VL_WAITS),
     "images, qwen2_vl": Kind("qwen2_vl", waits=WAITS | QWEN2_VL_WAITS),
 }
+# Kinds of which little is trained.
+LORA = {"rank": 4}
+ADAPTED = {
+    "adapters, full checkpointing": policy(lora=LORA, activation_checkpointing="full"),
+    "adapters, tensor": policy(lora=LORA) | parallel(tensor=2),
+    "adapters of experts": policy(lora=LORA) | {"load": TWO_MICRO},
+    "four bits, refit": policy(lora=LORA | {"quantization": "nf4"}) | {"refit": {}},
+    "critic on a shared base": policy(lora=LORA) | {"loss": "value", "share_base": True},
+}
 # The same on CPU, where everything is really allocated.
-REAL = {"dp": {}, "tp": {"tensor": 2}, "cp": {"context": 2}}
+REAL = {
+    "dp": ({}, {}),
+    "tp": ({"tensor": 2}, {}),
+    "cp": ({"context": 2}, {}),
+    "lora": ({}, {"rank": 4}),
+    "nf4": ({}, {"rank": 4, "quantization": "nf4"}),
+}
 WRONG = {
     "an axis that does not divide": parallel(tensor=3),
     "a prompt without room for an image": {"load": LOAD | {"prompt": 2}},
@@ -133,9 +149,13 @@ WRONG = {
 }
 
 
-def model_folder(root, family, tied):
-    folder = root / f"{family}-{tied}"
-    return folder if folder.exists() else tiny.make(folder, family, tied=tied)
+# Of a model whose matrices can be cut into blocks of 64.
+EVEN = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
+
+
+def model_folder(root, family, tied, **sizes):
+    folder = root / f"{family}-{tied}-{len(sizes)}"
+    return folder if folder.exists() else tiny.make(folder, family, tied=tied, **sizes)
 
 
 def dry_run(jobs, **env):
@@ -164,9 +184,16 @@ def results(models):
         folder = model_folder(models, kind.family, kind.tied)
         jobs[name] = {"folder": str(folder), "load": LOAD} | kind.job
     plain = str(model_folder(models, "qwen3", False))
-    for name, axes in REAL.items():
-        settings = policy(accumulate="sharded", dtype="float32") | parallel(**axes)
-        jobs[name] = {"folder": plain, "load": TWO_MICRO, "world_size": 2} | settings
+    even = str(model_folder(models, "qwen3", False, **EVEN))
+    for name, job in ADAPTED.items():
+        folder = even
+        if "experts" in name:
+            folder = str(model_folder(models, "qwen3_moe", False))
+        jobs[name] = {"folder": folder, "load": LOAD} | job
+    for name, (axes, lora) in REAL.items():
+        settings = policy(accumulate="sharded", dtype="float32", lora=lora) | parallel(**axes)
+        folder = even if lora else plain
+        jobs[name] = {"folder": folder, "load": TWO_MICRO, "world_size": 2} | settings
     for name, settings in WRONG.items():
         family = "qwen2_vl" if "image" in name else "qwen3"
         folder = model_folder(models, family, False)
@@ -270,6 +297,35 @@ def test_kind(name, results, models):
     num_micro = kind.job.get("load", LOAD)["num_micro"]
     expected = {key: num if key in WAITS else num * num_micro for key, num in kind.waits.items()}
     assert without_lines(result["waits"]) == expected
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_kind_with_adapters(name, results):
+    """State and gradients are those of what is trained, and the host waits for nothing more."""
+    result = results[name]
+    assert "error" not in result, f"{result['error']}\n{result['traceback']}"
+    assert without_lines(result["waits"]) == WAITS
+    assert 0 < result["gradient_bytes"] < 0.5 * 4 * result["parameters"] / 8
+    assert result["optimizer_bytes"] == 2 * result["gradient_bytes"]
+    assert result["between_steps"] == result["after_first_step"], "a step leaves memory behind"
+    alone = result["parameter_bytes"] == result["gradient_bytes"]
+    assert alone == (name == "critic on a shared base")
+    for phase in result["phases"].values():
+        assert sum(phase["kinds"].values()) == phase["peak"]
+
+
+def test_a_refit_reads_copies_of_a_base_that_sleeps(results):
+    """Then nothing is left on the device but the adapters, which are in float32."""
+    kinds_of_refit = results["four bits, refit"]["phases"]["refit"]["kinds"]
+    assert kinds_of_refit["parameters"] == results["four bits, refit"]["gradient_bytes"]
+
+
+def test_a_shared_base_is_the_policy_s(results):
+    result = results["critic on a shared base"]
+    alone = results["adapters, full checkpointing"]["parameter_bytes"]
+    for phase in ("annotate", "forward", "backward", "optimizer"):
+        kinds_of_phase = result["phases"][phase]["kinds"]
+        assert kinds_of_phase["policy's parameters"] == alone
 
 
 def test_attention_is_counted_pair_by_pair(results):
@@ -387,9 +443,9 @@ def test_a_job_that_crashes_is_a_result_of_its_own(results):
     assert "in _accumulate" in found["traceback"]
 
 
-def real_bytes(mesh, folder, parallel):
+def real_bytes(mesh, folder, parallel, lora):
     """What rank 0 really allocates, and whether the refit's plan knows the ranks' shards."""
-    cfg = PolicyConfig(dtype="float32", accumulate="sharded")
+    cfg = PolicyConfig(dtype="float32", accumulate="sharded", lora=LoraConfig(**lora))
     policy = Policy(cfg, folder, mesh)
     shards = policy.shards()
     regions = {name: fsdp.local_region(p) for name, p in shards.items()}
@@ -399,7 +455,8 @@ def real_bytes(mesh, folder, parallel):
     step = policy.optimizer.step
 
     def count_and_step():
-        gradients = [fsdp.local(p.grad) for p in policy.model.parameters()]
+        trained = [p for p in policy.model.parameters() if p.requires_grad]
+        gradients = [fsdp.local(p.grad) for p in trained]
         found["gradient_bytes"] = sum(t.nbytes for t in gradients)
         step()
 
@@ -419,9 +476,10 @@ def real_bytes(mesh, folder, parallel):
 def test_bytes_are_those_of_a_real_run(name, results, models):
     """Two gloo ranks on CPU: parameters, optimizer and gradients within 1 %."""
     assert "error" not in results[name], results[name]
-    axes = ParallelConfig(**REAL[name])
-    folder = model_folder(models, "qwen3", False)
-    real = ranks(2, real_bytes, folder, axes, parallel=axes)[0]
+    axes_of_case, lora = REAL[name]
+    axes = ParallelConfig(**axes_of_case)
+    folder = model_folder(models, "qwen3", False, **(EVEN if lora else {}))
+    real = ranks(2, real_bytes, folder, axes, lora, parallel=axes)[0]
     for what in ("parameter_bytes", "optimizer_bytes", "gradient_bytes"):
         assert results[name][what] == pytest.approx(real[what], rel=0.01), what
     assert real["planned"] == real["regions"]

@@ -404,6 +404,8 @@ def flags(folder: Path, name: str) -> list[str]:
             "--parallel.tensor",
             1,
         ]
+    if "lora" in name:  # whose rank and blocks are too large for the tiny model
+        given += ["--policy.lora.rank", 4, "--policy.lora.quantization", "none"]
     if name == "search":
         given += ["--env.name", f"tools:search,calculate?corpus={corpus(folder)}"]
     return [str(flag) for flag in given]

@@ -16,14 +16,17 @@ from harness import RankFailed, ranks, two_at_once
 from minirl import checkpoint
 from minirl.algo import losses
 from minirl.checkpoint.state import state_dict_of
+from minirl.config.lora import LoraConfig
 from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import CheckpointConfig
 from minirl.data.exchange import exchange
+from minirl.model.lora import is_adapter
 from minirl.parallel.fsdp import local
 from minirl.parallel.muon import Muon, orthogonalize
 from minirl.parallel.optimizer import dequantize, dynamic_code, quantize
+from minirl.parallel.tensor import LORA_B
 from minirl.policy import Policy
 from minirl.rl import Trainer
 from programs import QUICKSTART
@@ -585,3 +588,32 @@ def test_the_program_is_bitwise_the_same_with_sleep_between_its_phases(tmp_path)
         assert differences(here, there) == []
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "True" / "model").state_dict()
     assert differences(here, model) != []
+
+
+def read_while_base_sleeps(mesh, folder, quantization):
+    lora = LoraConfig(rank=4, quantization=quantization)
+    policy = Policy(PolicyConfig(dtype="float32", lora=lora), folder, mesh)
+    policy.sleeper.active = True
+    for name, p in policy.model.named_parameters():
+        if name.endswith(LORA_B):
+            local(p).data.normal_()
+    before = {name: local(t).clone() for name, t in policy.merged().items()}
+    for _ in range(2):
+        policy.sleeper.sleep_base()
+        parameters = policy.model.named_parameters()
+        awake = [name for name, p in parameters if local(p).untyped_storage().nbytes()]
+        assert awake and all(map(is_adapter, awake))
+        merged = policy.merged()
+        for name, values in before.items():
+            assert local(merged[name]).equal(values), name
+        policy.sleeper.sleep_parameters()  # of which some sleep already
+        assert not any(sizes(policy)["parameters"])
+        policy.sleeper.wake_parameters()
+    assert all(local(t).equal(before[name]) for name, t in policy.merged().items())
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_adapters_are_merged_into_a_base_that_sleeps(tmp_path, quantization):
+    even = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
+    folder = tiny.make(tmp_path / "m", "qwen3", **even)
+    ranks(2, read_while_base_sleeps, folder, quantization)

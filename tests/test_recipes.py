@@ -80,6 +80,9 @@ ENVIRONMENTS = (
     "qwen3_8b_8gpu",
     "qwen3_32b_8gpu",
     "qwen3_30b_a3b_8gpu",
+    "qwen3_8b_qlora_1gpu",
+    "qwen3_32b_lora_4gpu",
+    "llama_70b_lora_8gpu",
 )  # run by test_envs.py and test_images.py
 # Recipe -> (GPUs, of which card, model of benchmarks/fits.py).
 SIZED = {
@@ -87,6 +90,9 @@ SIZED = {
     "qwen3_8b_8gpu": (8, "h100", "Qwen3-8B"),
     "qwen3_32b_8gpu": (8, "h100", "Qwen3-32B"),
     "qwen3_30b_a3b_8gpu": (8, "h200", "Qwen3-30B-A3B"),
+    "qwen3_8b_qlora_1gpu": (1, "rtx4090", "Qwen3-8B"),
+    "qwen3_32b_lora_4gpu": (4, "h100", "Qwen3-32B"),
+    "llama_70b_lora_8gpu": (8, "h100", "Llama-3.3-70B"),
 }
 SUPERVISED = {
     "sft": (SupervisedTrainer, SFTConfig),

@@ -265,6 +265,9 @@ def build_model(
         _choose_trained(model, cfg, adapter_dtype, score=score)
     if cfg.activation_checkpointing in ("selective", "full"):
         model.gradient_checkpointing_enable(_checkpointing(cfg.activation_checkpointing))
+        # Which that has enabled, for reentrant checkpointing. A frozen embedding would keep a
+        # gradient of its outputs that nothing needs.
+        model.disable_input_require_grads()
     model.train(trainable)
     kernels = fused.choose(cfg.kernels, mesh.device)
     if kernels:

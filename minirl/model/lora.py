@@ -10,7 +10,7 @@ The engine and the files of a model get merged weights, W + scale B A (`Merged`)
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -264,7 +264,11 @@ class Merged(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self, shards: dict[str, Tensor], parameters: dict[str, Tensor], adapters: Adapters
+        self,
+        shards: dict[str, Tensor],
+        parameters: dict[str, Tensor],
+        adapters: Adapters,
+        read: Callable[[Tensor], Tensor],
     ):
         """Gather the adapters as they are now. Collective.
 
@@ -273,10 +277,12 @@ class Merged(Mapping[str, Tensor]):
                 have no values.
             parameters: this rank's part of the model's parameters, by the model's names.
             adapters: of the model.
+            read: returns this rank's tensor of a parameter, or if it is offloaded, a copy.
         """
         self.shards = shards
         self.parameters = parameters
         self.adapters = adapters
+        self.read = read
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}  # By weight: B and A.
         for name, b in parameters.items():
             if name.endswith(LORA_B):
@@ -299,8 +305,6 @@ class Merged(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         """Return a shard, merged, in the dtype of the base."""
         shard = self.shards[name]
-        if name not in self.factors and name not in self.adapters.packed:
-            return shard
         values = self._base(name)
         if name in self.factors:
             values = merge(values, *self.factors[name], self.adapters.scale)
@@ -311,10 +315,10 @@ class Merged(Mapping[str, Tensor]):
     def _base(self, name: str) -> Tensor:
         """Return this rank's part of a weight without its adapter."""
         if name not in self.adapters.packed:
-            return local(self.shards[name])
+            return self.read(local(self.shards[name]))
         bits = self.parameters[name]
         scales = self.parameters[f"{name}_{nf4.SCALES}"]
-        return nf4.shard(self.adapters.packed[name], bits, scales)
+        return nf4.shard(self.adapters.packed[name], bits, scales, self.read)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the weights."""

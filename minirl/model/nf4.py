@@ -234,16 +234,17 @@ def like(spread: DTensor, here: Tensor, shape: torch.Size) -> DTensor:
     )
 
 
-def shard(packed: Packed, bits: Tensor, scales: Tensor) -> Tensor:
+def shard(packed: Packed, bits: Tensor, scales: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
     """Return this rank's part of a weight, dequantised.
 
     Args:
         packed: of the weight.
         bits: this rank's part of the packed bytes.
         scales: this rank's part of the 8-bit scales.
+        read: returns this rank's tensor of either, or if it is offloaded, a copy.
     """
     offset, size = local_region(scales)
     numbers = torch.arange(scales.numel(), device=local(scales).device).view(scales.shape)
     part = tuple(slice(first, first + num) for first, num in zip(offset, size, strict=True))
     block = numbers[part] // NESTED
-    return dequantise(packed, local(bits), local(scales), block)
+    return dequantise(packed, read(local(bits)), read(local(scales)), block)

@@ -48,6 +48,16 @@ class HostMemory:
         for part, piece in zip(place, _bytes_of(t).split(sizes), strict=True):
             piece.copy_(part, non_blocking=True)
 
+    @torch.no_grad()
+    def copy_of(self, name: Hashable, t: Tensor) -> Tensor:
+        """Return a new tensor on the device of `t` with the values that were kept of it."""
+        place = self._places[name]
+        sizes = [len(part) for part in place]
+        copied = torch.empty(sum(sizes), dtype=torch.uint8, device=t.device)
+        for part, piece in zip(place, copied.split(sizes), strict=True):
+            piece.copy_(part, non_blocking=True)
+        return copied.view(t.dtype).as_strided(t.size(), t.stride(), int(t.storage_offset()))
+
     def _take(self, num_bytes: int, *, pin_memory: bool) -> list[Tensor]:
         """Return parts of chunks that nothing else is in."""
         parts = []
@@ -76,6 +86,7 @@ class _Part:
     def __init__(self):
         self.memory = HostMemory()
         self.asleep: list[Tensor] = []
+        self._numbers: dict[int, int] = {}  # In `asleep`, by storage.
 
     def sleep(self, tensors: list[Tensor]) -> None:
         """Copy tensors to the host and free their storages, each once; views share theirs."""
@@ -85,8 +96,9 @@ class _Part:
             # With CPU offload the shards are on the host already.
             if storage.nbytes() and (t.is_cuda or not torch.cuda.is_available()):
                 by_storage[storage._cdata] = t
-        for t in by_storage.values():
+        for storage, t in by_storage.items():
             self.memory.keep(len(self.asleep), t)
+            self._numbers[storage] = len(self.asleep)
             self.asleep.append(t)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -101,6 +113,12 @@ class _Part:
         if self.asleep and torch.cuda.is_available():
             torch.cuda.synchronize()
         self.asleep.clear()
+        self._numbers.clear()
+
+    def values(self, t: Tensor) -> Tensor:
+        """Return a tensor, or if it is asleep, a copy of it on its device."""
+        number = self._numbers.get(t.untyped_storage()._cdata)
+        return t if number is None else self.memory.copy_of(number, t)
 
 
 class Sleeper:
@@ -110,7 +128,11 @@ class Sleeper:
     """
 
     def __init__(
-        self, model: nn.Module, shared: set[str], optimizer_state: Callable[[], list[Tensor]]
+        self,
+        model: nn.Module,
+        shared: set[str],
+        optimizer_state: Callable[[], list[Tensor]],
+        base: frozenset[str] = frozenset(),
     ):
         """Remember what to offload.
 
@@ -118,6 +140,8 @@ class Sleeper:
             model: the sharded model.
             shared: names of its parameters that another model holds, and offloads.
             optimizer_state: returns the local tensors of the optimizer's state.
+            base: names of the parameters that may sleep while a refit reads the model, because it
+                reads their `values`.
         """
         self.model = model
         self.shared = shared
@@ -126,19 +150,33 @@ class Sleeper:
         self.active = torch.cuda.is_available()
         self._state = _Part()
         self._parameters = _Part()
+        self._base = _Part()
+        self.base = base
 
     def sleep_optimizer(self) -> None:
         """Offload the optimizer's state."""
         if self.active:
             self._state.sleep(self.optimizer_state())
 
+    def sleep_base(self) -> None:
+        """Offload the parameters of the base; `values` has copies of them."""
+        if self.active:
+            reshard(self.model)
+            self._base.sleep([local(p) for name, p in self._own() if name in self.base])
+
     def sleep_parameters(self) -> None:
         """Offload the parameters."""
         if not self.active:
             return
-        reshard(self.model)
-        own = [p for name, p in self.model.named_parameters() if name not in self.shared]
-        self._parameters.sleep([local(p) for p in own])
+        self.sleep_base()
+        self._parameters.sleep([local(p) for name, p in self._own() if name not in self.base])
+
+    def _own(self) -> list[tuple[str, nn.Parameter]]:
+        return [item for item in self.model.named_parameters() if item[0] not in self.shared]
+
+    def values(self, t: Tensor) -> Tensor:
+        """Return this rank's part of a parameter, or if `sleep_base` has offloaded it, a copy."""
+        return self._base.values(t)
 
     def sleep(self) -> None:
         """Offload the optimizer's state and the parameters."""
@@ -152,8 +190,10 @@ class Sleeper:
     def wake_parameters(self) -> None:
         """Reload the parameters, if they are offloaded."""
         self._parameters.wake()
+        self._base.wake()
 
     @property
     def host_bytes(self) -> int:
         """Return how much host memory it has made."""
-        return self._state.memory.num_bytes + self._parameters.memory.num_bytes
+        parts = (self._state, self._parameters, self._base)
+        return sum(part.memory.num_bytes for part in parts)

@@ -13,7 +13,7 @@ from minirl.config.supervised import PairsConfig, SupervisedConfig
 from minirl.model import families
 from minirl.plan.cards import Card
 from minirl.plan.estimate import CHECKPOINTING, Models, by_formulas
-from minirl.plan.planner import Plan
+from minirl.plan.planner import Plan, could_share_base
 from minirl.plan.workload import Lengths, Workload, with_settings
 
 # A setting by its name, and a value to try.
@@ -60,7 +60,7 @@ def advise(
                 continue  # the same setting twice
             for name, value in named.items():
                 cfg = with_setting(cfg, name, value)
-            if cfg.policy.cpu_offload and cfg.policy.optimizer_state == "offload":
+            if not _can_be(cfg):
                 continue
             changed = with_settings(workload, cfg, lengths)
             plan = by_formulas(changed, models, card, gpus_per_node)
@@ -77,6 +77,17 @@ def advise(
         if all(other.plan.step_seconds > limit for other in simpler):
             kept.append(advice)
     return sorted(kept, key=lambda advice: advice.plan.step_seconds)
+
+
+def _can_be(cfg: TrainingConfig) -> bool:
+    """Return whether settings that are tried can work together."""
+    policy = cfg.policy
+    if policy.cpu_offload and policy.optimizer_state == "offload":
+        return False
+    if policy.cpu_offload and policy.lora.quantization != "none":
+        return False
+    shares = isinstance(cfg, RLConfig) and cfg.critic.share_base
+    return not shares or could_share_base(cfg)
 
 
 def with_setting(cfg: Any, name: str, value: Any) -> Any:
@@ -120,6 +131,9 @@ def _choices(workload: Workload, gpus_per_node: int) -> dict[str, tuple[Any, lis
     if workload.engine:
         sizes = _engine_sizes(workload, gpus_per_node)
         choices["engine.tensor_parallel_size"] = (workload.engine.tensor_parallel_size, sizes)
+    has_critic = any(role.loss == "value" for role in workload.others)
+    if has_critic and isinstance(cfg, RLConfig) and could_share_base(cfg):
+        choices["critic.share_base"] = (cfg.critic.share_base, [True])
     return choices
 
 
@@ -133,6 +147,9 @@ def _longest(cfg: TrainingConfig) -> int:
 
 def _tensor_sizes(workload: Workload, gpus_per_node: int) -> list[int]:
     """Return sizes of `parallel.tensor` that divide the model, the ranks and a node."""
+    quantized = [role.policy.lora.quantization != "none" for role in workload.roles]
+    if any(quantized):
+        return [1]  # Matrices in four bits are not split.
     parallel = workload.cfg.parallel
     ranks = workload.world_size // (parallel.context * parallel.replicate)
     # A size divides all of these if it divides what they have in common.

@@ -86,6 +86,7 @@ SHORTEST_COLLECTIVE = 2e-5
 # That the engine's scheduler takes beside the device for a token of each answer, and for each.
 HOST_SECONDS_PER_STEP = 2e-3
 HOST_SECONDS_PER_ANSWER = 1e-5
+EAGER_SECONDS_PER_LAYER = 2e-4  # That the host takes for the kernels of a layer, without graphs.
 HOST_ADAMW_GB = 10.0  # GB/s that a rank's cores move in AdamW on the host.
 
 

@@ -41,7 +41,7 @@ from minirl.model.logprob import CHUNK_BYTES
 from minirl.parallel import experts, fsdp
 from minirl.parallel.mesh import Mesh, make_mesh
 from minirl.parallel.optimizer import dynamic_code
-from minirl.plan import kinds
+from minirl.plan import four_bits, kinds
 from minirl.plan.engine import PretendedEngine, RefitMesh, regions_of_all_ranks
 from minirl.plan.kinds import END, MIDDLE, START
 from minirl.plan.load import Job, Load, LossName
@@ -94,8 +94,10 @@ def _replace_groups_and_weights() -> None:
         model: Any, folder: Path, device: torch.device, *, cpu_offload: bool = False
     ) -> None:
         loading.allocate(model, device, cpu_offload=cpu_offload)
+        four_bits.allocate(model, device)
 
     loading.load_weights = load_weights
+    four_bits.pretend()
     fused.has_liger = lambda: True
     experts._to_host = _even_rows
     vision: Any = Vision
@@ -254,8 +256,10 @@ def run(job: Job) -> dict[str, Any]:
     dynamic_code.cache_clear()  # or it would hand out tensors of another job
     meter = Meter(job.card, job.gpus_per_node)
     with FakeTensorMode(allow_non_fake_inputs=True), meter:
-        policy = _make_policy(job, mesh, _PhaseTimer(meter))
-        shards = [fsdp.local(p) for p in policy.model.parameters()]
+        base = _make_base(job, mesh, meter) if job.share_base else None
+        policy = _make_policy(job, mesh, _PhaseTimer(meter), base)
+        named = policy.model.named_parameters()
+        shards = [fsdp.local(p) for name, p in named if name not in policy.model.shared]
         meter.name(shards, kinds.PARAMETERS)
         with policy.timer.phase("pack"):
             minibatch = _minibatch(job, policy)
@@ -272,6 +276,7 @@ def run(job: Job) -> dict[str, Any]:
         asleep = _sleep(policy, meter)
         refit = _refit(job, policy) if job.refit else {}
         with policy.timer.phase("asleep"):
+            policy.sleeper.wake_parameters()
             policy.sleeper.wake_optimizer()
         return {
             "phases": {name: phase.as_dict() for name, phase in meter.phases.items()},
@@ -325,7 +330,14 @@ def _parts(policy: Policy, meter: Meter) -> Iterator[None]:
         hook.remove()
 
 
-def _make_policy(job: Job, mesh: Mesh, timer: Timer) -> Policy:
+def _make_base(job: Job, mesh: Mesh, meter: Meter) -> Policy:
+    """Return the policy whose base the model shares; its memory is named as what it is."""
+    base = Policy(job.policy, Path(job.folder), mesh)
+    meter.name([fsdp.local(p) for p in base.model.parameters()], kinds.BASE)
+    return base
+
+
+def _make_policy(job: Job, mesh: Mesh, timer: Timer, base: Policy | None) -> Policy:
     return Policy(
         job.policy,
         Path(job.folder),
@@ -333,6 +345,7 @@ def _make_policy(job: Job, mesh: Mesh, timer: Timer) -> Policy:
         trainable=job.loss != "frozen",
         score=job.loss in ("value", "reward"),
         sequence_parallel=job.parallel.sequence,
+        base=base,
         timer=timer,
     )
 
@@ -355,8 +368,9 @@ def _refit(job: Job, policy: Policy) -> dict[str, int]:
     mesh = RefitMesh(**vars(policy.mesh), regions=regions)
     dtype = getattr(torch, job.policy.dtype.replace("float64", "float32"))
     with policy.timer.phase("refit"):
+        policy.sleeper.sleep_base()
         engine: Any = PretendedEngine(mesh, shards, policy.parts(), dtype)
-        refit = Refit(job.refit, shards, policy.parts(), engine)
+        refit = Refit(job.refit, shards, policy.parts(), engine, read=policy.merged)
         refit()
     return {
         "engine_bytes": _device_bytes(list(engine.parameters().values())),

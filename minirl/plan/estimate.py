@@ -9,12 +9,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from minirl.config.lora import LoraConfig
 from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.errors import UserError
 from minirl.plan import formulas, memory
+from minirl.plan.adapted import fitting_to
 from minirl.plan.cards import Card
 from minirl.plan.formulas import Cost
-from minirl.plan.kinds import END, MIDDLE, START
+from minirl.plan.kinds import BASE, END, MIDDLE, START
 from minirl.plan.planner import Plan, assemble
 from minirl.plan.shape import Shape, cut, layer_counts, patterns_of_cut, read_shape
 from minirl.plan.workload import Role, Workload
@@ -95,6 +97,7 @@ def _formula_job(
         parallel=workload.cfg.parallel,
         load=workload.load,
         loss=role.loss,
+        shares_base=role.shares_base,
         liger=role.policy.kernels in fused,
         checkpointing=checkpointing,
     )
@@ -134,7 +137,8 @@ def by_dry_run(
                 # Patterns of layers that are not there would be refused.
                 score = role.loss in ("value", "reward")
                 freeze = patterns_of_cut(config, score, role.policy.freeze)
-                jobs.append(_dry_job(job, path, freeze))
+                lora = fitting_to(config, score, role.policy.lora)
+                jobs.append(_dry_job(job, path, freeze, lora))
         results = iter(run_dry(jobs))
         for role, of_role in zip(workload.roles, counts, strict=True):
             with_layers = [next(results) for _ in of_role]
@@ -147,13 +151,14 @@ def by_dry_run(
     )
 
 
-def _dry_job(job: memory.Job, folder: Path, freeze: list[str]) -> dict[str, Any]:
+def _dry_job(job: memory.Job, folder: Path, freeze: list[str], lora: LoraConfig) -> dict[str, Any]:
     """Return the same job with the model of a folder, which has fewer layers.
 
     Args:
         job: of the whole model.
         folder: of the other model.
         freeze: the patterns of frozen weights that match some of it.
+        lora: with the patterns that do.
     """
     # From the second micro-batch on they are all alike.
     load = dataclasses.replace(job.load, num_micro=min(2, job.load.num_micro))
@@ -161,6 +166,7 @@ def _dry_job(job: memory.Job, folder: Path, freeze: list[str]) -> dict[str, Any]
     policy = {f.name: policy[f.name] for f in dataclasses.fields(PolicyConfig)}
     policy["activation_checkpointing"] = job.checkpointing
     policy["freeze"] = freeze
+    policy["lora"] = dataclasses.asdict(lora) | {"adapter": ""}  # Its values do not matter.
     # As the size of the whole model decides it.
     whole = memory.accumulates_whole(job.policy, job.shape, job.parallel)
     policy["accumulate"] = "whole" if whole else "sharded"
@@ -173,6 +179,7 @@ def _dry_job(job: memory.Job, folder: Path, freeze: list[str]) -> dict[str, Any]
         "policy": policy,
         "parallel": dataclasses.asdict(job.parallel),
         "loss": job.loss,
+        "share_base": job.shares_base,
     }
 
 
@@ -281,7 +288,8 @@ def alive_at_peak(
             grown(more, END, growth(phase, END)),
         ]
     largest = max(parts, key=lambda sizes: sum(sizes.values()))
-    return {kind: size for kind, size in largest.items() if size > 0}
+    # What another model holds is counted there.
+    return {kind: size for kind, size in largest.items() if size > 0 and kind != BASE}
 
 
 def _device_seconds(phase: dict[str, Any]) -> float:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 PARAMETERS = "parameters"
+BASE = "policy's parameters"  # That another model computes with, too.
 OPTIMIZER = "optimizer"  # Its state, and what a step needs meanwhile.
 GATHERED = "gathered parameters"
 GRADIENTS = "gradients"  # Of parameters: whole ones until they are reduced, and shards.

@@ -58,5 +58,6 @@ class Job:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     loss: LossName = "policy"
+    share_base: bool = False  # It computes with the frozen base of another model with adapters.
     refit: RefitConfig | None = None  # Moves the weights into an engine, too.
     head_chunk_bytes: int = CHUNK_BYTES["cuda"]  # Of the logits that are alive at once.

@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 
 from minirl.config.policy import ParallelConfig, PolicyConfig
+from minirl.model import nf4
 from minirl.model.logprob import CHUNK_BYTES
 from minirl.plan import kinds
+from minirl.plan.adapted import PACKED_BYTES
 from minirl.plan.cards import Card
 from minirl.plan.load import Load, LossName
 from minirl.plan.shape import Shape
@@ -43,6 +45,12 @@ KEPT = {
 }
 
 
+# Linears by what they read: a normed hidden state, which each block has, or a gated product.
+ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+GATE_INPUTS = ("gate_proj", "up_proj", "gate_up_proj")
+GATED_INPUTS = ("down_proj",)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A model and what is done with it, as `load.Job`, with its shape and the card at hand."""
@@ -55,6 +63,7 @@ class Job:
     parallel: ParallelConfig
     load: Load
     loss: LossName
+    shares_base: bool = False  # The frozen weights are another model's, which holds them.
     liger: bool  # Norms, gates and rotary positions are one kernel each.
     checkpointing: str  # off, selective or full.
 
@@ -96,33 +105,44 @@ class Memory:
         # Tensor ranks that share the rows of experts; without it each holds all of them.
         self.senders = self.tensor if self.elsewhere else 1
 
-        # Parameters of a rank's tensor part, and the shard of it.
-        whole = shape.parameters / self.tensor
-        shard = whole / self.shards
+        # Of a rank's tensor part: what it holds of the parameters, and what is made of them.
         master = max(WIDE, self.element) if self.trains else self.element
         on_device = not policy.cpu_offload
-        trained = shape.trained_parameters / shape.parameters  # A share.
-        self.parameters = shard * master * on_device
+        self.trained = shape.trained_on_rank(self.tensor)
+        frozen = shape.frozen_bytes(element=self.element, master=master) / self.tensor
+        held = self.trained * master + (0.0 if job.shares_base else frozen)
+        self.parameters = held / self.shards * on_device
         in_state = {"device": 2.0 * master, "8bit": 2.0 + 2.0 * master / 256, "offload": 0.0}
-        self.optimizer = shard * in_state[policy.optimizer_state] * on_device * self.trains
-        self.optimizer *= trained
+        self.optimizer = self.trained * in_state[policy.optimizer_state]
         if policy.optimizer == "muon":  # One moment of the layers' matrices, two of the rest.
-            self.optimizer *= 0.5 + 0.5 * shape.root_parameters / shape.parameters
+            self.optimizer *= 0.5 + 0.5 * shape.root_trained_parameters / shape.trained_parameters
         if policy.ema_decay:
-            self.optimizer += shard * master * on_device * self.trains * trained
+            self.optimizer += self.trained * master
+        self.optimizer *= on_device * self.trains / self.shards
         self.keeps_whole = accumulates_whole(policy, shape, job.parallel)
-        self.gradient = shard * master * on_device * trained
+        self.gradient = self.trained * master * on_device / self.shards
         if self.keeps_whole and job.load.num_micro > 1:
-            self.gradient = (whole - self.elsewhere * shape.num_layers) * master * trained
+            self.gradient = gathered_trained(shape, job.parallel) * master
 
-        # Gathered in the dtype of computation.
+        # Gathered in the dtype of computation, or packed.
         vocabulary = shape.vocabulary * shape.hidden / self.tensor
         self.root = shape.root_parameters / self.tensor
         self.head = vocabulary if job.loss not in ("value", "reward") else 0.0
         self.head_gradient = 0.0 if shape.frozen.head else self.head
-        self.root_gradient = (shape.root_parameters - shape.frozen.root_parameters) / self.tensor
+        self.root_gradient = shape.root_trained_parameters / self.tensor
         self.layer = shape.layer_parameters / self.tensor - self.elsewhere
+        self.layer_bytes = self.layer * self.element
+        self.layer_trained = self.layer
         self.experts = shape.expert_parameters / self.tensor - self.elsewhere
+        self.dequantised = 0.0  # Bytes of the largest matrix that is while it is used.
+        adapters = shape.adapters
+        if adapters:
+            self.layer_trained = sum(adapters.of_layer(self.tensor))
+            packed = adapters.layer_packed
+            self.layer_bytes -= packed * (self.element - PACKED_BYTES)
+            self.layer_bytes += self.layer_trained * self.element
+            if packed:
+                self.dequantised = adapters.largest * (self.element + WIDE / nf4.BLOCK)
 
     def per_row(self, kept: PerRow) -> float:
         """Return bytes for each row of a layer."""
@@ -142,6 +162,17 @@ class Memory:
             + split / self.tensor
             + for_experts * shape.experts_of_token / self.senders
         )
+
+    def gathered_bytes(self, *, of_root: bool) -> float:
+        """Return the bytes of the parameters that a pass gathers, of all layers or of the model."""
+        shape = self.job.shape
+        whole = shape.parameters if of_root else shape.parameters - shape.root_parameters
+        num_bytes = (whole / self.tensor - self.elsewhere * shape.num_layers) * self.element
+        adapters = shape.adapters
+        if adapters:
+            num_bytes -= adapters.packed * (self.element - PACKED_BYTES)
+            num_bytes += adapters.on_rank(self.tensor) * self.element
+        return num_bytes
 
     def phases(self) -> dict[str, dict[str, float]]:
         """Return what is alive at the peak of each phase."""
@@ -163,7 +194,7 @@ class Memory:
         if self.job.policy.optimizer == "muon":  # A whole matrix and its products.
             return 3 * WIDE * shape.hidden * max(shape.feed_forward, shape.expert)
         at_once = max(AT_ONCE, shape.vocabulary * shape.hidden)
-        on_rank = min(at_once, shape.trained_parameters) / self.tensor / self.shards
+        on_rank = min(at_once / self.tensor, self.trained) / self.shards
         return on_rank * bytes_of_state[self.job.policy.optimizer_state]
 
     def _state(self) -> dict[str, float]:
@@ -172,12 +203,13 @@ class Memory:
     def _sharded_gradient(self) -> float:
         if self.job.policy.cpu_offload:
             return 0.0
-        return self.job.shape.trained_parameters * WIDE / self.tensor / self.shards
+        return self.trained * WIDE / self.shards
 
     def _kept(self) -> tuple[float, float]:
         """Return the bytes that a layer keeps, and those that it adds while it is recomputed."""
         which = "liger" if self.job.liger else "torch"
         everything = self.per_row(KEPT[which]) * self.rows.all
+        everything -= self._not_kept() * self.rows.all
         if self.job.checkpointing == "off":
             return everything, 0.0
         of_row = KEPT[self.job.checkpointing]
@@ -185,7 +217,21 @@ class Memory:
         # What was kept of experts is let go of while they are computed again.
         experts = PerRow(0, 0, 0, 0, 0, 0, of_row.expert_hidden, of_row.expert)
         let_go = self.per_row(experts) * self.rows.all
+        if self.job.shape.adapters:  # whose products need them
+            let_go = 0.0
         return kept, max(0.0, everything - kept - let_go)
+
+    def _not_kept(self) -> float:
+        """Return bytes for each row of a layer's inputs that no gradient of a weight needs."""
+        shape = self.job.shape
+        if shape.adapters is None or shape.experts:
+            return 0.0
+        adapted = shape.adapters
+        num_inputs = 2 - adapted.reads(ATTENTION_INPUTS) - adapted.reads(GATE_INPUTS)
+        of_row = float(num_inputs * shape.hidden)
+        if not adapted.reads(GATED_INPUTS):
+            of_row += shape.feed_forward / self.tensor
+        return self.element * of_row
 
     def chunk(self) -> float:
         """Return the bytes of a chunk of logits; for a score head, of wide hidden states."""
@@ -199,7 +245,7 @@ class Memory:
         num = fewest
         if not self.job.policy.reshard_after_forward:
             num = self.job.shape.num_layers
-        return num * self.layer * self.element
+        return num * self.layer_bytes
 
     def _forward_moments(self, *, keeps: bool) -> list[dict[str, float]]:
         """Return what is alive at the start of forward, in its layers, and at its end."""
@@ -221,14 +267,17 @@ class Memory:
         first_layers = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(3),
-            kinds.ACTIVATIONS: 2 * hidden,
+            kinds.ACTIVATIONS: 2 * hidden + self.dequantised,
         }
         # What experts return, masked and in the order of tokens.
-        of_experts = 2 * shape.experts_of_token * hidden
+        of_experts = 2.0 * shape.experts_of_token * hidden
+        if shape.adapters and self.job.checkpointing != "off":  # and what adapters add to it
+            wide = 3 * shape.hidden + shape.expert
+            of_experts = shape.experts_of_token * wide * self.rows.all * self.element
         last_layers = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(2),
-            kinds.ACTIVATIONS: hidden + activations + of_experts,
+            kinds.ACTIVATIONS: hidden + activations + of_experts + self.dequantised,
         }
         end = {
             **base,
@@ -273,7 +322,9 @@ class Memory:
             kinds.GATHERED: root + self._gathered_layers(2),
             kinds.ACTIVATIONS: hidden + kept * self._layers_kept() + recomputed + self._gradients(),
             kinds.HEAD: self.head_gradient * self.element,
-            kinds.GRADIENTS: base[kinds.GRADIENTS] + self._layer_gradients() + self.layer * reduced,
+            kinds.GRADIENTS: base[kinds.GRADIENTS]
+            + self._layer_gradients()
+            + self.layer_trained * reduced,
         }
         # The embedding's gradient is dense. All of the root is cast and reduced at once.
         both = self.root_gradient
@@ -296,6 +347,8 @@ class Memory:
     def _layer_gradients(self) -> float:
         """Return the bytes of gradients of a layer's largest matrices, before they are reduced."""
         shape = self.job.shape
+        if shape.adapters:
+            return self.layer_trained * self.element
         if shape.experts:
             return self.experts * self.element
         return shape.hidden * shape.feed_forward / self.tensor * self.element
@@ -303,10 +356,19 @@ class Memory:
     def _gradients(self) -> float:
         """Return the bytes of gradients of activations, less what is not needed any more."""
         shape = self.job.shape
-        of_row = shape.hidden + shape.feed_forward / self.tensor
+        row = self.rows.all * self.element
+        feed_forward = shape.feed_forward / self.tensor
+        of_experts = shape.experts_of_token * shape.hidden
+        if shape.adapters is None:
+            if shape.experts:
+                return -2.0 * shape.experts_of_token * shape.expert * row
+            return (shape.hidden + feed_forward) * row
+        # Gradients through the base and through the adapter are added; or a matrix of the base is
+        # dequantised for the first of them.
         if shape.experts:
-            of_row = -2.0 * shape.experts_of_token * shape.expert
-        return of_row * self.rows.all * self.element
+            return max(2 * of_experts * row, of_experts * row + self.dequantised)
+        one = (shape.hidden + feed_forward) * row
+        return max(2 * feed_forward * row, one + self.dequantised)
 
 
 def elsewhere(shape: Shape, parallel: ParallelConfig) -> float:
@@ -316,12 +378,17 @@ def elsewhere(shape: Shape, parallel: ParallelConfig) -> float:
     return shape.expert_parameters * (1 / parallel.tensor - 1 / parallel.experts)
 
 
+def gathered_trained(shape: Shape, parallel: ParallelConfig) -> float:
+    """Return how many trained parameters FSDP gathers on a rank, but for experts elsewhere."""
+    trained = shape.trained_on_rank(parallel.tensor)
+    if shape.trained_parameters == shape.parameters:
+        trained -= elsewhere(shape, parallel) * shape.num_layers
+    return trained
+
+
 def accumulates_whole(policy: PolicyConfig, shape: Shape, parallel: ParallelConfig) -> bool:
     """Return whether a rank keeps whole gradients between micro-batches, as `Policy` decides."""
-    num_trained = shape.trained_parameters / parallel.tensor
-    if shape.trained_parameters == shape.parameters:
-        num_trained -= elsewhere(shape, parallel) * shape.num_layers
-    fits = WIDE * num_trained <= WHOLE_GRADIENT_BYTES
+    fits = WIDE * gathered_trained(shape, parallel) <= WHOLE_GRADIENT_BYTES
     return {"whole": True, "sharded": False, "auto": fits}[policy.accumulate]
 
 

@@ -112,6 +112,14 @@ def _memory(plan: Plan) -> str:
     lines = [f"memory, GiB a GPU of {plan.limit / GIB:.1f}: the peak of each phase", *rows]
     if plan.kv_tokens is not None:
         lines.append(f"KV cache of an engine: {max(0, plan.kv_tokens):,} tokens")
+    if plan.of_shared_base:
+        saved = f"{plan.of_shared_base / GIB:.1f} GiB a GPU"
+        is_shared = any(role.shares_base for role in plan.workload.others)
+        lines.append(
+            f"critic.share_base: the base is held once, which saves {saved}"
+            if is_shared
+            else f"--critic.share-base would hold the base once, and save {saved}"
+        )
     return "\n".join(lines)
 
 

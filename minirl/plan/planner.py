@@ -6,10 +6,15 @@ same time, and what takes turns.
 
 from dataclasses import dataclass
 
+import torch
+
 from minirl.config.policy import Checkpointing
+from minirl.config.rl import RLConfig
+from minirl.config.shared import TrainingConfig
 from minirl.errors import require
 from minirl.plan import kinds
 from minirl.plan.cards import (
+    EAGER_SECONDS_PER_LAYER,
     HOST_SECONDS_PER_ANSWER,
     HOST_SECONDS_PER_STEP,
     REACHED,
@@ -27,6 +32,7 @@ CONTEXT = 0.6 * GIB  # CUDA's context and loaded kernels.
 NCCL = 1.5 * GIB  # Buffers of its communicators.
 GRAPHS = 1.0 * GIB  # The engine's CUDA graphs, which stay while it sleeps.
 ENGINE_WORKSPACE = 1.5 * GIB  # Activations of the engine's largest batch.
+MERGE = 28  # Bytes that are read and written to merge adapters into a weight.
 FRAGMENTS = 0.03  # Share of the card that is lost between blocks of memory.
 
 
@@ -45,6 +51,8 @@ class Plan:
     wire: dict[str, float]  # Bytes that pass the link of a GPU in a step, by phase.
     share_of_peak: float  # Of the card's multiplications, in forward and backward.
     by_dry_run: bool
+    # Bytes on a GPU that critic.share_base saves, or would save. 0: no critic could share the base.
+    of_shared_base: float = 0.0
 
     @property
     def limit(self) -> float:
@@ -103,8 +111,8 @@ def assemble(
         by_dry_run: costs are a dry run's, not the formulas'.
     """
     engine = _Engine(workload, shapes["policy"], card)
-    alive = _alive(workload, costs, engine)
-    seconds = _seconds(workload, costs, engine, card)
+    alive = _alive(workload, shapes["policy"], costs, engine)
+    seconds = _seconds(workload, shapes, costs, engine, card)
     policy = costs["policy"]
     computing = policy.seconds["forward"] + policy.seconds["backward"]
     return Plan(
@@ -120,6 +128,7 @@ def assemble(
         wire=_wire(workload, costs, engine),
         share_of_peak=policy.flops / computing / (card.tflops * 1e12),
         by_dry_run=by_dry_run,
+        of_shared_base=_of_shared_base(workload, shapes),
     )
 
 
@@ -132,13 +141,13 @@ def check_lower_bound(workload: Workload, shape: Shape, card: Card) -> None:
     cfg = workload.cfg
     if cfg.policy.cpu_offload:
         return
-    shard = shape.parameters * cfg.parallel.replicate / workload.world_size
     bytes_of_state = {"device": 16, "8bit": 10, "offload": 8}[cfg.policy.optimizer_state]
     if cfg.policy.optimizer == "muon" and bytes_of_state > 8:
         bytes_of_state = (bytes_of_state + 8) // 2
-    # What is frozen is weights alone, of 4 bytes.
-    trained = shape.trained_parameters / shape.parameters
-    needed_for_state = shard * (4 + (bytes_of_state - 4) * trained)
+    # What is frozen is weights alone.
+    needed_on_all = _frozen_bytes(workload.policy, shape)
+    needed_on_all += shape.trained_parameters * bytes_of_state
+    needed_for_state = needed_on_all * cfg.parallel.replicate / workload.world_size
     needed = needed_for_state + 2 * shape.layer_parameters / cfg.parallel.tensor + CONTEXT
     memory = card.memory_gib * GIB
     require(
@@ -164,20 +173,23 @@ class _Engine:
         self.received = 0.0
         self.total = 0.0
         self.kv_tokens = 0
+        self.graphs = 0.0
         if self.cfg is None:
             return
         ranks = self.cfg.tensor_parallel_size
         element = 4 if self.cfg.dtype == "float32" else 2
+        self.graphs = 0.0 if self.cfg.enforce_eager else GRAPHS
         self.weights = shape.parameters * element / ranks
         # Of a refit: this rank has its own shard already.
         self.received = self.weights * (1 - 1 / workload.world_size)
         kv_heads = max(1.0, shape.kv_heads / ranks)
         self.kv_bytes = 2 * kv_heads * shape.head_dim * element * shape.num_layers
         self.total = self.cfg.gpu_memory_utilization * card.memory_gib * GIB
-        cache = self.total - self.weights - ENGINE_WORKSPACE - GRAPHS - CONTEXT
+        beside_cache = self.weights + ENGINE_WORKSPACE + self.graphs + CONTEXT
+        cache = self.total - beside_cache
         if self.cfg.kv_cache_gb:
             cache = self.cfg.kv_cache_gb * GIB
-            self.total = cache + self.weights + ENGINE_WORKSPACE + GRAPHS + CONTEXT
+            self.total = cache + beside_cache
         self.kv_tokens = int(cache // self.kv_bytes)
 
     def seconds(self) -> float:
@@ -205,6 +217,8 @@ class _Engine:
         work_of_token = 2 * self.shape.active_parameters / ranks
         reading = (self.weights + at_once * length * self.kv_bytes) / bandwidth
         step = max(reading, at_once * work_of_token / flops)
+        if self.cfg.enforce_eager:
+            step = max(step, EAGER_SECONDS_PER_LAYER * self.shape.num_layers)
         step += HOST_SECONDS_PER_STEP + HOST_SECONDS_PER_ANSWER * at_once
         if ranks > 1:  # A sum after attention and one after the feed-forward.
             summed = 2 * at_once * self.shape.hidden * 2 * (1 - 1 / ranks)
@@ -215,9 +229,9 @@ class _Engine:
 
 
 def _alive(
-    workload: Workload, costs: dict[str, Cost], engine: _Engine
+    workload: Workload, shape: Shape, costs: dict[str, Cost], engine: _Engine
 ) -> dict[str, dict[str, float]]:
-    """Return what is on the device in each phase."""
+    """Return what is on the device in each phase. `shape`: of the policy."""
     policy = costs["policy"]
     always = {"CUDA context": CONTEXT}
     if workload.world_size > 1:
@@ -229,12 +243,12 @@ def _alive(
         phases["refit"] = {
             **always,
             "engine's weights": engine.weights,
-            "engine's graphs": GRAPHS,
-            kinds.PARAMETERS: policy.parameters,
-            # Of two buckets, each with one to send and one to receive.
-            "buffers": 4.0 * workload.bucket_bytes,
+            "engine's graphs": engine.graphs,
+            kinds.PARAMETERS: policy.parameters - _asleep_in_refit(workload, shape),
+            "buffers": _buffers(workload),
+            "merged adapters": _merged(workload, shape),
         }
-        asleep["engine's graphs"] = GRAPHS
+        asleep["engine's graphs"] = engine.graphs
         if workload.engine.sleep_level == 0:
             asleep["engine"] = engine.total
 
@@ -244,7 +258,7 @@ def _alive(
         if workload.engine and workload.num_updates == 1 and phase != "optimizer":
             parts.pop(kinds.OPTIMIZER, None)
         phases[phase] = asleep | parts
-    if workload.annotates:
+    if workload.num_annotations:
         parts = dict(policy.alive["annotate"])
         if workload.engine:
             parts.pop(kinds.OPTIMIZER, None)
@@ -260,22 +274,99 @@ def _alive(
     return phases
 
 
+def _buffers(workload: Workload) -> float:
+    """Return the bytes of a refit's two buckets, each with one to send and one to receive."""
+    return 4.0 * workload.bucket_bytes if workload.world_size > 1 else 0.0
+
+
+def _merged(workload: Workload, shape: Shape) -> float:
+    """Return the bytes that a refit needs to merge adapters into the base, which sleeps.
+
+    These are the adapters, of which a rank has all that its shards need; the merged shards of a
+    bucket; and the largest weight while it is merged, or the embedding, which only is copied.
+    """
+    adapters = shape.adapters
+    if adapters is None or workload.engine is None:
+        return 0.0
+    shards = workload.world_size / workload.cfg.parallel.replicate
+    of_linears = 0.0
+    for linear in adapters.linears:
+        num_a, num_b = linear.numel(adapters.rank, 1)
+        of_linears += num_b / shards + (num_a / shards if linear.experts else num_a)
+    bucket = workload.bucket_bytes * workload.engine.tensor_parallel_size / shards
+    element = _element(workload.policy)
+    # A matrix in the dtype of the base, however that is held, and its product in float32.
+    largest = adapters.largest * (element + 4)
+    largest = max(largest, shape.vocabulary * shape.hidden * element)
+    return 4 * of_linears * shape.num_layers + bucket + largest / shards
+
+
+def _asleep_in_refit(workload: Workload, shape: Shape) -> float:
+    """Return the bytes of a rank's part of a base that has adapters, which a refit reads copies of.
+
+    With cpu_offload it is on the host in any case.
+    """
+    policy = workload.policy.policy
+    if shape.adapters is None or policy.cpu_offload:
+        return 0.0
+    share = workload.cfg.parallel.replicate / workload.world_size
+    return _frozen_bytes(workload.policy, shape) * share
+
+
+def _element(role: Role) -> int:
+    """Return the bytes of an element in the dtype that a model computes in."""
+    return getattr(torch, role.policy.dtype).itemsize
+
+
+def _frozen_bytes(role: Role, shape: Shape) -> float:
+    """Return the bytes of a model's frozen weights, on all ranks together."""
+    return shape.frozen_bytes(element=_element(role), master=4)
+
+
+def _of_shared_base(workload: Workload, shapes: dict[str, Shape]) -> float:
+    """Return the bytes of a GPU's part of the base that critic and policy could share, or do."""
+    critics = [role for role in workload.others if role.loss == "value"]
+    if not critics or not could_share_base(workload.cfg):
+        return 0.0
+    of_all = _frozen_bytes(critics[0], shapes["critic"])
+    return of_all * workload.cfg.parallel.replicate / workload.world_size
+
+
+def could_share_base(cfg: TrainingConfig) -> bool:
+    """Return whether critic.share_base is possible: both models are adapters of one base."""
+    if not isinstance(cfg, RLConfig):
+        return False
+    policy = cfg.policy
+    critic = cfg.critic
+    alike = (policy.dtype, policy.cpu_offload, policy.lora.quantization) == (
+        critic.dtype,
+        critic.cpu_offload,
+        critic.lora.quantization,
+    )
+    return bool(policy.lora.rank and critic.lora.rank and not critic.model) and alike
+
+
 def _on_host(workload: Workload, role: Role, shape: Shape) -> float:
     """Return the bytes of a model in the host's memory: what sleeps there, or lives there."""
-    shard = shape.parameters * workload.cfg.parallel.replicate / workload.world_size
+    share = workload.cfg.parallel.replicate / workload.world_size
     if role.loss == "frozen":
-        return 2 * shard
+        return 2 * shape.parameters * share
     state = {"device": 8, "8bit": 2, "offload": 8}[role.policy.optimizer_state]
-    trained = shard * shape.trained_parameters / shape.parameters
+    trained = shape.trained_parameters * share
+    frozen = 0.0 if role.shares_base else _frozen_bytes(role, shape) * share
     if role.policy.cpu_offload:
-        return 4 * shard + (4 + state) * trained  # Gradients, too.
+        return frozen + (4 + 4 + state) * trained  # Gradients, too.
     if workload.engine:
-        return 4 * shard + state * trained
+        return frozen + (4 + state) * trained
     return state * trained if role.policy.optimizer_state == "offload" else 0.0
 
 
 def _seconds(
-    workload: Workload, costs: dict[str, Cost], engine: _Engine, card: Card
+    workload: Workload,
+    shapes: dict[str, Shape],
+    costs: dict[str, Cost],
+    engine: _Engine,
+    card: Card,
 ) -> dict[str, float]:
     """Return the seconds of a step's phases: the longer of computing and sending."""
     num_micro = workload.load.num_micro * workload.num_updates
@@ -286,6 +377,11 @@ def _seconds(
         seconds["rollout"] = engine.seconds()
         moved = 2 * (policy.parameters + policy.optimizer)
         seconds["refit"] = engine.received / (card.link_gb * 1e9 * REACHED["wire"])
+        if shapes["policy"].adapters:
+            merged = MERGE * shapes["policy"].parameters * workload.cfg.parallel.replicate
+            bandwidth = card.bandwidth_gb * 1e9 * REACHED["memory"]
+            seconds["refit"] += merged / workload.world_size / bandwidth
+            seconds["refit"] += _asleep_in_refit(workload, shapes["policy"]) / host
         for role in workload.others:
             cost = costs[role.name]
             moved += 2 * (cost.parameters + cost.optimizer)
@@ -293,9 +389,7 @@ def _seconds(
             moved += 2 * engine.weights
         seconds["sleep_wake"] = moved / host
 
-    annotate = 0.0
-    if workload.annotates:
-        annotate += _longer(policy, "annotate")
+    annotate = workload.num_annotations * _longer(policy, "annotate")
     for role in workload.others:
         annotate += _longer(costs[role.name], "annotate")
     if annotate:
@@ -320,8 +414,9 @@ def _wire(workload: Workload, costs: dict[str, Cost], engine: _Engine) -> dict[s
     wire: dict[str, float] = {}
     if workload.engine:
         wire["refit"] = engine.received
-    if workload.annotates:
-        wire["annotate"] = num_micro * costs["policy"].wire["annotate"]
+    if workload.num_annotations:
+        passes = num_micro * workload.num_annotations
+        wire["annotate"] = passes * costs["policy"].wire["annotate"]
     for phase in ("forward", "backward"):
         wire[phase] = num_micro * costs["policy"].wire[phase]
     return wire

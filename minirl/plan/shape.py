@@ -12,11 +12,12 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.model import build
 from minirl.model.freeze import frozen_names, patterns_of
+from minirl.plan.adapted import PACKED_BYTES, AdapterCounts, Adapters, names_layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
-    """What `policy.freeze` leaves untrained."""
+    """What `policy.freeze`, or everything that is beside adapters, leaves untrained."""
 
     parameters: int = 0
     root_parameters: int = 0  # Those of embedding, head and last norm among them.
@@ -43,11 +44,35 @@ class Shape:
     layer_parameters: int
     expert_parameters: int  # Of a layer, in all its experts.
     frozen: Frozen = Frozen()
+    adapters: Adapters | None = None  # Their own parameters are none of those above.
 
     @property
     def trained_parameters(self) -> int:
         """Return how many parameters have gradients and optimizer state."""
-        return self.parameters - self.frozen.parameters
+        of_adapters = self.adapters.parameters if self.adapters else 0
+        return self.parameters - self.frozen.parameters + of_adapters
+
+    @property
+    def root_trained_parameters(self) -> int:
+        """Return how many of them are of embedding, head and last norm."""
+        return self.root_parameters - self.frozen.root_parameters
+
+    def trained_on_rank(self, tensor: int) -> float:
+        """Return how many of them a tensor-parallel rank has a part of, or a whole copy."""
+        of_adapters = self.adapters.on_rank(tensor) if self.adapters else 0.0
+        return (self.parameters - self.frozen.parameters) / tensor + of_adapters
+
+    def frozen_bytes(self, *, element: int, master: int) -> float:
+        """Return the bytes of all that is not trained, on all ranks together.
+
+        Args:
+            element: of an element in `policy.dtype`, which the base of adapters is held in.
+            master: of one that is or could be trained.
+        """
+        if self.adapters is None:
+            return float(self.frozen.parameters * master)
+        packed = self.adapters.packed
+        return (self.frozen.parameters - packed) * element + packed * PACKED_BYTES
 
     @property
     def queries(self) -> int:
@@ -85,16 +110,20 @@ def read_shape(
         policy: what is set for it, if it is trained; None: nothing is frozen.
 
     Raises:
-        UserError: `policy.freeze` does not fit the model.
+        UserError: `policy.freeze` or `policy.lora` does not fit the model.
     """
     text = config.get_text_config()
     values = text.to_dict()
     few, more = layer_counts(config)
     smaller = _Counts(cut(config, few), score=score)
     larger = _Counts(cut(config, more), score=score)
-    rest = 0
-    if few < more:
-        rest = (larger.total - smaller.total) * (text.num_hidden_layers - more) // (more - few)
+    parameters = _extrapolate(smaller.total, larger.total, config)
+    frozen = Frozen()
+    adapters = None
+    if policy and policy.lora.rank:
+        frozen, adapters = _count_adapters(config, policy, parameters, larger.root, score=score)
+    elif policy:
+        frozen = count_frozen(config, policy, score=score)
     expert_width = values.get("moe_intermediate_size") or values["intermediate_size"]
     num_experts = larger.num_experts
     shared = values.get("shared_expert_intermediate_size") or 0
@@ -111,12 +140,64 @@ def read_shape(
         expert=expert_width if num_experts else 0,
         vocabulary=text.vocab_size,
         head_norms=larger.head_norms,
-        parameters=larger.total + rest,
+        parameters=parameters,
         root_parameters=larger.root,
         layer_parameters=larger.of_layer,
         expert_parameters=larger.of_experts,
-        frozen=count_frozen(config, policy, score=score) if policy else Frozen(),
+        frozen=frozen,
+        adapters=adapters,
     )
+
+
+def _extrapolate(smaller: int, larger: int, config: PretrainedConfig) -> int:
+    """Return a number of the whole model from those of the two of `layer_counts`."""
+    few, more = layer_counts(config)
+    if few == more:
+        return larger
+    rest = config.get_text_config().num_hidden_layers - more
+    return larger + (larger - smaller) * rest // (more - few)
+
+
+def _count_adapters(
+    config: PretrainedConfig, policy: PolicyConfig, parameters: int, root: int, *, score: bool
+) -> tuple[Frozen, Adapters]:
+    """Return what is not trained beside adapters, and the adapters.
+
+    Args:
+        config: of the model.
+        policy: what is set for it.
+        parameters: of the base, in all.
+        root: those of embedding, head and last norm among them.
+        score: with a score head.
+
+    Raises:
+        UserError: patterns match nothing, or matrices cannot be in four bits.
+    """
+    few, more = layer_counts(config)
+    if names_layers(policy.lora):
+        few = more = config.get_text_config().num_hidden_layers
+    larger = AdapterCounts(cut(config, more), policy, score=score)
+    smaller = larger if few == more else AdapterCounts(cut(config, few), policy, score=score)
+
+    def whole(of_smaller: int, of_larger: int) -> int:
+        if smaller is larger:
+            return of_larger
+        return _extrapolate(of_smaller, of_larger, config)
+
+    frozen = Frozen(
+        parameters=parameters - whole(smaller.trained, larger.trained),
+        root_parameters=root - larger.trained_of_root,
+        head=not larger.trains_head,
+    )
+    adapters = Adapters(
+        rank=policy.lora.rank,
+        linears=larger.linears,
+        parameters=whole(smaller.parameters, larger.parameters),
+        packed=whole(smaller.packed, larger.packed),
+        layer_packed=larger.layer_packed,
+        largest=larger.largest,
+    )
+    return frozen, adapters
 
 
 def count_frozen(config: PretrainedConfig, policy: PolicyConfig, *, score: bool = False) -> Frozen:

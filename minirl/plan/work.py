@@ -5,7 +5,7 @@ moves.
 """
 
 from minirl.plan.cards import HOST_ADAMW_GB, REACHED, SHORTEST_KERNEL
-from minirl.plan.memory import WIDE, Job, Memory, PerRow
+from minirl.plan.memory import WIDE, Job, Memory, PerRow, gathered_trained
 
 # What is read and written between matrix products, in forward, backward and when a layer is
 # computed again.
@@ -19,6 +19,17 @@ MOVED = {
 }
 # The keys' gradients are summed over the queries that share them.
 MOVED_KEYS_BACKWARD = 5
+# The same of adapters, in multiples of the inputs and of the outputs of their linears: products of
+# so few columns take as long as their rows take to be read and written.
+MOVED_BY_ADAPTER = {
+    ("linears", "forward"): (1, 4),
+    ("linears", "backward"): (5, 2),
+    ("linears", "again"): (0, 4),
+    ("experts", "forward"): (3, 6),
+    ("experts", "backward"): (7, 4),
+    ("experts", "again"): (0, 6),
+}
+DEQUANTISE = 3.4  # Bytes read and written for each weight in four bits, with its scales.
 # Bytes read and written for each logit; `again` for those of all chunks but the last, `parts` where
 # ranks hold parts of the vocabulary.
 LOGITS: dict[str, float] = {"forward": 36, "parts": 8, "backward": 6, "again": 20}
@@ -42,13 +53,24 @@ class Work:
         self.logits_again = 1 - 1 / max(1.0, num_chunks)
 
     def flops(self) -> float:
-        """Return the work of forward and backward that a model of this size needs."""
-        return 3 * (self._layers_flops() + self._head_flops()) + 3.5 * self._attention_flops()
+        """Return the work of forward and backward that a model of this size needs.
+
+        Frozen matrices have no gradients, so that they are two products of three.
+        """
+        layers = 3 - (self.job.shape.adapters is not None)
+        head = 3 - self.job.shape.frozen.head
+        return (
+            layers * self._layers_flops()
+            + head * self._head_flops()
+            + 3 * self._adapter_flops()
+            + 3.5 * self._attention_flops()
+        )
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase on the device."""
         forward = self._layers() + self._between("forward") + self._attention(4, "forward")
-        forward += self._gathering(self.job.shape.parameters)
+        forward += self._adapting("forward") + self._dequantising()
+        forward += self._gathering(of_root=True)
         head = self._head()
         logits = self.rows.in_loss * self.memory.head / self.job.shape.hidden
         moved = LOGITS["forward"]
@@ -59,22 +81,26 @@ class Work:
         if not self.memory.trains:
             return seconds
 
-        backward = 2 * self._layers() + self._between("backward") + self._attention(10, "backward")
+        backward = self._layers_backward() + self._between("backward")
+        backward += self._attention(10, "backward")
+        backward += self._adapting("backward") + self._dequantising()
         if self.job.checkpointing != "off":
-            backward += self._between("again")
+            backward += self._between("again") + self._dequantising()
         if self.job.checkpointing == "full":
             # It stops before the last product, whose result nothing needs.
             shape = self.job.shape
             last = shape.hidden * shape.feed_forward / shape.active_layer_parameters
             backward += self._layers() * (1 - last) + self._attention(4, "forward")
-        backward += (2 + self.logits_again) * head
+        if self.job.checkpointing != "off":
+            backward += self._adapting("again")
+        of_head = 1 if self.memory.head_gradient == 0 else 2  # Products: of the logits' gradient.
+        backward += (of_head + self.logits_again) * head
         moved = LOGITS["backward"] + LOGITS["again"] * self.logits_again
-        backward += self._moving(moved * logits + HEAD_GRADIENT * self.memory.head)
+        backward += self._moving(moved * logits + HEAD_GRADIENT * self.memory.head_gradient)
         if self.job.policy.reshard_after_forward:
-            in_layers = self.job.shape.parameters - self.job.shape.root_parameters
-            backward += self._gathering(in_layers)
+            backward += self._gathering(of_root=False)
         backward += self._reducing()
-        shard = self.job.shape.trained_parameters / self.memory.tensor / self.memory.shards
+        shard = self.memory.trained / self.memory.shards
         seconds["forward"] = forward
         seconds["backward"] = backward
         seconds["optimizer"] = self._stepping(shard)
@@ -126,6 +152,51 @@ class Work:
         weights = self.memory.layer * self.memory.element * shape.num_layers
         return max(self._computing(self._layers_flops()), self._moving(weights))
 
+    def _layers_backward(self) -> float:
+        """Return the seconds of the layers' matrix products, backward."""
+        adapters = self.job.shape.adapters
+        if adapters is None:
+            return 2 * self._layers()
+        # No gradient goes through the first products of the first layer: nothing before it learns.
+        shape = self.job.shape
+        first = shape.hidden * (shape.queries + 2 * shape.keys) / self.memory.tensor
+        of_all = shape.active_layer_parameters / self.memory.tensor * shape.num_layers
+        return self._layers() * (1 - first / of_all * (shape.root_trained_parameters == 0))
+
+    def _adapter_flops(self) -> float:
+        """Return the work of the adapters' products, forward."""
+        shape = self.job.shape
+        adapters = shape.adapters
+        if adapters is None:
+            return 0.0
+        of_row = 0.0
+        for of_experts, times in ((False, 1), (True, shape.experts_of_token)):
+            widths = adapters.widths(self.memory.tensor, of_experts=of_experts)
+            of_row += 2 * adapters.rank * sum(widths) * times
+        return of_row * self.rows.all * shape.num_layers
+
+    def _adapting(self, direction: str) -> float:
+        """Return the seconds of the adapters' products, and of adding them to those of the base."""
+        shape = self.job.shape
+        adapters = shape.adapters
+        if adapters is None:
+            return 0.0
+        if direction == "again" and self.job.checkpointing == "full":
+            direction = "forward"
+        of_row = 0.0
+        for kind, times in (("linears", 1), ("experts", shape.experts_of_token)):
+            widths = adapters.widths(self.memory.tensor, of_experts=kind == "experts")
+            moved = MOVED_BY_ADAPTER[kind, direction]
+            of_row += times * (moved[0] * widths[0] + moved[1] * widths[1])
+        weights = self.memory.layer_trained * (2 if direction == "backward" else 1)
+        of_layer = (of_row * self.rows.all + weights) * self.memory.element
+        return self._moving(of_layer * shape.num_layers)
+
+    def _dequantising(self) -> float:
+        """Return the seconds of dequantising each matrix once, for a pass."""
+        adapters = self.job.shape.adapters
+        return self._moving(DEQUANTISE * adapters.packed) if adapters else 0.0
+
     def _head(self) -> float:
         return self._computing(self._head_flops())
 
@@ -142,15 +213,24 @@ class Work:
             of_row += keys * self.memory.element
         return self._moving(of_row * self.rows.all * shape.num_layers)
 
-    def _gathering(self, num_parameters: float) -> float:
+    def _gathering(self, *, of_root: bool) -> float:
         """Return the seconds of casting shards, and of copying parameters out of a gathering."""
-        whole = num_parameters / self.memory.tensor
-        return self._moving(whole * 4 + whole / self.memory.shards * 10)
+        shape = self.job.shape
+        memory = self.memory
+        whole = memory.layer * shape.num_layers
+        if of_root:
+            whole = shape.parameters / memory.tensor
+        if shape.adapters is None:
+            return self._moving(whole * 4 + whole / memory.shards * 10)
+        # The base is not cast.
+        of_base = memory.gathered_bytes(of_root=of_root)
+        of_adapters = memory.layer_trained * shape.num_layers
+        return self._moving(2 * of_base + (2 * of_base + 6 * of_adapters) / memory.shards)
 
     def _reducing(self) -> float:
         """Return the seconds of a micro-batch's share of adding up gradients."""
         num_micro = self.job.load.num_micro
-        whole = self.job.shape.parameters / self.memory.tensor
+        whole = self.memory.trained
         bytes_of_step = 6 * num_micro + 12 * (num_micro - 1) / self.memory.shards
         if self.memory.keeps_whole and num_micro > 1:
             bytes_of_step = 6.0 + 10.0 * (num_micro - 1) + 8.0
@@ -194,9 +274,8 @@ class Work:
         shape = self.job.shape
         memory = self.memory
         # The root stays gathered until the backward of a step's last micro-batch.
-        gathered = shape.parameters - shape.root_parameters * (1 - 1 / self.job.load.num_micro)
-        gathered = gathered / memory.tensor - memory.elsewhere * shape.num_layers
-        gathers = self._from_others(gathered) * memory.element
+        root = memory.root * memory.element * (1 - 1 / self.job.load.num_micro)
+        gathers = self._from_others(memory.gathered_bytes(of_root=True) - root, memory.element)
         hidden = shape.hidden * self.rows.all * memory.element
         # A sum after attention and one after the feed-forward, each there and back.
         between = 4 * hidden * (1 - 1 / memory.tensor) * shape.num_layers
@@ -206,16 +285,21 @@ class Work:
         between += self._traveling()
         return gathers, between
 
-    def _from_others(self, gathered: float) -> float:
-        """Return how many of gathered parameters come from other ranks, experts among them."""
+    def _from_others(self, num_bytes: float, element: int) -> float:
+        """Return how many bytes of gathered parameters come from other ranks, experts among them.
+
+        Args:
+            num_bytes: of all that is gathered.
+            element: bytes of an element of an expert.
+        """
         memory = self.memory
         own = 1 / memory.shards
         if not memory.elsewhere:
-            return gathered * (1 - own)
-        num_experts = memory.experts * self.job.shape.num_layers
+            return num_bytes * (1 - own)
+        experts = memory.experts * self.job.shape.num_layers * element
         of_group = self.job.world_size // self.job.parallel.replicate
         own_experts = self.job.parallel.experts / of_group
-        return (gathered - num_experts) * (1 - own) + num_experts * (1 - own_experts)
+        return (num_bytes - experts) * (1 - own) + experts * (1 - own_experts)
 
     def _traveling(self) -> float:
         """Return the bytes of tokens that travel to experts and back, in a forward pass."""
@@ -231,13 +315,12 @@ class Work:
         memory = self.memory
         job = self.job
         others = memory.elsewhere * job.shape.num_layers
-        whole = job.shape.parameters / memory.tensor - others
-        layers = (job.shape.parameters - job.shape.root_parameters) / memory.tensor - others
         again = 0.0
         if job.policy.reshard_after_forward:
-            again = self._from_others(layers) * memory.element
+            again = self._from_others(memory.gathered_bytes(of_root=False), memory.element)
         times = 1 / job.load.num_micro if memory.keeps_whole else 1.0
-        reduced = self._from_others(whole) * WIDE * times
+        whole = gathered_trained(job.shape, job.parallel)
+        reduced = self._from_others(whole * WIDE, WIDE) * times
         replicate = job.parallel.replicate
         shard = (whole + others) / memory.shards
         over_replicas = 2 * shard * WIDE * (1 - 1 / replicate) / job.load.num_micro

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from minirl.algo import advantages
 from minirl.config.policy import PolicyConfig
-from minirl.config.rl import RLConfig
+from minirl.config.rl import CriticConfig, RLConfig
 from minirl.config.shared import EngineConfig, TrainingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SupervisedConfig
 from minirl.plan.load import Load, LossName
@@ -31,6 +31,11 @@ class Role:
     policy: PolicyConfig  # What is set for it.
     loss: LossName
 
+    @property
+    def shares_base(self) -> bool:
+        """Return whether its frozen weights are those of the policy."""
+        return isinstance(self.policy, CriticConfig) and self.policy.share_base
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -39,10 +44,12 @@ class Workload:
     cfg: TrainingConfig
     world_size: int
     policy: Role
-    others: list[Role] = field(default_factory=list)  # Critic, reference, reward model.
+    # Critic, reference, reward model. The reference that is the policy's base is none of them.
+    others: list[Role] = field(default_factory=list)
     load: Load  # Of an optimizer step.
     num_updates: int = 1  # Optimizer steps.
-    annotates: bool = False  # The policy computes log-probs before its first update.
+    # How often the policy computes log-probs before its first update: its own, those of its base.
+    num_annotations: int = 0
     num_sequences: int  # Of a step, on all ranks.
     engine: EngineConfig | None = None
     answer: int = 0  # Tokens that the engine samples for a sequence.
@@ -79,7 +86,9 @@ def rl_workload(
     if algo.advantage == "gae":
         model = models.get("critic", models["policy"])
         others.append(Role(name="critic", model=model, policy=cfg.critic, loss="value"))
-    if algo.kl_coef or "reference" in models:
+    has_reference = bool(algo.kl_coef) or "reference" in models
+    is_base = _is_base(cfg.policy, cfg.ref.model) and not cfg.sft.num_steps
+    if has_reference and not is_base:
         model = models.get("reference", models["policy"])
         others.append(Role(name="reference", model=model, policy=cfg.policy, loss="frozen"))
     if "reward model" in models:
@@ -95,6 +104,9 @@ def rl_workload(
     prompt = lengths.prompt or cfg.data.max_prompt_tokens
     answer = lengths.answer or cfg.env.max_tokens
     num_sequences = cfg.rollout.prompts_per_step * num_samples
+    own_logprobs = (
+        algo.num_updates > 1 or algo.entropy_share > 0 or advantages.need_old_logprobs(algo)
+    )
     of_update = math.ceil(num_sequences / algo.updates_per_step)
     return Workload(
         cfg=cfg,
@@ -103,9 +115,7 @@ def rl_workload(
         others=others,
         load=_load(cfg, world_size, of_update, prompt, answer, num_samples),
         num_updates=algo.num_updates,
-        annotates=algo.num_updates > 1
-        or bool(algo.entropy_share)
-        or advantages.need_old_logprobs(algo),
+        num_annotations=own_logprobs + (has_reference and is_base),
         num_sequences=num_sequences,
         engine=None if cfg.rollout.replay else cfg.engine,
         answer=answer,
@@ -136,18 +146,36 @@ def supervised_workload(
         sides = 2
     if isinstance(cfg, KTOConfig):
         loss = "kto"
-    if isinstance(cfg, KTOConfig) or (isinstance(cfg, DPOConfig) and not cfg.reference_cache):
+    has_reference = isinstance(cfg, KTOConfig)
+    is_base = False
+    if isinstance(cfg, DPOConfig):
+        has_reference = not cfg.reference_cache
+    if isinstance(cfg, DPOConfig | KTOConfig):
+        is_base = has_reference and _is_base(cfg.policy, cfg.reference)
+    if has_reference and not is_base:
         model = models.get("reference", models["policy"])
         others.append(Role(name="reference", model=model, policy=cfg.policy, loss="frozen"))
+    estimates_kl = isinstance(cfg, KTOConfig) and cfg.algo.loss == "kto"
     return Workload(
         cfg=cfg,
         world_size=world_size,
         policy=Role(name="policy", model=models["policy"], policy=cfg.policy, loss=loss),
         others=others,
         load=_load(cfg, world_size, cfg.batch_size * sides, prompt, answer, sides),
-        annotates=isinstance(cfg, KTOConfig) and cfg.algo.loss == "kto",
+        num_annotations=estimates_kl + is_base,
         num_sequences=cfg.batch_size * sides,
     )
+
+
+def _is_base(policy: PolicyConfig, reference: str) -> bool:
+    """Return whether a reference is the policy without its adapters, as `reference.is_base` does.
+
+    Args:
+        policy: what is set for the policy.
+        reference: the model that is set for the reference; empty: as the policy's.
+    """
+    lora = policy.lora
+    return bool(lora.rank) and not lora.modules_to_save and reference in ("", policy.model)
 
 
 def _load(

@@ -264,10 +264,10 @@ class RolloutEngine:
     def awake(self, refit: Callable[[], None], sleeper: Sleeper) -> Iterator[None]:
         """Give the engine the policy's weights; inside the context it may generate.
 
-        The order keeps the peak of memory low: the optimizer's state is offloaded before the
-        engine's weights return, and the shards, which the refit reads, before the KV cache
-        returns. At the end the shards are back; the optimizer's state returns when it steps. On CPU
-        nothing moves: there is no other memory to move to.
+        The order keeps the peak of memory low: the optimizer's state and the base of adapters are
+        offloaded before the engine's weights return, and the shards, which the refit reads, before
+        the KV cache returns. At the end the shards are back; the optimizer's state returns when it
+        steps. On CPU nothing moves: there is no other memory to move to.
 
         Args:
             refit: writes the policy's weights into the engine.
@@ -275,6 +275,7 @@ class RolloutEngine:
         """
         with self.timer.phase("sleep_wake"):
             sleeper.sleep_optimizer()
+            sleeper.sleep_base()
             if self._asleep:
                 self.llm.wake_up(["weights"])
         with self.timer.phase("refit"):

@@ -248,6 +248,7 @@ class Refit:
                 self.peak_bytes = max(self.peak_bytes, num_bytes)
             own = step.bucket.copies.own  # Needs no wire.
             _copy_all(step.own_targets, [_view(shards[o.shard], o.size, o.source) for o in own])
+            del shards  # merged ones are copies, which need not be there beside the next bucket's
             if before:
                 self._finish(before)
             before = started
