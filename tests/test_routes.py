@@ -324,10 +324,10 @@ def record(mesh, folder):
     preempt = scheduler._preempt_request
     num_preempted = 0
 
-    def counting(request, *others):
+    def counting(request, *others, **options):
         nonlocal num_preempted
         num_preempted += 1
-        preempt(request, *others)
+        preempt(request, *others, **options)
 
     scheduler._preempt_request = counting
     rng = np.random.default_rng(0)

@@ -91,6 +91,7 @@ class Balance:
         self._top_k = top_k
         self._sigmoid = sigmoid
         self._num_copies = num_copies
+        self._replays = False
         self._num_tokens = 1.0  # In the loss of the step, on all ranks.
         self._sums: Tensor | None = None  # Of this rank; a row holds all `_Columns` of a mixture.
         self._fractions: Tensor | None = None  # float64 [M, E]: f of all ranks.
@@ -106,8 +107,14 @@ class Balance:
         """Whether the backward needs the counts of the whole step."""
         return self.cfg.aux_loss_coef > 0
 
-    def begin_step(self, num_tokens: float) -> None:
-        """Forget the last step. `num_tokens`: in the loss of this one, on all ranks."""
+    def begin_step(self, num_tokens: float, *, replays: bool) -> None:
+        """Forget the last step.
+
+        Args:
+            num_tokens: in the loss of this one, on all ranks.
+            replays: routes of an engine are replayed, where they are known.
+        """
+        self._replays = replays
         self._num_tokens = max(1.0, num_tokens)
         self._sums = None
         self._fractions = None
@@ -198,10 +205,10 @@ class Balance:
             metrics["router_aux_loss"] = float(products.sum(1).mean()) * self._num_experts
         if self.cfg.z_loss_coef:
             metrics["router_z_loss"] = float(columns.squared.mean()) / num
-        num_replayed = float(columns.replayed.mean())
-        if num_replayed:
+        if self._replays:
+            num_replayed = float(columns.replayed.mean())
             metrics["router_replayed"] = num_replayed / num
-            metrics["router_changed"] = float(columns.changed.mean()) / num_replayed
+            metrics["router_changed"] = float(columns.changed.mean()) / max(1.0, num_replayed)
         return metrics
 
     @torch.no_grad()

@@ -125,7 +125,7 @@ class Routing:
             micro_batches: of this rank.
             forward: of the model, without gradient.
         """
-        self.balance.begin_step(num_tokens)
+        self.balance.begin_step(num_tokens, replays=self.replays)
         self._num_to_count = len(micro_batches)
         if self.balance.needs_loads:
             self._num_to_count = 1
