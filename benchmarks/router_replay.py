@@ -35,6 +35,8 @@ SIZES = {
     "olmoe": ("num_experts", "intermediate_size"),
     "mixtral": ("num_local_experts", "intermediate_size"),
 }
+# An engine that ends takes the process group along, which the next family's policy needs.
+ENGINES: list[RolloutEngine] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +58,11 @@ def make_model(folder: Path, family: str, args: Arguments) -> None:
     """Write a mixture with random weights and a character tokenizer."""
     tokenizer = make_tokenizer([])
     experts, size = SIZES[family]
+    sizes = {"intermediate_size": args.hidden_size}
+    sizes |= {experts: args.experts, size: args.hidden_size // 4}
     config = AutoConfig.for_model(
         family,
         hidden_size=args.hidden_size,
-        intermediate_size=args.hidden_size,
         num_hidden_layers=args.num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -71,7 +74,7 @@ def make_model(folder: Path, family: str, args: Arguments) -> None:
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         num_experts_per_tok=args.top_k,
-        **{experts: args.experts, size: args.hidden_size // 4},
+        **sizes,
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -92,7 +95,7 @@ def sample(folder: Path, mesh: Mesh, args: Arguments) -> list[Trajectory]:
     outputs: list[EngineOutput] = []
     while len(outputs) < num_answers:
         outputs += engine.step()
-    engine.close()
+    ENGINES.append(engine)
     return [to_trajectory(prompts[int(o.request_id) % args.prompts], o) for o in outputs]
 
 
