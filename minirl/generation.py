@@ -43,6 +43,7 @@ class Generation:
             num_answers=cfg.rollout.samples_per_prompt
             * (cfg.rollout.prompts_per_step + cfg.rollout.extra_prompts + cfg.rollout.ahead),
             guides=isinstance(make_in_time(inputs.make_env, cfg.env, policy.mesh.watch), Agent),
+            routes=cfg.algo.router_replay,
             timer=policy.timer,
         )
         self.refit = Refit(

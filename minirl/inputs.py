@@ -25,7 +25,7 @@ from minirl.envs.registry import make_env
 from minirl.errors import UserError, require
 from minirl.files import partial_of, publish_folder, sync_files
 from minirl.log import say
-from minirl.model import build, families, loading, mixtures, scratch
+from minirl.model import build, families, loading, mixtures, routing, scratch
 from minirl.model.weight_files import open_weights
 from minirl.parallel import tensor
 from minirl.parallel.machines import (
@@ -100,6 +100,14 @@ class Inputs:
             count_frozen(files.config, cfg.policy)
             critic = build.read_config(self.critic) if self.critic else files.config
             count_frozen(critic, cfg.critic, score=True)
+            routing.check(files.config, cfg.policy)
+            routing.check(critic, cfg.critic)
+            require(
+                not cfg.algo.router_replay or routing.is_mixture(files.config),
+                "algo.router_replay replays the routers of a mixture of experts, and policy.model "
+                f"= {cfg.policy.model} is of family {files.config.model_type}, which has none; set "
+                "it to false",
+            )
             scorer = "" if cfg.rollout.replay else cfg.reward.model
             self.reward_model = find(scorer, setting="reward.model", scores=True)
             others = {role: build.read_config(folder) for role, folder in self.others().items()}

@@ -222,11 +222,15 @@ class Policy:
         with self.timer.phase("optimizer"):
             sums.values["grad_norm"] = fsdp.grad_norm(self.model.parameters())
             metrics = self._reduce_metrics(sums)
+            if self.model.routing:
+                metrics |= self.model.routing.balance.finish(self.mesh)
             is_finite = math.isfinite(metrics["grad_norm"])
             if not is_finite:
                 self._tell_skipped(metrics["loss"], lr)
             self.num_skipped = 0 if is_finite else self.num_skipped + 1
             self._step(metrics["grad_norm"], lr)
+            if self.model.routing and is_finite:
+                self.model.routing.balance.move_bias()
         return metrics | {"lr": lr, "skipped_updates": float(not is_finite)}
 
     def _step(self, grad_norm: float, lr: float) -> None:
@@ -304,13 +308,17 @@ class Policy:
         """Sum gradients over the micro-batches. Return the loss and its metrics, on the device."""
         unit = "pair" if loss.aggregation == "pair" else "token"  # what metrics are means over
 
-        # The denominators of the loss and of its metrics, over all ranks.
+        # The denominators of the loss, of its metrics and of routers, over all ranks.
         counts = []
         for batch in minibatch:
-            counts += [normalize.count(batch, loss.aggregation), normalize.count(batch, unit)]
-        totals = self.mesh.data_sums(torch.stack(counts).view(-1, 2).sum(0).cpu())
+            counts += [normalize.count(batch, of) for of in (loss.aggregation, unit, "token")]
+        totals = self.mesh.data_sums(torch.stack(counts).view(-1, 3).sum(0).cpu())
         # Context ranks count shares, whose sum is whole but for rounding.
-        denominator, num_units = totals.round().clamp(min=1).tolist()
+        denominator, num_units, num_tokens = totals.round().clamp(min=1).tolist()
+        routing = self.model.routing if backward else None
+        if routing:
+            with self.inference(), self.timer.phase("forward"):
+                routing.begin_step(num_tokens, minibatch, self.model)
 
         # Values of each micro-batch stay on the device, so that none waits for the host.
         collected = defaultdict(list)
@@ -319,7 +327,8 @@ class Policy:
             self.model.set_requires_gradient_sync(is_last or not self.accumulates_whole)
             self.model.set_requires_all_reduce(is_last)  # over replicas: once a step either way
             with self.timer.phase("forward"):
-                logprobs, entropy = self.model(batch, loss.entropy_gradient)
+                with routing.counting(self.mesh) if routing else contextlib.nullcontext():
+                    logprobs, entropy = self.model(batch, loss.entropy_gradient)
                 token_loss, metrics = loss.token_loss(batch, logprobs, entropy)
                 weights = normalize.weights(batch, loss.aggregation, loss.fixed_length)
                 value = (token_loss * weights.to(token_loss.dtype)).sum() / denominator
@@ -395,10 +404,23 @@ class Policy:
         if self.adapters is None:
             raise ValueError("this model has no adapters")
         self.adapters.on = False
+        replays = self.replays_routes
+        self.replays_routes = False  # They were chosen with the adapters.
         try:
             yield
         finally:
             self.adapters.on = True
+            self.replays_routes = replays
+
+    @property
+    def replays_routes(self) -> bool:
+        """Whether routers take the experts that the engine took (`Packed.routes`)."""
+        return self.model.routing is not None and self.model.routing.replays
+
+    @replays_routes.setter
+    def replays_routes(self, value: bool) -> None:
+        if self.model.routing:
+            self.model.routing.replays = value
 
     def parts(self) -> dict[str, list[CheckpointSlice]]:
         """Return, by name of `shards`, the weights of a checkpoint's files that it is made of."""

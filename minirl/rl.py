@@ -63,6 +63,7 @@ class Trainer(Program):
         with self.timer.phase("start"):
             self.announce(rl_workload(cfg, mesh.world_size, inputs.model_configs()))
             self.policy = self.load_model(cfg.policy, inputs.folder)
+            self.policy.replays_routes = cfg.algo.router_replay
             # None: rollout.replay runs without an engine.
             self.generation = None if cfg.rollout.replay else Generation(cfg, inputs, self.policy)
             if inputs.reward_model:

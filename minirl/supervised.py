@@ -33,7 +33,7 @@ from minirl.inputs import (
 )
 from minirl.log import Log
 from minirl.minibatches import make_minibatch
-from minirl.model import families
+from minirl.model import families, routing
 from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.plan.shape import count_frozen
@@ -74,6 +74,7 @@ class SupervisedTrainer(Program):
                 files = find_model(cfg, max_tokens, chats=has_chats)
                 check_experts({"policy": files.config}, cfg)
             count_frozen(files.config, cfg.policy, score=self.score_head)
+            routing.check(files.config, cfg.policy)
             check_same_models(cfg, {"policy": files.folder}, mesh)
             where = f"policy.model = {cfg.policy.model}"
             families.check_positions(files.config, where, "data.max_tokens", max_tokens)

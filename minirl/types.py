@@ -59,6 +59,9 @@ class Trajectory:
     # float32 [L]: the part of `reward` that was given for single answers, at their last tokens.
     # The rest belongs to the last token. None: no reward was given for single answers.
     turn_rewards: np.ndarray | None = None
+    # uint8 or int16 [R, M, k], R <= L: the experts to which the engine sent each of the first R
+    # tokens in each mixture of the model, as data/routes.py says. None: nobody asked for them.
+    routes: np.ndarray | None = None
     images: list[ImageSpan] = field(default_factory=list)  # Images in the sequence, in order.
     # Number of sampled tokens in all trajectories of the group, on all ranks. `exchange` sets it.
     group_tokens: int = 0
@@ -111,6 +114,8 @@ class Packed:
     engine_logprobs: Tensor
     # float32 [T]: the part of `rewards` that was given for the answers that end at the targets.
     turn_rewards: Tensor | None = None
+    # int16 [T, M, k]: the experts to which the engine sent the input tokens; -1: not known.
+    routes: Tensor | None = None
     # float [T] each, filled in by `Policy.annotate`: log-probs of the targets under the policy
     # before the step and under the reference, the policy's entropy, and the critic's values of what
     # stands before the targets.

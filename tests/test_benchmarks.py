@@ -78,6 +78,11 @@ LOADS = {
         + ["--prompts", 2, "--samples", 2, "--rows", 2, "--hidden-size", 32, "--num-layers", 1],
     ),
     "preempt": (0, ["--small", "--folder", "FOLDER/preempt"]),
+    "router_replay": (
+        1,
+        ["--families", "qwen3_moe", "--num-layers", 2, "--experts", 4, "--top-k", 2]
+        + ["--prompts", 2, "--samples", 1, "--tokens", 8],
+    ),
     "dryrun": (0, ["--model", "Qwen3-0.6B", "--tokens", 1100, "--variants", 1]),
 }
 # Benchmarks that cannot do without a compiler.
@@ -137,6 +142,10 @@ SHOWN = {
         "SIGUSR1 to a rank code 0",
         "SIGKILL to torchrun code -9",
         "| sft | 2 | 2 | -9, 0 | # | nothing |",
+    ],
+    "router_replay": [
+        "| qwen3_moe | off | | # | # | # |",
+        "| qwen3_moe | on | #% | # | # | # |",
     ],
     "dryrun": ["as it was: whole gradients", "| # | # | #% | # | # | # | 2 |"],
 }

@@ -110,6 +110,7 @@ DOORS = {
         "rollout/engine.py": None,
         "rollout/vllm_patches.py": None,
         "rollout/vllm_cpu.py": None,
+        "rollout/vllm_routes.py": None,
         "rollout/packed.py": {"_custom_ops"},
         "rollout/guides.py": None,
         "rollout/tool_calls.py": None,

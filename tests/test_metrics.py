@@ -62,7 +62,7 @@ def glossary() -> list[Entry]:
 def written(tmp_path_factory) -> dict[str, list[dict]]:
     """Rows of small runs of every program, by the name of the run."""
     folder = tmp_path_factory.mktemp("metrics")
-    tiny.make(folder / "model")
+    tiny.make(folder / "model", "qwen3_moe")
     (folder / "env.py").write_text(ENV)
     (folder / "reward.py").write_text(REWARD)
     prompts = [
@@ -84,6 +84,8 @@ def written(tmp_path_factory) -> dict[str, list[dict]]:
         "--checkpoint.every": 1,
         "--data.held-out": 4,
         "--tokens-per-rank": 256,
+        "--policy.router.aux-loss-coef": 0.01,
+        "--policy.router.z-loss-coef": 0.001,
     }
     sampled = {
         "--reward.function": ["math_verify", f"{folder}/reward.py:length"],
@@ -97,8 +99,14 @@ def written(tmp_path_factory) -> dict[str, list[dict]]:
         "--sft.num-steps": 1,
         "--sft.batch-size": 4,
         "--rollout.dump": [],
+        "--algo.router-replay": [],
     }
-    critic = {"--algo.advantage": "gae", "--algo.kl-in": "reward"}
+    critic = {
+        "--algo.advantage": "gae",
+        "--algo.kl-in": "reward",
+        "--critic.router.aux-loss-coef": 0.01,
+        "--critic.router.z-loss-coef": 0.001,
+    }
     env = {"--env.name": f"{folder}/env.py:Twice", "--env.max-turns": 2}
     env |= {"--engine.max-model-len": 200}
     supervised = {"--data.max-tokens": 48, "--batch-size": 4}
@@ -167,6 +175,8 @@ def test_totals_add_up_and_a_step_takes_the_time_of_its_phases(written):
             assert 0 < row["host_gib/rank"] < row["host_gib/machine"] < 10_000
     rl = [row for row in written["rl"] if row["phase"] == "rl"]
     for row in rl:
+        assert row["router_replayed"] == 1 and row["router_changed"] <= 0.02  # in float32
+        assert 1 <= row["expert_load_max"] <= 2  # of 4 experts, each token gets 2
         assert row["longest_answer"] >= row["answer_tokens"] > 0
         assert row["reward_deviation/all"] >= 0 and row["reward_deviation/group"] >= 0
     assert rl[1]["total/generated"] > rl[0]["total/generated"]

@@ -32,7 +32,8 @@ from minirl.model.loading import fill_shard, open_weights
 from minirl.parallel.fsdp import local_region
 from minirl.policy import Policy
 from minirl.rewards.functions import make_rewards
-from minirl.rollout.engine import RolloutEngine, Sampling, resolve_num_seqs
+from minirl.rollout.engine import RolloutEngine, Sampling
+from minirl.rollout.num_seqs import resolve_num_seqs
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 

@@ -43,6 +43,12 @@ def validate_lora(cfg: PolicyConfig, section: str, num_tensor: int) -> None:
     )
 
     require(
+        not cfg.router.bias_update_rate,
+        f"{section}.router.bias_update_rate = {cfg.router.bias_update_rate} moves weights of the "
+        f"base, which {section}.lora.rank = {lora.rank} leaves as it is; set one of them to 0",
+    )
+
+    require(
         lora.targets,
         f"{section}.lora.targets is empty, so that nothing would get an adapter; leave it out for "
         "all linear layers",

@@ -39,6 +39,26 @@ class ScratchConfig:
 
 
 @dataclass(kw_only=True)
+class RouterConfig:
+    """What keeps the experts of a mixture in balance (model/balance.py). All is off by itself.
+
+    The tokens are those in the loss of an optimizer step.
+    """
+
+    #: Weight of the load-balancing loss, the mean over layers of experts * sum_i f_i P_i: the share
+    #: of tokens that expert i gets, times its mean probability (arXiv 2101.03961). It costs one
+    #: more forward of all micro-batches but the first. Models come with 0.001 to 0.02
+    #: (`router_aux_loss_coef` in config.json, which is not read).
+    aux_loss_coef: NonNegative = 0.0
+    #: Weight of the mean of squared logsumexps of the router's logits, which keeps these small
+    #: (arXiv 2202.08906; there 0.001).
+    z_loss_coef: NonNegative = 0.0
+    #: By how much the bias of each expert moves after a step, up if it got less than its share of
+    #: tokens, else down (arXiv 2408.15664; there 0.001). For families whose routers have a bias.
+    bias_update_rate: NonNegative = 0.0
+
+
+@dataclass(kw_only=True)
 class PolicyConfig:
     """The trained model and its optimizer."""
 
@@ -79,6 +99,7 @@ class PolicyConfig:
     #: state, and are exported as they were.
     freeze: list[str] = field(default_factory=list)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
     #: Decay of an exponential moving average of the weights, written to <output>/model_ema at the
     #: end. It rises to this value as (1 + n) / (10 + n) over n updates. 0: no average.
     ema_decay: Decay = 0.0

@@ -113,6 +113,10 @@ class AlgoConfig:
     #: Policy gradient and bonus count only at this share of a step's tokens, those with the highest
     #: entropy before its first update (0.2 in arXiv 2506.01939). 0: at all tokens.
     entropy_share: Share = 0.0
+    #: Send each token to the experts that the engine sent it to (R3, arXiv 2510.11370), in all
+    #: forwards of the policy; the routers' weights of these experts stay the trainer's. For
+    #: mixtures of experts, where rounding makes the two choose differently.
+    router_replay: bool = False
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     #: Optimizer steps of a pass over a step's rollouts; prompts_per_step is split evenly over them.
     updates_per_step: PositiveInt = 1

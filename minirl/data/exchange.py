@@ -21,6 +21,7 @@ from minirl.parallel.mesh import Mesh
 from minirl.types import Trajectory
 
 Number = TypeVar("Number", int, np.ndarray)
+NO_ROUTES = np.empty((0, 0, 0), np.uint8)
 
 
 class _Header(NamedTuple, Generic[Number]):
@@ -37,6 +38,11 @@ class _Header(NamedTuple, Generic[Number]):
     num_sampled: Number
     has_turn_rewards: Number  # 0 or 1.
     num_image_bytes: Number  # 0: no images.
+    # Shape and bytes an element of the routes; all 0: there are none.
+    num_routed: Number
+    num_mixtures: Number
+    num_chosen: Number
+    route_bytes: Number
 
 
 @dataclass(frozen=True)
@@ -172,6 +178,7 @@ def _gather_headers(trajectories: list[Trajectory], images: list[bytes], mesh: M
     """Return the headers of the trajectories of all ranks, sorted, int64 [N, ...]. Collective."""
     rows = []
     for i, (t, own_images) in enumerate(zip(trajectories, images, strict=True)):
+        routes = NO_ROUTES if t.routes is None else t.routes
         header = _Header(
             group=t.group,
             episode=t.episode,
@@ -184,6 +191,10 @@ def _gather_headers(trajectories: list[Trajectory], images: list[bytes], mesh: M
             num_sampled=int(t.sampled.sum()),
             has_turn_rewards=int(t.turn_rewards is not None),
             num_image_bytes=len(own_images),
+            num_routed=routes.shape[0],
+            num_mixtures=routes.shape[1],
+            num_chosen=routes.shape[2],
+            route_bytes=routes.itemsize if t.routes is not None else 0,
         )
         rows.append(header)
     tables = mesh.gather_rows(np.array(rows, np.int64).reshape(-1, len(_Header._fields)))
@@ -291,14 +302,21 @@ def _record_sizes(table: np.ndarray) -> np.ndarray:
     headers: _Header[np.ndarray] = _Header(*table.T)
     bytes_per_token = 4 + 4 + 4 * headers.has_turn_rewards + 1
     num_bytes = 16 + headers.num_tokens * bytes_per_token + headers.num_image_bytes
+    num_bytes += _route_sizes(headers)
     return num_bytes + -num_bytes % 8
+
+
+def _route_sizes(headers: _Header[Number]) -> Number:
+    """Return the bytes of the routes of each header."""
+    num_values = headers.num_routed * headers.num_mixtures * headers.num_chosen
+    return num_values * headers.route_bytes
 
 
 def _to_bytes(t: Trajectory, images: bytes) -> bytes:
     """Return a trajectory as a record, a multiple of 8 bytes.
 
-    In this order: reward, version, tokens, log-probs, rewards of turns if there are any, sampled,
-    images, padding.
+    In this order: reward, version, tokens, log-probs, rewards of turns if there are any, routes,
+    sampled, images, padding.
     """
     parts = [
         np.float64(t.reward).tobytes(),
@@ -308,6 +326,8 @@ def _to_bytes(t: Trajectory, images: bytes) -> bytes:
     ]
     if t.turn_rewards is not None:
         parts.append(np.asarray(t.turn_rewards, np.float32).tobytes())
+    if t.routes is not None:
+        parts.append(np.ascontiguousarray(t.routes).tobytes())
     parts += [np.asarray(t.sampled, np.bool_).tobytes(), images]
     record = b"".join(parts)
     return record + bytes(-len(record) % 8)
@@ -326,6 +346,13 @@ def _from_bytes(record: np.ndarray, header: _Header[int], group_tokens: int) -> 
     if header.has_turn_rewards:
         turn_rewards = record[end : end + 4 * length].view(np.float32)
         end += 4 * length
+    routes = None
+    if header.route_bytes:
+        num_bytes = _route_sizes(header)
+        shape = (header.num_routed, header.num_mixtures, header.num_chosen)
+        dtype = np.uint8 if header.route_bytes == 1 else np.int16
+        routes = record[end : end + num_bytes].view(dtype).reshape(shape)
+        end += num_bytes
     sampled = record[end : end + length].view(np.bool_)
     end += length
     images = []
@@ -342,6 +369,7 @@ def _from_bytes(record: np.ndarray, header: _Header[int], group_tokens: int) -> 
         segment=header.segment,
         version=version,
         turn_rewards=turn_rewards,
+        routes=routes,
         images=images,
         group_tokens=group_tokens,
     )

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minirl.data import routes
 from minirl.data.blocks import Layout, Sequence, build, on_device
 from minirl.parallel import context as cp
 from minirl.types import Packed, Trajectory
@@ -109,8 +110,9 @@ def pack(
 ) -> Packed:
     """Lay sequences end to end and shift once, as the example in types.py shows.
 
-    A trajectory of L tokens becomes L - 1 rows, of which siblings share the prompt's. Nothing to
-    pack gives one row outside the loss, so that a rank without work still takes part in every
+    A trajectory of L tokens becomes L - 1 rows, of which siblings share the prompt's. Shared rows
+    go by the routes of one of the siblings, for all of which the engine computed the same. Nothing
+    to pack gives one row outside the loss, so that a rank without work still takes part in every
     collective. A sequence outside the loss fills the rows up to `layout.multiple`. With a context,
     rows are this rank's part of each sequence.
 
@@ -153,6 +155,9 @@ def pack(
     if len(turn_rewards) == len(owners):
         column = _column(sequences, positions, turn_rewards)
         batch.turn_rewards = on_device(column, device, torch.float32)
+    of_rows = routes.of_rows([t.routes for t in owners], positions, [q.stop for q in sequences])
+    if of_rows is not None:
+        batch.routes = on_device(of_rows, device, torch.int16)
     if layout.vision:
         spans = [(t.images, p) for t, p in zip(owners, positions, strict=True)]
         batch.images = layout.vision.batch(spans, device)

@@ -27,7 +27,7 @@ from minirl.config.named import check_model
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.errors import UserError, require
-from minirl.model import attention, experts, families, fused, loading, lora, mixtures, nf4
+from minirl.model import attention, experts, families, fused, loading, lora, mixtures, nf4, routing
 from minirl.model.adapter_files import is_adapter_folder, read_adapter
 from minirl.model.freeze import freeze
 from minirl.model.logprob import logprob_entropy
@@ -112,6 +112,7 @@ class CausalModel(PreTrainedModel):
     lm_head: nn.Linear
     score: ScoreHead  # Instead of `lm_head`.
     adapters: lora.Adapters | None  # None: it has none.
+    routing: routing.Routing | None  # None: it is no mixture of experts.
     shared: set[str]  # Names of parameters that are another model's, too, which holds them.
     set_requires_gradient_sync: Callable[[bool], None]  # Of FSDPModule, as the next.
     set_requires_all_reduce: Callable[[bool], None]
@@ -131,6 +132,8 @@ def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) ->
     The tower's outputs for images stand in place of the embeddings of their tokens. Qwen3-VL adds
     more of them behind the first layers.
     """
+    if model.routing:
+        model.routing.begin(batch)
     images = batch.images
     if images is None:
         return model.model(
@@ -261,6 +264,7 @@ def build_model(
     families.check_supported(config, f"policy.model = {folder}")
     model = make_meta_model(config, master_dtype, score=score)
     model.requires_grad_(trainable)
+    model.routing = routing.install(model, cfg, mesh.tensor.size())
     if trainable:
         _choose_trained(model, cfg, adapter_dtype, score=score)
     if cfg.activation_checkpointing in ("selective", "full"):
@@ -374,6 +378,7 @@ def make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool
             text = config.get_text_config()
             model.score = ScoreHead(text.hidden_size, 1, bias=False, dtype=dtype)
     model.adapters = None
+    model.routing = None
     model.shared = set()
     for b in loading.buffers(model).values():  # rounded to bfloat16 they would choose other experts
         b.data = b.to(torch.promote_types(b.dtype, torch.float32))

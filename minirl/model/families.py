@@ -57,6 +57,8 @@ class Family(NamedTuple):
     head: Callable[[PretrainedConfig], tuple[float, float | None]] = lambda config: (1.0, None)
     # Names in the files of experts, which the model keeps as two fused tensors.
     experts: ExpertNames | None = None
+    # Of its routers: they score by sigmoid, and a bias moves their choice; else by softmax.
+    sigmoid_router: bool = False
     # vLLM's sliding windows are one token wider than the library's.
     engine_window_differs: bool = False
     engine_on_cpu: bool = True
@@ -94,6 +96,7 @@ _OLMO = _BY_FEATURES._replace(fused=Fused(norm_wide=True))
 _DEEPSEEK = Family(
     divided=(*DENSE, "n_routed_experts", "n_shared_experts * moe_intermediate_size"),
     experts=_EXPERTS,
+    sigmoid_router=True,
 )
 _QWEN2_VL = Family(files={"model.visual.": "visual.", "model.language_model.": "model."})
 
@@ -134,6 +137,7 @@ FAMILIES = {
     "minimax_m2": Family(
         divided=(*FEATURES, "num_local_experts"),
         experts=_MIXTRAL,
+        sigmoid_router=True,
         engine_on_cpu=False,
         fused=_PARTIAL,
     ),

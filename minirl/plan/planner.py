@@ -24,7 +24,7 @@ from minirl.plan.cards import (
 from minirl.plan.formulas import Cost
 from minirl.plan.shape import Shape
 from minirl.plan.workload import Role, Workload
-from minirl.rollout.engine import MOST_SEQS
+from minirl.rollout.num_seqs import MOST_SEQS
 
 GIB = 2**30
 # What no dry run sees. Sizes are usual ones: they depend on driver, NCCL and vLLM.

@@ -115,7 +115,12 @@ class Choice:
             return done
         end = self.num_read
         return Completion(
-            done.tokens[:end], done.logprobs[:end], False, done.versions[:end], done.guided[:end]
+            done.tokens[:end],
+            done.logprobs[:end],
+            False,
+            done.versions[:end],
+            done.guided[:end],
+            done.routes,
         )
 
     def next_chunk(self) -> JSONObject | None:

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.data import chat, images
 from minirl.data.images import ImageSpan, Vision
+from minirl.data.routes import extended
 from minirl.errors import UserError
 from minirl.types import Trajectory
 
@@ -48,6 +49,8 @@ class Completion:
     # Of each token: whether a mask of guided decoding took probability from others, which puts it
     # outside the loss. Empty: nothing was guided.
     guided: list[bool] = field(default_factory=list)
+    # Of the prompt and the completion together, as data/routes.py says. None: not recorded.
+    routes: np.ndarray | None = None
 
 
 class Prompt(NamedTuple):
@@ -74,6 +77,7 @@ class Segment:
     answer_begin: int = 0  # Where the last completion begins in `tokens`,
     answer_end: int = 0  # and where it ends.
     images: list[ImageSpan] = field(default_factory=list)
+    routes: np.ndarray | None = None  # Of the tokens at the beginning that have some.
 
     def append_prompt(self, prompt: Prompt) -> None:
         """Append what the policy reads."""
@@ -95,6 +99,8 @@ class Segment:
         self.answer_begin = len(self.tokens)
         self._append(completion, text)
         self.answer_end = len(self.tokens)
+        if completion.routes is not None:  # some may be of tokens behind a stop string
+            self.routes = extended(self.routes, completion.routes[: len(self.tokens)])
         self.num_guided += sum(completion.guided)
         self.num_completions += 1
         last = completion.tokens[-1:]
@@ -322,6 +328,7 @@ class Conversation:
             trajectories.append(
                 Trajectory(
                     **to_arrays(lists, end),
+                    routes=None if segment.routes is None else segment.routes[:end],
                     images=[image for image in segment.images if image.start < end],
                     info=info,
                     reward=reward,

@@ -1,12 +1,11 @@
 """The rollout engine: vLLM inside this process.
 
-Only this file, vllm_patches.py, vllm_cpu.py and packed.py import vLLM. Versions 0.26 (torch 2.11)
+Only this file, the vllm_*.py beside it and packed.py import vLLM. Versions 0.26 (torch 2.11)
 and 0.32 (torch 2.13) run through the calls used here; where they differ, the difference is in these
 files.
 """
 
 import contextlib
-import dataclasses
 import gc
 import logging
 import math
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,8 +27,9 @@ from minirl.errors import UserError
 from minirl.log import Timer
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.offload import Sleeper
-from minirl.rollout import packed, vllm_cpu, vllm_patches
+from minirl.rollout import packed, vllm_cpu, vllm_patches, vllm_routes
 from minirl.rollout.guides import LEAST_MASS, Guide, MassRecorder, patch_masks, to_vllm
+from minirl.rollout.num_seqs import resolve_num_seqs
 
 # Read when vLLM is imported or builds its engine. The engine core must live in this process, or its
 # weights are out of reach.
@@ -39,10 +40,6 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-
-# Bounds of `engine.max_num_seqs` = 0.
-FEWEST_SEQS = 256
-MOST_SEQS = 1024
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -70,6 +67,8 @@ class EngineOutput(NamedTuple):
     finish_reason: str | None
     # Of each token: whether a guide's mask took probability from others. Empty: there is no guide.
     guided: list[bool]
+    # Of the request's tokens, those of the prompt first (data/routes.py). None: not now, or never.
+    routes: np.ndarray | None
 
 
 class RolloutEngine:
@@ -91,6 +90,7 @@ class RolloutEngine:
         reads_images: bool = False,
         num_answers: int = 0,
         guides: bool = False,
+        routes: bool = False,
         timer: Timer | None = None,
     ):
         """Start vLLM. Collective over all ranks, which agree on the size of the KV cache.
@@ -104,6 +104,7 @@ class RolloutEngine:
             reads_images: the model reads images, and is asked about some.
             num_answers: answers that all engines together are asked for at once, about.
             guides: answers may be held to a guide, for which vLLM needs the tokenizer.
+            routes: report which experts the routers of a mixture have chosen.
             timer: gets the seconds of refits, and of waking and sleeping.
 
         Raises:
@@ -128,7 +129,8 @@ class RolloutEngine:
             if self.masses:
                 patch_masks(self.masses)
             try:
-                self.llm = vllm.LLM(**self._arguments(folder, dtype, load_weights))
+                more = vllm_routes.arguments(self.on_cuda) if routes else {}
+                self.llm = vllm.LLM(**self._arguments(folder, dtype, load_weights), **more)
             except (ValueError, RuntimeError) as error:
                 raise UserError(
                     f"the vLLM engine did not start with engine.* = {cfg} for {folder}: {error}"
@@ -137,6 +139,7 @@ class RolloutEngine:
         self.vllm = vllm
         self.model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
         self.model_class = type(self.model).__name__
+        self.routes = vllm_routes.read_from(self.llm, self.model, self.on_cuda) if routes else None
         self.tp_size = cfg.tensor_parallel_size
         self.num_replicas = mesh.world_size // self.tp_size
         self.replica = mesh.rank // self.tp_size
@@ -358,12 +361,16 @@ class RolloutEngine:
         inputs: dict[str, Any] = {"prompt_token_ids": prompt}
         if images:
             inputs["multi_modal_data"] = {"image": [rgb(url) for url in images]}
-        self.llm.llm_engine.add_request(request_id, inputs, params)
+        internal_id = self.llm.llm_engine.add_request(request_id, inputs, params)
+        if self.routes:
+            self.routes.add(request_id, internal_id)
 
     def abort(self, request_ids: list[str]) -> None:
         """Drop these requests."""
         if self.masses:
             self.masses.end(request_ids)
+        if self.routes:
+            self.routes.end(request_ids)
         self.llm.llm_engine.abort_request(request_ids)
 
     def step(self) -> list[EngineOutput]:
@@ -377,11 +384,11 @@ class RolloutEngine:
         outputs = []
         for output in self.llm.llm_engine.step():
             sample = output.outputs[0]  # Each request is for one.
-            outputs.append(
-                self._output(
-                    output.request_id, sample.token_ids, sample.logprobs, sample.finish_reason
-                )
-            )
+            reason = sample.finish_reason
+            new = self._output(output.request_id, sample.token_ids, sample.logprobs, reason)
+            if self.routes and reason:
+                new = new._replace(routes=self.routes.of_finished(output))
+            outputs.append(new)
         return outputs
 
     def unfinished(self) -> Iterator[EngineOutput]:
@@ -391,7 +398,8 @@ class RolloutEngine:
             if state.output_kind == final_only:
                 tokens = state.detokenizer.output_token_ids
                 logprobs = state.logprobs_processor.logprobs
-                yield self._output(state.external_req_id, tokens, logprobs, None)
+                new = self._output(state.external_req_id, tokens, logprobs, None)
+                yield new._replace(routes=self.routes.of_unfinished(state)) if self.routes else new
 
     def _output(
         self, request_id: str, tokens: Sequence[int], logprobs: Any, reason: str | None
@@ -412,7 +420,7 @@ class RolloutEngine:
             guided = [log_mass < math.log(LEAST_MASS) for log_mass in log_masses]
             if reason and self.masses:
                 self.masses.end([request_id])
-        return EngineOutput(request_id, list(tokens), values, reason, guided)
+        return EngineOutput(request_id, list(tokens), values, reason, guided, None)
 
     def tensor_parallel_broadcast(self, value: Any) -> Any:
         """Return the leader's value, which can be pickled, on all ranks of this engine."""
@@ -430,21 +438,3 @@ class RolloutEngine:
         packed.forget()
         gc.collect()
         self.vllm.distributed.destroy_model_parallel()
-
-
-def resolve_num_seqs(cfg: EngineConfig, mesh: Mesh, num_answers: int) -> EngineConfig:
-    """Replace max_num_seqs = 0 by what it stands for.
-
-    Args:
-        cfg: of the engine.
-        mesh: of all ranks.
-        num_answers: answers that all engines together are asked for at once.
-    """
-    if cfg.max_num_seqs:
-        return cfg
-    share = 0
-    if mesh.device.type == "cuda":
-        num_engines = mesh.world_size // cfg.tensor_parallel_size
-        share = math.ceil(num_answers / num_engines)
-    num_seqs = min(max(share, FEWEST_SEQS), MOST_SEQS)
-    return dataclasses.replace(cfg, max_num_seqs=num_seqs)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minirl.data.images import ImageSpan
+from minirl.data.routes import extended
 from minirl.parallel.limits import Limit
 from minirl.parallel.watch import Watch
 from minirl.rollout.conversation import Completion, unexpanded
@@ -306,6 +307,7 @@ class EngineLoop:
             done.logprobs += output.logprobs
             done.versions += [self.version] * len(output.tokens)
             done.guided += output.guided
+            done.routes = extended(done.routes, output.routes)
             if request.on_tokens:
                 request.on_tokens()
             if output.finish_reason:

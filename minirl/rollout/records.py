@@ -8,6 +8,8 @@
                 lists of L values, as in types.Trajectory, where `rewards` is `turn_rewards`;
                 L is 0 for an episode in which the policy sampled no token
     images      list of [place of the first token, number of tokens, data URL]
+    routes      as in types.Trajectory: {"dtype", "shape", "data" in base 64}; null: none were
+                recorded (algo.router_replay)
     info        object for people and metrics: prompt (the row's), completion (the answer, or the
                 whole text of an environment's episode), source, stopped, error, score, rewards of
                 each function, env, ...
@@ -24,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from minirl.data import routes
 from minirl.data.images import ImageSpan
 from minirl.errors import UserError, require
 from minirl.files import write_whole
@@ -78,6 +81,7 @@ def to_record(t: Trajectory) -> dict:
         "logprobs": t.logprobs,
         "rewards": t.turn_rewards,
         "versions": t.versions,
+        "routes": routes.to_json(t.routes),
     }
 
 
@@ -92,6 +96,7 @@ def from_record(record: dict) -> Trajectory:
         version=record["version"],
         reward=record["reward"],
         images=[ImageSpan(*image) for image in record["images"]],
+        routes=routes.from_json(record.get("routes")),  # None in files from before there were any
         info=record["info"],
         **arrays,
     )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from minirl.data import routes
 from minirl.data.images import ImageSpan
 from minirl.envs.base import Agent
 from minirl.errors import UserError
@@ -108,7 +109,7 @@ def _save_episode(e: Episode) -> dict:
     segments = e.conversation.segments
     writer = PlainWriter(e.row)
     return {
-        "segments": [vars(segment) for segment in segments],
+        "segments": [_with_routes(vars(segment), segment.routes) for segment in segments],
         "segment": next((i for i, s in enumerate(segments) if s is e.segment), None),
         "request": _save_request(e.request) if e.request else None,
         "sampling": dataclasses.asdict(e.sampling),
@@ -167,8 +168,13 @@ def _save_request(request: Request) -> dict:
     return {
         "sampling": dataclasses.asdict(request.sampling),
         "seed": request.seed,
-        "done": vars(request.done),
+        "done": _with_routes(vars(request.done), request.done.routes),
     }
+
+
+def _with_routes(fields: dict, value: np.ndarray | None) -> dict:
+    """Return fields of which `routes` are as JSON takes them."""
+    return fields | {"routes": routes.to_json(value)}
 
 
 def _restore_request(e: Episode, saved: dict) -> Request:
@@ -178,7 +184,7 @@ def _restore_request(e: Episode, saved: dict) -> Request:
         sampling=_restore_sampling(saved["sampling"]),
         seed=saved["seed"],
         name=(e.ticket, e.number),
-        done=Completion(**saved["done"]),
+        done=Completion(**saved["done"] | {"routes": routes.from_json(saved["done"]["routes"])}),
     )
 
 
@@ -187,4 +193,5 @@ def _restore_sampling(saved: dict) -> Sampling:
 
 
 def _restore_segment(saved: dict) -> Segment:
-    return Segment(**saved | {"images": [ImageSpan(*image) for image in saved["images"]]})
+    images = [ImageSpan(*image) for image in saved["images"]]
+    return Segment(**saved | {"images": images, "routes": routes.from_json(saved["routes"])})
