@@ -264,7 +264,7 @@ FAMILIES = [
 
 
 @pytest.fixture(scope="module")
-def by_family(tmp_path_factory):
+def by_family(tmp_path_factory, chosen):
     folder = tmp_path_factory.mktemp("families")
     with two_at_once(
         {
@@ -279,6 +279,7 @@ def by_family(tmp_path_factory):
                 "round_robin",
             )
             for family in FAMILIES
+            if family in chosen
         }
     ) as results:
         yield results
