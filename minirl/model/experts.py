@@ -29,7 +29,8 @@ def mixture(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Te
 
     Args:
         module: the library's experts: `num_experts`, `gate_up_proj` [E, 2 I, H], `down_proj`
-            [E, H, I] and `_apply_gate`.
+            [E, H, I] and `_apply_gate`. With `is_transposed` the matrices are [E, in, out]; with
+            `has_bias` each has a bias [E, out], named `{matrix}_bias`.
         hidden: [T, H].
         indices: int64 [T, k]: the experts of each token. `module.num_experts` is no expert, and
             adds 0: under tensor parallelism another rank has it.
@@ -51,19 +52,37 @@ def mixture(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Te
 
 
 def _project(module: Any, name: str, x: Tensor, ends: Tensor, multiply: Multiply) -> Tensor:
-    """Multiply the rows of each expert by its matrix of a name, and add its adapter's product."""
+    """Multiply the rows of each expert by its matrix of a name; add its bias and its adapter's."""
     parameters = module._parameters
     weight = parameters[name]
+    if module.is_transposed:
+        weight = weight.mT
     if weight.dtype == torch.uint8:  # in four bits
         scales = parameters[f"{name}_{nf4.SCALES}"]
         y = nf4.product(x, weight, scales, module.packed[name], partial(multiply, ends=ends))
     else:
         y = multiply(x, weight, ends)
+    if module.has_bias:
+        y = y + _biases(parameters[f"{name}_bias"], ends, len(x))
     a = parameters.get(f"{name}_{LORA_A}")
     if a is None or not module.adapters.on:
         return y
     b = parameters[f"{name}_{LORA_B}"]
     return y + multiply(multiply(x, a, ends), b, ends) * module.adapters.scale
+
+
+def _biases(biases: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+    """Return the bias of each row's expert, [N, out], 0 in rows of no expert.
+
+    Args:
+        biases: [E, out].
+        ends: as in `_one_by_one`.
+        num_rows: N.
+    """
+    rows = torch.arange(num_rows, device=ends.device)[:, None]
+    is_of_expert = (rows < ends) & (rows >= ends - ends.diff(prepend=ends.new_zeros(1)))
+    # A product, because its backward sums in a fixed order.
+    return is_of_expert.to(biases.dtype) @ biases
 
 
 def _one_by_one(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

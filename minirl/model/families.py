@@ -36,6 +36,12 @@ class ExpertNames(NamedTuple):
     down: str
 
 
+class FusedExperts(NamedTuple):
+    """Checkpoint files have the two fused tensors of a layer's experts, by the model's names."""
+
+    transposed: bool  # As [experts, columns, rows].
+
+
 class Fused(NamedTuple):
     """What model/fused.py may take the place of; see `install` there."""
 
@@ -55,8 +61,8 @@ class Family(NamedTuple):
     # Config -> (factor of the head's logits besides 1 / temperature, c where logits are
     # c * tanh(logits / c) or else None).
     head: Callable[[PretrainedConfig], tuple[float, float | None]] = lambda config: (1.0, None)
-    # Names in the files of experts, which the model keeps as two fused tensors.
-    experts: ExpertNames | None = None
+    # How files hold experts, which the model keeps as two fused tensors; None: there are none.
+    experts: ExpertNames | FusedExperts | None = None
     # vLLM's sliding windows are one token wider than the library's.
     engine_window_differs: bool = False
     engine_on_cpu: bool = True
@@ -81,6 +87,14 @@ _QWEN3_VL = {
     "model.language_model.layers.*.mlp.gate_proj": "colwise",
     "model.language_model.layers.*.mlp.up_proj": "colwise",
     "model.language_model.layers.*.mlp.down_proj": "rowwise",
+}
+_GPT_OSS = {
+    "model.layers.*.self_attn": "heads",  # its sinks
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.experts": "moe_tp_experts",
 }
 _DENSE = Family()
 _PARTIAL = Fused(rotary=False)  # Turns a part of each head, or other pairs than halves.
@@ -131,11 +145,22 @@ FAMILIES = {
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
     "qwen3_vl": Family(plan=_QWEN3_VL),
+    "qwen3_vl_moe": Family(
+        divided=(*HEADS, "num_experts"),
+        plan=_QWEN3_VL | {"model.language_model.layers.*.mlp.experts": "moe_tp_experts"},
+        experts=FusedExperts(transposed=True),
+    ),
     "minimax_m2": Family(
         divided=(*FEATURES, "num_local_experts"),
         experts=_MIXTRAL,
         engine_on_cpu=False,
         fused=_PARTIAL,
+    ),
+    "gpt_oss": Family(
+        divided=(*HEADS, "num_local_experts"),
+        plan=_GPT_OSS,
+        experts=FusedExperts(transposed=False),
+        fused=Fused(norm_wide=True, rotary=False),
     ),
 }
 
@@ -146,7 +171,6 @@ _LEAKS = "its linear attention leaks from one packed sequence into the next"
 _NO_SEQUENCE_PARALLELISM = "it fails under sequence parallelism"
 # Families that users ask for, and what was found wrong with them.
 REFUSED = {
-    "gpt_oss": "its attention sinks are an argument that packed attention does not take",
     "qwen3_next": _LEAKS,
     "qwen3_5_text": _LEAKS,
     "nemotron": "it does not call the attention interface",
@@ -385,6 +409,10 @@ def checkpoint_slices(
     family = FAMILIES[config.model_type]
     experts = family.experts
     layer, _, fused = name.partition(".mlp.experts.")
+    whole = Region((0,) * len(shape), tuple(shape))
+    if isinstance(experts, FusedExperts):
+        transposed = bool(fused) and experts.transposed
+        return [CheckpointSlice(name, whole, transposed=transposed)]
     if experts and fused:  # [experts, rows, columns]: gate and up, or down
         matrices = (experts.gate, experts.up) if fused == "gate_up_proj" else (experts.down,)
         rows = shape[1] // len(matrices)
@@ -400,7 +428,7 @@ def checkpoint_slices(
         name = name.replace(".mlp.", f".{experts.block}.")
     for in_model, in_files in family.files.items():
         name = name.replace(in_model, in_files)
-    return [CheckpointSlice(name, Region((0,) * len(shape), tuple(shape)))]
+    return [CheckpointSlice(name, whole)]
 
 
 def score_class(config: PretrainedConfig, where: str) -> str:
