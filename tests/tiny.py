@@ -72,7 +72,8 @@ OWN = {
         "mlp_only_layers": [0],
     },
     "qwen3_moe": TOP_2 | {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True},
-    "qwen3_vl_moe": TOP_2 | {"num_experts": 4, "moe_intermediate_size": 32},
+    "qwen3_vl_moe": TOP_2
+    | {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True},  # vLLM reads that
     "olmoe": TOP_2 | {"num_experts": 4},
     "glm4_moe": DEEPSEEK | {"use_qk_norm": True},
     "dots1": DEEPSEEK | ALTERNATING,
@@ -126,8 +127,8 @@ def make(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values), dtype=dtype)
     with torch.no_grad():
         for name, p in model.state_dict().items():
-            # Norms begin as ones and biases as zeros, experts' [E, out], too: a missing one would not
-            # show.
+            # Norms begin as ones and biases as zeros (those of experts are [E, out]): a missing one
+            # would not show.
             if p.ndim == 1 or name.endswith("_bias"):
                 p.add_(torch.randn_like(p) * 0.1)
     model.save_pretrained(folder)
