@@ -342,6 +342,8 @@ def make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool
             del model.lm_head
             text = config.get_text_config()
             model.score = ScoreHead(text.hidden_size, 1, bias=False, dtype=dtype)
+    for p in model.parameters():  # some families make a router's float32, whatever the dtype is
+        p.data = p.data.to(dtype)
     model.adapters = None
     model.shared = set()
     for b in loading.buffers(model).values():  # rounded to bfloat16 they would choose other experts

@@ -21,6 +21,8 @@ _ATTENTION = {
     "self_attn.v_proj": "colwise",
     "self_attn.o_proj": "rowwise",
 }
+_MLP = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+DENSE = {f"model.layers.*.{name}": style for name, style in {**_ATTENTION, **_MLP}.items()}
 GPT_OSS = {
     "model.layers.*.self_attn": "heads",  # its sinks
     **{f"model.layers.*.{name}": style for name, style in _ATTENTION.items()},
