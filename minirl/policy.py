@@ -126,10 +126,10 @@ class Policy:
         layers = build.layers(self.model) if cfg.optimizer == "muon" else []
         in_layers = set(nn.ModuleList(layers).parameters())
         matrices, vectors, hidden = [], [], []
-        for p in self.model.parameters():
+        for name, p in self.model.named_parameters():
             if not p.requires_grad:
                 continue
-            if p.ndim < 2:
+            if p.ndim < 2 or name.endswith("bias"):  # those of experts are [E, out]
                 vectors.append(p)
             elif p in in_layers:
                 hidden.append(p)

@@ -22,3 +22,11 @@ def pytest_xdist_auto_num_workers(config) -> int:
     if config.option.markexpr == "gpu":
         return 0
     return min(4, len(os.sched_getaffinity(0)))
+
+
+@pytest.fixture(scope="module")
+def chosen(request) -> set[str]:
+    """The families of this module's tests that are to run: `-k arcee` makes one model, not all."""
+    items = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return {param["family"] for param in params if "family" in param}

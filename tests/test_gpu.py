@@ -69,7 +69,7 @@ def siblings(seed=0):
     return out
 
 
-def attend_and_back(dtype, window=None, softcap=None, head_dim=64):
+def attend_and_back(dtype, window=None, softcap=None, head_dim=64, sinks=False):
     """The output of a layer and the gradients; in float32, which no kernel there takes, by the
     formula."""
     device = torch.device("cuda")
@@ -79,7 +79,11 @@ def attend_and_back(dtype, window=None, softcap=None, head_dim=64):
     leaves = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
     grad = torch.randn(1, len(batch.inputs), 8, head_dim, device=device).to(dtype)
     options = {"pack": batch, "scaling": 0.125, "sliding_window": window, "softcap": softcap}
-    out, _ = packed_attention(torch.nn.Identity(), *leaves, None, **options)
+    q, k, v = leaves
+    if sinks:
+        options["s_aux"] = torch.randn(8, device=device).add(2).to(dtype).requires_grad_()
+        leaves.append(options["s_aux"])
+    out, _ = packed_attention(torch.nn.Identity(), q, k, v, None, **options)
     gradients = torch.autograd.grad(out, leaves, grad)
     by_formula = any("padded" in vars(block) for block in batch.blocks)
     assert by_formula == (dtype == torch.float32) or window
@@ -91,6 +95,12 @@ def test_flash_attention_over_shared_prompts_equals_the_formula_in_float32(windo
     """On Hopper that is FlashAttention-3, if it is installed."""
     exact = attend_and_back(torch.float32, window)
     assert_close(attend_and_back(torch.bfloat16, window), exact, 0.02)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_attention_sinks_equal_the_formula_in_float32(window):
+    exact = attend_and_back(torch.float32, window, sinks=True)
+    assert_close(attend_and_back(torch.bfloat16, window, sinks=True), exact, 0.02)
 
 
 @needs_flash2
@@ -307,12 +317,13 @@ def test_state_at_rest_sleep_and_offload_train_alike(tmp_path, settings):
     assert history[0][2] < history[0][0] and history[1] == pytest.approx(history[0], rel=0.02)
 
 
-def test_grouped_experts_equal_one_at_a_time_in_float32():
+@pytest.mark.parametrize("like_gpt_oss", [False, True])
+def test_grouped_experts_equal_one_at_a_time_in_float32(like_gpt_oss):
     """Forward and gradients, with tokens of no expert, whose rows the kernel leaves unwritten."""
     device, results = torch.device("cuda"), []
     for dtype in (torch.bfloat16, torch.float32):
-        module, hidden, indices, weights = mixture_inputs(dtype, device)
-        inputs = (hidden, weights, module.gate_up_proj, module.down_proj)
+        module, hidden, indices, weights = mixture_inputs(dtype, device, like_gpt_oss)
+        inputs = (hidden, weights, *module.parameters())
         out = experts.mixture(module, hidden, indices, weights)
         results.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
     for grouped, exact in zip(*results, strict=True):

@@ -129,23 +129,27 @@ PROMPTS_SHARED = [(14, [3, 9, 22]), (2, [5, 2]), (1, [7, 3]), (20, [6, 1])]
 PROMPTS_ALONE = [(14, [3]), (5, [22]), (2, [5]), (1, [9]), (9, [1]), (20, [6])]
 
 
-def naive_attention(q, k, v, batch, window, softcap):
-    """One query at a time, float64; q [1, H, T, D], k and v [1, H / 2, T, D]."""
+def naive_attention(q, k, v, sinks, batch, window, softcap):
+    """One query at a time, float64; q [1, H, T, D], k and v [1, H / 2, T, D]. Sinks [H] are scores
+    of one more key, whose share of the softmax is dropped."""
     out = torch.zeros_like(q)
     for row, keys in seen(batch):
         keys = keys[-window:] if window else keys
         for head in range(q.shape[1]):
             scores = k[0, head // 2, keys] @ q[0, head, row] * 0.3
             scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-            out[0, head, row] = torch.softmax(scores, dim=0) @ v[0, head // 2, keys]
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head : head + 1]])
+            shares = torch.softmax(scores, dim=0)[: len(keys)]
+            out[0, head, row] = shares @ v[0, head // 2, keys]
     return out.transpose(1, 2)
 
 
 @pytest.mark.parametrize("spec", [PROMPTS_SHARED, PROMPTS_ALONE], ids=["shared", "alone"])
 @pytest.mark.parametrize("window", [None, 1, 7, 30, 4096])
-@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("extra", ["", "softcap", "sinks"])
 @pytest.mark.parametrize("short", [128, 10])
-def test_packed_attention_equals_one_query_at_a_time(monkeypatch, spec, window, softcap, short):
+def test_packed_attention_equals_one_query_at_a_time(monkeypatch, spec, window, extra, short):
     monkeypatch.setattr(blocks, "SHORT_PROMPT", short)
     batch = pack(groups(spec), CPU, layout=Layout(windowed=window is not None))
     torch.manual_seed(0)
@@ -153,6 +157,8 @@ def test_packed_attention_equals_one_query_at_a_time(monkeypatch, spec, window, 
         torch.randn(1, heads, len(batch.inputs), 6, dtype=torch.float64, requires_grad=True)
         for heads in (4, 2, 2)
     )
+    softcap = 0.7 if extra == "softcap" else None
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if extra == "sinks" else None
     out, _ = attention.packed_attention(
         torch.nn.Identity(),
         q,
@@ -163,11 +169,13 @@ def test_packed_attention_equals_one_query_at_a_time(monkeypatch, spec, window, 
         scaling=0.3,
         sliding_window=window,
         softcap=softcap,
+        s_aux=sinks,
     )
-    expected = naive_attention(q, k, v, batch, window, softcap)
+    expected = naive_attention(q, k, v, sinks, batch, window, softcap)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     direction = torch.randn_like(out)
-    got, wanted = (torch.autograd.grad((x * direction).sum(), (q, k, v)) for x in (out, expected))
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    got, wanted = (torch.autograd.grad((x * direction).sum(), inputs) for x in (out, expected))
     for x, y in zip(got, wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
 
@@ -209,7 +217,7 @@ def test_a_window_without_its_block_is_refused():
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"sinks": torch.zeros(2)}, "sinks"),
         ({"is_causal": False}, "is_causal=False"),
         ({"dropout": 0.1}, "dropout"),
         ({"attention_mask": torch.ones(1)}, "mask"),

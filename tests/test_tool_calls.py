@@ -6,10 +6,11 @@ import json
 import openai
 import pytest
 
-from minirl.data import chat
+from minirl.data import chat, harmony
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.rollout import tool_calls
+from minirl.rollout.conversation import read_answer
 from minirl.rollout.tool_calls import make_reader
 from test_server import CALL, HI, TEMPLATE, TOOL, play
 
@@ -244,3 +245,103 @@ def test_errors_are_one_sentence():
             await w.ask(messages=HI, tool_choice="required")
 
     play(program)
+
+
+# What templates of gpt-oss make of a chat: thoughts are kept of the last answer, a call names its
+# tool in the header, and a content with channels is refused.
+HARMONY = (
+    "{%- if tools %}{{ '<|start|>developer<|message|>' + (tools | tojson) + '<|end|>' }}"
+    "{% endif -%}"
+    "{%- for m in messages -%}"
+    "{%- if m.role != 'assistant' -%}"
+    "{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}"
+    "{%- else -%}"
+    "{%- if '<|channel|>' in m.content -%}{{ raise_exception('channels in the content') }}"
+    "{%- endif -%}"
+    "{%- if m.thinking and loop.last -%}"
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{%- endif -%}"
+    "{%- if m.tool_calls -%}"
+    "{{ '<|start|>assistant to=functions.' + m.tool_calls[0].function.name }}"
+    "{{ '<|channel|>commentary json<|message|>' }}"
+    "{{ (m.tool_calls[0].function.arguments | tojson) + '<|call|>' }}"
+    "{%- else -%}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}"
+    "{%- endif -%}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}"
+)
+HARMONY_TOKENS = ("start", "end", "message", "channel", "constrain", "call", "return")
+THOUGHT = "<|channel|>analysis<|message|>The tool knows.<|end|><|start|>assistant"
+CALLED = (
+    THOUGHT + "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+    '{"a": 1, "b": 2}<|call|>'
+)
+ANSWERED = (
+    "<|channel|>analysis<|message|>3.<|end|><|start|>assistant<|channel|>final<|message|>It is 3."
+)
+
+
+def speak_harmony(tokenizer):
+    special = [f"<|{name}|>" for name in HARMONY_TOKENS]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template = HARMONY
+    return tokenizer
+
+
+def test_harmony_is_read_as_it_is_written_and_as_it_is_sampled():
+    tokenizer = speak_harmony(make_tokenizer([]))
+    reader = make_reader(tokenizer, [TOOL], "auto", "auto")
+    assert reader.parser == "harmony" and reader.guide() is None
+    assert reader.read(CALLED) == ("", [("add", {"a": 1, "b": 2})])
+    both = CALLED.replace(
+        THOUGHT, THOUGHT + "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant"
+    )
+    assert reader.read(both) == ("I add.", [("add", {"a": 1, "b": 2})])
+    assert reader.read(ANSWERED) == (ANSWERED, [])
+    broken = CALLED.replace('{"a": 1', '{"a": ')
+    assert reader.read(broken) == (broken, [])
+    foreign = CALLED.replace("functions.add", "python")
+    assert reader.read(foreign) == (foreign, [])
+
+
+def test_what_an_answer_in_harmony_says():
+    assert harmony.visible_text(ANSWERED) == "It is 3."
+    assert harmony.visible_text(CALLED) == harmony.visible_text(THOUGHT) == ""
+    assert harmony.visible_text("no channel<|return|>") == "no channel"
+    assert harmony.visible_text("<|channel|>analysis") == ""  # it ended in the header
+    assert harmony.to_chat_message(CALLED) == {
+        "role": "assistant",
+        "content": "",
+        "thinking": "The tool knows.",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+        ],
+    }
+    tokenizer = speak_harmony(make_tokenizer([]))
+    tokens = tokenizer(ANSWERED, add_special_tokens=False)["input_ids"]
+    assert read_answer(tokenizer, tokens) == "It is 3."
+    assert read_answer(make_tokenizer([]), [10, 11]) == make_tokenizer([]).decode([10, 11])
+
+
+def test_an_agent_speaks_harmony():
+    """Thoughts are not shown, calls are OpenAI's, and earlier answers go to the template as it
+    wants them. What is trained on is what was sampled."""
+
+    async def program(w):
+        speak_harmony(w.engine.tokenizer)
+        first = await w.ask(messages=HI, tools=[TOOL])
+        message = first.choices[0].message
+        assert message.content is None and first.choices[0].finish_reason == "tool_calls"
+        assert json.loads(message.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
+        reply = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
+        asked = [*HI, message.model_dump(exclude_none=True), reply]
+        second = await w.ask(messages=asked, tools=[TOOL])
+        assert second.choices[0].message.content == "It is 3."
+        asked += [second.choices[0].message.model_dump(exclude_none=True), *HI]
+        await w.ask(messages=asked, tools=[TOOL])
+        texts = [text.removesuffix("<|end|>") for text, _ in w.said()]
+        assert texts[0].endswith("<|start|>user<|message|>hi<|end|><|start|>assistant" + CALLED)
+        assert "to=functions.add<|channel|>commentary json<|message|>{" in texts[1]
+        assert texts[1].endswith("<|start|>assistant" + ANSWERED)
+        assert "<|channel|>final<|message|>It is 3.<|end|>" in texts[2]
+        assert texts[2].endswith("<|start|>assistant" + ANSWERED)
+
+    play(program, CALLED, ANSWERED, ANSWERED)

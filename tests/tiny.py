@@ -6,6 +6,7 @@ from unittest import mock
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils.logging import disable_progress_bar
 
@@ -71,9 +72,26 @@ OWN = {
         "mlp_only_layers": [0],
     },
     "qwen3_moe": TOP_2 | {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "qwen3_vl_moe": TOP_2
+    | {"num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True},  # vLLM reads that
     "olmoe": TOP_2 | {"num_experts": 4},
     "glm4_moe": DEEPSEEK | {"use_qk_norm": True},
     "dots1": DEEPSEEK | ALTERNATING,
+    "gpt_oss": TOP_2
+    | ALTERNATING
+    | {
+        "num_local_experts": 4,
+        "swiglu_limit": 1.5,  # with which it clamps some
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    },
     "minimax_m2": TOP_2
     | {
         "num_local_experts": 4,
@@ -108,8 +126,10 @@ def make(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values), dtype=dtype)
     with torch.no_grad():
-        for p in model.state_dict().values():
-            if p.ndim == 1:  # norms begin as ones and biases as zeros: a missing one would not show
+        for name, p in model.state_dict().items():
+            # Norms begin as ones and biases as zeros (those of experts are [E, out]): a missing one
+            # would not show.
+            if p.ndim == 1 or name.endswith("_bias"):
                 p.add_(torch.randn_like(p) * 0.1)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -141,6 +161,7 @@ TOWERS = {
         },
     ),
 }
+TOWERS["qwen3_vl_moe"] = TOWERS["qwen3_vl"]
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 TEMPLATE = (
     "{%- for m in messages -%}{{ '<|' + m.role + '|>' }}"
@@ -192,6 +213,7 @@ def make_vision(
     )
     tokenizer.chat_template = TEMPLATE
     patch, tower = TOWERS[family]
+    is_qwen3 = family.startswith("qwen3_vl")
     named = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
         for name, token in (
@@ -208,9 +230,10 @@ def make_vision(
             "pad_token_id": tokenizer.pad_token_id,
             "vocab_size": len(tokenizer) + 3,
             "tie_word_embeddings": tied,
-            "rope_parameters": ROPE | ({"mrope_interleaved": True} if family == "qwen3_vl" else {}),
+            "rope_parameters": ROPE | ({"mrope_interleaved": True} if is_qwen3 else {}),
         }
-        | ({"head_dim": 32} if family == "qwen3_vl" else {})
+        | ({"head_dim": 32} if is_qwen3 else {})
+        | OWN.get(family, {})
         | config
     )
     values = {
@@ -230,11 +253,13 @@ def make_vision(
             if p.ndim == 1:
                 p.add_(torch.randn_like(p) * 0.1)
     model.save_pretrained(folder)
+    if family == "qwen3_vl_moe":
+        transpose_experts(folder)
     limits = {"min_pixels": (2 * patch) ** 2, "max_pixels": 64 * (2 * patch) ** 2}
     images = Qwen2VLImageProcessor(patch_size=patch, merge_size=2, **limits)
     video, whole = (
         (Qwen3VLVideoProcessor, Qwen3VLProcessor)
-        if family == "qwen3_vl"
+        if is_qwen3
         else (
             Qwen2VLVideoProcessor,
             Qwen2VLProcessor if family == "qwen2_vl" else Qwen2_5_VLProcessor,
@@ -247,6 +272,16 @@ def make_vision(
         chat_template=TEMPLATE,
     ).save_pretrained(folder)
     return folder
+
+
+def transpose_experts(folder):
+    """Write the experts of a folder as published ones have them; the library reads both forms."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    for name, t in weights.items():
+        if ".mlp.experts." in name:
+            weights[name] = t.mT.contiguous()
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def load_counting_bytes(model, folder, device):

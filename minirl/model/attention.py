@@ -26,7 +26,7 @@ NAME = "minirl"
 NAMES = {"": NAME, "text_config": NAME, "vision_config": "sdpa"}
 # Arguments that change the result and that no kernel here honours. Ignoring them would train on
 # wrong numbers.
-UNSUPPORTED = ("s_aux", "sinks", "head_mask", "position_bias", "attention_mask", "dropout")
+UNSUPPORTED = ("sinks", "head_mask", "position_bias", "attention_mask", "dropout")
 
 # Blocks, each with keys and values [M, Hkv, D].
 Steps = Iterator[tuple[Block, Tensor, Tensor]]
@@ -44,6 +44,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend within each sequence of a packed batch.
@@ -59,6 +60,8 @@ def packed_attention(
         dropout: must be 0.
         sliding_window: number of keys that a query sees, itself included; None or 0: all.
         softcap: c of scores c tanh(s / c).
+        s_aux: sinks [H]: the score of one more key of each head, whose value is 0; of gpt-oss
+            (arXiv 2508.10925, sec. 2.3). None: there are none.
         **kwargs: other arguments of the interface.
 
     Returns:
@@ -87,10 +90,11 @@ def packed_attention(
     ring = context if context and context.ring and not window else None
     if context and not ring:
         k, v = gather_keys(k, v, context)
-    if ring and not softcap and flash.can(q, options) and ring_package.kernel():
+    plain = softcap is None and s_aux is None
+    if ring and plain and flash.can(q, options) and ring_package.kernel():
         out = ring_package.ring(q, k, v, blocks[0], scale, ring)
     else:
-        out = Attention.apply(q, k, v, blocks, options, ring)
+        out = Attention.apply(q, k, v, s_aux, blocks, options, ring)
     return out[None], None
 
 
@@ -148,6 +152,25 @@ def attend(
     return out.to(q.dtype), lse
 
 
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Let every row attend to one more key, whose value is 0.
+
+    It only enters the log-sum-exp, so it is added once, behind all blocks. What kernels compute in
+    backward from the new output and log-sum-exp is then right as it is.
+
+    Args:
+        out: [T, H, D].
+        lse: log-sum-exp [T, H] of the scores.
+        sinks: the scores of that key, [H].
+
+    Returns:
+        Both with the key.
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    share = (lse - total).exp_()[..., None]
+    return (out * share).to(out.dtype), total
+
+
 class Attention(torch.autograd.Function):
     """Attention of queries [T, H, D] to keys and values [M, Hkv, D], block by block.
 
@@ -164,6 +187,7 @@ class Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         blocks: tuple[Block, ...],
         options: Options,
         ring: Context | None,
@@ -171,7 +195,9 @@ class Attention(torch.autograd.Function):
         """Return the output [T, H, D]."""
         wide = ring is not None or len(blocks) > 2
         out, lse = attend(q, _steps(k, v, blocks, ring), options, wide=wide)
-        ctx.save_for_backward(q, k, v, out, lse)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.blocks = blocks
         ctx.options = options
         ctx.ring = ring
@@ -179,8 +205,8 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout: Tensor) -> tuple:
-        """Return the gradients of queries, keys and values."""
-        q, k, v, out, lse = ctx.saved_tensors
+        """Return the gradients of queries, keys, values and sinks."""
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         wide = torch.promote_types(q.dtype, torch.float32) if ctx.ring else q.dtype
         gradients = [
             torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format)
@@ -191,7 +217,12 @@ class Attention(torch.autograd.Function):
             if ctx.ring:  # the gradients of keys and values follow them
                 gradients[1:] = RingTransfer(gradients[1:], ctx.ring).wait()
         dq, dk, dv = gradients
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(k.dtype), None, None, None
+        dsinks = None
+        if sinks is not None:  # ds = p (dp - sum(do out)) of a key with value 0, so dp = 0
+            p = (sinks.to(lse.dtype) - lse).exp_()
+            do_out = (dout.to(lse.dtype) * out).sum(-1)
+            dsinks = -(p * do_out).sum(0).to(sinks.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(k.dtype), dsinks, None, None, None
 
 
 def _steps(k: Tensor, v: Tensor, blocks: tuple[Block, ...], ring: Context | None) -> Steps:

@@ -27,7 +27,18 @@ from minirl.config.named import check_model
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.errors import UserError, require
-from minirl.model import attention, experts, families, fused, loading, lora, mixtures, nf4, routing
+from minirl.model import (
+    attention,
+    experts,
+    families,
+    fused,
+    loading,
+    lora,
+    mixtures,
+    mxfp4,
+    nf4,
+    routing,
+)
 from minirl.model.adapter_files import is_adapter_folder, read_adapter
 from minirl.model.freeze import freeze
 from minirl.model.logprob import logprob_entropy
@@ -89,11 +100,13 @@ def find_folder(model: str, setting: str) -> Path:
 def read_config(folder: Path | str) -> PretrainedConfig:
     """Read a model's config.json, from a folder or, by its id, from the hub.
 
+    It does not tell of weights in MXFP4, which are read as bfloat16.
+
     Raises:
         UserError: it cannot be read, or this version of transformers does not know its model type.
     """
     with library_reads(f"{folder}/config.json"):
-        return AutoConfig.from_pretrained(folder)
+        return mxfp4.forget(AutoConfig.from_pretrained(folder))
 
 
 class ScoreHead(nn.Linear):
@@ -377,6 +390,8 @@ def make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool
             del model.lm_head
             text = config.get_text_config()
             model.score = ScoreHead(text.hidden_size, 1, bias=False, dtype=dtype)
+    for p in model.parameters():  # some families make a router's float32, whatever the dtype is
+        p.data = p.data.to(dtype)
     model.adapters = None
     model.routing = None
     model.shared = set()

@@ -32,7 +32,8 @@ def mixture(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor | None
 
     Args:
         module: the library's experts: `num_experts`, `gate_up_proj` [E, 2 I, H], `down_proj`
-            [E, H, I] and `_apply_gate`.
+            [E, H, I] and `_apply_gate`. With `is_transposed` the matrices are [E, in, out]; with
+            `has_bias` each has a bias [E, out], named `{matrix}_bias`.
         hidden: [T, H].
         indices: int64 [T, k]: the experts of each token. `module.num_experts` is no expert, and
             adds 0: under tensor parallelism another rank has it.
@@ -52,21 +53,51 @@ def mixture(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor | None
 
 
 def _project(module: Any, name: str, x: Tensor, ends: Tensor, multiply: Multiply) -> Tensor:
-    """Multiply the rows of each expert by its matrix of a name, and add its adapter's product."""
+    """Multiply the rows of each expert by its matrix of a name; add its bias and its adapter's."""
+    y = _multiply(module, name, x, partial(multiply, ends=ends))
+    if module.has_bias:
+        y = y + _biases(module._parameters[f"{name}_bias"], ends, len(x))
+    return y
+
+
+def _multiply(module: Any, name: str, x: Tensor, multiply: Multiply) -> Tensor:
+    """Multiply by a matrix of the experts, with its adapter merged into it.
+
+    Args:
+        module: the experts.
+        name: of the matrix.
+        x: [N, in], sorted by expert.
+        multiply: of x and matrices of all experts.
+    """
     parameters = module._parameters
     base = [parameters[name]]
     packed = None
     if base[0].dtype == torch.uint8:  # in four bits
         base.append(parameters[f"{name}_{nf4.SCALES}"])
         packed = module.packed[name]
-    of_experts = partial(multiply, ends=ends)
+    elif module.is_transposed:
+        base = [base[0].mT]
     a = parameters.get(f"{name}_{LORA_A}")
     if a is not None and module.adapters.on:
         b = parameters[f"{name}_{LORA_B}"]
-        return product(x, a, b, module.adapters.scale, of_experts, packed, *base)
+        return product(x, a, b, module.adapters.scale, multiply, packed, *base)
     if packed:
-        return nf4.product(x, base[0], base[1], packed, of_experts)
-    return of_experts(x, base[0])
+        return nf4.product(x, base[0], base[1], packed, multiply)
+    return multiply(x, base[0])
+
+
+def _biases(biases: Tensor, ends: Tensor, num_rows: int) -> Tensor:
+    """Return the bias of each row's expert, [N, out], 0 in rows of no expert.
+
+    Args:
+        biases: [E, out].
+        ends: as in `_one_by_one`.
+        num_rows: N.
+    """
+    rows = torch.arange(num_rows, device=ends.device)[:, None]
+    is_of_expert = (rows < ends) & (rows >= ends - ends.diff(prepend=ends.new_zeros(1)))
+    # A product, because its backward sums in a fixed order.
+    return is_of_expert.to(biases.dtype) @ biases
 
 
 def _one_by_one(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -12,13 +12,14 @@ through the engine.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from minirl.errors import require
+from minirl.model import plans, sizes
 from minirl.parallel.regions import CheckpointSlice, Region
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -34,6 +35,12 @@ class ExpertNames(NamedTuple):
     gate: str
     up: str
     down: str
+
+
+class FusedExperts(NamedTuple):
+    """Checkpoint files have the two fused tensors of a layer's experts, by the model's names."""
+
+    transposed: bool  # As [experts, columns, rows].
 
 
 class Fused(NamedTuple):
@@ -55,13 +62,15 @@ class Family(NamedTuple):
     # Config -> (factor of the head's logits besides 1 / temperature, c where logits are
     # c * tanh(logits / c) or else None).
     head: Callable[[PretrainedConfig], tuple[float, float | None]] = lambda config: (1.0, None)
-    # Names in the files of experts, which the model keeps as two fused tensors.
-    experts: ExpertNames | None = None
+    # How files hold experts, which the model keeps as two fused tensors; None: there are none.
+    experts: ExpertNames | FusedExperts | None = None
     # Of its routers: they score by sigmoid, and a bias moves their choice; else by softmax.
     sigmoid_router: bool = False
     # vLLM's sliding windows are one token wider than the library's.
     engine_window_differs: bool = False
     engine_on_cpu: bool = True
+    # Config -> the values without which vLLM's class computes another model than the library's.
+    engine_values: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
     # Beginnings of the model's names -> what the files have instead.
     files: dict[str, str] = {}
     fused: Fused = Fused()
@@ -69,21 +78,7 @@ class Family(NamedTuple):
 
 _MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 _EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
-_QWEN2_MOE = {
-    "model.layers.*.mlp.experts": "moe_tp_experts",
-    "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
-    "model.layers.*.mlp.shared_expert.up_proj": "colwise",
-    "model.layers.*.mlp.shared_expert.down_proj": "rowwise",
-}
-_QWEN3_VL = {
-    "model.language_model.layers.*.self_attn.q_proj": "colwise",
-    "model.language_model.layers.*.self_attn.k_proj": "colwise",
-    "model.language_model.layers.*.self_attn.v_proj": "colwise",
-    "model.language_model.layers.*.self_attn.o_proj": "rowwise",
-    "model.language_model.layers.*.mlp.gate_proj": "colwise",
-    "model.language_model.layers.*.mlp.up_proj": "colwise",
-    "model.language_model.layers.*.mlp.down_proj": "rowwise",
-}
+_QWEN2_MOE = ("num_experts", "shared_expert_intermediate_size")
 _DENSE = Family()
 _PARTIAL = Fused(rotary=False)  # Turns a part of each head, or other pairs than halves.
 _GEMMA = Family(
@@ -99,6 +94,14 @@ _DEEPSEEK = Family(
     sigmoid_router=True,
 )
 _QWEN2_VL = Family(files={"model.visual.": "visual.", "model.language_model.": "model."})
+
+
+def _gpt_oss_in_engine(config: PretrainedConfig) -> dict[str, Any]:
+    """Return what vLLM's class has as constants."""
+    kinds = ["sliding_attention", "full_attention"] * config.num_hidden_layers
+    layer_types = kinds[: config.num_hidden_layers]
+    return {"layer_types": layer_types, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+
 
 FAMILIES = {
     "llama": _DENSE,
@@ -123,8 +126,8 @@ FAMILIES = {
     "cohere2": _COHERE._replace(engine_window_differs=True),
     "mixtral": Family(divided=(*HEADS, "num_local_experts"), experts=_MIXTRAL),
     "qwen2_moe": Family(
-        divided=(*HEADS, "num_experts", "shared_expert_intermediate_size"),
-        plan=_QWEN2_MOE,
+        divided=(*HEADS, *_QWEN2_MOE),
+        plan=plans.QWEN2_MOE,
         experts=_EXPERTS,
     ),
     "qwen3_moe": Family(divided=(*HEADS, "num_experts"), experts=_EXPERTS),
@@ -133,13 +136,27 @@ FAMILIES = {
     "dots1": _DEEPSEEK,
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
-    "qwen3_vl": Family(plan=_QWEN3_VL),
+    "qwen3_vl": Family(plan=plans.QWEN3_VL),
+    "qwen3_vl_moe": Family(
+        divided=(*HEADS, "num_experts"),
+        plan=plans.QWEN3_VL | {"model.language_model.layers.*.mlp.experts": "moe_tp_experts"},
+        experts=FusedExperts(transposed=True),
+        # The library always normalises, and vLLM as this says.
+        engine_values=lambda config: {"norm_topk_prob": True},
+    ),
     "minimax_m2": Family(
         divided=(*FEATURES, "num_local_experts"),
         experts=_MIXTRAL,
         sigmoid_router=True,
         engine_on_cpu=False,
         fused=_PARTIAL,
+    ),
+    "gpt_oss": Family(
+        divided=(*HEADS, "num_local_experts"),
+        plan=plans.GPT_OSS,
+        experts=FusedExperts(transposed=False),
+        engine_values=_gpt_oss_in_engine,
+        fused=Fused(norm_wide=True, rotary=False),
     ),
 }
 
@@ -150,7 +167,6 @@ _LEAKS = "its linear attention leaks from one packed sequence into the next"
 _NO_SEQUENCE_PARALLELISM = "it fails under sequence parallelism"
 # Families that users ask for, and what was found wrong with them.
 REFUSED = {
-    "gpt_oss": "its attention sinks are an argument that packed attention does not take",
     "qwen3_next": _LEAKS,
     "qwen3_5_text": _LEAKS,
     "nemotron": "it does not call the attention interface",
@@ -188,6 +204,8 @@ def check_supported(
     # What the engine does not run, or computes in another way than the trainer.
     if device == "cpu":
         _check_engine_on_cpu(config, where)
+    if device:
+        _check_engine_values(config, where)
 
     family = FAMILIES[config.model_type]
     window = config.sliding_window if family.engine_window_differs else None
@@ -209,13 +227,25 @@ def _check_engine_on_cpu(config: PretrainedConfig, where: str) -> None:
         "(its router scores); use a CUDA device",
     )
 
-    head_dim = _head_dim(config.get_text_config().to_dict())
+    head_dim = sizes.head_dim(config.get_text_config().to_dict())
     require(
         head_dim in _HEAD_DIMS_ON_CPU,
         f"{where}: head_dim = {head_dim}, and vLLM's CPU build has attention for "
         f"{', '.join(map(str, _HEAD_DIMS_ON_CPU))} alone; take another model, or another "
         "policy.scratch.head_dim",
     )
+
+
+def _check_engine_values(config: PretrainedConfig, where: str) -> None:
+    """Refuse config values that vLLM's class reads in another way than the library's."""
+    values = config.get_text_config().to_dict()
+    for name, wanted in FAMILIES[config.model_type].engine_values(config).items():
+        value = values.get(name, wanted)  # some versions of the library have the constant, too
+        require(
+            value == wanted,
+            f"{where}: with {name} = {value} vLLM computes another {config.model_type} than the "
+            f"trainer; both agree with {wanted}: train a model that has it",
+        )
 
 
 def _check_heads(config: PretrainedConfig, where: str, tensor_parallel: int) -> None:
@@ -256,78 +286,12 @@ def check_positions(config: PretrainedConfig, where: str, setting: str, num_toke
     Raises:
         UserError: there are fewer positions.
     """
-    positions = _num_positions(config)
+    positions = sizes.num_positions(config)
     require(
         not positions or num_tokens <= positions,
         f"{setting} = {num_tokens} is above the {positions} positions of {where} "
         f"(max_position_embeddings); lower it to {positions} or less",
     )
-
-
-# Kinds of rotary positions with whose factor `max_position_embeddings` has been multiplied already.
-_FACTOR_INCLUDED = ("default", "llama3", "longrope", "su", "yarn")
-
-
-def _num_positions(config: PretrainedConfig) -> int:
-    """Return how many positions a model has, as vLLM counts them; 0: its config does not say."""
-    values = config.get_text_config().to_dict()
-    positions = values.get("max_position_embeddings") or 0
-    if "gemma3" in config.model_type:
-        return positions
-    parameters = values.get("rope_parameters") or {}
-    factor = 1.0
-    for rope in [parameters, *parameters.values()]:  # one for each type of layer, in some models
-        if isinstance(rope, dict) and rope.get("rope_type", "default") not in _FACTOR_INCLUDED:
-            factor = rope.get("factor") or factor
-    return int(positions * factor)
-
-
-# What every config has, and where the trainer or the engine would divide by it.
-_SIZES = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "intermediate_size",
-    "head_dim",
-    "max_position_embeddings",
-)
-
-
-def _check_sizes(values: dict, where: str) -> None:
-    """Refuse sizes that are no numbers above 0, or that do not fit one another.
-
-    `values`: of the config of the language model.
-    """
-    for name in _SIZES:
-        size = values.get(name)
-        if size is None and name not in ("hidden_size", "num_hidden_layers", "vocab_size"):
-            continue  # some families have no such size
-        require(
-            type(size) is int and 0 < size < 2**31,
-            f"{where}: {name} = {size!r} in its config.json must be a whole number above 0; take "
-            "the config.json that belongs to the weights",
-        )
-
-    layers = values["num_hidden_layers"]
-    kinds = values.get("layer_types")
-    require(
-        kinds is None or len(kinds) == layers,
-        f"{where}: layer_types in its config.json has {len(kinds or [])} layers, and "
-        f"num_hidden_layers = {layers}; make them equal",
-    )
-
-    head_dim = _head_dim(values)
-    require(
-        head_dim > 0 and head_dim % 2 == 0,
-        f"{where}: head_dim = {head_dim} must be even: rotary positions turn pairs of features; "
-        "use 32, 64 or 128",
-    )
-
-
-def _head_dim(values: dict) -> int:
-    return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
 
 
 def _check_config(config: PretrainedConfig, where: str) -> None:
@@ -340,7 +304,7 @@ def _check_config(config: PretrainedConfig, where: str) -> None:
     )
 
     values = config.get_text_config().to_dict()
-    _check_sizes(values, where)
+    sizes.check(values, where)
 
     require(
         "quantization_config" not in values,
@@ -367,13 +331,13 @@ def _check_config(config: PretrainedConfig, where: str) -> None:
 def divided(config: PretrainedConfig) -> dict[str, int]:
     """Return what parallel.tensor splits: config values, or products of them, by their names."""
     text = config.get_text_config()
-    head_dim = _head_dim(text.to_dict())
-    sizes = {}
+    head_dim = sizes.head_dim(text.to_dict())
+    found = {}
     for product in ("vocab_size", *FAMILIES[config.model_type].divided):
-        sizes[product] = math.prod(
+        found[product] = math.prod(
             head_dim if name == "head_dim" else getattr(text, name) for name in product.split(" * ")
         )
-    return sizes
+    return found
 
 
 def checkpoint_slices(
@@ -389,6 +353,10 @@ def checkpoint_slices(
     family = FAMILIES[config.model_type]
     experts = family.experts
     layer, _, fused = name.partition(".mlp.experts.")
+    whole = Region((0,) * len(shape), tuple(shape))
+    if isinstance(experts, FusedExperts):
+        transposed = bool(fused) and experts.transposed
+        return [CheckpointSlice(name, whole, transposed=transposed)]
     if experts and fused:  # [experts, rows, columns]: gate and up, or down
         matrices = (experts.gate, experts.up) if fused == "gate_up_proj" else (experts.down,)
         rows = shape[1] // len(matrices)
@@ -404,7 +372,7 @@ def checkpoint_slices(
         name = name.replace(".mlp.", f".{experts.block}.")
     for in_model, in_files in family.files.items():
         name = name.replace(in_model, in_files)
-    return [CheckpointSlice(name, Region((0,) * len(shape), tuple(shape)))]
+    return [CheckpointSlice(name, whole)]
 
 
 def score_class(config: PretrainedConfig, where: str) -> str:

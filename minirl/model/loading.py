@@ -1,6 +1,7 @@
 """What a model's files hold, and how each rank reads its own part of it."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ def load_weights(
     in_model = {}
     for name, t in tensors(model).items():
         if name != SCORE or SCORE in weights:
-            slices[name] = families.checkpoint_slices(model.config, name, t.shape)
+            expected = families.checkpoint_slices(model.config, name, t.shape)
+            slices[name] = [_as_in_file(part, weights) for part in expected]
             for part in slices[name]:
                 in_model[part.name] = list(part.to_file(part.region).size)
     wrong = [
@@ -139,6 +141,18 @@ def load_weights(
             _check_finite(t, slices[name], folder)
         else:
             t.zero_()
+
+
+def _as_in_file(part: CheckpointSlice, weights: dict[str, Any]) -> CheckpointSlice:
+    """Return a slice as the files have it: the library writes transposed ones the other way round.
+
+    It tells both forms by their shapes, too.
+    """
+    if not part.transposed or part.name not in weights:
+        return part
+    plain = replace(part, transposed=False)
+    is_plain = weights[part.name].get_shape() == list(plain.to_file(part.region).size)
+    return plain if is_plain else part
 
 
 def _check_finite(t: Tensor, slices: list[CheckpointSlice], folder: Path) -> None:
@@ -189,7 +203,7 @@ def fill_shard(t: Tensor, slices: list[CheckpointSlice], weights: dict[str, Any]
             continue
         target = view_of(fsdp.local(t), common, shard.offset)
         values = view_of(weights[part.name], part.to_file(common))
-        target.copy_(values.view(target.shape))
+        target.copy_(part.from_file(values))
 
 
 def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:

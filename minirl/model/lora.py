@@ -118,6 +118,8 @@ def _pack_layers(
             whole_name = f"{module_name}.{name}"
             if whole_name in trained_whole:
                 continue
+            if not is_linear:
+                _check_layout(module, module_name, setting)
             here[name] = nf4.pack(module, name, whole_name)
             adapters.packed[whole_name] = here[name]
         if not is_linear:  # for model/experts.py
@@ -180,11 +182,20 @@ def _attach_to_linear(
 def _attach_to_experts(
     module: nn.Module, name: str, adapters: Adapters, dtype: torch.dtype, setting: str
 ) -> None:
+    _check_layout(module, name, f"{setting}.targets")
     for fused in FUSED:
         weight = module.get_parameter(fused)
         _check_rank(adapters.rank, f"{name}.{fused}", weight.shape[1:], setting)
         _register(module, f"{fused}_", weight, adapters, dtype)
     module.adapters = adapters  # type: ignore[assignment]  # for model/experts.py
+
+
+def _check_layout(module: Any, name: str, setting: str) -> None:
+    require(
+        not module.is_transposed,
+        f"{setting}: the experts {name} are [experts, in, out] (gpt_oss), to which adapters and "
+        "four bits do not apply; give attention, and leave quantization at none",
+    )
 
 
 def _register(

@@ -7,6 +7,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from minirl.errors import UserError, require
+from minirl.model import mxfp4
 from minirl.reading import read_json
 
 # What weights may be, by the names of safetensors.
@@ -31,7 +32,7 @@ def open_weights(folder: Path) -> dict[str, Any]:
         names = file.keys()
         for name in names:
             weights[name] = file.get_slice(name)
-    return weights
+    return mxfp4.join(weights)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -61,7 +62,7 @@ def file_of(weight: str, folder: Path) -> Path:
     """Return the file of a model's folder that a weight is in; it must be in one."""
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
-            if weight in set(file.keys()):
+            if not {weight, weight + mxfp4.BLOCKS}.isdisjoint(file.keys()):
                 return path
     raise KeyError(weight)
 

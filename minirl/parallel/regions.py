@@ -27,16 +27,27 @@ class CheckpointSlice:
     name: str  # In the files.
     region: Region  # Of the parameter.
     fused: bool = False  # One of many along dimension 0, which the file's weight does not have.
+    transposed: bool = False  # In the file, the last two dimensions are the other way round.
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the view of this slice in a whole parameter, in the file's shape."""
         view = view_of(whole, self.region)
-        return view[0] if self.fused else view
+        view = view[0] if self.fused else view
+        return view.mT if self.transposed else view
 
     def to_file(self, region: Region) -> Region:
         """Return a region of the parameter inside this slice in the file weight's coordinates."""
-        offset = tuple(map(operator.sub, region.offset, self.region.offset))
-        return Region(offset[self.fused :], region.size[self.fused :])
+        offset = tuple(map(operator.sub, region.offset, self.region.offset))[self.fused :]
+        size = region.size[self.fused :]
+        if self.transposed:
+            offset = (*offset[:-2], offset[-1], offset[-2])
+            size = (*size[:-2], size[-1], size[-2])
+        return Region(offset, size)
+
+    def from_file(self, values: Tensor) -> Tensor:
+        """Return values of the file's weight in the shape of the parameter's region."""
+        values = values.mT if self.transposed else values
+        return values[None] if self.fused else values
 
 
 def intersect(a: Region, b: Region) -> Region | None:

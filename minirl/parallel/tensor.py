@@ -267,6 +267,8 @@ STYLES: dict[str, Style] = {
     "rowwise": _row,
     "rowwise_split_input": _split_row,
     EXPERTS: _experts,
+    # Of an attention module whose own parameters have a number for each head: this rank's heads.
+    "heads": _column,
 }
 UNSHARDED = ("", "replicated_with_grad_allreduce")
 
@@ -358,9 +360,16 @@ def apply(model: Any, tp: TensorParallel, plan: dict[str, str]) -> None:
         if name in blocks.all:
             module.register_forward_pre_hook(tp.copy_inputs_to_region, with_kwargs=True)
         if name in blocks.mixtures:
-            module.register_forward_hook(lambda _, args, y: tp.reduce_from_region(y))
+            module.register_forward_hook(partial(_reduce_output, tp=tp))
     if model.config.tie_word_embeddings and head is not None:
         head.weight = embedding.weight
+
+
+def _reduce_output(_: nn.Module, args: tuple, output: Any, *, tp: TensorParallel) -> Any:
+    """Add the partial sums that a mixture returns, alone or before its router's scores."""
+    if isinstance(output, tuple):
+        return tp.reduce_from_region(output[0]), *output[1:]
+    return tp.reduce_from_region(output)
 
 
 def _find_style(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
+from minirl.data import harmony
 from minirl.rollout.conversation import Completion, Prompt, decode, decode_after
 from minirl.rollout.engine_loop import Request
 from minirl.rollout.protocol import CompletionRequest, JSONObject
@@ -69,13 +70,17 @@ class Choice:
     def is_held_back(self) -> bool:
         """Whether nothing can be sent before the end.
 
-        A guided answer may begin anew; a call may begin with any text in some models.
+        A guided answer may begin anew; a call may begin with any text in some models; others think
+        in a channel that is not shown.
         """
-        return self.engine_request.guide is not None or "" in self.markers
+        is_guided = self.engine_request.guide is not None
+        return is_guided or "" in self.markers or harmony.is_spoken(self.tokenizer)
 
     def finish(self) -> None:
         """Read the last tokens, and set the tool calls and the finish reason."""
         self.read_new_tokens(last=True)
+        if harmony.is_spoken(self.tokenizer):
+            self.text = harmony.visible_text(self._whole_text())
         if self.reader:
             self.content, self.tool_calls = self.reader.read(self._whole_text())
             if self.request.parallel_tool_calls is False:

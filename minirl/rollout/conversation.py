@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from minirl.data import chat, images
+from minirl.data import chat, harmony, images
 from minirl.data.images import ImageSpan, Vision
 from minirl.data.routes import extended
 from minirl.errors import UserError
@@ -150,6 +150,20 @@ def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int], **options: boo
     """Return the text of one sequence of tokens. `options`: of the tokenizer's `decode`."""
     # A str already; the library's annotation has the result of a batch in it, too.
     return str(tokenizer.decode(tokens, **options))
+
+
+def read_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
+    """Return what an answer says: no special tokens, and no thoughts in a channel of their own."""
+    if harmony.is_spoken(tokenizer):
+        return harmony.visible_text(decode(tokenizer, tokens))
+    return decode(tokenizer, tokens, skip_special_tokens=True)
+
+
+def to_message(tokenizer: PreTrainedTokenizerBase, text: str) -> dict[str, Any]:
+    """Return an answer, with its special tokens, as a message for the chat template."""
+    if harmony.is_spoken(tokenizer):
+        return harmony.to_chat_message(text)
+    return {"role": "assistant", "content": text}
 
 
 def decode_after(

@@ -169,6 +169,7 @@ class RolloutEngine:
         arguments: dict[str, Any] = {
             "model": str(folder),
             "dtype": dtype,
+            "hf_overrides": None if load_weights else vllm_patches.without_quantization,
             "load_format": "auto" if load_weights or self.reads_images else "dummy",
             "skip_tokenizer_init": not (self.reads_images or self.masses),
             "distributed_executor_backend": "external_launcher",

@@ -23,7 +23,7 @@ from minirl.envs.base import Agent, Env, PolicyInfo, Result, State
 from minirl.errors import UserError
 from minirl.reading import is_unicode
 from minirl.rewards.functions import Rewards
-from minirl.rollout.conversation import Conversation, Segment, decode
+from minirl.rollout.conversation import Conversation, Segment, read_answer, to_message
 from minirl.rollout.engine import Sampling
 from minirl.rollout.engine_loop import EngineLoop, Request, in_thread
 from minirl.types import UNSET, Trajectory
@@ -228,10 +228,10 @@ class EpisodeRunner:
         completion = await self.engine_loop.generate_for_episode(e.request)
         e.request = None
         text = e.segment.append_completion(completion, e.conversation.tokenizer)
-        e.answer = decode(e.conversation.tokenizer, completion.tokens, skip_special_tokens=True)
+        e.answer = read_answer(e.conversation.tokenizer, completion.tokens)
         e.stopped = completion.stopped
         if e.messages:
-            e.messages = [*e.messages, {"role": "assistant", "content": text}]
+            e.messages = [*e.messages, to_message(e.conversation.tokenizer, text)]
         e.turn += 1
         vision = e.conversation.vision
         if vision and vision.token in completion.tokens:
@@ -351,7 +351,7 @@ class EpisodeRunner:
         e.stopped = True
         if segments:
             last = e.conversation.last_completion()
-            e.answer = decode(e.conversation.tokenizer, last, skip_special_tokens=True)
+            e.answer = read_answer(e.conversation.tokenizer, last)
 
     async def _make_env(self) -> Env:
         """Make the environment of an episode. Raises EnvFailed if it cannot be made in time."""

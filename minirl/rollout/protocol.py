@@ -17,7 +17,7 @@ from minirl.data import images
 from minirl.data.images import Vision
 from minirl.data.messages import read_template_kwargs
 from minirl.errors import UserError
-from minirl.rollout.conversation import Conversation
+from minirl.rollout.conversation import Conversation, to_message
 from minirl.rollout.guides import Guide, json_guide
 from minirl.rollout.tool_calls import ToolCall, ToolReader, choose, make_reader
 from minirl.serving.limits import BadRequest
@@ -170,7 +170,10 @@ class CompletionRequest(BaseModel, extra="allow"):
                 if min(ids) < 0 or max(ids) >= len(tokenizer):
                     raise UserError(f"prompt has a token outside 0 ... {len(tokenizer) - 1}")
             return [(prompt, []) for prompt in self.prompt]
-        messages = [_to_template_message(message, sampled_texts) for message in self.messages]
+        messages = [
+            _to_template_message(message, sampled_texts, conversation.tokenizer)
+            for message in self.messages
+        ]
         tools = None if self.tool_choice == "none" else self.tools
         given: dict[str, Any] = {"tools": tools}
         kwargs = read_template_kwargs(self.chat_template_kwargs, "chat_template_kwargs")
@@ -247,7 +250,9 @@ def _check_images(messages: list[JSONObject], vision: Vision | None, max_megapix
             )
 
 
-def _to_template_message(message: JSONObject, sampled_texts: dict[str, str]) -> JSONObject:
+def _to_template_message(
+    message: JSONObject, sampled_texts: dict[str, str], tokenizer: PreTrainedTokenizerBase
+) -> JSONObject:
     """Return a message as chat templates want it; the policy's own as it was sampled."""
     role = message["role"]
     content = _to_template_content(message.get("content") or "")
@@ -258,7 +263,7 @@ def _to_template_message(message: JSONObject, sampled_texts: dict[str, str]) -> 
     if role == "assistant":
         sampled_text = sampled_texts.get(completion_key(content, tool_calls))
         if sampled_text is not None:
-            return {"role": role, "content": sampled_text}
+            return to_message(tokenizer, sampled_text)
     template_message = message | {
         "role": "system" if role == "developer" else role,
         "content": content,

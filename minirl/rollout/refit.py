@@ -95,7 +95,7 @@ class Refit:
         self.check = check
         self.bytes_received = 0  # By this rank in the last call.
         self.peak_bytes = 0  # Of the buffers of the last call.
-        self.arrivals = self._record()
+        self.arrivals, self.zeros = self._record()
         self._check_coverage()
         wanted, class_of = self._share_wanted()
         self._check_nothing_lost(wanted)
@@ -119,8 +119,10 @@ class Refit:
     # ----------------------------------------------------------------------------------------------
     # record
 
-    def _record(self) -> list[Arrival]:
+    def _record(self) -> tuple[list[Arrival], list[Tensor]]:
         """Return each region that the engine's loader copies, with where it goes in this engine.
+
+        And the parts of this engine that it fills with 0 instead, as another rank has the values.
 
         The loader is offered the weights of the checkpoint's files, each a view of one of the
         trainer's: one expert's matrix is a region of the fused tensor.
@@ -136,7 +138,7 @@ class Refit:
                 f"policy.model: the loader of the engine, {self.engine.model_class}, refuses the "
                 f"trained weights: {error}; take a model that vLLM knows, or another version of it"
             ) from error
-        return join(recorder.arrivals)
+        return join(recorder.arrivals), recorder.zeros
 
     def _in_files(self, weights: NamedTensors) -> NamedTensors:
         """Yield the weights of a checkpoint's files: names there, and views of whole weights."""
@@ -153,6 +155,8 @@ class Refit:
         covered: Counter[int] = Counter()
         for arrival in self.arrivals:
             covered[arrival.target.untyped_storage()._cdata] += arrival.numel()
+        for target in self.zeros:
+            covered[target.untyped_storage()._cdata] += target.numel()
         padding = self.engine.padding()
         for name, parameter in self.engine.parameters().items():
             filled = covered[parameter.untyped_storage()._cdata]
@@ -239,6 +243,8 @@ class Refit:
         self.peak_bytes = 0
         before: _InFlight | None = None
         weights = self.read()
+        for target in self.zeros:
+            target.zero_()
         for step in self._steps:
             shards = [local(weights[name]) for name in step.bucket.shards]
             started = None

@@ -37,13 +37,23 @@ class Recorder(TorchDispatchMode):
         self.weights = weights
         self.name_of = {t.untyped_storage()._cdata: name for name, t in weights.items()}
         self.arrivals: list[Arrival] = []
+        self.zeroed: set[str] = set()  # Weights that the loader has set to 0.
+        self.zeros: list[Tensor] = []  # Parts of the engine that it copies such weights to.
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.clone.default and self._name(args[0]):
+            # A copy, such as a transposed view made contiguous, has the same elements.
+            return torch.ops.aten.alias.default(args[0])
+        if func is torch.ops.aten.zero_.default and self._name(args[0]):
+            return self._set_to_zero(args[0])
         if func is not torch.ops.aten.copy_.default or args[1].device.type != "meta":
             return func(*args, **(kwargs or {}))
         target = args[0]
         source = args[1]
-        name = self.name_of.get(source.untyped_storage()._cdata)
+        name = self._name(source)
+        if name in self.zeroed:
+            self.zeros.append(target.detach())
+            return target
         if name is None or source.shape != target.shape:
             raise NotImplementedError(
                 "the engine's loader computes with a weight instead of slicing it, "
@@ -51,6 +61,23 @@ class Recorder(TorchDispatchMode):
             )
         self.arrivals.append(_to_arrival(name, self.weights[name], source, target.detach()))
         return target
+
+    def _name(self, t: Tensor) -> str | None:
+        """Return the name of the weight that a tensor is a view of."""
+        return self.name_of.get(t.untyped_storage()._cdata) if t.is_meta else None
+
+    def _set_to_zero(self, t: Tensor) -> Tensor:
+        """Remember that a weight, whole, is 0 from here on.
+
+        A bias that is added on one tensor-parallel rank is set to 0 by the loaders of the others.
+        """
+        name = self.name_of[t.untyped_storage()._cdata]
+        if t.numel() != self.weights[name].numel():
+            raise NotImplementedError(
+                f"the engine's loader sets a part of {name} to 0, which a refit cannot plan"
+            )
+        self.zeroed.add(name)
+        return t
 
 
 def _to_arrival(name: str, weight: Tensor, view: Tensor, target: Tensor) -> Arrival:

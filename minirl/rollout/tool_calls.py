@@ -9,11 +9,12 @@ import functools
 import json
 import logging
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from minirl.data import chat
+from minirl.data import chat, harmony
 from minirl.errors import UserError, require
 from minirl.rollout.guides import Guide, check, is_deeper
 
@@ -21,7 +22,8 @@ ToolCall = tuple[str, dict]  # name and arguments
 
 _MAX_NESTING = 100  # of a call's arguments, which others will read by recursion
 _DEFAULT = "hermes"
-# Parsers of vLLM that `auto` tries: those of Qwen and Hermes, GLM, Qwen's coders, Mistral, Llama 3.
+# Parsers that `auto` tries, vLLM's and our own of harmony: those of Qwen and Hermes, GLM, Qwen's
+# coders, Mistral, Llama 3, gpt-oss.
 # With the text that begins a call, where it is ordinary text: what stands before it can be
 # streamed. "": an answer of which parts may become a call is sent at its end.
 _MARKERS = {
@@ -30,6 +32,7 @@ _MARKERS = {
     "qwen3_coder": "<tool_call>",
     "mistral": "",
     "llama3_json": "",
+    harmony.NAME: "",
 }
 _NAME = "minirl_tool"
 _ARGUMENTS = {"city": "Rome"}
@@ -188,6 +191,8 @@ def _make_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Any) -> A
     """Return vLLM's parser. Raises UserError if there is none, or the tokenizer is of others."""
     from vllm.tool_parsers import ToolParserManager
 
+    if name == harmony.NAME:
+        return _HarmonyParser()
     try:
         return ToolParserManager.get_tool_parser(name)(tokenizer, tools)
     except KeyError as error:
@@ -197,6 +202,22 @@ def _make_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Any) -> A
         ) from error
     except (RuntimeError, ValueError) as error:
         raise UserError(f"endpoint.tool_parser = {name}: {error}") from error
+
+
+class _HarmonyParser:
+    """Reads calls in harmony, in the form of vLLM's parsers. Its own one for gpt-oss is empty."""
+
+    def extract_tool_calls(self, text: str, request: Any) -> Any:
+        """Return what vLLM's parsers do: `content` and `tool_calls`."""
+        calls = [
+            SimpleNamespace(function=SimpleNamespace(name=m.function, arguments=m.body))
+            for m in harmony.parse(text)
+            if m.function
+        ]
+        return SimpleNamespace(content=harmony.visible_text(text), tool_calls=calls)
+
+    def get_structural_tag(self, request: Any, *, strict_level: Any) -> None:
+        """Return no grammar: a demanded call is asked for, not forced."""
 
 
 def choose(tool_choice: str | dict | None, tools: list[dict] | None) -> str | dict | None:

@@ -113,6 +113,7 @@ def _apply_plain_experts(
     w2: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
+    activation: Any,
     **_: object,
 ) -> None:
     """Write the experts' output, by the weights as they were loaded.
@@ -125,11 +126,31 @@ def _apply_plain_experts(
         w2: [E, H, I], down.
         topk_weights: [T, k].
         topk_ids: [T, k].
+        activation: vLLM's name of what is done between the two.
     """
     total = torch.zeros_like(hidden_states, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
         rows, slot = (topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = packed_linear(hidden_states[rows], w1[expert]).chunk(2, dim=-1)
-        down = packed_linear(silu(gate) * up, w2[expert])
+        b1 = None if self.w1_bias is None else self.w1_bias[expert]
+        b2 = None if self.w2_bias is None else self.w2_bias[expert]
+        inner = _activate(packed_linear(hidden_states[rows], w1[expert], b1), activation.value)
+        down = packed_linear(inner, w2[expert], b2)
         total.index_add_(0, rows, down.float() * topk_weights[rows, slot, None].float())
     output.copy_(total)
+
+
+def _activate(x: Tensor, activation: str) -> Tensor:
+    """Return what an expert makes of gate and up, [.., 2I] -> [.., I].
+
+    Args:
+        x: both; gpt-oss's in turns.
+        activation: its name.
+    """
+    if activation == "swigluoai":  # with the constants of vLLM's own kernel
+        gate = x[..., ::2].clamp(max=7.0)
+        up = x[..., 1::2].clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    if activation != "silu":
+        raise NotImplementedError(f"experts with the activation {activation} in vLLM's CPU build")
+    gate, up = x.chunk(2, dim=-1)
+    return silu(gate) * up

@@ -7,6 +7,7 @@ its environment.
 import contextlib
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,12 @@ def keep_process_state() -> Iterator[None]:
         after.callback(setattr, torch, "set_float32_matmul_precision", set_precision)
         torch.set_float32_matmul_precision = lambda precision: None
         yield
+
+
+def without_quantization(config: Any) -> Any:
+    """Return a model's config without the format of its files: a refit brings plain weights."""
+    vars(config).pop("quantization_config", None)
+    return config
 
 
 def patch_transformers_base() -> None:

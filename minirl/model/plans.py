@@ -1,0 +1,30 @@
+"""Tensor-parallel styles that the library's own plans lack, by names of modules."""
+
+QWEN2_MOE = {
+    "model.layers.*.mlp.experts": "moe_tp_experts",
+    "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
+    "model.layers.*.mlp.shared_expert.up_proj": "colwise",
+    "model.layers.*.mlp.shared_expert.down_proj": "rowwise",
+}
+QWEN3_VL = {
+    "model.language_model.layers.*.self_attn.q_proj": "colwise",
+    "model.language_model.layers.*.self_attn.k_proj": "colwise",
+    "model.language_model.layers.*.self_attn.v_proj": "colwise",
+    "model.language_model.layers.*.self_attn.o_proj": "rowwise",
+    "model.language_model.layers.*.mlp.gate_proj": "colwise",
+    "model.language_model.layers.*.mlp.up_proj": "colwise",
+    "model.language_model.layers.*.mlp.down_proj": "rowwise",
+}
+_ATTENTION = {
+    "self_attn.q_proj": "colwise",
+    "self_attn.k_proj": "colwise",
+    "self_attn.v_proj": "colwise",
+    "self_attn.o_proj": "rowwise",
+}
+_MLP = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
+DENSE = {f"model.layers.*.{name}": style for name, style in {**_ATTENTION, **_MLP}.items()}
+GPT_OSS = {
+    "model.layers.*.self_attn": "heads",  # its sinks
+    **{f"model.layers.*.{name}": style for name, style in _ATTENTION.items()},
+    "model.layers.*.mlp.experts": "moe_tp_experts",
+}

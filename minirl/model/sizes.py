@@ -1,0 +1,76 @@
+"""Sizes that a model's config has: whether they can be, and what they mean."""
+
+from transformers import PretrainedConfig
+
+from minirl.errors import require
+
+# Kinds of rotary positions with whose factor `max_position_embeddings` has been multiplied already.
+_FACTOR_INCLUDED = ("default", "llama3", "longrope", "su", "yarn")
+
+
+def num_positions(config: PretrainedConfig) -> int:
+    """Return how many positions a model has, as vLLM counts them; 0: its config does not say."""
+    values = config.get_text_config().to_dict()
+    positions = values.get("max_position_embeddings") or 0
+    if "gemma3" in config.model_type:
+        return positions
+    parameters = values.get("rope_parameters") or {}
+    factor = 1.0
+    for rope in [parameters, *parameters.values()]:  # one for each type of layer, in some models
+        if isinstance(rope, dict) and rope.get("rope_type", "default") not in _FACTOR_INCLUDED:
+            factor = rope.get("factor") or factor
+    return int(positions * factor)
+
+
+# What every config has, and where the trainer or the engine would divide by it.
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "intermediate_size",
+    "head_dim",
+    "max_position_embeddings",
+)
+
+
+def check(values: dict, where: str) -> None:
+    """Refuse sizes that are no numbers above 0, or that do not fit one another.
+
+    Args:
+        values: of the config of the language model.
+        where: the setting that names the model and its value, for messages.
+
+    Raises:
+        UserError: for the first.
+    """
+    for name in _SIZES:
+        size = values.get(name)
+        if size is None and name not in ("hidden_size", "num_hidden_layers", "vocab_size"):
+            continue  # some families have no such size
+        require(
+            type(size) is int and 0 < size < 2**31,
+            f"{where}: {name} = {size!r} in its config.json must be a whole number above 0; take "
+            "the config.json that belongs to the weights",
+        )
+
+    layers = values["num_hidden_layers"]
+    kinds = values.get("layer_types")
+    require(
+        kinds is None or len(kinds) == layers,
+        f"{where}: layer_types in its config.json has {len(kinds or [])} layers, and "
+        f"num_hidden_layers = {layers}; make them equal",
+    )
+
+    size = head_dim(values)
+    require(
+        size > 0 and size % 2 == 0,
+        f"{where}: head_dim = {size} must be even: rotary positions turn pairs of features; "
+        "use 32, 64 or 128",
+    )
+
+
+def head_dim(values: dict) -> int:
+    """Return the size of a head, by the values of a config."""
+    return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
