@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirl.data.blocks import Layout, Sequence, build, on_device
+from minirl.data.recurrence import build_recurrence
 from minirl.parallel import context as cp
 from minirl.types import Packed, Trajectory
 
@@ -153,6 +154,8 @@ def pack(
     if len(turn_rewards) == len(owners):
         column = _column(sequences, positions, turn_rewards)
         batch.turn_rewards = on_device(column, device, torch.float32)
+    if layout.convolution:
+        batch.recurrence = build_recurrence(sequences, layout.convolution, device)
     if layout.vision:
         spans = [(t.images, p) for t, p in zip(owners, positions, strict=True)]
         batch.images = layout.vision.batch(spans, device)

@@ -27,7 +27,7 @@ from minirl.config.named import check_model
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.errors import UserError, require
-from minirl.model import attention, experts, families, fused, loading, lora, nf4
+from minirl.model import attention, delta_net, experts, families, fused, loading, lora, nf4
 from minirl.model.adapter_files import is_adapter_folder, read_adapter
 from minirl.model.freeze import freeze
 from minirl.model.logprob import logprob_entropy
@@ -340,6 +340,7 @@ def make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool
             del model.lm_head
             text = config.get_text_config()
             model.score = ScoreHead(text.hidden_size, 1, bias=False, dtype=dtype)
+    delta_net.install(model)
     model.adapters = None
     model.shared = set()
     for b in loading.buffers(model).values():  # rounded to bfloat16 they would choose other experts

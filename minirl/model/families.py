@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from minirl.errors import require
+from minirl.model import plans
 from minirl.parallel.regions import CheckpointSlice, Region
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -60,6 +61,7 @@ class Family(NamedTuple):
     # vLLM's sliding windows are one token wider than the library's.
     engine_window_differs: bool = False
     engine_on_cpu: bool = True
+    context: bool = True  # Sequences may be split over ranks.
     # Beginnings of the model's names -> what the files have instead.
     files: dict[str, str] = {}
     fused: Fused = Fused()
@@ -67,21 +69,7 @@ class Family(NamedTuple):
 
 _MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 _EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
-_QWEN2_MOE = {
-    "model.layers.*.mlp.experts": "moe_tp_experts",
-    "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
-    "model.layers.*.mlp.shared_expert.up_proj": "colwise",
-    "model.layers.*.mlp.shared_expert.down_proj": "rowwise",
-}
-_QWEN3_VL = {
-    "model.language_model.layers.*.self_attn.q_proj": "colwise",
-    "model.language_model.layers.*.self_attn.k_proj": "colwise",
-    "model.language_model.layers.*.self_attn.v_proj": "colwise",
-    "model.language_model.layers.*.self_attn.o_proj": "rowwise",
-    "model.language_model.layers.*.mlp.gate_proj": "colwise",
-    "model.language_model.layers.*.mlp.up_proj": "colwise",
-    "model.language_model.layers.*.mlp.down_proj": "rowwise",
-}
+_QWEN2_MOE = ("num_experts", "shared_expert_intermediate_size")
 _DENSE = Family()
 _PARTIAL = Fused(rotary=False)  # Turns a part of each head, or other pairs than halves.
 _GEMMA = Family(
@@ -93,6 +81,17 @@ _BY_FEATURES = Family(divided=(*FEATURES, "intermediate_size"))
 _OLMO = _BY_FEATURES._replace(fused=Fused(norm_wide=True))
 _DEEPSEEK = Family(
     divided=(*DENSE, "n_routed_experts", "n_shared_experts * moe_intermediate_size"),
+    experts=_EXPERTS,
+)
+# Gated delta nets (model/delta_net.py) in most layers. Value heads are a multiple of key heads.
+_HYBRID = Family(
+    divided=(*DENSE, "linear_num_key_heads"),
+    plan=plans.HYBRID,
+    context=False,
+    fused=_GEMMA.fused._replace(rotary=False),
+)
+_HYBRID_MOE = _HYBRID._replace(
+    divided=(*HEADS, "linear_num_key_heads", *_QWEN2_MOE),
     experts=_EXPERTS,
 )
 _QWEN2_VL = Family(files={"model.visual.": "visual.", "model.language_model.": "model."})
@@ -120,8 +119,8 @@ FAMILIES = {
     "cohere2": _COHERE._replace(engine_window_differs=True),
     "mixtral": Family(divided=(*HEADS, "num_local_experts"), experts=_MIXTRAL),
     "qwen2_moe": Family(
-        divided=(*HEADS, "num_experts", "shared_expert_intermediate_size"),
-        plan=_QWEN2_MOE,
+        divided=(*HEADS, *_QWEN2_MOE),
+        plan=plans.QWEN2_MOE,
         experts=_EXPERTS,
     ),
     "qwen3_moe": Family(divided=(*HEADS, "num_experts"), experts=_EXPERTS),
@@ -130,25 +129,27 @@ FAMILIES = {
     "dots1": _DEEPSEEK,
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
-    "qwen3_vl": Family(plan=_QWEN3_VL),
+    "qwen3_vl": Family(plan=plans.QWEN3_VL),
     "minimax_m2": Family(
         divided=(*FEATURES, "num_local_experts"),
         experts=_MIXTRAL,
         engine_on_cpu=False,
         fused=_PARTIAL,
     ),
+    "qwen3_next": _HYBRID_MOE,
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID_MOE,
+    "qwen3_5": _HYBRID._replace(plan=plans.HYBRID_VL),
+    "qwen3_5_moe": _HYBRID_MOE._replace(plan=plans.HYBRID_VL),
 }
 
 # Of vLLM's kernels of attention.
 _HEAD_DIMS_ON_CPU = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
-_LEAKS = "its linear attention leaks from one packed sequence into the next"
 _NO_SEQUENCE_PARALLELISM = "it fails under sequence parallelism"
 # Families that users ask for, and what was found wrong with them.
 REFUSED = {
     "gpt_oss": "its attention sinks are an argument that packed attention does not take",
-    "qwen3_next": _LEAKS,
-    "qwen3_5_text": _LEAKS,
     "nemotron": "it does not call the attention interface",
     "starcoder2": _NO_SEQUENCE_PARALLELISM,
     "hunyuan_v1_dense": _NO_SEQUENCE_PARALLELISM,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -180,6 +181,47 @@ def _one_head_column(module: nn.Linear, tp: TensorParallel, num_heads: int) -> F
     return _shard_all(module, tp, layout, others={LORA_A: _WHOLE})
 
 
+def _of_rank(t: Tensor, parts: tuple[int, ...], tp: TensorParallel, dim: int) -> Tensor:
+    """Return this rank's part of each of several parts that lie side by side."""
+    rank = tp.group.rank()
+    return torch.cat([part.chunk(tp.group.size(), dim)[rank] for part in t.split(parts, dim)], dim)
+
+
+def _parts(module: Any, tp: TensorParallel) -> Forward:
+    """Compute this rank's part of each of `module.parts`: features that are each on their own.
+
+    The weights, which are few, are whole on every rank.
+    """
+    layout = Layout(
+        Replicate(), lambda p: _of_rank(local(p, partial=True), module.parts, tp, dim=0)
+    )
+    return _shard_all(module, tp, layout)
+
+
+def _column_parts(module: Any, tp: TensorParallel) -> Forward:
+    """Keep a part of the weight's rows, but return this rank's heads of all `module.parts`.
+
+    Parts lie end to end, so that a rank's rows are not its heads'.
+    """
+    column = _column(module, tp)
+
+    def forward(x: Tensor) -> Tensor:
+        y = move(column(x), tp.group, Shard(FEATURES), Replicate(), grad=Partial())
+        return _of_rank(y, module.parts, tp, FEATURES)
+
+    return forward
+
+
+def _delta_net(module: Any, tp: TensorParallel) -> Forward:
+    """Keep this rank's heads of a gated delta net (model/delta_net.py)."""
+    size = tp.group.size()
+    module.num_k_heads //= size
+    module.num_v_heads //= size
+    module.key_dim //= size
+    module.value_dim //= size
+    return _shard_all(module, tp, Layout(Shard(0)))
+
+
 def _row_sums(module: nn.Linear, tp: TensorParallel) -> Forward:
     """Keep a part of the weight's columns: this rank's features in, partial sums out.
 
@@ -259,6 +301,10 @@ STYLES: dict[str, Style] = {
     "rowwise": _row,
     "rowwise_split_input": _split_row,
     "moe_tp_experts": _experts,
+    # Those of model/plans.py.
+    "delta_net": _delta_net,
+    "parts": _parts,
+    "colwise_parts": _column_parts,
 }
 UNSHARDED = ("", "replicated_with_grad_allreduce")
 

@@ -1,0 +1,96 @@
+"""Where layers with a state begin in a packed micro-batch, as row numbers that they take."""
+
+import functools
+
+import numpy as np
+import torch
+
+from minirl.data.blocks import Sequence, on_device
+from minirl.model.attention_blocks import CHUNK, Chunks, Recurrence, Span
+
+
+def build_recurrence(
+    sequences: list[Sequence], convolution: int, device: torch.device
+) -> Recurrence:
+    """Return `Packed.recurrence`, for sequences that lie end to end on this rank.
+
+    Args:
+        sequences: of the micro-batch, in order; prompts that others share come first.
+        convolution: rows that a layer's convolution sees, its own included.
+        device: where the row numbers go.
+    """
+    lengths = np.array([q.num_rows for q in sequences])
+    stops = np.cumsum(lengths)
+    starts = stops - lengths
+    num_rows = int(stops[-1])
+
+    # 1. Each sequence's rows behind those that its convolution sees before them.
+    num_before = convolution - 1
+    history = []
+    places = []
+    for number, q in enumerate(sequences):
+        rows = np.arange(starts[number], stops[number])
+        before = np.full(num_before, num_rows)
+        if q.shared is not None:
+            prompt = np.arange(starts[q.shared], stops[q.shared])[-num_before:]
+            before[num_before - len(prompt) :] = prompt
+        places.append(rows + (number + 1) * num_before)
+        history += [before, rows]
+
+    # 2. Shared prompts, and then what may begin behind one of them.
+    num_prompts = len({q.shared for q in sequences if q.shared is not None})
+    spans = []
+    if num_prompts:
+        spans.append(_span(lengths[:num_prompts], 0, None, device))
+    behind = [num_prompts if q.shared is None else q.shared for q in sequences[num_prompts:]]
+    first = int(starts[num_prompts])
+    others = lengths[num_prompts:]
+    spans.append(_span(others, first, np.array(behind) if num_prompts else None, device))
+
+    return Recurrence(
+        spans=tuple(spans),
+        history=on_device(np.concatenate(history), device),
+        places=on_device(np.concatenate(places), device),
+    )
+
+
+def _span(
+    lengths: np.ndarray, start: int, behind: np.ndarray | None, device: torch.device
+) -> Span:
+    """Return the span of sequences of these lengths that begins at a row of the micro-batch."""
+    cu_rows = np.cumsum(np.concatenate([[0], lengths]))
+    return Span(
+        start=start,
+        stop=start + int(cu_rows[-1]),
+        cu_rows=on_device(cu_rows, device),
+        behind=None if behind is None else on_device(behind, device),
+        cut=functools.partial(_cut, lengths, device),
+    )
+
+
+def _cut(lengths: np.ndarray, device: torch.device) -> Chunks:
+    """Return `Span.chunks`."""
+    starts = np.cumsum(lengths) - lengths
+    num_rows = int(lengths.sum())
+    num_chunks = np.maximum(1, -(-lengths // CHUNK))
+    order = np.argsort(-num_chunks, kind="stable")
+    ranks = np.argsort(order)
+    counts = []
+    rows = []
+    places = np.empty(num_rows, np.int64)
+    for step in range(num_chunks.max()):
+        members = order[num_chunks[order] > step]
+        within = step * CHUNK + np.arange(CHUNK)
+        of_step = starts[members, None] + within
+        filled = within < lengths[members, None]
+        first_place = sum(counts) * CHUNK
+        places[of_step[filled]] = first_place + np.flatnonzero(filled)
+        rows.append(np.where(filled, of_step, num_rows))
+        counts.append(len(members))
+    return Chunks(
+        rows=on_device(np.concatenate(rows), device),
+        counts=tuple(counts),
+        order=on_device(order, device),
+        ranks=on_device(ranks, device),
+        places=on_device(places, device),
+    )

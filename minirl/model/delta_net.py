@@ -1,0 +1,244 @@
+"""Gated delta nets on packed sequences: Yang et al. 2024 (arXiv 2412.06464), in Qwen3-Next and 3.5.
+
+A head's state S is a matrix that each row t decays, corrects and reads:
+
+    S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}' k_t)',    o_t = S_t' q_t.
+
+It begins with zeros at each sequence of a packed batch, and an answer whose prompt siblings share
+begins with the state behind the prompt. So does the short convolution before it. The library's
+layers know neither, so `install` gives them the forward below.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from minirl.model import fla_package
+from minirl.model.attention_blocks import Recurrence, Span
+from minirl.types import Packed
+
+EPSILON = 1e-6  # Under the root of the norms of queries and keys.
+
+
+def convolution(config: PretrainedConfig) -> int:
+    """Return over how many rows layers with a state convolve; 0: there are no such layers."""
+    values = config.get_text_config().to_dict()
+    if "linear_attention" not in (values.get("layer_types") or []):
+        return 0
+    return values["linear_conv_kernel_dim"]
+
+
+def install(model: nn.Module) -> None:
+    """Give a model's gated delta nets the forward of packed batches; call it before it is split."""
+    for module in model.modules():
+        if not type(module).__name__.endswith("GatedDeltaNet"):
+            continue
+        net: Any = module
+        # Features of queries, keys and values, of which a tensor-parallel rank has some heads each.
+        parts = (net.key_dim, net.key_dim, net.value_dim)
+        net.conv1d.parts = parts
+        net.conv1d.forward = partial(convolve, net.conv1d)
+        if "in_proj_qkv" in net._modules:
+            net.in_proj_qkv.parts = parts
+        net.forward = partial(forward, net)
+
+
+def forward(module: Any, hidden_states: Tensor, *, pack: Packed, **kwargs: object) -> Tensor:
+    """Stand in for the forward of the library's layer.
+
+    Args:
+        module: the layer.
+        hidden_states: [1, T, H].
+        pack: the batch.
+        **kwargs: other arguments of the library, for caches and padding.
+
+    Returns:
+        [1, T, H].
+    """
+    recurrence = pack.recurrence
+    if recurrence is None:
+        raise NotImplementedError("a layer has a state; pack with Layout(convolution=...)")
+    if kwargs.get("attention_mask") is not None or kwargs.get("cache_params") is not None:
+        raise NotImplementedError("a packed batch has no padding, and no cache")
+
+    mixed, gate, b, a = _project(module, hidden_states)
+    parts = (module.key_dim, module.key_dim, module.value_dim)
+    q, k, v = module.conv1d(mixed, recurrence).split(parts, dim=-1)
+    repeats = module.num_v_heads // module.num_k_heads
+    q = q.unflatten(-1, (-1, module.head_k_dim)).repeat_interleave(repeats, dim=1)
+    k = k.unflatten(-1, (-1, module.head_k_dim)).repeat_interleave(repeats, dim=1)
+    v = v.unflatten(-1, (-1, module.head_v_dim))
+    log_decay = -_wide(module.A_log).exp() * F.softplus(_wide(a) + module.dt_bias)
+    out = delta_rule(q, k, v, log_decay, b.sigmoid(), recurrence)
+
+    out = module.norm(out.flatten(0, 1), gate.reshape(-1, module.head_v_dim))
+    return module.out_proj(out.view(*hidden_states.shape[:2], -1))
+
+
+def _project(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what a layer makes of its input, row by row.
+
+    Returns:
+        Queries, keys and values side by side [T, C]; the output's gate [T, Hv, Dv]; and of each
+        head the logit of the learning rate and the argument of the decay, [T, Hv].
+    """
+    if "in_proj_qkvz" in module._modules:  # Qwen3-Next's, in which all that a head has is together
+        qkvz = module.in_proj_qkvz(hidden_states)
+        ba = module.in_proj_ba(hidden_states)
+        q, k, v, gate, b, a = module.fix_query_key_value_ordering(qkvz, ba)
+        mixed = torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1)
+    else:
+        mixed = module.in_proj_qkv(hidden_states)
+        gate = module.in_proj_z(hidden_states)
+        b = module.in_proj_b(hidden_states)
+        a = module.in_proj_a(hidden_states)
+    return mixed.squeeze(0), gate.squeeze(0), b.squeeze(0), a.squeeze(0)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def convolve(module: nn.Conv1d, x: Tensor, recurrence: Recurrence) -> Tensor:
+    """Return silu of each feature's convolution with its own weights, over the K rows up to a row.
+
+    Args:
+        module: with weights [C, 1, K]; the forward that this stands in for.
+        x: [T, C].
+        recurrence: of the batch.
+    """
+    weight = module.weight.squeeze(1)
+    rows = _with_zeros(x).index_select(0, recurrence.history)
+    kernel = fla_package.convolution(x)
+    if kernel:
+        out = kernel(rows.T[None], weight, activation="silu")[0].T
+        return out.index_select(0, recurrence.places)
+    width = weight.shape[1]
+    num_out = len(rows) - width + 1
+    rows = _wide(rows)
+    out = torch.zeros_like(rows[:num_out])
+    for i in range(width):
+        out = out + rows[i : i + num_out] * weight[:, i]
+    return F.silu(out.to(x.dtype)).index_select(0, recurrence.places - (width - 1))
+
+
+def _with_zeros(x: Tensor) -> Tensor:
+    """Add a row of zeros, which the number T of a row means."""
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, recurrence: Recurrence
+) -> Tensor:
+    """Go through each sequence of a packed batch by the gated delta rule.
+
+    Args:
+        q: queries [T, H, Dk], which are normed here, as are keys.
+        k: keys [T, H, Dk].
+        v: values [T, H, Dv].
+        log_decay: [T, H], 0 or less: the log of what a row leaves of the state.
+        rate: [T, H], of 0 .. 1: how far a row corrects what the state says of its key.
+        recurrence: of the batch.
+
+    Returns:
+        The output [T, H, Dv].
+    """
+    kernel = fla_package.delta_rule(q)
+    outputs = []
+    states = None  # Behind the last rows of the span before.
+    for span in recurrence.spans:
+        here = slice(span.start, span.stop)
+        initial = None
+        if span.behind is not None and states is not None:
+            initial = _with_zeros(states).index_select(0, span.behind)
+        inputs = q[here], k[here], v[here], log_decay[here], rate[here]
+        if kernel:
+            out, states = kernel(*inputs, initial, span.cu_rows)
+        else:
+            out, states = delta_rule_formula(*inputs, initial, span)
+        outputs.append(out)
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def delta_rule_formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    rate: Tensor,
+    initial: Tensor | None,
+    span: Span,
+) -> tuple[Tensor, Tensor]:
+    """Go through the sequences of a span, chunk by chunk; sec. 3.3 of the paper.
+
+    Inside a chunk the corrections u_t = b_t (v_t - a_t S' k_t) depend on each other by a triangular
+    system, which is solved for all chunks at once. Only the state goes from chunk to chunk.
+
+    Args:
+        q: as in `delta_rule`, of the span's rows, like the others.
+        k: [T, H, Dk].
+        v: [T, H, Dv].
+        log_decay: [T, H].
+        rate: [T, H].
+        initial: states [S, H, Dk, Dv] that the sequences begin with; None: zeros.
+        span: which rows are a sequence's.
+
+    Returns:
+        The output [T, H, Dv], and the states behind the sequences [S, H, Dk, Dv], in float32 at
+        least.
+    """
+    chunks = span.chunks
+    cut = partial(_in_chunks, rows=chunks.rows)
+    queries = cut(_normed(q)) * q.shape[-1] ** -0.5
+    keys = cut(_normed(k))
+    rates = cut(rate[..., None])
+    decay = cut(log_decay[..., None]).cumsum(2)  # From the chunk's start, as a logarithm.
+
+    # 1. Inside chunks. What row i keeps of row j is decayed on the way.
+    later = torch.ones_like(decay[0, 0] - decay[0, 0].mT, dtype=torch.bool).triu(1)
+    kept = (decay - decay.mT).masked_fill(later, -torch.inf).exp()
+    since_start = decay.exp()
+    until_end = (decay[:, :, -1:] - decay).exp()
+    system = (rates * keys) @ keys.mT * kept  # Below its diagonal, which counts as ones.
+    given = rates * torch.cat([cut(v), since_start * keys], dim=-1)
+    solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
+    corrections, by_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    scores = queries @ keys.mT * kept
+    queries = since_start * queries
+    keys = until_end * keys
+
+    # 2. The state, step by step through the chunks of all sequences.
+    state = corrections.new_zeros(len(chunks.order), q.shape[1], k.shape[-1], v.shape[-1])
+    if initial is not None:
+        state = initial.index_select(0, chunks.order)
+    outputs = []
+    ended = []  # States behind the sequences that a step was the last of.
+    first = 0
+    for count in chunks.counts:
+        step = slice(first, first + count)
+        first += count
+        ended.append(state[count:])
+        state = state[:count]
+        u = corrections[step] - by_state[step] @ state
+        outputs.append(queries[step] @ state + scores[step] @ u)
+        state = since_start[step, :, -1:] * state + keys[step].mT @ u
+    ended.append(state)
+
+    out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
+    states = torch.cat(ended[::-1]).index_select(0, chunks.ranks)
+    return out.index_select(0, chunks.places).to(q.dtype), states
+
+
+def _normed(x: Tensor) -> Tensor:
+    x = _wide(x)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+
+
+def _in_chunks(x: Tensor, rows: Tensor) -> Tensor:
+    """Lay rows in chunks: [T, H, D] -> [C, H, CHUNK, D], in float32 at least."""
+    chunks = _with_zeros(_wide(x)).index_select(0, rows.flatten())
+    return chunks.unflatten(0, rows.shape).transpose(1, 2)

@@ -1,0 +1,33 @@
+"""Tensor-parallel styles that the library's own plans lack, by names of modules."""
+
+QWEN2_MOE = {
+    "model.layers.*.mlp.experts": "moe_tp_experts",
+    "model.layers.*.mlp.shared_expert.gate_proj": "colwise",
+    "model.layers.*.mlp.shared_expert.up_proj": "colwise",
+    "model.layers.*.mlp.shared_expert.down_proj": "rowwise",
+}
+QWEN3_VL = {
+    "model.language_model.layers.*.self_attn.q_proj": "colwise",
+    "model.language_model.layers.*.self_attn.k_proj": "colwise",
+    "model.language_model.layers.*.self_attn.v_proj": "colwise",
+    "model.language_model.layers.*.self_attn.o_proj": "rowwise",
+    "model.language_model.layers.*.mlp.gate_proj": "colwise",
+    "model.language_model.layers.*.mlp.up_proj": "colwise",
+    "model.language_model.layers.*.mlp.down_proj": "rowwise",
+}
+# Gated delta nets by heads. The library computes all of them on every rank.
+_DELTA_NET = {
+    "": "delta_net",
+    ".conv1d": "parts",
+    ".in_proj_qkvz": "colwise",
+    ".in_proj_ba": "colwise",
+    ".in_proj_qkv": "colwise_parts",
+    ".in_proj_z": "colwise",
+    ".in_proj_b": "colwise",
+    ".in_proj_a": "colwise",
+    ".out_proj": "rowwise",
+}
+HYBRID = {f"model.layers.*.linear_attn{name}": style for name, style in _DELTA_NET.items()}
+HYBRID_VL = {
+    f"model.language_model.layers.*.linear_attn{name}": style for name, style in _DELTA_NET.items()
+}
