@@ -25,7 +25,7 @@ from minirl.envs.registry import make_env
 from minirl.errors import UserError, require
 from minirl.files import partial_of, publish_folder, sync_files
 from minirl.log import say
-from minirl.model import build, families, loading, scratch
+from minirl.model import build, delta_net, families, loading, scratch
 from minirl.model.weight_files import open_weights
 from minirl.parallel import tensor
 from minirl.parallel.machines import (
@@ -262,6 +262,7 @@ def find_model(
     else:
         families.check_supported(config, where)
     tensor.check_divides(families.divided(config), cfg.parallel.tensor)
+    delta_net.check_heads(config, cfg.parallel.tensor, cfg.parallel.context)
 
     vision = Vision(folder, max_images) if families.reads_images(config) else None
     if tokenizer is None:

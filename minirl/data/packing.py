@@ -155,7 +155,7 @@ def pack(
         column = _column(sequences, positions, turn_rewards)
         batch.turn_rewards = on_device(column, device, torch.float32)
     if layout.convolution:
-        batch.recurrence = build_recurrence(sequences, layout.convolution, device)
+        batch.recurrence = build_recurrence(sequences, layout, device)
     if layout.vision:
         spans = [(t.images, p) for t, p in zip(owners, positions, strict=True)]
         batch.images = layout.vision.batch(spans, device)

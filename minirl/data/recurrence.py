@@ -5,18 +5,18 @@ import functools
 import numpy as np
 import torch
 
-from minirl.data.blocks import Sequence, on_device
+from minirl.data.blocks import Layout, Sequence, on_device
 from minirl.model.attention_blocks import CHUNK, Chunks, Recurrence, Span
+from minirl.parallel import context as cp
+from minirl.parallel.mesh import Context
 
 
-def build_recurrence(
-    sequences: list[Sequence], convolution: int, device: torch.device
-) -> Recurrence:
-    """Return `Packed.recurrence`, for sequences that lie end to end on this rank.
+def build_recurrence(sequences: list[Sequence], layout: Layout, device: torch.device) -> Recurrence:
+    """Return `Packed.recurrence`, for sequences that lie end to end.
 
     Args:
         sequences: of the micro-batch, in order; prompts that others share come first.
-        convolution: rows that a layer's convolution sees, its own included.
+        layout: what the model asks for.
         device: where the row numbers go.
     """
     lengths = np.array([q.num_rows for q in sequences])
@@ -25,7 +25,7 @@ def build_recurrence(
     num_rows = int(stops[-1])
 
     # 1. Each sequence's rows behind those that its convolution sees before them.
-    num_before = convolution - 1
+    num_before = layout.convolution - 1
     history = []
     places = []
     for number, q in enumerate(sequences):
@@ -47,16 +47,38 @@ def build_recurrence(
     others = lengths[num_prompts:]
     spans.append(_span(others, first, np.array(behind) if num_prompts else None, device))
 
+    gathered = None
+    back = None
+    if layout.context:
+        in_order = _gathered(sequences, layout.context)
+        num_gathered = sum(cp.padded(q.num_rows, layout.context) for q in sequences)
+        in_gathered = np.full(num_gathered, num_rows)
+        in_gathered[in_order] = np.arange(num_rows)
+        gathered = on_device(in_order, device)
+        back = on_device(in_gathered, device)
     return Recurrence(
         spans=tuple(spans),
         history=on_device(np.concatenate(history), device),
         places=on_device(np.concatenate(places), device),
+        gathered=gathered,
+        back=back,
     )
 
 
-def _span(
-    lengths: np.ndarray, start: int, behind: np.ndarray | None, device: torch.device
-) -> Span:
+def _gathered(sequences: list[Sequence], context: Context) -> np.ndarray:
+    """Return where the rows of all sequences, in order, are in the gathered rows of all ranks."""
+    on_rank = [cp.padded(q.num_rows, context) // context.size for q in sequences]
+    rows_per_rank = sum(on_rank)
+    rows = []
+    first = 0
+    for q, num in zip(sequences, on_rank, strict=True):
+        places = cp.gathered_positions(q.num_rows, first, rows_per_rank, context)
+        rows.append(places[: q.num_rows])
+        first += num
+    return np.concatenate(rows)
+
+
+def _span(lengths: np.ndarray, start: int, behind: np.ndarray | None, device: torch.device) -> Span:
     """Return the span of sequences of these lengths that begins at a row of the micro-batch."""
     cu_rows = np.cumsum(np.concatenate([[0], lengths]))
     return Span(

@@ -112,7 +112,7 @@ class Span:
 
     @cached_property
     def chunks(self) -> Chunks:
-        """Return the same sequences in chunks, which kernels that take the running sum never ask."""
+        """Return the same sequences in chunks, for which kernels with running sums never ask."""
         return self.cut()
 
 
@@ -120,7 +120,8 @@ class Span:
 class Recurrence:
     """How layers with a state go through a micro-batch: from the start of each sequence.
 
-    An answer whose prompt is a sequence of its own begins with the state behind that.
+    An answer whose prompt is a sequence of its own begins with the state behind that. With a
+    context, each rank goes through the T rows of all ranks, for some of the heads.
     """
 
     spans: tuple[Span, ...]  # Shared prompts, if there are any, then all other sequences.
@@ -128,4 +129,7 @@ class Recurrence:
     # rows that come before; T where there are none.
     history: Tensor
     places: Tensor  # int64 [T]: where each row is in `history`.
-
+    # With a context, int64 [T]: where the rows are in those of all ranks, rank by rank; and back,
+    # T for rows that only fill.
+    gathered: Tensor | None = None
+    back: Tensor | None = None

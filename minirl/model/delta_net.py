@@ -17,8 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from minirl.errors import require
 from minirl.model import fla_package
 from minirl.model.attention_blocks import Recurrence, Span
+from minirl.parallel.mesh import Context
+from minirl.parallel.redistribute import AllToAll, own_parts
 from minirl.types import Packed
 
 EPSILON = 1e-6  # Under the root of the norms of queries and keys.
@@ -30,6 +33,26 @@ def convolution(config: PretrainedConfig) -> int:
     if "linear_attention" not in (values.get("layer_types") or []):
         return 0
     return values["linear_conv_kernel_dim"]
+
+
+def check_heads(config: PretrainedConfig, tensor: int, context: int) -> None:
+    """Refuse a mesh over which a model's gated delta nets cannot be divided, which is by heads.
+
+    Args:
+        config: of the model.
+        tensor: parallel.tensor.
+        context: parallel.context.
+
+    Raises:
+        UserError: it does not divide their number.
+    """
+    num_heads = config.get_text_config().linear_num_key_heads if convolution(config) else 0
+    require(
+        num_heads % (tensor * context) == 0,
+        f"parallel.tensor * parallel.context = {tensor} * {context} = {tensor * context} does not "
+        f"divide linear_num_key_heads = {num_heads} of family {config.model_type!r}, whose layers "
+        "with a state are divided by heads; lower one of the two",
+    )
 
 
 def install(model: nn.Module) -> None:
@@ -66,17 +89,66 @@ def forward(module: Any, hidden_states: Tensor, *, pack: Packed, **kwargs: objec
         raise NotImplementedError("a packed batch has no padding, and no cache")
 
     mixed, gate, b, a = _project(module, hidden_states)
-    parts = (module.key_dim, module.key_dim, module.value_dim)
-    q, k, v = module.conv1d(mixed, recurrence).split(parts, dim=-1)
+    heads = _Heads(module, pack.context)
+    rows = heads.gather(torch.cat([mixed, b, a], dim=-1), recurrence)
+    key_dim, value_dim, num_heads = heads.sizes
+    mixed, b, a = rows.split([2 * key_dim + value_dim, num_heads, num_heads], dim=-1)
+    mixed = module.conv1d(mixed, recurrence, heads)
+
+    q, k, v = mixed.split([key_dim, key_dim, value_dim], dim=-1)
     repeats = module.num_v_heads // module.num_k_heads
     q = q.unflatten(-1, (-1, module.head_k_dim)).repeat_interleave(repeats, dim=1)
     k = k.unflatten(-1, (-1, module.head_k_dim)).repeat_interleave(repeats, dim=1)
     v = v.unflatten(-1, (-1, module.head_v_dim))
-    log_decay = -_wide(module.A_log).exp() * F.softplus(_wide(a) + module.dt_bias)
+    decay = _wide(heads.own(module.A_log)).exp()
+    log_decay = -decay * F.softplus(_wide(a) + heads.own(module.dt_bias))
     out = delta_rule(q, k, v, log_decay, b.sigmoid(), recurrence)
 
-    out = module.norm(out.flatten(0, 1), gate.reshape(-1, module.head_v_dim))
+    out = heads.scatter(out.flatten(1), recurrence).view(-1, module.head_v_dim)
+    out = module.norm(out, gate.reshape(-1, module.head_v_dim))
     return module.out_proj(out.view(*hidden_states.shape[:2], -1))
+
+
+class _Heads:
+    """The heads that this rank goes through sequences for: of R context ranks, each has 1 / R.
+
+    Before the recurrence ranks have their rows for all heads, inside it all rows for their heads:
+    DeepSpeed-Ulysses, arXiv 2309.14509.
+    """
+
+    def __init__(self, module: Any, context: Context | None):
+        self.context = context
+        self.size = context.size if context else 1
+        # Of this tensor-parallel rank: features of queries (as of keys) and of values, and heads.
+        key_dim: int = module.key_dim
+        value_dim: int = module.value_dim
+        num_heads: int = module.num_v_heads
+        self.parts = (key_dim, key_dim, value_dim)
+        self._all_parts = (*self.parts, num_heads, num_heads)
+        self.sizes = (key_dim // self.size, value_dim // self.size, num_heads // self.size)
+
+    def own(self, t: Tensor, parts: tuple[int, ...] | None = None) -> Tensor:
+        """Return what belongs to the heads of a weight [C, ...], in parts that lie end to end."""
+        if self.context is None:
+            return t
+        return own_parts(t, parts or (len(t),), self.context.rank, self.size, dim=0)
+
+    def gather(self, x: Tensor, recurrence: Recurrence) -> Tensor:
+        """Move from own rows [T, C] for all heads to all rows [N, C / R] for own heads."""
+        if self.context is None or recurrence.gathered is None:
+            return x
+        ranks = range(self.size)
+        given = [own_parts(x, self._all_parts, rank, self.size, dim=1) for rank in ranks]
+        rows = AllToAll.apply(torch.stack(given), self.context.group).flatten(0, 1)
+        return rows.index_select(0, recurrence.gathered)
+
+    def scatter(self, x: Tensor, recurrence: Recurrence) -> Tensor:
+        """Move back from all rows [N, C / R] to own rows [T, C]."""
+        if self.context is None or recurrence.back is None:
+            return x
+        rows = _with_zeros(x).index_select(0, recurrence.back)
+        by_heads = AllToAll.apply(rows.unflatten(0, (self.size, -1)), self.context.group)
+        return by_heads.transpose(0, 1).flatten(1)
 
 
 def _project(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -103,15 +175,16 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def convolve(module: nn.Conv1d, x: Tensor, recurrence: Recurrence) -> Tensor:
+def convolve(module: nn.Conv1d, x: Tensor, recurrence: Recurrence, heads: _Heads) -> Tensor:
     """Return silu of each feature's convolution with its own weights, over the K rows up to a row.
 
     Args:
         module: with weights [C, 1, K]; the forward that this stands in for.
         x: [T, C].
         recurrence: of the batch.
+        heads: those that the features are of.
     """
-    weight = module.weight.squeeze(1)
+    weight = heads.own(module.weight, heads.parts).squeeze(1)
     rows = _with_zeros(x).index_select(0, recurrence.history)
     kernel = fla_package.convolution(x)
     if kernel:

@@ -61,7 +61,6 @@ class Family(NamedTuple):
     # vLLM's sliding windows are one token wider than the library's.
     engine_window_differs: bool = False
     engine_on_cpu: bool = True
-    context: bool = True  # Sequences may be split over ranks.
     # Beginnings of the model's names -> what the files have instead.
     files: dict[str, str] = {}
     fused: Fused = Fused()
@@ -87,7 +86,6 @@ _DEEPSEEK = Family(
 _HYBRID = Family(
     divided=(*DENSE, "linear_num_key_heads"),
     plan=plans.HYBRID,
-    context=False,
     fused=_GEMMA.fused._replace(rotary=False),
 )
 _HYBRID_MOE = _HYBRID._replace(

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +30,7 @@ from torch.distributed.tensor import (
 
 from minirl.errors import UserError
 from minirl.parallel.fsdp import local
-from minirl.parallel.redistribute import move
+from minirl.parallel.redistribute import move, own_parts
 
 # Names of a linear's adapter (model/lora.py), [rank, in] and [out, rank].
 LORA_A = "lora_A"
@@ -181,21 +180,17 @@ def _one_head_column(module: nn.Linear, tp: TensorParallel, num_heads: int) -> F
     return _shard_all(module, tp, layout, others={LORA_A: _WHOLE})
 
 
-def _of_rank(t: Tensor, parts: tuple[int, ...], tp: TensorParallel, dim: int) -> Tensor:
-    """Return this rank's part of each of several parts that lie side by side."""
-    rank = tp.group.rank()
-    return torch.cat([part.chunk(tp.group.size(), dim)[rank] for part in t.split(parts, dim)], dim)
-
-
 def _parts(module: Any, tp: TensorParallel) -> Forward:
     """Compute this rank's part of each of `module.parts`: features that are each on their own.
 
     The weights, which are few, are whole on every rank.
     """
-    layout = Layout(
-        Replicate(), lambda p: _of_rank(local(p, partial=True), module.parts, tp, dim=0)
-    )
-    return _shard_all(module, tp, layout)
+    group = tp.group
+
+    def of_rank(p: Tensor) -> Tensor:
+        return own_parts(local(p, partial=True), module.parts, group.rank(), group.size(), dim=0)
+
+    return _shard_all(module, tp, Layout(Replicate(), of_rank))
 
 
 def _column_parts(module: Any, tp: TensorParallel) -> Forward:
@@ -204,10 +199,11 @@ def _column_parts(module: Any, tp: TensorParallel) -> Forward:
     Parts lie end to end, so that a rank's rows are not its heads'.
     """
     column = _column(module, tp)
+    group = tp.group
 
     def forward(x: Tensor) -> Tensor:
-        y = move(column(x), tp.group, Shard(FEATURES), Replicate(), grad=Partial())
-        return _of_rank(y, module.parts, tp, FEATURES)
+        y = move(column(x), group, Shard(FEATURES), Replicate(), grad=Partial())
+        return own_parts(y, module.parts, group.rank(), group.size(), FEATURES)
 
     return forward
 
