@@ -124,7 +124,7 @@ class Policy:
         for p in self.model.parameters():
             if not p.requires_grad:
                 continue
-            if p.ndim < 2:
+            if p.ndim < 2 or (p.ndim == 3 and p.shape[1] == 1):  # a convolution of features
                 vectors.append(p)
             elif p in in_layers:
                 hidden.append(p)

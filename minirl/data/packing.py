@@ -146,6 +146,7 @@ def pack(
         sequence_ids=tuple((t.group, t.episode, t.segment) for t in owners),
         blocks=blocks,
         windowed_block=windowed_block,
+        recurrence=build_recurrence(sequences, layout, device),
         context=layout.context,
         temperature=temperature,
         engine_logprobs=on_device(logprobs, device, torch.float32),
@@ -154,8 +155,6 @@ def pack(
     if len(turn_rewards) == len(owners):
         column = _column(sequences, positions, turn_rewards)
         batch.turn_rewards = on_device(column, device, torch.float32)
-    if layout.convolution:
-        batch.recurrence = build_recurrence(sequences, layout, device)
     if layout.vision:
         spans = [(t.images, p) for t, p in zip(owners, positions, strict=True)]
         batch.images = layout.vision.batch(spans, device)

@@ -11,14 +11,18 @@ from minirl.parallel import context as cp
 from minirl.parallel.mesh import Context
 
 
-def build_recurrence(sequences: list[Sequence], layout: Layout, device: torch.device) -> Recurrence:
-    """Return `Packed.recurrence`, for sequences that lie end to end.
+def build_recurrence(
+    sequences: list[Sequence], layout: Layout, device: torch.device
+) -> Recurrence | None:
+    """Return `Packed.recurrence`, for sequences that lie end to end; None: it is not wanted.
 
     Args:
         sequences: of the micro-batch, in order; prompts that others share come first.
         layout: what the model asks for.
         device: where the row numbers go.
     """
+    if not layout.convolution:
+        return None
     lengths = np.array([q.num_rows for q in sequences])
     stops = np.cumsum(lengths)
     starts = stops - lengths
@@ -97,7 +101,7 @@ def _cut(lengths: np.ndarray, device: torch.device) -> Chunks:
     num_chunks = np.maximum(1, -(-lengths // CHUNK))
     order = np.argsort(-num_chunks, kind="stable")
     ranks = np.argsort(order)
-    counts = []
+    counts: list[int] = []
     rows = []
     places = np.empty(num_rows, np.int64)
     for step in range(num_chunks.max()):

@@ -270,7 +270,6 @@ def build_model(
         fused.install(model, kernels)
 
     # 2. Split over tensor-parallel ranks, then sharded over the others.
-    delta_net.check_heads(config, mesh.tensor.size(), mesh.context_size)
     tp = TensorParallel(mesh.tensor, sequence_parallel) if mesh.tensor.size() > 1 else None
     if tp:
         tensor.check_divides(families.divided(config), tp.group.size())

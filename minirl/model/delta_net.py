@@ -10,7 +10,7 @@ layers know neither, so `install` gives them the forward below.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -248,9 +248,6 @@ def delta_rule_formula(
 ) -> tuple[Tensor, Tensor]:
     """Go through the sequences of a span, chunk by chunk; sec. 3.3 of the paper.
 
-    Inside a chunk the corrections u_t = b_t (v_t - a_t S' k_t) depend on each other by a triangular
-    system, which is solved for all chunks at once. Only the state goes from chunk to chunk.
-
     Args:
         q: as in `delta_rule`, of the span's rows, like the others.
         k: [T, H, Dk].
@@ -265,45 +262,74 @@ def delta_rule_formula(
         least.
     """
     chunks = span.chunks
-    cut = partial(_in_chunks, rows=chunks.rows)
-    queries = cut(_normed(q)) * q.shape[-1] ** -0.5
-    keys = cut(_normed(k))
-    rates = cut(rate[..., None])
-    decay = cut(log_decay[..., None]).cumsum(2)  # From the chunk's start, as a logarithm.
-
-    # 1. Inside chunks. What row i keeps of row j is decayed on the way.
-    later = torch.ones_like(decay[0, 0] - decay[0, 0].mT, dtype=torch.bool).triu(1)
-    kept = (decay - decay.mT).masked_fill(later, -torch.inf).exp()
-    since_start = decay.exp()
-    until_end = (decay[:, :, -1:] - decay).exp()
-    system = (rates * keys) @ keys.mT * kept  # Below its diagonal, which counts as ones.
-    given = rates * torch.cat([cut(v), since_start * keys], dim=-1)
-    solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
-    corrections, by_state = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    scores = queries @ keys.mT * kept
-    queries = since_start * queries
-    keys = until_end * keys
-
-    # 2. The state, step by step through the chunks of all sequences.
-    state = corrections.new_zeros(len(chunks.order), q.shape[1], k.shape[-1], v.shape[-1])
-    if initial is not None:
-        state = initial.index_select(0, chunks.order)
+    solved = _solve(q, k, v, log_decay, rate, chunks.rows)
+    if initial is None:
+        initial = solved.values.new_zeros(len(chunks.order), *k.shape[1:], v.shape[-1])
+    state = initial.index_select(0, chunks.order)
     outputs = []
-    ended = []  # States behind the sequences that a step was the last of.
+    ended = []  # States behind the sequences that end with a step.
     first = 0
     for count in chunks.counts:
         step = slice(first, first + count)
         first += count
         ended.append(state[count:])
         state = state[:count]
-        u = corrections[step] - by_state[step] @ state
-        outputs.append(queries[step] @ state + scores[step] @ u)
-        state = since_start[step, :, -1:] * state + keys[step].mT @ u
+        corrections = solved.values[step] - solved.of_state[step] @ state
+        outputs.append(solved.queries[step] @ state + solved.scores[step] @ corrections)
+        state = solved.kept[step] * state + solved.keys[step].mT @ corrections
     ended.append(state)
 
     out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
     states = torch.cat(ended[::-1]).index_select(0, chunks.ranks)
     return out.index_select(0, chunks.places).to(q.dtype), states
+
+
+class _Solved(NamedTuple):
+    """What C chunks, of CHUNK = N rows, make of the states before them."""
+
+    # The corrections u are `values - of_state @ S`.
+    values: Tensor  # [C, H, N, Dv]
+    of_state: Tensor  # [C, H, N, Dk]
+    # The output is `queries @ S + scores @ u`.
+    queries: Tensor  # [C, H, N, Dk]
+    scores: Tensor  # [C, H, N, N]
+    # The state behind a chunk is `kept * S + keys' @ u`.
+    kept: Tensor  # [C, H, 1, 1]
+    keys: Tensor  # [C, H, N, Dk]
+
+
+def _solve(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, rows: Tensor
+) -> _Solved:
+    """Do all that is parallel over chunks.
+
+    Inside one, the corrections u_t = b_t (v_t - a_t S_{t-1}' k_t) depend on each other by a
+    triangular system.
+    """
+    cut = partial(_in_chunks, rows=rows)
+    queries = cut(_normed(q)) * q.shape[-1] ** -0.5
+    keys = cut(_normed(k))
+    rates = cut(rate[..., None])
+    decay = cut(log_decay[..., None]).cumsum(2)  # From the chunk's start, as a logarithm.
+    # What row i has left of row j, of the state before the chunk, and the chunk's end of a row.
+    between = decay - decay.mT
+    later = torch.ones_like(between[0, 0], dtype=torch.bool).triu(1)
+    between = between.masked_fill(later, -torch.inf).exp()
+    since_start = decay.exp()
+    until_end = (decay[:, :, -1:] - decay).exp()
+
+    system = (rates * keys) @ keys.mT * between  # Below its diagonal, which counts as ones.
+    given = rates * torch.cat([cut(v), since_start * keys], dim=-1)
+    solution = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
+    values, of_state = solution.split([v.shape[-1], k.shape[-1]], dim=-1)
+    return _Solved(
+        values=values,
+        of_state=of_state,
+        queries=since_start * queries,
+        scores=queries @ keys.mT * between,
+        kept=since_start[:, :, -1:],
+        keys=until_end * keys,
+    )
 
 
 def _normed(x: Tensor) -> Tensor:
