@@ -376,10 +376,11 @@ def test_a_length_at_which_engine_and_trainer_differ_is_refused():
         families.check_supported(config, "policy.model = x", max_model_len=101)
 
 
-def test_a_family_that_the_engine_runs_on_cuda_only_is_refused_on_cpu():
-    config = AutoConfig.for_model("minimax_m2")
+@pytest.mark.parametrize("family", ["minimax_m2", "qwen3_next", "qwen3_5"])
+def test_a_family_that_the_engine_runs_on_cuda_only_is_refused_on_cpu(family):
+    config = AutoConfig.for_model(family)
     families.check_supported(config, "policy.model = x", device="cuda")
-    with pytest.raises(UserError, match="vLLM's CPU build does not run family 'minimax_m2'"):
+    with pytest.raises(UserError, match=f"vLLM's CPU build does not run family '{family}'"):
         families.check_supported(config, "policy.model = x", device="cpu")
 
 

@@ -60,7 +60,8 @@ class Family(NamedTuple):
     experts: ExpertNames | None = None
     # vLLM's sliding windows are one token wider than the library's.
     engine_window_differs: bool = False
-    engine_on_cpu: bool = True
+    # Why vLLM's CPU build does not run it; empty: it does.
+    not_on_cpu: str = ""
     # Beginnings of the model's names -> what the files have instead.
     files: dict[str, str] = {}
     fused: Fused = Fused()
@@ -86,6 +87,7 @@ _DEEPSEEK = Family(
 _HYBRID = Family(
     divided=(*DENSE, "linear_num_key_heads"),
     plan=plans.HYBRID,
+    not_on_cpu="it keeps convolutions where no refit can write them",
     fused=_GEMMA.fused._replace(rotary=False),
 )
 _HYBRID_MOE = _HYBRID._replace(
@@ -131,7 +133,7 @@ FAMILIES = {
     "minimax_m2": Family(
         divided=(*FEATURES, "num_local_experts"),
         experts=_MIXTRAL,
-        engine_on_cpu=False,
+        not_on_cpu="its router scores",
         fused=_PARTIAL,
     ),
     "qwen3_next": _HYBRID_MOE,
@@ -198,10 +200,11 @@ def check_supported(
 
 def _check_engine_on_cpu(config: PretrainedConfig, where: str) -> None:
     """Refuse what vLLM's CPU build does not run."""
+    why = FAMILIES[config.model_type].not_on_cpu
     require(
-        FAMILIES[config.model_type].engine_on_cpu,
-        f"{where}: vLLM's CPU build does not run family {config.model_type!r} "
-        "(its router scores); use a CUDA device",
+        not why,
+        f"{where}: vLLM's CPU build does not run family {config.model_type!r} ({why}); use a CUDA "
+        "device, or train it without an engine (minirl.sft, dpo, kto, rm)",
     )
 
     head_dim = _head_dim(config.get_text_config().to_dict())
