@@ -384,6 +384,13 @@ def test_a_family_that_the_engine_runs_on_cuda_only_is_refused_on_cpu(family):
         families.check_supported(config, "policy.model = x", device="cpu")
 
 
+def test_a_family_that_no_engine_runs_is_refused_with_one():
+    config = AutoConfig.for_model("deepseek_v3")
+    families.check_supported(config, "policy.model = x")
+    with pytest.raises(UserError, match="no engine runs family 'deepseek_v3' beside a trainer"):
+        families.check_supported(config, "policy.model = x", device="cuda")
+
+
 def test_dropout_by_any_name_is_zeroed():
     config = families.without_dropout(
         AutoConfig.for_model("phi3", resid_pdrop=0.1, embd_pdrop=0.1, attention_dropout=0.1)
@@ -398,7 +405,7 @@ def kept_dtypes(mesh, folder, out):
     return {n: t.dtype for n, t in policy.shards().items()}
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "dots1", "minimax_m2"])
+@pytest.mark.parametrize("family", ["glm4_moe", "dots1", "minimax_m2", "deepseek_v3"])
 def test_a_routers_correction_stays_float32(root, tmp_path, family):
     """In bfloat16 it would choose other experts than the checkpoint's."""
     (dtypes,) = ranks(1, kept_dtypes, root / family, tmp_path / "exported")

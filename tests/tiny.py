@@ -89,6 +89,16 @@ OWN = {
     "olmoe": TOP_2 | {"num_experts": 4},
     "glm4_moe": DEEPSEEK | {"use_qk_norm": True},
     "dots1": DEEPSEEK | ALTERNATING,
+    "deepseek_v3": DEEPSEEK
+    | {
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+    },
     "minimax_m2": TOP_2
     | {
         "num_local_experts": 4,

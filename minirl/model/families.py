@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from minirl.errors import require
 from minirl.model import plans
+from minirl.model.refused import REFUSED
 from minirl.parallel.regions import CheckpointSlice, Region
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -60,8 +61,9 @@ class Family(NamedTuple):
     experts: ExpertNames | None = None
     # vLLM's sliding windows are one token wider than the library's.
     engine_window_differs: bool = False
-    # Why vLLM's CPU build does not run it; empty: it does.
+    # Why vLLM's CPU build does not run it, or why no engine does; empty: it does.
     not_on_cpu: str = ""
+    no_engine: str = ""
     # Beginnings of the model's names -> what the files have instead.
     files: dict[str, str] = {}
     fused: Fused = Fused()
@@ -127,6 +129,11 @@ FAMILIES = {
     "olmoe": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS),
     "glm4_moe": _DEEPSEEK._replace(fused=_PARTIAL),
     "dots1": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK._replace(
+        plan=plans.MLA,
+        fused=_PARTIAL,
+        no_engine="vLLM's attention multiplies by matrices that no refit writes",
+    ),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
     "qwen3_vl": Family(plan=plans.QWEN3_VL),
@@ -143,22 +150,9 @@ FAMILIES = {
     "qwen3_5_moe": _HYBRID_MOE._replace(plan=plans.HYBRID_VL),
 }
 
+_WITHOUT_ENGINE = "train it without an engine (minirl.sft, dpo, kto, rm)"
 # Of vLLM's kernels of attention.
 _HEAD_DIMS_ON_CPU = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-
-_NO_SEQUENCE_PARALLELISM = "it fails under sequence parallelism"
-# Families that users ask for, and what was found wrong with them.
-REFUSED = {
-    "gpt_oss": "its attention sinks are an argument that packed attention does not take",
-    "nemotron": "it does not call the attention interface",
-    "starcoder2": _NO_SEQUENCE_PARALLELISM,
-    "hunyuan_v1_dense": _NO_SEQUENCE_PARALLELISM,
-    "granitemoe": _NO_SEQUENCE_PARALLELISM,
-    "deepseek_v3": _NO_SEQUENCE_PARALLELISM,
-    "ministral3": "vLLM's class leaves out the scaling of queries by position, "
-    "llama_4_scaling, so the engine would sample from another model than the trainer's",
-    "llama4_text": "its experts have a layout of their own",
-}
 
 
 def check_supported(
@@ -183,10 +177,15 @@ def check_supported(
     _check_config(config, where)
 
     # What the engine does not run, or computes in another way than the trainer.
+    family = FAMILIES[config.model_type]
+    require(
+        not (device and family.no_engine),
+        f"{where}: no engine runs family {config.model_type!r} beside a trainer "
+        f"({family.no_engine}); {_WITHOUT_ENGINE}",
+    )
     if device == "cpu":
         _check_engine_on_cpu(config, where)
 
-    family = FAMILIES[config.model_type]
     window = config.sliding_window if family.engine_window_differs else None
     require(
         not window or max_model_len <= window,
@@ -204,7 +203,7 @@ def _check_engine_on_cpu(config: PretrainedConfig, where: str) -> None:
     require(
         not why,
         f"{where}: vLLM's CPU build does not run family {config.model_type!r} ({why}); use a CUDA "
-        "device, or train it without an engine (minirl.sft, dpo, kto, rm)",
+        f"device, or {_WITHOUT_ENGINE}",
     )
 
     head_dim = _head_dim(config.get_text_config().to_dict())

@@ -15,6 +15,15 @@ QWEN3_VL = {
     "model.language_model.layers.*.mlp.up_proj": "colwise",
     "model.language_model.layers.*.mlp.down_proj": "rowwise",
 }
+# Latent attention by heads; what all of them share is whole on every rank.
+MLA = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.q_a_proj": "whole",
+    "model.layers.*.self_attn.kv_a_proj_with_mqa": "whole",
+    "model.layers.*.self_attn.q_b_proj": "colwise",
+    "model.layers.*.self_attn.kv_b_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+}
 # Gated delta nets by heads. The library computes all of them on every rank.
 _DELTA_NET = {
     "": "delta_net",

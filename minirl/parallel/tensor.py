@@ -298,6 +298,7 @@ STYLES: dict[str, Style] = {
     "rowwise_split_input": _split_row,
     "moe_tp_experts": _experts,
     # Those of model/plans.py.
+    "whole": partial(_shard_all, layout=_WHOLE),  # its outputs are for all heads
     "delta_net": _delta_net,
     "parts": _parts,
     "colwise_parts": _column_parts,
