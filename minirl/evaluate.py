@@ -15,7 +15,7 @@ if __name__ == "__main__":  # First the flags: the imports below take seconds. I
 import json
 from pathlib import Path
 
-from minirl.config.policy import PolicyConfig
+from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.config.validate import resolve_lengths, validate_sampling
 from minirl.data import chat
@@ -49,7 +49,9 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         with limited_imports(cfg, mesh.watch):
             env_maker = make_env(cfg.env.name)
             rewards = make_rewards(cfg.reward, mesh.watch)
-        scorer = find_other_model(cfg.reward.model, config, 1, "reward.model", scores=True)
+        scorer = find_other_model(
+            cfg.reward.model, config, ParallelConfig(), "reward.model", scores=True
+        )
         example = make_in_time(env_maker, cfg.env, mesh.watch)
         if example.graded:
             rewards.check_supported()

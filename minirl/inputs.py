@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from minirl import own_methods
 from minirl.checkpoint import changes, lock
 from minirl.checkpoint.failures import attempt, require_written
+from minirl.config.policy import ParallelConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import SupervisedConfig
@@ -25,7 +26,7 @@ from minirl.envs.registry import make_env
 from minirl.errors import UserError, require
 from minirl.files import partial_of, publish_folder, sync_files
 from minirl.log import say
-from minirl.model import build, families, loading, mixtures, routing, scratch
+from minirl.model import build, delta_net, families, loading, mixtures, routing, scratch
 from minirl.model.weight_files import open_weights
 from minirl.parallel import tensor
 from minirl.parallel.machines import (
@@ -92,8 +93,7 @@ class Inputs:
             # Models. The rewards of dumped rollouts have the scores of a reward model in them.
             max_len = cfg.engine.max_model_len
             files = find_model(cfg, max_len, engine_on=mesh.device.type)
-            tensor_parallel = cfg.parallel.tensor
-            find = partial(find_other_model, policy=files.config, tensor_parallel=tensor_parallel)
+            find = partial(find_other_model, policy=files.config, parallel=cfg.parallel)
             self.folder = files.folder
             self.ref = find(cfg.ref.model, setting="ref.model")
             self.critic = find(cfg.critic.model, setting="critic.model")
@@ -288,13 +288,19 @@ def find_model(
         families.check_positions(config, where, "engine.max_model_len", engine.max_model_len)
     else:
         families.check_supported(config, where)
-    tensor.check_divides(families.divided(config), cfg.parallel.tensor)
+    _check_mesh(config, cfg.parallel)
 
     vision = Vision(folder, max_images) if families.reads_images(config) else None
     if tokenizer is None:
         tokenizer = chat.load_tokenizer(folder, cfg.data, chats=chats)
         check_tokens(tokenizer, folder, config, where, chats=chats)
     return ModelFiles(folder, config, tokenizer, vision)
+
+
+def _check_mesh(config: PretrainedConfig, parallel: ParallelConfig) -> None:
+    """Refuse a mesh that does not divide a model. Raises UserError."""
+    tensor.check_divides(families.divided(config), parallel.tensor)
+    delta_net.check_heads(config, parallel.tensor, parallel.context)
 
 
 def check_tokens(
@@ -324,7 +330,7 @@ def check_tokens(
 def find_other_model(
     model: str,
     policy: PretrainedConfig,
-    tensor_parallel: int,
+    parallel: ParallelConfig,
     setting: str,
     *,
     scores: bool = False,
@@ -334,7 +340,7 @@ def find_other_model(
     Args:
         model: folder or hub id; empty: there is none.
         policy: the policy's config.
-        tensor_parallel: ranks that split every matrix.
+        parallel: the mesh.
         setting: what names the model, for errors.
         scores: it is a reward model: its weights have a score head.
 
@@ -349,7 +355,7 @@ def find_other_model(
     folder = build.find_folder(model, setting)
     config = build.read_config(folder)
     families.check_supported(config, f"{setting} = {model}")
-    tensor.check_divides(families.divided(config), tensor_parallel)
+    _check_mesh(config, parallel)
     require(
         families.reads_images(config) == families.reads_images(policy),
         f"{setting} = {model} is of family {config.model_type}, and the policy of "

@@ -23,7 +23,7 @@ from minirl.data.blocks import Layout
 from minirl.data.images import Vision
 from minirl.errors import require
 from minirl.log import Timer, say
-from minirl.model import build, families, loading, lora
+from minirl.model import build, delta_net, families, loading, lora
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.muon import Muon
@@ -107,6 +107,7 @@ class Policy:
             context=mesh.context,
             windowed=families.windowed(self.model.config),
             vision=self.vision,
+            convolution=delta_net.convolution(self.model.config),
         )
         self.optimizer = self._make_optimizer()
         self.num_updates = 0
@@ -129,7 +130,9 @@ class Policy:
         for name, p in self.model.named_parameters():
             if not p.requires_grad:
                 continue
-            if p.ndim < 2 or name.endswith("bias"):  # those of experts are [E, out]
+            # Biases of experts are [E, out], a convolution of features is [out, 1, taps].
+            is_convolution = p.ndim == 3 and p.shape[1] == 1
+            if p.ndim < 2 or name.endswith("bias") or is_convolution:
                 vectors.append(p)
             elif p in in_layers:
                 hidden.append(p)

@@ -189,8 +189,7 @@ class SupervisedTrainer(Program):
 
     def find_reference(self, model: str) -> Path:
         """Return the folder of `reference`; empty: that of the policy. Raises UserError."""
-        tensor_parallel = self.cfg.parallel.tensor
-        found = find_other_model(model, self.files.config, tensor_parallel, "reference")
+        found = find_other_model(model, self.files.config, self.cfg.parallel, "reference")
         return found or self.files.folder
 
     def annotate_reference(self, batches: Minibatch) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:  # Only for annotations: at run time this file imports nothing of minirl.
     from minirl.data.images import ImageBatch, ImageSpan
-    from minirl.model.attention_blocks import Block
+    from minirl.model.attention_blocks import Block, Recurrence
     from minirl.parallel.mesh import Context
 
 UNSET: Any = None  # The value of a field that a later stage of the step fills in.
@@ -103,6 +103,7 @@ class Packed:
     # second halves with all rows of a later rank.
     blocks: tuple[Block, ...]
     windowed_block: Block | None = None  # All of it as one causal block, for sliding windows.
+    recurrence: Recurrence | None = None  # For layers with a state.
     images: ImageBatch | None = None  # For a model that reads images.
     is_last_row: Tensor  # bool [T]: the row is the last one of a trajectory.
     # int64 [P, 2] of preference data: chosen and rejected sequence; [P, 1] of single answers.

@@ -220,7 +220,7 @@ def test_forward_and_gradients_are_hugging_faces(results, family, mesh):
     assert isinstance(result, dict), result
     assert result["values"] < 1e-12 and result["gradient"] < 1e-13, result
     if mesh == "one rank":
-        assert result["float32"]["values"] < 1e-5 and result["float32"]["gradient"] < 2e-5, result
+        assert result["float32"]["values"] < 1e-5 and result["float32"]["gradient"] < 3e-5, result
 
 
 @pytest.mark.parametrize(
@@ -372,11 +372,19 @@ def test_a_length_at_which_engine_and_trainer_differ_is_refused():
         families.check_supported(config, "policy.model = x", max_model_len=101)
 
 
-def test_a_family_that_the_engine_runs_on_cuda_only_is_refused_on_cpu():
-    config = AutoConfig.for_model("minimax_m2")
+@pytest.mark.parametrize("family", ["minimax_m2", "qwen3_next", "qwen3_5"])
+def test_a_family_that_the_engine_runs_on_cuda_only_is_refused_on_cpu(family):
+    config = AutoConfig.for_model(family)
     families.check_supported(config, "policy.model = x", device="cuda")
-    with pytest.raises(UserError, match="vLLM's CPU build does not run family 'minimax_m2'"):
+    with pytest.raises(UserError, match=f"vLLM's CPU build does not run family '{family}'"):
         families.check_supported(config, "policy.model = x", device="cpu")
+
+
+def test_a_family_that_no_engine_runs_is_refused_with_one():
+    config = AutoConfig.for_model("deepseek_v3")
+    families.check_supported(config, "policy.model = x")
+    with pytest.raises(UserError, match="no engine runs family 'deepseek_v3' beside a trainer"):
+        families.check_supported(config, "policy.model = x", device="cuda")
 
 
 def test_dropout_by_any_name_is_zeroed():
@@ -393,7 +401,7 @@ def kept_dtypes(mesh, folder, out):
     return {n: t.dtype for n, t in policy.shards().items()}
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "dots1", "minimax_m2"])
+@pytest.mark.parametrize("family", ["glm4_moe", "dots1", "minimax_m2", "deepseek_v3"])
 def test_a_routers_correction_stays_float32(root, tmp_path, family):
     """In bfloat16 it would choose other experts than the checkpoint's."""
     (dtypes,) = ranks(1, kept_dtypes, root / family, tmp_path / "exported")

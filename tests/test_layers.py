@@ -143,6 +143,8 @@ DOORS = {
     "bitsandbytes": {"model/nf4.py": None},
     "flash_attn": {"model/flash_package.py": None},
     "flash_attn_3": {"model/flash_package.py": None},
+    "fla": {"model/fla_package.py": None},
+    "causal_conv1d": {"model/fla_package.py": None},
     "huggingface_hub": {
         "model/build.py": None,
         "checkpoint/folder.py": {"split_torch_state_dict_into_shards"},

@@ -20,6 +20,7 @@ from benchmarks import fits
 from harness import ranks, two_at_once
 from minirl import checkpoint, dpo, generation, kto, rl, rm
 from minirl.config.parse import parse_flags
+from minirl.config.policy import ParallelConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RolloutConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
@@ -590,11 +591,17 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
         UserError, match=r"ref.model = .*model has a vocabulary of \d+, and the policy's is of 99"
     ):
         find_other_model(
-            str(tmp_path / "model"), AutoConfig.for_model("qwen3", vocab_size=99), 1, "ref.model"
+            str(tmp_path / "model"),
+            AutoConfig.for_model("qwen3", vocab_size=99),
+            ParallelConfig(),
+            "ref.model",
         )
     with pytest.raises(UserError, match="ref.model = .*nowhere"):
         find_other_model(
-            str(tmp_path / "nowhere"), AutoConfig.for_model("qwen3", vocab_size=99), 1, "ref.model"
+            str(tmp_path / "nowhere"),
+            AutoConfig.for_model("qwen3", vocab_size=99),
+            ParallelConfig(),
+            "ref.model",
         )
 
 
@@ -609,7 +616,7 @@ def test_what_is_no_reward_model_of_the_policy_is_refused(tmp_path):
             find_other_model(
                 str(folder),
                 AutoConfig.for_model("qwen3", vocab_size=vocab_size),
-                1,
+                ParallelConfig(),
                 "reward.model",
                 scores=True,
             )

@@ -36,6 +36,21 @@ DEEPSEEK = TOP_2 | {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
 }
+# Two value heads for each key head, of other sizes.
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "head_dim": 32,
+}
+QWEN2_MOE = {
+    "num_experts_per_tok": 2,
+    "num_experts": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 # Config values beyond the common ones with which every peculiarity of a family shows.
 OWN = {
     "mistral": {"sliding_window": 12, "head_dim": 32},
@@ -92,6 +107,16 @@ OWN = {
             "original_max_position_embeddings": 128,
         },
     },
+    "deepseek_v3": DEEPSEEK
+    | {
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+    },
     "minimax_m2": TOP_2
     | {
         "num_local_experts": 4,
@@ -99,6 +124,11 @@ OWN = {
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
     },
+    "qwen3_next": DELTA_NET | QWEN2_MOE,
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": DELTA_NET | QWEN2_MOE,
+    "qwen3_5": DELTA_NET,
+    "qwen3_5_moe": DELTA_NET | QWEN2_MOE,
 }
 
 
@@ -162,6 +192,19 @@ TOWERS = {
     ),
 }
 TOWERS["qwen3_vl_moe"] = TOWERS["qwen3_vl"]
+TOWERS |= dict.fromkeys(
+    ("qwen3_5", "qwen3_5_moe"),
+    (
+        16,
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "out_hidden_size": 128,
+            "num_position_embeddings": 64,
+        },
+    ),
+)
+QWEN3 = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # Those with Qwen3-VL's processor.
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 TEMPLATE = (
     "{%- for m in messages -%}{{ '<|' + m.role + '|>' }}"
@@ -213,7 +256,6 @@ def make_vision(
     )
     tokenizer.chat_template = TEMPLATE
     patch, tower = TOWERS[family]
-    is_qwen3 = family.startswith("qwen3_vl")
     named = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
         for name, token in (
@@ -230,9 +272,9 @@ def make_vision(
             "pad_token_id": tokenizer.pad_token_id,
             "vocab_size": len(tokenizer) + 3,
             "tie_word_embeddings": tied,
-            "rope_parameters": ROPE | ({"mrope_interleaved": True} if is_qwen3 else {}),
+            "rope_parameters": ROPE | ({"mrope_interleaved": True} if family in QWEN3 else {}),
         }
-        | ({"head_dim": 32} if is_qwen3 else {})
+        | ({"head_dim": 32} if family in QWEN3 else {})
         | OWN.get(family, {})
         | config
     )
@@ -259,7 +301,7 @@ def make_vision(
     images = Qwen2VLImageProcessor(patch_size=patch, merge_size=2, **limits)
     video, whole = (
         (Qwen3VLVideoProcessor, Qwen3VLProcessor)
-        if is_qwen3
+        if family in QWEN3
         else (
             Qwen2VLVideoProcessor,
             Qwen2VLProcessor if family == "qwen2_vl" else Qwen2_5_VLProcessor,

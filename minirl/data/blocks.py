@@ -49,6 +49,9 @@ class Layout:
     context: Context | None = None
     windowed: bool = False  # Some layers see a sliding window, and want `Packed.windowed_block`.
     vision: Vision | None = None  # Of a model that reads images.
+    # Rows that the convolution of a layer with a state sees, its own included; such layers want
+    # `Packed.recurrence`. 0: there are none.
+    convolution: int = 0
 
 
 @dataclass(frozen=True)

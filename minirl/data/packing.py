@@ -7,6 +7,7 @@ from torch import Tensor
 
 from minirl.data import routes
 from minirl.data.blocks import Layout, Sequence, build, on_device
+from minirl.data.recurrence import build_recurrence
 from minirl.parallel import context as cp
 from minirl.types import Packed, Trajectory
 
@@ -147,6 +148,7 @@ def pack(
         sequence_ids=tuple((t.group, t.episode, t.segment) for t in owners),
         blocks=blocks,
         windowed_block=windowed_block,
+        recurrence=build_recurrence(sequences, layout, device),
         context=layout.context,
         temperature=temperature,
         engine_logprobs=on_device(logprobs, device, torch.float32),

@@ -12,6 +12,7 @@ parallelism so is what other ranks hold.
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -53,7 +54,7 @@ def packed_attention(
         module: the layer, for error messages.
         query: [1, H, T, D].
         key: [1, Hkv, T, D].
-        value: [1, Hkv, T, D].
+        value: [1, Hkv, T, D], or fewer features.
         attention_mask: must be None, as `pack` says who sees whom.
         pack: the batch.
         scaling: factor of the scores; None: 1 / sqrt(D).
@@ -83,6 +84,9 @@ def packed_attention(
     q = query.squeeze(0).transpose(0, 1)
     k = key.squeeze(0).transpose(0, 1)
     v = value.squeeze(0).transpose(0, 1)
+    num_values = v.shape[-1]
+    if num_values < q.shape[-1]:  # latent attention; kernels want heads of one size
+        v = F.pad(v, (0, q.shape[-1] - num_values))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     blocks, window = _visible(pack, sliding_window)
     options = Options(scale, window, softcap)
@@ -95,7 +99,7 @@ def packed_attention(
         out = ring_package.ring(q, k, v, blocks[0], scale, ring)
     else:
         out = Attention.apply(q, k, v, s_aux, blocks, options, ring)
-    return out[None], None
+    return out[None, ..., :num_values], None
 
 
 def _visible(pack: Packed, window: int | None) -> tuple[tuple[Block, ...], int | None]:

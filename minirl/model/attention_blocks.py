@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+CHUNK = 64  # Rows of a chunk, as in the kernels of flash-linear-attention.
+
 
 @dataclass(frozen=True)
 class RowIndex:
@@ -79,3 +81,55 @@ class Options:
     # Keys that a query sees, itself included; only for a causal block that has all of them.
     window: int | None = None
     softcap: float | None = None  # Scores s become cap tanh(s / cap); Gemma 2, arXiv 2408.00118.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """Sequences cut into chunks of `CHUNK` rows, for a recurrence that is parallel inside each.
+
+    Step i has the i-th chunk of every sequence that is long enough. Sequences are sorted, the
+    longest first, so that those of a step are the first of those of the step before.
+    """
+
+    rows: Tensor  # int64 [C, CHUNK]: row numbers, step by step; the number of rows: none.
+    counts: tuple[int, ...]  # Number of chunks of each step, on the host.
+    order: Tensor  # int64 [S]: the sequences, the longest first.
+    ranks: Tensor  # int64 [S]: where each sequence is in `order`.
+    places: Tensor  # int64 [T]: where each row is in the chunks laid end to end.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Sequences that lie end to end, and what a recurrence begins each of them with."""
+
+    start: int  # Their rows in the micro-batch.
+    stop: int
+    cu_rows: Tensor  # int64 [S + 1]: running sum of their rows.
+    # int64 [S]: number of the sequence of the span before behind whose last row each begins; the
+    # number of those: behind none. None: behind none, all of them.
+    behind: Tensor | None
+    cut: Callable[[], Chunks]  # Cuts them into chunks.
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """Return the same sequences in chunks, for which kernels with running sums never ask."""
+        return self.cut()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrence:
+    """How layers with a state go through a micro-batch: from the start of each sequence.
+
+    An answer whose prompt is a sequence of its own begins with the state behind that. With a
+    context, each rank goes through the T rows of all ranks, for some of the heads.
+    """
+
+    spans: tuple[Span, ...]  # Shared prompts, if there are any, then all other sequences.
+    # int64 [T + S (K - 1)]: for a convolution over K rows, those of each sequence behind the K - 1
+    # rows that come before; T where there are none.
+    history: Tensor
+    places: Tensor  # int64 [T]: where each row is in `history`.
+    # With a context, int64 [T]: where the rows are in those of all ranks, rank by rank; and back,
+    # T for rows that only fill.
+    gathered: Tensor | None = None
+    back: Tensor | None = None

@@ -29,6 +29,7 @@ from minirl.config.rl import section_of
 from minirl.errors import UserError, require
 from minirl.model import (
     attention,
+    delta_net,
     experts,
     families,
     fused,
@@ -392,6 +393,7 @@ def make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool
             model.score = ScoreHead(text.hidden_size, 1, bias=False, dtype=dtype)
     for p in model.parameters():  # some families make a router's float32, whatever the dtype is
         p.data = p.data.to(dtype)
+    delta_net.install(model)
     model.adapters = None
     model.routing = None
     model.shared = set()

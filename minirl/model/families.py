@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from minirl.errors import require
 from minirl.model import plans, sizes
+from minirl.model.refused import REFUSED
 from minirl.parallel.regions import CheckpointSlice, Region
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -68,7 +69,9 @@ class Family(NamedTuple):
     sigmoid_router: bool = False
     # vLLM's sliding windows are one token wider than the library's.
     engine_window_differs: bool = False
-    engine_on_cpu: bool = True
+    # Why vLLM's CPU build does not run it, or why no engine does; empty: it does.
+    not_on_cpu: str = ""
+    no_engine: str = ""
     # Config -> the values without which vLLM's class computes another model than the library's.
     engine_values: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
     # Beginnings of the model's names -> what the files have instead.
@@ -92,6 +95,17 @@ _DEEPSEEK = Family(
     divided=(*DENSE, "n_routed_experts", "n_shared_experts * moe_intermediate_size"),
     experts=_EXPERTS,
     sigmoid_router=True,
+)
+# Gated delta nets (model/delta_net.py) in most layers. Value heads are a multiple of key heads.
+_HYBRID = Family(
+    divided=(*DENSE, "linear_num_key_heads"),
+    plan=plans.HYBRID,
+    not_on_cpu="it keeps convolutions where no refit can write them",
+    fused=_GEMMA.fused._replace(rotary=False),
+)
+_HYBRID_MOE = _HYBRID._replace(
+    divided=(*HEADS, "linear_num_key_heads", *_QWEN2_MOE),
+    experts=_EXPERTS,
 )
 _QWEN2_VL = Family(files={"model.visual.": "visual.", "model.language_model.": "model."})
 
@@ -134,6 +148,11 @@ FAMILIES = {
     "olmoe": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS),
     "glm4_moe": _DEEPSEEK._replace(fused=_PARTIAL),
     "dots1": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK._replace(
+        plan=plans.MLA,
+        fused=_PARTIAL,
+        no_engine="vLLM's attention multiplies by matrices that no refit writes",
+    ),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
     "qwen3_vl": Family(plan=plans.QWEN3_VL),
@@ -148,7 +167,7 @@ FAMILIES = {
         divided=(*FEATURES, "num_local_experts"),
         experts=_MIXTRAL,
         sigmoid_router=True,
-        engine_on_cpu=False,
+        not_on_cpu="its router scores",
         fused=_PARTIAL,
     ),
     "gpt_oss": Family(
@@ -158,26 +177,16 @@ FAMILIES = {
         engine_values=_gpt_oss_in_engine,
         fused=Fused(norm_wide=True, rotary=False),
     ),
+    "qwen3_next": _HYBRID_MOE,
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID_MOE,
+    "qwen3_5": _HYBRID._replace(plan=plans.HYBRID_VL),
+    "qwen3_5_moe": _HYBRID_MOE._replace(plan=plans.HYBRID_VL),
 }
 
+_WITHOUT_ENGINE = "train it without an engine (minirl.sft, dpo, kto, rm)"
 # Of vLLM's kernels of attention.
 _HEAD_DIMS_ON_CPU = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-
-_LEAKS = "its linear attention leaks from one packed sequence into the next"
-_NO_SEQUENCE_PARALLELISM = "it fails under sequence parallelism"
-# Families that users ask for, and what was found wrong with them.
-REFUSED = {
-    "qwen3_next": _LEAKS,
-    "qwen3_5_text": _LEAKS,
-    "nemotron": "it does not call the attention interface",
-    "starcoder2": _NO_SEQUENCE_PARALLELISM,
-    "hunyuan_v1_dense": _NO_SEQUENCE_PARALLELISM,
-    "granitemoe": _NO_SEQUENCE_PARALLELISM,
-    "deepseek_v3": _NO_SEQUENCE_PARALLELISM,
-    "ministral3": "vLLM's class leaves out the scaling of queries by position, "
-    "llama_4_scaling, so the engine would sample from another model than the trainer's",
-    "llama4_text": "its experts have a layout of their own",
-}
 
 
 def check_supported(
@@ -202,12 +211,17 @@ def check_supported(
     _check_config(config, where)
 
     # What the engine does not run, or computes in another way than the trainer.
+    family = FAMILIES[config.model_type]
+    require(
+        not (device and family.no_engine),
+        f"{where}: no engine runs family {config.model_type!r} beside a trainer "
+        f"({family.no_engine}); {_WITHOUT_ENGINE}",
+    )
     if device == "cpu":
         _check_engine_on_cpu(config, where)
     if device:
         _check_engine_values(config, where)
 
-    family = FAMILIES[config.model_type]
     window = config.sliding_window if family.engine_window_differs else None
     require(
         not window or max_model_len <= window,
@@ -221,10 +235,11 @@ def check_supported(
 
 def _check_engine_on_cpu(config: PretrainedConfig, where: str) -> None:
     """Refuse what vLLM's CPU build does not run."""
+    why = FAMILIES[config.model_type].not_on_cpu
     require(
-        FAMILIES[config.model_type].engine_on_cpu,
-        f"{where}: vLLM's CPU build does not run family {config.model_type!r} "
-        "(its router scores); use a CUDA device",
+        not why,
+        f"{where}: vLLM's CPU build does not run family {config.model_type!r} ({why}); use a CUDA "
+        f"device, or {_WITHOUT_ENGINE}",
     )
 
     head_dim = sizes.head_dim(config.get_text_config().to_dict())

@@ -28,3 +28,28 @@ GPT_OSS = {
     **{f"model.layers.*.{name}": style for name, style in _ATTENTION.items()},
     "model.layers.*.mlp.experts": "moe_tp_experts",
 }
+# Latent attention by heads; what all of them share is whole on every rank.
+MLA = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.q_a_proj": "whole",
+    "model.layers.*.self_attn.kv_a_proj_with_mqa": "whole",
+    "model.layers.*.self_attn.q_b_proj": "colwise",
+    "model.layers.*.self_attn.kv_b_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+}
+# Gated delta nets by heads. The library computes all of them on every rank.
+_DELTA_NET = {
+    "": "delta_net",
+    ".conv1d": "parts",
+    ".in_proj_qkvz": "colwise",
+    ".in_proj_ba": "colwise",
+    ".in_proj_qkv": "colwise_parts",
+    ".in_proj_z": "colwise",
+    ".in_proj_b": "colwise",
+    ".in_proj_a": "colwise",
+    ".out_proj": "rowwise",
+}
+HYBRID = {f"model.layers.*.linear_attn{name}": style for name, style in _DELTA_NET.items()}
+HYBRID_VL = {
+    f"model.language_model.layers.*.linear_attn{name}": style for name, style in _DELTA_NET.items()
+}

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from minirl.parallel.layout import Forward, Layout, shard_all
 from minirl.parallel.mesh import Mesh
-from minirl.parallel.tensor import Forward, Layout, shard_all
 
 
 @dataclass(frozen=True)

@@ -68,3 +68,33 @@ def _redistribute(
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, group=group)
     return x
+
+
+def own_parts(t: Tensor, parts: tuple[int, ...], rank: int, size: int, dim: int) -> Tensor:
+    """Return one of `size` equal parts of each of several tensors that lie side by side.
+
+    Args:
+        t: the tensors, end to end along a dimension.
+        parts: their sizes there.
+        rank: which of their parts.
+        size: how many each has.
+        dim: the dimension.
+    """
+    return torch.cat([part.chunk(size, dim)[rank] for part in t.split(parts, dim)], dim)
+
+
+class AllToAll(torch.autograd.Function):
+    """Give each rank of a group its row of this rank's [R, ...], and get one from each."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return what the ranks have given, in their order."""
+        ctx.group = group
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        """Give the gradients back."""
+        return AllToAll.apply(grad, ctx.group), None

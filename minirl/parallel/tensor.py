@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,12 +25,12 @@ from torch.distributed.tensor import (
     Placement,
     Replicate,
     Shard,
-    distribute_tensor,
 )
 
 from minirl.errors import UserError
 from minirl.parallel.fsdp import local
-from minirl.parallel.redistribute import move
+from minirl.parallel.layout import WHOLE, Forward, Layout, shard_all
+from minirl.parallel.redistribute import move, own_parts
 
 # Names of a linear's adapter (model/lora.py), [rank, in] and [out, rank].
 LORA_A = "lora_A"
@@ -80,77 +80,8 @@ class TensorParallel:
         return move(x, self.group, self.tokens, Replicate())
 
 
-# Axes, and the settings of their sizes.
-_SETTINGS = {"tp": "parallel.tensor", "ep": "parallel.experts"}
-
 # A style shards the parameters of a module, and returns the module's forward.
-Forward = Callable[..., Any]
 Style = Callable[[Any, TensorParallel], Forward]
-
-# --------------------------------------------------------------------------------------------------
-# parameters
-
-
-def _shard(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Make a parameter a DTensor, unless it is one or there is none."""
-    parameter = module._parameters.get(name)
-    if parameter is None or isinstance(parameter, DTensor):
-        return
-    size = mesh.size()
-    if isinstance(placement, Shard) and parameter.shape[placement.dim] % size:
-        assert mesh.mesh_dim_names
-        raise UserError(
-            f"{_SETTINGS[mesh.mesh_dim_names[0]]} = {size} does not divide dimension "
-            f"{placement.dim} of {type(module).__name__}.{name}, {tuple(parameter.shape)}"
-        )
-    # No broadcast from a source rank: all have the same values, or meta tensors.
-    sharded = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
-    module._parameters[name] = nn.Parameter(sharded, parameter.requires_grad)
-
-
-class Layout(NamedTuple):
-    """How a parameter lies on an axis, and what the forward uses of it."""
-
-    placement: Placement
-    view: Callable[[Tensor], Tensor | None] = local
-
-
-# Every rank has all of it, and sees a part of the contributions to its gradient.
-_WHOLE = Layout(Replicate(), partial(local, partial=True))
-
-
-def shard_all(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    layout: Layout,
-    *,
-    others: dict[str, Layout] | None = None,
-) -> Forward:
-    """Shard a module's parameters, and return its forward on this rank's local tensors.
-
-    Args:
-        module: with parameters of its own.
-        mesh: the axis, 1-D.
-        layout: of its parameters.
-        others: of parameters, by name, that have another.
-    """
-    layouts = dict.fromkeys(module._parameters, layout) | (others or {})
-    for name in module._parameters:
-        _shard(module, name, mesh, layouts[name].placement)
-    plain = module.forward
-
-    def forward(*args: object, **kwargs: object) -> Any:
-        parameters: dict = module._parameters
-        dtensors = {name: p for name, p in parameters.items() if p is not None}
-        for name, p in dtensors.items():
-            parameters[name] = layouts[name].view(p)
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            parameters.update(dtensors)
-
-    return forward
-
 
 # --------------------------------------------------------------------------------------------------
 # styles
@@ -161,7 +92,7 @@ def _column(module: nn.Module, tp: TensorParallel) -> Forward:
 
     The block around the module calls `copy_to_region` once for all of its column-parallel modules.
     """
-    return shard_all(module, tp.mesh, Layout(Shard(0)), others={LORA_A: _WHOLE})
+    return shard_all(module, tp.mesh, Layout(Shard(0)), others={LORA_A: WHOLE})
 
 
 def _gathered_column(module: nn.Linear, tp: TensorParallel) -> Forward:
@@ -184,7 +115,50 @@ def _one_head_column(module: nn.Linear, tp: TensorParallel, num_heads: int) -> F
         return local(p, partial=True).chunk(num_heads)[head]
 
     layout = Layout(Replicate(), rows_of_head)
-    return shard_all(module, tp.mesh, layout, others={LORA_A: _WHOLE})
+    return shard_all(module, tp.mesh, layout, others={LORA_A: WHOLE})
+
+
+def _whole(module: nn.Module, tp: TensorParallel) -> Forward:
+    """Keep all of the weight: its outputs are for all heads."""
+    return shard_all(module, tp.mesh, WHOLE)
+
+
+def _parts(module: Any, tp: TensorParallel) -> Forward:
+    """Compute this rank's part of each of `module.parts`: features that are each on their own.
+
+    The weights, which are few, are whole on every rank.
+    """
+    group = tp.group
+
+    def of_rank(p: Tensor) -> Tensor:
+        return own_parts(local(p, partial=True), module.parts, group.rank(), group.size(), dim=0)
+
+    return shard_all(module, tp.mesh, Layout(Replicate(), of_rank))
+
+
+def _column_parts(module: Any, tp: TensorParallel) -> Forward:
+    """Keep a part of the weight's rows, but return this rank's heads of all `module.parts`.
+
+    Parts lie end to end, so that a rank's rows are not its heads'.
+    """
+    column = _column(module, tp)
+    group = tp.group
+
+    def forward(x: Tensor) -> Tensor:
+        y = move(column(x), group, Shard(FEATURES), Replicate(), grad=Partial())
+        return own_parts(y, module.parts, group.rank(), group.size(), FEATURES)
+
+    return forward
+
+
+def _delta_net(module: Any, tp: TensorParallel) -> Forward:
+    """Keep this rank's heads of a gated delta net (model/delta_net.py)."""
+    size = tp.group.size()
+    module.num_k_heads //= size
+    module.num_v_heads //= size
+    module.key_dim //= size
+    module.value_dim //= size
+    return shard_all(module, tp.mesh, Layout(Shard(0)))
 
 
 def _row_sums(module: nn.Linear, tp: TensorParallel) -> Forward:
@@ -193,7 +167,7 @@ def _row_sums(module: nn.Linear, tp: TensorParallel) -> Forward:
     The bias is left to the caller, because it must be added once only.
     """
     without_bias = Layout(Replicate(), lambda bias: None)
-    others = {"bias": without_bias, LORA_B: _WHOLE}
+    others = {"bias": without_bias, LORA_B: WHOLE}
     return shard_all(module, tp.mesh, Layout(Shard(1)), others=others)
 
 
@@ -269,6 +243,11 @@ STYLES: dict[str, Style] = {
     EXPERTS: _experts,
     # Of an attention module whose own parameters have a number for each head: this rank's heads.
     "heads": _column,
+    # Those of model/plans.py.
+    "whole": _whole,
+    "delta_net": _delta_net,
+    "parts": _parts,
+    "colwise_parts": _column_parts,
 }
 UNSHARDED = ("", "replicated_with_grad_allreduce")
 

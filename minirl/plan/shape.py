@@ -283,7 +283,7 @@ class _Counts:
         self.num_experts = 0
         self.head_norms = False
         for name, p in last.named_parameters():
-            if p.ndim == 3:  # experts are the only tensors of three dimensions
+            if ".experts." in name and p.ndim == 3:  # fused
                 self.of_experts += p.numel()
                 self.num_experts = len(p)
             if name.endswith("q_norm.weight"):

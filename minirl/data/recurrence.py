@@ -1,0 +1,122 @@
+"""Where layers with a state begin in a packed micro-batch, as row numbers that they take."""
+
+import functools
+
+import numpy as np
+import torch
+
+from minirl.data.blocks import Layout, Sequence, on_device
+from minirl.model.attention_blocks import CHUNK, Chunks, Recurrence, Span
+from minirl.parallel import context as cp
+from minirl.parallel.mesh import Context
+
+
+def build_recurrence(
+    sequences: list[Sequence], layout: Layout, device: torch.device
+) -> Recurrence | None:
+    """Return `Packed.recurrence`, for sequences that lie end to end; None: it is not wanted.
+
+    Args:
+        sequences: of the micro-batch, in order; prompts that others share come first.
+        layout: what the model asks for.
+        device: where the row numbers go.
+    """
+    if not layout.convolution:
+        return None
+    lengths = np.array([q.num_rows for q in sequences])
+    stops = np.cumsum(lengths)
+    starts = stops - lengths
+    num_rows = int(stops[-1])
+
+    # 1. Each sequence's rows behind those that its convolution sees before them.
+    num_before = layout.convolution - 1
+    history = []
+    places = []
+    for number, q in enumerate(sequences):
+        rows = np.arange(starts[number], stops[number])
+        before = np.full(num_before, num_rows)
+        if q.shared is not None:
+            prompt = np.arange(starts[q.shared], stops[q.shared])[-num_before:]
+            before[num_before - len(prompt) :] = prompt
+        places.append(rows + (number + 1) * num_before)
+        history += [before, rows]
+
+    # 2. Shared prompts, and then what may begin behind one of them.
+    num_prompts = len({q.shared for q in sequences if q.shared is not None})
+    spans = []
+    if num_prompts:
+        spans.append(_span(lengths[:num_prompts], 0, None, device))
+    behind = [num_prompts if q.shared is None else q.shared for q in sequences[num_prompts:]]
+    first = int(starts[num_prompts])
+    others = lengths[num_prompts:]
+    spans.append(_span(others, first, np.array(behind) if num_prompts else None, device))
+
+    gathered = None
+    back = None
+    if layout.context:
+        in_order = _gathered(sequences, layout.context)
+        num_gathered = sum(cp.padded(q.num_rows, layout.context) for q in sequences)
+        in_gathered = np.full(num_gathered, num_rows)
+        in_gathered[in_order] = np.arange(num_rows)
+        gathered = on_device(in_order, device)
+        back = on_device(in_gathered, device)
+    return Recurrence(
+        spans=tuple(spans),
+        history=on_device(np.concatenate(history), device),
+        places=on_device(np.concatenate(places), device),
+        gathered=gathered,
+        back=back,
+    )
+
+
+def _gathered(sequences: list[Sequence], context: Context) -> np.ndarray:
+    """Return where the rows of all sequences, in order, are in the gathered rows of all ranks."""
+    on_rank = [cp.padded(q.num_rows, context) // context.size for q in sequences]
+    rows_per_rank = sum(on_rank)
+    rows = []
+    first = 0
+    for q, num in zip(sequences, on_rank, strict=True):
+        places = cp.gathered_positions(q.num_rows, first, rows_per_rank, context)
+        rows.append(places[: q.num_rows])
+        first += num
+    return np.concatenate(rows)
+
+
+def _span(lengths: np.ndarray, start: int, behind: np.ndarray | None, device: torch.device) -> Span:
+    """Return the span of sequences of these lengths that begins at a row of the micro-batch."""
+    cu_rows = np.cumsum(np.concatenate([[0], lengths]))
+    return Span(
+        start=start,
+        stop=start + int(cu_rows[-1]),
+        cu_rows=on_device(cu_rows, device),
+        behind=None if behind is None else on_device(behind, device),
+        cut=functools.partial(_cut, lengths, device),
+    )
+
+
+def _cut(lengths: np.ndarray, device: torch.device) -> Chunks:
+    """Return `Span.chunks`."""
+    starts = np.cumsum(lengths) - lengths
+    num_rows = int(lengths.sum())
+    num_chunks = np.maximum(1, -(-lengths // CHUNK))
+    order = np.argsort(-num_chunks, kind="stable")
+    ranks = np.argsort(order)
+    counts: list[int] = []
+    rows = []
+    places = np.empty(num_rows, np.int64)
+    for step in range(num_chunks.max()):
+        members = order[num_chunks[order] > step]
+        within = step * CHUNK + np.arange(CHUNK)
+        of_step = starts[members, None] + within
+        filled = within < lengths[members, None]
+        first_place = sum(counts) * CHUNK
+        places[of_step[filled]] = first_place + np.flatnonzero(filled)
+        rows.append(np.where(filled, of_step, num_rows))
+        counts.append(len(members))
+    return Chunks(
+        rows=on_device(np.concatenate(rows), device),
+        counts=tuple(counts),
+        order=on_device(order, device),
+        ranks=on_device(ranks, device),
+        places=on_device(places, device),
+    )

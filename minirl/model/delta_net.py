@@ -1,0 +1,343 @@
+"""Gated delta nets on packed sequences: Yang et al. 2024 (arXiv 2412.06464), in Qwen3-Next and 3.5.
+
+A head's state S is a matrix that each row t decays, corrects and reads:
+
+    S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}' k_t)',    o_t = S_t' q_t.
+
+It begins with zeros at each sequence of a packed batch, and an answer whose prompt siblings share
+begins with the state behind the prompt. So does the short convolution before it. The library's
+layers know neither, so `install` gives them the forward below.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from minirl.errors import require
+from minirl.model import fla_package
+from minirl.model.attention_blocks import Recurrence, Span
+from minirl.parallel.mesh import Context
+from minirl.parallel.redistribute import AllToAll, own_parts
+from minirl.types import Packed
+
+EPSILON = 1e-6  # Under the root of the norms of queries and keys.
+
+
+def convolution(config: PretrainedConfig) -> int:
+    """Return over how many rows layers with a state convolve; 0: there are no such layers."""
+    values = config.get_text_config().to_dict()
+    if "linear_attention" not in (values.get("layer_types") or []):
+        return 0
+    return values["linear_conv_kernel_dim"]
+
+
+def check_heads(config: PretrainedConfig, tensor: int, context: int) -> None:
+    """Refuse a mesh over which a model's gated delta nets cannot be divided, which is by heads.
+
+    Args:
+        config: of the model.
+        tensor: parallel.tensor.
+        context: parallel.context.
+
+    Raises:
+        UserError: it does not divide their number.
+    """
+    num_heads = config.get_text_config().linear_num_key_heads if convolution(config) else 0
+    require(
+        num_heads % (tensor * context) == 0,
+        f"parallel.tensor * parallel.context = {tensor} * {context} = {tensor * context} does not "
+        f"divide linear_num_key_heads = {num_heads} of family {config.model_type!r}, whose layers "
+        "with a state are divided by heads; lower one of the two",
+    )
+
+
+def install(model: nn.Module) -> None:
+    """Give a model's gated delta nets the forward of packed batches; call it before it is split."""
+    for module in model.modules():
+        if not type(module).__name__.endswith("GatedDeltaNet"):
+            continue
+        net: Any = module
+        # Features of queries, keys and values, of which a tensor-parallel rank has some heads each.
+        parts = (net.key_dim, net.key_dim, net.value_dim)
+        net.conv1d.parts = parts
+        net.conv1d.forward = partial(convolve, net.conv1d)
+        if "in_proj_qkv" in net._modules:
+            net.in_proj_qkv.parts = parts
+        net.forward = partial(forward, net)
+
+
+def forward(module: Any, hidden_states: Tensor, *, pack: Packed, **kwargs: object) -> Tensor:
+    """Stand in for the forward of the library's layer.
+
+    Args:
+        module: the layer.
+        hidden_states: [1, T, H].
+        pack: the batch.
+        **kwargs: other arguments of the library, for caches and padding.
+
+    Returns:
+        [1, T, H].
+    """
+    recurrence = pack.recurrence
+    if recurrence is None:
+        raise NotImplementedError("a layer has a state; pack with Layout(convolution=...)")
+    if kwargs.get("attention_mask") is not None or kwargs.get("cache_params") is not None:
+        raise NotImplementedError("a packed batch has no padding, and no cache")
+
+    mixed, gate, b, a = _project(module, hidden_states)
+    heads = _Heads(module, pack.context)
+    rows = heads.gather(torch.cat([mixed, b, a], dim=-1), recurrence)
+    key_dim, value_dim, num_heads = heads.sizes
+    mixed, b, a = rows.split([2 * key_dim + value_dim, num_heads, num_heads], dim=-1)
+    mixed = module.conv1d(mixed, recurrence, heads)
+
+    q, k, v = mixed.split([key_dim, key_dim, value_dim], dim=-1)
+    repeats = module.num_v_heads // module.num_k_heads
+    q = q.unflatten(-1, (-1, module.head_k_dim)).repeat_interleave(repeats, dim=1)
+    k = k.unflatten(-1, (-1, module.head_k_dim)).repeat_interleave(repeats, dim=1)
+    v = v.unflatten(-1, (-1, module.head_v_dim))
+    decay = _wide(heads.own(module.A_log)).exp()
+    log_decay = -decay * F.softplus(_wide(a) + heads.own(module.dt_bias))
+    out = delta_rule(q, k, v, log_decay, b.sigmoid(), recurrence)
+
+    out = heads.scatter(out.flatten(1), recurrence).view(-1, module.head_v_dim)
+    out = module.norm(out, gate.reshape(-1, module.head_v_dim))
+    return module.out_proj(out.view(*hidden_states.shape[:2], -1))
+
+
+class _Heads:
+    """The heads that this rank goes through sequences for: of R context ranks, each has 1 / R.
+
+    Before the recurrence ranks have their rows for all heads, inside it all rows for their heads:
+    DeepSpeed-Ulysses, arXiv 2309.14509.
+    """
+
+    def __init__(self, module: Any, context: Context | None):
+        self.context = context
+        self.size = context.size if context else 1
+        # Of this tensor-parallel rank: features of queries (as of keys) and of values, and heads.
+        key_dim: int = module.key_dim
+        value_dim: int = module.value_dim
+        num_heads: int = module.num_v_heads
+        self.parts = (key_dim, key_dim, value_dim)
+        self._all_parts = (*self.parts, num_heads, num_heads)
+        self.sizes = (key_dim // self.size, value_dim // self.size, num_heads // self.size)
+
+    def own(self, t: Tensor, parts: tuple[int, ...] | None = None) -> Tensor:
+        """Return what belongs to the heads of a weight [C, ...], in parts that lie end to end."""
+        if self.context is None:
+            return t
+        return own_parts(t, parts or (len(t),), self.context.rank, self.size, dim=0)
+
+    def gather(self, x: Tensor, recurrence: Recurrence) -> Tensor:
+        """Move from own rows [T, C] for all heads to all rows [N, C / R] for own heads."""
+        if self.context is None or recurrence.gathered is None:
+            return x
+        ranks = range(self.size)
+        given = [own_parts(x, self._all_parts, rank, self.size, dim=1) for rank in ranks]
+        rows = AllToAll.apply(torch.stack(given), self.context.group).flatten(0, 1)
+        return rows.index_select(0, recurrence.gathered)
+
+    def scatter(self, x: Tensor, recurrence: Recurrence) -> Tensor:
+        """Move back from all rows [N, C / R] to own rows [T, C]."""
+        if self.context is None or recurrence.back is None:
+            return x
+        rows = _with_zeros(x).index_select(0, recurrence.back)
+        by_heads = AllToAll.apply(rows.unflatten(0, (self.size, -1)), self.context.group)
+        return by_heads.transpose(0, 1).flatten(1)
+
+
+def _project(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what a layer makes of its input, row by row.
+
+    Returns:
+        Queries, keys and values side by side [T, C]; the output's gate [T, Hv, Dv]; and of each
+        head the logit of the learning rate and the argument of the decay, [T, Hv].
+    """
+    if "in_proj_qkvz" in module._modules:  # Qwen3-Next's, in which all that a head has is together
+        qkvz = module.in_proj_qkvz(hidden_states)
+        ba = module.in_proj_ba(hidden_states)
+        q, k, v, gate, b, a = module.fix_query_key_value_ordering(qkvz, ba)
+        mixed = torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1)
+    else:
+        mixed = module.in_proj_qkv(hidden_states)
+        gate = module.in_proj_z(hidden_states)
+        b = module.in_proj_b(hidden_states)
+        a = module.in_proj_a(hidden_states)
+    return mixed.squeeze(0), gate.squeeze(0), b.squeeze(0), a.squeeze(0)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def convolve(module: nn.Conv1d, x: Tensor, recurrence: Recurrence, heads: _Heads) -> Tensor:
+    """Return silu of each feature's convolution with its own weights, over the K rows up to a row.
+
+    Args:
+        module: with weights [C, 1, K]; the forward that this stands in for.
+        x: [T, C].
+        recurrence: of the batch.
+        heads: those that the features are of.
+    """
+    weight = heads.own(module.weight, heads.parts).squeeze(1)
+    rows = _with_zeros(x).index_select(0, recurrence.history)
+    kernel = fla_package.convolution(x)
+    if kernel:
+        out = kernel(rows.T[None], weight, activation="silu")[0].T
+        return out.index_select(0, recurrence.places)
+    width = weight.shape[1]
+    num_out = len(rows) - width + 1
+    rows = _wide(rows)
+    out = torch.zeros_like(rows[:num_out])
+    for i in range(width):
+        out = out + rows[i : i + num_out] * weight[:, i]
+    return F.silu(out.to(x.dtype)).index_select(0, recurrence.places - (width - 1))
+
+
+def _with_zeros(x: Tensor) -> Tensor:
+    """Add a row of zeros, which the number T of a row means."""
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, recurrence: Recurrence
+) -> Tensor:
+    """Go through each sequence of a packed batch by the gated delta rule.
+
+    Args:
+        q: queries [T, H, Dk], which are normed here, as are keys.
+        k: keys [T, H, Dk].
+        v: values [T, H, Dv].
+        log_decay: [T, H], 0 or less: the log of what a row leaves of the state.
+        rate: [T, H], of 0 .. 1: how far a row corrects what the state says of its key.
+        recurrence: of the batch.
+
+    Returns:
+        The output [T, H, Dv].
+    """
+    kernel = fla_package.delta_rule(q)
+    outputs = []
+    states = None  # Behind the last rows of the span before.
+    for span in recurrence.spans:
+        here = slice(span.start, span.stop)
+        initial = None
+        if span.behind is not None and states is not None:
+            initial = _with_zeros(states).index_select(0, span.behind)
+        inputs = q[here], k[here], v[here], log_decay[here], rate[here]
+        if kernel:
+            out, states = kernel(*inputs, initial, span.cu_rows)
+        else:
+            out, states = delta_rule_formula(*inputs, initial, span)
+        outputs.append(out)
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def delta_rule_formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    rate: Tensor,
+    initial: Tensor | None,
+    span: Span,
+) -> tuple[Tensor, Tensor]:
+    """Go through the sequences of a span, chunk by chunk; sec. 3.3 of the paper.
+
+    Args:
+        q: as in `delta_rule`, of the span's rows, like the others.
+        k: [T, H, Dk].
+        v: [T, H, Dv].
+        log_decay: [T, H].
+        rate: [T, H].
+        initial: states [S, H, Dk, Dv] that the sequences begin with; None: zeros.
+        span: which rows are a sequence's.
+
+    Returns:
+        The output [T, H, Dv], and the states behind the sequences [S, H, Dk, Dv], in float32 at
+        least.
+    """
+    chunks = span.chunks
+    solved = _solve(q, k, v, log_decay, rate, chunks.rows)
+    if initial is None:
+        initial = solved.values.new_zeros(len(chunks.order), *k.shape[1:], v.shape[-1])
+    state = initial.index_select(0, chunks.order)
+    outputs = []
+    ended = []  # States behind the sequences that end with a step.
+    first = 0
+    for count in chunks.counts:
+        step = slice(first, first + count)
+        first += count
+        ended.append(state[count:])
+        state = state[:count]
+        corrections = solved.values[step] - solved.of_state[step] @ state
+        outputs.append(solved.queries[step] @ state + solved.scores[step] @ corrections)
+        state = solved.kept[step] * state + solved.keys[step].mT @ corrections
+    ended.append(state)
+
+    out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
+    states = torch.cat(ended[::-1]).index_select(0, chunks.ranks)
+    return out.index_select(0, chunks.places).to(q.dtype), states
+
+
+class _Solved(NamedTuple):
+    """What C chunks, of CHUNK = N rows, make of the states before them."""
+
+    # The corrections u are `values - of_state @ S`.
+    values: Tensor  # [C, H, N, Dv]
+    of_state: Tensor  # [C, H, N, Dk]
+    # The output is `queries @ S + scores @ u`.
+    queries: Tensor  # [C, H, N, Dk]
+    scores: Tensor  # [C, H, N, N]
+    # The state behind a chunk is `kept * S + keys' @ u`.
+    kept: Tensor  # [C, H, 1, 1]
+    keys: Tensor  # [C, H, N, Dk]
+
+
+def _solve(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, rows: Tensor
+) -> _Solved:
+    """Do all that is parallel over chunks.
+
+    Inside one, the corrections u_t = b_t (v_t - a_t S_{t-1}' k_t) depend on each other by a
+    triangular system.
+    """
+    cut = partial(_in_chunks, rows=rows)
+    queries = cut(_normed(q)) * q.shape[-1] ** -0.5
+    keys = cut(_normed(k))
+    rates = cut(rate[..., None])
+    decay = cut(log_decay[..., None]).cumsum(2)  # From the chunk's start, as a logarithm.
+    # What row i has left of row j, of the state before the chunk, and the chunk's end of a row.
+    between = decay - decay.mT
+    later = torch.ones_like(between[0, 0], dtype=torch.bool).triu(1)
+    between = between.masked_fill(later, -torch.inf).exp()
+    since_start = decay.exp()
+    until_end = (decay[:, :, -1:] - decay).exp()
+
+    system = (rates * keys) @ keys.mT * between  # Below its diagonal, which counts as ones.
+    given = rates * torch.cat([cut(v), since_start * keys], dim=-1)
+    solution = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
+    values, of_state = solution.split([v.shape[-1], k.shape[-1]], dim=-1)
+    return _Solved(
+        values=values,
+        of_state=of_state,
+        queries=since_start * queries,
+        scores=queries @ keys.mT * between,
+        kept=since_start[:, :, -1:],
+        keys=until_end * keys,
+    )
+
+
+def _normed(x: Tensor) -> Tensor:
+    x = _wide(x)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+
+
+def _in_chunks(x: Tensor, rows: Tensor) -> Tensor:
+    """Lay rows in chunks: [T, H, D] -> [C, H, CHUNK, D], in float32 at least."""
+    chunks = _with_zeros(_wide(x)).index_select(0, rows.flatten())
+    return chunks.unflatten(0, rows.shape).transpose(1, 2)
