@@ -100,14 +100,7 @@ class Inputs:
             count_frozen(files.config, cfg.policy)
             critic = build.read_config(self.critic) if self.critic else files.config
             count_frozen(critic, cfg.critic, score=True)
-            routing.check(files.config, cfg.policy)
-            routing.check(critic, cfg.critic)
-            require(
-                not cfg.algo.router_replay or routing.is_mixture(files.config),
-                "algo.router_replay replays the routers of a mixture of experts, and policy.model "
-                f"= {cfg.policy.model} is of family {files.config.model_type}, which has none; set "
-                "it to false",
-            )
+            check_routers(cfg, files.config, critic)
             scorer = "" if cfg.rollout.replay else cfg.reward.model
             self.reward_model = find(scorer, setting="reward.model", scores=True)
             others = {role: build.read_config(folder) for role, folder in self.others().items()}
@@ -200,6 +193,17 @@ def check_same_models(
         for file in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
             sizes[f"the size of {file.name} of the {role}"] = f"{file.stat().st_size} bytes"
     check_same(sizes, mesh)
+
+
+def check_routers(cfg: RLConfig, policy: PretrainedConfig, critic: PretrainedConfig) -> None:
+    """Refuse settings of routers where a model has none. Raises UserError."""
+    routing.check(policy, cfg.policy)
+    routing.check(critic, cfg.critic)
+    require(
+        not cfg.algo.router_replay or routing.is_mixture(policy),
+        "algo.router_replay replays the routers of a mixture of experts, and policy.model = "
+        f"{cfg.policy.model} is of family {policy.model_type}, which has none; set it to false",
+    )
 
 
 def check_output(cfg: TrainingConfig, mesh: Mesh) -> None:

@@ -63,7 +63,6 @@ class Trainer(Program):
         with self.timer.phase("start"):
             self.announce(rl_workload(cfg, mesh.world_size, inputs.model_configs()))
             self.policy = self.load_model(cfg.policy, inputs.folder)
-            self.policy.replays_routes = cfg.algo.router_replay
             # None: rollout.replay runs without an engine.
             self.generation = None if cfg.rollout.replay else Generation(cfg, inputs, self.policy)
             if inputs.reward_model:
@@ -109,6 +108,7 @@ class Trainer(Program):
         first_step = self.run.first_step
         if cfg.sft.num_steps and not self.run.resumed_from and not self.warm_start():
             return
+        self.policy.replays_routes = cfg.algo.router_replay
         self.load_reference(first_step)
         if cfg.algo.advantage == "gae":
             self.load_critic()

@@ -410,7 +410,7 @@ def table_of(rows):
 
 def cut(table, num_ranks, budget):
     """Return the pieces of the sequences of a table, by their numbers, and the pieces' rows."""
-    headers = [_Header(0, 0, 0, 0, i, *row, 0, 0, 0) for i, row in enumerate(table.tolist())]
+    headers = [_Header(0, 0, 0, 0, i, *row, *[0] * 7) for i, row in enumerate(table.tolist())]
     num_members, sizes = pieces(np.array(headers), num_ranks, budget)
     numbers = iter(range(len(table)))
     return [list(itertools.islice(numbers, num)) for num in num_members], sizes
@@ -461,7 +461,7 @@ def test_another_prompt_in_the_same_group_is_a_piece_of_its_own():
 
 
 def test_nothing_makes_no_pieces():
-    assert pieces(np.empty((0, 11), np.int64), 2, 100) == ([], [])
+    assert pieces(np.empty((0, 15), np.int64), 2, 100) == ([], [])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -566,9 +566,10 @@ def twin(trajectories, mesh, budget, num_minibatches, *, whole_groups):
             prompt = max(1, int(t.sampled.argmax()))
             urls = [image.url for image in t.images if image.start < prompt - 1]
             shared = zlib.crc32(t.tokens[: prompt - 1].tobytes() + "".join(urls).encode())
-            headers.append(_Header(t.group, 0, 0, 0, i, shared, prompt, len(t.tokens), 0, 0, 0))
+            header = (t.group, 0, 0, 0, i, shared, prompt, len(t.tokens))
+            headers.append(_Header(*header, *[0] * 7))
         rows = budget * mesh.context_size
-        table = np.array(headers, np.int64).reshape(-1, 11)
+        table = np.array(headers, np.int64).reshape(-1, 15)
         sizes, lengths = pieces(table, mesh.data_size, rows, whole_groups=whole_groups)
         numbers = iter(range(len(members)))
         parts = [list(itertools.islice(numbers, size)) for size in sizes]
@@ -608,6 +609,9 @@ def varied_trajectories(rank):
                 versions=np.zeros(len(tokens), np.int32),
                 images=spans,
                 info={"prompt": "stays"},
+                routes=rng.integers(256, size=(len(tokens) - number % 3, 2, 3)).astype(np.uint8)
+                if number % 4
+                else None,
                 **({"turn_rewards": None} if number % 5 == 0 else {}),
             )
         )

@@ -111,9 +111,8 @@ def pack(
 ) -> Packed:
     """Lay sequences end to end and shift once, as the example in types.py shows.
 
-    A trajectory of L tokens becomes L - 1 rows, of which siblings share the prompt's. Shared rows
-    go by the routes of one of the siblings, for all of which the engine computed the same. Nothing
-    to pack gives one row outside the loss, so that a rank without work still takes part in every
+    A trajectory of L tokens becomes L - 1 rows, of which siblings share the prompt's. Nothing to
+    pack gives one row outside the loss, so that a rank without work still takes part in every
     collective. A sequence outside the loss fills the rows up to `layout.multiple`. With a context,
     rows are this rank's part of each sequence.
 
@@ -153,19 +152,29 @@ def pack(
         temperature=temperature,
         engine_logprobs=on_device(logprobs, device, torch.float32),
         is_last_row=on_device(np.concatenate(is_last), device, torch.bool),
+        routes=_routes(sequences, positions, device),
     )
     if len(turn_rewards) == len(owners):
         column = _column(sequences, positions, turn_rewards)
         batch.turn_rewards = on_device(column, device, torch.float32)
-    of_rows = routes.of_rows([t.routes for t in owners], positions, [q.stop for q in sequences])
-    if of_rows is not None:
-        batch.routes = on_device(of_rows, device, torch.int16)
     if layout.vision:
         spans = [(t.images, p) for t, p in zip(owners, positions, strict=True)]
         batch.images = layout.vision.batch(spans, device)
     if pairs or single:
         batch.pairs = on_device(_answers(batch, loss_tokens, 2 if pairs else 1), device)
     return batch
+
+
+def _routes(
+    sequences: list[Sequence], positions: list[np.ndarray], device: torch.device
+) -> Tensor | None:
+    """Return the routes of this rank's rows; None if no trajectory has some.
+
+    Shared rows go by those of one sibling: of a shared prompt the engine computed for all the same.
+    """
+    of_trajectories = [q.trajectory.routes for q in sequences]
+    of_rows = routes.of_rows(of_trajectories, positions, [q.stop for q in sequences])
+    return None if of_rows is None else on_device(of_rows, device, torch.int16)
 
 
 def _answers(batch: Packed, loss_tokens: list[int], size: int) -> np.ndarray:

@@ -116,6 +116,18 @@ class RolloutEngine:
         self.reads_images = reads_images
         self.masses = MassRecorder() if guides else None
         self.on_cuda = mesh.device.type == "cuda"
+        self.vllm, self.llm = self._start(folder, dtype, load_weights, routes)
+        self.model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
+        self.model_class = type(self.model).__name__
+        self.routes = vllm_routes.read_from(self.llm, self.model, self.on_cuda) if routes else None
+        self.tp_size = cfg.tensor_parallel_size
+        self.num_replicas = mesh.world_size // self.tp_size
+        self.replica = mesh.rank // self.tp_size
+        self.is_leader = mesh.rank % self.tp_size == 0
+        self._asleep = False
+
+    def _start(self, folder: Path, dtype: str, load_weights: bool, routes: bool) -> tuple[Any, Any]:
+        """Return vLLM and an instance of `vllm.LLM`; arguments are those of the constructor."""
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         quiet = warnings.catch_warnings(action="ignore")  # vLLM's imports warn in any case.
@@ -125,26 +137,17 @@ class RolloutEngine:
 
             vllm_patches.patch_transformers_base()
             if not self.on_cuda:
-                vllm_cpu.patch_cpu(mesh)
+                vllm_cpu.patch_cpu(self.mesh)
             if self.masses:
                 patch_masks(self.masses)
             try:
                 more = vllm_routes.arguments(self.on_cuda) if routes else {}
-                self.llm = vllm.LLM(**self._arguments(folder, dtype, load_weights), **more)
+                return vllm, vllm.LLM(**self._arguments(folder, dtype, load_weights), **more)
             except (ValueError, RuntimeError) as error:
                 raise UserError(
-                    f"the vLLM engine did not start with engine.* = {cfg} for {folder}: {error}"
-                    f"{self._memory_report()}"
+                    f"the vLLM engine did not start with engine.* = {self.cfg} for {folder}: "
+                    f"{error}{self._memory_report()}"
                 ) from error
-        self.vllm = vllm
-        self.model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
-        self.model_class = type(self.model).__name__
-        self.routes = vllm_routes.read_from(self.llm, self.model, self.on_cuda) if routes else None
-        self.tp_size = cfg.tensor_parallel_size
-        self.num_replicas = mesh.world_size // self.tp_size
-        self.replica = mesh.rank // self.tp_size
-        self.is_leader = mesh.rank % self.tp_size == 0
-        self._asleep = False
 
     def _memory_report(self) -> str:
         """Return who has the device's memory, and what to change, as the end of an error."""
