@@ -137,6 +137,8 @@ def differences(mesh, folder, sequence, dtype="float64"):
     oracle = kind.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
+    for p in oracle.parameters():  # the library keeps some routers in float32
+        p.data = p.data.to(getattr(torch, dtype))
     wanted, grads = hugging_face(
         oracle,
         sequences(vision),

@@ -69,7 +69,7 @@ class Family(NamedTuple):
     engine_on_cpu: bool = True
     # Config -> the values without which vLLM's class computes another model than the library's.
     engine_values: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
-    # Beginnings of the model's names -> what the files have instead.
+    # Parts of the model's names -> what the files have instead.
     files: dict[str, str] = {}
     fused: Fused = Fused()
 
@@ -85,6 +85,7 @@ _GEMMA = Family(
 )
 _COHERE = Family(head=lambda config: (config.logit_scale, None), fused=_PARTIAL)
 _BY_FEATURES = Family(divided=(*FEATURES, "intermediate_size"))
+_GRANITE = Family(head=lambda config: (1 / config.logits_scaling, None))
 _OLMO = _BY_FEATURES._replace(fused=Fused(norm_wide=True))
 _DEEPSEEK = Family(
     divided=(*DENSE, "n_routed_experts", "n_shared_experts * moe_intermediate_size"),
@@ -113,12 +114,20 @@ FAMILIES = {
     "seed_oss": _DENSE,
     "exaone4": _DENSE,
     "ernie4_5": _DENSE._replace(fused=_PARTIAL),
+    "apertus": _DENSE,
+    "jais2": _DENSE,
+    "ministral": _DENSE,
+    "olmo": _DENSE,
+    "starcoder2": _DENSE,
+    "helium": _DENSE._replace(fused=_PARTIAL),
+    "hunyuan_v1_dense": Family(plan=plans.DENSE),
+    "hyperclovax": Family(head=lambda config: (config.logits_scaling, None)),
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "phi3": _BY_FEATURES._replace(fused=_PARTIAL),
     "olmo2": _OLMO,
     "olmo3": _OLMO,
-    "granite": Family(head=lambda config: (1 / config.logits_scaling, None)),
+    "granite": _GRANITE,
     "cohere": _COHERE,
     "cohere2": _COHERE._replace(engine_window_differs=True),
     "mixtral": Family(divided=(*HEADS, "num_local_experts"), experts=_MIXTRAL),
@@ -128,7 +137,24 @@ FAMILIES = {
         experts=_EXPERTS,
     ),
     "qwen3_moe": Family(divided=(*HEADS, "num_experts"), experts=_EXPERTS),
+    "mellum": Family(divided=(*HEADS, "num_experts"), experts=_EXPERTS),
     "olmoe": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS),
+    "flex_olmo": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS),
+    "granitemoe": _GRANITE._replace(
+        divided=(*HEADS, "num_local_experts"),
+        plan=plans.GRANITE_MOE,
+        experts=FusedExperts(transposed=False),
+        files={
+            "moe.experts.gate_up_proj": "moe.input_linear.weight",
+            "moe.experts.down_proj": "moe.output_linear.weight",
+            "moe.router.": "moe.router.layer.",
+        },
+    ),
+    "hunyuan_v1_moe": Family(
+        divided=(*HEADS, "num_experts", "intermediate_size"),
+        plan=plans.HUNYUAN_MOE,
+        experts=_EXPERTS,
+    ),
     "glm4_moe": _DEEPSEEK._replace(fused=_PARTIAL),
     "dots1": _DEEPSEEK,
     "qwen2_vl": _QWEN2_VL,
@@ -160,16 +186,12 @@ FAMILIES = {
 _HEAD_DIMS_ON_CPU = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 _LEAKS = "its linear attention leaks from one packed sequence into the next"
-_NO_SEQUENCE_PARALLELISM = "it fails under sequence parallelism"
 # Families that users ask for, and what was found wrong with them.
 REFUSED = {
     "qwen3_next": _LEAKS,
     "qwen3_5_text": _LEAKS,
     "nemotron": "it does not call the attention interface",
-    "starcoder2": _NO_SEQUENCE_PARALLELISM,
-    "hunyuan_v1_dense": _NO_SEQUENCE_PARALLELISM,
-    "granitemoe": _NO_SEQUENCE_PARALLELISM,
-    "deepseek_v3": _NO_SEQUENCE_PARALLELISM,
+    "deepseek_v3": "it fails under sequence parallelism",
     "ministral3": "vLLM's class leaves out the scaling of queries by position, "
     "llama_4_scaling, so the engine would sample from another model than the trainer's",
     "llama4_text": "its experts have a layout of their own",
@@ -350,10 +372,7 @@ def checkpoint_slices(
     experts = family.experts
     layer, _, fused = name.partition(".mlp.experts.")
     whole = Region((0,) * len(shape), tuple(shape))
-    if isinstance(experts, FusedExperts):
-        transposed = bool(fused) and experts.transposed
-        return [CheckpointSlice(name, whole, transposed=transposed)]
-    if experts and fused:  # [experts, rows, columns]: gate and up, or down
+    if isinstance(experts, ExpertNames) and fused:  # [experts, rows, columns]: gate and up, or down
         matrices = (experts.gate, experts.up) if fused == "gate_up_proj" else (experts.down,)
         rows = shape[1] // len(matrices)
         slices = []
@@ -364,11 +383,12 @@ def checkpoint_slices(
                 slices.append(CheckpointSlice(in_files, region, fused=True))
         return slices
 
-    if experts:
+    if isinstance(experts, ExpertNames):
         name = name.replace(".mlp.", f".{experts.block}.")
     for in_model, in_files in family.files.items():
         name = name.replace(in_model, in_files)
-    return [CheckpointSlice(name, whole)]
+    transposed = isinstance(experts, FusedExperts) and experts.transposed and bool(fused)
+    return [CheckpointSlice(name, whole, transposed=transposed)]
 
 
 def score_class(config: PretrainedConfig, where: str) -> str:
