@@ -64,7 +64,6 @@ OWN = {
     "hyperclovax": MULTIPLIERS,
     "granitemoe": MULTIPLIERS | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "ministral": ALTERNATING | {"head_dim": 32},
-    "olmo": {"clip_qkv": 0.5},
     "starcoder2": {"sliding_window": 12},
     "helium": {"head_dim": 32},
     "hunyuan_v1_dense": {"head_dim": 32},

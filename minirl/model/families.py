@@ -335,6 +335,12 @@ def _check_config(config: PretrainedConfig, where: str) -> None:
         "packed attention is causal",
     )
 
+    require(
+        values.get("clip_qkv") is None,
+        f"{where}: clip_qkv = {values.get('clip_qkv')} cuts queries and keys in place, so that "
+        "gradients are wrong where activations are recomputed; take a model without it",
+    )
+
     parameters = values.get("rope_parameters") or {}
     for rope in [parameters, *parameters.values()]:  # one for each type of layer, in some models
         if isinstance(rope, dict):
