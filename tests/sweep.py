@@ -1,7 +1,7 @@
 """Which causal language models of the installed transformers could be trained, and why not others.
 
-    cd tests && ../.venv/bin/python sweep.py              # all that have no row, a table
-    cd tests && ../.venv/bin/python sweep.py phi olmo     # these
+    .venv/bin/python tests/sweep.py              # all that have no row, and a table
+    .venv/bin/python tests/sweep.py phi olmo     # these
 
 Each becomes a tiny instance, made from its config class, and goes through what
 `tests/test_families.py` asks of a row: packed log-probs and gradients are those of Hugging Face's
@@ -13,13 +13,17 @@ reasons of the others are in minirl/model/README.md.
 import re
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 import test_families
@@ -28,7 +32,7 @@ from harness import RankFailed, ranks
 from minirl import checkpoint
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model import plans
-from minirl.model.families import FAMILIES, ExpertNames, Family, Fused
+from minirl.model.families import FAMILIES, REFUSED, ExpertNames, Family, Fused
 from minirl.policy import Policy
 
 # Sizes by the names that configs have for them; of each family those that its config knows.
@@ -91,11 +95,10 @@ def say_what_it_is(family: str) -> str | None:
     config = AutoConfig.for_model(family)
     if config.is_encoder_decoder:
         return "an encoder and a decoder"
-    if "is_decoder" in vars(config) and not config.is_decoder:
-        return "an encoder, or a decoder only by a setting"
-    towers = [name for name in config.sub_configs if name != "text_config"]
-    if towers:
-        return f"more than a language model ({', '.join(towers)})"
+    if family in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return "an encoder, which is a decoder only by a setting"
+    if set(config.sub_configs) - {"text_config"}:
+        return "more than a language model: its config has parts for images, sound or the like"
     return None
 
 
@@ -129,9 +132,9 @@ def try_family(mesh: Any, family: str, folder: Path, sequence: bool, fused: Fuse
         FAMILIES[family] = guess_row(family, folder, fused)
     result = test_families.differences(mesh, folder, sequence)
     if not result["values"] < 1e-12:
-        return f"packed log-probs differ from plain ones by {result['values']:.0e}"
+        return "its packed log-probs are not its plain ones"
     if not result["gradient"] < 1e-11:
-        return f"the gradient of {result['parameter']} differs by {result['gradient']:.0e}"
+        return "its packed gradients are not its plain ones"
     if sequence:
         policy = Policy(PolicyConfig(dtype="float32"), folder, mesh, sequence_parallel=True)
         out = folder.with_name(f"{family} exported")
@@ -141,20 +144,27 @@ def try_family(mesh: Any, family: str, folder: Path, sequence: bool, fused: Fuse
     return None
 
 
-# Errors -> what they mean.
+ON_TWO = "on two ranks: "
+NO_TINY_ONE = "no tiny instance by the common names of sizes"
+# Parts of errors -> what they mean.
 MEANINGS = {
-    "'NoneType' object has no attribute": "a parameter has no gradient (such as its head's bias)",
+    "'NoneType' object has no attribute": "a parameter has no gradient, such as its head's bias",
     "has no attribute 'model'": "its layers are not in a part named `model`",
-    "get_seq_length": "not all of its layers are attention",
+    "get_seq_length": "some of its layers are no attention",
     "= None in its config.json": "its config has other names for sizes",
     "argument: 'pack'": "it does not pass arguments on to attention",
-    "must match the size of tensor": "heads whose values have another size than keys, or the like",
-    "has no attribute 'lm_head'": "its head has another name than `lm_head`",
-    "could not be imported": "it needs a package that is not installed",
+    "must match the size of tensor": "sizes of tensors differ in a tiny instance",
+    "shapes cannot be multiplied": "sizes of tensors differ in a tiny instance",
+    "have the same dtype": "it keeps a router in float32",
     "Could not import": "it needs a package that is not installed",
     "the weights do not fit": "its files have a layout of their own",
-    "tensor-parallel style": "its plan has a tensor-parallel style that is not known here",
+    "TimeoutError": "a tiny instance takes more than a minute",
+    "packed attention for": "its attention has arguments that packed attention does not take",
+    "inplace operation": "it has no gradient: a value is changed in place",
     "does not support gradient checkpointing": "the library cannot recompute its activations",
+    "has no attribute 'act_fn'": "its MLP has other names",
+    "is not supported; supported are": "its config is another family's",
+    "_stacklevel": "its softmax is called in a way of its own",
 }
 
 
@@ -166,18 +176,20 @@ def shorten(error: Exception) -> str:
     for part, meaning in MEANINGS.items():
         if part in text:
             return meaning
-    return re.sub(r"/tmp/\S+", "...", text.strip().splitlines()[0])[:120].replace("|", "/")
+    return text.strip().splitlines()[0][:120]
 
 
 def sweep(family: str, folder: Path) -> tuple[str, str]:
     """Return how far a family comes (`none`, `one rank`, `all`), and why not further."""
+    if family in REFUSED:
+        return "none", REFUSED[family]
     try:
         why = say_what_it_is(family)
         if why:
             return "none", why
         make_tiny(folder / family, family)
-    except Exception as error:  # whatever a config class raises
-        return "none", f"no tiny one by the common names of sizes: {shorten(error)}"
+    except Exception:  # whatever a config class raises
+        return "none", NO_TINY_ONE
     try:
         why = ranks(1, try_family, family, folder / family, False, Fused(), timeout=60)[0]
         if why:
@@ -191,17 +203,41 @@ def sweep(family: str, folder: Path) -> tuple[str, str]:
         try:
             why = ranks(2, try_family, *arguments, parallel=parallel, timeout=60)[0]
         except Exception as error:
-            return "one rank", shorten(error)
+            return "one rank", f"{ON_TWO}{shorten(error)}"
         if not why:
             return "all", str(fused) if fused != Fused() else ""
         whys.append(why)
-    return "one rank", whys[0]
+    return "one rank", f"{ON_TWO}{whys[0]}"
+
+
+def write_table(whys: dict[str, str]) -> str:
+    """Return the table of minirl/model/README.md: each reason, and the families that have it."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for family, why in whys.items():
+        by_reason[why].append(family)
+    rows = [f"| {why} | {', '.join(by_reason[why])} |" for why in sorted(by_reason)]
+    return "\n".join(["| why not | families |", "|---|---|", *rows])
+
+
+def read_table() -> dict[str, str]:
+    """Return the reasons that the page gives, by family."""
+    whys = {}
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("| ") and line.count("|") == 3 and "why not" not in line:
+            why, names = line.strip("| ").split(" | ")
+            whys |= dict.fromkeys(names.split(", "), why)
+    return whys
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     set_verbosity_error()
     chosen = sys.argv[1:] or [name for name in every_family() if name not in FAMILIES]
+    reasons = {}
     with tempfile.TemporaryDirectory() as temporary:
         for name in chosen:
-            print(" | ".join((name, *sweep(name, Path(temporary)))), flush=True)
+            level, reason = sweep(name, Path(temporary))
+            print(" | ".join((name, level, reason)), flush=True)
+            if level != "all":
+                reasons[name] = reason
+    print(f"\n{write_table(reasons)}")

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils.logging import disable_progress_bar
 
+import sweep
 import tiny
 from harness import ranks
 from minirl import checkpoint
@@ -137,6 +138,8 @@ def differences(mesh, folder, sequence, dtype="float64"):
     oracle = kind.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
+    for p in oracle.parameters():  # the library keeps some routers in float32
+        p.data = p.data.to(getattr(torch, dtype))
     wanted, grads = hugging_face(
         oracle,
         sequences(vision),
@@ -326,6 +329,22 @@ def test_a_family_known_not_to_work_is_refused_with_the_reason(family, why):
     assert family not in FAMILIES
 
 
+def test_every_family_has_a_row_or_a_reason():
+    """Of the causal language models of the installed transformers; minirl/model/README.md has the
+    reasons, which tests/sweep.py writes."""
+    reasons = sweep.read_table()
+    for family in sweep.every_family():
+        assert (family in FAMILIES) != (family in reasons), family
+    for family, why in families.REFUSED.items():
+        assert reasons.get(family, why) == why
+    assert not reasons.keys() & FAMILIES.keys()
+
+
+@pytest.mark.parametrize("other", ["bert", "gpt2", "phi"])
+def test_the_sweep_finds_the_reason_that_the_page_gives(tmp_path, other):
+    assert sweep.sweep(other, tmp_path)[1] == sweep.read_table()[other]
+
+
 @pytest.mark.parametrize(
     ("family", "values", "named"),
     [
@@ -357,6 +376,7 @@ def test_a_family_known_not_to_work_is_refused_with_the_reason(family, why):
             "rope_type = 'dynamic'",
         ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("olmo", {"clip_qkv": 8.0}, "clip_qkv = 8.0 cuts queries and keys in place"),
     ],
 )
 def test_settings_that_packing_would_change_are_refused(family, values, named):

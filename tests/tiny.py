@@ -25,6 +25,12 @@ COMMON = {
     "bos_token_id": None,
 }
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 12}
+MULTIPLIERS = {
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 3.0,
+}
 TOP_2 = {"num_experts_per_tok": 2, "head_dim": 32}
 DEEPSEEK = TOP_2 | {
     "n_routed_experts": 4,
@@ -69,12 +75,18 @@ OWN = {
     "phi3": {"sliding_window": 12},
     "olmo3": ALTERNATING,
     "exaone4": ALTERNATING,
-    "granite": {
-        "embedding_multiplier": 2.0,
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.5,
-        "logits_scaling": 3.0,
-    },
+    "granite": MULTIPLIERS,
+    "hyperclovax": MULTIPLIERS,
+    "granitemoe": MULTIPLIERS | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "ministral": ALTERNATING | {"head_dim": 32},
+    "starcoder2": {"sliding_window": 12},
+    "helium": {"head_dim": 32},
+    "hunyuan_v1_dense": {"head_dim": 32},
+    "hunyuan_v1_moe": {"head_dim": 32, "num_experts": 4, "moe_topk": 2},
+    "mellum": TOP_2
+    | ALTERNATING
+    | {"num_experts": 4, "moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"]},
+    "flex_olmo": TOP_2 | {"num_experts": 4},
     "cohere": {"tie_word_embeddings": True, "logit_scale": 0.25, "use_qk_norm": True},
     "cohere2": ALTERNATING | {"tie_word_embeddings": True, "logit_scale": 0.25},
     **dict.fromkeys(("qwen3", "glm", "glm4", "seed_oss", "ernie4_5"), {"head_dim": 32}),

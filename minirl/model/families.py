@@ -11,8 +11,7 @@ through the engine.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -20,64 +19,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from minirl.errors import require
 from minirl.model import plans, sizes
+from minirl.model.family import DENSE, FEATURES, HEADS, ExpertNames, Family, Fused, FusedExperts
 from minirl.model.refused import REFUSED
 from minirl.parallel.regions import CheckpointSlice, Region
-
-HEADS = ("num_attention_heads", "num_key_value_heads")
-# Norms of all heads at once split the features, and attention itself is whole on every rank.
-FEATURES = ("num_attention_heads * head_dim", "num_key_value_heads * head_dim")
-DENSE = (*HEADS, "intermediate_size")
-
-
-class ExpertNames(NamedTuple):
-    """How checkpoint files name experts: `{block}.experts.{number}.{gate, up or down}.weight`."""
-
-    block: str  # Stands for the model's `mlp`.
-    gate: str
-    up: str
-    down: str
-
-
-class FusedExperts(NamedTuple):
-    """Checkpoint files have the two fused tensors of a layer's experts, by the model's names."""
-
-    transposed: bool  # As [experts, columns, rows].
-
-
-class Fused(NamedTuple):
-    """What model/fused.py may take the place of; see `install` there."""
-
-    # Of RMSNorm: what is added to the weight, and whether the product is rounded, not its factor.
-    norm_offset: float = 0.0
-    norm_wide: bool = False
-    rotary: bool = True  # `apply_rotary_pos_emb` turns halves, and all of them.
-
-
-class Family(NamedTuple):
-    """What minirl has to know of a model family beyond its config."""
-
-    # Config values, or products of them, that parallel.tensor splits.
-    divided: tuple[str, ...] = DENSE
-    # Tensor-parallel styles that the library's own plan lacks.
-    plan: dict[str, str] = {}
-    # Config -> (factor of the head's logits besides 1 / temperature, c where logits are
-    # c * tanh(logits / c) or else None).
-    head: Callable[[PretrainedConfig], tuple[float, float | None]] = lambda config: (1.0, None)
-    # How files hold experts, which the model keeps as two fused tensors; None: there are none.
-    experts: ExpertNames | FusedExperts | None = None
-    # Of its routers: they score by sigmoid, and a bias moves their choice; else by softmax.
-    sigmoid_router: bool = False
-    # vLLM's sliding windows are one token wider than the library's.
-    engine_window_differs: bool = False
-    # Why vLLM's CPU build does not run it, or why no engine does; empty: it does.
-    not_on_cpu: str = ""
-    no_engine: str = ""
-    # Config -> the values without which vLLM's class computes another model than the library's.
-    engine_values: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
-    # Beginnings of the model's names -> what the files have instead.
-    files: dict[str, str] = {}
-    fused: Fused = Fused()
-
 
 _MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 _EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
@@ -90,6 +34,7 @@ _GEMMA = Family(
 )
 _COHERE = Family(head=lambda config: (config.logit_scale, None), fused=_PARTIAL)
 _BY_FEATURES = Family(divided=(*FEATURES, "intermediate_size"))
+_GRANITE = Family(head=lambda config: (1 / config.logits_scaling, None))
 _OLMO = _BY_FEATURES._replace(fused=Fused(norm_wide=True))
 _DEEPSEEK = Family(
     divided=(*DENSE, "n_routed_experts", "n_shared_experts * moe_intermediate_size"),
@@ -130,12 +75,20 @@ FAMILIES = {
     "seed_oss": _DENSE,
     "exaone4": _DENSE,
     "ernie4_5": _DENSE._replace(fused=_PARTIAL),
+    "apertus": _DENSE,
+    "jais2": _DENSE,
+    "ministral": _DENSE,
+    "olmo": _DENSE,
+    "starcoder2": _DENSE,
+    "helium": _DENSE._replace(fused=_PARTIAL),
+    "hunyuan_v1_dense": Family(plan=plans.DENSE),
+    "hyperclovax": Family(head=lambda config: (config.logits_scaling, None)),
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "phi3": _BY_FEATURES._replace(fused=_PARTIAL),
     "olmo2": _OLMO,
     "olmo3": _OLMO,
-    "granite": Family(head=lambda config: (1 / config.logits_scaling, None)),
+    "granite": _GRANITE,
     "cohere": _COHERE,
     "cohere2": _COHERE._replace(engine_window_differs=True),
     "mixtral": Family(divided=(*HEADS, "num_local_experts"), experts=_MIXTRAL),
@@ -145,7 +98,24 @@ FAMILIES = {
         experts=_EXPERTS,
     ),
     "qwen3_moe": Family(divided=(*HEADS, "num_experts"), experts=_EXPERTS),
+    "mellum": Family(divided=(*HEADS, "num_experts"), experts=_EXPERTS),
     "olmoe": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS),
+    "flex_olmo": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS),
+    "granitemoe": _GRANITE._replace(
+        divided=(*HEADS, "num_local_experts"),
+        plan=plans.GRANITE_MOE,
+        experts=FusedExperts(transposed=False),
+        files={
+            "moe.experts.gate_up_proj": "moe.input_linear.weight",
+            "moe.experts.down_proj": "moe.output_linear.weight",
+            "moe.router.": "moe.router.layer.",
+        },
+    ),
+    "hunyuan_v1_moe": Family(
+        divided=(*HEADS, "num_experts", "intermediate_size"),
+        plan=plans.HUNYUAN_MOE,
+        experts=_EXPERTS,
+    ),
     "glm4_moe": _DEEPSEEK._replace(fused=_PARTIAL),
     "dots1": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK._replace(
@@ -332,6 +302,12 @@ def _check_config(config: PretrainedConfig, where: str) -> None:
         "packed attention is causal",
     )
 
+    require(
+        values.get("clip_qkv") is None,
+        f"{where}: clip_qkv = {values.get('clip_qkv')} cuts queries and keys in place, so that "
+        "gradients are wrong where activations are recomputed; take a model without it",
+    )
+
     parameters = values.get("rope_parameters") or {}
     for rope in [parameters, *parameters.values()]:  # one for each type of layer, in some models
         if isinstance(rope, dict):
@@ -369,10 +345,7 @@ def checkpoint_slices(
     experts = family.experts
     layer, _, fused = name.partition(".mlp.experts.")
     whole = Region((0,) * len(shape), tuple(shape))
-    if isinstance(experts, FusedExperts):
-        transposed = bool(fused) and experts.transposed
-        return [CheckpointSlice(name, whole, transposed=transposed)]
-    if experts and fused:  # [experts, rows, columns]: gate and up, or down
+    if isinstance(experts, ExpertNames) and fused:  # [experts, rows, columns]: gate and up, or down
         matrices = (experts.gate, experts.up) if fused == "gate_up_proj" else (experts.down,)
         rows = shape[1] // len(matrices)
         slices = []
@@ -383,11 +356,12 @@ def checkpoint_slices(
                 slices.append(CheckpointSlice(in_files, region, fused=True))
         return slices
 
-    if experts:
+    if isinstance(experts, ExpertNames):
         name = name.replace(".mlp.", f".{experts.block}.")
     for in_model, in_files in family.files.items():
         name = name.replace(in_model, in_files)
-    return [CheckpointSlice(name, whole)]
+    transposed = isinstance(experts, FusedExperts) and experts.transposed and bool(fused)
+    return [CheckpointSlice(name, whole, transposed=transposed)]
 
 
 def score_class(config: PretrainedConfig, where: str) -> str:

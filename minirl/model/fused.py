@@ -339,7 +339,7 @@ def install(model: Any, kernels: Kernels) -> None:
         source.apply_rotary_pos_emb = kernels.rotate
 
 
-def _norm(module: Any, kernels: Kernels, fused: families.Fused) -> Callable[[Tensor], Tensor]:
+def _norm(module: Any, kernels: Kernels, fused: Fused) -> Callable[[Tensor], Tensor]:
     eps: float = vars(module).get("variance_epsilon") or module.eps
     return lambda x: kernels.rms_norm(x, module.weight, eps, fused.norm_offset, fused.norm_wide)
 

@@ -1,14 +1,10 @@
 """The families that users ask for and that minirl refuses, each with the reason."""
 
-_NO_SEQUENCE_PARALLELISM = "it fails under sequence parallelism"
 _SPARSE = "its indexer chooses the keys of each query, which packed attention does not take"
 _SEES_AHEAD = "tokens of an image see later ones, and packed attention is causal"
 
 REFUSED = {
     "nemotron": "it does not call the attention interface",
-    "starcoder2": _NO_SEQUENCE_PARALLELISM,
-    "hunyuan_v1_dense": _NO_SEQUENCE_PARALLELISM,
-    "granitemoe": _NO_SEQUENCE_PARALLELISM,
     "deepseek_v32": _SPARSE,
     "glm_moe_dsa": _SPARSE,
     "kimi_k25": "its attention is compared as deepseek_v3 only, not with its tower for images",
