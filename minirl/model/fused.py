@@ -24,6 +24,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from minirl.errors import require
 from minirl.model import families
+from minirl.model.family import Fused
 
 Choice = Literal["auto", "torch", "liger", "compile"]
 
