@@ -139,8 +139,8 @@ def measure(family: str, mesh: Mesh, args: Arguments) -> str:
         changed = f"{metrics['router_changed']:.1%}" if replays else ""
         quantile = distance.quantile(0.99)
         lines.append(
-            f"| {family} | {'on' if replays else 'off'} | {changed} | {distance.mean():.1e} | "
-            f"{quantile:.1e} | {distance.max():.1e} |"
+            f"| {family} | {'on' if replays else 'off'} | {changed} | {distance.mean():.4f} | "
+            f"{quantile:.4f} | {distance.max():.4f} |"
         )
     return "\n".join(lines)
 

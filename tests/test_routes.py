@@ -1,6 +1,7 @@
 """Router replay: the engine's choices of experts travel with the tokens, and the trainer's routers
 take them."""
 
+import asyncio
 import dataclasses
 import json
 
@@ -13,12 +14,14 @@ import tiny
 from harness import ranks
 from minirl.algo import losses
 from minirl.config.policy import ParallelConfig, PolicyConfig, RouterConfig
-from minirl.config.rl import AlgoConfig
+from minirl.config.rl import AlgoConfig, RLConfig
 from minirl.config.shared import EngineConfig
 from minirl.data import blocks, routes
 from minirl.data.exchange import exchange
 from minirl.data.packing import pack
-from minirl.model import families
+from minirl.errors import UserError
+from minirl.inputs import check_routers
+from minirl.model import build, families
 from minirl.policy import Policy
 from minirl.rollout import records
 from minirl.rollout.conversation import Completion, Prompt, Segment
@@ -288,6 +291,15 @@ def test_replay_and_balance_on_every_axis_are_those_of_one_process(one_process, 
     assert 0 < expected["metrics"]["router_changed"] <= 1
 
 
+def test_replay_is_refused_for_a_model_without_routers(tmp_path):
+    dense = build.read_config(tiny.make(tmp_path / "dense", "qwen3"))
+    mixture = build.read_config(tiny.make(tmp_path / "mixture", "olmoe"))
+    cfg = RLConfig(algo=AlgoConfig(router_replay=True))
+    with pytest.raises(UserError, match="policy.model = .* is of family qwen3, which has none"):
+        check_routers(cfg, dense, dense)
+    check_routers(cfg, mixture, dense)
+
+
 # --------------------------------------------------------------------------------------------------
 # from the engine
 
@@ -427,8 +439,6 @@ def test_a_request_that_goes_on_in_the_next_rollout_keeps_its_routes():
 
     async def leave():
         for _ in range(40):
-            import asyncio
-
             await asyncio.sleep(0)
 
     loop.run(leave())
