@@ -70,6 +70,13 @@ class Adapters:
         pairs = [linear.numel(self.rank, tensor) for linear in self.linears]
         return sum(a for a, _ in pairs), sum(b for _, b in pairs)
 
+    def weights(self, tensor: int) -> list[float]:
+        """Return the weights of each of a layer's adapted matrices on a tensor-parallel rank."""
+        return [
+            linear.inputs * linear.outputs * max(1, linear.experts) / tensor
+            for linear in self.linears
+        ]
+
     def on_rank(self, tensor: int) -> float:
         """Return the elements of all layers' A and B on a tensor-parallel rank."""
         if not self.linears:  # patterns that leave out the last layer
