@@ -134,6 +134,10 @@ class Memory:
         self.layer_bytes = self.layer * self.element
         self.layer_trained = self.layer
         self.experts = shape.expert_parameters / self.tensor - self.elsewhere
+        self.experts_trained = self.experts
+        self.layer_expert_bytes = self.experts * self.element  # Of `layer_bytes`.
+        # Share of the experts of a tensor part.
+        away = self.elsewhere / (self.experts + self.elsewhere) if self.elsewhere else 0.0
         # Of a layer, weights that adapters are added to.
         self.layer_adapted = 0.0
         # Bytes of the largest matrix that is merged with its adapter while it is used; and of the
@@ -142,15 +146,19 @@ class Memory:
         self.dequantised = 0.0
         adapters = shape.adapters
         if adapters:
-            self.layer_trained = sum(adapters.of_layer(self.tensor))
-            adapted = adapters.weights(self.tensor)
+            self.layer_trained = sum(adapters.of_layer(self.tensor, away))
+            self.experts_trained = adapters.of_experts(self.tensor, away)
+            adapted = adapters.weights(self.tensor, away)
             self.layer_adapted = sum(adapted)
             self.merged = max(adapted, default=0.0) * self.element
-            packed = adapters.layer_packed
-            self.layer_bytes -= packed * (self.element - PACKED_BYTES)
             self.layer_bytes += self.layer_trained * self.element
-            if packed:
-                self.dequantised = adapters.largest * (self.element + WIDE / nf4.BLOCK)
+            self.layer_expert_bytes += self.experts_trained * self.element
+            if adapters.layer_packed:
+                packed = adapters.layer_packed - self.elsewhere
+                self.layer_bytes -= packed * (self.element - PACKED_BYTES)
+                self.layer_expert_bytes -= self.experts * (self.element - PACKED_BYTES)
+                largest = adapters.largest * (1 - away)
+                self.dequantised = largest * (self.element + WIDE / nf4.BLOCK)
 
     def per_row(self, kept: PerRow) -> float:
         """Return bytes for each row of a layer."""
@@ -178,8 +186,13 @@ class Memory:
         num_bytes = (whole / self.tensor - self.elsewhere * shape.num_layers) * self.element
         adapters = shape.adapters
         if adapters:
-            num_bytes -= adapters.packed * (self.element - PACKED_BYTES)
-            num_bytes += adapters.on_rank(self.tensor) * self.element
+            if adapters.packed:
+                packed = adapters.packed - self.elsewhere * shape.num_layers
+                num_bytes -= packed * (self.element - PACKED_BYTES)
+            gathered = adapters.on_rank(self.tensor)
+            if self.elsewhere:
+                gathered = self.layer_trained * shape.num_layers
+            num_bytes += gathered * self.element
         return num_bytes
 
     def phases(self) -> dict[str, dict[str, float]]:
@@ -298,8 +311,10 @@ class Memory:
         combined = 2 * one  # What experts return, masked and in the order of tokens.
         if not merging:
             return combined
-        # Rows of experts and their first product, both masked, too, beside the merged weights.
-        widest = max(self._of_experts(2, 4) + self.merged, one + merging)
+        # Rows of experts and their first product, both masked, too, beside the merged weights; and
+        # these rows as they have come from other ranks.
+        come = one * bool(self.elsewhere)
+        widest = come + max(self._of_experts(2, 4) + self.merged, one + merging)
         of_row = KEPT[self._keeps()]
         already = self._of_experts(of_row.expert_hidden, of_row.expert) if keeps else 0.0
         return max(combined, widest - already)
@@ -391,10 +406,10 @@ class Memory:
             return (shape.hidden + feed_forward) * row
         if shape.experts:
             # The gradients of A and B of the first product, which is computed for them, beside the
-            # merged weights, when what comes behind it is let go of; or before that, of the second,
-            # whose weights are half as large; or weights are dequantised.
+            # merged weights, when what comes behind it is let go of; or before any gradients of
+            # the layer, of the second, whose weights are half as large; or weights are dequantised.
             first = self.merged + self._of_experts(1, 4)
-            second = self.merged / 2 + self._of_experts(3, 2)
+            second = self.merged / 2 + self._of_experts(3, 2) - self._layer_gradients()
             merging = self.merged + self.dequantised - self._of_experts(1, 2)
             return max(first, second, merging)
         one = (shape.hidden + feed_forward) * row
@@ -416,6 +431,10 @@ def gathered_trained(shape: Shape, parallel: ParallelConfig) -> float:
     trained = shape.trained_on_rank(parallel.tensor)
     if shape.trained_parameters == shape.parameters:
         trained -= elsewhere(shape, parallel) * shape.num_layers
+    elif shape.adapters and parallel.experts > 1:
+        away = 1 - parallel.tensor / parallel.experts
+        without = shape.adapters.of_experts(parallel.tensor, 0.0) * away
+        trained -= without * shape.num_layers
     return trained
 
 

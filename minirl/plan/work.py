@@ -299,7 +299,8 @@ class Work:
         memory = self.memory
         # The root stays gathered until the backward of a step's last micro-batch.
         root = memory.root * memory.element * (1 - 1 / self.job.load.num_micro)
-        gathers = self._from_others(memory.gathered_bytes(of_root=True) - root, memory.element)
+        gathered = memory.gathered_bytes(of_root=True) - root
+        gathers = self._from_others(gathered, memory.layer_expert_bytes)
         hidden = shape.hidden * self.rows.all * memory.element
         # A sum after attention and one after the feed-forward, each there and back.
         between = 4 * hidden * (1 - 1 / memory.tensor) * shape.num_layers
@@ -309,18 +310,18 @@ class Work:
         between += self._traveling()
         return gathers, between
 
-    def _from_others(self, num_bytes: float, element: int) -> float:
+    def _from_others(self, num_bytes: float, of_experts: float) -> float:
         """Return how many bytes of gathered parameters come from other ranks, experts among them.
 
         Args:
             num_bytes: of all that is gathered.
-            element: bytes of an element of an expert.
+            of_experts: those of them that are of a layer's experts.
         """
         memory = self.memory
         own = 1 / memory.shards
         if not memory.elsewhere:
             return num_bytes * (1 - own)
-        experts = memory.experts * self.job.shape.num_layers * element
+        experts = of_experts * self.job.shape.num_layers
         of_group = self.job.world_size // self.job.parallel.replicate
         own_experts = self.job.parallel.experts / of_group
         return (num_bytes - experts) * (1 - own) + experts * (1 - own_experts)
@@ -338,15 +339,15 @@ class Work:
     def _wire_of_backward(self, gathers: float, between: float) -> tuple[float, float]:
         memory = self.memory
         job = self.job
-        others = memory.elsewhere * job.shape.num_layers
         again = 0.0
         if job.policy.reshard_after_forward:
-            again = self._from_others(memory.gathered_bytes(of_root=False), memory.element)
+            gathered = memory.gathered_bytes(of_root=False)
+            again = self._from_others(gathered, memory.layer_expert_bytes)
         times = 1 / job.load.num_micro if memory.keeps_whole else 1.0
         whole = gathered_trained(job.shape, job.parallel)
-        reduced = self._from_others(whole * WIDE, WIDE) * times
+        reduced = self._from_others(whole * WIDE, memory.experts_trained * WIDE) * times
         replicate = job.parallel.replicate
-        shard = (whole + others) / memory.shards
+        shard = memory.trained / memory.shards
         over_replicas = 2 * shard * WIDE * (1 - 1 / replicate) / job.load.num_micro
         if job.checkpointing != "off":
             between = 1.5 * between + 0.5 * self._traveling()  # which is done again as a whole
