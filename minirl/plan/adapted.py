@@ -42,10 +42,10 @@ class Linear:
             return self.inputs / tensor, self.outputs
         return self.inputs, self.outputs / tensor
 
-    def numel(self, rank: int, tensor: int) -> tuple[float, float]:
-        """Return the elements of A and B on a tensor-parallel rank."""
+    def numel(self, rank: int, tensor: int, away: float) -> tuple[float, float]:
+        """Return the elements of A and B that are gathered; arguments as `Adapters` has them."""
         num_in, num_out = self.widths(tensor)
-        times = rank * (self.experts / tensor if self.experts else 1)
+        times = rank * (self.experts * (1 - away) / tensor if self.experts else 1)
         return num_in * times, num_out * times
 
 
@@ -65,10 +65,29 @@ class Adapters:
         """Return whether matrices of the base are held in four bits."""
         return self.packed > 0
 
-    def of_layer(self, tensor: int) -> tuple[float, float]:
-        """Return the elements of a layer's A and B on a tensor-parallel rank."""
-        pairs = [linear.numel(self.rank, tensor) for linear in self.linears]
+    def of_layer(self, tensor: int, away: float = 0.0) -> tuple[float, float]:
+        """Return the elements of a layer's A and B on a tensor-parallel rank.
+
+        Args:
+            tensor: how many tensor-parallel ranks there are.
+            away: share of the experts on a tensor-parallel rank that expert parallelism leaves to
+                other ranks.
+        """
+        pairs = [linear.numel(self.rank, tensor, away) for linear in self.linears]
         return sum(a for a, _ in pairs), sum(b for _, b in pairs)
+
+    def of_experts(self, tensor: int, away: float) -> float:
+        """Return those elements that are of experts."""
+        pairs = [linear.numel(self.rank, tensor, away) for linear in self.linears if linear.experts]
+        return sum(a + b for a, b in pairs)
+
+    def weights(self, tensor: int, away: float) -> list[float]:
+        """Return the weights of each of a layer's adapted matrices, as `of_layer` does."""
+        numel = []
+        for linear in self.linears:
+            of_all = linear.experts * (1 - away) if linear.experts else 1
+            numel.append(linear.inputs * linear.outputs * of_all / tensor)
+        return numel
 
     def on_rank(self, tensor: int) -> float:
         """Return the elements of all layers' A and B on a tensor-parallel rank."""

@@ -134,15 +134,31 @@ class Memory:
         self.layer_bytes = self.layer * self.element
         self.layer_trained = self.layer
         self.experts = shape.expert_parameters / self.tensor - self.elsewhere
-        self.dequantised = 0.0  # Bytes of the largest matrix that is while it is used.
+        self.experts_trained = self.experts
+        self.layer_expert_bytes = self.experts * self.element  # Of `layer_bytes`.
+        # Share of the experts of a tensor part.
+        away = self.elsewhere / (self.experts + self.elsewhere) if self.elsewhere else 0.0
+        # Of a layer, weights that adapters are added to.
+        self.layer_adapted = 0.0
+        # Bytes of the largest matrix that is merged with its adapter while it is used; and of the
+        # largest one that is dequantised for that.
+        self.merged = 0.0
+        self.dequantised = 0.0
         adapters = shape.adapters
         if adapters:
-            self.layer_trained = sum(adapters.of_layer(self.tensor))
-            packed = adapters.layer_packed
-            self.layer_bytes -= packed * (self.element - PACKED_BYTES)
+            self.layer_trained = sum(adapters.of_layer(self.tensor, away))
+            self.experts_trained = adapters.of_experts(self.tensor, away)
+            adapted = adapters.weights(self.tensor, away)
+            self.layer_adapted = sum(adapted)
+            self.merged = max(adapted, default=0.0) * self.element
             self.layer_bytes += self.layer_trained * self.element
-            if packed:
-                self.dequantised = adapters.largest * (self.element + WIDE / nf4.BLOCK)
+            self.layer_expert_bytes += self.experts_trained * self.element
+            if adapters.layer_packed:
+                packed = adapters.layer_packed - self.elsewhere
+                self.layer_bytes -= packed * (self.element - PACKED_BYTES)
+                self.layer_expert_bytes -= self.experts * (self.element - PACKED_BYTES)
+                largest = adapters.largest * (1 - away)
+                self.dequantised = largest * (self.element + WIDE / nf4.BLOCK)
 
     def per_row(self, kept: PerRow) -> float:
         """Return bytes for each row of a layer."""
@@ -170,8 +186,13 @@ class Memory:
         num_bytes = (whole / self.tensor - self.elsewhere * shape.num_layers) * self.element
         adapters = shape.adapters
         if adapters:
-            num_bytes -= adapters.packed * (self.element - PACKED_BYTES)
-            num_bytes += adapters.on_rank(self.tensor) * self.element
+            if adapters.packed:
+                packed = adapters.packed - self.elsewhere * shape.num_layers
+                num_bytes -= packed * (self.element - PACKED_BYTES)
+            gathered = adapters.on_rank(self.tensor)
+            if self.elsewhere:
+                gathered = self.layer_trained * shape.num_layers
+            num_bytes += gathered * self.element
         return num_bytes
 
     def phases(self) -> dict[str, dict[str, float]]:
@@ -215,8 +236,7 @@ class Memory:
         of_row = KEPT[self.job.checkpointing]
         kept = self.per_row(of_row) * self.rows.all
         # What was kept of experts is let go of while they are computed again.
-        experts = PerRow(0, 0, 0, 0, 0, 0, of_row.expert_hidden, of_row.expert)
-        let_go = self.per_row(experts) * self.rows.all
+        let_go = self._of_experts(of_row.expert_hidden, of_row.expert)
         if self.job.shape.adapters:  # whose products need them
             let_go = 0.0
         return kept, max(0.0, everything - kept - let_go)
@@ -267,17 +287,12 @@ class Memory:
         first_layers = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(3),
-            kinds.ACTIVATIONS: 2 * hidden + self.dequantised,
+            kinds.ACTIVATIONS: 2 * hidden + self.merged + self.dequantised,
         }
-        # What experts return, masked and in the order of tokens.
-        of_experts = 2.0 * shape.experts_of_token * hidden
-        if shape.adapters and self.job.checkpointing != "off":  # and what adapters add to it
-            wide = 3 * shape.hidden + shape.expert
-            of_experts = shape.experts_of_token * wide * self.rows.all * self.element
         last_layers = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(2),
-            kinds.ACTIVATIONS: hidden + activations + of_experts + self.dequantised,
+            kinds.ACTIVATIONS: hidden + activations + self._in_last_layer(keeps=keeps),
         }
         end = {
             **base,
@@ -286,6 +301,33 @@ class Memory:
             kinds.HEAD: (2 if self.head else 1) * self.chunk(),
         }
         return [start, first_layers, last_layers, end]
+
+    def _in_last_layer(self, *, keeps: bool) -> float:
+        """Return the bytes that the last layer holds in forward beside what it keeps."""
+        merging = self.merged + self.dequantised
+        one = self._of_experts(1, 0)
+        if not self.job.shape.experts:
+            return merging + self._not_kept() * self.rows.all
+        combined = 2 * one  # What experts return, masked and in the order of tokens.
+        if not merging:
+            return combined
+        # Rows of experts and their first product, both masked, too, beside the merged weights; and
+        # these rows as they have come from other ranks.
+        come = one * bool(self.elsewhere)
+        widest = come + max(self._of_experts(2, 4) + self.merged, one + merging)
+        of_row = KEPT[self._keeps()]
+        already = self._of_experts(of_row.expert_hidden, of_row.expert) if keeps else 0.0
+        return max(combined, widest - already)
+
+    def _of_experts(self, hidden: float, expert: float) -> float:
+        """Return the bytes of so many tensors of rows of experts, by their width."""
+        return self.per_row(PerRow(0, 0, 0, 0, 0, 0, hidden, expert)) * self.rows.all
+
+    def _keeps(self) -> str:
+        """Return the key in `KEPT`."""
+        if self.job.checkpointing == "off":
+            return "liger" if self.job.liger else "torch"
+        return self.job.checkpointing
 
     def _in_loss(self) -> float:
         """Return the bytes of the hidden states of rows in the loss."""
@@ -358,17 +400,23 @@ class Memory:
         shape = self.job.shape
         row = self.rows.all * self.element
         feed_forward = shape.feed_forward / self.tensor
-        of_experts = shape.experts_of_token * shape.hidden
         if shape.adapters is None:
             if shape.experts:
                 return -2.0 * shape.experts_of_token * shape.expert * row
             return (shape.hidden + feed_forward) * row
-        # Gradients through the base and through the adapter are added; or a matrix of the base is
-        # dequantised for the first of them.
         if shape.experts:
-            return max(2 * of_experts * row, of_experts * row + self.dequantised)
+            # The gradients of A and B of the first product, which is computed for them, beside the
+            # merged weights, when what comes behind it is let go of; or before any gradients of
+            # the layer, of the second, whose weights are half as large; or weights are dequantised.
+            first = self.merged + self._of_experts(1, 4)
+            second = self.merged / 2 + self._of_experts(3, 2) - self._layer_gradients()
+            merging = self.merged + self.dequantised - self._of_experts(1, 2)
+            return max(first, second, merging)
         one = (shape.hidden + feed_forward) * row
-        return max(2 * feed_forward * row, one + self.dequantised)
+        if not shape.adapters.reads(GATED_INPUTS):
+            return max(one, self.merged + self.dequantised)
+        # So they are of the last product.
+        return self.merged + max(one + 2 * shape.hidden * row, self.dequantised)
 
 
 def elsewhere(shape: Shape, parallel: ParallelConfig) -> float:
@@ -383,6 +431,10 @@ def gathered_trained(shape: Shape, parallel: ParallelConfig) -> float:
     trained = shape.trained_on_rank(parallel.tensor)
     if shape.trained_parameters == shape.parameters:
         trained -= elsewhere(shape, parallel) * shape.num_layers
+    elif shape.adapters and parallel.experts > 1:
+        away = 1 - parallel.tensor / parallel.experts
+        without = shape.adapters.of_experts(parallel.tensor, 0.0) * away
+        trained -= without * shape.num_layers
     return trained
 
 

@@ -5,7 +5,7 @@ moves.
 """
 
 from minirl.plan.cards import HOST_ADAMW_GB, REACHED, SHORTEST_KERNEL
-from minirl.plan.memory import WIDE, Job, Memory, PerRow, gathered_trained
+from minirl.plan.memory import GATED_INPUTS, WIDE, Job, Memory, PerRow, gathered_trained
 
 # What is read and written between matrix products, in forward, backward and when a layer is
 # computed again.
@@ -19,16 +19,11 @@ MOVED = {
 }
 # The keys' gradients are summed over the queries that share them.
 MOVED_KEYS_BACKWARD = 5
-# The same of adapters, in multiples of the inputs and of the outputs of their linears: products of
-# so few columns take as long as their rows take to be read and written.
-MOVED_BY_ADAPTER = {
-    ("linears", "forward"): (1, 4),
-    ("linears", "backward"): (5, 2),
-    ("linears", "again"): (0, 4),
-    ("experts", "forward"): (3, 6),
-    ("experts", "backward"): (7, 4),
-    ("experts", "again"): (0, 6),
-}
+# Backward's low-rank products, for the gradients of A and B, in multiples of the inputs and of the
+# outputs of the linears: products of so few columns take as long as their rows take to be read and
+# written.
+MOVED_BY_ADAPTER = {"linears": (2, 7), "experts": (4, 9)}
+MERGE = 2  # Elements read and written for each weight that an adapter is added to.
 DEQUANTISE = 3.4  # Bytes read and written for each weight in four bits, with its scales.
 # Bytes read and written for each logit; `again` for those of all chunks but the last, `parts` where
 # ranks hold parts of the vocabulary.
@@ -55,21 +50,23 @@ class Work:
     def flops(self) -> float:
         """Return the work of forward and backward that a model of this size needs.
 
-        Frozen matrices have no gradients, so that they are two products of three.
+        Frozen matrices have no gradients, so that they are two products of three. They are merged
+        with their adapters for each of the two; gradients of A and B take four low-rank products.
         """
         layers = 3 - (self.job.shape.adapters is not None)
         head = 3 - self.job.shape.frozen.head
         return (
             layers * self._layers_flops()
             + head * self._head_flops()
-            + 3 * self._adapter_flops()
+            + 2 * self._merge_flops()
+            + 2 * self._adapter_flops()
             + 3.5 * self._attention_flops()
         )
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase on the device."""
         forward = self._layers() + self._between("forward") + self._attention(4, "forward")
-        forward += self._adapting("forward") + self._dequantising()
+        forward += self._merging() + self._dequantising()
         forward += self._gathering(of_root=True)
         head = self._head()
         logits = self.rows.in_loss * self.memory.head / self.job.shape.hidden
@@ -83,16 +80,11 @@ class Work:
 
         backward = self._layers_backward() + self._between("backward")
         backward += self._attention(10, "backward")
-        backward += self._adapting("backward") + self._dequantising()
+        backward += self._adapting() + self._merging_backward() + self._dequantising()
         if self.job.checkpointing != "off":
-            backward += self._between("again") + self._dequantising()
+            backward += self._between("again") + self._merging() + self._dequantising()
         if self.job.checkpointing == "full":
-            # It stops before the last product, whose result nothing needs.
-            shape = self.job.shape
-            last = shape.hidden * shape.feed_forward / shape.active_layer_parameters
-            backward += self._layers() * (1 - last) + self._attention(4, "forward")
-        if self.job.checkpointing != "off":
-            backward += self._adapting("again")
+            backward += self._layers() * self._share_again() + self._attention(4, "forward")
         of_head = 1 if self.memory.head_gradient == 0 else 2  # Products: of the logits' gradient.
         backward += (of_head + self.logits_again) * head
         moved = LOGITS["backward"] + LOGITS["again"] * self.logits_again
@@ -154,17 +146,32 @@ class Work:
 
     def _layers_backward(self) -> float:
         """Return the seconds of the layers' matrix products, backward."""
-        adapters = self.job.shape.adapters
-        if adapters is None:
+        if self.job.shape.adapters is None:
             return 2 * self._layers()
-        # No gradient goes through the first products of the first layer: nothing before it learns.
+        return self._layers() * (1 - self._without_gradient())
+
+    def _without_gradient(self) -> float:
+        """Return the share of the layers whose inputs have no gradient, as nothing before learns.
+
+        They are the first products of the first layer.
+        """
         shape = self.job.shape
+        if shape.root_trained_parameters:
+            return 0.0
         first = shape.hidden * (shape.queries + 2 * shape.keys) / self.memory.tensor
         of_all = shape.active_layer_parameters / self.memory.tensor * shape.num_layers
-        return self._layers() * (1 - first / of_all * (shape.root_trained_parameters == 0))
+        return first / of_all
+
+    def _share_again(self) -> float:
+        """Return the share of a layer's products that full checkpointing computes again."""
+        shape = self.job.shape
+        if shape.adapters and shape.adapters.reads(GATED_INPUTS):
+            return 1.0  # What the last product keeps is kept after it.
+        # It stops before the last product, whose result nothing needs.
+        return 1 - shape.hidden * shape.feed_forward / shape.active_layer_parameters
 
     def _adapter_flops(self) -> float:
-        """Return the work of the adapters' products, forward."""
+        """Return the work of two low-rank products for each adapter, of all rows."""
         shape = self.job.shape
         adapters = shape.adapters
         if adapters is None:
@@ -175,22 +182,39 @@ class Work:
             of_row += 2 * adapters.rank * sum(widths) * times
         return of_row * self.rows.all * shape.num_layers
 
-    def _adapting(self, direction: str) -> float:
-        """Return the seconds of the adapters' products, and of adding them to those of the base."""
+    def _merge_flops(self) -> float:
+        """Return the work of merging each weight with its adapter once."""
+        shape = self.job.shape
+        if shape.adapters is None:
+            return 0.0
+        return 2 * shape.adapters.rank * self.memory.layer_adapted * shape.num_layers
+
+    def _adapting(self) -> float:
+        """Return the seconds of the gradients of A and B."""
         shape = self.job.shape
         adapters = shape.adapters
         if adapters is None:
             return 0.0
-        if direction == "again" and self.job.checkpointing == "full":
-            direction = "forward"
         of_row = 0.0
         for kind, times in (("linears", 1), ("experts", shape.experts_of_token)):
             widths = adapters.widths(self.memory.tensor, of_experts=kind == "experts")
-            moved = MOVED_BY_ADAPTER[kind, direction]
+            moved = MOVED_BY_ADAPTER[kind]
             of_row += times * (moved[0] * widths[0] + moved[1] * widths[1])
-        weights = self.memory.layer_trained * (2 if direction == "backward" else 1)
-        of_layer = (of_row * self.rows.all + weights) * self.memory.element
-        return self._moving(of_layer * shape.num_layers)
+        # A and B are read for them, and their gradients are written.
+        of_layer = of_row * self.rows.all + 2 * self.memory.layer_trained
+        return self._moving(of_layer * self.memory.element * shape.num_layers)
+
+    def _merging_backward(self) -> float:
+        """Return the seconds of merging again, for the gradients of inputs."""
+        return self._merging() * (1 - self._without_gradient())
+
+    def _merging(self) -> float:
+        """Return the seconds of merging each weight with its adapter once, for a pass."""
+        memory = self.memory
+        of_layer = MERGE * memory.layer_adapted + memory.layer_trained
+        num_layers = self.job.shape.num_layers
+        seconds = self._moving(of_layer * memory.element * num_layers)
+        return seconds if self.job.shape.adapters else 0.0
 
     def _dequantising(self) -> float:
         """Return the seconds of dequantising each matrix once, for a pass."""
@@ -275,7 +299,8 @@ class Work:
         memory = self.memory
         # The root stays gathered until the backward of a step's last micro-batch.
         root = memory.root * memory.element * (1 - 1 / self.job.load.num_micro)
-        gathers = self._from_others(memory.gathered_bytes(of_root=True) - root, memory.element)
+        gathered = memory.gathered_bytes(of_root=True) - root
+        gathers = self._from_others(gathered, memory.layer_expert_bytes)
         hidden = shape.hidden * self.rows.all * memory.element
         # A sum after attention and one after the feed-forward, each there and back.
         between = 4 * hidden * (1 - 1 / memory.tensor) * shape.num_layers
@@ -285,18 +310,18 @@ class Work:
         between += self._traveling()
         return gathers, between
 
-    def _from_others(self, num_bytes: float, element: int) -> float:
+    def _from_others(self, num_bytes: float, of_experts: float) -> float:
         """Return how many bytes of gathered parameters come from other ranks, experts among them.
 
         Args:
             num_bytes: of all that is gathered.
-            element: bytes of an element of an expert.
+            of_experts: those of them that are of a layer's experts.
         """
         memory = self.memory
         own = 1 / memory.shards
         if not memory.elsewhere:
             return num_bytes * (1 - own)
-        experts = memory.experts * self.job.shape.num_layers * element
+        experts = of_experts * self.job.shape.num_layers
         of_group = self.job.world_size // self.job.parallel.replicate
         own_experts = self.job.parallel.experts / of_group
         return (num_bytes - experts) * (1 - own) + experts * (1 - own_experts)
@@ -314,15 +339,15 @@ class Work:
     def _wire_of_backward(self, gathers: float, between: float) -> tuple[float, float]:
         memory = self.memory
         job = self.job
-        others = memory.elsewhere * job.shape.num_layers
         again = 0.0
         if job.policy.reshard_after_forward:
-            again = self._from_others(memory.gathered_bytes(of_root=False), memory.element)
+            gathered = memory.gathered_bytes(of_root=False)
+            again = self._from_others(gathered, memory.layer_expert_bytes)
         times = 1 / job.load.num_micro if memory.keeps_whole else 1.0
         whole = gathered_trained(job.shape, job.parallel)
-        reduced = self._from_others(whole * WIDE, WIDE) * times
+        reduced = self._from_others(whole * WIDE, memory.experts_trained * WIDE) * times
         replicate = job.parallel.replicate
-        shard = (whole + others) / memory.shards
+        shard = memory.trained / memory.shards
         over_replicas = 2 * shard * WIDE * (1 - 1 / replicate) / job.load.num_micro
         if job.checkpointing != "off":
             between = 1.5 * between + 0.5 * self._traveling()  # which is done again as a whole
