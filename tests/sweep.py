@@ -164,6 +164,7 @@ MEANINGS = {
     "does not support gradient checkpointing": "the library cannot recompute its activations",
     "has no attribute 'act_fn'": "its MLP has other names",
     "is not supported; supported are": "its config is another family's",
+    "without overflow": "a value overflows in a tiny instance",
     "_stacklevel": "its softmax is called in a way of its own",
 }
 

@@ -7,15 +7,13 @@ Thoughts are in the channel `analysis`, calls of tools in `commentary` with the 
 and what the user reads is in `final` (OpenAI, "OpenAI harmony response format", 2025).
 """
 
-import functools
 import json
 import re
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
 NAME = "harmony"  # Of the form, in endpoint.tool_parser.
 CHANNEL = "<|channel|>"
+TOKENS = frozenset((CHANNEL, "<|start|>", "<|message|>"))  # By which a tokenizer knows it.
 _START = "<|start|>"
 _BODY = "<|message|>"
 _ENDS = re.compile(r"<\|(?:end|call|return)\|>")
@@ -37,12 +35,6 @@ class Message(NamedTuple):
         """Return the name of the tool that it calls, "" if it calls none."""
         is_call = self.recipient.startswith(_FUNCTIONS)
         return self.recipient.removeprefix(_FUNCTIONS) if is_call else ""
-
-
-@functools.cache
-def is_spoken(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a tokenizer has the tokens of harmony."""
-    return {CHANNEL, _START, _BODY} <= tokenizer.get_added_vocab().keys()
 
 
 def parse(text: str) -> list[Message]:

@@ -72,14 +72,7 @@ def packed_attention(
         NotImplementedError: the layer asks for something that no kernel here honours.
     """
     asked = {**kwargs, "attention_mask": attention_mask, "dropout": dropout or None}
-    refused = [name for name in UNSUPPORTED if asked.get(name) is not None]
-    if asked.get("is_causal") is False:
-        refused.append("is_causal=False")
-    if refused:
-        raise NotImplementedError(
-            f"{type(module).__name__} asks packed attention for {', '.join(refused)}, which it "
-            "does not support"
-        )
+    _refuse_unsupported(module, asked)
     # Squeezed, not indexed: the backward of an index copies the whole.
     q = query.squeeze(0).transpose(0, 1)
     k = key.squeeze(0).transpose(0, 1)
@@ -100,6 +93,18 @@ def packed_attention(
     else:
         out = Attention.apply(q, k, v, s_aux, blocks, options, ring)
     return out[None, ..., :num_values], None
+
+
+def _refuse_unsupported(module: torch.nn.Module, asked: dict[str, object]) -> None:
+    """Raise NotImplementedError if a layer asks for something that no kernel here honours."""
+    refused = [name for name in UNSUPPORTED if asked.get(name) is not None]
+    if asked.get("is_causal") is False:
+        refused.append("is_causal=False")
+    if refused:
+        raise NotImplementedError(
+            f"{type(module).__name__} asks packed attention for {', '.join(refused)}, which it "
+            "does not support"
+        )
 
 
 def _visible(pack: Packed, window: int | None) -> tuple[tuple[Block, ...], int | None]:

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 
 from minirl.data import harmony
-from minirl.rollout.conversation import Completion, Prompt, decode, decode_after
+from minirl.rollout.conversation import (
+    Completion,
+    Prompt,
+    decode,
+    decode_after,
+    speaks_harmony,
+)
 from minirl.rollout.engine_loop import Request
 from minirl.rollout.protocol import CompletionRequest, JSONObject
 from minirl.rollout.tool_calls import ToolCall, ToolReader
@@ -74,12 +80,12 @@ class Choice:
         in a channel that is not shown.
         """
         is_guided = self.engine_request.guide is not None
-        return is_guided or "" in self.markers or harmony.is_spoken(self.tokenizer)
+        return is_guided or "" in self.markers or speaks_harmony(self.tokenizer)
 
     def finish(self) -> None:
         """Read the last tokens, and set the tool calls and the finish reason."""
         self.read_new_tokens(last=True)
-        if harmony.is_spoken(self.tokenizer):
+        if speaks_harmony(self.tokenizer):
             self.text = harmony.visible_text(self._whole_text())
         if self.reader:
             self.content, self.tool_calls = self.reader.read(self._whole_text())

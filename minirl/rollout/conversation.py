@@ -12,6 +12,7 @@ the spaces behind them. What is appended is therefore encoded and decoded togeth
 before it.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -152,16 +153,22 @@ def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int], **options: boo
     return str(tokenizer.decode(tokens, **options))
 
 
+@functools.cache
+def speaks_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a model's answers have the messages and channels of harmony."""
+    return tokenizer.get_added_vocab().keys() >= harmony.TOKENS
+
+
 def read_answer(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
     """Return what an answer says: no special tokens, and no thoughts in a channel of their own."""
-    if harmony.is_spoken(tokenizer):
+    if speaks_harmony(tokenizer):
         return harmony.visible_text(decode(tokenizer, tokens))
     return decode(tokenizer, tokens, skip_special_tokens=True)
 
 
 def to_message(tokenizer: PreTrainedTokenizerBase, text: str) -> dict[str, Any]:
     """Return an answer, with its special tokens, as a message for the chat template."""
-    if harmony.is_spoken(tokenizer):
+    if speaks_harmony(tokenizer):
         return harmony.to_chat_message(text)
     return {"role": "assistant", "content": text}
 
