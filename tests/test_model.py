@@ -508,12 +508,7 @@ def test_what_is_neither_a_folder_nor_a_hub_id_is_refused(tmp_path):
 
 def load_slices(mesh, folder):
     """(bytes that this rank read, every parameter gathered)"""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder),
-            dtype=torch.float32,
-            attn_implementation=attention.NAME,
-        )
+    model = meta_model(folder)
     fsdp.shard(
         model,
         model.model.layers,
@@ -547,10 +542,7 @@ def test_two_ranks_read_half_of_the_file_each_and_together_have_all_of_it(tmp_pa
 
 
 def meta_model(folder):
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), attn_implementation=attention.NAME
-        )
+    return build.make_meta_model(AutoConfig.from_pretrained(folder), torch.float32, score=False)
 
 
 @pytest.mark.parametrize("change", ["missing", "other shape", "extra", "renamed"])

@@ -9,6 +9,8 @@ from torch import Tensor
 from minirl.model import nf4
 from minirl.model.nf4 import Multiply, Packed
 
+RANKS = 8  # The grouped kernel of CUDA takes rows of a multiple of 16 bytes.
+
 
 def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
     """Return weight + scale B A, rounded once, in the dtype of the weight.
@@ -63,14 +65,23 @@ class _Product(torch.autograd.Function):
             grad_x = ctx.multiply(grad, weight.mT)
         with torch.enable_grad():
             factors = [a.detach().requires_grad_(), b.detach().requires_grad_()]
-            low = ctx.multiply(x.detach(), factors[0])
-            added = ctx.multiply(low, factors[1]) * ctx.scale
+            padded_a, padded_b = _padded(*factors)
+            low = ctx.multiply(x.detach(), padded_a)
+            added = ctx.multiply(low, padded_b) * ctx.scale
             grad_a, grad_b = torch.autograd.grad(added, factors, grad)
         grad_bias = None
         if ctx.needs_input_grad[3]:
             grad_bias = grad.flatten(0, -2).sum(0)
         without = [None] * (len(base) + 3)
         return grad_x, grad_a, grad_b, grad_bias, *without
+
+
+def _padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return factors of experts with a rank that the grouped kernel of CUDA takes."""
+    missing = -b.shape[-1] % RANKS if b.ndim == 3 else 0
+    if not missing:
+        return a, b
+    return F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
 
 
 def product(

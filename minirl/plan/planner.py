@@ -291,12 +291,12 @@ def _merged(workload: Workload, shape: Shape) -> float:
     shards = workload.world_size / workload.cfg.parallel.replicate
     of_linears = 0.0
     for linear in adapters.linears:
-        num_a, num_b = linear.numel(adapters.rank, 1)
+        num_a, num_b = linear.numel(adapters.rank, 1, 0.0)
         of_linears += num_b / shards + (num_a / shards if linear.experts else num_a)
     bucket = workload.bucket_bytes * workload.engine.tensor_parallel_size / shards
     element = _element(workload.policy)
-    # A matrix in the dtype of the base, however that is held, and its product in float32.
-    largest = adapters.largest * (element + 4)
+    # A matrix in the dtype of the base, however that is held, and what it is merged to.
+    largest = adapters.largest * 2 * element
     largest = max(largest, shape.vocabulary * shape.hidden * element)
     return 4 * of_linears * shape.num_layers + bucket + largest / shards
 
