@@ -42,7 +42,7 @@ class Linear:
             return self.inputs / tensor, self.outputs
         return self.inputs, self.outputs / tensor
 
-    def numel(self, rank: int, tensor: int, away: float) -> tuple[float, float]:
+    def numel(self, rank: int, tensor: int, away: float = 0.0) -> tuple[float, float]:
         """Return the elements of A and B that are gathered; arguments as `Adapters` has them."""
         num_in, num_out = self.widths(tensor)
         times = rank * (self.experts * (1 - away) / tensor if self.experts else 1)
