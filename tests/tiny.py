@@ -76,7 +76,7 @@ OWN = {
     "olmo3": ALTERNATING,
     "exaone4": ALTERNATING,
     "granite": MULTIPLIERS,
-    "hyperclovax": MULTIPLIERS,
+    "hyperclovax": MULTIPLIERS | {"logits_scaling": 0.4},  # a factor
     "granitemoe": MULTIPLIERS | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "ministral": ALTERNATING | {"head_dim": 32},
     "starcoder2": {"sliding_window": 12},
