@@ -223,7 +223,9 @@ def test_forward_and_gradients_are_hugging_faces(results, family, mesh):
     assert isinstance(result, dict), result
     assert result["values"] < 1e-12 and result["gradient"] < 1e-13, result
     if mesh == "one rank":
-        assert result["float32"]["values"] < 1e-5 and result["float32"]["gradient"] < 3e-5, result
+        # The deepest path of roundings: a gated delta net behind a mixture and a tower.
+        bound = 3e-5 if family == "qwen3_5_moe" else 2e-5
+        assert result["float32"]["values"] < 1e-5 and result["float32"]["gradient"] < bound, result
 
 
 @pytest.mark.parametrize(
