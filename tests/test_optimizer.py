@@ -509,11 +509,11 @@ def program(mesh, given: list[str], sleepy: bool) -> list[list[dict]]:
         def load_reference(self, step):
             self.policy.sleeper.active = sleepy
             super().load_reference(step)
-            self.ref.sleeper.active = sleepy
-            self.ref.sleeper.sleep_parameters()
+            self.ref.model.sleeper.active = sleepy
+            self.ref.model.sleeper.sleep_parameters()
 
         def report(self, step, trajectories, minibatches, updates):
-            assert asleep(self.ref) == sleepy and not asleep(self.policy)
+            assert asleep(self.ref.model) == sleepy and not asleep(self.policy)
             done.append(updates)
             super().report(step, trajectories, minibatches, updates)
 
