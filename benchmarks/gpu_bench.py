@@ -224,7 +224,7 @@ def free_gib() -> float:
 
 def random_weights() -> AbstractContextManager:
     """Fill models at random inside the block: no file is read."""
-    return mock.patch.object(build, "load_weights", _fill_at_random)
+    return mock.patch.object(loading, "load_weights", _fill_at_random)
 
 
 @torch.no_grad()

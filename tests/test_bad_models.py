@@ -25,7 +25,7 @@ from minirl.envs.base import Env, Result
 from minirl.errors import UserError
 from minirl.evaluation import evaluate
 from minirl.inputs import check_output, find_model
-from minirl.model import build
+from minirl.model import build, weight_files
 from minirl.model.scratch import make_tokenizer
 from minirl.parallel.machines import check_can_write
 from minirl.parallel.watch import Watch
@@ -165,7 +165,7 @@ def test_an_index_that_names_no_weights(tmp_path, model, name):
     shutil.copytree(model, tmp_path / "m")
     write("model.safetensors.index.json", INDEXES[name])(tmp_path / "m")
     with pytest.raises(UserError, match="^policy.model: "):
-        build.open_weights(tmp_path / "m")
+        weight_files.open_weights(tmp_path / "m")
 
 
 @pytest.mark.parametrize("text", [b"", b"\x00" * 8, b"\xff" * 100, b"{}"])
@@ -173,7 +173,7 @@ def test_weights_that_are_none(tmp_path, model, text):
     shutil.copytree(model, tmp_path / "m")
     write("model.safetensors", text)(tmp_path / "m")
     with pytest.raises(UserError, match="^policy.model: cannot read"):
-        build.open_weights(tmp_path / "m")
+        weight_files.open_weights(tmp_path / "m")
 
 
 @pytest.mark.parametrize("place", ["/nowhere", "x" * 300, "/dev/null", "a b", "../..//", ""])

@@ -128,7 +128,7 @@ def both_rings(mesh):
     ]
     results = []
     for ring in (
-        lambda q, k, v: Attention.apply(q, k, v, batch.blocks, Options(0.25), mesh.context),
+        lambda q, k, v: Attention.apply(q, k, v, None, batch.blocks, Options(0.25), mesh.context),
         lambda q, k, v: ring_package.ring(q, k, v, batch.blocks[0], 0.25, mesh.context),
     ):
         leaves = [x.clone().requires_grad_() for x in inputs[:3]]

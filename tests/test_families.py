@@ -30,7 +30,7 @@ from minirl.data.packing import pack
 from minirl.errors import UserError
 from minirl.model import build, experts, families, fused
 from minirl.model.families import FAMILIES
-from minirl.parallel import tensor
+from minirl.parallel import layout, tensor
 from minirl.policy import Policy
 from test_model import CPU, hugging_face, model_batch, weights_of
 
@@ -225,7 +225,11 @@ def test_forward_and_gradients_are_hugging_faces(results, family, mesh):
     if mesh == "one rank":
         # The deepest path of roundings: a gated delta net behind a mixture and a tower.
         bound = 3e-5 if family == "qwen3_5_moe" else 2e-5
-        assert result["float32"]["values"] < 1e-5 and result["float32"]["gradient"] < bound, result
+        # HyperCLOVA's residuals are scaled up by its config.
+        values = 2e-5 if family == "hyperclovax" else 1e-5
+        assert result["float32"]["values"] < values and result["float32"]["gradient"] < bound, (
+            result
+        )
 
 
 @pytest.mark.parametrize(
@@ -312,7 +316,7 @@ def test_what_the_names_do_not_say_is_refused_by_shape():
         UserError,
         match=r"parallel.tensor = 2 does not divide dimension 0 of Linear.weight, \(7, 4\)",
     ):
-        tensor._shard(
+        layout._shard(
             layer,
             "weight",
             SimpleNamespace(size=lambda: 2, mesh_dim_names=("tp",)),

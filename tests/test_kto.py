@@ -26,6 +26,7 @@ from minirl.data.packing import pack
 from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 from minirl.policy import Policy
+from minirl.reference import Reference
 from minirl.types import Trajectory
 from programs import ROOT, fork
 from test_gradients import exact_norm, worst
@@ -173,13 +174,14 @@ class Steps(kto.Trainer):
         self.mesh = mesh
         self.policy = Policy(cfg.policy, folder, mesh, sequence_parallel=cfg.parallel.sequence)
         self.timer = self.policy.timer
-        self.ref = Policy(
+        frozen = Policy(
             cfg.policy,
             folder.parent / "ref",
             mesh,
             trainable=False,
             sequence_parallel=cfg.parallel.sequence,
         )
+        self.ref = Reference(self.policy, frozen)
 
 
 def take_steps(mesh, folder, budget, parallel, num_steps):

@@ -414,8 +414,9 @@ def test_a_critic_on_the_policy_s_base_saves_it():
     needed = plan_of(large, "h100").memory["critic, backward"] / GIB
     card = dataclasses.replace(cards.CARDS["h100"], memory_gib=(needed - 1) / 0.97)
     advised = advise(large, estimate.Models(large), card, 8, Lengths())
-    assert ("critic.share_base", True) in advised[0].changes
-    assert "--critic.share-base" in advised[0].flags
+    sharing = [advice for advice in advised if ("critic.share_base", True) in advice.changes]
+    assert sharing
+    assert "--critic.share-base" in sharing[0].flags
 
 
 def test_8b_in_four_bits_fits_24_gb_because_its_base_sleeps_in_a_refit():

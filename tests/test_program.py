@@ -248,6 +248,7 @@ def test_curves_tensorboard_and_answers(run):
 def test_config_can_be_run_again(run):
     expected = parse_flags(RLConfig, run.flags)
     resolve_lengths(expected)
+    expected.critic.lr = expected.critic.learning_rate
     assert expected.engine.max_model_len == 26  # what 0 came to
     assert load_config(RLConfig, str(run.folder / "config.yaml")) == expected
 

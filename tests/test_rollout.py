@@ -420,7 +420,7 @@ def generate(engine, prefix, num=6):
         engine.add(f"{prefix}-{i}", [5 + i, 60 + i, 100], sampling, seed=i)
     out = {}
     while len(out) < num:
-        for request_id, tokens, logprobs, reason, _ in engine.step():
+        for request_id, tokens, logprobs, reason, *_ in engine.step():
             assert reason == "length"
             out[int(request_id.split("-")[1])] = tokens, logprobs
     return out

@@ -112,9 +112,9 @@ def pack(
     """Lay sequences end to end and shift once, as the example in types.py shows.
 
     A trajectory of L tokens becomes L - 1 rows, of which siblings share the prompt's. Nothing to
-    pack gives one row outside the loss, so that a rank without work still takes part in every
-    collective. A sequence outside the loss fills the rows up to `layout.multiple`. With a context,
-    rows are this rank's part of each sequence.
+    pack gives one row outside the loss, so that a rank without work takes part in collectives. A
+    sequence outside the loss fills the rows up to `layout.multiple`. With a context, rows are this
+    rank's part of each sequence.
 
     Args:
         trajectories: of one micro-batch.
@@ -131,7 +131,6 @@ def pack(
     tokens = [t.tokens for t in owners]
     loss_mask = _column(sequences, positions, [t.sampled for t in owners])
     logprobs = _column(sequences, positions, [t.logprobs for t in owners])
-    turn_rewards = [t.turn_rewards for t in owners if t.turn_rewards is not None]
     loss_tokens = [q.trajectory.sampled[q.start + 1 : q.stop + 1].sum() for q in sequences]
     blocks, windowed_block = build(sequences, layout, device)
     batch = Packed(
@@ -154,9 +153,10 @@ def pack(
         is_last_row=on_device(np.concatenate(is_last), device, torch.bool),
         routes=_routes(sequences, positions, device),
     )
+    turn_rewards = [t.turn_rewards for t in owners if t.turn_rewards is not None]
     if len(turn_rewards) == len(owners):
-        column = _column(sequences, positions, turn_rewards)
-        batch.turn_rewards = on_device(column, device, torch.float32)
+        rewards = _column(sequences, positions, turn_rewards)
+        batch.turn_rewards = on_device(rewards, device, torch.float32)
     if layout.vision:
         spans = [(t.images, p) for t, p in zip(owners, positions, strict=True)]
         batch.images = layout.vision.batch(spans, device)

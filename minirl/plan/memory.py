@@ -13,7 +13,7 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model import nf4
 from minirl.model.logprob import CHUNK_BYTES
 from minirl.plan import kinds
-from minirl.plan.adapted import PACKED_BYTES
+from minirl.plan.adapted import PACKED_BYTES, Adapters
 from minirl.plan.cards import Card
 from minirl.plan.load import Load, LossName
 from minirl.plan.shape import Shape
@@ -138,27 +138,27 @@ class Memory:
         self.layer_expert_bytes = self.experts * self.element  # Of `layer_bytes`.
         # Share of the experts of a tensor part.
         away = self.elsewhere / (self.experts + self.elsewhere) if self.elsewhere else 0.0
-        # Of a layer, weights that adapters are added to.
-        self.layer_adapted = 0.0
-        # Bytes of the largest matrix that is merged with its adapter while it is used; and of the
-        # largest one that is dequantised for that.
-        self.merged = 0.0
-        self.dequantised = 0.0
-        adapters = shape.adapters
-        if adapters:
-            self.layer_trained = sum(adapters.of_layer(self.tensor, away))
-            self.experts_trained = adapters.of_experts(self.tensor, away)
-            adapted = adapters.weights(self.tensor, away)
-            self.layer_adapted = sum(adapted)
-            self.merged = max(adapted, default=0.0) * self.element
-            self.layer_bytes += self.layer_trained * self.element
-            self.layer_expert_bytes += self.experts_trained * self.element
-            if adapters.layer_packed:
-                packed = adapters.layer_packed - self.elsewhere
-                self.layer_bytes -= packed * (self.element - PACKED_BYTES)
-                self.layer_expert_bytes -= self.experts * (self.element - PACKED_BYTES)
-                largest = adapters.largest * (1 - away)
-                self.dequantised = largest * (self.element + WIDE / nf4.BLOCK)
+        self.layer_adapted = 0.0  # Weights that adapters are added to.
+        self.merged = 0.0  # Bytes of the largest matrix while it is merged with its adapter,
+        self.dequantised = 0.0  # and of the largest one that is dequantised for that.
+        if shape.adapters:
+            self._add_adapters(shape.adapters, away)
+
+    def _add_adapters(self, adapters: Adapters, away: float) -> None:
+        """Count adapters, and a base in four bits, in what a layer gathers and merges."""
+        self.layer_trained = sum(adapters.of_layer(self.tensor, away))
+        self.experts_trained = adapters.of_experts(self.tensor, away)
+        adapted = adapters.weights(self.tensor, away)
+        self.layer_adapted = sum(adapted)
+        self.merged = max(adapted, default=0.0) * self.element
+        self.layer_bytes += self.layer_trained * self.element
+        self.layer_expert_bytes += self.experts_trained * self.element
+        if adapters.layer_packed:
+            packed = adapters.layer_packed - self.elsewhere
+            self.layer_bytes -= packed * (self.element - PACKED_BYTES)
+            self.layer_expert_bytes -= self.experts * (self.element - PACKED_BYTES)
+            largest = adapters.largest * (1 - away)
+            self.dequantised = largest * (self.element + WIDE / nf4.BLOCK)
 
     def per_row(self, kept: PerRow) -> float:
         """Return bytes for each row of a layer."""
