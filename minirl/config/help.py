@@ -28,7 +28,6 @@ COMMON = {
     "policy.lora.rank": "of low-rank adapters; 0: all weights are trained",
     "policy.lr": "learning rate",
     "policy.lr_schedule": "of the learning rate",
-    "policy.lr_warmup_ratio": "share of all steps",
     "policy.optimizer_state": "offload and 8bit save GPU memory",
     "policy.activation_checkpointing": "full saves most memory",
     "data.train": "files, folders, hub ids or generators",

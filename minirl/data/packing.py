@@ -112,9 +112,8 @@ def pack(
     """Lay sequences end to end and shift once, as the example in types.py shows.
 
     A trajectory of L tokens becomes L - 1 rows, of which siblings share the prompt's. Nothing to
-    pack gives one row outside the loss, so that a rank without work takes part in collectives. A
-    sequence outside the loss fills the rows up to `layout.multiple`. With a context, rows are this
-    rank's part of each sequence.
+    pack gives one row outside the loss, so that each rank takes part in collectives. A sequence
+    outside the loss fills up to `layout.multiple`. With a context, rows are this rank's part.
 
     Args:
         trajectories: of one micro-batch.
