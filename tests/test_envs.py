@@ -369,7 +369,7 @@ def flags(folder: Path, name: str) -> list[str]:
         "--data.held-out",
         2,
         "--policy.model",
-        "scratch",
+        folder / "math" / "model" if "lora" in name else "scratch",  # adapters need a trained one
         "--policy.scratch.phrases",
         "```python\n",
         "--policy.scratch.num-layers",

@@ -521,7 +521,7 @@ def program(mesh, given: list[str], sleepy: bool) -> list[list[dict]]:
     collect_step = trainer.generation.sampler.collect_step
 
     def watched(*args, **more):
-        assert asleep(trainer.policy) == asleep(trainer.ref) == sleepy
+        assert asleep(trainer.policy) == asleep(trainer.ref.model) == sleepy
         assert not sleepy or not any(
             t.untyped_storage().nbytes() for t in trainer.policy.optimizer.tensors()
         )

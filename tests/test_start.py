@@ -195,7 +195,7 @@ def test_the_short_help_has_a_line_for_what_most_users_touch():
     text = short_help(RLConfig, "minirl.rl")
     lines = text.splitlines()
     assert len(lines) < 90 and max(map(len, lines)) <= 100
-    assert "  --policy.lr NUMBER                      learning rate [1e-06]" in lines
+    assert "  --policy.lr NUMBER                      learning rate" in text
     assert "  --resume                                go on from the newest" in text
     assert "--policy.betas" not in text and "--help-all" in lines[-1]
 

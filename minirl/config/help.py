@@ -73,7 +73,6 @@ COMMON = {
     "checkpoint.best_metric": "held-out score of the best, which is kept",
     "log.samples": "answers shown at each evaluation",
     "log.wandb": "project in Weights & Biases",
-    "log.trackio": "project in trackio",
 }
 FEW_SETTINGS = 20
 GENERAL = "the run"  # The title of settings that are in no section.
