@@ -77,8 +77,8 @@ class Trainer(PairTrainer):
                     "differ; name another file or remove it",
                 )
             else:
-                reference = self.load_model(cfg.policy, folder, trainable=False)
-                logprobs = self._compute_logprobs(reference)
+                with self.make_reference(folder).awake() as reference:
+                    logprobs = self._compute_logprobs(reference)
                 if self.mesh.rank == 0:
                     # The file is there in whole or not at all. The ending is what savez would add.
                     partial = cache.with_name(cache.name + ".partial.npz")

@@ -1,5 +1,7 @@
 """The frozen model that the KL or a preference is taken to."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from minirl.data.blocks import Layout
@@ -36,12 +38,18 @@ class Reference:
         """Return what `pack` must make of micro-batches for it."""
         return (self.model or self.policy).layout
 
-    def annotate(self, minibatches: list[Minibatch]) -> None:
-        """Set `ref_logprobs` of every micro-batch. Collective."""
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[Policy]:
+        """Yield the model that computes as the reference does inside the block."""
         if self.model is None:
             with self.policy.without_adapters():
-                self.policy.annotate(minibatches, "ref_logprobs")
+                yield self.policy
             return
         self.model.sleeper.wake_parameters()
-        self.model.annotate(minibatches, "ref_logprobs")
+        yield self.model
         self.model.sleeper.sleep_parameters()
+
+    def annotate(self, minibatches: list[Minibatch]) -> None:
+        """Set `ref_logprobs` of every micro-batch. Collective."""
+        with self.awake() as model:
+            model.annotate(minibatches, "ref_logprobs")

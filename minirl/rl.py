@@ -34,7 +34,7 @@ from minirl.inputs import Inputs
 from minirl.parallel.mesh import Mesh
 from minirl.plan.workload import rl_workload
 from minirl.policy import Metrics, Minibatch, Policy
-from minirl.reference import Reference, is_base
+from minirl.reference import Reference
 from minirl.rewards.model import RewardModel
 from minirl.rollout import records
 from minirl.supervised import warm_start
@@ -55,7 +55,6 @@ class Trainer(Program):
 
     def __init__(self, cfg: RLConfig, mesh: Mesh):
         super().__init__(cfg, mesh)
-        cfg.critic.lr = cfg.critic.learning_rate
         inputs = Inputs(cfg, mesh)
         self.inputs = inputs
         self.num_steps = inputs.num_steps
@@ -399,10 +398,7 @@ class Trainer(Program):
         for n, refreshed in checkpoint.finished(self.run.output, "references").items():
             if n <= step:
                 folder = refreshed  # the newest one comes last
-        model = None
-        if not is_base(self.policy, folder):
-            model = self.load_model(self.cfg.policy, folder, trainable=False)
-        self.ref = Reference(self.policy, model)
+        self.ref = self.make_reference(folder)
 
     def export_reference(self, step: int) -> None:
         """Begin to write the policy, as it is after `step` steps, as the reference. Collective."""

@@ -39,7 +39,7 @@ from minirl.parallel.mesh import Mesh
 from minirl.plan.shape import count_frozen
 from minirl.plan.workload import supervised_workload
 from minirl.policy import Metrics, Minibatch, Policy
-from minirl.reference import Reference, is_base
+from minirl.reference import Reference
 from minirl.row_checks import load_splits, marks_for_template, require_shown
 from minirl.schedule import learning_rate
 from minirl.throughput import count_work
@@ -180,12 +180,6 @@ class SupervisedTrainer(Program):
     def load_reference(self) -> Reference | None:
         """Load a frozen model beside the policy, before anything of the run is written."""
         return None
-
-    def make_reference(self, folder: Path) -> Reference:
-        """Return the reference that a folder has, loaded unless it is the policy's base."""
-        if is_base(self.policy, folder):
-            return Reference(self.policy, None)
-        return Reference(self.policy, self.load_model(self.cfg.policy, folder, trainable=False))
 
     def find_reference(self, model: str) -> Path:
         """Return the folder of `reference`; empty: that of the policy. Raises UserError."""

@@ -20,6 +20,7 @@ from minirl.checkpoint.exporting import export_adapter
 from minirl.config.parse import save_config
 from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.config.shared import TrainingConfig
+from minirl.config.validate import resolve_learning_rates
 from minirl.files import write_whole
 from minirl.log import Log, Timer, say, truncate
 from minirl.model import lora
@@ -28,6 +29,7 @@ from minirl.plan.announce import announce
 from minirl.plan.workload import Workload
 from minirl.policy import Metrics, Policy
 from minirl.progress import Progress
+from minirl.reference import Reference, is_base
 from minirl.rollout import records
 from minirl.throughput import Utilisation, Work
 from minirl.trackers import open_trackers
@@ -365,13 +367,14 @@ class TrainingRun:
 
 
 class Program(abc.ABC):
-    """A training program: the constructor makes its `run`, and `train` is the algorithm."""
+    """A training program: the constructor makes `policy` and `run`; `train` is the algorithm."""
 
     run: TrainingRun
+    policy: Policy
 
     def __init__(self, cfg: TrainingConfig, mesh: Mesh):
         self.cfg = cfg
-        cfg.policy.lr = cfg.policy.learning_rate  # so that the saved config says it
+        resolve_learning_rates(cfg)
         self.mesh = mesh
         self.timer = Timer(mesh.device)
         mesh.watch.phase = self.timer.current
@@ -414,6 +417,13 @@ class Program(abc.ABC):
             base=base,
             timer=self.timer,
         )
+
+    def make_reference(self, folder: Path) -> Reference:
+        """Return the reference that a folder has, loaded unless it is the policy's base."""
+        model = None
+        if not is_base(self.policy, folder):
+            model = self.load_model(self.cfg.policy, folder, trainable=False)
+        return Reference(self.policy, model)
 
     @abc.abstractmethod
     def train(self) -> None:

@@ -9,9 +9,11 @@ from benchmarks.growth_law import Bound, Point, powers
 
 # Sizes and worlds in which a power too many is seen by a clock, and which take few seconds. They
 # lie so far apart that what leaves the caches in between, and takes 2.5 times as long, is no power.
+# Those of a step are so large that no buffer of the largest world's exchange is memory that malloc
+# keeps: new pages cost six times as much as the copy into them.
 SMALL = {
     "refit": ([1, 4], [8, 64]),
-    "step": ([16, 256], [32, 128]),
+    "step": ([48, 384], [32, 128]),
     "rows": ([4000, 32000], [8, 32]),
     "save": ([1, 4], [8, 32]),
 }

@@ -28,17 +28,31 @@ def whole(t):
     return (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
 
 
-def two_steps(mesh, folder, sequence, settings):
-    """Return second gradients, adapters, and merged shards and averages after two updates."""
+def fill(policy):
+    """Give what is trained numbers that do not depend on the mesh."""
+    for name, p in policy.model.named_parameters():
+        if p.requires_grad:
+            offset, size = local_region(p)
+            values = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
+            part = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
+            local(p.detach()).copy_(values[part] / 10)
+
+
+def exact(folder, **settings):
+    """Return the config of adapters whose updates two meshes can be compared by."""
     stay_float64()
-    cfg = PolicyConfig(
+    return PolicyConfig(
         model=str(folder),
         dtype="float64",
         max_grad_norm=0.0,
         adam_eps=1e-3,  # A smaller one blows up the rounding of small gradients.
-        ema_decay=0.5,
         **({"lora": LoraConfig(rank=4, alpha=8)} | settings),
     )
+
+
+def two_steps(mesh, folder, sequence, settings):
+    """Return second gradients, adapters, and merged shards and averages after two updates."""
+    cfg = exact(folder, ema_decay=0.5, **settings)
     policy = Policy(cfg, folder, mesh, sequence_parallel=sequence)
     grads = {}
     take = policy.optimizer.step
@@ -138,15 +152,8 @@ def test_muon_trains_adapters_on_meshes_as_in_one_process(folder):
 
 def save_and_go_on(mesh, folder, run, resume):
     """Make two updates, with a checkpoint between them; or resume from it and make the second."""
-    stay_float64()
-    cfg = PolicyConfig(
-        model=str(folder),
-        dtype="float64",
-        max_grad_norm=0.0,
-        adam_eps=1e-3,  # A smaller one blows up the rounding of small gradients.
-        lora=LoraConfig(rank=4, alpha=8, modules_to_save=["model.norm.weight"]),
-    )
-    policy = Policy(cfg, folder, mesh)
+    lora_and_norm = LoraConfig(rank=4, alpha=8, modules_to_save=["model.norm.weight"])
+    policy = Policy(exact(folder, lora=lora_and_norm), folder, mesh)
     checkpoints = CheckpointConfig(every=1)
 
     def update():
@@ -200,12 +207,7 @@ def mixture(tmp_path_factory):
 def write_trained(mesh, folder, run, cfg):
     """Fill the adapters with numbers, write them, and the merged model."""
     policy = Policy(cfg, folder, mesh)
-    for name, p in policy.model.named_parameters():
-        if p.requires_grad:
-            offset, size = local_region(p)
-            values = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
-            part = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
-            local(p.detach()).copy_(values[part] / 10)
+    fill(policy)
     export_adapter(policy, run / "adapter")
     export(policy, run / "model")
     logprobs = {}

@@ -24,21 +24,10 @@ from minirl.config.parse import save_config
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig, MergeConfig
-from minirl.parallel.fsdp import local, local_region
 from minirl.policy import Policy
-from test_lora import read_back, whole
+from test_lora import fill, read_back, whole
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "moe_intermediate_size": 64}
-
-
-def fill(policy):
-    """Give what is trained numbers that do not depend on the mesh."""
-    for name, p in policy.model.named_parameters():
-        if p.requires_grad:
-            offset, size = local_region(p)
-            values = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
-            part = tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))
-            local(p.detach()).copy_(values[part] / 10)
 
 
 def write(mesh, run, cfg, score=False):

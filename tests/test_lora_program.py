@@ -29,6 +29,16 @@ PPO = {
 KINDS = {"grpo": {}, "ppo_nf4": PPO}
 
 
+def to_flags(settings):
+    """Return settings as flags; those that are True have no value."""
+    flags = []
+    for name, value in settings.items():
+        flags.append(f"--{name}")
+        if value is not True:
+            flags.append(value)
+    return flags
+
+
 def flags_of(tmp_path, settings):
     """Return the flags of a run of 4 steps on 2 ranks."""
     folder = tiny.make(
@@ -61,12 +71,7 @@ def flags_of(tmp_path, settings):
         "engine.kv-cache-gb": 0.05,
         "reward.function": f"{reward}:count",
     } | settings
-    flags = []
-    for name, value in settings.items():
-        flags.append(f"--{name}")
-        if value is not True:
-            flags.append(value)
-    return flags
+    return to_flags(settings)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,6 +23,7 @@ from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from minirl.supervised import SupervisedTrainer
 from test_critic import metrics_of
 from test_lora_files import config_of, write
+from test_lora_program import to_flags
 
 CONFIGS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "kto": KTOConfig}
 TRAINERS = {"sft": SupervisedTrainer, "rm": rm.Trainer, "dpo": dpo.Trainer, "kto": kto.Trainer}
@@ -60,8 +61,7 @@ def train(tmp_path, program):
         "eval.every": 2,
         "checkpoint.every": 2,
     }
-    flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
-    ranks(2, run, program, flags)
+    ranks(2, run, program, to_flags(settings))
     return folder, tmp_path / "run"
 
 

@@ -21,7 +21,7 @@ from harness import ranks
 from minirl.checkpoint.state import find_best
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
-from minirl.config.validate import resolve_lengths
+from minirl.config.validate import resolve_learning_rates, resolve_lengths
 from minirl.rl import Trainer
 from programs import QUICKSTART, Ended, alone, fork, torchrun
 from test_preference import export_scored
@@ -248,7 +248,7 @@ def test_curves_tensorboard_and_answers(run):
 def test_config_can_be_run_again(run):
     expected = parse_flags(RLConfig, run.flags)
     resolve_lengths(expected)
-    expected.critic.lr = expected.critic.learning_rate
+    resolve_learning_rates(expected)
     assert expected.engine.max_model_len == 26  # what 0 came to
     assert load_config(RLConfig, str(run.folder / "config.yaml")) == expected
 

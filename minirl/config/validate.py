@@ -1,8 +1,8 @@
 """Settings that cannot work together are refused before anything is loaded or written.
 
 What a setting may be on its own, its type says. Each rule here is a paragraph, and its message
-gives the setting, its value and what to do. `resolve_lengths` is the only function that changes a
-config.
+gives the setting, its value and what to do. `resolve_lengths` and `resolve_learning_rates` are the
+only functions that change a config.
 """
 
 import copy
@@ -12,7 +12,7 @@ from minirl.config.algorithm import validate_algorithm, validate_critic, validat
 from minirl.config.lengths import validate_length, validate_schedule
 from minirl.config.policy import ParallelConfig
 from minirl.config.rl import RLConfig
-from minirl.config.shared import DataConfig, EvaluateConfig
+from minirl.config.shared import DataConfig, EvaluateConfig, TrainingConfig
 from minirl.config.supervised import (
     ChatsConfig,
     DPOConfig,
@@ -54,6 +54,13 @@ def resolve_lengths(cfg: RLConfig | EvaluateConfig) -> None:
         cfg.env.max_tokens = cfg.env.max_turns * cfg.rollout.max_tokens
     if not cfg.engine.max_model_len:
         cfg.engine.max_model_len = cfg.data.max_prompt_tokens + cfg.env.max_tokens
+
+
+def resolve_learning_rates(cfg: TrainingConfig) -> None:
+    """Replace learning rates that are left out by what they stand for."""
+    cfg.policy.lr = cfg.policy.learning_rate
+    if isinstance(cfg, RLConfig):
+        cfg.critic.lr = cfg.critic.learning_rate
 
 
 def validate_rl(cfg: RLConfig, world_size: int) -> None:

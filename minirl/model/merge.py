@@ -66,8 +66,8 @@ class _Product(torch.autograd.Function):
         with torch.enable_grad():
             factors = [a.detach().requires_grad_(), b.detach().requires_grad_()]
             padded_a, padded_b = _padded(*factors)
-            low = ctx.multiply(x.detach(), padded_a)
-            added = ctx.multiply(low, padded_b) * ctx.scale
+            low = ctx.multiply(x.detach(), padded_a) * ctx.scale  # here it has the fewest columns
+            added = ctx.multiply(low, padded_b)
             grad_a, grad_b = torch.autograd.grad(added, factors, grad)
         grad_bias = None
         if ctx.needs_input_grad[3]:

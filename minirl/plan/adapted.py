@@ -115,7 +115,7 @@ class AdapterCounts:
         new = frozenset({loading.SCORE} if score else ())
         setting = f"{section_of(policy)}.lora"
         attached = lora.attach(model, policy.lora, torch.float32, setting, new=new)
-        in_layers = {p for layer in build.layers(model) for p in layer.parameters()}
+        in_layers = set(nn.ModuleList(build.layers(model)).parameters())
         head = model.get_output_embeddings()
         of_head = set(head.parameters()) if head is not None else set()
         last = _name_of(build.layers(model)[-1], model)

@@ -408,8 +408,8 @@ class Memory:
             # The gradients of A and B of the first product, which is computed for them, beside the
             # merged weights, when what comes behind it is let go of; or before any gradients of
             # the layer, of the second, whose weights are half as large; or weights are dequantised.
-            first = self.merged + self._of_experts(1, 4)
-            second = self.merged / 2 + self._of_experts(3, 2) - self._layer_gradients()
+            first = self.merged + self._of_experts(1, 2)
+            second = self.merged / 2 + self._of_experts(2, 2) - self._layer_gradients()
             merging = self.merged + self.dequantised - self._of_experts(1, 2)
             return max(first, second, merging)
         one = (shape.hidden + feed_forward) * row

@@ -210,7 +210,7 @@ def count_frozen(config: PretrainedConfig, policy: PolicyConfig, *, score: bool 
         return Frozen()
     model = build.make_meta_model(config, torch.float32, score=score)
     frozen = frozen_names(model, policy.freeze, f"{section_of(policy)}.freeze")
-    in_layers = {p for layer in build.layers(model) for p in layer.parameters()}
+    in_layers = set(nn.ModuleList(build.layers(model)).parameters())
     head = model.get_output_embeddings()
     of_head = set(head.parameters()) if head is not None else set()
     untrained = [p for name, p in model.named_parameters() if name in frozen]

@@ -4,6 +4,7 @@ Numbers such as "10 elements a row and feature" are what the dry run of Qwen3 an
 moves.
 """
 
+from minirl.plan.adapted import Adapters
 from minirl.plan.cards import HOST_ADAMW_GB, REACHED, SHORTEST_KERNEL
 from minirl.plan.memory import GATED_INPUTS, WIDE, Job, Memory, PerRow, gathered_trained
 
@@ -22,7 +23,7 @@ MOVED_KEYS_BACKWARD = 5
 # Backward's low-rank products, for the gradients of A and B, in multiples of the inputs and of the
 # outputs of the linears: products of so few columns take as long as their rows take to be read and
 # written.
-MOVED_BY_ADAPTER = {"linears": (2, 7), "experts": (4, 9)}
+MOVED_BY_ADAPTER: dict[str, tuple[float, float]] = {"linears": (2, 3), "experts": (4, 5)}
 MERGE = 2  # Elements read and written for each weight that an adapter is added to.
 DEQUANTISE = 3.4  # Bytes read and written for each weight in four bits, with its scales.
 # Bytes read and written for each logit; `again` for those of all chunks but the last, `parts` where
@@ -176,11 +177,16 @@ class Work:
         adapters = shape.adapters
         if adapters is None:
             return 0.0
-        of_row = 0.0
-        for of_experts, times in ((False, 1), (True, shape.experts_of_token)):
-            widths = adapters.widths(self.memory.tensor, of_experts=of_experts)
-            of_row += 2 * adapters.rank * sum(widths) * times
-        return of_row * self.rows.all * shape.num_layers
+        of_row = self._of_adapted_row(adapters, {"linears": (1, 1), "experts": (1, 1)})
+        return 2 * adapters.rank * of_row * self.rows.all * shape.num_layers
+
+    def _of_adapted_row(self, adapters: Adapters, times: dict[str, tuple[float, float]]) -> float:
+        """Return the sum of so many times the inputs and outputs of a layer's adapted matrices."""
+        total = 0.0
+        for kind, num in (("linears", 1), ("experts", self.job.shape.experts_of_token)):
+            widths = adapters.widths(self.memory.tensor, of_experts=kind == "experts")
+            total += num * (times[kind][0] * widths[0] + times[kind][1] * widths[1])
+        return total
 
     def _merge_flops(self) -> float:
         """Return the work of merging each weight with its adapter once."""
@@ -195,11 +201,7 @@ class Work:
         adapters = shape.adapters
         if adapters is None:
             return 0.0
-        of_row = 0.0
-        for kind, times in (("linears", 1), ("experts", shape.experts_of_token)):
-            widths = adapters.widths(self.memory.tensor, of_experts=kind == "experts")
-            moved = MOVED_BY_ADAPTER[kind]
-            of_row += times * (moved[0] * widths[0] + moved[1] * widths[1])
+        of_row = self._of_adapted_row(adapters, MOVED_BY_ADAPTER)
         # A and B are read for them, and their gradients are written.
         of_layer = of_row * self.rows.all + 2 * self.memory.layer_trained
         return self._moving(of_layer * self.memory.element * shape.num_layers)
