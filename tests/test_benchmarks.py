@@ -65,6 +65,12 @@ LOADS = {
         + ["--data.held-out", 2, "--data.train", TASK, "--rollout.prompts-per-step", 2]
         + ["--rollout.samples-per-prompt", 2, "--policy.lr-warmup-steps", 0],
     ),
+    "mixture": (
+        0,
+        ["--experts-over", 2, "--num-steps", 1, "--sft.num-steps", 1, "--data.held-out", 2]
+        + ["--data.train", TASK, "--rollout.prompts-per-step", 2]
+        + ["--rollout.samples-per-prompt", 2, "--policy.lr-warmup-steps", 0],
+    ),
     "grading": (0, ["--answers", 3, "--programs", 2, "--threads", 1, 2]),
     "gpu": (0, ["--small", "--out", "FOLDER/gpu"]),
     "growth": (0, ["--parts", "step", "--sizes", 1, 2, "--worlds", 8]),
@@ -88,7 +94,7 @@ LOADS = {
 # Benchmarks that cannot do without a compiler.
 COMPILING = ("dryrun",)
 # Benchmarks that start processes, which become forks.
-STARTING = ("long", "mesh", "algorithms", "lora", "gpu", "vs_trl", "preempt")
+STARTING = ("long", "mesh", "algorithms", "lora", "mixture", "gpu", "vs_trl", "preempt")
 # Files that are parts of another one.
 PARTS = {"gpu_bench", "gpu_plan", "gpu_sections", "trl_side"}
 PARTS |= {"preempt_compare", "preempt_job", "preempt_runs"}
@@ -107,6 +113,7 @@ SHOWN = {
     "mesh": ["dp 2 # # # fsdp # (#)"],
     "algorithms": ["grpo # # # # #"],
     "lora": ["r1 # to # # # # (#%) #"],
+    "mixture": ["2 # to # # # #"],
     "grading": [
         "| answers, math_verify | # | # | # |",
         "| answers, reasoning_gym | # | # | # |",

@@ -19,7 +19,7 @@ from minirl.config.supervised import SFTConfig
 from minirl.data.exchange import exchange
 from minirl.errors import UserError
 from minirl.model import experts
-from minirl.model.mixtures import check_experts
+from minirl.model.mixtures import check_experts, experts_of_token
 from minirl.parallel import experts as expert_parallel
 from minirl.policy import Policy
 from minirl.supervised import SupervisedTrainer
@@ -390,3 +390,10 @@ def test_what_is_allowed():
         ({"policy": DENSE}, ParallelConfig()),
     ):
         check_experts(models, parallel, ranks_of_node=8, tokens_per_rank=16384)
+
+
+def test_a_number_for_each_layer_is_one_for_all():
+    """As Hunyuan's config gives it."""
+    assert experts_of_token(config_of("hunyuan_v1_moe", moe_topk=[2, 2])) == 2
+    with pytest.raises(UserError, match=r"\[2, 1\], differs between layers"):
+        experts_of_token(config_of("hunyuan_v1_moe", moe_topk=[2, 1]))

@@ -286,6 +286,8 @@ FAMILIES = [
     "gemma2",
     "phi3",
     "mixtral",
+    "granitemoe",
+    "hunyuan_v1_moe",
     "glm4_moe",
     "gpt_oss",
     *(family for family in tiny.TOWERS if not ALL_FAMILIES[family].not_on_cpu),

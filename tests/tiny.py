@@ -77,10 +77,12 @@ OWN = {
     "exaone4": ALTERNATING,
     "granite": MULTIPLIERS,
     "hyperclovax": MULTIPLIERS | {"logits_scaling": 0.4},  # a factor
+    "granitemoe": MULTIPLIERS | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "ministral": ALTERNATING | {"head_dim": 32},
     "starcoder2": {"sliding_window": 12},
     "helium": {"head_dim": 32},
     "hunyuan_v1_dense": {"head_dim": 32},
+    "hunyuan_v1_moe": {"head_dim": 32, "num_experts": 4, "moe_topk": 2},
     "mellum": TOP_2
     | ALTERNATING
     | {"num_experts": 4, "moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"]},

@@ -101,6 +101,21 @@ FAMILIES = {
     "mellum": Family(divided=(*HEADS, "num_experts"), experts=_EXPERTS),
     "olmoe": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS),
     "flex_olmo": Family(divided=(*FEATURES, "num_experts"), experts=_EXPERTS),
+    "granitemoe": _GRANITE._replace(
+        divided=(*HEADS, "num_local_experts"),
+        plan=plans.GRANITE_MOE,
+        experts=FusedExperts(transposed=False),
+        files={
+            "moe.experts.gate_up_proj": "moe.input_linear.weight",
+            "moe.experts.down_proj": "moe.output_linear.weight",
+            "moe.router.": "moe.router.layer.",
+        },
+    ),
+    "hunyuan_v1_moe": Family(
+        divided=(*HEADS, "num_experts", "intermediate_size"),
+        plan=plans.HUNYUAN_MOE,
+        experts=_EXPERTS,
+    ),
     "glm4_moe": _DEEPSEEK._replace(fused=_PARTIAL),
     "dots1": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK._replace(

@@ -1,6 +1,6 @@
 """Whether the experts of a model can be divided over ranks, and whether that pays."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
@@ -42,6 +42,23 @@ class Mixture(NamedTuple):
         return (2 + 2 + 4) * self.expert_parameters / num_ranks
 
 
+def experts_of_token(text: Any) -> int:
+    """Return how many experts a token gets in each layer, by the config of a mixture's text part.
+
+    Raises:
+        UserError: not the same number in each layer.
+    """
+    number = text.num_experts_per_tok
+    if isinstance(number, int):
+        return number
+    require(
+        len(set(number)) == 1,
+        f"the config's number of experts a token, {number}, differs between layers; routers are "
+        "replayed and planned with one number for all: give a model that has one",
+    )
+    return number[0]
+
+
 def mixture_of(config: PretrainedConfig) -> Mixture | None:
     """Return the sizes of a mixture, None for a model without experts."""
     if FAMILIES[config.model_type].experts is None:
@@ -55,7 +72,7 @@ def mixture_of(config: PretrainedConfig) -> Mixture | None:
     return Mixture(
         number=number,
         num_experts=num_experts,
-        experts_of_token=values["num_experts_per_tok"],
+        experts_of_token=experts_of_token(text),
         hidden=hidden,
         expert_parameters=num_experts * 3 * hidden * width,
     )

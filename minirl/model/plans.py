@@ -23,6 +23,17 @@ _ATTENTION = {
 }
 _MLP = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
 DENSE = {f"model.layers.*.{name}": style for name, style in {**_ATTENTION, **_MLP}.items()}
+GRANITE_MOE = {
+    **{f"model.layers.*.{name}": style for name, style in _ATTENTION.items()},
+    "model.layers.*.block_sparse_moe.experts": "moe_tp_experts",
+}
+HUNYUAN_MOE = {
+    **{f"model.layers.*.{name}": style for name, style in _ATTENTION.items()},
+    "model.layers.*.mlp.experts": "moe_tp_experts",
+    "model.layers.*.mlp.shared_mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.shared_mlp.up_proj": "colwise",
+    "model.layers.*.mlp.shared_mlp.down_proj": "rowwise",
+}
 GPT_OSS = {
     "model.layers.*.self_attn": "heads",  # its sinks
     **{f"model.layers.*.{name}": style for name, style in _ATTENTION.items()},

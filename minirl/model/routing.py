@@ -24,6 +24,7 @@ from minirl.config.rl import section_of
 from minirl.errors import require
 from minirl.model import families
 from minirl.model.balance import BIAS, Balance, WithGradient
+from minirl.model.mixtures import experts_of_token
 from minirl.parallel.mesh import Mesh
 from minirl.types import Packed
 
@@ -74,17 +75,21 @@ class Routing:
             sigmoid: routers score by a sigmoid, and add a bias to choose.
             num_copies: tensor-parallel ranks, each of which runs the routers on all tokens, and
                 whose gradients of them are added.
+
+        Raises:
+            UserError: layers differ in how many experts a token gets.
         """
+        config: Any = model.config
         routers: list[Any] = []
         biased: list[Any] = []  # The module that has the bias of each router.
         for block in model.modules():
             for router in block.children():
-                if hasattr(router, "top_k") and "weight" in router._parameters:
+                if hasattr(router, "top_k") and not hasattr(router, "experts"):
                     routers.append(router)
                     biased.append(router if hasattr(router, BIAS) else block)
         assert routers, "a mixture has routers"
         self.replays = False
-        self.top_k: int = routers[0].top_k
+        self.top_k = experts_of_token(config.get_text_config())
         self.num_experts: int = routers[0].num_experts
         self.balance = Balance(
             cfg.router,
@@ -148,7 +153,9 @@ class Routing:
             self.balance.share(mesh)
 
     def _route(self, number: int, plain: Callable, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logits [T, E], weights [T, k] and experts int64 [T, k] of a router.
+        """Return what a router returns: logits [T, E], weights [T, k] and experts int64 [T, k].
+
+        Granite's return them in the reverse order, and so does this then.
 
         Args:
             number: of the router.
@@ -162,16 +169,19 @@ class Routing:
         if self.replays and batch.routes is not None:
             choice = batch.routes[:, number].long()
             with _Replay(choice, self.num_experts) as replay:
-                logits, weights, experts = plain(*args)
+                logits, weights, experts = outputs = plain(*args)
             own = replay.own
             assert own is not None, "the router does not choose by topk"
         else:
-            logits, weights, experts = plain(*args)
+            logits, weights, experts = outputs = plain(*args)
+        is_reversed = not logits.dtype.is_floating_point
+        if is_reversed:
+            experts, weights, logits = outputs
         if self._is_counting:
             self.balance.count(number, logits, experts, batch.loss_rows, choice, own)
         if self.balance.has_loss and torch.is_grad_enabled() and logits.requires_grad:
             weights = WithGradient.apply(weights, logits, self.balance, number, batch.loss_rows)
-        return logits, weights, experts
+        return (experts, weights, logits) if is_reversed else (logits, weights, experts)
 
 
 def is_mixture(config: PretrainedConfig) -> bool:

@@ -12,6 +12,7 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.model import build
 from minirl.model.freeze import frozen_names, patterns_of
+from minirl.model.mixtures import experts_of_token
 from minirl.plan.adapted import PACKED_BYTES, AdapterCounts, Adapters, names_layers
 
 
@@ -128,6 +129,8 @@ def read_shape(
     num_experts = larger.num_experts
     shared = values.get("shared_expert_intermediate_size") or 0
     shared += (values.get("n_shared_experts") or 0) * expert_width
+    if text.model_type == "hunyuan_v1_moe":
+        shared = expert_width  # no value of its config says that there is one
     return Shape(
         num_layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -136,7 +139,7 @@ def read_shape(
         head_dim=values.get("head_dim") or text.hidden_size // text.num_attention_heads,
         feed_forward=shared if num_experts else values["intermediate_size"],
         experts=num_experts,
-        experts_of_token=values["num_experts_per_tok"] if num_experts else 0,
+        experts_of_token=experts_of_token(text) if num_experts else 0,
         expert=expert_width if num_experts else 0,
         vocabulary=text.vocab_size,
         head_norms=larger.head_norms,
