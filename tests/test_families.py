@@ -243,6 +243,8 @@ def test_forward_and_gradients_are_hugging_faces(results, family, mesh):
         ("glm4_moe", 4, ParallelConfig(tensor=2, sequence=True, experts=2)),
         ("qwen2_moe", 4, ParallelConfig(experts=4)),
         ("minimax_m2", 2, ParallelConfig(experts=2)),
+        ("gpt_oss", 4, ParallelConfig(tensor=2, experts=4)),
+        ("granitemoe", 2, ParallelConfig(experts=2)),
     ],
 )
 def test_experts_over_data_ranks(tmp_path, family, num_experts, parallel):
