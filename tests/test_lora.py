@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import PeftModel
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import tiny
@@ -17,7 +18,7 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.shared import CheckpointConfig
 from minirl.data.exchange import exchange
-from minirl.model import lora
+from minirl.model import build, lora
 from minirl.parallel.fsdp import local, local_region
 from minirl.policy import Policy
 from test_families import stay_float64
@@ -131,6 +132,16 @@ def test_every_mesh_trains_adapters_as_one_process(name, folder, alone):
     world, parallel, sequence = MESHES[name]
     got = ranks(world, two_steps, folder, sequence, {}, parallel=parallel)[0]
     compare(got, alone)
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2_sequence"])
+def test_adapters_of_a_hybrid_are_those_of_one_process(tmp_path, name):
+    """Of gated delta nets, gated attention and experts."""
+    hybrid = tiny.make(tmp_path / "model", "qwen3_next", dtype=torch.float64)
+    (one,) = ranks(1, two_steps, hybrid, False, {})
+    assert any("linear_attn" in adapter for adapter in one["adapters"])
+    world, parallel, sequence = MESHES[name]
+    compare(ranks(world, two_steps, hybrid, sequence, {}, parallel=parallel)[0], one)
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -265,3 +276,16 @@ def test_peft_reads_the_adapter_and_merges_it_alike(tmp_path, family):
     for name, p in ranks(2, read_back, folder, again, parallel=mesh)[0].items():
         values = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
         assert torch.equal(p, (values / 10).double()), name
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_moe", "hunyuan_v1_moe", "qwen3_next", "qwen3_5_moe_text"]
+)
+def test_routers_and_gates_of_few_outputs_get_no_adapter_by_themselves(tmp_path, family):
+    config = build.read_config(tiny.make(tmp_path / family, family))
+    model = build.make_meta_model(config, torch.float32, score=False)
+    names = lora.target_names(model, ["all-linear"], "policy.lora.targets")
+    last = {name.rpartition(".")[2] for name in names}
+    assert last >= {"q_proj", "experts"} and not last & set(lora.GATES)
+    linears = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert linears - last - {"lm_head"} <= set(lora.GATES) and linears & set(lora.GATES)

@@ -22,9 +22,9 @@ class LoraConfig:
     alpha: Positive = 32.0  # What the adapters add is multiplied by alpha / rank.
     #: Divide alpha by the square root of the rank instead (Kalajdzievski 2023, arXiv 2312.03732).
     use_rslora: bool = False
-    #: What gets an adapter. all-linear: every matrix of the language model's layers but routers;
-    #: attention or mlp: those of these blocks; else names of modules (q_proj), or patterns of
-    #: their whole names (model.visual.*).
+    #: What gets an adapter. all-linear: every matrix of the language model's layers but routers and
+    #: gates of few outputs; attention or mlp: those of these blocks; else names of modules
+    #: (q_proj), or patterns of their whole names (model.visual.*).
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     #: Patterns of weights that are trained whole beside the adapters, by their names in the model's
     #: folder, such as lm_head.*. A matrix among them gets no adapter.

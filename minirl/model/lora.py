@@ -38,6 +38,9 @@ MLP = ("*mlp*", "*feed_forward*", "*experts*")
 GROUPS = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
 LAYERS = "*layers.*"  # Of the language model.
 TOWER = "*visual*"  # Gets adapters by patterns only.
+# Linears that are in no group: a router, the gate of a shared expert, which has one output, and the
+# gates of a delta net's heads, of which there are about as many as a rank.
+GATES = ("wg", "shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b")
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -165,7 +168,7 @@ def _matches(name: str, target: str) -> bool:
     if target in GROUPS:
         in_layers = fnmatchcase(name, LAYERS) and not fnmatchcase(name, TOWER)
         in_group = any(fnmatchcase(name, pattern) for pattern in GROUPS[target])
-        return in_layers and in_group
+        return in_layers and in_group and last not in GATES
     if "." in target or "*" in target:
         return fnmatchcase(name, target)
     return last == target and not fnmatchcase(name, TOWER)
