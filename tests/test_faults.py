@@ -68,6 +68,18 @@ def sleeps_and_another_hears_late(prompt, completion, row):
         watch.LOOK_SECONDS = 10.0  # as on a loaded machine: its watch has no turn for so long
     return sleeps(prompt, completion, row)
 
+def leaves_slowly(self, store, wait=watch.Watch._wait_for_the_others):
+    """Wait for the other ranks, in the first thread that does longer than for their ends."""
+    if next(waits) == 0:
+        time.sleep(5)
+    wait(self, store)
+
+waits = itertools.count()
+
+def sleeps_and_leaves_slowly(prompt, completion, row):
+    watch.Watch._wait_for_the_others = leaves_slowly
+    return sleeps(prompt, completion, row)
+
 def backtracks(prompt, completion, row):
     if rank == "0":
         re.match("(a+)+$", "a" * 99 + "b")
@@ -448,6 +460,12 @@ CASES = {
         [*reward("sleeps_and_another_hears_late"), "--reward.timeout-seconds", "2"],
         2,
         ["rank 0: reward.function = ", "_late took longer than reward.timeout_seconds = 2 for "],
+    ),
+    "a reward sleeps, and its rank sees the others gone": (
+        2,
+        [*reward("sleeps_and_leaves_slowly"), "--reward.timeout-seconds", "2"],
+        2,
+        ["rank 0: reward.function = ", "slowly took longer than reward.timeout_seconds = 2 for "],
     ),
     "a reward backtracks": (
         1,

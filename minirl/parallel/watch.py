@@ -82,7 +82,7 @@ class Watch:
         self._had_interrupt = False  # A SIGINT is the request.
         self._has_ended = False  # All ranks have done their work; nothing is a failure any more.
         self._has_replied = False
-        self._is_leaving = False  # A thread of this rank lets all ranks leave, and then leaves.
+        self._ending = threading.Lock()  # Kept by the one thread that ends this process.
 
     # ----------------------------------------------------------------------------------------------
     # beginning and end
@@ -170,8 +170,11 @@ class Watch:
     def end_all(self, message: str, code: int) -> NoReturn:
         """Say why the run ends, unless another rank has, and end this rank and all others.
 
-        It can be called in any thread, and does not return.
+        It can be called in any thread, and does not return. A thread that comes while another one
+        ends this rank waits for that end: its failure may be a consequence, and its exit code would
+        not be that of the reason.
         """
+        self._ending.acquire()
         store = self._store
         is_first = True  # If the store is gone, whoever had it could not say why.
         with contextlib.suppress(dist.DistError):
@@ -213,15 +216,14 @@ class Watch:
 
     def _leave_all(self, code: int, *, is_silent: bool = False) -> NoReturn:
         """Let all ranks leave. `is_silent`: another rank says why."""
-        self._is_leaving = True
         store = self._store
         own_code = code
         with contextlib.suppress(dist.DistError):
             if store is not None:
                 self._announce(store, OVER, str(code))
-                store.add(LEFT, 1)
                 if is_silent:
                     own_code = self._code_beside_teller(store, code)
+                store.add(LEFT, 1)
                 if self._has_store:
                     self._wait_for_the_others(store)
         leave(own_code)
@@ -317,7 +319,7 @@ class Watch:
 
     def _take(self, number: signal.Signals) -> None:
         """Take a signal: it is the request, or ends all ranks."""
-        if self._has_ended or (self._is_leaving and number == signal.SIGTERM):
+        if self._has_ended or (self._ending.locked() and number == signal.SIGTERM):
             return
         store = self._store
         if store is not None and number == signal.SIGTERM:
@@ -340,6 +342,7 @@ class Watch:
 
     def _end_at_once(self, number: signal.Signals) -> NoReturn:
         """End all ranks without a checkpoint, as the signal asks for."""
+        self._ending.acquire()
         hint = "; go on with --resume" if self.goes_on else ""
         nothing = "nothing is saved" if self.requested else "there is nothing to save yet"
         code = DONE if self.goes_on and not self.requested else BY_SIGNAL + number
@@ -385,6 +388,7 @@ class Watch:
         if dead and not self._has_ended:
             peer = dead[0]
             if guard.has_told(peer.guard):
+                self._ending.acquire()
                 self._leave_all(BAD_INPUT)
             self.end_all(
                 f"error: rank {peer.rank} (process {peer.pid} on {peer.host}) is gone without a "
@@ -394,11 +398,14 @@ class Watch:
             )
 
     def _leave_if_over(self, store: dist.Store) -> None:
-        if store.check([OVER]) and not self._is_leaving:
-            self._is_leaving = True
-            code = int(store.get(OVER))
+        """Leave if another rank has let all ranks leave and no thread of this one is ending it."""
+        if not store.check([OVER]) or not self._ending.acquire(blocking=False):
+            return
+        code = CRASH
+        with contextlib.suppress(dist.DistError):  # The rank that had the store has left.
+            code = self._code_beside_teller(store, int(store.get(OVER)))
             store.add(LEFT, 1)
-            leave(self._code_beside_teller(store, code))
+        leave(code)
 
     @staticmethod
     def _announce(store: dist.Store, key: str, value: str) -> None:
