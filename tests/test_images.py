@@ -25,12 +25,13 @@ from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
 from minirl.data.examples import open_chats, to_examples
 from minirl.data.exchange import exchange
-from minirl.data.images import BadImage, Vision, attach, rgb, to_url
+from minirl.data.images import BadImage, attach, rgb, to_url
 from minirl.data.pairs import open_pairs
 from minirl.data.prompts import open_prompts
+from minirl.data.vision import read_vision
 from minirl.errors import UserError
 from minirl.policy import Policy
-from minirl.rollout.conversation import Conversation, unexpanded
+from minirl.rollout.conversation import Conversation
 from programs import ROOT, fork
 from test_families import show, stay_float64
 from test_gradients import batches_of, trajectories, worst
@@ -130,7 +131,7 @@ def test_tokens_of_a_chat_are_the_processors(folder):
     processor, tokenizer, vision = (
         AutoProcessor.from_pretrained(folder),
         chat.load_tokenizer(folder),
-        Vision(folder),
+        read_vision(folder),
     )
     urls = [tiny.picture(56, 84), tiny.picture(100, 60), tiny.picture(300, 200)]
     messages = attach(
@@ -148,7 +149,7 @@ def test_tokens_of_a_chat_are_the_processors(folder):
     whole = Conversation(tokenizer, vision).continue_with_messages(messages)
     text = chat.render(tokenizer, messages)
     assert whole.tokens == processor(text=[text], images=[rgb(url) for url in urls])["input_ids"][0]
-    assert unexpanded(whole.tokens, whole.images) == chat.encode(tokenizer, text)
+    assert vision.unexpanded(whole.tokens, whole.images) == chat.encode(tokenizer, text)
     other = conversation.continue_with_messages(
         attach(
             [{"role": "user", "content": [WAITS, {"type": "text", "text": "a"}, WAITS]}],
@@ -224,7 +225,7 @@ def test_rows_with_images(tmp_path, folder):
         open_pairs(str(tmp_path / "pairs.jsonl"), "data.train", PairsConfig(), ALONE),
     )
     assert pair["prompt"] == row["messages"][:1] == attach(parts, [a])
-    tokenizer, vision = chat.load_tokenizer(folder), Vision(folder)
+    tokenizer, vision = chat.load_tokenizer(folder), read_vision(folder)
     (t,) = to_examples(tokenizer, vision, row, chat.stop_token_ids(tokenizer, folder))
     assert tokenizer.decode(t.tokens[t.sampled]) == "this<|end|>" and [
         p.num_tokens for p in t.images

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from minirl.data.vision import GemmaVision
+
 
 @contextlib.contextmanager
 def keep_process_state() -> Iterator[None]:
@@ -48,3 +50,19 @@ def patch_transformers_base() -> None:
     from vllm.model_executor.models.transformers.base import Base
 
     Base._decorate_cls_for_torch_compile = lambda self, *args, **kwargs: None
+
+
+def patch_newlines(vision: GemmaVision) -> None:
+    """Let vLLM join the newlines beside an image, and no others.
+
+    It joins all that are side by side in a prompt with images, as the tokenizer would have. But the
+    policy may have sampled two tokens, and goes on behind those.
+    """
+    from vllm.model_executor.models import gemma3_mm
+
+    def join_beside_images(tokens: list[int], pair: list[int], both: list[int]) -> list[int]:
+        out = list(tokens)
+        vision.join(out, list(tokens), (pair[0], pair[1]), both[0])
+        return out
+
+    gemma3_mm.replace_token_matches = join_beside_images
