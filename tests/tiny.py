@@ -336,7 +336,8 @@ def make_vision(
     return folder
 
 
-GEMMA_TEMPLATE = TEMPLATE.replace(IMAGE, "<start_of_image>")
+GEMMA_IMAGE = "<start_of_image>"
+GEMMA_TEMPLATE = TEMPLATE.replace(IMAGE, GEMMA_IMAGE)
 
 
 def make_gemma_vision(
