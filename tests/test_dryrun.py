@@ -40,7 +40,8 @@ WAITS = {
     ("a copy from the device", "policy.py _reduce_metrics < policy.py update"): 1,
 }
 # The library's towers wait, in every forward pass: for grids, and in each layer for lengths.
-TOWER = "model/build.py last_hidden < model/build.py packed_forward"
+TOWER = "model/build.py _look < model/build.py last_hidden"
+DEEPSTACK = "model/build.py last_hidden < model/build.py packed_forward"
 QWEN2_VL_WAITS = {
     ("a copy to the device", TOWER): 2,
     ("a size that depends on values", TOWER): 2,
@@ -55,7 +56,8 @@ EXPERT_WAITS = {
 }
 QWEN3_VL_WAITS = {
     ("a copy to the device", TOWER): 2,
-    ("a size that depends on values", TOWER): 2 * (4 + 2),  # and masks of deepstack's rows
+    ("a size that depends on values", TOWER): 4,
+    ("a size that depends on values", DEEPSTACK): 8,  # masks of rows
     ("a number", TOWER): 2,
     ("numbers", TOWER): 2 * (2 + 3 * NUM_LAYERS),
     ("a size that depends on values", "policy.py _accumulate < policy.py update"): 3,
@@ -129,6 +131,7 @@ KINDS = {
     "frozen": Kind(job={"loss": "frozen"}, waits={}, optimizer_share=0.0),
     "images, qwen3_vl": Kind("qwen3_vl", waits=WAITS | QWEN3_VL_WAITS),
     "images, qwen2_vl": Kind("qwen2_vl", waits=WAITS | QWEN2_VL_WAITS),
+    "images, gemma3": Kind("gemma3", tied=True, flash_calls=2),
 }
 # Kinds of which little is trained.
 LORA = {"rank": 4}

@@ -119,7 +119,7 @@ DOORS = {
         "model/*": None,
         "data/chat.py": None,
         "data/turns.py": {"PreTrainedTokenizerBase"},
-        "data/images.py": None,
+        "data/vision.py": None,
         "checkpoint/*": None,
         "data/examples.py": {"PreTrainedTokenizerBase"},
         "data/pairs.py": {"PreTrainedTokenizerBase"},

@@ -155,9 +155,9 @@ def test_an_adapter_of_peft_is_merged_as_peft_does_and_trained_on(tmp_path, dtyp
 # a tower for images
 
 
-def train_tower(mesh, folder):
+def train_tower(mesh, folder, pattern):
     """Return which parameters of a model that reads images are trained."""
-    cfg = config_of(folder, folder, "float64", targets=["model.visual.*.qkv", "attention"]).policy
+    cfg = config_of(folder, folder, "float64", targets=[pattern, "attention"]).policy
     policy = Policy(cfg, folder, mesh)
     fill(policy)
     merged = policy.merged()
@@ -166,15 +166,19 @@ def train_tower(mesh, folder):
     return [n for n, p in policy.model.named_parameters() if p.requires_grad], changed
 
 
-def test_a_tower_gets_adapters_by_a_pattern(tmp_path):
-    folder = tiny.make(tmp_path / "m", "qwen2_vl", dtype=torch.float64)
-    trained, changed = ranks(2, train_tower, folder)[0]
-    assert any("visual" in name for name in trained)
+@pytest.mark.parametrize(
+    ("family", "tower", "target"),
+    [("qwen2_vl", "visual", "qkv"), ("gemma3", "vision_tower", "q_proj")],
+)
+def test_a_tower_gets_adapters_by_a_pattern(tmp_path, family, tower, target):
+    folder = tiny.make(tmp_path / "m", family, dtype=torch.float64)
+    trained, changed = ranks(2, train_tower, folder, f"model.{tower}.*.{target}")[0]
+    assert any(tower in name for name in trained)
     assert all("lora_" in name for name in trained)
     assert len(changed) == len(trained) / 2
-    in_tower = [name for name in changed if "visual" in name]
+    in_tower = [name for name in changed if tower in name]
     assert in_tower
-    assert all(name.endswith("qkv.weight") for name in in_tower)
+    assert all(name.endswith(f"{target}.weight") for name in in_tower)
     assert any("self_attn" in name for name in changed)
 
 

@@ -402,6 +402,7 @@ class InterruptedEngine:
     """Answers a request in two parts, of which the second begins behind the first."""
 
     is_leader = True
+    vision = None
 
     def __init__(self):
         self.added = []

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -67,17 +68,21 @@ class _Chunk:
     sequence: Sequence
 
 
+class Blocks(NamedTuple):
+    """What of `Packed` says who sees whom."""
+
+    blocks: tuple[Block, ...]
+    windowed_block: Block | None
+    image_block: Block | None
+
+
 def on_device(values: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Copy an array to a device, without waiting for the copy."""
     return torch.from_numpy(values).to(device, dtype, non_blocking=True)
 
 
-def build(
-    sequences: list[Sequence], layout: Layout, device: torch.device
-) -> tuple[tuple[Block, ...], Block | None, Block | None]:
+def build(sequences: list[Sequence], layout: Layout, device: torch.device) -> Blocks:
     """Return the blocks of `Packed`, for sequences that lie end to end.
-
-    They are its `blocks`, `windowed_block` and `image_block`.
 
     Args:
         sequences: of the micro-batch, in order.
@@ -92,7 +97,7 @@ def build(
         windowed_block = _block(rows, seen, True, device)
     image_block = _image_block(chunks, layout, device)
     if layout.context and layout.context.ring:
-        return _ring(rows, device), windowed_block, image_block
+        return Blocks(_ring(rows, device), windowed_block, image_block)
 
     # Block 1, causal: each chunk's own keys, behind those of a prompt short enough to repeat.
     keys = []
@@ -117,7 +122,7 @@ def build(
         prompts.append(siblings[0].prompt)
     if prompts:
         blocks.append(_block(queries, prompts, False, device))
-    return tuple(blocks), windowed_block, image_block
+    return Blocks(tuple(blocks), windowed_block, image_block)
 
 
 def _image_block(chunks: list[_Chunk], layout: Layout, device: torch.device) -> Block | None:

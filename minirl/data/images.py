@@ -107,6 +107,11 @@ def size(url: str) -> tuple[int, int]:
         return image.size
 
 
+def blank(side: int) -> Image.Image:
+    """Return a black square of `side` pixels."""
+    return Image.new("RGB", (side, side))
+
+
 @contextlib.contextmanager
 def _open(url: str) -> Iterator[Image.Image]:
     """Open the image of a data URL; what goes wrong in it while it is open is a BadImage."""

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PretrainedConfig
 
-from minirl.data.images import BadImage, ImageSpan, rgb
+from minirl.data.images import BadImage, ImageSpan, blank, rgb
 from minirl.errors import require
 
 # Which rows a sequence has here: the images of its trajectory, and int64 [rows], which of the
@@ -228,8 +227,8 @@ class QwenVision(Vision):
     def batch(self, sequences: Sequence[Rows], device: torch.device) -> ImageBatch:
         """Return the images of a micro-batch, each once."""
         numbers = _number(sequences)
-        blank = Image.new("RGB", (self.merge_size * self.processor.patch_size,) * 2)
-        patches = self.processor([rgb(url) for url in numbers] or [blank], return_tensors="pt")
+        pictures = [rgb(url) for url in numbers] or [blank(self.side(1))]
+        patches = self.processor(pictures, return_tensors="pt")
         # How many tokens each image has in time, height and width.
         grids = patches["image_grid_thw"].numpy() // (1, self.merge_size, self.merge_size)
         first_features = np.cumsum([0, *grids.prod(axis=1)])
@@ -371,8 +370,7 @@ class GemmaVision(Vision):
     def batch(self, sequences: Sequence[Rows], device: torch.device) -> ImageBatch:
         """Return the images of a micro-batch, each once."""
         numbers = _number(sequences)
-        blank = Image.new("RGB", (8, 8))
-        pictures = [rgb(url) for url in numbers] or [blank]
+        pictures = [rgb(url) for url in numbers] or [blank(self.side(1))]
         pixels = self.processor(pictures, return_tensors="pt")["pixel_values"]
         first_features = self.tokens_per_image * np.arange(len(pictures))
         features = _features(sequences, numbers, first_features)

@@ -37,7 +37,7 @@ ATTENTION = ("*attn*", "*attention*")
 MLP = ("*mlp*", "*feed_forward*", "*experts*")
 GROUPS = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
 LAYERS = "*layers.*"  # Of the language model.
-TOWER = "*visual*"  # Gets adapters by patterns only.
+TOWERS = ("*visual*", "*vision_tower*")  # Get adapters by patterns only.
 # Linears that are in no group: a router, the gate of a shared expert, which has one output, and the
 # gates of a delta net's heads, of which there are about as many as a rank.
 GATES = ("wg", "shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b")
@@ -165,13 +165,14 @@ def target_names(model: PreTrainedModel, targets: list[str], setting: str) -> li
 def _matches(name: str, target: str) -> bool:
     """Return whether a target of the config means a module."""
     block, _, last = name.rpartition(".")
+    in_tower = any(fnmatchcase(name, pattern) for pattern in TOWERS)
     if target in GROUPS:
-        in_layers = fnmatchcase(name, LAYERS) and not fnmatchcase(name, TOWER)
+        in_layers = fnmatchcase(name, LAYERS) and not in_tower
         in_group = any(fnmatchcase(name, pattern) for pattern in GROUPS[target])
         return in_layers and in_group and last not in GATES
     if "." in target or "*" in target:
         return fnmatchcase(name, target)
-    return last == target and not fnmatchcase(name, TOWER)
+    return last == target and not in_tower
 
 
 def _attach_to_linear(

@@ -33,7 +33,7 @@ from minirl.config.rl import AlgoConfig
 from minirl.config.supervised import DPOLossConfig, KTOLossConfig, RewardModelLossConfig
 from minirl.data.images import ImageSpan, to_url
 from minirl.data.packing import pack
-from minirl.data.vision import ImageBatch, Vision
+from minirl.data.vision import GemmaVision, ImageBatch, QwenVision, Vision
 from minirl.errors import BAD_INPUT, UserError, require
 from minirl.log import Timer
 from minirl.model import build, fused, loading
@@ -100,8 +100,9 @@ def _replace_groups_and_weights() -> None:
     four_bits.pretend()
     fused.has_liger = lambda: True
     experts._to_host = _even_rows
-    vision: Any = Vision
-    vision.batch = _real_batch(Vision.batch)
+    vision: Any
+    for vision in (QwenVision, GemmaVision):
+        vision.batch = _real_batch(vision.batch)
     # Rank 0 is the first along every axis of every mesh that it is in. torch looks it up in a
     # tensor, whose values it would not find.
     device_mesh: Any = DeviceMesh
