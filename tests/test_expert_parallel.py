@@ -4,12 +4,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+import test_checkpoint
 import test_nf4
 import tiny
 from harness import RankFailed, ranks
 from minirl.algo import losses
 from minirl.checkpoint import export
-from minirl.checkpoint.state import Saver, load_checkpoint
+from minirl.checkpoint.state import Saver, load_checkpoint, state_dict_of
 from minirl.config.lora import LoraConfig
 from minirl.config.parse import parse_flags
 from minirl.config.policy import ParallelConfig, PolicyConfig
@@ -234,7 +235,11 @@ def test_a_rank_whose_experts_nobody_chooses(folder):
 
 
 def save_or_go_on(mesh, folder, run, resume):
-    """Make two updates, with a checkpoint between them; or resume from it and make the second."""
+    """Make two updates, with a checkpoint between them; or resume from it and make the second.
+
+    Returns:
+        What the checkpoint holds, the loss of the second update, weights and averages after it.
+    """
     stay_float64()
     cfg = PolicyConfig(
         model=str(folder), dtype="float64", max_grad_norm=0.0, adam_eps=1e-3, ema_decay=0.5
@@ -244,7 +249,8 @@ def save_or_go_on(mesh, folder, run, resume):
     def update():
         own = trajectories()[mesh.rank :: mesh.world_size]
         (micros,) = exchange(own, mesh, 60)
-        policy.update(batches_of(micros, policy, 0.7), losses.policy(AlgoConfig(), 20), lr=1e-2)
+        batches = batches_of(micros, policy, 0.7)
+        return policy.update(batches, losses.policy(AlgoConfig(), 20), lr=1e-2)["loss"]
 
     if resume:
         load_checkpoint(run / "checkpoints/step-1", policy)
@@ -252,11 +258,13 @@ def save_or_go_on(mesh, folder, run, resume):
         update()
         with Saver(run, CheckpointConfig(every=1), policy) as saver:
             saver.save(1, {})
+    with policy.state_awake():
+        state = test_checkpoint.whole(state_dict_of(policy))
     export(policy, run / (resume or "saved"))
-    update()
+    loss = update()
     with policy.state_awake():
         averages = {n: whole(t) for n, t in policy.averages().items()}
-    return {n: whole(p) for n, p in policy.shards().items()}, averages
+    return state, loss, {n: whole(p) for n, p in policy.shards().items()}, averages
 
 
 SAVED = MESHES["ep2_efsdp2"]
@@ -265,10 +273,16 @@ TARGETS = {"ep4": MESHES["ep4"], "none": (2, ParallelConfig()), "tp2_ep2": MESHE
 
 
 def test_checkpoints_move_between_meshes(tmp_path, folder):
+    """Every bit of weights and optimizer state, and the update behind them."""
     world, parallel = SAVED
-    after = ranks(world, save_or_go_on, folder, tmp_path, "", parallel=parallel)[0]
+    state, loss, *after = ranks(world, save_or_go_on, folder, tmp_path, "", parallel=parallel)[0]
+    assert state["optimizer"]["state"]["model.layers.0.mlp.experts.down_proj"]["exp_avg"].any()
     for name, (world, parallel) in TARGETS.items():
-        got = ranks(world, save_or_go_on, folder, tmp_path, name, parallel=parallel)[0]
+        resumed, resumed_loss, *got = ranks(
+            world, save_or_go_on, folder, tmp_path, name, parallel=parallel
+        )[0]
+        assert test_checkpoint.differences(state, resumed) == [], name
+        assert resumed_loss == pytest.approx(loss, rel=1e-12), name
         for mine, wanted in zip(got, after, strict=True):
             assert worst(mine, wanted) < 1e-12, name
         assert_same_files(tmp_path / "saved", tmp_path / name)

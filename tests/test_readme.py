@@ -25,6 +25,7 @@ import pytest
 import torch
 
 import composition
+import family_table
 from minirl import own_methods
 from minirl.algo import advantages, losses
 from minirl.config.lookup import find_function
@@ -494,6 +495,12 @@ def test_every_method_recipe_benchmark_and_test_has_its_place():
 def test_table_of_what_composes_is_that_of_the_tests():
     assert composition.inside(composition.PAGE.read_text()) == composition.table(), (
         "run `python tests/composition.py --write`"
+    )
+
+
+def test_table_of_families_is_that_of_the_tests():
+    assert family_table.inside(family_table.PAGE.read_text()) == family_table.make_table(), (
+        "run `python tests/family_table.py --write`"
     )
 
 
