@@ -56,8 +56,8 @@ EXPERT_WAITS = {
 }
 QWEN3_VL_WAITS = {
     ("a copy to the device", TOWER): 2,
-    ("a size that depends on values", TOWER): 4,
-    ("a size that depends on values", DEEPSTACK): 8,  # masks of rows
+    ("a size that depends on values", TOWER): 2 * 4,
+    ("a size that depends on values", DEEPSTACK): 2 * 2,  # masks of rows
     ("a number", TOWER): 2,
     ("numbers", TOWER): 2 * (2 + 3 * NUM_LAYERS),
     ("a size that depends on values", "policy.py _accumulate < policy.py update"): 3,
