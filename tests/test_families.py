@@ -128,9 +128,10 @@ def batch_of(policy):
     return batch, weights, rows
 
 
-def differences(mesh, folder, sequence, dtype="float64"):
+def differences(mesh, folder, sequence, dtype="float64", checkpointing=None):
     """Worst log-prob or entropy, worst gradient relative to its parameter's largest, and that
     parameter. With `sequence` the model has fused kernels (their formulas, on CPU)."""
+    checkpointing = checkpointing or ("selective" if sequence else "off")
     # Before the policy is built: fused rotary positions are those of the library's models, too.
     reads_images = families.reads_images(AutoConfig.from_pretrained(folder))
     vision = images.Vision(folder) if reads_images else None
@@ -149,7 +150,7 @@ def differences(mesh, folder, sequence, dtype="float64"):
 
     with mock.patch.object(fused, "choose", lambda *_: fused.LIGER if sequence else None):
         policy = Policy(
-            PolicyConfig(dtype=dtype, activation_checkpointing="selective" if sequence else "off"),
+            PolicyConfig(dtype=dtype, activation_checkpointing=checkpointing),
             folder,
             mesh,
             sequence_parallel=sequence,
@@ -173,14 +174,14 @@ def differences(mesh, folder, sequence, dtype="float64"):
     }
 
 
-def every_family(mesh, root, sequence, families):
+def every_family(mesh, root, sequence, families, checkpointing=None):
     """{family: what `differences` says, or a traceback}; in passing, writes exports."""
     stay_float64()
     disable_progress_bar()
     out = {}
     for family in families:
         try:
-            out[family] = differences(mesh, root / family, sequence)
+            out[family] = differences(mesh, root / family, sequence, checkpointing=checkpointing)
             if mesh.world_size == 1:
                 out[family]["float32"] = differences(mesh, root / family, sequence, "float32")
             if sequence:
@@ -268,6 +269,39 @@ def test_experts_over_data_ranks(tmp_path, family, num_experts, parallel):
         assert_same_files(tmp_path / family, tmp_path / f"{family} exported")
 
 
+# What tiny.py's has together: small models have inputs of each layer and share keys and values,
+# large ones have no matrix of values in layers without a window.
+GEMMA4 = {
+    "small": {
+        "num_key_value_heads": 1,
+        "num_global_key_value_heads": None,
+        "attention_k_eq_v": False,
+    },
+    "large": {
+        "num_hidden_layers": 3,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "num_global_key_value_heads": 2,
+        "num_key_value_heads": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "full"])
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(tensor=2, sequence=True)])
+@pytest.mark.parametrize("size", GEMMA4)
+def test_gemma4_of_each_size(tmp_path, size, parallel, checkpointing):
+    """Shared keys and values have a gradient from layers that are recomputed before theirs."""
+    folder = tiny.make(tmp_path / size, "gemma4_text", **GEMMA4[size])
+    arguments = (tmp_path, parallel.sequence, [size], checkpointing)
+    result = ranks(2, every_family, *arguments, parallel=parallel)[0][size]
+    assert isinstance(result, dict), result
+    assert result["values"] < 1e-12 and result["gradient"] < 1e-13, result
+    if parallel.sequence:
+        assert_same_files(folder, tmp_path / f"{size} exported")
+
+
 def assert_same_files(*folders):
     before, after = (
         {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
@@ -304,12 +338,12 @@ def test_what_a_tensor_parallel_size_cuts_is_named(root, family):
         with pytest.raises(
             UserError,
             match=f"parallel.tensor = 2 .*{re.escape(name)} = {value + 1}"
-            if name != "num_key_value_heads"
-            else "= 6 does not divide num_key_value_heads = 4, nor is it a multiple",
+            if name not in tensor.REPLICABLE
+            else f"= 6 does not divide {name} = 4, nor is it a multiple",
         ):
             tensor.check_divides(
                 {name: value + 1}, 2
-            ) if name != "num_key_value_heads" else tensor.check_divides({name: 4}, 6)
+            ) if name not in tensor.REPLICABLE else tensor.check_divides({name: 4}, 6)
 
 
 def test_what_the_names_do_not_say_is_refused_by_shape():
@@ -384,6 +418,12 @@ def test_the_sweep_finds_the_reason_that_the_page_gives(tmp_path, other):
             "rope_type = 'dynamic'",
         ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        (
+            "gemma4_text",
+            {"enable_moe_block": True, "num_experts": 4},
+            "enable_moe_block is set, and the experts of gemma4_text",
+        ),
         ("olmo", {"clip_qkv": 8.0}, "clip_qkv = 8.0 cuts queries and keys in place"),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -224,6 +225,12 @@ SHORT = {
     "num_key_value_heads": 2,
     "vocab_size": 256,
 }
+LIKE_31B = {
+    "num_hidden_layers": 18,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -232,6 +239,8 @@ SHORT = {
         (Qwen3Config(**SHORT), (2, 4)),
         (Gemma2Config(**SHORT), (3, 5)),  # every second layer a window
         (Gemma3TextConfig(**SHORT), (7, 13)),  # every sixth layer none
+        (Gemma4TextConfig(**SHORT, num_kv_shared_layers=6, use_double_wide_mlp=True), (13, 13)),
+        (Gemma4TextConfig(**SHORT | LIKE_31B), (6, 12)),  # heads of two sizes
         (Qwen3MoeConfig(**SHORT, decoder_sparse_step=2), (3, 5)),
         (Glm4MoeConfig(**SHORT, first_k_dense_replace=3), (5, 7)),
     ],

@@ -144,6 +144,7 @@ def refit_program(mesh, a, b, tp, dtype):
         (2, 2, "qwen2_5_vl", False, "float32", None),
         (4, 2, "qwen3_vl", True, "bfloat16", ParallelConfig(tensor=2)),
         (2, 1, "glm4_moe", False, "bfloat16", None),  # its router's correction stays float32
+        (2, 2, "gemma4_text", True, "float32", None),  # with keys that are values, and shared ones
         (2, 2, "gpt_oss", False, "float32", None),  # one rank of an engine adds experts' biases
     ],
 )
@@ -284,6 +285,7 @@ FAMILIES = [
     "qwen3",
     "smollm3",
     "gemma2",
+    "gemma4_text",
     "phi3",
     "mixtral",
     "granitemoe",

@@ -34,6 +34,7 @@ HUNYUAN_MOE = {
     "model.layers.*.mlp.shared_mlp.up_proj": "colwise",
     "model.layers.*.mlp.shared_mlp.down_proj": "rowwise",
 }
+GEMMA4 = {"model.embed_tokens_per_layer": "embedding"}
 GPT_OSS = {
     "model.layers.*.self_attn": "heads",  # its sinks
     **{f"model.layers.*.{name}": style for name, style in _ATTENTION.items()},

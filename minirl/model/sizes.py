@@ -63,14 +63,28 @@ def check(values: dict, where: str) -> None:
         f"num_hidden_layers = {layers}; make them equal",
     )
 
-    size = head_dim(values)
-    require(
-        size > 0 and size % 2 == 0,
-        f"{where}: head_dim = {size} must be even: rotary positions turn pairs of features; "
-        "use 32, 64 or 128",
-    )
+    for size in of_layers(values, "head_dim"):
+        require(
+            size > 0 and size % 2 == 0,
+            f"{where}: head_dim = {size} must be even: rotary positions turn pairs of features; "
+            "use 32, 64 or 128",
+        )
 
 
 def head_dim(values: dict) -> int:
     """Return the size of a head, by the values of a config."""
     return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+
+
+def of_layers(values: dict, name: str) -> list[int]:
+    """Return the values that a size has in the layers of a model, each once.
+
+    The library keeps what differs from the config's own value, which comes first, by layers.
+
+    Args:
+        values: of the config of the language model.
+        name: head_dim or num_key_value_heads.
+    """
+    own = head_dim(values) if name == "head_dim" else values[name]
+    layers = (values.get("per_layer_config") or {}).values()
+    return list(dict.fromkeys([own, *(layer[name] for layer in layers if name in layer)]))
