@@ -246,6 +246,8 @@ def test_forward_and_gradients_are_hugging_faces(results, family, mesh):
         ("minimax_m2", 2, ParallelConfig(experts=2)),
         ("gpt_oss", 4, ParallelConfig(tensor=2, experts=4)),
         ("granitemoe", 2, ParallelConfig(experts=2)),
+        ("gemma4_text", 2, ParallelConfig(experts=2)),
+        ("gemma4_text", 4, ParallelConfig(tensor=2, sequence=True, experts=2)),
     ],
 )
 def test_experts_over_data_ranks(tmp_path, family, num_experts, parallel):
@@ -271,13 +273,20 @@ def test_experts_over_data_ranks(tmp_path, family, num_experts, parallel):
 
 # What tiny.py's has together: small models have inputs of each layer and share keys and values,
 # large ones have no matrix of values in layers without a window.
+DENSE = {"enable_moe_block": False, "num_experts": None}
 GEMMA4 = {
-    "small": {
+    "small": DENSE
+    | {
+        "num_hidden_layers": 5,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention"]
+        + tiny.ALTERNATING["layer_types"],
+        "num_kv_shared_layers": 2,
         "num_key_value_heads": 1,
         "num_global_key_value_heads": None,
         "attention_k_eq_v": False,
     },
-    "large": {
+    "large": DENSE
+    | {
         "num_hidden_layers": 3,
         "layer_types": [*["sliding_attention"] * 2, "full_attention"],
         "hidden_size_per_layer_input": 0,
@@ -419,11 +428,6 @@ def test_the_sweep_finds_the_reason_that_the_page_gives(tmp_path, other):
         ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
-        (
-            "gemma4_text",
-            {"enable_moe_block": True, "num_experts": 4},
-            "enable_moe_block is set, and the experts of gemma4_text",
-        ),
         ("olmo", {"clip_qkv": 8.0}, "clip_qkv = 8.0 cuts queries and keys in place"),
     ],
 )
@@ -431,6 +435,49 @@ def test_settings_that_packing_would_change_are_refused(family, values, named):
     with pytest.raises(UserError, match=named):
         families.check_supported(AutoConfig.for_model(family, **values), "policy.model = x")
     families.check_supported(AutoConfig.for_model(family), "policy.model = x")
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (
+            {"num_kv_shared_layers": 26},
+            "num_kv_shared_layers = 26 in its config.json: the first 4 ",
+        ),
+        (
+            {"num_kv_shared_layers": 31},
+            "num_kv_shared_layers = 31 in its config.json: the first 0 ",
+        ),
+        (
+            {"vocab_size_per_layer_input": 9},
+            "vocab_size_per_layer_input = 9 .* vocab_size = 262144",
+        ),
+        ({"enable_moe_block": True}, "num_experts = None in its config.json"),
+        ({"head_dim": 20}, "head_dim = 20, and vLLM's CPU build"),
+        ({"global_head_dim": 500}, "head_dim = 500, and vLLM's CPU build"),
+        ({"global_head_dim": 31}, "head_dim = 31 must be even"),
+        (
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "num_attention_heads = 8 is not a multiple of num_key_value_heads = 3",
+        ),
+    ],
+)
+def test_sizes_of_gemma4_that_cannot_be_are_refused(values, named):
+    families.check_supported(AutoConfig.for_model("gemma4_text"), "policy.model = x", device="cpu")
+    config = AutoConfig.for_model("gemma4_text", **values)
+    with pytest.raises(UserError, match=f"policy.model = x: {named}"):
+        families.check_supported(config, "policy.model = x", device="cpu")
+
+
+def test_the_size_of_an_engine_fits_all_layers_of_gemma4():
+    sizes = {"num_key_value_heads": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+    config = AutoConfig.for_model("gemma4_text", num_attention_heads=24, **sizes)
+    assert families.divided(config)["num_global_key_value_heads"] == 2
+    families.check_supported(config, "policy.model = x", tensor_parallel=4)
+    with pytest.raises(
+        UserError, match="num_key_value_heads = 8, 2 of .* use one of 1, 2, 4, 8, 24"
+    ):
+        families.check_supported(config, "policy.model = x", tensor_parallel=3)
 
 
 def test_a_length_at_which_engine_and_trainer_differ_is_refused():

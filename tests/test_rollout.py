@@ -294,8 +294,15 @@ FAMILIES = [
     "gpt_oss",
     *(family for family in tiny.TOWERS if not ALL_FAMILIES[family].not_on_cpu),
 ]
-# Values that vLLM's classes have as constants.
-FOR_ENGINE = {"gpt_oss": {"swiglu_limit": 7.0}}
+FOR_ENGINE = {
+    "gpt_oss": {"swiglu_limit": 7.0},  # which vLLM's class has as a constant
+    # Keys and values of both kinds of layers are shared.
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": tiny.ALTERNATING["layer_types"] * 2,
+        "num_kv_shared_layers": 2,
+    },
+}
 
 
 @pytest.fixture(scope="module")

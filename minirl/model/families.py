@@ -33,9 +33,10 @@ _GEMMA = Family(
     fused=Fused(norm_offset=1.0, norm_wide=True),
 )
 _GEMMA4 = Family(
-    divided=(*DENSE, "num_global_key_value_heads", "vocab_size_per_layer_input"),
+    divided=(*DENSE, "num_global_key_value_heads", "vocab_size_per_layer_input", "num_experts"),
     plan=plans.GEMMA4,
     head=_GEMMA.head,
+    experts=FusedExperts(transposed=False),
     fused=Fused(norm_wide=True, rotary=False),
 )
 _COHERE = Family(head=lambda config: (config.logit_scale, None), fused=_PARTIAL)
@@ -313,12 +314,6 @@ def _check_config(config: PretrainedConfig, where: str) -> None:
     )
 
     require(
-        not values.get("enable_moe_block"),
-        f"{where}: enable_moe_block is set, and the experts of {config.model_type}, which are "
-        "beside an MLP in a layer, are not supported; take a dense model",
-    )
-
-    require(
         values.get("clip_qkv") is None,
         f"{where}: clip_qkv = {values.get('clip_qkv')} cuts queries and keys in place, so that "
         "gradients are wrong where activations are recomputed; take a model without it",
@@ -347,8 +342,9 @@ def divided(config: PretrainedConfig) -> dict[str, int]:
     }
     found = {}
     for product in ("vocab_size", *FAMILIES[config.model_type].divided):
-        names = product.split(" * ")
-        found[product] = math.prod(known.get(name) or getattr(text, name) for name in names)
+        factors = [known.get(name) or getattr(text, name) for name in product.split(" * ")]
+        if None not in factors:  # a dense model of a family that has mixtures, too
+            found[product] = math.prod(factors)
     return found
 
 
@@ -414,6 +410,12 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
             if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(part, name, 0.0)
     return config
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Return whether layers have experts, as some models of Gemma 4 have and others have not."""
+    is_on = config.get_text_config().to_dict().get("enable_moe_block", True)
+    return is_on and FAMILIES[config.model_type].experts is not None
 
 
 def windowed(config: PretrainedConfig) -> bool:

@@ -232,6 +232,24 @@ def _experts(module: Any, tp: TensorParallel) -> Forward:
     return forward
 
 
+def _router_alone(module: Any, tp: TensorParallel) -> Forward:
+    """Let a router see all tokens, [T, H], where no block around it and its experts does."""
+    router = _whole(module, tp)
+    return lambda hidden: router(tp.copy_to_region(hidden[None]).squeeze(0))
+
+
+def _experts_alone(module: Any, tp: TensorParallel) -> Forward:
+    """Do as `_experts`, behind `_router_alone`: some tokens in, and summed over ranks out."""
+    is_divided = all(isinstance(p, DTensor) for p in module._parameters.values())  # over EP ranks
+    mixture = module.forward if is_divided else _experts(module, tp)
+
+    def forward(hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        x = tp.copy_to_region(hidden[None]).squeeze(0)
+        return tp.reduce_from_region(mixture(x, indices, weights)[None]).squeeze(0)
+
+    return forward
+
+
 EXPERTS = "moe_tp_experts"
 STYLES: dict[str, Style] = {
     "embedding": _embedding,
@@ -246,6 +264,8 @@ STYLES: dict[str, Style] = {
     "heads": _column,
     # Those of model/plans.py.
     "whole": _whole,
+    "router_alone": _router_alone,
+    "experts_alone": _experts_alone,
     "delta_net": _delta_net,
     "parts": _parts,
     "colwise_parts": _column_parts,

@@ -134,6 +134,8 @@ def read_shape(
     times = 2 if values.get("use_double_wide_mlp") and values.get("num_kv_shared_layers") else 1
     if text.model_type == "hunyuan_v1_moe":
         shared = expert_width  # no value of its config says that there is one
+    if text.model_type == "gemma4_text":
+        shared = values["intermediate_size"] * times
     return Shape(
         num_layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -295,7 +297,7 @@ class _Counts:
         self.num_experts = 0
         self.head_norms = False
         for name, p in last.named_parameters():
-            if ".experts." in name and p.ndim == 3:  # fused
+            if ".experts." in f".{name}" and p.ndim == 3:  # fused
                 self.of_experts += p.numel()
                 self.num_experts = len(p)
             if name.endswith("q_norm.weight"):
