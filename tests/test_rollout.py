@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 import tiny
 from harness import RankFailed, ranks, two_at_once
@@ -32,6 +33,7 @@ from minirl.model.loading import fill_shard, open_weights
 from minirl.parallel.fsdp import local_region
 from minirl.policy import Policy
 from minirl.rewards.functions import make_rewards
+from minirl.rollout import vllm_patches
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.num_seqs import resolve_num_seqs
 from minirl.rollout.refit import Refit
@@ -42,13 +44,22 @@ ENGINE = {"max_model_len": 64, "max_num_seqs": 16, "kv_cache_gb": 0.02}
 
 def old_engine_refuses(family):
     """The CPU build of vLLM 0.26 has no place for a mixture's experts that a refit could write
-    to."""
+    to, and Gemma 4's layers are of more than one size."""
     old = version(packages_distributions()["vllm"][0]).startswith("0.26.")
+    why = "layers of one size only" if family == "gemma4_text" else "keeps expert weights"
     return (
-        pytest.raises(RankFailed, match="keeps expert weights")
+        pytest.raises(RankFailed, match=why)
         if old and ALL_FAMILIES[family].experts
         else contextlib.nullcontext()
     )
+
+
+def test_an_engine_that_knows_layers_of_one_size_names_a_version_that_does_not():
+    config = AutoConfig.for_model("gemma4_text")
+    with pytest.raises(RuntimeError, match="'head_dim' is a per-layer attribute") as caught:
+        config.head_dim  # noqa: B018  # what vLLM 0.26 reads
+    assert "install vLLM 0.32" in vllm_patches.remedy(caught.value)
+    assert vllm_patches.remedy(RuntimeError("no memory")) == ""
 
 
 def make_policy(folder, mesh):
