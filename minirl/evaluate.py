@@ -19,9 +19,9 @@ from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.config.shared import EvaluateConfig
 from minirl.config.validate import resolve_lengths, validate_sampling
 from minirl.data import chat
-from minirl.data.images import Vision, sampling_stops
 from minirl.data.prompts import Prompts, open_prompts
 from minirl.data.split import read_rows
+from minirl.data.vision import read_vision, sampling_stops
 from minirl.envs.base import Agent
 from minirl.envs.registry import make_env
 from minirl.errors import require
@@ -71,7 +71,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
         mesh,
         dtype=dtype,
         load_weights=True,
-        reads_images=vision is not None,
+        vision=vision,
         num_answers=len(rows) * cfg.eval.samples,
         guides=isinstance(example, Agent),
     )
@@ -136,7 +136,7 @@ def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
     )
     tokenizer = chat.load_tokenizer(folder, cfg.data)
     check_tokens(tokenizer, folder, config, f"model = {folder}")
-    vision = Vision(folder, cfg.engine.max_images) if families.reads_images(config) else None
+    vision = read_vision(folder, cfg.engine.max_images) if families.reads_images(config) else None
     return ModelFiles(folder, config, tokenizer, vision)
 
 

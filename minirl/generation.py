@@ -5,7 +5,7 @@ from pathlib import Path
 
 from minirl.checkpoint import Saver, load_rollouts
 from minirl.config.rl import RLConfig
-from minirl.data.images import sampling_stops
+from minirl.data.vision import sampling_stops
 from minirl.envs.base import Agent
 from minirl.inputs import Inputs
 from minirl.policy import Policy
@@ -39,7 +39,7 @@ class Generation:
             inputs.folder,
             policy.mesh,
             dtype=dtype,
-            reads_images=policy.vision is not None,
+            vision=inputs.prompts.vision,
             num_answers=cfg.rollout.samples_per_prompt
             * (cfg.rollout.prompts_per_step + cfg.rollout.extra_prompts + cfg.rollout.ahead),
             guides=isinstance(make_in_time(inputs.make_env, cfg.env, policy.mesh.watch), Agent),

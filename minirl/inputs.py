@@ -20,8 +20,8 @@ from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import resolve_lengths, validate_rl
 from minirl.data import chat
-from minirl.data.images import Vision
 from minirl.data.prompts import Prompts, open_prompts
+from minirl.data.vision import Vision, read_vision
 from minirl.envs.registry import make_env
 from minirl.errors import UserError, require
 from minirl.files import partial_of, publish_folder, sync_files
@@ -294,7 +294,10 @@ def find_model(
         families.check_supported(config, where)
     _check_mesh(config, cfg.parallel)
 
-    vision = Vision(folder, max_images) if families.reads_images(config) else None
+    vision = read_vision(folder, max_images) if families.reads_images(config) else None
+    if vision:
+        is_ring = cfg.parallel.context > 1 and cfg.parallel.context_engine == "ring"
+        vision.check_ring(is_ring)
     if tokenizer is None:
         tokenizer = chat.load_tokenizer(folder, cfg.data, chats=chats)
         check_tokens(tokenizer, folder, config, where, chats=chats)

@@ -20,7 +20,7 @@ from minirl.algo.losses import Loss
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import section_of
 from minirl.data.blocks import Layout
-from minirl.data.images import Vision
+from minirl.data.vision import read_vision
 from minirl.errors import require
 from minirl.log import Timer, say
 from minirl.model import build, delta_net, families, loading, lora
@@ -100,7 +100,7 @@ class Policy:
         whole_bytes = sum(map(fsdp.gathered_bytes, trained))
         fits = whole_bytes <= WHOLE_GRADIENT_BYTES
         self.accumulates_whole = {"whole": True, "sharded": False, "auto": fits}[cfg.accumulate]
-        self.vision = Vision(folder) if families.reads_images(self.model.config) else None
+        self.vision = read_vision(folder) if families.reads_images(self.model.config) else None
         # What `pack` must make of micro-batches for this model.
         self.layout = Layout(
             multiple=mesh.tensor.size() if sequence_parallel else 1,

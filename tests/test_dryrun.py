@@ -212,7 +212,7 @@ def results(models):
 def shapes_of(folder, kind):
     """Shapes of the model's parameters, by transformers alone."""
     config = AutoConfig.from_pretrained(folder)
-    reads_images = kind.family in tiny.TOWERS
+    reads_images = kind.family in tiny.READ_IMAGES
     auto_class = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto_class.from_config(config)

@@ -18,6 +18,7 @@ from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateCo
 from minirl.data import chat, images
 from minirl.data.packing import pack
 from minirl.data.prompts import Prompts
+from minirl.data.vision import read_vision
 from minirl.envs.base import Agent, Env, Raw, Result
 from minirl.errors import UserError
 from minirl.rewards.functions import Rewards
@@ -315,10 +316,10 @@ def set_up(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts
             folder,
             mesh,
             dtype="float32",
-            reads_images=policy.vision is not None,
+            vision=policy.vision,
         )
         parts = policy, eng, Refit(RefitConfig(), policy.shards(), policy.parts(), eng)
-    eng, vision = parts[1], parts[0].vision and images.Vision(folder, 4)
+    eng, vision = parts[1], parts[0].vision and read_vision(folder, 4)
     cfg = config(
         engine=eng.cfg,
         seed=seed,

@@ -4,6 +4,7 @@ It runs packed, on two ranks with and without sequence parallelism, and from a f
 export to a file. All families run in one process (a rank each), with a test for each.
 """
 
+import fnmatch
 import functools
 import re
 import shutil
@@ -25,8 +26,8 @@ from harness import ranks
 from minirl import checkpoint
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.data import images
-from minirl.data.images import ImageSpan
 from minirl.data.packing import pack
+from minirl.data.vision import GemmaVision, read_vision
 from minirl.errors import UserError
 from minirl.model import build, experts, families, fused
 from minirl.model.families import FAMILIES
@@ -88,12 +89,12 @@ def sequences(vision=None):
 
 def show(t, vision, place, url):
     """Put an image before the token at `place`."""
-    num = vision.num_tokens(url)
-    t.tokens = np.insert(t.tokens, place, [vision.token] * num).astype(np.int32)
+    shown = vision.expand([vision.place], [url], place)
+    t.tokens = np.insert(t.tokens, place, shown.tokens).astype(np.int32)
     for name in ("sampled", "logprobs", "turn_rewards"):
         if vars(t)[name] is not None:
-            setattr(t, name, np.insert(vars(t)[name], place, [0] * num))
-    t.images.append(ImageSpan(place, num, url))
+            setattr(t, name, np.insert(vars(t)[name], place, [0] * len(shown.tokens)))
+    t.images += shown.spans
 
 
 def for_hugging_face(vision, t):
@@ -103,6 +104,8 @@ def for_hugging_face(vision, t):
         [images.rgb(p.url) for p in t.images if p.start < len(t.tokens) - 1], return_tensors="pt"
     )
     kinds = torch.tensor(t.tokens[None, :-1] == vision.token).long()
+    if isinstance(vision, GemmaVision):
+        return {"pixel_values": patches["pixel_values"], "token_type_ids": kinds}
     return {
         "pixel_values": patches["pixel_values"],
         "image_grid_thw": patches["image_grid_thw"],
@@ -134,7 +137,7 @@ def differences(mesh, folder, sequence, dtype="float64", checkpointing=None):
     checkpointing = checkpointing or ("selective" if sequence else "off")
     # Before the policy is built: fused rotary positions are those of the library's models, too.
     reads_images = families.reads_images(AutoConfig.from_pretrained(folder))
-    vision = images.Vision(folder) if reads_images else None
+    vision = read_vision(folder) if reads_images else None
     kind = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
     oracle = kind.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
@@ -166,6 +169,11 @@ def differences(mesh, folder, sequence, dtype="float64", checkpointing=None):
     found = {n: p.grad.full_tensor() for n, p in policy.model.named_parameters()}
     assert found.keys() == grads.keys()
     relative = {n: ((found[n] - g).abs().max() / g.abs().max()).item() for n, g in grads.items()}
+    # What all keys have in common changes no attention: its gradient is 0, and found by rounding.
+    bound = 100 * torch.finfo(getattr(torch, dtype)).eps
+    for n in fnmatch.filter(relative, "model.vision_tower.*.k_proj.bias"):
+        assert grads[n].abs().max() < bound and found[n].abs().max() < bound
+        del relative[n]
     name = max(relative, key=relative.get)
     return {
         "values": (values[:, [row for row, *_ in rows]] - wanted).abs().max().item(),
@@ -221,6 +229,9 @@ def results(root, chosen):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forward_and_gradients_are_hugging_faces(results, family, mesh):
     result = results(mesh)[family]
+    if mesh == "ring" and family == "gemma3":
+        assert result.strip().endswith("context_engine = 'ring'; take all_gather"), result
+        return
     assert isinstance(result, dict), result
     assert result["values"] < 1e-12 and result["gradient"] < 1e-13, result
     if mesh == "one rank":
@@ -328,7 +339,7 @@ def test_load_and_export_give_the_same_files(results, root, family):
     the library makes of them."""
     assert isinstance(results("tensor, sequence")[family], dict)
     assert_same_files(root / family, root / f"{family} exported")
-    kind = AutoModelForImageTextToText if family in tiny.TOWERS else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if family in tiny.READ_IMAGES else AutoModelForCausalLM
     a, b = (
         kind.from_pretrained(folder, dtype="float32").state_dict()
         for folder in (root / family, root / f"{family} exported")
@@ -342,7 +353,9 @@ def test_what_a_tensor_parallel_size_cuts_is_named(root, family):
     are, they pass."""
     values = families.divided(AutoConfig.from_pretrained(root / family))
     tensor.check_divides(values, 2)
-    assert values["vocab_size"] == (268 if family in tiny.TOWERS else 264)
+    assert values["vocab_size"] == {**dict.fromkeys(tiny.TOWERS, 268), "gemma3": 272}.get(
+        family, 264
+    )
     for name, value in values.items():
         with pytest.raises(
             UserError,

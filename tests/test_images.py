@@ -25,12 +25,13 @@ from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat
 from minirl.data.examples import open_chats, to_examples
 from minirl.data.exchange import exchange
-from minirl.data.images import BadImage, Vision, attach, rgb, to_url
+from minirl.data.images import BadImage, attach, rgb, to_url
 from minirl.data.pairs import open_pairs
 from minirl.data.prompts import open_prompts
+from minirl.data.vision import read_vision
 from minirl.errors import UserError
 from minirl.policy import Policy
-from minirl.rollout.conversation import Conversation, unexpanded
+from minirl.rollout.conversation import Conversation
 from programs import ROOT, fork
 from test_families import show, stay_float64
 from test_gradients import batches_of, trajectories, worst
@@ -44,9 +45,15 @@ def file_bytes(kind="PNG"):
     return file.getvalue()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.make(tmp_path_factory.mktemp("model") / "qwen2_vl", "qwen2_vl")
+@pytest.fixture(scope="module", params=["qwen2_vl", "gemma3"])
+def folder(request, tmp_path_factory):
+    """Images of any size, and images that are all made one size."""
+    return tiny.make(tmp_path_factory.mktemp("model") / request.param, request.param)
+
+
+def mark_of(folder):
+    """What a text has in an image's place."""
+    return tiny.GEMMA_IMAGE if folder.name == "gemma3" else tiny.IMAGE
 
 
 def test_whatever_holds_an_image_becomes_a_data_url(tmp_path):
@@ -130,7 +137,7 @@ def test_tokens_of_a_chat_are_the_processors(folder):
     processor, tokenizer, vision = (
         AutoProcessor.from_pretrained(folder),
         chat.load_tokenizer(folder),
-        Vision(folder),
+        read_vision(folder),
     )
     urls = [tiny.picture(56, 84), tiny.picture(100, 60), tiny.picture(300, 200)]
     messages = attach(
@@ -148,7 +155,7 @@ def test_tokens_of_a_chat_are_the_processors(folder):
     whole = Conversation(tokenizer, vision).continue_with_messages(messages)
     text = chat.render(tokenizer, messages)
     assert whole.tokens == processor(text=[text], images=[rgb(url) for url in urls])["input_ids"][0]
-    assert unexpanded(whole.tokens, whole.images) == chat.encode(tokenizer, text)
+    assert vision.unexpanded(whole.tokens, whole.images) == chat.encode(tokenizer, text)
     other = conversation.continue_with_messages(
         attach(
             [{"role": "user", "content": [WAITS, {"type": "text", "text": "a"}, WAITS]}],
@@ -158,11 +165,15 @@ def test_tokens_of_a_chat_are_the_processors(folder):
     assert (
         other is not first and other.tokens == first.tokens
     )  # another image as large: not the same chat
-    with pytest.raises(BadImage, match="1 x 300 pixels cannot be read"):
-        vision.expand([vision.token], [to_url(Image.new("RGB", (1, 300)))])
+    narrow = [to_url(Image.new("RGB", (1, 300)))]
+    if folder.name == "gemma3":
+        assert vision.expand([vision.place], narrow).tokens.count(vision.token) == 9
+    else:
+        with pytest.raises(BadImage, match="1 x 300 pixels cannot be read"):
+            vision.expand([vision.place], narrow)
     with pytest.raises(BadImage, match="tokens for images came with"):
         conversation.continue_with_messages(
-            [{"role": "user", "content": f"a text with {tiny.IMAGE}"}]
+            [{"role": "user", "content": f"a text with {mark_of(folder)}"}]
         )
     with pytest.raises(UserError, match="reads none"):
         Conversation(tokenizer).continue_with_messages(messages)
@@ -224,7 +235,7 @@ def test_rows_with_images(tmp_path, folder):
         open_pairs(str(tmp_path / "pairs.jsonl"), "data.train", PairsConfig(), ALONE),
     )
     assert pair["prompt"] == row["messages"][:1] == attach(parts, [a])
-    tokenizer, vision = chat.load_tokenizer(folder), Vision(folder)
+    tokenizer, vision = chat.load_tokenizer(folder), read_vision(folder)
     (t,) = to_examples(tokenizer, vision, row, chat.stop_token_ids(tokenizer, folder))
     assert tokenizer.decode(t.tokens[t.sampled]) == "this<|end|>" and [
         p.num_tokens for p in t.images
@@ -389,7 +400,7 @@ def test_programs(tmp_path, folder):
             AutoProcessor.from_pretrained(tmp_path / name / "model"),
         )
         inputs = processor(
-            text=[f"{tiny.IMAGE}x"], images=[rgb(tiny.picture(56, 56))], return_tensors="pt"
+            text=[f"{mark_of(folder)}x"], images=[rgb(tiny.picture(56, 56))], return_tensors="pt"
         )
         assert model(**inputs).logits.isfinite().all() and model.dtype == torch.float32
 

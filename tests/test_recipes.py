@@ -263,7 +263,7 @@ def train(mesh, cases: list[list[str]]) -> None:
     """Run one after the other with one engine, whose start would be most of the time."""
     make, engines = generation.RolloutEngine, []
 
-    def shared(cfg, folder, mesh, *, dtype, timer, reads_images, num_answers, guides, routes):
+    def shared(cfg, folder, mesh, *, dtype, timer, vision, num_answers, guides, routes):
         if not engines:
             engines.append(make(cfg, folder, mesh, dtype=dtype, timer=timer))
             engines[0].close = lambda: None

@@ -3,8 +3,10 @@ Few processes, many checks."""
 
 import contextlib
 import dataclasses
+import itertools
 from importlib.metadata import packages_distributions, version
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,9 +26,10 @@ from minirl.config.shared import (
     RolloutConfig,
 )
 from minirl.data import chat
-from minirl.data.images import Vision, attach
+from minirl.data.images import attach
 from minirl.data.packing import pack
 from minirl.data.prompts import Prompts
+from minirl.data.vision import read_vision
 from minirl.envs.registry import make_env
 from minirl.model.families import FAMILIES as ALL_FAMILIES
 from minirl.model.loading import fill_shard, open_weights
@@ -80,7 +83,7 @@ def greedy(engine, vision=None, num=6, length=24):
     for i in range(num):
         engine.add(
             f"greedy-{i}",
-            [5 + i, 60 + i, 100, *([vision.token, 7] if vision else [])],
+            [5 + i, 60 + i, 100, *([vision.place, 7] if vision else [])],
             sampling,
             seed=0,
             images=[tiny.picture(56, 56)] if vision else [],
@@ -93,7 +96,7 @@ def greedy(engine, vision=None, num=6, length=24):
 
 def refit_program(mesh, a, b, tp, dtype):
     policy = make_policy(a, mesh)
-    shows = {"reads_images": policy.vision is not None}
+    shows = {"vision": policy.vision}
     engine = RolloutEngine(
         EngineConfig(**ENGINE, tensor_parallel_size=tp), a, mesh, dtype=dtype, **shows
     )
@@ -208,7 +211,7 @@ def make_sampler(engine, prompts, tickets, **env):
 def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options, tickets):
     tokenizer = chat.load_tokenizer(folder)
     policy = make_policy(folder, mesh)
-    vision = policy.vision and Vision(folder, 4)
+    vision = policy.vision and read_vision(folder, 4)
     if vision:  # every third without, every third with two
         rows = [
             row
@@ -223,7 +226,7 @@ def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options
             for i, row in enumerate(rows)
         ]
     cfg = EngineConfig(**ENGINE | ({"max_model_len": 128} if vision else {}) | engine_options)
-    engine = RolloutEngine(cfg, folder, mesh, dtype="float32", reads_images=vision is not None)
+    engine = RolloutEngine(cfg, folder, mesh, dtype="float32", vision=vision)
     prompts = Prompts(rows, tokenizer, DataConfig(), seed=0, vision=vision)
     sampler = make_sampler(engine, prompts, tickets)
     sampling = Sampling(
@@ -251,6 +254,7 @@ def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options
         default=0.0,
     )
     return {
+        "reads": what_engine_reads(engine, vision) if vision else [],
         "mismatch": mismatch,
         "trajectories": [
             (t.group, t.episode, t.tokens.tolist(), t.logprobs.tolist(), t.reward)
@@ -259,6 +263,25 @@ def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options
         "again": [(t.group, t.episode, t.tokens.tolist()) for t in again],
         "prompts": {n: prompts.encode(prompts.row(n)) for n in range(7, 7 + len(rows))},
     }
+
+
+def what_engine_reads(engine, vision):
+    """(tokens of a prompt with an image or two, what vLLM makes of them without what stands for
+    these). Around them are tokens that belong to no image."""
+    core = engine.llm.llm_engine.engine_core
+    sampling = Sampling(max_tokens=1, stop_token_ids=())
+    url = tiny.picture(56, 56)
+    requests = []
+    others = list(vision.joined.values()) + [vision.newlines] if vision.sees_ahead else [9]
+    out = []
+    for before, between, behind in itertools.product([5, *others], repeat=3):
+        ids = [5, 6, before, 5, before, vision.place, between, vision.place, 7, behind, behind, 6]
+        whole = vision.expand(ids, [url, url])
+        assert vision.unexpanded(whole.tokens, whole.spans) == ids
+        with mock.patch.object(core, "add_request", requests.append):
+            engine.add(f"{len(out)}", ids, sampling, seed=0, images=[url, url])
+        out.append((whole.tokens, requests.pop().prompt_token_ids))
+    return out
 
 
 def refit_only(mesh, folder):
@@ -303,7 +326,7 @@ FAMILIES = [
     "hunyuan_v1_moe",
     "glm4_moe",
     "gpt_oss",
-    *(family for family in tiny.TOWERS if not ALL_FAMILIES[family].not_on_cpu),
+    *(family for family in tiny.READ_IMAGES if not ALL_FAMILIES[family].not_on_cpu),
 ]
 FOR_ENGINE = {
     "gpt_oss": {"swiglu_limit": 7.0},  # which vLLM's class has as a constant
@@ -347,6 +370,8 @@ def test_engine_logprobs_are_the_trainers(by_family, family):
     with old_engine_refuses(family):
         (r,) = by_family[family].result()
         assert len(r["trajectories"]) == 27 and 0 < r["mismatch"] < 1e-4
+        assert bool(r["reads"]) == (family in tiny.READ_IMAGES)
+        assert all(whole == read for whole, read in r["reads"])
 
 
 @pytest.mark.parametrize(("tp", "tickets"), [(1, "pull"), (1, "round_robin"), (2, "pull")])
@@ -535,7 +560,7 @@ def cuda_arguments(mesh, folder, eager):
 
     engine = RolloutEngine.__new__(RolloutEngine)
     engine.cfg = EngineConfig(max_model_len=64, max_num_seqs=300, enforce_eager=eager)
-    engine.on_cuda, engine.reads_images, engine.masses = True, True, None
+    engine.on_cuda, engine.vision, engine.masses = True, object(), None
     arguments = engine._arguments(folder, "bfloat16", False)
     unknown = arguments.keys() - {field.name for field in dataclasses.fields(EngineArgs)}
     graphs = CompilationConfig(**arguments.get("compilation_config", {}))

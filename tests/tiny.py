@@ -7,7 +7,12 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from minirl.data.images import to_url
@@ -176,6 +181,8 @@ def make(
 ) -> Path:
     """Write a random model with its character tokenizer; vocabulary 261 + 3, which no tensor
     parallel size pads evenly."""
+    if family == "gemma3":
+        return make_gemma_vision(folder, tied=tied, seed=seed, dtype=dtype, **config)
     if family in TOWERS:
         return make_vision(folder, family, tied=tied, seed=seed, dtype=dtype, **config)
     tokenizer = make_tokenizer([])
@@ -237,6 +244,7 @@ TOWERS |= dict.fromkeys(
         },
     ),
 )
+READ_IMAGES = (*TOWERS, "gemma3")
 QWEN3 = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # Those with Qwen3-VL's processor.
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 TEMPLATE = (
@@ -347,6 +355,92 @@ def make_vision(
         chat_template=TEMPLATE,
     ).save_pretrained(folder)
     return folder
+
+
+GEMMA_IMAGE = "<start_of_image>"
+GEMMA_TEMPLATE = TEMPLATE.replace(IMAGE, GEMMA_IMAGE)
+
+
+def make_gemma_vision(
+    folder: Path,
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **config: object,
+) -> Path:
+    """The same of Gemma 3: every image is made 24 x 24 pixels, and has 9 tokens."""
+    from transformers import Gemma3ImageProcessor, Gemma3Processor
+
+    tokenizer = make_tokenizer(["\n" * n for n in (1, 2, 3, 4)])
+    special = {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    }
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special.values())})
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in special.items()}
+    tokenizer.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, extra_special_tokens=special)
+    text = (
+        COMMON
+        | OWN["gemma3_text"]
+        | {
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+            "vocab_size": len(tokenizer) + 4,
+            "tie_word_embeddings": tied,
+        }
+        | config
+    )
+    tower = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 24,
+        "patch_size": 4,
+        "vision_use_head": False,
+    }
+    values = AutoConfig.for_model(
+        "gemma3",
+        text_config=text,
+        vision_config=tower,
+        mm_tokens_per_image=9,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        boi_token_index=ids["boi_token"],
+        eoi_token_index=ids["eoi_token"],
+        image_token_index=ids["image_token"],
+    )
+    disable_progress_bar()
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(values, dtype=dtype)
+    with torch.no_grad():
+        for name, p in model.state_dict().items():
+            if p.ndim == 1:
+                p.add_(torch.randn_like(p) * 0.1)
+            if name.endswith("mm_input_projection_weight"):  # begins as zeros
+                p.add_(torch.randn_like(p) * 0.1)
+    model.save_pretrained(folder)
+    name_as_published(folder)
+    Gemma3Processor(
+        image_processor=Gemma3ImageProcessor(size={"height": 24, "width": 24}),
+        tokenizer=tokenizer,
+        chat_template=GEMMA_TEMPLATE,
+        image_seq_length=9,
+    ).save_pretrained(folder)
+    return folder
+
+
+def name_as_published(folder):
+    """Name the weights of a tower as published files do; the library reads both forms."""
+    path = folder / "model.safetensors"
+    weights = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): t
+        for name, t in load_file(path).items()
+    }
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def transpose_experts(folder):

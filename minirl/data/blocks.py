@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minirl.data.images import Vision
+from minirl.data.vision import Vision
 from minirl.model.attention_blocks import Block, Padded, Rectangle, RowIndex
 from minirl.parallel import context as cp
 from minirl.parallel.mesh import Context
@@ -62,6 +62,9 @@ class _Chunk:
     keys: np.ndarray  # The same in the gathered keys.
     earlier: np.ndarray  # Keys of the sequence's rows before them.
     prompt: np.ndarray  # Keys of the shared prompt.
+    numbers: np.ndarray  # The same rows in their sequence.
+    of_sequence: np.ndarray  # Keys of all rows of the sequence.
+    sequence: Sequence
 
 
 def on_device(values: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -71,8 +74,10 @@ def on_device(values: np.ndarray, device: torch.device, dtype: torch.dtype = tor
 
 def build(
     sequences: list[Sequence], layout: Layout, device: torch.device
-) -> tuple[tuple[Block, ...], Block | None]:
-    """Return `blocks` and `windowed_block` of `Packed`, for sequences that lie end to end.
+) -> tuple[tuple[Block, ...], Block | None, Block | None]:
+    """Return the blocks of `Packed`, for sequences that lie end to end.
+
+    They are its `blocks`, `windowed_block` and `image_block`.
 
     Args:
         sequences: of the micro-batch, in order.
@@ -85,8 +90,9 @@ def build(
     if layout.windowed:
         seen = [np.concatenate([c.prompt, c.earlier, c.keys]) for c in chunks]
         windowed_block = _block(rows, seen, True, device)
+    image_block = _image_block(chunks, layout, device)
     if layout.context and layout.context.ring:
-        return _ring(rows, device), windowed_block
+        return _ring(rows, device), windowed_block, image_block
 
     # Block 1, causal: each chunk's own keys, behind those of a prompt short enough to repeat.
     keys = []
@@ -111,7 +117,38 @@ def build(
         prompts.append(siblings[0].prompt)
     if prompts:
         blocks.append(_block(queries, prompts, False, device))
-    return tuple(blocks), windowed_block
+    return tuple(blocks), windowed_block, image_block
+
+
+def _image_block(chunks: list[_Chunk], layout: Layout, device: torch.device) -> Block | None:
+    """Return the block in which the rows of an image see the later ones of the same image.
+
+    Seen from behind it is causal: with both queries and keys in reverse, the last key that a row
+    sees is the one behind it. None: there is no image, or the model is causal there, too.
+
+    Raises:
+        UserError: the later ones are on other ranks of a ring.
+        NotImplementedError: they are behind a shared prompt, which ends within an image.
+    """
+    if layout.vision is None or not layout.vision.sees_ahead:
+        return None
+    layout.vision.check_ring(bool(layout.context and layout.context.ring))
+    queries = []
+    keys = []
+    for c in chunks:
+        q = c.sequence
+        num_rows_left = len(q.trajectory.tokens) - 1 - q.start
+        for span in q.trajectory.images:
+            first = span.start - q.start
+            end = min(first + span.num_tokens, num_rows_left)
+            if first < q.num_rows < end:
+                raise NotImplementedError("a shared prompt ends within an image")
+            last = min(end, q.num_rows) - 1
+            sees = (c.numbers >= first) & (c.numbers < last)  # the last row sees none
+            if sees.any():
+                queries.append(c.rows[sees][::-1])
+                keys.append(c.of_sequence[c.numbers[sees][0] + 1 : last + 1][::-1])
+    return _block(queries, keys, True, device, in_order=False) if queries else None
 
 
 def _chunks(sequences: list[Sequence], context: Context | None) -> list[_Chunk]:
@@ -130,7 +167,7 @@ def _chunks(sequences: list[Sequence], context: Context | None) -> list[_Chunk]:
             prompt = gathered[q.shared][: sequences[q.shared].num_rows]
         for rows in cp.chunks(q.num_rows, context):
             here = np.arange(row, row + len(rows))
-            out.append(_Chunk(here, keys[rows], keys[: rows[0]], prompt))
+            out.append(_Chunk(here, keys[rows], keys[: rows[0]], prompt, rows, keys, q))
             row += len(rows)
     return out
 
@@ -160,14 +197,23 @@ def _block(
     causal: bool,
     device: torch.device,
     queries_are_keys: bool = False,
+    in_order: bool | None = None,
 ) -> Block:
     """Return the block of pairs of query rows and the key rows that they see.
 
-    `causal`: the queries are all rows in order. `queries_are_keys`: query i is the key i.
+    Args:
+        queries: of each pair.
+        keys: of each pair.
+        causal: each query of a pair sees one key more than the one before.
+        device: where the block goes.
+        queries_are_keys: query i is the key i.
+        in_order: the queries are all rows in order; None: those of a causal block are.
     """
+    if in_order is None:
+        in_order = causal
     return Block(
         causal=causal,
-        rows=None if causal else on_device(np.concatenate(queries), device),
+        rows=None if in_order else on_device(np.concatenate(queries), device),
         key_rows=None if queries_are_keys else on_device(np.concatenate(keys), device),
         cu_queries=_running_sum(queries, device),
         cu_keys=_running_sum(keys, device),

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.data import chat, images, turns
-from minirl.data.images import ImageSpan, Vision
+from minirl.data.images import ImageSpan
 from minirl.data.messages import fault_of, is_messages, is_prompt, why_no_messages
 from minirl.data.order import make_order
 from minirl.data.rows import (
@@ -23,6 +23,7 @@ from minirl.data.rows import (
     template_inputs,
     with_images,
 )
+from minirl.data.vision import Vision
 from minirl.errors import UserError, require
 from minirl.parallel.machines import errors_of_all, raise_first
 from minirl.parallel.mesh import Mesh
@@ -139,10 +140,8 @@ def _to_trajectory(
     sampled = np.array(mask, bool)
     spans: list[ImageSpan] = []
     if vision and urls:
-        sampled_text = sampled[np.array(ids) != vision.token]
-        ids, spans = vision.expand(ids, urls)
-        sampled = np.zeros(len(ids), bool)
-        sampled[np.array(ids) != vision.token] = sampled_text
+        ids, spans, sources = vision.expand(ids, urls)
+        sampled = np.array([source >= 0 and sampled[source] for source in sources], bool)
     return Trajectory(
         tokens=np.array(ids, np.int32),
         sampled=sampled,

@@ -1,8 +1,7 @@
-"""Images: data URLs on the host, runs of one token in a sequence, patches of pixels for the model.
+"""Images as data URLs on the host, and in the messages of chats.
 
-Data URLs are equal where the images are, and stand in JSON as they are. As in Qwen2-VL (arXiv
-2409.12191, sec. 2.1), merge_size squared of an image's h x w patches are one token, and every token
-has three rotary positions, in time, height and width.
+Data URLs are equal where the images are, and stand in JSON as they are. How a model reads them is
+in vision.py.
 """
 
 import base64
@@ -12,16 +11,11 @@ import itertools
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
-from transformers import AutoConfig, AutoImageProcessor
 
 from minirl.data.messages import Messages, RowPrompt
 from minirl.errors import UserError
@@ -49,19 +43,6 @@ class ImageSpan(NamedTuple):
     start: int  # Number of its first token in the sequence.
     num_tokens: int
     url: str  # A data URL: the image itself.
-
-
-@dataclass(kw_only=True)
-class ImageBatch:
-    """The images of a micro-batch, each once, and the rows that they are in."""
-
-    pixels: Tensor  # float32 [P, D]: the patches of all images, end to end.
-    grids: Tensor  # int64 [I, 3]: how many patches an image has in time, height and width.
-    # The N rows whose input token is a part of an image, and for each the row of the vision tower's
-    # output that stands in its place.
-    rows: Tensor  # int64 [N]
-    features: Tensor  # int64 [N]
-    positions: Tensor  # int64 [3, T]: rotary positions of every row in time, height and width.
 
 
 class BadImage(UserError):
@@ -236,131 +217,3 @@ def _all_parts(messages: Messages) -> Iterator[dict]:
 
 def _is_place(part: dict) -> bool:
     return part["type"] == "image" and part.get("image") is None
-
-
-class Vision:
-    """How a model reads images, by its folder's image processor."""
-
-    def __init__(self, folder: Path, max_images: int = 0):
-        """Load the processor of the model in `folder`.
-
-        `max_images`: how many the engine takes in a context.
-        """
-        self.max_images = max_images
-        self.processor = AutoImageProcessor.from_pretrained(folder)
-        self.token = AutoConfig.from_pretrained(folder).image_token_id  # stands for an image
-        self.merge_size = self.processor.merge_size
-
-    def num_tokens(self, url: str) -> int:
-        """Return how many tokens an image has.
-
-        Raises:
-            BadImage: it is too narrow.
-        """
-        width, height = rgb(url).size
-        try:
-            num_patches = self.processor.get_number_of_image_patches(height, width)
-        except ValueError as error:
-            raise BadImage(
-                f"an image of {width} x {height} pixels cannot be read ({error}): {url[:60]!r}"
-            ) from error
-        return num_patches // self.merge_size**2
-
-    def expand(
-        self, ids: list[int], urls: Sequence[str], begin: int = 0
-    ) -> tuple[list[int], list[ImageSpan]]:
-        """Repeat the token of each image as often as the image has tokens.
-
-        Args:
-            ids: token ids with one token for each image.
-            urls: the images, in their order.
-            begin: number of the first of `ids` in its sequence, from which the spans count.
-
-        Returns:
-            (token ids, where the images are among them).
-
-        Raises:
-            BadImage: there are more or fewer images than tokens for them.
-        """
-        num_places = ids.count(self.token)
-        if num_places != len(urls):
-            raise BadImage(
-                f"a text with {num_places} tokens for images came with {len(urls)} images; a text "
-                "must not hold such tokens of its own"
-            )
-        out = list(ids)
-        spans = []
-        end = 0  # behind the image before
-        for url in urls:
-            start = out.index(self.token, end)
-            num_tokens = self.num_tokens(url)
-            spans.append(ImageSpan(begin + start, num_tokens, url))
-            end = start + num_tokens
-            out[start : start + 1] = [self.token] * num_tokens
-        return out, spans
-
-    def batch(
-        self, sequences: list[tuple[list[ImageSpan], np.ndarray]], device: torch.device
-    ) -> ImageBatch:
-        """Return the images of a micro-batch, each once.
-
-        Without any image there is a blank one that no row reads, because the tower's shards are
-        gathered by all ranks or by none.
-
-        Args:
-            sequences: of each sequence, the images of its trajectory, and int64 [rows], which of
-                the trajectory's tokens are its rows here.
-            device: where the tensors are to be.
-        """
-        # 1. Each image once. One that begins behind the last row of a sequence is not needed.
-        numbers: dict[str, int] = {}
-        for spans, tokens in sequences:
-            for span in spans:
-                if span.start <= tokens.max():
-                    numbers.setdefault(span.url, len(numbers))
-
-        # 2. Pixels, and how many tokens each image has in time, height and width.
-        blank = Image.new("RGB", (self.merge_size * self.processor.patch_size,) * 2)
-        pictures = [rgb(url) for url in numbers] or [blank]
-        patches = self.processor(pictures, return_tensors="pt")
-        grids = patches["image_grid_thw"].numpy() // (1, self.merge_size, self.merge_size)
-        first_features = np.cumsum([0, *grids.prod(axis=1)])
-
-        # 3. The rows of all sequences, end to end: the feature of each (-1 if it is no part of an
-        # image), and its positions in time, height and width.
-        features_of = []
-        positions_of = []
-        for spans, tokens in sequences:
-            length = max([tokens.max() + 1, *(span.start + span.num_tokens for span in spans)])
-            features = np.full(length, -1)
-            positions = np.tile(np.arange(length), (3, 1))
-            for start, num_tokens, url in spans:
-                if url not in numbers:
-                    continue
-                end = start + num_tokens
-                number = numbers[url]
-                features[start:end] = first_features[number] + np.arange(num_tokens)
-                # What follows goes on behind the longer side.
-                positions[:, end:] += grids[number, 1:].max() - num_tokens
-                of_image = np.indices(grids[number]).reshape(3, -1)
-                positions[:, start:end] = positions[0, start] + of_image
-            features_of.append(features[tokens])
-            positions_of.append(positions[:, tokens])
-        all_features = np.concatenate(features_of)
-        rows = np.flatnonzero(all_features >= 0)
-        return ImageBatch(
-            pixels=patches["pixel_values"].to(device),
-            grids=patches["image_grid_thw"].to(device),
-            rows=torch.from_numpy(rows).to(device),
-            features=torch.from_numpy(all_features[rows]).to(device),
-            positions=torch.from_numpy(np.concatenate(positions_of, axis=1)).to(device),
-        )
-
-
-def sampling_stops(stop_ids: list[int], vision: Vision | None) -> tuple[int, ...]:
-    """Return what ends an answer.
-
-    A policy that samples the token of an image has ended, too: the engine would take it for the
-    place of the next one.
-    """
-    return (*stop_ids, vision.token) if vision else tuple(stop_ids)

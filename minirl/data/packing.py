@@ -131,7 +131,7 @@ def pack(
     loss_mask = _column(sequences, positions, [t.sampled for t in owners])
     logprobs = _column(sequences, positions, [t.logprobs for t in owners])
     loss_tokens = [q.trajectory.sampled[q.start + 1 : q.stop + 1].sum() for q in sequences]
-    blocks, windowed_block = build(sequences, layout, device)
+    blocks, windowed_block, image_block = build(sequences, layout, device)
     batch = Packed(
         inputs=on_device(_column(sequences, positions, tokens, shift=0), device),
         targets=on_device(_column(sequences, positions, tokens), device),
@@ -145,6 +145,7 @@ def pack(
         sequence_ids=tuple((t.group, t.episode, t.segment) for t in owners),
         blocks=blocks,
         windowed_block=windowed_block,
+        image_block=image_block,
         recurrence=build_recurrence(sequences, layout, device),
         context=layout.context,
         temperature=temperature,

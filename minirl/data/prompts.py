@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.config.shared import DataConfig
 from minirl.data import chat, images
-from minirl.data.images import Vision
 from minirl.data.messages import fault_of, is_messages, is_prompt
 from minirl.data.order import make_order
 from minirl.data.rows import (
@@ -23,6 +22,7 @@ from minirl.data.rows import (
     template_inputs,
     with_images,
 )
+from minirl.data.vision import Vision
 from minirl.errors import UserError, require
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
@@ -135,7 +135,7 @@ class Prompts:
         """Return the token ids of `rendered`."""
         ids = chat.encode(self.tokenizer, self.rendered(row))
         if self.vision and ids:
-            ids, _ = self.vision.expand(ids, images.of_chat(self.messages(row)))
+            ids = self.vision.expand(ids, images.of_chat(self.messages(row))).tokens
         return ids
 
     def check_lengths(self, mesh: Mesh, bit: int, num_tickets: int | None = None) -> int:

@@ -123,7 +123,7 @@ class ScoreHead(nn.Linear):
 class CausalModel(PreTrainedModel):
     """What `build_model` makes of the library's models, for type checkers; never instantiated."""
 
-    model: Any  # Its layers; for a model that reads images, `visual` and `language_model`.
+    model: Any  # Its layers; for a model that reads images, a tower and `language_model`.
     lm_head: nn.Linear
     score: ScoreHead  # Instead of `lm_head`.
     adapters: lora.Adapters | None  # None: it has none.
@@ -158,7 +158,7 @@ def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) ->
             pack=batch,
         ).last_hidden_state
 
-    tower = model.model.visual(images.pixels, grid_thw=images.grids)
+    tower = _look(model, batch)
     language_model = model.model.language_model
     embedded = language_model.embed_tokens(batch.inputs[None]).squeeze(0)
     rows = images.rows
@@ -168,7 +168,8 @@ def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) ->
         is_here = (rows >= 0) & (rows < len(embedded))
         rows = rows[is_here]
         features = features[is_here]
-    values = tower.pooler_output.index_select(0, features).to(embedded.dtype)
+    seen = tower.pooler_output.flatten(0, -2)
+    values = seen.index_select(0, features).to(embedded.dtype)
     embedded = embedded.index_copy(0, rows, values)
 
     deepstack: dict = {}
@@ -180,11 +181,22 @@ def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) ->
         ]
     return language_model(
         inputs_embeds=embedded[None],
-        position_ids=images.positions[:, None],
+        position_ids=batch.positions[None]
+        if images.positions is None
+        else images.positions[:, None],
         use_cache=False,
         pack=batch,
         **deepstack,
     ).last_hidden_state
+
+
+def _look(model: CausalModel, batch: Packed) -> Any:
+    """Return what a tower makes of the images of a batch; `pooler_output` is [..., features, H]."""
+    images = batch.images
+    assert images is not None
+    if images.grids is None:
+        return model.model.get_image_features(images.pixels)
+    return model.model.visual(images.pixels, grid_thw=images.grids)
 
 
 def packed_forward(

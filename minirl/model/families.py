@@ -93,6 +93,17 @@ FAMILIES = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "gemma4_text": _GEMMA4,
+    "gemma3": Family(
+        files={
+            "model.language_model.": "language_model.model.",
+            "model.vision_tower.": "vision_tower.vision_model.",
+            "model.multi_modal_projector.": "multi_modal_projector.",
+            "lm_head.": "language_model.lm_head.",
+        },
+        newer_files={"vision_tower.vision_model.": "vision_tower."},
+        engine_values=lambda config: {"final_logit_softcapping": None},
+        fused=_GEMMA.fused,
+    ),
     "phi3": _BY_FEATURES._replace(fused=_PARTIAL),
     "olmo2": _OLMO,
     "olmo3": _OLMO,

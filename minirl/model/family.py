@@ -56,6 +56,8 @@ class Family(NamedTuple):
     no_engine: str = ""
     # Config -> the values without which vLLM's class computes another model than the library's.
     engine_values: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
-    # Parts of the model's names -> what the files have instead.
+    # Parts of the model's names -> what the files have instead; and parts of the files' names ->
+    # what is in their place in files that the library's newer versions write.
     files: dict[str, str] = {}
+    newer_files: dict[str, str] = {}
     fused: Fused = Fused()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from minirl.errors import require
 from minirl.model import families, lora, nf4
@@ -103,7 +103,7 @@ def load_weights(
     for name, t in tensors(model).items():
         if name != SCORE or SCORE in weights:
             expected = families.checkpoint_slices(model.config, name, t.shape)
-            slices[name] = [_as_in_file(part, weights) for part in expected]
+            slices[name] = [_as_in_file(part, weights, model.config) for part in expected]
             for part in slices[name]:
                 in_model[part.name] = list(part.to_file(part.region).size)
     wrong = [
@@ -114,7 +114,7 @@ def load_weights(
     # Some old files keep buffers that are a function of the config, some new ones layers that only
     # a speculating engine uses, and a tied head may be there as well.
     unused = model._keys_to_ignore_on_load_unexpected or []
-    pattern = "|".join([r"^lm_head\.weight$", r"rotary_emb\.inv_freq$", *unused])
+    pattern = "|".join([r"^(language_model\.)?lm_head\.weight$", r"rotary_emb\.inv_freq$", *unused])
     extra = [name for name in weights.keys() - in_model if not re.search(pattern, name)]
     require(
         not wrong and not extra,
@@ -143,11 +143,17 @@ def load_weights(
             t.zero_()
 
 
-def _as_in_file(part: CheckpointSlice, weights: dict[str, Any]) -> CheckpointSlice:
-    """Return a slice as the files have it: the library writes transposed ones the other way round.
+def _as_in_file(
+    part: CheckpointSlice, weights: dict[str, Any], config: PretrainedConfig
+) -> CheckpointSlice:
+    """Return a slice as the files have it, which the library writes in another form.
 
-    It tells both forms by their shapes, too.
+    Some names are shorter there. Transposed slices are the other way round, which it tells by their
+    shapes, too.
     """
+    if part.name not in weights:
+        for name, newer in families.FAMILIES[config.model_type].newer_files.items():
+            part = replace(part, name=part.name.replace(name, newer))
     if not part.transposed or part.name not in weights:
         return part
     plain = replace(part, transposed=False)
@@ -210,8 +216,12 @@ def _init_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute rotary frequencies and the like, which are in no checkpoint."""
     for p in model.parameters():
         p._is_hf_initialized = True  # type: ignore[attr-defined]  # or they would be drawn anew
+    # A tower is a model of its own, with its own rules. It comes behind the one that it is in.
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            for module in part.modules():
+                if module._buffers:
+                    part._init_weights(module)
     for module in model.modules():
-        if module._buffers:
-            model._init_weights(module)
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)

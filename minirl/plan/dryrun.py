@@ -8,7 +8,6 @@ own because `pretend_cuda` and what `_join_alone` replaces are not put back.
 """
 
 import json
-import math
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -32,8 +31,9 @@ from minirl.config.parse import fill_config
 from minirl.config.policy import ParallelConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.supervised import DPOLossConfig, KTOLossConfig, RewardModelLossConfig
-from minirl.data.images import ImageBatch, ImageSpan, Vision, to_url
+from minirl.data.images import ImageSpan, to_url
 from minirl.data.packing import pack
+from minirl.data.vision import ImageBatch, Vision
 from minirl.errors import BAD_INPUT, UserError, require
 from minirl.log import Timer
 from minirl.model import build, fused, loading
@@ -124,7 +124,8 @@ def _real_batch(batch: Callable[..., ImageBatch]) -> Any:
     def make(vision: Vision, sequences: list, device: torch.device) -> ImageBatch:
         with _disable_current_modes():
             images = batch(vision, sequences, torch.device("cpu"))
-        return ImageBatch(**{name: t.to(device) for name, t in vars(images).items()})
+        tensors = {name: t.to(device) for name, t in vars(images).items() if t is not None}
+        return ImageBatch(**tensors)
 
     return make
 
@@ -180,8 +181,7 @@ def trajectories(load: Load, *, vision: Vision | None = None) -> list[Trajectory
 
 def _show(tokens: np.ndarray, load: Load, vision: Vision, group: int) -> ImageSpan:
     """Put an image into a prompt, in place: one of half its length, if there is one so small."""
-    processor = vision.processor
-    side = math.isqrt(load.prompt // 2) * vision.merge_size * processor.patch_size
+    side = vision.side(load.prompt // 2)
     url = to_url(Image.new("RGB", (side, side), (group % 256, 0, 0)))
     num_tokens = vision.num_tokens(url)
     require(

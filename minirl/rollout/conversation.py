@@ -21,8 +21,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from minirl.data import chat, harmony, images
-from minirl.data.images import ImageSpan, Vision
+from minirl.data.images import ImageSpan
 from minirl.data.routes import extended
+from minirl.data.vision import Vision
 from minirl.errors import UserError
 from minirl.types import Trajectory
 
@@ -137,14 +138,6 @@ class Segment:
         """Credit `reward` to the last completion; without one it is not credited to a token."""
         if end := self.end():
             self.turn_rewards[end - 1] += reward
-
-
-def unexpanded(tokens: list[int], images: Sequence[ImageSpan]) -> list[int]:
-    """Return the tokens with one token for each image, as the engine takes them."""
-    out = list(tokens)
-    for image in reversed(images):
-        del out[image.start + 1 : image.start + image.num_tokens]
-    return out
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: list[int], **options: bool) -> str:
@@ -287,8 +280,8 @@ class Conversation:
             text = decode_after(self.tokenizer, before, raw)
             tokens = raw
         if self.vision:
-            tokens, spans = self.vision.expand(tokens, urls, len(before))
-            return Prompt(tokens, text, spans)
+            expanded = self.vision.expand(tokens, urls, len(before))
+            return Prompt(expanded.tokens, text, expanded.spans)
         if urls:
             raise UserError(
                 "a chat has images, and policy.model reads none; use a model of a family that does"

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from minirl.config.shared import EngineConfig
 from minirl.data.images import rgb
+from minirl.data.vision import GemmaVision, Vision
 from minirl.errors import UserError
 from minirl.log import Timer
 from minirl.parallel.mesh import Mesh
@@ -75,7 +76,7 @@ class RolloutEngine:
     """One vLLM engine in this rank, or one shared by `tensor_parallel_size` consecutive ranks.
 
     Its weights are random until the first refit, so that it reads no checkpoint. With
-    `load_weights` it reads them from the folder; with `reads_images`, too: vLLM keeps the scaling
+    `load_weights` it reads them from the folder; with `vision`, too: vLLM keeps the scaling
     of pixels in a buffer of the image tower, which its `dummy` loader would fill with noise.
     """
 
@@ -87,7 +88,7 @@ class RolloutEngine:
         *,
         dtype: str,
         load_weights: bool = False,
-        reads_images: bool = False,
+        vision: Vision | None = None,
         num_answers: int = 0,
         guides: bool = False,
         routes: bool = False,
@@ -101,7 +102,7 @@ class RolloutEngine:
             mesh: of all ranks.
             dtype: of the weights.
             load_weights: read the weights from the folder.
-            reads_images: the model reads images, and is asked about some.
+            vision: how the model reads images; None: it reads none, or is asked about none.
             num_answers: answers that all engines together are asked for at once, about.
             guides: answers may be held to a guide, for which vLLM needs the tokenizer.
             routes: report which experts the routers of a mixture have chosen.
@@ -113,7 +114,7 @@ class RolloutEngine:
         self.cfg = cfg = resolve_num_seqs(cfg, mesh, num_answers)
         self.mesh = mesh
         self.timer = timer or Timer(mesh.device)
-        self.reads_images = reads_images
+        self.vision = vision
         self.masses = MassRecorder() if guides else None
         self.on_cuda = mesh.device.type == "cuda"
         self.vllm, self.llm = self._start(folder, dtype, load_weights, routes)
@@ -138,6 +139,10 @@ class RolloutEngine:
             vllm_patches.patch_transformers_base()
             if not self.on_cuda:
                 vllm_cpu.patch_cpu(self.mesh)
+            if isinstance(self.vision, GemmaVision):
+                vllm_patches.patch_newlines(self.vision)
+                if not self.on_cuda:
+                    vllm_cpu.patch_images()
             if self.masses:
                 patch_masks(self.masses)
             try:
@@ -173,8 +178,8 @@ class RolloutEngine:
             "model": str(folder),
             "dtype": dtype,
             "hf_overrides": None if load_weights else vllm_patches.without_quantization,
-            "load_format": "auto" if load_weights or self.reads_images else "dummy",
-            "skip_tokenizer_init": not (self.reads_images or self.masses),
+            "load_format": "auto" if load_weights or self.vision else "dummy",
+            "skip_tokenizer_init": not (self.vision or self.masses),
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": cfg.tensor_parallel_size,
             "max_model_len": cfg.max_model_len,
@@ -185,7 +190,7 @@ class RolloutEngine:
             # sampling distribution.
             "logprobs_mode": "processed_logprobs",
         }
-        if self.reads_images:
+        if self.vision:
             arguments |= {
                 "limit_mm_per_prompt": {"image": cfg.max_images, "video": 0},
                 "skip_mm_profiling": not self.on_cuda,
@@ -302,7 +307,7 @@ class RolloutEngine:
             raise RuntimeError(
                 "vLLM kept cached keys of the old weights, because requests are still running"
             )
-        if self.reads_images:
+        if self.vision:
             self.llm.llm_engine.reset_encoder_cache()
         yield
         with self.timer.phase("sleep_wake"):

@@ -17,9 +17,10 @@ from typing import Any
 
 from minirl.data.images import ImageSpan
 from minirl.data.routes import extended
+from minirl.data.vision import Vision
 from minirl.parallel.limits import Limit
 from minirl.parallel.watch import Watch
-from minirl.rollout.conversation import Completion, unexpanded
+from minirl.rollout.conversation import Completion
 from minirl.rollout.engine import EngineOutput, RolloutEngine, Sampling
 from minirl.rollout.guides import Guide
 
@@ -278,7 +279,7 @@ class EngineLoop:
                 continue
             request_id = str(next(self._request_numbers))
             self._running[request_id] = request, future
-            added.append((request_id, *_remaining(request)))
+            added.append((request_id, *_remaining(request, self.engine.vision)))
         self._waiting = []
         return more, aborted, added
 
@@ -317,14 +318,16 @@ class EngineLoop:
                     future.set_result(done)
 
 
-def _remaining(request: Request) -> tuple:
+def _remaining(request: Request, vision: Vision | None) -> tuple:
     """Return the arguments of `RolloutEngine.add` for what is still to be sampled of a request.
 
     A request that goes on gets another seed, because the numbers of the first are used up. (The
     factor is that of Knuth's multiplicative hash, so that neighbouring seeds do not meet.)
     """
     num_tokens = len(request.done.tokens)
-    prompt = unexpanded(request.tokens, request.images) + request.done.tokens
+    prompt = request.tokens + request.done.tokens
+    if vision:
+        prompt = vision.unexpanded(request.tokens, request.images) + request.done.tokens
     sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - num_tokens)
     seed = (request.seed + 2654435761 * num_tokens) % 2**32
     images = [image.url for image in request.images]

@@ -234,8 +234,8 @@ class EpisodeRunner:
             e.messages = [*e.messages, to_message(e.conversation.tokenizer, text)]
         e.turn += 1
         vision = e.conversation.vision
-        if vision and vision.token in completion.tokens:
-            # The engine would take it for the place of an image.
+        if vision and not set(vision.stop_ids).isdisjoint(completion.tokens):
+            # The engine would take one for the place of an image.
             e.truncated = True
             return False
         state = State(

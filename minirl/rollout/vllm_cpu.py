@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from minirl.errors import UserError
+from minirl.errors import UserError, require
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.packed import packed_linear
 
@@ -50,6 +50,73 @@ def _patch_cpu_linear() -> None:
         layer.cpu_linear = packed_linear
 
     layers.dispatch_cpu_unquantized_gemm = use_packed_copy
+
+
+def patch_images() -> None:
+    """Let tokens of an image see the later ones of it in models that ask for it, as Gemma 3 does.
+
+    The CPU build knows where the images of a batch are, and computes causal attention all the same.
+
+    Raises:
+        UserError: its kernel cannot do otherwise.
+    """
+    from vllm.v1.attention.backends.cpu_attn import (
+        CPUAttentionMetadata,
+        CPUAttentionMetadataBuilder,
+    )
+
+    require(
+        "dynamic_causal" in CPUAttentionMetadata.__dataclass_fields__,
+        "the CPU engine of vLLM 0.26 computes causal attention for images, too, and policy.model "
+        "does not; use vLLM 0.32",
+    )
+    build = CPUAttentionMetadataBuilder.build
+
+    def build_cut(builder: Any, prefix: int, batch: Any, fast_build: bool = False) -> Any:
+        return build(builder, prefix, cut_at_images(batch), fast_build)
+
+    CPUAttentionMetadataBuilder.build = build_cut
+
+
+def cut_at_images(batch: Any) -> Any:
+    """Return a batch in which what is computed of an image is a request of its own, not causal.
+
+    The kernel is told of each request whether its queries see all its keys, and takes requests with
+    the same keys. So a prompt is cut into what is before an image, the image, which ends with its
+    last token, and what is behind it.
+
+    Args:
+        batch: vLLM's metadata. Where images are: request -> (first, last) token of each.
+    """
+    images = batch.mm_req_doc_ranges
+    if not images or not any(images.values()):
+        return batch
+    owners = []  # Of each new request, the old one.
+    lengths = []  # Its queries and, with all that is before them, its keys.
+    ends = []
+    is_causal = []
+    num_queries = batch.query_start_loc_cpu.diff().tolist()
+    for request, end in enumerate(batch.seq_lens[: batch.num_reqs].tolist()):
+        place = end - num_queries[request]
+        for first, last in [*sorted(images.get(request, [])), (end, end - 1)]:
+            for stop, causal in ((min(first, end), True), (min(last + 1, end), False)):
+                if stop > place:
+                    owners.append(request)
+                    lengths.append(stop - place)
+                    ends.append(stop)
+                    is_causal.append(causal)
+                    place = stop
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(batch.query_start_loc.dtype)
+    return batch.replace(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(ends, dtype=batch.seq_lens.dtype),
+        num_reqs=len(owners),
+        max_query_len=max(lengths),
+        block_table_tensor=batch.block_table_tensor[owners],
+        causal=torch.tensor(is_causal, dtype=torch.int32),
+        mm_req_doc_ranges=None,
+    )
 
 
 def _patch_shared_memory(mesh: Mesh) -> None:

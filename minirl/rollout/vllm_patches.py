@@ -15,6 +15,8 @@ from transformers.integrations.heterogeneity.configuration_utils import (
     AmbiguousGlobalPerLayerAttributeError,
 )
 
+from minirl.data.vision import GemmaVision
+
 
 @contextlib.contextmanager
 def keep_process_state() -> Iterator[None]:
@@ -62,3 +64,19 @@ def remedy(error: Exception) -> str:
     if isinstance(error, AmbiguousGlobalPerLayerAttributeError):
         return ". This version of vLLM knows layers of one size only; install vLLM 0.32"
     return ""
+
+
+def patch_newlines(vision: GemmaVision) -> None:
+    """Let vLLM join the newlines beside an image, and no others.
+
+    It joins all that are side by side in a prompt with images, as the tokenizer would have. But the
+    policy may have sampled two tokens, and goes on behind those.
+    """
+    from vllm.model_executor.models import gemma3_mm
+
+    def join_beside_images(tokens: list[int], pair: list[int], both: list[int]) -> list[int]:
+        out = list(tokens)
+        vision.join(out, list(tokens), (pair[0], pair[1]), both[0])
+        return out
+
+    gemma3_mm.replace_token_matches = join_beside_images
