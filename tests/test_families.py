@@ -144,9 +144,10 @@ def batch_of(policy):
     return batch, weights, rows
 
 
-def differences(mesh, folder, sequence, dtype="float64"):
+def differences(mesh, folder, sequence, dtype="float64", checkpointing=None):
     """Worst log-prob or entropy, worst gradient relative to its parameter's largest, and that
     parameter. With `sequence` the model has fused kernels (their formulas, on CPU)."""
+    checkpointing = checkpointing or ("selective" if sequence else "off")
     # Before the policy is built: fused rotary positions are those of the library's models, too.
     reads_images = families.reads_images(AutoConfig.from_pretrained(folder))
     vision = read_vision(folder) if reads_images else None
@@ -165,7 +166,7 @@ def differences(mesh, folder, sequence, dtype="float64"):
 
     with mock.patch.object(fused, "choose", lambda *_: fused.LIGER if sequence else None):
         policy = Policy(
-            PolicyConfig(dtype=dtype, activation_checkpointing="selective" if sequence else "off"),
+            PolicyConfig(dtype=dtype, activation_checkpointing=checkpointing),
             folder,
             mesh,
             sequence_parallel=sequence,
@@ -194,14 +195,14 @@ def differences(mesh, folder, sequence, dtype="float64"):
     }
 
 
-def every_family(mesh, root, sequence, families):
+def every_family(mesh, root, sequence, families, checkpointing=None):
     """{family: what `differences` says, or a traceback}; in passing, writes exports."""
     stay_float64()
     disable_progress_bar()
     out = {}
     for family in families:
         try:
-            out[family] = differences(mesh, root / family, sequence)
+            out[family] = differences(mesh, root / family, sequence, checkpointing=checkpointing)
             if mesh.world_size == 1:
                 out[family]["float32"] = differences(mesh, root / family, sequence, "float32")
             if sequence:
@@ -268,6 +269,8 @@ def test_forward_and_gradients_are_hugging_faces(results, family, mesh):
         ("minimax_m2", 2, ParallelConfig(experts=2)),
         ("gpt_oss", 4, ParallelConfig(tensor=2, experts=4)),
         ("granitemoe", 2, ParallelConfig(experts=2)),
+        ("gemma4_text", 2, ParallelConfig(experts=2)),
+        ("gemma4_text", 4, ParallelConfig(tensor=2, sequence=True, experts=2)),
     ],
 )
 def test_experts_over_data_ranks(tmp_path, family, num_experts, parallel):
@@ -289,6 +292,46 @@ def test_experts_over_data_ranks(tmp_path, family, num_experts, parallel):
     assert result["values"] < 1e-12 and result["gradient"] < 1e-13, result
     if parallel.sequence:
         assert_same_files(tmp_path / family, tmp_path / f"{family} exported")
+
+
+# What tiny.py's has together: small models have inputs of each layer and share keys and values,
+# large ones have no matrix of values in layers without a window.
+DENSE = {"enable_moe_block": False, "num_experts": None}
+GEMMA4 = {
+    "small": DENSE
+    | {
+        "num_hidden_layers": 5,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention"]
+        + tiny.ALTERNATING["layer_types"],
+        "num_kv_shared_layers": 2,
+        "num_key_value_heads": 1,
+        "num_global_key_value_heads": None,
+        "attention_k_eq_v": False,
+    },
+    "large": DENSE
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "num_global_key_value_heads": 2,
+        "num_key_value_heads": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "full"])
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(tensor=2, sequence=True)])
+@pytest.mark.parametrize("size", GEMMA4)
+def test_gemma4_of_each_size(tmp_path, size, parallel, checkpointing):
+    """Shared keys and values have a gradient from layers that are recomputed before theirs."""
+    folder = tiny.make(tmp_path / size, "gemma4_text", **GEMMA4[size])
+    arguments = (tmp_path, parallel.sequence, [size], checkpointing)
+    result = ranks(2, every_family, *arguments, parallel=parallel)[0][size]
+    assert isinstance(result, dict), result
+    assert result["values"] < 1e-12 and result["gradient"] < 1e-13, result
+    if parallel.sequence:
+        assert_same_files(folder, tmp_path / f"{size} exported")
 
 
 def assert_same_files(*folders):
@@ -329,12 +372,12 @@ def test_what_a_tensor_parallel_size_cuts_is_named(root, family):
         with pytest.raises(
             UserError,
             match=f"parallel.tensor = 2 .*{re.escape(name)} = {value + 1}"
-            if name != "num_key_value_heads"
-            else "= 6 does not divide num_key_value_heads = 4, nor is it a multiple",
+            if name not in tensor.REPLICABLE
+            else f"= 6 does not divide {name} = 4, nor is it a multiple",
         ):
             tensor.check_divides(
                 {name: value + 1}, 2
-            ) if name != "num_key_value_heads" else tensor.check_divides({name: 4}, 6)
+            ) if name not in tensor.REPLICABLE else tensor.check_divides({name: 4}, 6)
 
 
 def test_what_the_names_do_not_say_is_refused_by_shape():
@@ -409,6 +452,7 @@ def test_the_sweep_finds_the_reason_that_the_page_gives(tmp_path, other):
             "rope_type = 'dynamic'",
         ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ("olmo", {"clip_qkv": 8.0}, "clip_qkv = 8.0 cuts queries and keys in place"),
     ],
 )
@@ -416,6 +460,49 @@ def test_settings_that_packing_would_change_are_refused(family, values, named):
     with pytest.raises(UserError, match=named):
         families.check_supported(AutoConfig.for_model(family, **values), "policy.model = x")
     families.check_supported(AutoConfig.for_model(family), "policy.model = x")
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (
+            {"num_kv_shared_layers": 26},
+            "num_kv_shared_layers = 26 in its config.json: the first 4 ",
+        ),
+        (
+            {"num_kv_shared_layers": 31},
+            "num_kv_shared_layers = 31 in its config.json: the first 0 ",
+        ),
+        (
+            {"vocab_size_per_layer_input": 9},
+            "vocab_size_per_layer_input = 9 .* vocab_size = 262144",
+        ),
+        ({"enable_moe_block": True}, "num_experts = None in its config.json"),
+        ({"head_dim": 20}, "head_dim = 20, and vLLM's CPU build"),
+        ({"global_head_dim": 500}, "head_dim = 500, and vLLM's CPU build"),
+        ({"global_head_dim": 31}, "head_dim = 31 must be even"),
+        (
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "num_attention_heads = 8 is not a multiple of num_key_value_heads = 3",
+        ),
+    ],
+)
+def test_sizes_of_gemma4_that_cannot_be_are_refused(values, named):
+    families.check_supported(AutoConfig.for_model("gemma4_text"), "policy.model = x", device="cpu")
+    config = AutoConfig.for_model("gemma4_text", **values)
+    with pytest.raises(UserError, match=f"policy.model = x: {named}"):
+        families.check_supported(config, "policy.model = x", device="cpu")
+
+
+def test_the_size_of_an_engine_fits_all_layers_of_gemma4():
+    sizes = {"num_key_value_heads": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
+    config = AutoConfig.for_model("gemma4_text", num_attention_heads=24, **sizes)
+    assert families.divided(config)["num_global_key_value_heads"] == 2
+    families.check_supported(config, "policy.model = x", tensor_parallel=4)
+    with pytest.raises(
+        UserError, match="num_key_value_heads = 8, 2 of .* use one of 1, 2, 4, 8, 24"
+    ):
+        families.check_supported(config, "policy.model = x", tensor_parallel=3)
 
 
 def test_a_length_at_which_engine_and_trainer_differ_is_refused():

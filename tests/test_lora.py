@@ -250,7 +250,7 @@ def read_back(mesh, folder, cfg):
     return {n: whole(p) for n, p in policy.model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma4_text"])
 def test_peft_reads_the_adapter_and_merges_it_alike(tmp_path, family):
     folder = tiny.make(tmp_path / "m", family, dtype=torch.float64)
     cfg = config_of(folder)

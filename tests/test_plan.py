@@ -14,6 +14,7 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -224,6 +225,18 @@ SHORT = {
     "num_key_value_heads": 2,
     "vocab_size": 256,
 }
+LIKE_31B = {
+    "num_hidden_layers": 18,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
+EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
 
 
 @pytest.mark.parametrize(
@@ -232,6 +245,9 @@ SHORT = {
         (Qwen3Config(**SHORT), (2, 4)),
         (Gemma2Config(**SHORT), (3, 5)),  # every second layer a window
         (Gemma3TextConfig(**SHORT), (7, 13)),  # every sixth layer none
+        (Gemma4TextConfig(**SHORT, num_kv_shared_layers=6, use_double_wide_mlp=True), (13, 13)),
+        (Gemma4TextConfig(**SHORT | LIKE_31B), (6, 12)),  # heads of two sizes
+        (Gemma4TextConfig(**SHORT | LIKE_31B | EXPERTS), (6, 12)),
         (Qwen3MoeConfig(**SHORT, decoder_sparse_step=2), (3, 5)),
         (Glm4MoeConfig(**SHORT, first_k_dense_replace=3), (5, 7)),
     ],
@@ -241,6 +257,13 @@ def test_parameters_are_counted_from_a_few_layers(config, few_and_more):
     model = build.make_meta_model(config, torch.float32, score=False)
     assert read_shape(config).parameters == sum(p.numel() for p in model.parameters())
     assert layer_counts(config) == few_and_more
+
+
+def test_experts_beside_an_mlp_are_counted():
+    shape = read_shape(Gemma4TextConfig(**SHORT | LIKE_31B | EXPERTS, intermediate_size=96))
+    assert (shape.experts, shape.experts_of_token, shape.expert) == (4, 2, 32)
+    assert shape.expert_parameters == 4 * 3 * 32 * SHORT["hidden_size"]
+    assert shape.feed_forward == 96
 
 
 def workload_of(name="Qwen3-8B", num_gpus=8, **settings):

@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 import tiny
 from harness import RankFailed, ranks, two_at_once
@@ -35,6 +36,7 @@ from minirl.model.loading import fill_shard, open_weights
 from minirl.parallel.fsdp import local_region
 from minirl.policy import Policy
 from minirl.rewards.functions import make_rewards
+from minirl.rollout import vllm_patches
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.num_seqs import resolve_num_seqs
 from minirl.rollout.refit import Refit
@@ -45,13 +47,22 @@ ENGINE = {"max_model_len": 64, "max_num_seqs": 16, "kv_cache_gb": 0.02}
 
 def old_engine_refuses(family):
     """The CPU build of vLLM 0.26 has no place for a mixture's experts that a refit could write
-    to."""
+    to, and Gemma 4's layers are of more than one size."""
     old = version(packages_distributions()["vllm"][0]).startswith("0.26.")
+    why = "layers of one size only" if family == "gemma4_text" else "keeps expert weights"
     return (
-        pytest.raises(RankFailed, match="keeps expert weights")
+        pytest.raises(RankFailed, match=why)
         if old and ALL_FAMILIES[family].experts
         else contextlib.nullcontext()
     )
+
+
+def test_an_engine_that_knows_layers_of_one_size_names_a_version_that_does_not():
+    config = AutoConfig.for_model("gemma4_text")
+    with pytest.raises(RuntimeError, match="'head_dim' is a per-layer attribute") as caught:
+        config.head_dim  # noqa: B018  # what vLLM 0.26 reads
+    assert "install vLLM 0.32" in vllm_patches.remedy(caught.value)
+    assert vllm_patches.remedy(RuntimeError("no memory")) == ""
 
 
 def make_policy(folder, mesh):
@@ -147,6 +158,7 @@ def refit_program(mesh, a, b, tp, dtype):
         (2, 2, "qwen2_5_vl", False, "float32", None),
         (4, 2, "qwen3_vl", True, "bfloat16", ParallelConfig(tensor=2)),
         (2, 1, "glm4_moe", False, "bfloat16", None),  # its router's correction stays float32
+        (2, 2, "gemma4_text", True, "float32", None),  # with keys that are values, and shared ones
         (2, 2, "gpt_oss", False, "float32", None),  # one rank of an engine adds experts' biases
     ],
 )
@@ -309,7 +321,16 @@ FAMILIES = [
     name for name, family in ALL_FAMILIES.items() if not (family.not_on_cpu or family.no_engine)
 ]
 # Values that vLLM's classes have as constants, and a window that it takes otherwise than it is.
-FOR_ENGINE = {"gpt_oss": {"swiglu_limit": 7.0}, "cohere2": {"sliding_window": 64}}
+FOR_ENGINE = {
+    "gpt_oss": {"swiglu_limit": 7.0},
+    "cohere2": {"sliding_window": 64},
+    # Keys and values of both kinds of layers are shared.
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": tiny.ALTERNATING["layer_types"] * 2,
+        "num_kv_shared_layers": 2,
+    },
+}
 # Two numbers of its activation are bfloat16 in vLLM.
 BOUNDS = {"apertus": 3e-3}
 

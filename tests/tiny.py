@@ -77,6 +77,27 @@ OWN = {
     },
     "gemma3_text": ALTERNATING
     | {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 20},
+    # What small ones have (inputs of each layer, shared keys and values), what large ones have (no
+    # matrix of values in some layers), and experts.
+    "gemma4_text": {
+        "num_hidden_layers": 3,
+        "layer_types": [*ALTERNATING["layer_types"], "full_attention"],
+        "sliding_window": 12,
+        "head_dim": 32,
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 1,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 264,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": True,
+    },
     "phi3": {"sliding_window": 12},
     "olmo3": ALTERNATING,
     "exaone4": ALTERNATING,

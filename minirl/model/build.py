@@ -33,6 +33,7 @@ from minirl.model import (
     experts,
     families,
     fused,
+    gemma4,
     loading,
     lora,
     mixtures,
@@ -406,6 +407,7 @@ def make_meta_model(config: PretrainedConfig, dtype: torch.dtype, *, score: bool
     for p in model.parameters():  # some families make a router's float32, whatever the dtype is
         p.data = p.data.to(dtype)
     delta_net.install(model)
+    gemma4.install(model)
     model.adapters = None
     model.routing = None
     model.shared = set()

@@ -32,6 +32,13 @@ _GEMMA = Family(
     head=lambda config: (1.0, config.final_logit_softcapping),
     fused=Fused(norm_offset=1.0, norm_wide=True),
 )
+_GEMMA4 = Family(
+    divided=(*DENSE, "num_global_key_value_heads", "vocab_size_per_layer_input", "num_experts"),
+    plan=plans.GEMMA4,
+    head=_GEMMA.head,
+    experts=FusedExperts(transposed=False),
+    fused=Fused(norm_wide=True, rotary=False),
+)
 _COHERE = Family(head=lambda config: (config.logit_scale, None), fused=_PARTIAL)
 _BY_FEATURES = Family(divided=(*FEATURES, "intermediate_size"))
 _GRANITE = Family(head=lambda config: (1 / config.logits_scaling, None))
@@ -85,6 +92,7 @@ FAMILIES = {
     "hyperclovax": Family(head=lambda config: (config.logits_scaling, None)),
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
+    "gemma4_text": _GEMMA4,
     "gemma3": Family(
         files={
             "model.language_model.": "language_model.model.",
@@ -223,13 +231,13 @@ def _check_engine_on_cpu(config: PretrainedConfig, where: str) -> None:
         f"device, or {_WITHOUT_ENGINE}",
     )
 
-    head_dim = sizes.head_dim(config.get_text_config().to_dict())
-    require(
-        head_dim in _HEAD_DIMS_ON_CPU,
-        f"{where}: head_dim = {head_dim}, and vLLM's CPU build has attention for "
-        f"{', '.join(map(str, _HEAD_DIMS_ON_CPU))} alone; take another model, or another "
-        "policy.scratch.head_dim",
-    )
+    for head_dim in sizes.of_layers(config.get_text_config().to_dict(), "head_dim"):
+        require(
+            head_dim in _HEAD_DIMS_ON_CPU,
+            f"{where}: head_dim = {head_dim}, and vLLM's CPU build has attention for "
+            f"{', '.join(map(str, _HEAD_DIMS_ON_CPU))} alone; take another model, or another "
+            "policy.scratch.head_dim",
+        )
 
 
 def _check_engine_values(config: PretrainedConfig, where: str) -> None:
@@ -246,26 +254,28 @@ def _check_engine_values(config: PretrainedConfig, where: str) -> None:
 
 def _check_heads(config: PretrainedConfig, where: str, tensor_parallel: int) -> None:
     """Refuse numbers of heads that do not fit one another or the ranks of an engine."""
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    kv_heads = text.num_key_value_heads
-    require(
-        heads % kv_heads == 0,
-        f"{where}: num_attention_heads = {heads} is not a multiple of "
-        f"num_key_value_heads = {kv_heads}",
-    )
+    values = config.get_text_config().to_dict()
+    heads = values["num_attention_heads"]
+    all_kv_heads = sizes.of_layers(values, "num_key_value_heads")
+    named = ", ".join(map(str, all_kv_heads))
+    for kv_heads in all_kv_heads:
+        require(
+            heads % kv_heads == 0,
+            f"{where}: num_attention_heads = {heads} is not a multiple of "
+            f"num_key_value_heads = {kv_heads}",
+        )
 
     # vLLM gives each rank whole heads. Key-value heads are split or, where there are fewer of them
     # than ranks, replicated.
     works = [
         n
         for n in range(1, heads + 1)
-        if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+        if heads % n == 0 and all(kv % n == 0 or n % kv == 0 for kv in all_kv_heads)
     ]
     require(
         tensor_parallel in works,
         f"engine.tensor_parallel_size = {tensor_parallel} does not divide "
-        f"num_attention_heads = {heads} and num_key_value_heads = {kv_heads} of {where}; "
+        f"num_attention_heads = {heads} and num_key_value_heads = {named} of {where}; "
         f"use one of {', '.join(map(str, works))}",
     )
 
@@ -307,8 +317,9 @@ def _check_config(config: PretrainedConfig, where: str) -> None:
         f"{where} is quantised; train the unquantised checkpoint",
     )
 
+    bidirectional = values.get("use_bidirectional_attention")
     require(
-        not values.get("use_bidirectional_attention"),
+        not bidirectional or (bidirectional == "vision" and not reads_images(config)),
         f"{where}: use_bidirectional_attention is set, and tokens would see the future; "
         "packed attention is causal",
     )
@@ -333,12 +344,18 @@ def _check_config(config: PretrainedConfig, where: str) -> None:
 def divided(config: PretrainedConfig) -> dict[str, int]:
     """Return what parallel.tensor splits: config values, or products of them, by their names."""
     text = config.get_text_config()
-    head_dim = sizes.head_dim(text.to_dict())
+    values = text.to_dict()
+    kv_heads = sizes.of_layers(values, "num_key_value_heads")
+    known = {
+        "head_dim": sizes.head_dim(values),
+        "num_key_value_heads": kv_heads[0],
+        "num_global_key_value_heads": kv_heads[-1],  # of layers without a window
+    }
     found = {}
     for product in ("vocab_size", *FAMILIES[config.model_type].divided):
-        found[product] = math.prod(
-            head_dim if name == "head_dim" else getattr(text, name) for name in product.split(" * ")
-        )
+        factors = [known.get(name) or getattr(text, name) for name in product.split(" * ")]
+        if None not in factors:  # a dense model of a family that has mixtures, too
+            found[product] = math.prod(factors)
     return found
 
 
@@ -404,6 +421,12 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
             if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(part, name, 0.0)
     return config
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Return whether layers have experts, as some models of Gemma 4 have and others have not."""
+    is_on = config.get_text_config().to_dict().get("enable_moe_block", True)
+    return is_on and FAMILIES[config.model_type].experts is not None
 
 
 def windowed(config: PretrainedConfig) -> bool:

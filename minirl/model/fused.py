@@ -329,7 +329,7 @@ def install(model: Any, kernels: Kernels) -> None:
     fused = families.FAMILIES[model.config.model_type].fused
     for module in model.modules():
         kind = type(module).__name__
-        if kind.endswith("RMSNorm"):
+        if kind.endswith("RMSNorm") and "weight" in module._parameters:
             module.forward = _norm(module, kernels, fused)
         elif kind.endswith("MLP") and "gate_proj" in module._modules:
             activation = ACTIVATIONS.get(type(module.act_fn))

@@ -6,7 +6,7 @@ from transformers import PretrainedConfig
 
 from minirl.config.policy import ParallelConfig
 from minirl.errors import require
-from minirl.model.families import FAMILIES
+from minirl.model.families import FAMILIES, has_experts
 
 # What configs call the number of experts of a layer.
 NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -48,7 +48,7 @@ def experts_of_token(text: Any) -> int:
     Raises:
         UserError: not the same number in each layer.
     """
-    number = text.num_experts_per_tok
+    number = text.to_dict().get("top_k_experts") or text.num_experts_per_tok
     if isinstance(number, int):
         return number
     require(
@@ -61,7 +61,7 @@ def experts_of_token(text: Any) -> int:
 
 def mixture_of(config: PretrainedConfig) -> Mixture | None:
     """Return the sizes of a mixture, None for a model without experts."""
-    if FAMILIES[config.model_type].experts is None:
+    if not has_experts(config):
         return None
     text = config.get_text_config()
     values = text.to_dict()

@@ -34,6 +34,12 @@ HUNYUAN_MOE = {
     "model.layers.*.mlp.shared_mlp.up_proj": "colwise",
     "model.layers.*.mlp.shared_mlp.down_proj": "rowwise",
 }
+GEMMA4 = {
+    "model.embed_tokens_per_layer": "embedding",
+    "model.layers.*.router": "router_alone",
+    "model.layers.*.router.proj": "whole",
+    "model.layers.*.experts": "experts_alone",
+}
 GPT_OSS = {
     "model.layers.*.self_attn": "heads",  # its sinks
     **{f"model.layers.*.{name}": style for name, style in _ATTENTION.items()},

@@ -186,7 +186,7 @@ class Routing:
 
 def is_mixture(config: PretrainedConfig) -> bool:
     """Return whether a model has mixtures of experts."""
-    return families.FAMILIES[config.model_type].experts is not None
+    return families.has_experts(config)
 
 
 def check(config: PretrainedConfig, cfg: PolicyConfig) -> None:

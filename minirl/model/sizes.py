@@ -32,7 +32,9 @@ _SIZES = (
     "intermediate_size",
     "head_dim",
     "max_position_embeddings",
+    "vocab_size_per_layer_input",
 )
+_OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")  # Gemma 4's.
 
 
 def check(values: dict, where: str) -> None:
@@ -45,9 +47,12 @@ def check(values: dict, where: str) -> None:
     Raises:
         UserError: for the first.
     """
-    for name in _SIZES:
+    needed = ["hidden_size", "num_hidden_layers", "vocab_size"]
+    if values.get("enable_moe_block"):
+        needed += _OF_EXPERTS
+    for name in (*_SIZES, *_OF_EXPERTS):
         size = values.get(name)
-        if size is None and name not in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        if size is None and name not in needed:
             continue  # some families have no such size
         require(
             type(size) is int and 0 < size < 2**31,
@@ -63,14 +68,51 @@ def check(values: dict, where: str) -> None:
         f"num_hidden_layers = {layers}; make them equal",
     )
 
-    size = head_dim(values)
+    for size in of_layers(values, "head_dim"):
+        require(
+            size > 0 and size % 2 == 0,
+            f"{where}: head_dim = {size} must be even: rotary positions turn pairs of features; "
+            "use 32, 64 or 128",
+        )
+
+    _check_gemma4(values, where)
+
+
+def _check_gemma4(values: dict, where: str) -> None:
+    """Refuse what Gemma 4's layers cannot share with others; arguments are those of `check`."""
+    shared = values.get("num_kv_shared_layers") or 0
+    kinds = values.get("layer_types") or []
+    own = kinds[: max(0, len(kinds) - shared)]
     require(
-        size > 0 and size % 2 == 0,
-        f"{where}: head_dim = {size} must be even: rotary positions turn pairs of features; "
-        "use 32, 64 or 128",
+        set(own) == set(kinds),
+        f"{where}: num_kv_shared_layers = {shared} in its config.json: the first {len(own)} layers "
+        f"have keys and values, and not all kinds of layers ({', '.join(sorted(set(kinds)))}) are "
+        "among them; take the config.json that belongs to the weights",
+    )
+
+    rows = values.get("vocab_size_per_layer_input")
+    require(
+        not values.get("hidden_size_per_layer_input") or rows >= values["vocab_size"],
+        f"{where}: vocab_size_per_layer_input = {rows} in its config.json is below vocab_size = "
+        f"{values['vocab_size']}, and some tokens would have no inputs of layers; take the "
+        "config.json that belongs to the weights",
     )
 
 
 def head_dim(values: dict) -> int:
     """Return the size of a head, by the values of a config."""
     return values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+
+
+def of_layers(values: dict, name: str) -> list[int]:
+    """Return the values that a size has in the layers of a model, each once.
+
+    The library keeps what differs from the config's own value, which comes first, by layers.
+
+    Args:
+        values: of the config of the language model.
+        name: head_dim or num_key_value_heads.
+    """
+    own = head_dim(values) if name == "head_dim" else values[name]
+    layers = (values.get("per_layer_config") or {}).values()
+    return list(dict.fromkeys([own, *(layer[name] for layer in layers if name in layer)]))

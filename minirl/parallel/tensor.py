@@ -35,7 +35,8 @@ from minirl.parallel.redistribute import move, own_parts
 # Names of a linear's adapter (model/lora.py), [rank, in] and [out, rank].
 LORA_A = "lora_A"
 LORA_B = "lora_B"
-REPLICABLE = "num_key_value_heads"  # Where they are fewer than ranks, each is on several.
+# Where they are fewer than ranks, each is on several.
+REPLICABLE = ("num_key_value_heads", "num_global_key_value_heads")
 # Dimensions of hidden states [1, T, H].
 TOKENS = 1
 FEATURES = 2
@@ -231,6 +232,24 @@ def _experts(module: Any, tp: TensorParallel) -> Forward:
     return forward
 
 
+def _router_alone(module: Any, tp: TensorParallel) -> Forward:
+    """Let a router see all tokens, [T, H], where no block around it and its experts does."""
+    router = _whole(module, tp)
+    return lambda hidden: router(tp.copy_to_region(hidden[None]).squeeze(0))
+
+
+def _experts_alone(module: Any, tp: TensorParallel) -> Forward:
+    """Do as `_experts`, behind `_router_alone`: some tokens in, and summed over ranks out."""
+    is_divided = all(isinstance(p, DTensor) for p in module._parameters.values())  # over EP ranks
+    mixture = module.forward if is_divided else _experts(module, tp)
+
+    def forward(hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        x = tp.copy_to_region(hidden[None]).squeeze(0)
+        return tp.reduce_from_region(mixture(x, indices, weights)[None]).squeeze(0)
+
+    return forward
+
+
 EXPERTS = "moe_tp_experts"
 STYLES: dict[str, Style] = {
     "embedding": _embedding,
@@ -245,6 +264,8 @@ STYLES: dict[str, Style] = {
     "heads": _column,
     # Those of model/plans.py.
     "whole": _whole,
+    "router_alone": _router_alone,
+    "experts_alone": _experts_alone,
     "delta_net": _delta_net,
     "parts": _parts,
     "colwise_parts": _column_parts,
@@ -268,7 +289,7 @@ def check_divides(divided: dict[str, int], size: int) -> None:
     """
     name = _find_undivided(divided, size)
     if name:
-        also = ", nor is it a multiple of it" if name == REPLICABLE else ""
+        also = ", nor is it a multiple of it" if name in REPLICABLE else ""
         usable = [str(n) for n in range(1, size) if not _find_undivided(divided, n)]
         raise UserError(
             f"parallel.tensor = {size} does not divide {name} = {divided[name]}{also}; "
@@ -279,7 +300,7 @@ def check_divides(divided: dict[str, int], size: int) -> None:
 def _find_undivided(divided: dict[str, int], size: int) -> str | None:
     """Return the first name whose value `size` does not divide, None if it divides all."""
     for name, value in divided.items():
-        if value % size and (name != REPLICABLE or size % value):
+        if value % size and (name not in REPLICABLE or size % value):
             return name
     return None
 
@@ -330,10 +351,9 @@ def apply(model: Any, tp: TensorParallel, plan: dict[str, str]) -> None:
         in_plan = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
         styles[name] = outer.get(module, in_plan)
     blocks = _Blocks(styles)
-    num_kv_heads = model.config.get_text_config().num_key_value_heads
 
     for name, module in model.named_modules():
-        style = _find_style(name, module, styles[name], blocks, num_kv_heads, tp)
+        style = _find_style(name, module, styles[name], blocks, model, tp)
         if style:
             module.forward = style(module, tp)
         if name in blocks.all:
@@ -356,7 +376,7 @@ def _find_style(
     module: nn.Module,
     style: str,
     blocks: _Blocks,
-    num_kv_heads: int,
+    model: Any,
     tp: TensorParallel,
 ) -> Style | None:
     """Return how to shard a module, None if it has no parameters of its own.
@@ -366,9 +386,10 @@ def _find_style(
     if style == EXPERTS and all(isinstance(p, DTensor) for p in module._parameters.values()):
         return None  # expert parallelism has divided them (experts.py)
     block = blocks.around(name)
-    is_key_or_value = style == "colwise" and name.endswith(("k_proj", "v_proj"))
-    if is_key_or_value and num_kv_heads < tp.group.size():
-        return partial(_one_head_column, num_heads=num_kv_heads)
+    if style == "colwise" and name.endswith(("k_proj", "v_proj")):
+        num_heads = module.out_features // model.get_submodule(block).head_dim
+        if num_heads < tp.group.size():
+            return partial(_one_head_column, num_heads=num_heads)
     if style == "rowwise" and block in blocks.mixtures:
         return _row_sums  # the mixture around it sums its whole output over ranks
     if style in STYLES:

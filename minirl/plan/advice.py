@@ -11,6 +11,7 @@ from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import PairsConfig, SupervisedConfig
 from minirl.model import families
+from minirl.model.sizes import of_layers
 from minirl.plan.cards import Card
 from minirl.plan.estimate import CHECKPOINTING, Models, by_formulas
 from minirl.plan.planner import Plan, could_share_base
@@ -159,14 +160,14 @@ def _tensor_sizes(workload: Workload, gpus_per_node: int) -> list[int]:
 
 def _engine_sizes(workload: Workload, gpus_per_node: int) -> list[int]:
     """Return sizes of `engine.tensor_parallel_size` that divide the model, ranks and a node."""
-    text = workload.policy.model.get_text_config()
-    heads = text.num_attention_heads
-    kv_heads = text.num_key_value_heads
+    values = workload.policy.model.get_text_config().to_dict()
+    heads = values["num_attention_heads"]
+    all_kv_heads = of_layers(values, "num_key_value_heads")
     return [
         size
         for size in SIZES
         if heads % size == 0
-        and (kv_heads % size == 0 or size % kv_heads == 0)
+        and all(kv % size == 0 or size % kv == 0 for kv in all_kv_heads)
         and workload.world_size % size == 0
         and gpus_per_node % size == 0
     ]

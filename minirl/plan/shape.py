@@ -13,6 +13,7 @@ from minirl.config.rl import section_of
 from minirl.model import build
 from minirl.model.freeze import frozen_names, patterns_of
 from minirl.model.mixtures import experts_of_token
+from minirl.model.sizes import head_dim
 from minirl.plan.adapted import PACKED_BYTES, AdapterCounts, Adapters, names_layers
 
 
@@ -129,15 +130,19 @@ def read_shape(
     num_experts = larger.num_experts
     shared = values.get("shared_expert_intermediate_size") or 0
     shared += (values.get("n_shared_experts") or 0) * expert_width
+    # Of Gemma 4's layers that share keys and values, the last ones.
+    times = 2 if values.get("use_double_wide_mlp") and values.get("num_kv_shared_layers") else 1
     if text.model_type == "hunyuan_v1_moe":
         shared = expert_width  # no value of its config says that there is one
+    if text.model_type == "gemma4_text":
+        shared = values["intermediate_size"] * times
     return Shape(
         num_layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         heads=text.num_attention_heads,
-        kv_heads=text.num_key_value_heads,
-        head_dim=values.get("head_dim") or text.hidden_size // text.num_attention_heads,
-        feed_forward=shared if num_experts else values["intermediate_size"],
+        kv_heads=values["num_key_value_heads"],
+        head_dim=head_dim(values),
+        feed_forward=shared if num_experts else values["intermediate_size"] * times,
         experts=num_experts,
         experts_of_token=experts_of_token(text) if num_experts else 0,
         expert=expert_width if num_experts else 0,
@@ -237,12 +242,15 @@ def layer_counts(config: PretrainedConfig) -> tuple[int, int]:
     The layers between the two are as the rest of the model's: its first layers may be dense where
     the others are mixtures, and every sixth may see no window. One layer is too few, because FSDP
     gathers the next one while one computes. A model that is as small as that is taken whole: then
-    both are its number of layers.
+    both are its number of layers. So is one with inputs of each layer, for which its embedding has
+    columns, or with layers that share keys and values, which are its last ones.
     """
     values = config.get_text_config().to_dict()
+    num_layers = values["num_hidden_layers"]
+    if values.get("hidden_size_per_layer_input") or values.get("num_kv_shared_layers"):
+        return num_layers, num_layers
     first = values.get("first_k_dense_replace") or 0
     period = math.lcm(values.get("decoder_sparse_step") or 1, _period(values.get("layer_types")))
-    num_layers = values["num_hidden_layers"]
     few = first + max(2, period)
     few += (num_layers - few) % period  # so that whole periods are left
     more = few + max(2, period)
@@ -259,6 +267,9 @@ def cut(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
     values = text.to_dict()
     if values.get("layer_types"):
         text.layer_types = values["layer_types"][:num_layers]
+    if values.get("per_layer_config"):
+        of_layers = {int(layer): own for layer, own in values["per_layer_config"].items()}
+        text.per_layer_config = {i: own for i, own in of_layers.items() if i < num_layers}
     return config
 
 
@@ -286,7 +297,7 @@ class _Counts:
         self.num_experts = 0
         self.head_norms = False
         for name, p in last.named_parameters():
-            if ".experts." in name and p.ndim == 3:  # fused
+            if ".experts." in f".{name}" and p.ndim == 3:  # fused
                 self.of_experts += p.numel()
                 self.num_experts = len(p)
             if name.endswith("q_norm.weight"):

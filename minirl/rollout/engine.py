@@ -151,7 +151,7 @@ class RolloutEngine:
             except (ValueError, RuntimeError) as error:
                 raise UserError(
                     f"the vLLM engine did not start with engine.* = {self.cfg} for {folder}: "
-                    f"{error}{self._memory_report()}"
+                    f"{error}{vllm_patches.remedy(error)}{self._memory_report()}"
                 ) from error
 
     def _memory_report(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from minirl.errors import UserError, require
 from minirl.parallel.mesh import Mesh
@@ -217,7 +217,9 @@ def _activate(x: Tensor, activation: str) -> Tensor:
         gate = x[..., ::2].clamp(max=7.0)
         up = x[..., 1::2].clamp(-7.0, 7.0)
         return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-    if activation != "silu":
-        raise NotImplementedError(f"experts with the activation {activation} in vLLM's CPU build")
     gate, up = x.chunk(2, dim=-1)
-    return silu(gate) * up
+    if activation == "silu":
+        return silu(gate) * up
+    if activation == "gelu_tanh":
+        return gelu(gate, approximate="tanh") * up
+    raise NotImplementedError(f"experts with the activation {activation} in vLLM's CPU build")
