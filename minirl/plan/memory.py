@@ -11,10 +11,12 @@ import torch
 
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model import nf4
+from minirl.model.attention_blocks import CHUNK
 from minirl.model.logprob import CHUNK_BYTES
 from minirl.plan import kinds
 from minirl.plan.adapted import PACKED_BYTES, Adapters
 from minirl.plan.cards import Card
+from minirl.plan.delta_nets import DeltaNets
 from minirl.plan.load import Load, LossName
 from minirl.plan.shape import Shape
 from minirl.policy import WHOLE_GRADIENT_BYTES
@@ -31,6 +33,7 @@ class PerRow(NamedTuple):
     heads: float  # Of the widths of queries and keys.
     head_norms: float  # Of the same, where queries and keys are normed.
     merged: float  # Of the queries' width, in rows that see a prompt which others see, too.
+    output_gate: float  # Of the queries' width, where attention has a gate behind it.
     gate: float  # Of the width of the gated product.
     expert_hidden: float  # Of the hidden size, for each expert of a token.
     expert: float  # Of the width of an expert, for each of a token.
@@ -38,11 +41,40 @@ class PerRow(NamedTuple):
 
 # What a layer keeps from forward to backward, by activation checkpointing; without any, by kernels.
 KEPT = {
-    "liger": PerRow(2, 2, 2, 1, 0, 3, 2, 4),
-    "torch": PerRow(2, 6, 2, 3, 0, 4, 2, 4),
-    "selective": PerRow(2, 1, 2, 0, 1, 2, 1, 2),
-    "full": PerRow(0, 1, 0, 0, 0, 0, 0, 0),
+    "liger": PerRow(2, 2, 2, 1, 0, 2, 3, 2, 4),
+    "torch": PerRow(2, 6, 2, 3, 0, 2, 4, 2, 4),
+    "selective": PerRow(2, 1, 2, 0, 1, 1, 2, 1, 2),
+    "full": PerRow(0, 1, 0, 0, 0, 0, 0, 0, 0),
 }
+
+
+class PerStateRow(NamedTuple):
+    """Elements for each row of a gated delta net, in multiples of its widths.
+
+    They are those of the kernels of flash-linear-attention and causal-conv1d.
+    """
+
+    hidden: float  # Of the hidden size, beyond those of `PerRow`.
+    mixed: float  # Of queries, keys and values as they are convolved.
+    keys: float  # Of the keys of all heads of values.
+    values: float  # Of the width of values.
+    in_chunk: float  # Of the rows of a chunk, for each head.
+    states: float  # Of the states of a chunk, over its rows.
+    initial: float = 0.0  # Of the states that an answer begins with, over its rows.
+
+
+# What a gated delta net keeps. Its gated norm is torch's: float32 copies of output and gate.
+EVERY_STATE = PerStateRow(0, 1, 2, 10, 1.1, 0, 2)
+KEPT_STATE = {
+    "liger": EVERY_STATE,
+    "torch": EVERY_STATE,
+    "selective": PerStateRow(0, 1, 0, 1, 0, 0),
+    "full": PerStateRow(0, 0, 0, 0, 0, 0),
+}
+# What it holds while the kernels of the rule compute, and what it adds to what it has kept in the
+# backward of its gated norm.
+IN_FORWARD = PerStateRow(0, 2, 5, 5, 1, 1, 4)
+IN_BACKWARD = PerStateRow(5, 0, 0, 12, 0, 0)
 
 
 # Linears by what they read: a normed hidden state, which each block has, or a gated product.
@@ -76,6 +108,7 @@ class Rows:
         in_loss: N.
         merged: share of T whose attention is merged of two blocks of keys: rows that see a prompt
             which others see, too.
+        behind_prompt: answers for each of T that begin with the state behind such a prompt.
     """
 
     def __init__(self, load: Load, context: int):
@@ -84,6 +117,7 @@ class Rows:
         self.all = num_rows / context
         self.in_loss = num_in_loss / context
         self.merged = num_in_loss / num_rows if load.samples > 1 else 0.0
+        self.behind_prompt = load.num_answers / num_rows if load.samples > 1 else 0.0
         if context > 1:  # What other ranks hold is merged, too.
             self.merged = 1.5
 
@@ -131,6 +165,8 @@ class Memory:
         self.head_gradient = 0.0 if shape.frozen.head else self.head
         self.root_gradient = shape.root_trained_parameters / self.tensor
         self.layer = shape.layer_parameters / self.tensor - self.elsewhere
+        self.in_layers = (shape.parameters - shape.root_parameters) / self.tensor
+        self.in_layers -= self.elsewhere * shape.num_layers
         self.layer_bytes = self.layer * self.element
         self.layer_trained = self.layer
         self.experts = shape.expert_parameters / self.tensor - self.elsewhere
@@ -160,8 +196,31 @@ class Memory:
             largest = adapters.largest * (1 - away)
             self.dequantised = largest * (self.element + WIDE / nf4.BLOCK)
 
+    def per_row_of_all(self, kept: PerRow, kept_state: PerStateRow) -> float:
+        """Return bytes for each row of all layers: those with attention, and gated delta nets."""
+        shape = self.job.shape
+        of_attention = self.per_row(kept)
+        if shape.delta_nets is None:
+            return shape.num_layers * of_attention
+        without = kept._replace(heads=0, head_norms=0, merged=0, output_gate=0)
+        of_delta_net = self.per_row(without) + self._per_state_row(shape.delta_nets, kept_state)
+        num_delta_nets = shape.delta_nets.num_layers
+        return shape.attention_layers * of_attention + num_delta_nets * of_delta_net
+
+    def _per_state_row(self, nets: DeltaNets, kept: PerStateRow) -> float:
+        """Return bytes for each row of a gated delta net."""
+        split = (
+            kept.mixed * nets.mixed
+            + kept.keys * nets.keys
+            + kept.values * nets.values
+            + kept.in_chunk * nets.heads * CHUNK
+            + kept.states * nets.states / CHUNK
+            + kept.initial * nets.states * self.rows.behind_prompt
+        )
+        return self.element * (kept.hidden * self.job.shape.hidden + split / self.tensor)
+
     def per_row(self, kept: PerRow) -> float:
-        """Return bytes for each row of a layer."""
+        """Return bytes for each row of a layer with attention."""
         shape = self.job.shape
         heads = shape.queries + shape.keys
         between = self.tensor if self.job.parallel.sequence else 1
@@ -169,6 +228,7 @@ class Memory:
             kept.heads * heads
             + kept.head_norms * heads * shape.head_norms
             + kept.merged * shape.queries * self.rows.merged
+            + kept.output_gate * shape.queries * shape.output_gate
             + kept.gate * shape.feed_forward
         )
         for_experts = kept.expert_hidden * shape.hidden + kept.expert * shape.expert
@@ -236,10 +296,18 @@ class Memory:
         of_row = KEPT[self.job.checkpointing]
         kept = self.per_row(of_row) * self.rows.all
         # What was kept of experts is let go of while they are computed again.
-        let_go = self._of_experts(of_row.expert_hidden, of_row.expert)
+        let_go = self.of_experts(of_row.expert_hidden, of_row.expert)
         if self.job.shape.adapters:  # whose products need them
             let_go = 0.0
         return kept, max(0.0, everything - kept - let_go)
+
+    def _kept_in_all(self) -> float:
+        """Return the bytes that all layers keep."""
+        which = self._keeps()
+        of_row = self.per_row_of_all(KEPT[which], KEPT_STATE[which])
+        if self.job.checkpointing == "off":
+            of_row -= self._not_kept() * self.job.shape.num_layers
+        return of_row * self.rows.all
 
     def _not_kept(self) -> float:
         """Return bytes for each row of a layer's inputs that no gradient of a weight needs."""
@@ -271,11 +339,11 @@ class Memory:
         """Return what is alive at the start of forward, in its layers, and at its end."""
         shape = self.job.shape
         hidden = shape.hidden * self.rows.all * self.element
-        kept, _ = self._kept()
         base = self._state()
         if keeps and self.job.load.num_micro > 1:
             base[kinds.GRADIENTS] = self.gradient
-        activations = kept * shape.num_layers if keeps else 0.0
+        activations = self._kept_in_all() if keeps else 0.0
+        which = self._keeps() if keeps else "full"
         root = self.root * self.element
         start = {
             **base,
@@ -289,6 +357,19 @@ class Memory:
             kinds.GATHERED: root + self._gathered_layers(3),
             kinds.ACTIVATIONS: 2 * hidden + self.merged + self.dequantised,
         }
+        # So it is in the last but one, when those before it keep theirs.
+        kept, _ = self._kept()
+        before_last = {
+            **first_layers,
+            kinds.ACTIVATIONS: 2 * hidden + max(0.0, activations - kept),
+        }
+        # If that has a gated delta net, the layer behind it is not there yet when it computes.
+        of_delta_net = self._of_delta_net(IN_FORWARD) - self._of_delta_net(KEPT_STATE[which])
+        in_delta_net = {
+            **before_last,
+            kinds.GATHERED: root + self._gathered_layers(2),
+            kinds.ACTIVATIONS: before_last[kinds.ACTIVATIONS] + of_delta_net,
+        }
         last_layers = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(2),
@@ -300,12 +381,12 @@ class Memory:
             kinds.ACTIVATIONS: hidden * (1 + keeps) + activations + self._in_loss(),
             kinds.HEAD: (2 if self.head else 1) * self.chunk(),
         }
-        return [start, first_layers, last_layers, end]
+        return [start, first_layers, before_last, in_delta_net, last_layers, end]
 
     def _in_last_layer(self, *, keeps: bool) -> float:
         """Return the bytes that the last layer holds in forward beside what it keeps."""
         merging = self.merged + self.dequantised
-        one = self._of_experts(1, 0)
+        one = self.of_experts(1, 0)
         if not self.job.shape.experts:
             return merging + self._not_kept() * self.rows.all
         combined = 2 * one  # What experts return, masked and in the order of tokens.
@@ -314,14 +395,19 @@ class Memory:
         # Rows of experts and their first product, both masked, too, beside the merged weights; and
         # these rows as they have come from other ranks.
         come = one * bool(self.elsewhere)
-        widest = come + max(self._of_experts(2, 4) + self.merged, one + merging)
+        widest = come + max(self.of_experts(2, 4) + self.merged, one + merging)
         of_row = KEPT[self._keeps()]
-        already = self._of_experts(of_row.expert_hidden, of_row.expert) if keeps else 0.0
+        already = self.of_experts(of_row.expert_hidden, of_row.expert) if keeps else 0.0
         return max(combined, widest - already)
 
-    def _of_experts(self, hidden: float, expert: float) -> float:
+    def of_experts(self, hidden: float, expert: float) -> float:
         """Return the bytes of so many tensors of rows of experts, by their width."""
-        return self.per_row(PerRow(0, 0, 0, 0, 0, 0, hidden, expert)) * self.rows.all
+        return self.per_row(PerRow(0, 0, 0, 0, 0, 0, 0, hidden, expert)) * self.rows.all
+
+    def _of_delta_net(self, held: PerStateRow) -> float:
+        """Return the bytes that a gated delta net holds; 0: there are none."""
+        nets = self.job.shape.delta_nets
+        return self._per_state_row(nets, held) * self.rows.all if nets else 0.0
 
     def _keeps(self) -> str:
         """Return the key in `KEPT`."""
@@ -339,13 +425,15 @@ class Memory:
         base = self._state()
         base[kinds.GRADIENTS] = self.gradient if self.job.load.num_micro > 1 else 0.0
         kept, recomputed = self._kept()
+        in_all = self._kept_in_all()
+        let_go = kept if self.job.checkpointing == "off" else 0.0  # Of the last layer.
         hidden = shape.hidden * self.rows.all * self.element
         root = self.root * self.element
         chunk = self.chunk()
         head = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(1),
-            kinds.ACTIVATIONS: hidden + kept * shape.num_layers + 2 * self._in_loss(),
+            kinds.ACTIVATIONS: hidden + in_all + 2 * self._in_loss(),
             kinds.HEAD: (1.5 if self.head else 2) * chunk + self.head_gradient * WIDE,
         }
         cast = {**head, kinds.HEAD: self.head_gradient * (WIDE + self.element)}
@@ -353,7 +441,7 @@ class Memory:
         last_layer = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(2),
-            kinds.ACTIVATIONS: hidden + kept * shape.num_layers + recomputed + self._gradients(),
+            kinds.ACTIVATIONS: hidden + in_all + recomputed + self._gradients(),
             kinds.HEAD: self.head_gradient * self.element,
             kinds.GRADIENTS: base[kinds.GRADIENTS] + self._layer_gradients(),
         }
@@ -362,7 +450,7 @@ class Memory:
         layers = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(2),
-            kinds.ACTIVATIONS: hidden + kept * self._layers_kept() + recomputed + self._gradients(),
+            kinds.ACTIVATIONS: hidden + in_all - let_go + recomputed + self._gradients(),
             kinds.HEAD: self.head_gradient * self.element,
             kinds.GRADIENTS: base[kinds.GRADIENTS]
             + self._layer_gradients()
@@ -379,12 +467,22 @@ class Memory:
             + (both - self.head_gradient) * self.element
             + self.root_gradient * WIDE,
         }
-        return [head, cast, last_layer, layers, end]
+        if shape.delta_nets is None:
+            return [head, cast, last_layer, layers, end]
+        delta_net = {
+            **layers,
+            kinds.ACTIVATIONS: hidden + in_all - kept + self._in_backward_of_delta_net(),
+        }
+        return [head, cast, last_layer, layers, delta_net, end]
 
-    def _layers_kept(self) -> int:
-        """Return how many layers still keep their activations when the fullest one computes."""
-        num_layers = self.job.shape.num_layers
-        return num_layers - 1 if self.job.checkpointing == "off" else num_layers
+    def _in_backward_of_delta_net(self) -> float:
+        """Return the bytes that a layer holds in its gated norm's backward, beyond what it kept.
+
+        All that lies behind it in the layer has been let go of.
+        """
+        kept = KEPT[self._keeps()]._replace(heads=0, head_norms=0, merged=0, output_gate=0)
+        had = self.per_row(kept) * self.rows.all + self._of_delta_net(KEPT_STATE[self._keeps()])
+        return self._of_delta_net(EVERY_STATE) + self._of_delta_net(IN_BACKWARD) - had
 
     def _layer_gradients(self) -> float:
         """Return the bytes of gradients of a layer's largest matrices, before they are reduced."""
@@ -408,9 +506,9 @@ class Memory:
             # The gradients of A and B of the first product, which is computed for them, beside the
             # merged weights, when what comes behind it is let go of; or before any gradients of
             # the layer, of the second, whose weights are half as large; or weights are dequantised.
-            first = self.merged + self._of_experts(1, 2)
-            second = self.merged / 2 + self._of_experts(2, 2) - self._layer_gradients()
-            merging = self.merged + self.dequantised - self._of_experts(1, 2)
+            first = self.merged + self.of_experts(1, 2)
+            second = self.merged / 2 + self.of_experts(2, 2) - self._layer_gradients()
+            merging = self.merged + self.dequantised - self.of_experts(1, 2)
             return max(first, second, merging)
         one = (shape.hidden + feed_forward) * row
         if not shape.adapters.reads(GATED_INPUTS):
