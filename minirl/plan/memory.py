@@ -5,76 +5,32 @@ parameters, e the bytes of an element in `policy.dtype`.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.model import nf4
-from minirl.model.attention_blocks import CHUNK
 from minirl.model.logprob import CHUNK_BYTES
 from minirl.plan import kinds
 from minirl.plan.adapted import PACKED_BYTES, Adapters
 from minirl.plan.cards import Card
-from minirl.plan.delta_nets import DeltaNets
+from minirl.plan.kept import (
+    EVERY_STATE,
+    IN_BACKWARD,
+    IN_FORWARD,
+    KEPT,
+    KEPT_STATE,
+    PerRow,
+    PerStateRow,
+    RowBytes,
+    Rows,
+)
 from minirl.plan.load import Load, LossName
 from minirl.plan.shape import Shape
 from minirl.policy import WHOLE_GRADIENT_BYTES
 
 WIDE = 4  # Bytes of an element of masters, gradients and logits.
 AT_ONCE = 2**28  # Elements of stored state that are restored for a step at once.
-
-
-class PerRow(NamedTuple):
-    """Elements for each row of a layer, in multiples of its widths."""
-
-    hidden: float  # Of the hidden size.
-    between: float  # Of the hidden size, between blocks: sequence parallelism splits them.
-    heads: float  # Of the widths of queries and keys.
-    head_norms: float  # Of the same, where queries and keys are normed.
-    merged: float  # Of the queries' width, in rows that see a prompt which others see, too.
-    output_gate: float  # Of the queries' width, where attention has a gate behind it.
-    gate: float  # Of the width of the gated product.
-    expert_hidden: float  # Of the hidden size, for each expert of a token.
-    expert: float  # Of the width of an expert, for each of a token.
-
-
-# What a layer keeps from forward to backward, by activation checkpointing; without any, by kernels.
-KEPT = {
-    "liger": PerRow(2, 2, 2, 1, 0, 2, 3, 2, 4),
-    "torch": PerRow(2, 6, 2, 3, 0, 2, 4, 2, 4),
-    "selective": PerRow(2, 1, 2, 0, 1, 1, 2, 1, 2),
-    "full": PerRow(0, 1, 0, 0, 0, 0, 0, 0, 0),
-}
-
-
-class PerStateRow(NamedTuple):
-    """Elements for each row of a gated delta net, in multiples of its widths.
-
-    They are those of the kernels of flash-linear-attention and causal-conv1d.
-    """
-
-    hidden: float  # Of the hidden size, beyond those of `PerRow`.
-    mixed: float  # Of queries, keys and values as they are convolved.
-    keys: float  # Of the keys of all heads of values.
-    values: float  # Of the width of values.
-    in_chunk: float  # Of the rows of a chunk, for each head.
-    states: float  # Of the states of a chunk, over its rows.
-    initial: float = 0.0  # Of the states that an answer begins with, over its rows.
-
-
-# What a gated delta net keeps. Its gated norm is torch's: float32 copies of output and gate.
-EVERY_STATE = PerStateRow(0, 1, 2, 10, 1.1, 0, 2)
-KEPT_STATE = {
-    "liger": EVERY_STATE,
-    "torch": EVERY_STATE,
-    "selective": PerStateRow(0, 1, 0, 1, 0, 0),
-    "full": PerStateRow(0, 0, 0, 0, 0, 0),
-}
-# What it holds while the kernels of the rule compute, and what it adds to what it has kept in the
-# backward of its gated norm.
-IN_FORWARD = PerStateRow(0, 2, 5, 5, 1, 1, 4)
-IN_BACKWARD = PerStateRow(5, 0, 0, 12, 0, 0)
 
 
 # Linears by what they read: a normed hidden state, which each block has, or a gated product.
@@ -100,28 +56,6 @@ class Job:
     checkpointing: str  # off, selective or full.
 
 
-class Rows:
-    """How many rows a micro-batch has on a rank.
-
-    Attributes:
-        all: T.
-        in_loss: N.
-        merged: share of T whose attention is merged of two blocks of keys: rows that see a prompt
-            which others see, too.
-        behind_prompt: answers for each of T that begin with the state behind such a prompt.
-    """
-
-    def __init__(self, load: Load, context: int):
-        num_rows = load.rows(load.num_answers)
-        num_in_loss = load.num_answers * load.answer
-        self.all = num_rows / context
-        self.in_loss = num_in_loss / context
-        self.merged = num_in_loss / num_rows if load.samples > 1 else 0.0
-        self.behind_prompt = load.num_answers / num_rows if load.samples > 1 else 0.0
-        if context > 1:  # What other ranks hold is merged, too.
-            self.merged = 1.5
-
-
 class Memory:
     """Bytes of what is on a rank's device."""
 
@@ -136,8 +70,14 @@ class Memory:
         self.trains = job.loss != "frozen"
         # Of a layer's tensor part, parameters that other ranks have under expert parallelism.
         self.elsewhere = elsewhere(shape, job.parallel)
-        # Tensor ranks that share the rows of experts; without it each holds all of them.
-        self.senders = self.tensor if self.elsewhere else 1
+        self.row_bytes = RowBytes(
+            shape,
+            self.rows,
+            element=self.element,
+            parallel=job.parallel,
+            # Tensor ranks that share the rows of experts; without it each holds all of them.
+            senders=self.tensor if self.elsewhere else 1,
+        )
 
         # Of a rank's tensor part: what it holds of the parameters, and what is made of them.
         master = max(WIDE, self.element) if self.trains else self.element
@@ -196,49 +136,6 @@ class Memory:
             largest = adapters.largest * (1 - away)
             self.dequantised = largest * (self.element + WIDE / nf4.BLOCK)
 
-    def per_row_of_all(self, kept: PerRow, kept_state: PerStateRow) -> float:
-        """Return bytes for each row of all layers: those with attention, and gated delta nets."""
-        shape = self.job.shape
-        of_attention = self.per_row(kept)
-        if shape.delta_nets is None:
-            return shape.num_layers * of_attention
-        without = kept._replace(heads=0, head_norms=0, merged=0, output_gate=0)
-        of_delta_net = self.per_row(without) + self._per_state_row(shape.delta_nets, kept_state)
-        num_delta_nets = shape.delta_nets.num_layers
-        return shape.attention_layers * of_attention + num_delta_nets * of_delta_net
-
-    def _per_state_row(self, nets: DeltaNets, kept: PerStateRow) -> float:
-        """Return bytes for each row of a gated delta net."""
-        split = (
-            kept.mixed * nets.mixed
-            + kept.keys * nets.keys
-            + kept.values * nets.values
-            + kept.in_chunk * nets.heads * CHUNK
-            + kept.states * nets.states / CHUNK
-            + kept.initial * nets.states * self.rows.behind_prompt
-        )
-        return self.element * (kept.hidden * self.job.shape.hidden + split / self.tensor)
-
-    def per_row(self, kept: PerRow) -> float:
-        """Return bytes for each row of a layer with attention."""
-        shape = self.job.shape
-        heads = shape.queries + shape.keys
-        between = self.tensor if self.job.parallel.sequence else 1
-        split = (
-            kept.heads * heads
-            + kept.head_norms * heads * shape.head_norms
-            + kept.merged * shape.queries * self.rows.merged
-            + kept.output_gate * shape.queries * shape.output_gate
-            + kept.gate * shape.feed_forward
-        )
-        for_experts = kept.expert_hidden * shape.hidden + kept.expert * shape.expert
-        return self.element * (
-            kept.hidden * shape.hidden
-            + kept.between * shape.hidden / between
-            + split / self.tensor
-            + for_experts * shape.experts_of_token / self.senders
-        )
-
     def gathered_bytes(self, *, of_root: bool) -> float:
         """Return the bytes of the parameters that a pass gathers, of all layers or of the model."""
         shape = self.job.shape
@@ -289,12 +186,12 @@ class Memory:
     def _kept(self) -> tuple[float, float]:
         """Return the bytes that a layer keeps, and those that it adds while it is recomputed."""
         which = "liger" if self.job.liger else "torch"
-        everything = self.per_row(KEPT[which]) * self.rows.all
+        everything = self.row_bytes.of_layer(KEPT[which]) * self.rows.all
         everything -= self._not_kept() * self.rows.all
         if self.job.checkpointing == "off":
             return everything, 0.0
         of_row = KEPT[self.job.checkpointing]
-        kept = self.per_row(of_row) * self.rows.all
+        kept = self.row_bytes.of_layer(of_row) * self.rows.all
         # What was kept of experts is let go of while they are computed again.
         let_go = self.of_experts(of_row.expert_hidden, of_row.expert)
         if self.job.shape.adapters:  # whose products need them
@@ -304,7 +201,7 @@ class Memory:
     def _kept_in_all(self) -> float:
         """Return the bytes that all layers keep."""
         which = self._keeps()
-        of_row = self.per_row_of_all(KEPT[which], KEPT_STATE[which])
+        of_row = self.row_bytes.of_layers(KEPT[which], KEPT_STATE[which])
         if self.job.checkpointing == "off":
             of_row -= self._not_kept() * self.job.shape.num_layers
         return of_row * self.rows.all
@@ -402,12 +299,12 @@ class Memory:
 
     def of_experts(self, hidden: float, expert: float) -> float:
         """Return the bytes of so many tensors of rows of experts, by their width."""
-        return self.per_row(PerRow(0, 0, 0, 0, 0, 0, 0, hidden, expert)) * self.rows.all
+        return self.row_bytes.of_layer(PerRow(0, 0, 0, 0, 0, 0, 0, hidden, expert)) * self.rows.all
 
     def _of_delta_net(self, held: PerStateRow) -> float:
         """Return the bytes that a gated delta net holds; 0: there are none."""
         nets = self.job.shape.delta_nets
-        return self._per_state_row(nets, held) * self.rows.all if nets else 0.0
+        return self.row_bytes.of_delta_net(nets, held) * self.rows.all if nets else 0.0
 
     def _keeps(self) -> str:
         """Return the key in `KEPT`."""
@@ -480,8 +377,9 @@ class Memory:
 
         All that lies behind it in the layer has been let go of.
         """
-        kept = KEPT[self._keeps()]._replace(heads=0, head_norms=0, merged=0, output_gate=0)
-        had = self.per_row(kept) * self.rows.all + self._of_delta_net(KEPT_STATE[self._keeps()])
+        which = self._keeps()
+        had = self.row_bytes.of_layer(KEPT[which].without_attention()) * self.rows.all
+        had += self._of_delta_net(KEPT_STATE[which])
         return self._of_delta_net(EVERY_STATE) + self._of_delta_net(IN_BACKWARD) - had
 
     def _layer_gradients(self) -> float:

@@ -6,15 +6,8 @@ moves.
 
 from minirl.plan.adapted import Adapters
 from minirl.plan.cards import HOST_ADAMW_GB, REACHED, SHORTEST_KERNEL
-from minirl.plan.memory import (
-    GATED_INPUTS,
-    WIDE,
-    Job,
-    Memory,
-    PerRow,
-    PerStateRow,
-    gathered_trained,
-)
+from minirl.plan.kept import PerRow, PerStateRow
+from minirl.plan.memory import GATED_INPUTS, WIDE, Job, Memory, gathered_trained
 
 # What is read and written between matrix products, in forward, backward and when a layer is
 # computed again.
@@ -268,7 +261,9 @@ class Work:
     def _between(self, direction: str) -> float:
         """Return the seconds of what lies between matrix products."""
         shape = self.job.shape
-        of_row = self.memory.per_row_of_all(MOVED[self.kernels, direction], MOVED_STATE[direction])
+        of_row = self.memory.row_bytes.of_layers(
+            MOVED[self.kernels, direction], MOVED_STATE[direction]
+        )
         if direction == "backward":
             keys = MOVED_KEYS_BACKWARD * shape.keys / self.memory.tensor
             of_row += keys * self.memory.element * shape.attention_layers
