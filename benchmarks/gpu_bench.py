@@ -31,6 +31,7 @@ from minirl.plan.load import Load
 from minirl.plan.meter import Meter
 from minirl.plan.shape import read_shape
 from minirl.policy import Policy
+from minirl.throughput import Work, flops
 from minirl.types import Packed
 
 GIB = 2**30
@@ -340,10 +341,8 @@ def count_flops(config: PretrainedConfig, load: Load) -> float:
     """Return the multiplications and additions that a step cannot do without."""
     shape = read_shape(config)
     batch = make_batch(load, torch.device("cpu"))
-    of_layer = 6 * shape.active_layer_parameters * len(batch.inputs)
-    of_layer += 12 * count_pairs(batch) * shape.queries
-    of_head = 6 * shape.hidden * shape.vocabulary * len(batch.loss_rows)
-    return load.num_micro * (shape.num_layers * of_layer + of_head)
+    work = Work(rows=len(batch.inputs), loss_rows=len(batch.loss_rows), pairs=count_pairs(batch))
+    return load.num_micro * flops(shape, work)
 
 
 def count_layers(config: PretrainedConfig, load: Load, free_bytes: float) -> int:

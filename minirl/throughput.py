@@ -49,10 +49,10 @@ def count_sampled(trajectories: list[Trajectory], mesh: Mesh) -> int:
 
 def flops(shape: Shape, work: Work) -> float:
     """Return the floating-point operations of forward and backward over the work."""
-    in_layers = shape.num_layers * shape.active_layer_parameters * work.rows
+    in_layers = shape.active_in_layers * work.rows
     in_head = shape.hidden * shape.vocabulary * work.loss_rows
-    attention = work.pairs * shape.queries * shape.num_layers
-    return 6 * (in_layers + in_head) + 12 * attention
+    attention = work.pairs * shape.queries * shape.attention_layers
+    return 6 * (in_layers + in_head) + 12 * attention + 3 * shape.rule_flops * work.rows
 
 
 class Utilisation:

@@ -72,6 +72,7 @@ class Kind:
     tied: bool = False
     job: dict = field(default_factory=dict)
     waits: dict = field(default_factory=lambda: WAITS)
+    attention_layers: int = NUM_LAYERS  # The others have gated delta nets.
     flash_calls: int = 1  # Calls of FlashAttention in a layer's forward.
     recomputed: int = 0  # Of these, calls in backward.
     optimizer_share: float | None = 2.0  # Bytes of its state for each byte of parameters.
@@ -122,6 +123,16 @@ KINDS = {
     "softcap": Kind("gemma2", tied=True, flash_calls=0),
     "windows, refit by all_gather": Kind(
         "gemma3_text", tied=True, job={"refit": {"transport": "all_gather"}}
+    ),
+    "hybrid": Kind("qwen3_5_text", attention_layers=1),
+    "hybrid, full checkpointing": Kind(
+        "qwen3_5_text",
+        job=policy(activation_checkpointing="full"),
+        attention_layers=1,
+        recomputed=1,
+    ),
+    "hybrid mixture, tensor, refit": Kind(
+        "qwen3_next", job=parallel(tensor=2) | {"refit": {}}, waits=OF_STEP, attention_layers=1
     ),
     "critic": Kind(job={"loss": "value"}),
     "reward": Kind(job={"loss": "reward", "load": PAIRS}),
@@ -241,7 +252,7 @@ def num_kernels(result, phase):
 
 def check_kernels(kind, result):
     num_micro = kind.job.get("load", LOAD)["num_micro"]
-    num_calls = NUM_LAYERS * num_micro * kind.flash_calls
+    num_calls = kind.attention_layers * num_micro * kind.flash_calls
     if kind.job.get("loss") in ("policy", "value", "frozen", None):
         assert num_kernels(result, "annotate") > 0
         assert work(result, "annotate", "attention forward")["kernels"] == num_calls
@@ -356,6 +367,16 @@ def test_attention_is_counted_pair_by_pair(results):
         work(results["untied, whole accumulation"], "backward", "attention backward")["flops"]
         == 2.5 * flops
     )
+
+
+def test_gated_delta_nets_are_counted_row_by_row(results):
+    """By hand, of one layer: 8 heads with states of 16 x 8, in chunks of 64 rows."""
+    in_chunk = 64 * (3 * 16 + 2 * 8)
+    flops = 2 * 8 * (in_chunk + 3 * 16 * 8) * results["hybrid"]["rows"]
+    assert work(results["hybrid"], "forward", "gated delta net")["flops"] == flops
+    again = work(results["hybrid, full checkpointing"], "backward", "gated delta net")["flops"]
+    backward = work(results["hybrid"], "backward", "gated delta net")["flops"]
+    assert again == backward + flops
 
 
 def test_liger_launches_fewer_kernels(results):

@@ -4,6 +4,7 @@ What the dry run counts is tested in `test_dryrun.py`."""
 
 import contextlib
 import dataclasses
+import math
 import re
 import sys
 import time
@@ -11,23 +12,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AutoConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4MoeConfig,
     LlamaConfig,
     PretrainedConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
+import tiny
 from benchmarks import fits
+from harness import ranks
 from minirl.config.lora import LoraConfig
 from minirl.config.parse import fill_config
 from minirl.config.policy import ParallelConfig, PolicyConfig
+from minirl.data.packing import pack
 from minirl.errors import UserError
 from minirl.model import build
+from minirl.model.attention_blocks import CHUNK
 from minirl.plan import __main__ as program
 from minirl.plan import (
     announce,
@@ -41,11 +50,13 @@ from minirl.plan import (
     pretend,
 )
 from minirl.plan.advice import advise, with_setting
+from minirl.plan.dryrun import trajectories
 from minirl.plan.flags import _guess_program, read_flags
 from minirl.plan.load import Load
 from minirl.plan.planner import GIB, check_lower_bound
 from minirl.plan.shape import cut, layer_counts, read_shape
 from minirl.plan.workload import Lengths, rl_workload, with_settings
+from minirl.policy import Policy
 
 NUM_LAYERS = 4
 LOAD = Load(tokens=8192)
@@ -60,6 +71,18 @@ LLAMA = LlamaConfig(
 BIG = fits.MODELS["Qwen3-8B"]
 SMALL = fits.MODELS["Qwen3-0.6B"]
 MIXTURE = fits.MODELS["Qwen3-30B-A3B"]
+HYBRID = Qwen3_5TextConfig(  # As Qwen3.5-27B, but for its vocabulary.
+    vocab_size=151936,
+    hidden_size=5120,
+    intermediate_size=17408,
+    num_hidden_layers=64,
+    num_attention_heads=24,
+    num_key_value_heads=4,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=48,
+)
+HYBRID_MIXTURE = Qwen3NextConfig()  # Whose values are those of Qwen3-Next-80B-A3B.
 
 
 @dataclasses.dataclass
@@ -120,6 +143,13 @@ CASES = {
     "mixture in four bits": Case(MIXTURE, checkpointing("full", lora=LORA | NF4)),
     "critic on a shared base": Case(
         BIG, checkpointing("off", lora=LORA | ATTENTION), loss="value", share_base=True
+    ),
+    "hybrid": Case(HYBRID, checkpointing("off")),
+    "hybrid, full checkpointing": Case(HYBRID, checkpointing("full")),
+    "hybrid mixture": Case(HYBRID_MIXTURE, checkpointing("selective")),
+    # Copies around the gathering of queries, keys and values are not counted.
+    "hybrid, two tensor-parallel ranks": Case(
+        HYBRID, checkpointing("selective"), {"tensor": 2}, times=False
     ),
 }
 
@@ -250,6 +280,7 @@ EXPERTS = {
         (Gemma4TextConfig(**SHORT | LIKE_31B | EXPERTS), (6, 12)),
         (Qwen3MoeConfig(**SHORT, decoder_sparse_step=2), (3, 5)),
         (Glm4MoeConfig(**SHORT, first_k_dense_replace=3), (5, 7)),
+        (Qwen3_5TextConfig(**SHORT), (5, 9)),  # every fourth layer has attention
     ],
     ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else "",
 )
@@ -348,6 +379,70 @@ def test_a_program_on_a_gpu_says_memory_and_time():
     assert time_line.startswith(f"plan: {plan.step_seconds:.3g} s a step: rollout")
     short_of_memory = plan_of(workload_of("Qwen3-32B"), "h100")
     assert page.short(short_of_memory)[0].startswith("plan: DOES NOT FIT: refit needs")
+
+
+# --------------------------------------------------------------------------------------------------
+# gated delta nets
+
+
+def counted_flops(mesh, folder, load):
+    """What torch counts of a forward pass on CPU, by operator, and the head's part."""
+    policy = Policy(PolicyConfig(dtype="float32"), folder, mesh, trainable=False)
+    batch = pack(trajectories(load), mesh.device, layout=policy.layout)
+    with policy.inference(), FlopCounterMode(display=False) as counter:
+        policy.model(batch)
+    counts = counter.get_flop_counts()["Global"]
+    aten = torch.ops.aten
+    in_head = 2 * len(batch.loss_rows) * policy.model.get_output_embeddings().weight.numel()
+    return len(batch.inputs), counts[aten.mm] - in_head, counts[aten.bmm]
+
+
+def test_work_of_a_hybrid_is_what_torch_counts(tmp_path):
+    """Of its matrix products: two sequences of two full chunks, which share nothing."""
+    folder = tiny.make(tmp_path / "model", "qwen3_5_text")
+    load = Load(tokens=4 * CHUNK, sequence=2 * CHUNK + 1, prompt=1, samples=1)
+    rows, of_matrices, of_rule = ranks(1, counted_flops, folder, load)[0]
+    shape = read_shape(AutoConfig.from_pretrained(folder))
+    assert rows == 4 * CHUNK
+    # Norms and the convolution are no matrices.
+    assert 2 * rows * shape.active_in_layers == pytest.approx(of_matrices, rel=0.01)
+    # It does not count how triangular systems are solved for keys and values.
+    nets = shape.delta_nets
+    solving = 2 * nets.heads * CHUNK * (nets.key_dim + nets.value_dim)
+    assert rows * (shape.rule_flops - solving) == of_rule
+
+
+def test_only_attention_is_more_work_in_longer_sequences():
+    """By hand: one of four layers has it; pairs are those of a prompt, a quarter, and an answer."""
+
+    def flops_of_row(sequence):
+        load = Load(tokens=8 * sequence, sequence=sequence, prompt=sequence // 4, samples=1)
+        cost = cost_of(Case(HYBRID, checkpointing("full"), load=load, loss="value"))
+        return cost.flops / load.rows(load.num_answers)
+
+    more = flops_of_row(8192) - flops_of_row(4096)
+    assert more == pytest.approx(3.5 * 4 * 24 * 256 * 4096 / 2, rel=0.01)
+
+
+def test_an_engine_holds_keys_of_attention_and_a_state_of_each_delta_net():
+    """By hand, for Qwen3-Next-80B-A3B: 12 layers of the one kind, 36 of the other."""
+    cfg = with_setting(fits.job("Qwen3-8B"), "engine.tensor_parallel_size", 2)
+    of_token = 12 * 2 * 256 * 2  # One of its two heads, in bfloat16.
+    for state_dtype, state_bytes in ((None, 2), ("float32", 4)):
+        model = Qwen3NextConfig(mamba_ssm_dtype=state_dtype)
+        workload = rl_workload(cfg, 32, {"policy": model})
+        plan = plan_of(workload)
+        of_sequence = 36 * (8192 * 3 * 2 + 32 * 128 * 128 * state_bytes) / 2
+        assert plan.state_tokens == math.ceil(of_sequence / of_token)
+    weights = 2 * read_shape(model).parameters / 2
+    beside = weights + (0.6 + 1.0 + 1.5) * GIB
+    assert plan.kv_tokens == (plan.alive["rollout"]["engine"] - beside) // of_token
+    memory_of_page = page._memory(plan)
+    assert f"the states of each sequence take as much as {plan.state_tokens:,} of" in memory_of_page
+    lines = page.short(plan)
+    assert len(lines) == 4
+    assert lines[3].startswith("plan: gated delta nets are counted as the kernels of")
+    assert page.full(plan, [], "").endswith(lines[3].removeprefix("plan: "))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from minirl.model.logprob import CHUNK_BYTES
 from minirl.parallel import experts, fsdp
 from minirl.parallel.mesh import Mesh, make_mesh
 from minirl.parallel.optimizer import dynamic_code
-from minirl.plan import four_bits, kinds
+from minirl.plan import delta_kernels, four_bits, kinds
 from minirl.plan.engine import PretendedEngine, RefitMesh, regions_of_all_ranks
 from minirl.plan.kinds import END, MIDDLE, START
 from minirl.plan.load import Job, Load, LossName
@@ -98,6 +98,7 @@ def _replace_groups_and_weights() -> None:
 
     loading.load_weights = load_weights
     four_bits.pretend()
+    delta_kernels.pretend()
     fused.has_liger = lambda: True
     experts._to_host = _even_rows
     vision: Any

@@ -5,7 +5,6 @@ parameters, e the bytes of an element in `policy.dtype`.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -15,34 +14,23 @@ from minirl.model.logprob import CHUNK_BYTES
 from minirl.plan import kinds
 from minirl.plan.adapted import PACKED_BYTES, Adapters
 from minirl.plan.cards import Card
+from minirl.plan.kept import (
+    EVERY_STATE,
+    IN_BACKWARD,
+    IN_FORWARD,
+    KEPT,
+    KEPT_STATE,
+    PerRow,
+    PerStateRow,
+    RowBytes,
+    Rows,
+)
 from minirl.plan.load import Load, LossName
 from minirl.plan.shape import Shape
 from minirl.policy import WHOLE_GRADIENT_BYTES
 
 WIDE = 4  # Bytes of an element of masters, gradients and logits.
 AT_ONCE = 2**28  # Elements of stored state that are restored for a step at once.
-
-
-class PerRow(NamedTuple):
-    """Elements for each row of a layer, in multiples of its widths."""
-
-    hidden: float  # Of the hidden size.
-    between: float  # Of the hidden size, between blocks: sequence parallelism splits them.
-    heads: float  # Of the widths of queries and keys.
-    head_norms: float  # Of the same, where queries and keys are normed.
-    merged: float  # Of the queries' width, in rows that see a prompt which others see, too.
-    gate: float  # Of the width of the gated product.
-    expert_hidden: float  # Of the hidden size, for each expert of a token.
-    expert: float  # Of the width of an expert, for each of a token.
-
-
-# What a layer keeps from forward to backward, by activation checkpointing; without any, by kernels.
-KEPT = {
-    "liger": PerRow(2, 2, 2, 1, 0, 3, 2, 4),
-    "torch": PerRow(2, 6, 2, 3, 0, 4, 2, 4),
-    "selective": PerRow(2, 1, 2, 0, 1, 2, 1, 2),
-    "full": PerRow(0, 1, 0, 0, 0, 0, 0, 0),
-}
 
 
 # Linears by what they read: a normed hidden state, which each block has, or a gated product.
@@ -68,26 +56,6 @@ class Job:
     checkpointing: str  # off, selective or full.
 
 
-class Rows:
-    """How many rows a micro-batch has on a rank.
-
-    Attributes:
-        all: T.
-        in_loss: N.
-        merged: share of T whose attention is merged of two blocks of keys: rows that see a prompt
-            which others see, too.
-    """
-
-    def __init__(self, load: Load, context: int):
-        num_rows = load.rows(load.num_answers)
-        num_in_loss = load.num_answers * load.answer
-        self.all = num_rows / context
-        self.in_loss = num_in_loss / context
-        self.merged = num_in_loss / num_rows if load.samples > 1 else 0.0
-        if context > 1:  # What other ranks hold is merged, too.
-            self.merged = 1.5
-
-
 class Memory:
     """Bytes of what is on a rank's device."""
 
@@ -102,8 +70,14 @@ class Memory:
         self.trains = job.loss != "frozen"
         # Of a layer's tensor part, parameters that other ranks have under expert parallelism.
         self.elsewhere = elsewhere(shape, job.parallel)
-        # Tensor ranks that share the rows of experts; without it each holds all of them.
-        self.senders = self.tensor if self.elsewhere else 1
+        self.row_bytes = RowBytes(
+            shape,
+            self.rows,
+            element=self.element,
+            parallel=job.parallel,
+            # Tensor ranks that share the rows of experts; without it each holds all of them.
+            senders=self.tensor if self.elsewhere else 1,
+        )
 
         # Of a rank's tensor part: what it holds of the parameters, and what is made of them.
         master = max(WIDE, self.element) if self.trains else self.element
@@ -131,6 +105,8 @@ class Memory:
         self.head_gradient = 0.0 if shape.frozen.head else self.head
         self.root_gradient = shape.root_trained_parameters / self.tensor
         self.layer = shape.layer_parameters / self.tensor - self.elsewhere
+        self.in_layers = (shape.parameters - shape.root_parameters) / self.tensor
+        self.in_layers -= self.elsewhere * shape.num_layers
         self.layer_bytes = self.layer * self.element
         self.layer_trained = self.layer
         self.experts = shape.expert_parameters / self.tensor - self.elsewhere
@@ -159,25 +135,6 @@ class Memory:
             self.layer_expert_bytes -= self.experts * (self.element - PACKED_BYTES)
             largest = adapters.largest * (1 - away)
             self.dequantised = largest * (self.element + WIDE / nf4.BLOCK)
-
-    def per_row(self, kept: PerRow) -> float:
-        """Return bytes for each row of a layer."""
-        shape = self.job.shape
-        heads = shape.queries + shape.keys
-        between = self.tensor if self.job.parallel.sequence else 1
-        split = (
-            kept.heads * heads
-            + kept.head_norms * heads * shape.head_norms
-            + kept.merged * shape.queries * self.rows.merged
-            + kept.gate * shape.feed_forward
-        )
-        for_experts = kept.expert_hidden * shape.hidden + kept.expert * shape.expert
-        return self.element * (
-            kept.hidden * shape.hidden
-            + kept.between * shape.hidden / between
-            + split / self.tensor
-            + for_experts * shape.experts_of_token / self.senders
-        )
 
     def gathered_bytes(self, *, of_root: bool) -> float:
         """Return the bytes of the parameters that a pass gathers, of all layers or of the model."""
@@ -229,17 +186,25 @@ class Memory:
     def _kept(self) -> tuple[float, float]:
         """Return the bytes that a layer keeps, and those that it adds while it is recomputed."""
         which = "liger" if self.job.liger else "torch"
-        everything = self.per_row(KEPT[which]) * self.rows.all
+        everything = self.row_bytes.of_layer(KEPT[which]) * self.rows.all
         everything -= self._not_kept() * self.rows.all
         if self.job.checkpointing == "off":
             return everything, 0.0
         of_row = KEPT[self.job.checkpointing]
-        kept = self.per_row(of_row) * self.rows.all
+        kept = self.row_bytes.of_layer(of_row) * self.rows.all
         # What was kept of experts is let go of while they are computed again.
-        let_go = self._of_experts(of_row.expert_hidden, of_row.expert)
+        let_go = self.of_experts(of_row.expert_hidden, of_row.expert)
         if self.job.shape.adapters:  # whose products need them
             let_go = 0.0
         return kept, max(0.0, everything - kept - let_go)
+
+    def _kept_in_all(self) -> float:
+        """Return the bytes that all layers keep."""
+        which = self._keeps()
+        of_row = self.row_bytes.of_layers(KEPT[which], KEPT_STATE[which])
+        if self.job.checkpointing == "off":
+            of_row -= self._not_kept() * self.job.shape.num_layers
+        return of_row * self.rows.all
 
     def _not_kept(self) -> float:
         """Return bytes for each row of a layer's inputs that no gradient of a weight needs."""
@@ -271,11 +236,11 @@ class Memory:
         """Return what is alive at the start of forward, in its layers, and at its end."""
         shape = self.job.shape
         hidden = shape.hidden * self.rows.all * self.element
-        kept, _ = self._kept()
         base = self._state()
         if keeps and self.job.load.num_micro > 1:
             base[kinds.GRADIENTS] = self.gradient
-        activations = kept * shape.num_layers if keeps else 0.0
+        activations = self._kept_in_all() if keeps else 0.0
+        which = self._keeps() if keeps else "full"
         root = self.root * self.element
         start = {
             **base,
@@ -289,6 +254,19 @@ class Memory:
             kinds.GATHERED: root + self._gathered_layers(3),
             kinds.ACTIVATIONS: 2 * hidden + self.merged + self.dequantised,
         }
+        # So it is in the last but one, when those before it keep theirs.
+        kept, _ = self._kept()
+        before_last = {
+            **first_layers,
+            kinds.ACTIVATIONS: 2 * hidden + max(0.0, activations - kept),
+        }
+        # If that has a gated delta net, the layer behind it is not there yet when it computes.
+        of_delta_net = self._of_delta_net(IN_FORWARD) - self._of_delta_net(KEPT_STATE[which])
+        in_delta_net = {
+            **before_last,
+            kinds.GATHERED: root + self._gathered_layers(2),
+            kinds.ACTIVATIONS: before_last[kinds.ACTIVATIONS] + of_delta_net,
+        }
         last_layers = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(2),
@@ -300,12 +278,12 @@ class Memory:
             kinds.ACTIVATIONS: hidden * (1 + keeps) + activations + self._in_loss(),
             kinds.HEAD: (2 if self.head else 1) * self.chunk(),
         }
-        return [start, first_layers, last_layers, end]
+        return [start, first_layers, before_last, in_delta_net, last_layers, end]
 
     def _in_last_layer(self, *, keeps: bool) -> float:
         """Return the bytes that the last layer holds in forward beside what it keeps."""
         merging = self.merged + self.dequantised
-        one = self._of_experts(1, 0)
+        one = self.of_experts(1, 0)
         if not self.job.shape.experts:
             return merging + self._not_kept() * self.rows.all
         combined = 2 * one  # What experts return, masked and in the order of tokens.
@@ -314,14 +292,19 @@ class Memory:
         # Rows of experts and their first product, both masked, too, beside the merged weights; and
         # these rows as they have come from other ranks.
         come = one * bool(self.elsewhere)
-        widest = come + max(self._of_experts(2, 4) + self.merged, one + merging)
+        widest = come + max(self.of_experts(2, 4) + self.merged, one + merging)
         of_row = KEPT[self._keeps()]
-        already = self._of_experts(of_row.expert_hidden, of_row.expert) if keeps else 0.0
+        already = self.of_experts(of_row.expert_hidden, of_row.expert) if keeps else 0.0
         return max(combined, widest - already)
 
-    def _of_experts(self, hidden: float, expert: float) -> float:
+    def of_experts(self, hidden: float, expert: float) -> float:
         """Return the bytes of so many tensors of rows of experts, by their width."""
-        return self.per_row(PerRow(0, 0, 0, 0, 0, 0, hidden, expert)) * self.rows.all
+        return self.row_bytes.of_layer(PerRow(0, 0, 0, 0, 0, 0, 0, hidden, expert)) * self.rows.all
+
+    def _of_delta_net(self, held: PerStateRow) -> float:
+        """Return the bytes that a gated delta net holds; 0: there are none."""
+        nets = self.job.shape.delta_nets
+        return self.row_bytes.of_delta_net(nets, held) * self.rows.all if nets else 0.0
 
     def _keeps(self) -> str:
         """Return the key in `KEPT`."""
@@ -339,13 +322,15 @@ class Memory:
         base = self._state()
         base[kinds.GRADIENTS] = self.gradient if self.job.load.num_micro > 1 else 0.0
         kept, recomputed = self._kept()
+        in_all = self._kept_in_all()
+        let_go = kept if self.job.checkpointing == "off" else 0.0  # Of the last layer.
         hidden = shape.hidden * self.rows.all * self.element
         root = self.root * self.element
         chunk = self.chunk()
         head = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(1),
-            kinds.ACTIVATIONS: hidden + kept * shape.num_layers + 2 * self._in_loss(),
+            kinds.ACTIVATIONS: hidden + in_all + 2 * self._in_loss(),
             kinds.HEAD: (1.5 if self.head else 2) * chunk + self.head_gradient * WIDE,
         }
         cast = {**head, kinds.HEAD: self.head_gradient * (WIDE + self.element)}
@@ -353,7 +338,7 @@ class Memory:
         last_layer = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(2),
-            kinds.ACTIVATIONS: hidden + kept * shape.num_layers + recomputed + self._gradients(),
+            kinds.ACTIVATIONS: hidden + in_all + recomputed + self._gradients(),
             kinds.HEAD: self.head_gradient * self.element,
             kinds.GRADIENTS: base[kinds.GRADIENTS] + self._layer_gradients(),
         }
@@ -362,7 +347,7 @@ class Memory:
         layers = {
             **base,
             kinds.GATHERED: root + self._gathered_layers(2),
-            kinds.ACTIVATIONS: hidden + kept * self._layers_kept() + recomputed + self._gradients(),
+            kinds.ACTIVATIONS: hidden + in_all - let_go + recomputed + self._gradients(),
             kinds.HEAD: self.head_gradient * self.element,
             kinds.GRADIENTS: base[kinds.GRADIENTS]
             + self._layer_gradients()
@@ -379,12 +364,23 @@ class Memory:
             + (both - self.head_gradient) * self.element
             + self.root_gradient * WIDE,
         }
-        return [head, cast, last_layer, layers, end]
+        if shape.delta_nets is None:
+            return [head, cast, last_layer, layers, end]
+        delta_net = {
+            **layers,
+            kinds.ACTIVATIONS: hidden + in_all - kept + self._in_backward_of_delta_net(),
+        }
+        return [head, cast, last_layer, layers, delta_net, end]
 
-    def _layers_kept(self) -> int:
-        """Return how many layers still keep their activations when the fullest one computes."""
-        num_layers = self.job.shape.num_layers
-        return num_layers - 1 if self.job.checkpointing == "off" else num_layers
+    def _in_backward_of_delta_net(self) -> float:
+        """Return the bytes that a layer holds in its gated norm's backward, beyond what it kept.
+
+        All that lies behind it in the layer has been let go of.
+        """
+        which = self._keeps()
+        had = self.row_bytes.of_layer(KEPT[which].without_attention()) * self.rows.all
+        had += self._of_delta_net(KEPT_STATE[which])
+        return self._of_delta_net(EVERY_STATE) + self._of_delta_net(IN_BACKWARD) - had
 
     def _layer_gradients(self) -> float:
         """Return the bytes of gradients of a layer's largest matrices, before they are reduced."""
@@ -408,9 +404,9 @@ class Memory:
             # The gradients of A and B of the first product, which is computed for them, beside the
             # merged weights, when what comes behind it is let go of; or before any gradients of
             # the layer, of the second, whose weights are half as large; or weights are dequantised.
-            first = self.merged + self._of_experts(1, 2)
-            second = self.merged / 2 + self._of_experts(2, 2) - self._layer_gradients()
-            merging = self.merged + self.dequantised - self._of_experts(1, 2)
+            first = self.merged + self.of_experts(1, 2)
+            second = self.merged / 2 + self.of_experts(2, 2) - self._layer_gradients()
+            merging = self.merged + self.dequantised - self.of_experts(1, 2)
             return max(first, second, merging)
         one = (shape.hidden + feed_forward) * row
         if not shape.adapters.reads(GATED_INPUTS):

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from minirl.plan import cards
 from minirl.plan.cards import REACHED, Card
+from minirl.plan.delta_kernels import KERNEL
 from minirl.plan.kinds import START, kind_of_new
 from minirl.plan.values import KnownValues, size_depends_on_values
 
@@ -56,7 +57,7 @@ _MATMULS = {
 _READ_ROWS = {"aten::embedding", "aten::gather", "aten::index_select"}
 _CHANGE_ROWS = {"aten::index_add_", "aten::index_copy_", "aten::scatter_", "aten::scatter_add_"}
 # Operators that change a tensor without reading it.
-_OVERWRITE = {"aten::_foreach_copy_", "aten::copy_", "aten::fill_", "aten::zero_"}
+_OVERWRITE = {"aten::_foreach_copy_", "aten::copy_", "aten::fill_", "aten::zero_", KERNEL}
 # How often operators that are several passes read or write their largest tensor.
 _PASSES = {
     "aten::_softmax": 4,  # The largest, the sum, and p.
@@ -327,6 +328,9 @@ class Meter(TorchDispatchMode):
             kind = "matmul"
             a, b = args[_MATMULS[name] : _MATMULS[name] + 2]
             flops = 2.0 * a.numel() * b.shape[-1]
+        elif name == KERNEL:
+            kind = "gated delta net"
+            flops = args[-1]
         compute = flops / (self.card.tflops * 1e12 * REACHED.get(kind, 1))
         memory = num_bytes / (self.card.bandwidth_gb * 1e9 * REACHED["memory"])
         seconds = max(compute, memory, cards.SHORTEST_KERNEL)

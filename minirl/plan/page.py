@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from minirl.model import delta_net
 from minirl.plan import kinds
 from minirl.plan.advice import Advice
 from minirl.plan.cards import REACHED
@@ -18,12 +19,13 @@ def full(plan: Plan, advised: list[Advice], source: str) -> str:
         _time(plan),
         _advice(plan, advised),
         _assumed(plan),
+        _of_delta_nets(plan),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
 def short(plan: Plan) -> list[str]:
-    """Return the three lines that a program prints when it starts."""
+    """Return the three lines that a program prints when it starts, four of a hybrid."""
     of = f"of {plan.card.memory_gib:.1f} GiB"
     memory = ", ".join(
         f"{phase} {size / GIB:.1f}" for phase, size in _largest(plan.memory.items(), 4)
@@ -39,6 +41,7 @@ def short(plan: Plan) -> list[str]:
         f"plan: GiB a GPU {of}: {memory}{cache}",
         f"plan: {plan.step_seconds:.3g} s a step: {times} (formulas; python -m minirl.plan "
         "rehearses it)",
+        *_line_of_delta_nets(plan),
     ]
 
 
@@ -67,7 +70,13 @@ def short_on_cpu(plan: Plan, num_ranks: int) -> list[str]:
         f"plan: {verdict}: {needed:.2f} GiB of tensors a rank {of}",
         f"plan: GiB a rank: {named}",
         "plan: no estimate of time for a CPU (python -m minirl.plan has one for GPUs)",
+        *_line_of_delta_nets(plan),
     ]
+
+
+def _line_of_delta_nets(plan: Plan) -> list[str]:
+    said = _of_delta_nets(plan)
+    return [f"plan: {said}"] if said else []
 
 
 def _verdict(plan: Plan) -> str:
@@ -111,7 +120,10 @@ def _memory(plan: Plan) -> str:
         rows.append(f"  {phase:22}{size / GIB:8.1f}  {parts}{over}")
     lines = [f"memory, GiB a GPU of {plan.limit / GIB:.1f}: the peak of each phase", *rows]
     if plan.kv_tokens is not None:
-        lines.append(f"KV cache of an engine: {max(0, plan.kv_tokens):,} tokens")
+        states = ""
+        if plan.state_tokens:
+            states = f"; the states of each sequence take as much as {plan.state_tokens:,} of them"
+        lines.append(f"KV cache of an engine: {max(0, plan.kv_tokens):,} tokens{states}")
     if plan.of_shared_base:
         saved = f"{plan.of_shared_base / GIB:.1f} GiB a GPU"
         is_shared = any(role.shares_base for role in plan.workload.others)
@@ -162,6 +174,16 @@ def _assumed(plan: Plan) -> str:
         f"{card.bandwidth_gb:,.0f} GB/s, {card.link_gb:,.0f} GB/s to GPUs of a node, "
         f"{card.network_gb:,.0f} to other nodes, {card.host_gb:,.0f} to the host; of these "
         f"reached: {reached}. Time is a roofline, memory a sum of live tensors."
+    )
+
+
+def _of_delta_nets(plan: Plan) -> str:
+    """Return with which kernels gated delta nets are counted; empty: there are none."""
+    if not any(delta_net.convolution(role.model) for role in plan.workload.roles):
+        return ""
+    return (
+        "gated delta nets are counted as the kernels of the extra hybrids compute them "
+        "(flash-linear-attention, causal-conv1d); without these they take more memory and time"
     )
 
 

@@ -4,6 +4,7 @@ What each model costs comes from the formulas or from a dry run. Here is what is
 same time, and what takes turns.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from minirl.plan.cards import (
     SHORTEST_COLLECTIVE,
     Card,
 )
+from minirl.plan.delta_nets import DeltaNets
 from minirl.plan.formulas import Cost
 from minirl.plan.shape import Shape
 from minirl.plan.workload import Role, Workload
@@ -47,6 +49,8 @@ class Plan:
     alive: dict[str, dict[str, float]]  # What they are.
     on_host: float  # Bytes in the host's memory for each GPU: what sleeps there, or lives there.
     kv_tokens: int | None  # Tokens in the KV cache of an engine; None: there is no engine.
+    # Of the same memory, in tokens, what the states of each sequence take; 0: no layer has any.
+    state_tokens: int
     seconds: dict[str, float]  # Of a step, by phase.
     wire: dict[str, float]  # Bytes that pass the link of a GPU in a step, by phase.
     share_of_peak: float  # Of the card's multiplications, in forward and backward.
@@ -78,9 +82,10 @@ class Plan:
                 f"{self.card.host_memory_gib:.1f}"
             )
         engine = self.workload.engine
-        if engine and self.kv_tokens is not None and self.kv_tokens < engine.max_model_len:
+        room = (self.kv_tokens or 0) - self.state_tokens
+        if engine and self.kv_tokens is not None and room < engine.max_model_len:
             return (
-                f"the KV cache holds {max(0, self.kv_tokens):,} tokens, less than one context of "
+                f"the KV cache holds {max(0, room):,} tokens, less than one context of "
                 f"engine.max_model_len = {engine.max_model_len:,}"
             )
         return ""
@@ -124,6 +129,7 @@ def assemble(
         on_host=sum(_on_host(workload, role, shapes[role.name]) for role in workload.roles)
         + (engine.weights if workload.engine and workload.engine.sleep_level == 1 else 0.0),
         kv_tokens=engine.kv_tokens if workload.engine else None,
+        state_tokens=math.ceil(engine.state_tokens),
         seconds=seconds,
         wire=_wire(workload, costs, engine),
         share_of_peak=policy.flops / computing / (card.tflops * 1e12),
@@ -173,6 +179,8 @@ class _Engine:
         self.received = 0.0
         self.total = 0.0
         self.kv_tokens = 0
+        self.state_bytes = 0.0  # Of a sequence, however long it is.
+        self.state_tokens = 0.0  # As many tokens take as much.
         self.graphs = 0.0
         if self.cfg is None:
             return
@@ -183,7 +191,10 @@ class _Engine:
         # Of a refit: this rank has its own shard already.
         self.received = self.weights * (1 - 1 / workload.world_size)
         kv_heads = max(1.0, shape.kv_heads / ranks)
-        self.kv_bytes = 2 * kv_heads * shape.head_dim * element * shape.num_layers
+        self.kv_bytes = 2 * kv_heads * shape.head_dim * element * shape.attention_layers
+        if shape.delta_nets:
+            self.state_bytes = _state_bytes(shape.delta_nets, element) / ranks
+            self.state_tokens = self.state_bytes / self.kv_bytes
         self.total = self.cfg.gpu_memory_utilization * card.memory_gib * GIB
         beside_cache = self.weights + ENGINE_WORKSPACE + self.graphs + CONTEXT
         cache = self.total - beside_cache
@@ -195,8 +206,8 @@ class _Engine:
     def seconds(self) -> float:
         """Return the seconds of generating a step's answers.
 
-        Each step of the engine reads the weights and all cached keys and values once. Prompts are
-        read once for all their answers.
+        Each step of the engine reads the weights and all cached keys and values once, and reads and
+        writes all states. Prompts are read once for all their answers.
         """
         if self.cfg is None:
             return 0.0
@@ -209,13 +220,14 @@ class _Engine:
         at_once = min(
             num_sequences,
             self.cfg.max_num_seqs or MOST_SEQS,
-            max(1.0, self.kv_tokens / length),
+            max(1.0, self.kv_tokens / (length + self.state_tokens)),
         )
         waves = max(1.0, num_sequences / at_once)
         bandwidth = self.card.bandwidth_gb * 1e9 * REACHED["memory"]
         flops = self.card.tflops * 1e12 * REACHED["matmul"]
-        work_of_token = 2 * self.shape.active_parameters / ranks
-        reading = (self.weights + at_once * length * self.kv_bytes) / bandwidth
+        work_of_token = (2 * self.shape.active_parameters + self.shape.rule_flops) / ranks
+        of_sequence = length * self.kv_bytes + 2 * self.state_bytes
+        reading = (self.weights + at_once * of_sequence) / bandwidth
         step = max(reading, at_once * work_of_token / flops)
         if self.cfg.enforce_eager:
             step = max(step, EAGER_SECONDS_PER_LAYER * self.shape.num_layers)
@@ -226,6 +238,18 @@ class _Engine:
             step += 2 * self.shape.num_layers * (SHORTEST_COLLECTIVE + sending)
         prompts = num_sequences / load.samples * load.prompt
         return waves * workload.answer * step + prompts * work_of_token / flops
+
+
+def _state_bytes(nets: DeltaNets, element: int) -> int:
+    """Return the bytes of a sequence's states in all gated delta nets, as vLLM keeps them.
+
+    Args:
+        nets: sizes.
+        element: bytes of an element in the engine's dtype.
+    """
+    convolved = nets.mixed * (nets.convolution - 1) * element
+    recurrent = nets.states * (nets.state_bytes or element)
+    return nets.num_layers * (convolved + recurrent)
 
 
 def _alive(

@@ -15,6 +15,7 @@ from minirl.model.freeze import frozen_names, patterns_of
 from minirl.model.mixtures import experts_of_token
 from minirl.model.sizes import head_dim
 from minirl.plan.adapted import PACKED_BYTES, AdapterCounts, Adapters, names_layers
+from minirl.plan.delta_nets import DeltaNets, read_delta_nets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,10 @@ class Frozen:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a model. Numbers of parameters are exact; "of a layer" is of the last one."""
+    """Sizes of a model. Numbers of parameters are exact; "of a layer" is of the last one.
+
+    That one has attention, also where other layers have gated delta nets.
+    """
 
     num_layers: int
     hidden: int
@@ -41,6 +45,8 @@ class Shape:
     expert: int  # Width of the gated product of an expert.
     vocabulary: int
     head_norms: bool  # Queries and keys are normed.
+    output_gate: bool  # What attention returns is multiplied by a gate, as wide as the queries.
+    delta_nets: DeltaNets | None = None
     parameters: int
     root_parameters: int  # Of embedding, head and last norm.
     layer_parameters: int
@@ -87,15 +93,31 @@ class Shape:
         return self.kv_heads * self.head_dim
 
     @property
-    def active_layer_parameters(self) -> float:
-        """Return how many parameters of a layer a token passes."""
+    def attention_layers(self) -> int:
+        """Return how many layers have attention, of which work and memory grow with length."""
+        return self.num_layers - (self.delta_nets.num_layers if self.delta_nets else 0)
+
+    @property
+    def active_in_layers(self) -> float:
+        """Return how many parameters of the layers a token passes."""
         share = self.experts_of_token / self.experts if self.experts else 0.0
-        return self.layer_parameters - self.expert_parameters * (1 - share)
+        active = self.layer_parameters - self.expert_parameters * (1 - share)
+        of_layers = self.num_layers * active
+        if self.delta_nets:
+            more = self.delta_nets.layer_parameters - self.layer_parameters
+            of_layers += self.delta_nets.num_layers * more
+        return of_layers
 
     @property
     def active_parameters(self) -> float:
         """Return how many parameters of the layers and the head a token passes."""
-        return self.num_layers * self.active_layer_parameters + self.hidden * self.vocabulary
+        return self.active_in_layers + self.hidden * self.vocabulary
+
+    @property
+    def rule_flops(self) -> int:
+        """Return the forward work of all gated delta rules for a token, beside parameters."""
+        nets = self.delta_nets
+        return nets.num_layers * nets.rule_flops if nets else 0
 
 
 def read_shape(
@@ -136,6 +158,8 @@ def read_shape(
         shared = expert_width  # no value of its config says that there is one
     if text.model_type == "gemma4_text":
         shared = values["intermediate_size"] * times
+    delta_nets = read_delta_nets(config, larger.layers)
+    queries = text.num_attention_heads * head_dim(values)
     return Shape(
         num_layers=text.num_hidden_layers,
         hidden=text.hidden_size,
@@ -148,6 +172,8 @@ def read_shape(
         expert=expert_width if num_experts else 0,
         vocabulary=text.vocab_size,
         head_norms=larger.head_norms,
+        output_gate=delta_nets is not None and larger.query_rows == 2 * queries,
+        delta_nets=delta_nets,
         parameters=parameters,
         root_parameters=larger.root,
         layer_parameters=larger.of_layer,
@@ -287,21 +313,24 @@ class _Counts:
 
     def __init__(self, config: PretrainedConfig, *, score: bool):
         model = build.make_meta_model(config, torch.float32, score=score)
-        layers = build.layers(model)
-        last = layers[-1]
-        in_layers = sum(_count(layer) for layer in layers)
+        self.layers = build.layers(model)
+        last = self.layers[-1]
+        in_layers = sum(_count(layer) for layer in self.layers)
         self.total = _count(model)
         self.root = self.total - in_layers
         self.of_layer = _count(last)
         self.of_experts = 0
         self.num_experts = 0
         self.head_norms = False
+        self.query_rows = 0  # Of the matrix that makes queries.
         for name, p in last.named_parameters():
             if ".experts." in f".{name}" and p.ndim == 3:  # fused
                 self.of_experts += p.numel()
                 self.num_experts = len(p)
             if name.endswith("q_norm.weight"):
                 self.head_norms = True
+            if name.endswith("q_proj.weight"):
+                self.query_rows = len(p)
 
 
 def _count(module: nn.Module) -> int:

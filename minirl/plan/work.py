@@ -6,17 +6,24 @@ moves.
 
 from minirl.plan.adapted import Adapters
 from minirl.plan.cards import HOST_ADAMW_GB, REACHED, SHORTEST_KERNEL
-from minirl.plan.memory import GATED_INPUTS, WIDE, Job, Memory, PerRow, gathered_trained
+from minirl.plan.kept import PerRow, PerStateRow
+from minirl.plan.memory import GATED_INPUTS, WIDE, Job, Memory, gathered_trained
 
 # What is read and written between matrix products, in forward, backward and when a layer is
 # computed again.
 MOVED = {
-    ("liger", "forward"): PerRow(4, 6, 2, 2, 17, 3, 11, 11),
-    ("liger", "backward"): PerRow(8, 13, 7, 3, 9, 5, 15, 33),
-    ("liger", "again"): PerRow(4, 3, 2, 2, 17, 3, 8, 11),
-    ("torch", "forward"): PerRow(4, 38, 2, 18, 17, 5, 11, 11),
-    ("torch", "backward"): PerRow(8, 120, 7, 46, 9, 23, 15, 33),
-    ("torch", "again"): PerRow(4, 35, 2, 18, 17, 5, 8, 11),
+    ("liger", "forward"): PerRow(4, 6, 2, 2, 17, 17, 3, 11, 11),
+    ("liger", "backward"): PerRow(8, 13, 7, 3, 9, 26, 5, 15, 33),
+    ("liger", "again"): PerRow(4, 3, 2, 2, 17, 17, 3, 8, 11),
+    ("torch", "forward"): PerRow(4, 38, 2, 18, 17, 17, 5, 11, 11),
+    ("torch", "backward"): PerRow(8, 120, 7, 46, 9, 26, 23, 15, 33),
+    ("torch", "again"): PerRow(4, 35, 2, 18, 17, 17, 5, 8, 11),
+}
+# The same in gated delta nets: what the dry run of Qwen3.5 and Qwen3-Next moves, on average.
+MOVED_STATE = {
+    "forward": PerStateRow(0, 12, 16.5, 45, 1.4, 2.5),
+    "backward": PerStateRow(3, 18, 47, 126, 0, 4),
+    "again": PerStateRow(0, 12, 16.5, 45, 1.4, 2.5),
 }
 # The keys' gradients are summed over the queries that share them.
 MOVED_KEYS_BACKWARD = 5
@@ -62,6 +69,7 @@ class Work:
             + 2 * self._merge_flops()
             + 2 * self._adapter_flops()
             + 3.5 * self._attention_flops()
+            + 3 * self._rule_flops()
         )
 
     def seconds(self) -> dict[str, float]:
@@ -121,8 +129,11 @@ class Work:
     def _layers_flops(self) -> float:
         """Return the work of the layers' matrix products, forward."""
         shape = self.job.shape
-        matrices = shape.active_layer_parameters / self.memory.tensor
-        return 2 * self.rows.all * matrices * shape.num_layers
+        return 2 * self.rows.all * shape.active_in_layers / self.memory.tensor
+
+    def _rule_flops(self) -> float:
+        """Return the work of gated delta rules, forward, which grows with rows alone."""
+        return self.rows.all * self.job.shape.rule_flops / self.memory.tensor
 
     def _head_flops(self) -> float:
         return 2 * self.rows.in_loss * self.memory.head
@@ -136,14 +147,29 @@ class Work:
         pairs = num_answers * (answer * load.prompt + answer**2 / 2)
         pairs += num_answers / load.samples * load.prompt**2 / 2
         pairs /= self.job.parallel.context
-        return 4 * pairs * self.job.shape.queries / self.memory.tensor * self.job.shape.num_layers
+        shape = self.job.shape
+        return 4 * pairs * shape.queries / self.memory.tensor * shape.attention_layers
 
     def _layers(self) -> float:
         """Return the seconds of the layers' matrix products, forward."""
+        memory = self.memory
+        weights = (memory.in_layers - memory.experts * self.job.shape.num_layers) * memory.element
+        flops = self._layers_flops() - self._experts_flops()
+        return max(self._computing(flops), self._moving(weights)) + self._experts()
+
+    def _experts_flops(self) -> float:
+        """Return the work of the experts' matrix products, forward."""
         shape = self.job.shape
+        weights = 3 * shape.hidden * shape.expert * shape.experts_of_token
+        return 2 * self.rows.all * weights / self.memory.tensor * shape.num_layers
+
+    def _experts(self) -> float:
+        """Return the seconds of the experts' matrix products, forward."""
+        memory = self.memory
         # Every expert's weights are read, however few rows it has.
-        weights = self.memory.layer * self.memory.element * shape.num_layers
-        return max(self._computing(self._layers_flops()), self._moving(weights))
+        moved = memory.experts * memory.element + memory.of_experts(2, 3)
+        moved *= self.job.shape.num_layers
+        return max(self._computing(self._experts_flops()), self._moving(moved))
 
     def _layers_backward(self) -> float:
         """Return the seconds of the layers' matrix products, backward."""
@@ -159,9 +185,10 @@ class Work:
         shape = self.job.shape
         if shape.root_trained_parameters:
             return 0.0
-        first = shape.hidden * (shape.queries + 2 * shape.keys) / self.memory.tensor
-        of_all = shape.active_layer_parameters / self.memory.tensor * shape.num_layers
-        return first / of_all
+        outputs = shape.queries + 2 * shape.keys
+        if shape.delta_nets:
+            outputs = shape.delta_nets.mixed + shape.delta_nets.values
+        return shape.hidden * outputs / shape.active_in_layers
 
     def _share_again(self) -> float:
         """Return the share of a layer's products that full checkpointing computes again."""
@@ -169,7 +196,8 @@ class Work:
         if shape.adapters and shape.adapters.reads(GATED_INPUTS):
             return 1.0  # What the last product keeps is kept after it.
         # It stops before the last product, whose result nothing needs.
-        return 1 - shape.hidden * shape.feed_forward / shape.active_layer_parameters
+        last = shape.hidden * shape.feed_forward * shape.num_layers
+        return 1 - last / shape.active_in_layers
 
     def _adapter_flops(self) -> float:
         """Return the work of two low-rank products for each adapter, of all rows."""
@@ -233,17 +261,19 @@ class Work:
     def _between(self, direction: str) -> float:
         """Return the seconds of what lies between matrix products."""
         shape = self.job.shape
-        of_row = self.memory.per_row(MOVED[self.kernels, direction])
+        of_row = self.memory.row_bytes.of_layers(
+            MOVED[self.kernels, direction], MOVED_STATE[direction]
+        )
         if direction == "backward":
             keys = MOVED_KEYS_BACKWARD * shape.keys / self.memory.tensor
-            of_row += keys * self.memory.element
-        return self._moving(of_row * self.rows.all * shape.num_layers)
+            of_row += keys * self.memory.element * shape.attention_layers
+        return self._moving(of_row * self.rows.all)
 
     def _gathering(self, *, of_root: bool) -> float:
         """Return the seconds of casting shards, and of copying parameters out of a gathering."""
         shape = self.job.shape
         memory = self.memory
-        whole = memory.layer * shape.num_layers
+        whole = memory.in_layers
         if of_root:
             whole = shape.parameters / memory.tensor
         if shape.adapters is None:
@@ -308,9 +338,23 @@ class Work:
         between = 4 * hidden * (1 - 1 / memory.tensor) * shape.num_layers
         context = self.job.parallel.context
         keys = 2 * shape.keys / memory.tensor * self.rows.all * memory.element
-        between += keys * (context - 1) * shape.num_layers
+        between += keys * (context - 1) * shape.attention_layers
+        between += self._between_delta_nets()
         between += self._traveling()
         return gathers, between
+
+    def _between_delta_nets(self) -> float:
+        """Return the bytes of features that gated delta nets send, in a forward pass."""
+        nets = self.job.shape.delta_nets
+        if nets is None:
+            return 0.0
+        memory = self.memory
+        context = self.job.parallel.context
+        # Ranks of a context exchange their rows for heads, and back.
+        features = (nets.mixed + nets.values) / memory.tensor * (1 - 1 / context)
+        if nets.gathers_mixed:
+            features += nets.mixed * (1 - 1 / memory.tensor)
+        return features * self.rows.all * memory.element * nets.num_layers
 
     def _from_others(self, num_bytes: float, of_experts: float) -> float:
         """Return how many bytes of gathered parameters come from other ranks, experts among them.
