@@ -130,6 +130,7 @@ DOORS = {
         "rollout/server.py": {"PreTrainedTokenizerBase"},
         "rollout/tool_calls.py": {"PreTrainedTokenizerBase"},
         "rollout/choice.py": {"PreTrainedTokenizerBase"},
+        "rollout/vllm_patches.py": {"AmbiguousGlobalPerLayerAttributeError"},
         "inputs.py": {"PretrainedConfig", "PreTrainedTokenizerBase"},
         "row_checks.py": {"PreTrainedTokenizerBase"},
         "dump.py": {"PreTrainedTokenizerBase"},
