@@ -18,7 +18,7 @@ from minirl.config.shared import DataConfig, EngineConfig, EnvConfig, EvaluateCo
 from minirl.data import chat, images
 from minirl.data.packing import pack
 from minirl.data.prompts import Prompts
-from minirl.data.vision import read_vision
+from minirl.data.vision import read_vision, sampling_stops
 from minirl.envs.base import Agent, Env, Raw, Result
 from minirl.errors import UserError
 from minirl.rewards.functions import Rewards
@@ -352,7 +352,7 @@ def set_up(mesh, folder, env, rollout=None, config=EvaluateConfig, seed=0, parts
     )
     sampling = Sampling(
         max_tokens=cfg.rollout.max_tokens,
-        stop_token_ids=images.sampling_stops(chat.stop_token_ids(tokenizer, folder), vision),
+        stop_token_ids=sampling_stops(chat.stop_token_ids(tokenizer, folder), vision),
         temperature=0.8,
     )
     return *parts, sampler, prompts, sampling
