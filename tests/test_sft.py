@@ -473,6 +473,13 @@ def test_columns_say_what_a_row_is(tmp_path):
             "line 2: 'completion' .* is a list but no messages .*message 1 has no role .*; give",
         ),
         ({"prompt": "a", "completion": [{"role": "assistant"}]}, "line 2: 'completion' .*; give"),
+        (
+            {
+                "prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}],
+                "completion": "a",
+            },
+            "line 2: 'prompt' .* the content of message 1 is .*'video'.*it must be a text or",
+        ),
         ({"messages": [SYSTEM, YO]}, "line 2: nothing is asked before the assistant's first turn"),
         (
             {"messages": [HI, {"role": "assistant", "content": None}]},

@@ -66,11 +66,15 @@ def to_chat(raw: dict, place: Place, cfg: ChatsConfig) -> dict:
     if isinstance(completion, str | int | float):
         completion = [{"role": "assistant", "content": str(completion)}]
     before = []
-    require(
-        messages is not None or not isinstance(completion, list) or is_messages(completion),
-        f"{place}: {cfg.completion_key!r} (data.completion_key) is a list but no messages with "
-        f"role and content{fault_of(completion)}; give a text, or such a list",
-    )
+    for kind, key, value in (
+        ("prompt", cfg.prompt_key, prompt),
+        ("completion", cfg.completion_key, completion),
+    ):
+        require(
+            messages is not None or not isinstance(value, list) or is_messages(value),
+            f"{place}: {key!r} (data.{kind}_key) is a list but no messages with role and "
+            f"content{fault_of(value)}; give a text, or such a list",
+        )
     if is_messages(messages):
         answer = chat.to_messages(messages, cfg.system_prompt)
     elif messages is None and is_prompt(prompt) and is_messages(completion):
