@@ -505,10 +505,23 @@ def test_the_size_of_an_engine_fits_all_layers_of_gemma4():
         families.check_supported(config, "policy.model = x", tensor_parallel=3)
 
 
-def test_a_length_at_which_engine_and_trainer_differ_is_refused():
-    config = AutoConfig.for_model("cohere2", sliding_window=100)
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (AutoConfig.for_model("cohere2", sliding_window=100), "sliding_window"),
+        (
+            AutoConfig.for_model(
+                "ministral3",
+                rope_parameters=tiny.OWN["ministral3"]["rope_parameters"]
+                | {"original_max_position_embeddings": 100},
+            ),
+            "original_max_position_embeddings",
+        ),
+    ],
+)
+def test_lengths_at_which_the_engine_computes_another_model_are_refused(config, name):
     families.check_supported(config, "policy.model = x", max_model_len=100)
-    with pytest.raises(UserError, match="engine.max_model_len = 101 is above sliding_window = 100"):
+    with pytest.raises(UserError, match=f"max_model_len = 101 is above {name} = 100, beyond which"):
         families.check_supported(config, "policy.model = x", max_model_len=101)
 
 

@@ -324,6 +324,11 @@ FAMILIES = [
 FOR_ENGINE = {
     "gpt_oss": {"swiglu_limit": 7.0},
     "cohere2": {"sliding_window": 64},
+    # No query is scaled by its position.
+    "ministral3": {
+        "rope_parameters": tiny.OWN["ministral3"]["rope_parameters"]
+        | {"original_max_position_embeddings": 64}
+    },
     # Keys and values of both kinds of layers are shared.
     "gemma4_text": {
         "num_hidden_layers": 4,

@@ -105,6 +105,21 @@ OWN = {
     "hyperclovax": MULTIPLIERS | {"logits_scaling": 0.4},  # a factor
     "granitemoe": MULTIPLIERS | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "ministral": ALTERNATING | {"head_dim": 32},
+    "ministral3": {
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,  # behind which queries are scaled
+            "max_position_embeddings": 512,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "starcoder2": {"sliding_window": 12},
     "helium": {"head_dim": 32},
     "hunyuan_v1_dense": {"head_dim": 32},

@@ -11,14 +11,13 @@ through the engine.
 """
 
 import math
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from minirl.errors import require
-from minirl.model import plans, sizes
+from minirl.model import in_engine, plans, sizes
 from minirl.model.family import DENSE, FEATURES, HEADS, ExpertNames, Family, Fused, FusedExperts
 from minirl.model.refused import REFUSED
 from minirl.parallel.regions import CheckpointSlice, Region
@@ -61,14 +60,6 @@ _HYBRID_MOE = _HYBRID._replace(
 )
 _QWEN2_VL = Family(files={"model.visual.": "visual.", "model.language_model.": "model."})
 
-
-def _gpt_oss_in_engine(config: PretrainedConfig) -> dict[str, Any]:
-    """Return what vLLM's class has as constants."""
-    kinds = ["sliding_attention", "full_attention"] * config.num_hidden_layers
-    layer_types = kinds[: config.num_hidden_layers]
-    return {"layer_types": layer_types, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-
-
 FAMILIES = {
     "llama": _DENSE,
     "mistral": _DENSE,
@@ -85,6 +76,7 @@ FAMILIES = {
     "apertus": _DENSE,
     "jais2": _DENSE,
     "ministral": _DENSE,
+    "ministral3": Family(engine_agrees_to=in_engine.ministral3_length),
     "olmo": _DENSE,
     "starcoder2": _DENSE,
     "helium": _DENSE._replace(fused=_PARTIAL),
@@ -109,7 +101,7 @@ FAMILIES = {
     "olmo3": _OLMO,
     "granite": _GRANITE,
     "cohere": _COHERE,
-    "cohere2": _COHERE._replace(engine_window_differs=True),
+    "cohere2": _COHERE._replace(engine_agrees_to=in_engine.cohere2_length),
     "mixtral": Family(divided=(*HEADS, "num_local_experts"), experts=_MIXTRAL),
     "qwen2_moe": Family(
         divided=(*HEADS, *_QWEN2_MOE),
@@ -163,7 +155,7 @@ FAMILIES = {
         divided=(*HEADS, "num_local_experts"),
         plan=plans.GPT_OSS,
         experts=FusedExperts(transposed=False),
-        engine_values=_gpt_oss_in_engine,
+        engine_values=in_engine.gpt_oss_values,
         fused=Fused(norm_wide=True, rotary=False),
     ),
     "qwen3_next": _HYBRID_MOE,
@@ -211,13 +203,13 @@ def check_supported(
     if device:
         _check_engine_values(config, where)
 
-    window = config.sliding_window if family.engine_window_differs else None
-    require(
-        not window or max_model_len <= window,
-        f"{where}: engine.max_model_len = {max_model_len} is above sliding_window = {window}, "
-        f"beyond which the engine's {config.model_type} attends to other tokens than the "
-        "trainer's; lower the lengths",
-    )
+    for name, num_tokens in family.engine_agrees_to(config).items():
+        require(
+            not num_tokens or max_model_len <= num_tokens,
+            f"{where}: engine.max_model_len = {max_model_len} is above {name} = {num_tokens}, "
+            f"beyond which vLLM computes another {config.model_type} than the trainer; lower the "
+            "lengths",
+        )
 
     _check_heads(config, where, tensor_parallel)
 

@@ -49,8 +49,9 @@ class Family(NamedTuple):
     experts: ExpertNames | FusedExperts | None = None
     # Of its routers: they score by sigmoid, and a bias moves their choice; else by softmax.
     sigmoid_router: bool = False
-    # vLLM's sliding windows are one token wider than the library's.
-    engine_window_differs: bool = False
+    # Config -> the value, by its name, up to which many tokens vLLM's class computes the library's
+    # model; None or 0: any number.
+    engine_agrees_to: Callable[[PretrainedConfig], dict[str, int | None]] = lambda config: {}
     # Why vLLM's CPU build does not run it, or why no engine does; empty: it does.
     not_on_cpu: str = ""
     no_engine: str = ""

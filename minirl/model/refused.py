@@ -10,7 +10,5 @@ REFUSED = {
     "kimi_k25": "its attention is compared as deepseek_v3 only, not with its tower for images",
     "kimi_linear": "its delta attention leaks from one packed sequence into the next",
     "gemma4": _SEES_AHEAD,
-    "ministral3": "vLLM's class leaves out the scaling of queries by position, "
-    "llama_4_scaling, so the engine would sample from another model than the trainer's",
     "llama4_text": "its experts have a layout of their own",
 }
