@@ -1,9 +1,11 @@
-"""Rows of a test, and the mesh of a process that is alone."""
+"""Rows of a test, the mesh of a process that is alone, and images that nobody looks at."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 
+from minirl.data.images import ImageSpan
 from minirl.data.rows import Rows
 from minirl.data.sources import Source
 from minirl.data.split import read_rows
@@ -32,3 +34,29 @@ def split(rows: list[dict], held_out: int, seed: int) -> tuple[list[dict], list[
 def read_all(rows: Rows) -> Rows:
     """Read and check rows."""
     return read_rows(rows, ALONE, 0)[0]
+
+
+class SeesAhead:
+    """In place of a `Vision`, where nobody looks at pixels: the tokens of an image see later ones
+    of it."""
+
+    sees_ahead = True
+
+    def check_ring(self, is_ring):
+        pass
+
+    def batch(self, sequences, device):
+        return None
+
+
+def with_images(trajectories):
+    """The same with an image in each prompt and each answer that has room for one."""
+    out = []
+    for t in trajectories:
+        num_prompt = int(t.sampled.argmax())
+        num_answer = len(t.tokens) - num_prompt
+        spans = [ImageSpan(2, 9, "")] if num_prompt > 12 else []
+        if num_answer > 8:
+            spans.append(ImageSpan(num_prompt + 1, 5, ""))
+        out.append(replace(t, images=spans))
+    return out

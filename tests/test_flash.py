@@ -4,6 +4,7 @@ They run on CUDA only (test_gpu.py). The stand-in has the operators' own schemas
 the arguments' types, and their mask: with more keys than queries it lies at the bottom right.
 """
 
+import dataclasses
 import functools
 import importlib.machinery
 import itertools
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from in_memory import SeesAhead, with_images
 from minirl.data.blocks import Layout
 from minirl.data.packing import pack
 from minirl.errors import UserError
@@ -210,6 +212,21 @@ def test_shared_prompts_and_windows_equal_the_formula(choose, which, window):
     assert not any("padded" in vars(block) for block in blocks)  # nothing asked for rectangles
     choose(False)
     assert_same(by_flash, attend_and_back(batch, window))
+
+
+@pytest.mark.usefixtures("aten")
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("which", list(SHARED)[:3])
+def test_images_whose_tokens_see_later_ones_equal_the_formula(choose, which, window):
+    layout = Layout(windowed=window is not None, vision=SeesAhead())
+    batch = pack(with_images(SHARED[which]), CPU, layout=layout)
+    choose(True)
+    by_flash = attend_and_back(batch, window)
+    assert "padded" not in vars(batch.image_block)
+    choose(False)
+    assert_same(by_flash, attend_and_back(batch, window))
+    causal = attend_and_back(dataclasses.replace(batch, image_block=None), window)
+    assert (causal[0] - by_flash[0]).abs().max() > 0.1
 
 
 def on_all_ranks(packs):

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import test_fused
 import tiny
+from in_memory import SeesAhead, with_images
 from minirl.config.policy import PolicyConfig
 from minirl.data.blocks import Layout
 from minirl.data.packing import pack
@@ -69,11 +70,13 @@ def siblings(seed=0):
     return out
 
 
-def attend_and_back(dtype, window=None, softcap=None, head_dim=64, sinks=False):
+def attend_and_back(dtype, window=None, softcap=None, head_dim=64, sinks=False, images=False):
     """The output of a layer and the gradients; in float32, which no kernel there takes, by the
     formula."""
     device = torch.device("cuda")
-    batch = pack(siblings(), device, layout=Layout(windowed=window is not None))
+    layout = Layout(windowed=window is not None, vision=SeesAhead() if images else None)
+    batch = pack(with_images(siblings()) if images else siblings(), device, layout=layout)
+    assert bool(batch.image_block) == images
     torch.manual_seed(0)
     shapes = [(1, heads, len(batch.inputs), head_dim) for heads in (8, 2, 2)]
     leaves = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
@@ -101,6 +104,12 @@ def test_flash_attention_over_shared_prompts_equals_the_formula_in_float32(windo
 def test_attention_sinks_equal_the_formula_in_float32(window):
     exact = attend_and_back(torch.float32, window, sinks=True)
     assert_close(attend_and_back(torch.bfloat16, window, sinks=True), exact, 0.02)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_images_whose_tokens_see_later_ones_equal_the_formula_in_float32(window):
+    exact = attend_and_back(torch.float32, window, images=True)
+    assert_close(attend_and_back(torch.bfloat16, window, images=True), exact, 0.02)
 
 
 @needs_flash2
