@@ -26,6 +26,7 @@ from minirl.config.shared import (
     RolloutConfig,
 )
 from minirl.data import chat
+from minirl.data.gemma_vision import GemmaVision
 from minirl.data.images import attach
 from minirl.data.packing import pack
 from minirl.data.prompts import Prompts
@@ -49,7 +50,7 @@ def old_engine_refuses(family):
     """The CPU build of vLLM 0.26 has no place for a mixture's experts that a refit could write
     to, and Gemma 4's layers are of more than one size."""
     old = version(packages_distributions()["vllm"][0]).startswith("0.26.")
-    why = "layers of one size only" if family == "gemma4_text" else "keeps expert weights"
+    why = "layers of one size only" if "gemma4" in family else "keeps expert weights"
     return (
         pytest.raises(RankFailed, match=why)
         if old and ALL_FAMILIES[family].experts
@@ -229,7 +230,7 @@ def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options
             }
             for i, row in enumerate(rows)
         ]
-    cfg = EngineConfig(**ENGINE | ({"max_model_len": 128} if vision else {}) | engine_options)
+    cfg = EngineConfig(**ENGINE | ({"max_model_len": 256} if vision else {}) | engine_options)
     engine = RolloutEngine(cfg, folder, mesh, dtype="float32", vision=vision)
     KEPT_ENGINES.append(engine)
     prompts = Prompts(rows, tokenizer, DataConfig(), seed=0, vision=vision)
@@ -277,7 +278,8 @@ def what_engine_reads(engine, vision):
     sampling = Sampling(max_tokens=1, stop_token_ids=())
     url = tiny.picture(56, 56)
     requests = []
-    others = list(vision.joined.values()) + [vision.newlines] if vision.sees_ahead else [9]
+    joins = isinstance(vision, GemmaVision)
+    others = list(vision.joined.values()) + [vision.newlines] if joins else [9]
     out = []
     for before, between, behind in itertools.product([5, *others], repeat=3):
         ids = [5, 6, before, 5, before, vision.place, between, vision.place, 7, behind, behind, 6]
@@ -320,16 +322,21 @@ ROWS = [{"prompt": f"{i}{'x' * (3 * i)}", "answer": str(i)} for i in range(9)]
 FAMILIES = [
     name for name, family in ALL_FAMILIES.items() if not (family.not_on_cpu or family.no_engine)
 ]
+# Of Gemma 4: keys and values of both kinds of layers are shared, and behind a layer of each kind is
+# one with keys of its own, which shows what images saw there.
+SHARED = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention"]
+    + tiny.ALTERNATING["layer_types"][::-1]
+    + tiny.ALTERNATING["layer_types"],
+    "num_kv_shared_layers": 2,
+}
 # Values that vLLM's classes have as constants, and a window that it takes otherwise than it is.
 FOR_ENGINE = {
     "gpt_oss": {"swiglu_limit": 7.0},
     "cohere2": {"sliding_window": 64},
-    # Keys and values of both kinds of layers are shared.
-    "gemma4_text": {
-        "num_hidden_layers": 4,
-        "layer_types": tiny.ALTERNATING["layer_types"] * 2,
-        "num_kv_shared_layers": 2,
-    },
+    "gemma4_text": SHARED,
+    "gemma4": SHARED,
 }
 # Two numbers of its activation are bfloat16 in vLLM.
 BOUNDS = {"apertus": 3e-3}

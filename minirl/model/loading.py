@@ -164,13 +164,15 @@ def _as_in_file(
 def _check_finite(t: Tensor, slices: list[CheckpointSlice], folder: Path) -> None:
     """Raise UserError if this rank has read NaN or infinity, naming the weight and its file.
 
+    Single numbers are passed over: they are bounds, which are infinite where nothing is bounded.
+
     Args:
         t: a parameter, filled.
         slices: what it is made of in files.
         folder: that was read.
     """
     read = fsdp.local(t)
-    if read.isfinite().all():
+    if read.isfinite().all() or not read.ndim:
         return
     shard = fsdp.local_region(t)
     for part in slices:
