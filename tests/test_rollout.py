@@ -98,9 +98,8 @@ def greedy(engine, vision=None, num=6, length=24):
 def refit_program(mesh, a, b, tp, dtype):
     policy = make_policy(a, mesh)
     shows = {"vision": policy.vision}
-    engine = RolloutEngine(
-        EngineConfig(**ENGINE, tensor_parallel_size=tp), a, mesh, dtype=dtype, **shows
-    )
+    sizes = ENGINE | {"max_model_len": 128, "tensor_parallel_size": tp}
+    engine = RolloutEngine(EngineConfig(**sizes), a, mesh, dtype=dtype, **shows)
     received = {}
     for transport in ("all_gather", "all_to_all"):
         refit = Refit(
@@ -123,7 +122,7 @@ def refit_program(mesh, a, b, tp, dtype):
         with engine.awake(refit, policy.sleeper):
             after.append(greedy(engine, policy.vision))
     fresh = RolloutEngine(
-        EngineConfig(**ENGINE, tensor_parallel_size=tp),
+        EngineConfig(**sizes),
         b,
         mesh,
         dtype=dtype,
@@ -159,6 +158,7 @@ def refit_program(mesh, a, b, tp, dtype):
         (2, 2, "qwen2_5_vl", False, "float32", None),
         (4, 2, "qwen3_vl", True, "bfloat16", ParallelConfig(tensor=2)),
         (2, 1, "glm4_moe", False, "bfloat16", None),  # its router's correction stays float32
+        (2, 2, "gemma4", True, "float32", None),  # without its tower for sound
         (2, 2, "gemma4_text", True, "float32", None),  # with keys that are values, and shared ones
         (2, 2, "gpt_oss", False, "float32", None),  # one rank of an engine adds experts' biases
     ],
