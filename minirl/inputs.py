@@ -21,7 +21,8 @@ from minirl.config.supervised import SupervisedConfig
 from minirl.config.validate import resolve_lengths, validate_rl
 from minirl.data import chat
 from minirl.data.prompts import Prompts, open_prompts
-from minirl.data.vision import Vision, read_vision
+from minirl.data.vision import read_vision
+from minirl.data.vision_base import Vision
 from minirl.envs.registry import make_env
 from minirl.errors import UserError, require
 from minirl.files import partial_of, publish_folder, sync_files

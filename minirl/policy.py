@@ -298,7 +298,7 @@ class Policy:
 
     def _names_of_not_finite(self, shards: dict[str, Tensor]) -> list[str]:
         """Return the names of those tensors of which a rank has NaN or infinity. Collective."""
-        is_wrong = [int(not fsdp.local(t).isfinite().all()) for t in shards.values()]
+        is_wrong = [int(not loading.is_finite(fsdp.local(t))) for t in shards.values()]
         num_wrong = self.mesh.sums(torch.tensor(is_wrong)).tolist()
         return [name for name, num in zip(shards, num_wrong, strict=True) if num]
 

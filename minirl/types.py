@@ -26,7 +26,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:  # Only for annotations: at run time this file imports nothing of minirl.
     from minirl.data.images import ImageSpan
-    from minirl.data.vision import ImageBatch
+    from minirl.data.vision_base import ImageBatch
     from minirl.model.attention_blocks import Block, Recurrence
     from minirl.parallel.mesh import Context
 
@@ -105,8 +105,9 @@ class Packed:
     blocks: tuple[Block, ...]
     windowed_block: Block | None = None  # All of it as one causal block, for sliding windows.
     # Rows of images see the later ones of their own image, beside either. None: there are none, or
-    # the model is causal there, too.
+    # the model is causal there, too. The second is of layers with a window.
     image_block: Block | None = None
+    windowed_image_block: Block | None = None
     recurrence: Recurrence | None = None  # For layers with a state.
     images: ImageBatch | None = None  # For a model that reads images.
     is_last_row: Tensor  # bool [T]: the row is the last one of a trajectory.

@@ -27,10 +27,11 @@ from harness import ranks
 from minirl import checkpoint
 from minirl.config.policy import ParallelConfig, PolicyConfig
 from minirl.data import images
+from minirl.data.gemma_vision import Gemma4Vision, GemmaVision
 from minirl.data.packing import pack
-from minirl.data.vision import GemmaVision, read_vision
+from minirl.data.vision import read_vision
 from minirl.errors import UserError
-from minirl.model import build, experts, families, fused
+from minirl.model import build, experts, families, fused, lora
 from minirl.model.families import FAMILIES
 from minirl.parallel import layout, tensor
 from minirl.policy import Policy
@@ -54,7 +55,7 @@ CASES = [
 
 
 # Tokens of an image see later ones, which may be on another rank.
-NOT_ON_RING = ("gemma3",)
+NOT_ON_RING = ("gemma3", "gemma4")
 
 
 def stay_float64():
@@ -80,6 +81,8 @@ def stay_float64():
     )
     plain_float, softmax = torch.Tensor.float, F.softmax
     torch.Tensor.float = lambda x: x if x.dtype == torch.float64 else plain_float(x)
+    matmul = torch.Tensor.__matmul__  # Gemma 4 pools patches by float32 numbers.
+    torch.Tensor.__matmul__ = lambda a, b: matmul(a.double() if b.dtype == torch.float64 else a, b)
     F.softmax = lambda x, dim, dtype=None: softmax(
         x, dim, dtype=None if x.dtype == torch.float64 else dtype
     )
@@ -119,6 +122,12 @@ def for_hugging_face(vision, t):
     kinds = torch.tensor(t.tokens[None, :-1] == vision.token).long()
     if isinstance(vision, GemmaVision):
         return {"pixel_values": patches["pixel_values"], "token_type_ids": kinds}
+    if isinstance(vision, Gemma4Vision):
+        return {
+            "pixel_values": patches["pixel_values"],
+            "image_position_ids": patches["image_position_ids"],
+            "mm_token_type_ids": kinds,
+        }
     return {
         "pixel_values": patches["pixel_values"],
         "image_grid_thw": patches["image_grid_thw"],
@@ -179,8 +188,9 @@ def differences(mesh, folder, sequence, dtype="float64", checkpointing=None):
     wanted = torch.tensor(
         [wanted[t.group, t.episode, i - 1] for _, t, i in rows], dtype=torch.float64
     ).t()
-    found = {n: p.grad.full_tensor() for n, p in policy.model.named_parameters()}
-    assert found.keys() == grads.keys()
+    trained = lora.trained(policy.model)
+    assert trained.keys() == grads.keys()
+    found = {n: p.grad.full_tensor() for n, p in trained.items()}
     relative = {n: ((found[n] - g).abs().max() / g.abs().max()).item() for n, g in grads.items()}
     # What all keys have in common changes no attention: its gradient is 0, and found by rounding.
     bound = 100 * torch.finfo(getattr(torch, dtype)).eps
@@ -334,6 +344,33 @@ def test_gemma4_of_each_size(tmp_path, size, parallel, checkpointing):
         assert_same_files(folder, tmp_path / f"{size} exported")
 
 
+def every_family_like_published(mesh, root, sequence, names, checkpointing):
+    """What `every_family` says, and which parameters are not trained, by beginnings of names."""
+    out = every_family(mesh, root, sequence, names, checkpointing)
+    policy = Policy(PolicyConfig(), root / names[0], mesh)
+    frozen = {n for n, p in policy.model.named_parameters() if not p.requires_grad}
+    return out, {".".join(n.split(".")[:2]) for n in frozen}
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(tensor=2, sequence=True)])
+@pytest.mark.parametrize("size", GEMMA4)
+def test_gemma4_with_images_of_each_size(tmp_path, size, parallel):
+    """Small ones have a tower for sound, which nothing trains, and their images do not see ahead.
+    Large ones have none."""
+    own = {"audio": True, "use_bidirectional_attention": None}
+    if size == "large":
+        own = {"audio": False}
+    folder = tiny.make(tmp_path / size, "gemma4", **GEMMA4[size] | own)
+    arguments = (tmp_path, parallel.sequence, [size], "full")
+    results, frozen = ranks(2, every_family_like_published, *arguments, parallel=parallel)[0]
+    result = results[size]
+    assert isinstance(result, dict), result
+    assert result["values"] < 1e-12 and result["gradient"] < 1e-13, result
+    assert frozen == ({"model.audio_tower", "model.embed_audio"} if size == "small" else set())
+    if parallel.sequence:
+        assert_same_files(folder, tmp_path / f"{size} exported")
+
+
 def assert_same_files(*folders):
     before, after = (
         {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
@@ -365,9 +402,8 @@ def test_what_a_tensor_parallel_size_cuts_is_named(root, family):
     are, they pass."""
     values = families.divided(AutoConfig.from_pretrained(root / family))
     tensor.check_divides(values, 2)
-    assert values["vocab_size"] == {**dict.fromkeys(tiny.TOWERS, 268), "gemma3": 272}.get(
-        family, 264
-    )
+    own = dict.fromkeys(tiny.TOWERS, 268) | dict.fromkeys(("gemma3", "gemma4"), 272)
+    assert values["vocab_size"] == own.get(family, 264)
     for name, value in values.items():
         with pytest.raises(
             UserError,

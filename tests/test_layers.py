@@ -120,6 +120,8 @@ DOORS = {
         "data/chat.py": None,
         "data/turns.py": {"PreTrainedTokenizerBase"},
         "data/vision.py": None,
+        "data/vision_base.py": None,
+        "data/gemma_vision.py": None,
         "checkpoint/*": None,
         "data/examples.py": {"PreTrainedTokenizerBase"},
         "data/pairs.py": {"PreTrainedTokenizerBase"},

@@ -168,7 +168,11 @@ def train_tower(mesh, folder, pattern):
 
 @pytest.mark.parametrize(
     ("family", "tower", "target"),
-    [("qwen2_vl", "visual", "qkv"), ("gemma3", "vision_tower", "q_proj")],
+    [
+        ("qwen2_vl", "visual", "qkv"),
+        ("gemma3", "vision_tower", "q_proj"),
+        ("gemma4", "vision_tower", "linear"),
+    ],
 )
 def test_a_tower_gets_adapters_by_a_pattern(tmp_path, family, tower, target):
     folder = tiny.make(tmp_path / "m", family, dtype=torch.float64)

@@ -24,7 +24,7 @@ from minirl.data.blocks import Layout
 from minirl.data.packing import pack
 from minirl.data.turns import encode_chat
 from minirl.errors import UserError
-from minirl.model import attention, build, families, kernels, loading, logprob, scratch
+from minirl.model import attention, build, families, gemma4, kernels, loading, logprob, scratch
 from minirl.parallel import fsdp
 from minirl.policy import Policy
 from test_packing import groups, seen
@@ -297,7 +297,8 @@ def hugging_face(model, trajectories, temperature, images=None):
             values[t.group, t.episode, i] = (logprobs[i].item(), entropy[i].item())
     model.zero_grad()
     loss.backward()
-    return values, {n: p.grad.clone() for n, p in model.named_parameters()}
+    grads = {n: p.grad for n, p in model.named_parameters() if not n.startswith(gemma4.NEVER_RUN)}
+    return values, {n: grad.clone() for n, grad in grads.items()}
 
 
 def packed(policy, trajectories, temperature):

@@ -26,6 +26,7 @@ from minirl.config.shared import (
     RolloutConfig,
 )
 from minirl.data import chat
+from minirl.data.gemma_vision import GemmaVision
 from minirl.data.images import attach
 from minirl.data.packing import pack
 from minirl.data.prompts import Prompts
@@ -49,7 +50,7 @@ def old_engine_refuses(family):
     """The CPU build of vLLM 0.26 has no place for a mixture's experts that a refit could write
     to, and Gemma 4's layers are of more than one size."""
     old = version(packages_distributions()["vllm"][0]).startswith("0.26.")
-    why = "layers of one size only" if family == "gemma4_text" else "keeps expert weights"
+    why = "layers of one size only" if "gemma4" in family else "keeps expert weights"
     return (
         pytest.raises(RankFailed, match=why)
         if old and ALL_FAMILIES[family].experts
@@ -97,9 +98,8 @@ def greedy(engine, vision=None, num=6, length=24):
 def refit_program(mesh, a, b, tp, dtype):
     policy = make_policy(a, mesh)
     shows = {"vision": policy.vision}
-    engine = RolloutEngine(
-        EngineConfig(**ENGINE, tensor_parallel_size=tp), a, mesh, dtype=dtype, **shows
-    )
+    sizes = ENGINE | {"max_model_len": 128, "tensor_parallel_size": tp}
+    engine = RolloutEngine(EngineConfig(**sizes), a, mesh, dtype=dtype, **shows)
     received = {}
     for transport in ("all_gather", "all_to_all"):
         refit = Refit(
@@ -122,7 +122,7 @@ def refit_program(mesh, a, b, tp, dtype):
         with engine.awake(refit, policy.sleeper):
             after.append(greedy(engine, policy.vision))
     fresh = RolloutEngine(
-        EngineConfig(**ENGINE, tensor_parallel_size=tp),
+        EngineConfig(**sizes),
         b,
         mesh,
         dtype=dtype,
@@ -158,6 +158,7 @@ def refit_program(mesh, a, b, tp, dtype):
         (2, 2, "qwen2_5_vl", False, "float32", None),
         (4, 2, "qwen3_vl", True, "bfloat16", ParallelConfig(tensor=2)),
         (2, 1, "glm4_moe", False, "bfloat16", None),  # its router's correction stays float32
+        (2, 2, "gemma4", True, "float32", None),  # without its tower for sound
         (2, 2, "gemma4_text", True, "float32", None),  # with keys that are values, and shared ones
         (2, 2, "gpt_oss", False, "float32", None),  # one rank of an engine adds experts' biases
     ],
@@ -229,7 +230,7 @@ def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options
             }
             for i, row in enumerate(rows)
         ]
-    cfg = EngineConfig(**ENGINE | ({"max_model_len": 128} if vision else {}) | engine_options)
+    cfg = EngineConfig(**ENGINE | ({"max_model_len": 256} if vision else {}) | engine_options)
     engine = RolloutEngine(cfg, folder, mesh, dtype="float32", vision=vision)
     KEPT_ENGINES.append(engine)
     prompts = Prompts(rows, tokenizer, DataConfig(), seed=0, vision=vision)
@@ -277,7 +278,8 @@ def what_engine_reads(engine, vision):
     sampling = Sampling(max_tokens=1, stop_token_ids=())
     url = tiny.picture(56, 56)
     requests = []
-    others = list(vision.joined.values()) + [vision.newlines] if vision.sees_ahead else [9]
+    joins = isinstance(vision, GemmaVision)
+    others = list(vision.joined.values()) + [vision.newlines] if joins else [9]
     out = []
     for before, between, behind in itertools.product([5, *others], repeat=3):
         ids = [5, 6, before, 5, before, vision.place, between, vision.place, 7, behind, behind, 6]
@@ -320,6 +322,15 @@ ROWS = [{"prompt": f"{i}{'x' * (3 * i)}", "answer": str(i)} for i in range(9)]
 FAMILIES = [
     name for name, family in ALL_FAMILIES.items() if not (family.not_on_cpu or family.no_engine)
 ]
+# Of Gemma 4: keys and values of both kinds of layers are shared, and behind a layer of each kind is
+# one with keys of its own, which shows what images saw there.
+SHARED = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention"]
+    + tiny.ALTERNATING["layer_types"][::-1]
+    + tiny.ALTERNATING["layer_types"],
+    "num_kv_shared_layers": 2,
+}
 # Values that vLLM's classes have as constants, and a window that it takes otherwise than it is.
 FOR_ENGINE = {
     "gpt_oss": {"swiglu_limit": 7.0},
@@ -329,12 +340,8 @@ FOR_ENGINE = {
         "rope_parameters": tiny.OWN["ministral3"]["rope_parameters"]
         | {"original_max_position_embeddings": 64}
     },
-    # Keys and values of both kinds of layers are shared.
-    "gemma4_text": {
-        "num_hidden_layers": 4,
-        "layer_types": tiny.ALTERNATING["layer_types"] * 2,
-        "num_kv_shared_layers": 2,
-    },
+    "gemma4_text": SHARED,
+    "gemma4": SHARED,
 }
 # Two numbers of its activation are bfloat16 in vLLM.
 BOUNDS = {"apertus": 3e-3}

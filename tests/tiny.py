@@ -198,6 +198,8 @@ def make(
     parallel size pads evenly."""
     if family == "gemma3":
         return make_gemma_vision(folder, tied=tied, seed=seed, dtype=dtype, **config)
+    if family == "gemma4":
+        return make_gemma4_vision(folder, seed=seed, dtype=dtype, **config)
     if family in TOWERS:
         return make_vision(folder, family, tied=tied, seed=seed, dtype=dtype, **config)
     tokenizer = make_tokenizer([])
@@ -259,7 +261,7 @@ TOWERS |= dict.fromkeys(
         },
     ),
 )
-READ_IMAGES = (*TOWERS, "gemma3")
+READ_IMAGES = (*TOWERS, "gemma3", "gemma4")
 QWEN3 = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # Those with Qwen3-VL's processor.
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 TEMPLATE = (
@@ -444,6 +446,128 @@ def make_gemma_vision(
         tokenizer=tokenizer,
         chat_template=GEMMA_TEMPLATE,
         image_seq_length=9,
+    ).save_pretrained(folder)
+    return folder
+
+
+GEMMA4_TOKENS = {
+    "boi_token": "<|image>",
+    "image_token": "<|image|>",
+    "eoi_token": "<image|>",
+    "boa_token": "<|audio>",
+    "audio_token": "<|audio|>",
+    "eoa_token": "<audio|>",
+    "video_token": "<|video|>",
+}
+GEMMA4_TEMPLATE = TEMPLATE.replace(IMAGE, GEMMA4_TOKENS["image_token"])
+# Windows hold an image, which has 70 tokens at most, and hide some of what is around it. Behind a
+# layer of each kind is one with keys of its own, which shows what images saw there.
+OWN["gemma4"] = OWN["gemma4_text"] | {
+    "num_hidden_layers": 4,
+    "layer_types": ALTERNATING["layer_types"] * 2,
+    "sliding_window": 80,
+    "use_bidirectional_attention": "vision",
+}
+GEMMA4_TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 160,
+    "default_output_length": 70,  # which vLLM reads
+    "use_clipped_linears": True,
+    "standardize": True,
+    "initializer_range": 0.1,
+}
+GEMMA4_AUDIO = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "subsampling_conv_channels": [8, 4],
+    "output_proj_dims": 48,
+}
+
+
+def make_gemma4_vision(
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    audio: bool = True,
+    **config: object,
+) -> Path:
+    """The same of Gemma 4: every image is made as large as 70 tokens allow, of 8 x 8 pixels each.
+
+    Large models have no tower for sound.
+    """
+    from transformers import (
+        Gemma4AudioFeatureExtractor,
+        Gemma4ImageProcessor,
+        Gemma4Processor,
+        Gemma4VideoProcessor,
+    )
+
+    tokenizer = make_tokenizer([])
+    special = list(GEMMA4_TOKENS.values())
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, extra_special_tokens=GEMMA4_TOKENS)
+    ids = tokenizer.convert_tokens_to_ids(special)
+    text = (
+        COMMON
+        | OWN["gemma4"]
+        | {
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": 0,
+            "vocab_size": len(tokenizer) + 4,
+            "vocab_size_per_layer_input": len(tokenizer) + 4,
+        }
+        | config
+    )
+    values = AutoConfig.for_model(
+        "gemma4",
+        text_config=text,
+        vision_config=GEMMA4_TOWER,
+        audio_config=GEMMA4_AUDIO if audio else None,
+        initializer_range=0.1,
+        **dict(
+            zip(
+                (
+                    "boi_token_id",
+                    "image_token_id",
+                    "eoi_token_id",
+                    "boa_token_id",
+                    "audio_token_id",
+                    "eoa_token_index",
+                    "video_token_id",
+                ),
+                ids,
+                strict=True,
+            )
+        ),
+    )
+    disable_progress_bar()
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(values, dtype=dtype)
+    with torch.no_grad():
+        for name, p in model.state_dict().items():
+            if p.ndim == 1 or name.endswith("position_embedding_table"):
+                p.add_(torch.randn_like(p) * 0.1)
+            if "vision_tower" in name and name.endswith(("_min", "_max")):  # begin as infinity
+                p.fill_(-4.0 if name.endswith("_min") else 4.0)
+    model.save_pretrained(folder)
+    images = Gemma4ImageProcessor(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2)
+    Gemma4Processor(
+        feature_extractor=Gemma4AudioFeatureExtractor(),
+        image_processor=images,
+        tokenizer=tokenizer,
+        video_processor=Gemma4VideoProcessor(patch_size=4, pooling_kernel_size=2),
+        chat_template=GEMMA4_TEMPLATE,
+        image_seq_length=70,
     ).save_pretrained(folder)
     return folder
 

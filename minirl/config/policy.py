@@ -95,7 +95,7 @@ class PolicyConfig:
     #: an element. Both are on the device in full precision for some parameters at a time.
     optimizer_state: Literal["device", "offload", "8bit"] = "device"
     #: Patterns of weights that are not trained, by their names in the model's folder: *visual.* is
-    #: the tower for images of Qwen's models, *vision_tower.* that of Gemma 3. They have no gradient
+    #: the tower for images of Qwen's models, *vision_tower.* that of Gemma's. They have no gradient
     #: and no optimizer state, and are exported as they were.
     freeze: list[str] = field(default_factory=list)
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minirl.data.vision import Vision
+from minirl.data.vision_base import Vision
 from minirl.model.attention_blocks import Block, Padded, Rectangle, RowIndex
 from minirl.parallel import context as cp
 from minirl.parallel.mesh import Context
@@ -74,6 +74,7 @@ class Blocks(NamedTuple):
     blocks: tuple[Block, ...]
     windowed_block: Block | None
     image_block: Block | None
+    windowed_image_block: Block | None
 
 
 def on_device(values: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -95,9 +96,13 @@ def build(sequences: list[Sequence], layout: Layout, device: torch.device) -> Bl
     if layout.windowed:
         seen = [np.concatenate([c.prompt, c.earlier, c.keys]) for c in chunks]
         windowed_block = _block(rows, seen, True, device)
-    image_block = _image_block(chunks, layout, device)
+    windowed_image_block = _image_block(chunks, layout, device)
+    image_block = windowed_image_block
+    if layout.vision and layout.vision.sees_ahead == "windowed":
+        image_block = None
+    of_layers = (windowed_block, image_block, windowed_image_block)
     if layout.context and layout.context.ring:
-        return Blocks(_ring(rows, device), windowed_block, image_block)
+        return Blocks(_ring(rows, device), *of_layers)
 
     # Block 1, causal: each chunk's own keys, behind those of a prompt short enough to repeat.
     keys = []
@@ -122,7 +127,7 @@ def build(sequences: list[Sequence], layout: Layout, device: torch.device) -> Bl
         prompts.append(siblings[0].prompt)
     if prompts:
         blocks.append(_block(queries, prompts, False, device))
-    return Blocks(tuple(blocks), windowed_block, image_block)
+    return Blocks(tuple(blocks), *of_layers)
 
 
 def _image_block(chunks: list[_Chunk], layout: Layout, device: torch.device) -> Block | None:
@@ -135,7 +140,7 @@ def _image_block(chunks: list[_Chunk], layout: Layout, device: torch.device) -> 
         UserError: the later ones are on other ranks of a ring.
         NotImplementedError: they are behind a shared prompt, which ends within an image.
     """
-    if layout.vision is None or not layout.vision.sees_ahead:
+    if layout.vision is None or layout.vision.sees_ahead == "never":
         return None
     layout.vision.check_ring(bool(layout.context and layout.context.ring))
     queries = []

@@ -23,7 +23,7 @@ from minirl.data.rows import (
     template_inputs,
     with_images,
 )
-from minirl.data.vision import Vision
+from minirl.data.vision_base import Vision
 from minirl.errors import UserError, require
 from minirl.parallel.machines import errors_of_all, raise_first
 from minirl.parallel.mesh import Mesh

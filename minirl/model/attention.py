@@ -110,9 +110,9 @@ def _refuse_unsupported(module: torch.nn.Module, asked: dict[str, object]) -> No
 def _visible(pack: Packed, window: int | None) -> tuple[tuple[Block, ...], int | None]:
     """Return the blocks of a layer, and its window, None if that hides no key."""
     windowed = pack.windowed_block
-    of_images = (pack.image_block,) if pack.image_block else ()
     if not window:
-        return pack.blocks + of_images, None
+        return pack.blocks + ((pack.image_block,) if pack.image_block else ()), None
+    of_images = (pack.windowed_image_block,) if pack.windowed_image_block else ()
     if windowed is None:
         raise NotImplementedError(
             f"a layer has a sliding window of {window}; pack with Layout(windowed=True)"

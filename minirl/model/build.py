@@ -141,6 +141,11 @@ def layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
+def never_run(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that no forward uses, so that they are never gathered either."""
+    return [module for name, module in model.named_modules() if name in gemma4.NEVER_RUN]
+
+
 def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) -> Tensor:
     """Return the last hidden states, [1, T, H] or this rank's part of the rows.
 
@@ -172,13 +177,17 @@ def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) ->
     values = seen.index_select(0, features).to(embedded.dtype)
     embedded = embedded.index_copy(0, rows, values)
 
-    deepstack: dict = {}
+    more: dict = {}
     if "deepstack_features" in tower:
         is_image = embedded.new_zeros(len(embedded), dtype=torch.bool).index_fill(0, rows, True)
-        deepstack["visual_pos_masks"] = is_image[None]
-        deepstack["deepstack_visual_embeds"] = [
+        more["visual_pos_masks"] = is_image[None]
+        more["deepstack_visual_embeds"] = [
             outputs.index_select(0, features) for outputs in tower.deepstack_features
         ]
+    if "embed_tokens_per_layer" in language_model._modules:
+        more["per_layer_inputs"] = gemma4.inputs_of_layers(
+            language_model, batch.inputs, images.rows
+        )
     return language_model(
         inputs_embeds=embedded[None],
         position_ids=batch.positions[None]
@@ -186,7 +195,7 @@ def last_hidden(model: CausalModel, batch: Packed, tp: TensorParallel | None) ->
         else images.positions[:, None],
         use_cache=False,
         pack=batch,
-        **deepstack,
+        **more,
     ).last_hidden_state
 
 
@@ -194,6 +203,10 @@ def _look(model: CausalModel, batch: Packed) -> Any:
     """Return what a tower makes of the images of a batch; `pooler_output` is [..., features, H]."""
     images = batch.images
     assert images is not None
+    if images.places is not None:
+        tower = model.model.get_image_features(images.pixels, images.places)
+        tower.pooler_output = torch.cat(tower.pooler_output)
+        return tower
     if images.grids is None:
         return model.model.get_image_features(images.pixels)
     return model.model.visual(images.pixels, grid_thw=images.grids)
@@ -294,6 +307,8 @@ def build_model(
     model.routing = routing.install(model, cfg, mesh.tensor.size())
     if trainable:
         _choose_trained(model, cfg, adapter_dtype, score=score)
+    for module in never_run(model):
+        module.requires_grad_(False)
     if cfg.activation_checkpointing in ("selective", "full"):
         model.gradient_checkpointing_enable(_checkpointing(cfg.activation_checkpointing))
         # Which that has enabled, for reentrant checkpointing. A frozen embedding would keep a
@@ -348,7 +363,7 @@ def _distribute(
     # All that is left of them is sharded over the others.
     fsdp.shard(
         model,
-        layers(model),
+        [*never_run(model), *layers(model)],
         mesh.fsdp,
         compute_dtype=getattr(torch, cfg.dtype),
         reduce_dtype=reduce_dtype,

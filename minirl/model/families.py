@@ -28,7 +28,7 @@ _QWEN2_MOE = ("num_experts", "shared_expert_intermediate_size")
 _DENSE = Family()
 _PARTIAL = Fused(rotary=False)  # Turns a part of each head, or other pairs than halves.
 _GEMMA = Family(
-    head=lambda config: (1.0, config.final_logit_softcapping),
+    head=lambda config: (1.0, config.get_text_config().final_logit_softcapping),
     fused=Fused(norm_offset=1.0, norm_wide=True),
 )
 _GEMMA4 = Family(
@@ -85,6 +85,11 @@ FAMILIES = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "gemma4_text": _GEMMA4,
+    "gemma4": _GEMMA4._replace(
+        plan=plans.GEMMA4_VL,
+        # Of the tokens of images, whose inputs of layers vLLM takes from token 0.
+        engine_values=lambda config: {"pad_token_id": 0},
+    ),
     "gemma3": Family(
         files={
             "model.language_model.": "language_model.model.",
@@ -311,7 +316,7 @@ def _check_config(config: PretrainedConfig, where: str) -> None:
 
     bidirectional = values.get("use_bidirectional_attention")
     require(
-        not bidirectional or (bidirectional == "vision" and not reads_images(config)),
+        not bidirectional or bidirectional == "vision",
         f"{where}: use_bidirectional_attention is set, and tokens would see the future; "
         "packed attention is causal",
     )
@@ -408,7 +413,8 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
     They would make the trainer's log-probs differ from the engine's, and a resumed run from an
     uninterrupted one.
     """
-    for part in [config] + [getattr(config, name) for name in config.sub_configs]:
+    parts = [getattr(config, name) for name in config.sub_configs]
+    for part in [config, *(part for part in parts if part)]:  # some models have no tower for sound
         for name, value in vars(part).items():
             if ("drop" in name or "jitter" in name) and isinstance(value, float):
                 setattr(part, name, 0.0)

@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# Modules that no run uses, and that are not trained: the tower for sound.
+NEVER_RUN = ("model.audio_tower", "model.embed_audio")
+
 
 def install(model: nn.Module) -> None:
     """Give a model's inputs of layers and routers their functions; call it before it is split."""
@@ -36,6 +39,23 @@ def embed(text_model: Any, input_ids: Tensor, _: Tensor) -> Tensor:
     embedded = text_model.embed_tokens_per_layer(input_ids)
     num_layers = text_model.config.num_hidden_layers
     return embedded.unflatten(-1, (num_layers, text_model.hidden_size_per_layer_input))
+
+
+def inputs_of_layers(text_model: Any, input_ids: Tensor, rows: Tensor) -> Tensor:
+    """Return the embeddings that each layer has of its own, of rows with images among them.
+
+    Those of images are the padding token's, as in the library's Gemma4Model.forward.
+
+    Args:
+        text_model: the library's Gemma4TextModel.
+        input_ids: [T].
+        rows: [N], those of images.
+
+    Returns:
+        [1, T, layers, D], or this rank's part of the rows.
+    """
+    ids = input_ids.index_fill(0, rows, text_model.config.pad_token_id)
+    return text_model.get_per_layer_inputs(ids[None], None)
 
 
 def route(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -161,6 +161,14 @@ def _as_in_file(
     return plain if is_plain else part
 
 
+def is_finite(t: Tensor) -> bool:
+    """Return whether a weight is free of NaN and infinity.
+
+    Single numbers are bounds, which are infinite where nothing is bounded.
+    """
+    return bool(t.isfinite().all()) or (t.ndim == 0 and not t.isnan())
+
+
 def _check_finite(t: Tensor, slices: list[CheckpointSlice], folder: Path) -> None:
     """Raise UserError if this rank has read NaN or infinity, naming the weight and its file.
 
@@ -170,7 +178,7 @@ def _check_finite(t: Tensor, slices: list[CheckpointSlice], folder: Path) -> Non
         folder: that was read.
     """
     read = fsdp.local(t)
-    if read.isfinite().all():
+    if is_finite(read):
         return
     shard = fsdp.local_region(t)
     for part in slices:

@@ -37,7 +37,7 @@ ATTENTION = ("*attn*", "*attention*")
 MLP = ("*mlp*", "*feed_forward*", "*experts*")
 GROUPS = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
 LAYERS = "*layers.*"  # Of the language model.
-TOWERS = ("*visual*", "*vision_tower*")  # Get adapters by patterns only.
+TOWERS = ("*visual*", "*vision_tower*", "*audio_tower*")  # Get adapters by patterns only.
 # Linears that are in no group: a router, the gate of a shared expert, which has one output, and the
 # gates of a delta net's heads, of which there are about as many as a rank.
 GATES = ("wg", "shared_expert_gate", "in_proj_ba", "in_proj_a", "in_proj_b")

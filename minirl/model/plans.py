@@ -40,6 +40,17 @@ GEMMA4 = {
     "model.layers.*.router.proj": "whole",
     "model.layers.*.experts": "experts_alone",
 }
+GEMMA4_VL = {
+    "model.language_model.embed_tokens_per_layer": "embedding",
+    "model.language_model.layers.*.router": "router_alone",
+    "model.language_model.layers.*.router.proj": "whole",
+    "model.language_model.layers.*.experts": "experts_alone",
+    # The library's plan splits the tower, too. As other towers here it is whole on every rank.
+    **{
+        f"model.vision_tower.encoder.layers.*.{name}": ""
+        for name in ("self_attn.q_norm", "self_attn.k_norm", *_ATTENTION, *_MLP)
+    },
+}
 GPT_OSS = {
     "model.layers.*.self_attn": "heads",  # its sinks
     **{f"model.layers.*.{name}": style for name, style in _ATTENTION.items()},

@@ -1,7 +1,6 @@
 """The families that users ask for and that minirl refuses, each with the reason."""
 
 _SPARSE = "its indexer chooses the keys of each query, which packed attention does not take"
-_SEES_AHEAD = "tokens of an image see later ones, and packed attention is causal"
 
 REFUSED = {
     "nemotron": "it does not call the attention interface",
@@ -9,6 +8,5 @@ REFUSED = {
     "glm_moe_dsa": _SPARSE,
     "kimi_k25": "its attention is compared as deepseek_v3 only, not with its tower for images",
     "kimi_linear": "its delta attention leaks from one packed sequence into the next",
-    "gemma4": _SEES_AHEAD,
     "llama4_text": "its experts have a layout of their own",
 }

@@ -31,9 +31,11 @@ from minirl.config.parse import fill_config
 from minirl.config.policy import ParallelConfig
 from minirl.config.rl import AlgoConfig
 from minirl.config.supervised import DPOLossConfig, KTOLossConfig, RewardModelLossConfig
+from minirl.data.gemma_vision import Gemma4Vision, GemmaVision
 from minirl.data.images import ImageSpan, to_url
 from minirl.data.packing import pack
-from minirl.data.vision import GemmaVision, ImageBatch, QwenVision, Vision
+from minirl.data.vision import QwenVision
+from minirl.data.vision_base import ImageBatch, Vision
 from minirl.errors import BAD_INPUT, UserError, require
 from minirl.log import Timer
 from minirl.model import build, fused, loading
@@ -102,7 +104,7 @@ def _replace_groups_and_weights() -> None:
     fused.has_liger = lambda: True
     experts._to_host = _even_rows
     vision: Any
-    for vision in (QwenVision, GemmaVision):
+    for vision in (QwenVision, GemmaVision, Gemma4Vision):
         vision.batch = _real_batch(vision.batch)
     # Rank 0 is the first along every axis of every mesh that it is in. torch looks it up in a
     # tensor, whose values it would not find.

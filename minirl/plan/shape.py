@@ -156,7 +156,7 @@ def read_shape(
     times = 2 if values.get("use_double_wide_mlp") and values.get("num_kv_shared_layers") else 1
     if text.model_type == "hunyuan_v1_moe":
         shared = expert_width  # no value of its config says that there is one
-    if text.model_type == "gemma4_text":
+    if text.model_type == "gemma4_text":  # of gemma4, too
         shared = values["intermediate_size"] * times
     delta_nets = read_delta_nets(config, larger.layers)
     queries = text.num_attention_heads * head_dim(values)

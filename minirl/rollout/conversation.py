@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from minirl.data import chat, harmony, images
 from minirl.data.images import ImageSpan
 from minirl.data.routes import extended
-from minirl.data.vision import Vision
+from minirl.data.vision_base import Vision
 from minirl.errors import UserError
 from minirl.types import Trajectory
 

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirl.config.shared import EngineConfig
+from minirl.data.gemma_vision import GemmaVision
 from minirl.data.images import rgb
-from minirl.data.vision import GemmaVision, Vision
+from minirl.data.vision_base import Vision
 from minirl.errors import UserError
 from minirl.log import Timer
 from minirl.parallel.mesh import Mesh
@@ -141,8 +142,8 @@ class RolloutEngine:
                 vllm_cpu.patch_cpu(self.mesh)
             if isinstance(self.vision, GemmaVision):
                 vllm_patches.patch_newlines(self.vision)
-                if not self.on_cuda:
-                    vllm_cpu.patch_images()
+            if self.vision and self.vision.sees_ahead != "never" and not self.on_cuda:
+                vllm_cpu.patch_images(self.vision)
             if self.masses:
                 patch_masks(self.masses)
             try:
@@ -192,7 +193,7 @@ class RolloutEngine:
         }
         if self.vision:
             arguments |= {
-                "limit_mm_per_prompt": {"image": cfg.max_images, "video": 0},
+                "limit_mm_per_prompt": {"image": cfg.max_images, "video": 0, "audio": 0},
                 "skip_mm_profiling": not self.on_cuda,
                 "mm_processor_cache_gb": 1.0,
             }

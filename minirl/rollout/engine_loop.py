@@ -17,7 +17,7 @@ from typing import Any
 
 from minirl.data.images import ImageSpan
 from minirl.data.routes import extended
-from minirl.data.vision import Vision
+from minirl.data.vision_base import Vision
 from minirl.parallel.limits import Limit
 from minirl.parallel.watch import Watch
 from minirl.rollout.conversation import Completion

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from minirl.config.shared import EndpointConfig
 from minirl.data import images
 from minirl.data.messages import read_template_kwargs
-from minirl.data.vision import Vision
+from minirl.data.vision_base import Vision
 from minirl.errors import UserError
 from minirl.rollout.conversation import Conversation, to_message
 from minirl.rollout.guides import Guide, json_guide

@@ -196,16 +196,18 @@ class Refit:
 
         The engine would sample from another model than the one that is trained: some of vLLM's
         loaders skip weights for which their model has no parameter. (A tied head is no weight of
-        its own.) `wanted`: of the engines of each class, which together are all ranks.
+        its own, and an engine that is sent no sound has no tower for it.) `wanted`: of the engines
+        of each class, which together are all ranks.
         """
         regions: dict[str, set[Region]] = defaultdict(set)
         for of_class in wanted:
             for want in of_class:
                 regions[want.name].add(want.region)
+        left_out = self.engine.vision.left_out if self.engine.vision else ()
         lost = []
         for name, shard in self.shards.items():
             arriving = sum(math.prod(region.size) for region in regions[name])
-            if arriving < shard.numel():
+            if arriving < shard.numel() and not name.startswith(left_out):
                 lost.append(f"{name} ({shard.numel() - arriving} of {shard.numel()} elements)")
         require(
             not lost,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from minirl.data.vision_base import Vision
 from minirl.errors import UserError, require
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.packed import packed_linear
@@ -52,10 +53,13 @@ def _patch_cpu_linear() -> None:
     layers.dispatch_cpu_unquantized_gemm = use_packed_copy
 
 
-def patch_images() -> None:
+def patch_images(vision: Vision) -> None:
     """Let tokens of an image see the later ones of it in models that ask for it, as Gemma 3 does.
 
     The CPU build knows where the images of a batch are, and computes causal attention all the same.
+
+    Args:
+        vision: says in which layers. A batch is described once for all layers with one window.
 
     Raises:
         UserError: its kernel cannot do otherwise.
@@ -73,7 +77,8 @@ def patch_images() -> None:
     build = CPUAttentionMetadataBuilder.build
 
     def build_cut(builder: Any, prefix: int, batch: Any, fast_build: bool = False) -> Any:
-        return build(builder, prefix, cut_at_images(batch), fast_build)
+        is_cut = vision.sees_ahead == "always" or builder.window_size > 0
+        return build(builder, prefix, cut_at_images(batch) if is_cut else batch, fast_build)
 
     CPUAttentionMetadataBuilder.build = build_cut
 

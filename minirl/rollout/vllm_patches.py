@@ -15,7 +15,7 @@ from transformers.integrations.heterogeneity.configuration_utils import (
     AmbiguousGlobalPerLayerAttributeError,
 )
 
-from minirl.data.vision import GemmaVision
+from minirl.data.gemma_vision import GemmaVision
 
 
 @contextlib.contextmanager
