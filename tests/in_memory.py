@@ -40,7 +40,7 @@ class SeesAhead:
     """In place of a `Vision`, where nobody looks at pixels: the tokens of an image see later ones
     of it."""
 
-    sees_ahead = True
+    sees_ahead = "always"
 
     def check_ring(self, is_ring):
         pass
