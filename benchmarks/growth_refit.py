@@ -145,6 +145,7 @@ class Engine:
             mesh: for a `Refit`.
         """
         self.mesh = mesh
+        self.vision = None
         self.tp = tp
         self.tp_rank = tp_rank
         self.model_class = type(self).__name__
@@ -319,6 +320,16 @@ def measure_call(model: str, num_layers: int, world: int, tp: int, shrink: int) 
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        return _measure_call_of(rank, model, num_layers, world, tp, shrink)
+    finally:  # Who comes later is not this rank.
+        dist.destroy_process_group()
+
+
+def _measure_call_of(
+    rank: int, model: str, num_layers: int, world: int, tp: int, shrink: int
+) -> Row:
+    """Return the cost of a call of a rank, as which this process has joined."""
     axis = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard_cp",))
     shapes, slices = make_shapes(model, num_layers, shrink)
     wanted = list(wanted_of_engines(model, num_layers, tp, shrink))
@@ -352,7 +363,6 @@ def measure_call(model: str, num_layers: int, world: int, tp: int, shrink: int) 
         refit()
         seconds.append(time.process_time() - start)
     num_copies = count_copies([step.bucket for step in refit._steps])
-    dist.destroy_process_group()
     return Row("call", model, world, min(seconds), refit.bytes_received, num_copies)
 
 

@@ -57,6 +57,7 @@ class PretendedEngine:
             dtype: of the parameters. Buffers, which correct a router, keep their own.
         """
         self.mesh = mesh
+        self.vision = None
         self.model_class = type(self).__name__
         self._parameters: dict[str, Tensor] = {}
         self._targets: dict[str, Tensor] = {}  # By name in the files.

@@ -3,6 +3,8 @@
 vLLM is imported late, after the engine has set its environment.
 """
 
+import functools
+import inspect
 import os
 import sys
 import time
@@ -74,8 +76,10 @@ def patch_images(vision: Vision) -> None:
         "the CPU engine of vLLM 0.26 computes causal attention for images, too, and policy.model "
         "does not; use vLLM 0.32",
     )
-    build = CPUAttentionMetadataBuilder.build
+    # Without what an engine before has put around it.
+    build = inspect.unwrap(CPUAttentionMetadataBuilder.build)
 
+    @functools.wraps(build)
     def build_cut(builder: Any, prefix: int, batch: Any, fast_build: bool = False) -> Any:
         is_cut = vision.sees_ahead == "always" or builder.window_size > 0
         return build(builder, prefix, cut_at_images(batch) if is_cut else batch, fast_build)
