@@ -47,10 +47,6 @@ def why_not(family: str, heading: str) -> str:
         return "has none"
     if heading == "ring" and family in test_families.NOT_ON_RING:
         return "refused"
-    if heading == "engine" and row.no_engine:
-        return "refused"
-    if heading == "engine" and row.not_on_cpu:
-        return "CUDA only"
     return ""
 
 

@@ -73,6 +73,20 @@ def test_the_rule_in_chunks_is_the_rule_row_by_row(monkeypatch):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
 
 
+def test_one_row_further_is_the_next_row(monkeypatch):
+    """As an engine goes on, in each of some sequences at once."""
+    monkeypatch.setattr(delta_net, "EPSILON", 0.0)
+    num_sequences, num_rows = 3, 5
+    sequences = [(num_rows, None)] * num_sequences
+    given = [t.detach() for t in inputs(num_sequences * num_rows)]
+    wanted = delta_net.delta_rule(*given, recurrence_of(sequences))
+    rows = [t.unflatten(0, (num_sequences, num_rows)) for t in given]
+    states = torch.zeros(num_sequences, HEADS, KEY_DIM, VALUE_DIM)
+    for i in range(num_rows):
+        got, states = delta_net.delta_step(*(t[:, i] for t in rows), states)
+        torch.testing.assert_close(got, wanted[i::num_rows], rtol=0, atol=1e-14)
+
+
 def test_the_convolution_is_torchs_of_each_sequence_behind_its_prompt():
     module = torch.nn.Conv1d(
         FEATURES, FEATURES, WIDTH, groups=FEATURES, bias=False, dtype=torch.float64

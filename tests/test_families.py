@@ -561,19 +561,14 @@ def test_lengths_at_which_the_engine_computes_another_model_are_refused(config, 
         families.check_supported(config, "policy.model = x", max_model_len=101)
 
 
-@pytest.mark.parametrize("family", ["minimax_m2", "qwen3_next", "qwen3_5"])
-def test_a_family_that_the_engine_runs_on_cuda_only_is_refused_on_cpu(family):
-    config = AutoConfig.for_model(family)
-    families.check_supported(config, "policy.model = x", device="cuda")
-    with pytest.raises(UserError, match=f"vLLM's CPU build does not run family '{family}'"):
-        families.check_supported(config, "policy.model = x", device="cpu")
-
-
-def test_a_family_that_no_engine_runs_is_refused_with_one():
+@pytest.mark.parametrize("name", ["kv_lora_rank", "qk_rope_head_dim"])
+def test_latent_attention_of_another_size_is_refused_on_cpu(name):
     config = AutoConfig.for_model("deepseek_v3")
-    families.check_supported(config, "policy.model = x")
-    with pytest.raises(UserError, match="no engine runs family 'deepseek_v3' beside a trainer"):
-        families.check_supported(config, "policy.model = x", device="cuda")
+    families.check_supported(config, "policy.model = x", device="cpu")
+    config = AutoConfig.for_model("deepseek_v3", **{name: 256})
+    families.check_supported(config, "policy.model = x", device="cuda")
+    with pytest.raises(UserError, match=f"{name} = 256, and vLLM's CPU build has latent attention"):
+        families.check_supported(config, "policy.model = x", device="cpu")
 
 
 def test_dropout_by_any_name_is_zeroed():

@@ -391,9 +391,10 @@ def record(mesh, folder):
     return num_routes
 
 
-def test_the_engine_says_which_experts_it_took(tmp_path):
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_the_engine_says_which_experts_it_took(tmp_path, family):
     """With prompts that share the cache, preemptions, streams, and requests that are aborted."""
-    folder = tiny.make(tmp_path / "model", "qwen3_moe")
+    folder = tiny.make(tmp_path / "model", family)
     (num_routes,) = ranks(1, record, folder)
     assert num_routes > 1000
 

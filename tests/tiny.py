@@ -56,6 +56,16 @@ DELTA_NET = {
     "linear_value_head_dim": 8,
     "head_dim": 32,
 }
+# Half of each head is turned, by positions in time, height and width.
+PARTIAL_ROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    }
+}
 QWEN2_MOE = {
     "num_experts_per_tok": 2,
     "num_experts": 4,
@@ -180,8 +190,8 @@ OWN = {
     "qwen3_next": DELTA_NET | QWEN2_MOE,
     "qwen3_5_text": DELTA_NET,
     "qwen3_5_moe_text": DELTA_NET | QWEN2_MOE,
-    "qwen3_5": DELTA_NET,
-    "qwen3_5_moe": DELTA_NET | QWEN2_MOE,
+    "qwen3_5": DELTA_NET | PARTIAL_ROPE,
+    "qwen3_5_moe": DELTA_NET | QWEN2_MOE | PARTIAL_ROPE,
 }
 
 

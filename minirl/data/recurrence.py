@@ -45,11 +45,11 @@ def build_recurrence(
     num_prompts = len({q.shared for q in sequences if q.shared is not None})
     spans = []
     if num_prompts:
-        spans.append(_span(lengths[:num_prompts], 0, None, device))
+        spans.append(span_of(lengths[:num_prompts], 0, None, device))
     behind = [num_prompts if q.shared is None else q.shared for q in sequences[num_prompts:]]
     first = int(starts[num_prompts])
     others = lengths[num_prompts:]
-    spans.append(_span(others, first, np.array(behind) if num_prompts else None, device))
+    spans.append(span_of(others, first, np.array(behind) if num_prompts else None, device))
 
     gathered = None
     back = None
@@ -82,8 +82,17 @@ def _gathered(sequences: list[Sequence], context: Context) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def _span(lengths: np.ndarray, start: int, behind: np.ndarray | None, device: torch.device) -> Span:
-    """Return the span of sequences of these lengths that begins at a row of the micro-batch."""
+def span_of(
+    lengths: np.ndarray, start: int, behind: np.ndarray | None, device: torch.device
+) -> Span:
+    """Return sequences of these lengths as a recurrence goes through them.
+
+    Args:
+        lengths: their numbers of rows [S].
+        start: the row of the micro-batch that the first of them begins with.
+        behind: `Span.behind`.
+        device: where the row numbers go.
+    """
     cu_rows = np.cumsum(np.concatenate([[0], lengths]))
     return Span(
         start=start,

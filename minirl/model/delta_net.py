@@ -93,15 +93,8 @@ def forward(module: Any, hidden_states: Tensor, *, pack: Packed, **kwargs: objec
     rows = heads.gather(torch.cat([mixed, b, a], dim=-1), recurrence)
     key_dim, value_dim, num_heads = heads.sizes
     mixed, b, a = rows.split([2 * key_dim + value_dim, num_heads, num_heads], dim=-1)
-    mixed = module.conv1d(mixed, recurrence, heads)
-
-    q, k, v = mixed.split([key_dim, key_dim, value_dim], dim=-1)
-    repeats = module.num_v_heads // module.num_k_heads
-    q = q.unflatten(-1, (-1, module.head_k_dim)).repeat_interleave(repeats, dim=1)
-    k = k.unflatten(-1, (-1, module.head_k_dim)).repeat_interleave(repeats, dim=1)
-    v = v.unflatten(-1, (-1, module.head_v_dim))
-    decay = _wide(heads.own(module.A_log)).exp()
-    log_decay = -decay * F.softplus(_wide(a) + heads.own(module.dt_bias))
+    q, k, v = in_heads(module, module.conv1d(mixed, recurrence, heads))
+    log_decay = decay_formula(a, heads.own(module.A_log), heads.own(module.dt_bias))
     out = delta_rule(q, k, v, log_decay, b.sigmoid(), recurrence)
 
     out = heads.scatter(out.flatten(1), recurrence).view(-1, module.head_v_dim)
@@ -171,6 +164,33 @@ def _project(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor
     return mixed.squeeze(0), gate.squeeze(0), b.squeeze(0), a.squeeze(0)
 
 
+def in_heads(module: Any, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys [T, Hv, Dk] and values [T, Hv, Dv]; value heads share key heads.
+
+    Args:
+        module: the layer, the library's or vLLM's.
+        mixed: the three side by side [T, C], of all heads or of some.
+    """
+    value_dim = mixed.shape[-1] * module.value_dim // (2 * module.key_dim + module.value_dim)
+    key_dim = (mixed.shape[-1] - value_dim) // 2
+    q, k, v = mixed.split([key_dim, key_dim, value_dim], dim=-1)
+    repeats = module.num_v_heads // module.num_k_heads
+    q = q.unflatten(-1, (-1, module.head_k_dim)).repeat_interleave(repeats, dim=1)
+    k = k.unflatten(-1, (-1, module.head_k_dim)).repeat_interleave(repeats, dim=1)
+    return q, k, v.unflatten(-1, (-1, module.head_v_dim))
+
+
+def decay_formula(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:  # noqa: N803
+    """Return the log of what a row leaves of the state of each head, [T, Hv], in float32 at least.
+
+    Args:
+        a: [T, Hv], of the row.
+        A_log: weights [Hv].
+        dt_bias: weights [Hv].
+    """
+    return -_wide(A_log).exp() * F.softplus(_wide(a) + dt_bias)
+
+
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -190,13 +210,24 @@ def convolve(module: nn.Conv1d, x: Tensor, recurrence: Recurrence, heads: _Heads
     if kernel:
         out = kernel(rows.T[None], weight, activation="silu")[0].T
         return out.index_select(0, recurrence.places)
+    out = convolution_formula(rows, weight)
+    return out.index_select(0, recurrence.places - (weight.shape[1] - 1))
+
+
+def convolution_formula(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return silu of the convolution at all rows but the first K - 1, [N, C] -> [N - K + 1, C].
+
+    Args:
+        rows: [N, C].
+        weight: [C, K].
+    """
     width = weight.shape[1]
     num_out = len(rows) - width + 1
-    rows = _wide(rows)
-    out = torch.zeros_like(rows[:num_out])
+    wide = _wide(rows)
+    out = torch.zeros_like(wide[:num_out])
     for i in range(width):
-        out = out + rows[i : i + num_out] * weight[:, i]
-    return F.silu(out.to(x.dtype)).index_select(0, recurrence.places - (width - 1))
+        out = out + wide[i : i + num_out] * weight[:, i]
+    return F.silu(out.to(rows.dtype))
 
 
 def _with_zeros(x: Tensor) -> Tensor:
@@ -282,6 +313,31 @@ def delta_rule_formula(
     out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
     states = torch.cat(ended[::-1]).index_select(0, chunks.ranks)
     return out.index_select(0, chunks.places).to(q.dtype), states
+
+
+def delta_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Go one row further in each of S sequences.
+
+    Args:
+        q: as in `delta_rule`, the rows of different sequences, like the others.
+        k: [S, H, Dk].
+        v: [S, H, Dv].
+        log_decay: [S, H].
+        rate: [S, H].
+        states: before those rows [S, H, Dk, Dv].
+
+    Returns:
+        The output [S, H, Dv], and the states behind the rows, in float32 at least.
+    """
+    queries = _normed(q) * q.shape[-1] ** -0.5
+    keys = _normed(k)[..., None]
+    states = _wide(log_decay).exp()[..., None, None] * _wide(states)
+    corrections = _wide(rate)[..., None, None] * (_wide(v)[..., None, :] - keys.mT @ states)
+    states = states + keys @ corrections
+    out = queries[..., None, :] @ states
+    return out.squeeze(-2).to(q.dtype), states
 
 
 class _Solved(NamedTuple):

@@ -51,7 +51,6 @@ _DEEPSEEK = Family(
 _HYBRID = Family(
     divided=(*DENSE, "linear_num_key_heads"),
     plan=plans.HYBRID,
-    not_on_cpu="it keeps convolutions where no refit can write them",
     fused=_GEMMA.fused._replace(rotary=False),
 )
 _HYBRID_MOE = _HYBRID._replace(
@@ -137,7 +136,6 @@ FAMILIES = {
     "deepseek_v3": _DEEPSEEK._replace(
         plan=plans.MLA,
         fused=_PARTIAL,
-        no_engine="vLLM's attention multiplies by matrices that no refit writes",
     ),
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
@@ -153,7 +151,6 @@ FAMILIES = {
         divided=(*FEATURES, "num_local_experts"),
         experts=_MIXTRAL,
         sigmoid_router=True,
-        not_on_cpu="its router scores",
         fused=_PARTIAL,
     ),
     "gpt_oss": Family(
@@ -170,9 +167,9 @@ FAMILIES = {
     "qwen3_5_moe": _HYBRID_MOE._replace(plan=plans.HYBRID_VL),
 }
 
-_WITHOUT_ENGINE = "train it without an engine (minirl.sft, dpo, kto, rm)"
-# Of vLLM's kernels of attention.
+# Of vLLM's kernels of attention, and of latent attention.
 _HEAD_DIMS_ON_CPU = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_LATENT_ON_CPU = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
 def check_supported(
@@ -198,11 +195,6 @@ def check_supported(
 
     # What the engine does not run, or computes in another way than the trainer.
     family = FAMILIES[config.model_type]
-    require(
-        not (device and family.no_engine),
-        f"{where}: no engine runs family {config.model_type!r} beside a trainer "
-        f"({family.no_engine}); {_WITHOUT_ENGINE}",
-    )
     if device == "cpu":
         _check_engine_on_cpu(config, where)
     if device:
@@ -221,14 +213,15 @@ def check_supported(
 
 def _check_engine_on_cpu(config: PretrainedConfig, where: str) -> None:
     """Refuse what vLLM's CPU build does not run."""
-    why = FAMILIES[config.model_type].not_on_cpu
-    require(
-        not why,
-        f"{where}: vLLM's CPU build does not run family {config.model_type!r} ({why}); use a CUDA "
-        f"device, or {_WITHOUT_ENGINE}",
-    )
-
-    for head_dim in sizes.of_layers(config.get_text_config().to_dict(), "head_dim"):
+    values = config.get_text_config().to_dict()
+    for name, size in _LATENT_ON_CPU.items():
+        require(
+            values.get(name, size) == size,
+            f"{where}: {name} = {values.get(name)}, and vLLM's CPU build has latent attention for "
+            f"{size} alone; take another model, or a CUDA device, or train this one without an "
+            "engine (minirl.sft, dpo, kto, rm)",
+        )
+    for head_dim in sizes.of_layers(values, "head_dim"):
         require(
             head_dim in _HEAD_DIMS_ON_CPU,
             f"{where}: head_dim = {head_dim}, and vLLM's CPU build has attention for "

@@ -52,9 +52,6 @@ class Family(NamedTuple):
     # Config -> the value, by its name, up to which many tokens vLLM's class computes the library's
     # model; None or 0: any number.
     engine_agrees_to: Callable[[PretrainedConfig], dict[str, int | None]] = lambda config: {}
-    # Why vLLM's CPU build does not run it, or why no engine does; empty: it does.
-    not_on_cpu: str = ""
-    no_engine: str = ""
     # Config -> the values without which vLLM's class computes another model than the library's.
     engine_values: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
     # Parts of the model's names -> what the files have instead; and parts of the files' names ->

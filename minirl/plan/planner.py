@@ -190,8 +190,9 @@ class _Engine:
         self.weights = shape.parameters * element / ranks
         # Of a refit: this rank has its own shard already.
         self.received = self.weights * (1 - 1 / workload.world_size)
-        kv_heads = max(1.0, shape.kv_heads / ranks)
-        self.kv_bytes = 2 * kv_heads * shape.head_dim * element * shape.attention_layers
+        # A latent vector is of all heads, and every rank has it.
+        kv_features = 2 * max(1.0, shape.kv_heads / ranks) * shape.head_dim
+        self.kv_bytes = (shape.latent or kv_features) * element * shape.attention_layers
         if shape.delta_nets:
             self.state_bytes = _state_bytes(shape.delta_nets, element) / ranks
             self.state_tokens = self.state_bytes / self.kv_bytes

@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +40,8 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
+    # Width of what latent attention keeps of a token, for all heads; 0: it is another attention.
+    latent: int
     feed_forward: int  # Width of the gated product that every token passes.
     experts: int  # 0: no mixture.
     experts_of_token: int
@@ -150,14 +153,7 @@ def read_shape(
         frozen = count_frozen(config, policy, score=score)
     expert_width = values.get("moe_intermediate_size") or values["intermediate_size"]
     num_experts = larger.num_experts
-    shared = values.get("shared_expert_intermediate_size") or 0
-    shared += (values.get("n_shared_experts") or 0) * expert_width
-    # Of Gemma 4's layers that share keys and values, the last ones.
-    times = 2 if values.get("use_double_wide_mlp") and values.get("num_kv_shared_layers") else 1
-    if text.model_type == "hunyuan_v1_moe":
-        shared = expert_width  # no value of its config says that there is one
-    if text.model_type == "gemma4_text":  # of gemma4, too
-        shared = values["intermediate_size"] * times
+    latent = "kv_lora_rank" in values
     delta_nets = read_delta_nets(config, larger.layers)
     queries = text.num_attention_heads * head_dim(values)
     return Shape(
@@ -166,7 +162,8 @@ def read_shape(
         heads=text.num_attention_heads,
         kv_heads=values["num_key_value_heads"],
         head_dim=head_dim(values),
-        feed_forward=shared if num_experts else values["intermediate_size"] * times,
+        latent=values["kv_lora_rank"] + values["qk_rope_head_dim"] if latent else 0,
+        feed_forward=_feed_forward(text.model_type, values, expert_width if num_experts else 0),
         experts=num_experts,
         experts_of_token=experts_of_token(text) if num_experts else 0,
         expert=expert_width if num_experts else 0,
@@ -181,6 +178,24 @@ def read_shape(
         frozen=frozen,
         adapters=adapters,
     )
+
+
+def _feed_forward(family: str, values: dict[str, Any], expert_width: int) -> int:
+    """Return the width of what every token passes, in most layers.
+
+    Args:
+        family: of the language model.
+        values: of its config.
+        expert_width: of one expert; 0: it is no mixture.
+    """
+    # Of Gemma 4's layers that share keys and values, the last ones.
+    times = 2 if values.get("use_double_wide_mlp") and values.get("num_kv_shared_layers") else 1
+    if not expert_width or family == "gemma4_text":  # of gemma4, too
+        return values["intermediate_size"] * times
+    if family == "hunyuan_v1_moe":
+        return expert_width  # no value of its config says that there is a shared one
+    shared = values.get("shared_expert_intermediate_size") or 0
+    return shared + (values.get("n_shared_experts") or 0) * expert_width
 
 
 def _extrapolate(smaller: int, larger: int, config: PretrainedConfig) -> int:

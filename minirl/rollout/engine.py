@@ -29,9 +29,10 @@ from minirl.errors import UserError
 from minirl.log import Timer
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.offload import Sleeper
-from minirl.rollout import packed, vllm_cpu, vllm_patches, vllm_routes
+from minirl.rollout import packed, vllm_cpu, vllm_delta, vllm_patches, vllm_routes
 from minirl.rollout.guides import LEAST_MASS, Guide, MassRecorder, patch_masks, to_vllm
 from minirl.rollout.num_seqs import resolve_num_seqs
+from minirl.rollout.vllm_latent import LatentAttention
 
 # Read when vLLM is imported or builds its engine. The engine core must live in this process, or its
 # weights are out of reach.
@@ -121,6 +122,7 @@ class RolloutEngine:
         self.vllm, self.llm = self._start(folder, dtype, load_weights, routes)
         self.model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
         self.model_class = type(self.model).__name__
+        self.latent = LatentAttention(self.model)
         self.routes = vllm_routes.read_from(self.llm, self.model, self.on_cuda) if routes else None
         self.tp_size = cfg.tensor_parallel_size
         self.num_replicas = mesh.world_size // self.tp_size
@@ -175,10 +177,11 @@ class RolloutEngine:
     def _arguments(self, folder: Path, dtype: str, load_weights: bool) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM`."""
         cfg = self.cfg
+        change = vllm_patches.config_of_files if load_weights else vllm_patches.config_of_policy
         arguments: dict[str, Any] = {
             "model": str(folder),
             "dtype": dtype,
-            "hf_overrides": None if load_weights else vllm_patches.without_quantization,
+            "hf_overrides": change,
             "load_format": "auto" if load_weights or self.vision else "dummy",
             "skip_tokenizer_init": not (self.vision or self.masses),
             "distributed_executor_backend": "external_launcher",
@@ -224,6 +227,7 @@ class RolloutEngine:
             "async_scheduling": False,
             "block_size": 32,
             "max_num_batched_tokens": max(8192, cfg.max_model_len),
+            **vllm_delta.arguments(folder),
         }
 
     # ----------------------------------------------------------------------------------------------
@@ -239,14 +243,16 @@ class RolloutEngine:
         config = self.llm.llm_engine.vllm_config
         with torch.no_grad(), self.vllm.config.set_current_vllm_config(config):
             self.model.load_weights(named)
+        self.latent.renew()
         packed.forget()
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return this rank's weights by vLLM's names.
+        """Return this rank's weights by vLLM's names, without copies that it makes of others.
 
         The engine sees what is written there from the next `awake` on.
         """
-        return {name: p.data for name, p in self.model.named_parameters()}
+        parameters = self.model.named_parameters()
+        return {name: p.data for name, p in parameters if name not in self.latent.names}
 
     def names_of_not_finite(self) -> list[str]:
         """Return those of this rank's weights, of 16 bits or more, that have NaN or infinity."""
@@ -293,6 +299,7 @@ class RolloutEngine:
                 self.llm.wake_up(["weights"])
         with self.timer.phase("refit"):
             refit()
+            self.latent.renew()
             packed.forget()
         with self.timer.phase("sleep_wake"):
             sleeper.sleep_parameters()

@@ -19,12 +19,15 @@ from minirl.data.vision_base import Vision
 from minirl.errors import UserError, require
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.packed import packed_linear
+from minirl.rollout.vllm_delta import patch_delta_nets
 
 
 def patch_cpu(mesh: Mesh) -> None:
     """Make the CPU build fit for refits and for several jobs on one host. Collective."""
     _patch_cpu_linear()
     _patch_cpu_experts()
+    _patch_cpu_rotary()
+    patch_delta_nets()
     _patch_shared_memory(mesh)
 
     from vllm.model_executor.models import registry
@@ -53,6 +56,25 @@ def _patch_cpu_linear() -> None:
         layer.cpu_linear = packed_linear
 
     layers.dispatch_cpu_unquantized_gemm = use_packed_copy
+
+
+def _patch_cpu_rotary() -> None:
+    """Turn queries in separate heads, as latent attention has them, by vLLM's formula.
+
+    The CPU build's kernel takes all of a row's heads as one vector, and computes something else of
+    separate ones.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    kernel = inspect.unwrap(RotaryEmbedding.forward_cpu)
+
+    @functools.wraps(kernel)
+    def forward(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        if query.ndim == 3:
+            return self.forward_native(positions, query, key)
+        return kernel(self, positions, query, key)
+
+    RotaryEmbedding.forward_cpu = forward
 
 
 def patch_images(vision: Vision) -> None:
@@ -178,6 +200,24 @@ def _patch_cpu_experts() -> None:
     )
     experts.is_supported_config = staticmethod(lambda *args, **kwargs: (True, None))
     experts.apply = _apply_plain_experts
+    _patch_cpu_router()
+
+
+def _patch_cpu_router() -> None:
+    """Let routers by sigmoids do without groups of experts, as in MiniMax-M2: with one group."""
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    compute = inspect.unwrap(CPURouter._compute_routing)
+
+    @functools.wraps(compute)
+    def compute_in_groups(router: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        if router.scoring_func == "sigmoid" and not router.use_grouped_topk:
+            router.use_grouped_topk = True
+            router.num_expert_group = 1
+            router.topk_group = 1
+        return compute(router, *args, **options)
+
+    CPURouter._compute_routing = compute_in_groups
 
 
 def _apply_plain_experts(

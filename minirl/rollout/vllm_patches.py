@@ -38,10 +38,18 @@ def keep_process_state() -> Iterator[None]:
         yield
 
 
-def without_quantization(config: Any) -> Any:
-    """Return a model's config without the format of its files: a refit brings plain weights."""
-    vars(config).pop("quantization_config", None)
+def config_of_files(config: Any) -> Any:
+    """Return a model's config with what vLLM asks it for and the library takes for granted."""
+    if config.model_type == "deepseek_v3":
+        config.topk_method = "noaux_tc"  # There is a correction of routers' scores,
+        config.scoring_func = "sigmoid"  # which are these.
     return config
+
+
+def config_of_policy(config: Any) -> Any:
+    """Return the same without the format of the model's files: a refit brings plain weights."""
+    vars(config).pop("quantization_config", None)
+    return config_of_files(config)
 
 
 def patch_transformers_base() -> None:

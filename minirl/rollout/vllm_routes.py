@@ -124,7 +124,9 @@ class SlotRoutes:
     def _write(self, number: int, experts: Tensor) -> None:
         """Keep the choice of a mixture's router, int [T, k], of the tokens of a step."""
         table = self._runner.input_batch.block_table[self._group]
-        slots = table.slot_mapping.cpu[: len(experts)].long()
+        # vLLM's name of the device's copy. It is the host's, but where tables were made anew, as for
+        # layers with a state.
+        slots = table.slot_mapping.gpu[: len(experts)].long()
         is_token = slots >= 0  # The others fill the batch up.
         rows = self._slots.flatten(0, 1)
         rows[slots[is_token], number] = experts[is_token].to(torch.int16)

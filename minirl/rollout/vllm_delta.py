@@ -1,0 +1,170 @@
+"""Gated delta nets (model/delta_net.py) in vLLM's CPU build, by formulas that take any weights.
+
+Its own kernels demand bfloat16 and convolutions that are packed once, after loading, where no refit
+reaches them.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minirl.data.recurrence import span_of
+from minirl.model import delta_net
+from minirl.model.build import read_config
+
+
+def patch_delta_nets() -> None:
+    """Give vLLM's layers the recurrence below; call it before the first of them is made."""
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.utils.torch_utils import LayerNameType
+
+    # vLLM looks the function up by this name when it makes an operator of it, by its annotations.
+    compute.__annotations__["layer_name"] = LayerNameType
+    gdn_attention.cpu_gdn_attention_core = compute
+
+
+def arguments(folder: Path) -> dict[str, bool]:
+    """Return what vLLM's CPU build is to be told of a model with such layers.
+
+    It prefills no prompt in parts, and so has no states behind prefixes that it could keep.
+
+    Args:
+        folder: of the model.
+    """
+    return {"enable_prefix_caching": False} if delta_net.convolution(read_config(folder)) else {}
+
+
+def compute(
+    mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: str
+) -> None:
+    """Write the output of a layer's recurrence, and its states behind all requests of the batch.
+
+    The names of the arguments are those of vLLM's operator. `Hv` is the number of this rank's
+    heads.
+
+    Args:
+        mixed_qkv: queries, keys and values side by side, before the convolution [T, C].
+        b: logits of the learning rates [T, Hv].
+        a: arguments of the decays [T, Hv].
+        core_attn_out: written, [T, Hv, Dv].
+        layer_name: of the layer.
+    """
+    from vllm.forward_context import get_forward_context
+    from vllm.utils.torch_utils import _resolve_layer_name
+
+    context = get_forward_context()
+    if context.attn_metadata is None:  # vLLM measures memory.
+        return
+    layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
+    requests = _Requests.of(context.attn_metadata[layer.prefix])
+    here = slice(0, requests.num_rows)
+    convolutions, states = _caches(layer)
+
+    weight = layer.conv1d.weight.squeeze(1)
+    mixed = _convolve(mixed_qkv[here], weight, convolutions, requests)
+    q, k, v = delta_net.in_heads(layer, mixed)
+    log_decay = delta_net.decay_formula(a[here], layer.A_log, layer.dt_bias)
+    before = requests.read(states)
+    out, behind = _recur(q, k, v, log_decay, b[here].sigmoid(), before, requests.lengths)
+    core_attn_out[here] = out
+    states[requests.slots] = behind.to(states.dtype)
+
+
+class _Requests(NamedTuple):
+    """Which rows of a batch are a request's, and where its states are."""
+
+    lengths: np.ndarray  # [S]: their rows, which lie end to end.
+    slots: Tensor  # int64 [S], of the caches.
+    is_begun: Tensor  # bool [S]: there are rows before these.
+    num_rows: int
+
+    @classmethod
+    def of(cls, metadata: Any) -> "_Requests":
+        """Read vLLM's description of a batch: requests with one new token come first."""
+        num = metadata.num_decodes + metadata.num_prefills
+        starts = metadata.non_spec_query_start_loc[: num + 1]
+        slots = metadata.non_spec_state_indices_tensor[:num].long()
+        if metadata.has_initial_state is None:  # All have one new token.
+            is_begun = torch.ones(num, dtype=torch.bool)
+        else:
+            is_begun = metadata.has_initial_state[:num]
+        return cls(starts.diff().numpy(), slots, is_begun, int(starts[-1]))
+
+    def read(self, cache: Tensor) -> Tensor:
+        """Return what a cache [slots, ...] has of the requests; zeros of those that begin here."""
+        found = cache[self.slots]
+        found[~self.is_begun] = 0
+        return found
+
+
+def _caches(layer: Any) -> tuple[Tensor, Tensor]:
+    """Return views of a layer's caches: [slots, K - 1, C] of its rows, [slots, Hv, Dk, Dv]."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    convolutions, states = layer.kv_cache
+    return convolutions.mT if is_conv_state_dim_first() else convolutions, states.mT
+
+
+def _convolve(x: Tensor, weight: Tensor, cache: Tensor, requests: _Requests) -> Tensor:
+    """Return the convolution [T, C] of the rows of all requests, and keep the last of each.
+
+    Args:
+        x: [T, C].
+        weight: [C, K].
+        cache: [slots, K - 1, C], the rows before those; written.
+        requests: of the batch.
+    """
+    num_before = weight.shape[1] - 1
+    before = requests.read(cache).to(x.dtype)
+    parts: list[Tensor] = []  # The rows before each request's, and its rows.
+    for pair in zip(before, x.split(requests.lengths.tolist()), strict=True):
+        parts.extend(pair)
+    out = delta_net.convolution_formula(torch.cat(parts), weight)
+
+    stops = np.cumsum(requests.lengths + num_before)
+    last = stops[:, None] - num_before + np.arange(num_before)
+    cache[requests.slots] = torch.cat(parts)[torch.from_numpy(last)].to(cache.dtype)
+    skipped = np.arange(len(requests.lengths)) * num_before
+    places = np.arange(len(x)) + np.repeat(skipped, requests.lengths)
+    return out[torch.from_numpy(places)]
+
+
+def _recur(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    rate: Tensor,
+    before: Tensor,
+    lengths: np.ndarray,
+) -> tuple[Tensor, Tensor]:
+    """Return the output [T, H, Dv] of all requests, and the states behind them [S, H, Dk, Dv].
+
+    Args:
+        q: as in `delta_net.delta_rule`, like the others.
+        k: [T, H, Dk].
+        v: [T, H, Dv].
+        log_decay: [T, H].
+        rate: [T, H].
+        before: states [S, H, Dk, Dv].
+        lengths: of the requests [S]; those of one row come first.
+    """
+    # One row each, for which a chunk of many would be in vain.
+    num_single = int(np.argmax(np.append(lengths, 2) > 1))
+    q, q_longer = q[:num_single], q[num_single:]
+    k, k_longer = k[:num_single], k[num_single:]
+    v, v_longer = v[:num_single], v[num_single:]
+    log_decay, log_decay_longer = log_decay[:num_single], log_decay[num_single:]
+    rate, rate_longer = rate[:num_single], rate[num_single:]
+    before, before_longer = before[:num_single], before[num_single:]
+    out, behind = delta_net.delta_step(q, k, v, log_decay, rate, before)
+    if num_single == len(lengths):
+        return out, behind
+    span = span_of(lengths[num_single:], num_single, None, q.device)
+    out_longer, behind_longer = delta_net.delta_rule_formula(
+        q_longer, k_longer, v_longer, log_decay_longer, rate_longer, before_longer, span
+    )
+    return torch.cat([out, out_longer]), torch.cat([behind, behind_longer])
