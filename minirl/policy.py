@@ -23,7 +23,7 @@ from minirl.data.blocks import Layout
 from minirl.data.vision import read_vision
 from minirl.errors import require
 from minirl.log import Timer, say
-from minirl.model import build, delta_net, families, loading, lora
+from minirl.model import build, delta_rule, families, loading, lora
 from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.muon import Muon
@@ -107,7 +107,7 @@ class Policy:
             context=mesh.context,
             windowed=families.windowed(self.model.config),
             vision=self.vision,
-            convolution=delta_net.convolution(self.model.config),
+            convolution=delta_rule.convolution(self.model.config),
         )
         self.optimizer = self._make_optimizer()
         self.num_updates = 0

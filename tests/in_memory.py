@@ -19,7 +19,12 @@ ALONE = SimpleNamespace(
 def memory_rows(rows: list[dict], distinct: bool = False) -> Rows:
     """Return rows that are in memory, as they are."""
     source = Source(
-        label="data.train = memory", name="", weight=None, is_generated=False, rows=rows
+        label="data.train = memory",
+        name="",
+        weight=None,
+        is_generated=False,
+        rows=rows,
+        is_arrow=False,
     )
     num = len(rows)
     return Rows([source], lambda raw, place: raw, distinct, np.arange(num), np.zeros(num, np.uint8))

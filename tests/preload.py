@@ -21,6 +21,8 @@ MODULES = [
     "minirl.kto",
     "minirl.evaluate",
     "minirl.rollout.server",
+    "datasets",
+    "reasoning_gym.factory",
     "openai",
     "anthropic",
     "pytest",

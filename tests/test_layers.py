@@ -79,7 +79,8 @@ FORBIDDEN = [  # who, what, why
     ("data/*", "model/attention.py", "nor how the plan is carried out"),
     ("data/*", "parallel/fsdp.py", "of parallel only the mesh: trajectories travel, shards do not"),
     ("rollout/*", "algo/*", "a rollout is the same for every algorithm"),
-    ("rollout/*", "model/*", "the engine has its own models"),
+    ("rollout/*", "model/[!d]*", "the engine has its own models"),
+    ("rollout/*", "model/delta_net.py", "nor layers; vLLM's CPU build lacks formulas of one"),
     ("rollout/*", "policy.py", "refit gets shards by name, not a policy"),
     (
         "rollout/*",
@@ -111,6 +112,7 @@ DOORS = {
         "rollout/vllm_patches.py": None,
         "rollout/vllm_cpu.py": None,
         "rollout/vllm_routes.py": None,
+        "rollout/vllm_delta.py": None,
         "rollout/packed.py": {"_custom_ops"},
         "rollout/guides.py": None,
         "rollout/tool_calls.py": None,

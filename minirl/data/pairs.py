@@ -132,7 +132,7 @@ def _side(raw: dict, side: str, key: str, place: Place) -> RowPrompt:
     if is_messages(answer):
         if not has_calls(answer):
             return answer
-        return for_template(without_none(answer) if place.source.has_gaps else answer)
+        return for_template(without_none(answer) if place.source.is_arrow else answer)
     raise UserError(
         f"{place}: data.{side}_key = {key!r} must name a text or messages with role and content, "
         f"not empty, for the {side} side of a pair (it is {str(answer)[:60]!r}"

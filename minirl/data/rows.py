@@ -241,7 +241,7 @@ def with_images(prompt: RowPrompt, row: dict, place: Place, cfg: RowsConfig) -> 
         return prompt
     messages = to_messages(prompt, "")
     if has_calls(messages):
-        messages = for_template(without_none(messages) if place.source.has_gaps else messages)
+        messages = for_template(without_none(messages) if place.source.is_arrow else messages)
     try:
         return attach(messages, row_images or [])
     except BadImage as error:

@@ -26,12 +26,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
-
-import datasets
-from datasets.exceptions import DatasetsError
-from reasoning_gym.factory import DATASETS, create_dataset
 
 from minirl.config.named import GYM, check_source
 from minirl.data.json_lines import JsonLines
@@ -40,7 +36,9 @@ from minirl.parallel.machines import errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.reading import is_file, library_reads, parse_json
 
-datasets.disable_progress_bars()
+# `datasets` and reasoning-gym take a second each to import, and most runs read files of their own.
+if TYPE_CHECKING:
+    import datasets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +50,15 @@ class Source:
     weight: float | None  # Its share among several sources; None: by its size.
     is_generated: bool  # By reasoning-gym.
     rows: Sequence
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether nested values have None for what other rows have there, as Arrow wants it."""
-        return isinstance(self.rows, datasets.Dataset)
+    # They are of `datasets`: nested values have None for what other rows have there.
+    is_arrow: bool
 
     def read(self, first: int, last: int) -> list:
         """Return the rows from `first` to before `last`, read at once."""
         if isinstance(self.rows, JsonLines):
             return self.rows.read(first, last)
-        if isinstance(self.rows, datasets.Dataset):
-            columns = self.rows[first:last]
+        if self.is_arrow:
+            columns: Any = self.rows[first:last]
             values = zip(*columns.values(), strict=True)
             return [dict(zip(columns, row, strict=True)) for row in values]
         return list(self.rows[first:last])
@@ -120,6 +115,7 @@ def _open(text: str, setting: str) -> tuple[Source, Path | None]:
 
     # 2. Its rows.
     rows: Sequence | None
+    is_arrow = False
     if is_generated:
         rows = _generate(generator, options, label)
     elif is_file(path):
@@ -127,20 +123,38 @@ def _open(text: str, setting: str) -> tuple[Source, Path | None]:
             raise UserError(
                 f"{label}: a file has no option {next(iter(options))}; it has weight and name"
             )
-        rows = _read_file(path, label)
+        is_arrow = path.suffix == ".parquet"
+        rows = _read_parquet(path, label) if is_arrow else _read_file(path, label)
     else:
+        is_arrow = True
         rows = _load_dataset(path, options, label)
     source = Source(
-        label=label, name=name, weight=weight, is_generated=is_generated, rows=rows or ()
+        label=label,
+        name=name,
+        weight=weight,
+        is_generated=is_generated,
+        rows=() if rows is None else rows,
+        is_arrow=is_arrow,
     )
     return source, path if rows is None else None
+
+
+def _read_parquet(path: Path, label: str) -> "datasets.Dataset":
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    datasets.disable_progress_bars()
+    try:
+        return datasets.Dataset.from_parquet(str(path))
+    except (DatasetsError, OSError, ValueError) as error:
+        raise UserError(
+            f"{label}: not a good .parquet file: {error}; mend or replace it"
+        ) from error
 
 
 def _read_file(path: Path, label: str) -> Sequence | None:
     """Open a file of rows; None: it is one of JSON lines, which the ranks read together."""
     try:
-        if path.suffix == ".parquet":
-            return datasets.Dataset.from_parquet(str(path))
         if path.suffix == ".csv":
             csv.field_size_limit(sys.maxsize)
             with path.open(newline="", encoding="utf-8-sig") as file:
@@ -160,14 +174,17 @@ def _read_file(path: Path, label: str) -> Sequence | None:
             text = path.read_text(encoding="utf-8-sig").lstrip()
             if text.startswith("["):
                 return parse_json(text)
-    except (DatasetsError, csv.Error, OSError, ValueError) as error:
+    except (csv.Error, OSError, ValueError) as error:
         raise UserError(
             f"{label}: not a good {path.suffix} file: {error}; mend or replace it"
         ) from error
     return None
 
 
-def _load_dataset(path: Path, options: dict[str, str], label: str) -> datasets.Dataset:
+def _load_dataset(path: Path, options: dict[str, str], label: str) -> "datasets.Dataset":
+    import datasets
+
+    datasets.disable_progress_bars()
     split = options.pop("split", None)
     subset = options.pop("subset", None)
     if options:
@@ -201,6 +218,8 @@ def _load_dataset(path: Path, options: dict[str, str], label: str) -> datasets.D
 
 
 def _generate(name: str, options: dict[str, str], label: str) -> list[dict]:
+    from reasoning_gym.factory import DATASETS, create_dataset
+
     if name not in DATASETS:
         close = difflib.get_close_matches(name, DATASETS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""

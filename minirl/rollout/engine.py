@@ -29,7 +29,7 @@ from minirl.errors import UserError
 from minirl.log import Timer
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.offload import Sleeper
-from minirl.rollout import packed, vllm_cpu, vllm_delta, vllm_patches, vllm_routes
+from minirl.rollout import packed, vllm_cpu, vllm_patches, vllm_routes
 from minirl.rollout.guides import LEAST_MASS, Guide, MassRecorder, patch_masks, to_vllm
 from minirl.rollout.num_seqs import resolve_num_seqs
 from minirl.rollout.vllm_latent import LatentAttention
@@ -219,16 +219,7 @@ class RolloutEngine:
                 # Other backends shuffle expert weights after loading; a refit would miss them.
                 "moe_backend": "triton",
             }
-        return arguments | {
-            "enforce_eager": True,
-            # A prompt prefilled in parts makes the CPU runner rewind the request's random
-            # generator, which CPU generators cannot do.
-            "enable_chunked_prefill": False,
-            "async_scheduling": False,
-            "block_size": 32,
-            "max_num_batched_tokens": max(8192, cfg.max_model_len),
-            **vllm_delta.arguments(folder),
-        }
+        return arguments | vllm_cpu.arguments(cfg, folder)
 
     # ----------------------------------------------------------------------------------------------
     # weights

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from minirl.config.shared import EngineConfig
 from minirl.data.vision_base import Vision
 from minirl.errors import UserError, require
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.packed import packed_linear
-from minirl.rollout.vllm_delta import patch_delta_nets
+from minirl.rollout.vllm_delta import has_delta_nets, patch_delta_nets
 
 
 def patch_cpu(mesh: Mesh) -> None:
@@ -42,6 +43,28 @@ def patch_cpu(mesh: Mesh) -> None:
     # would be a function.
     if ffi := sys.modules.get("llvmlite.binding.ffi"):
         ffi.lib._fntab["__dict__"] = {}
+
+
+def arguments(cfg: EngineConfig, folder: Path) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` that its CPU build is to have.
+
+    Args:
+        cfg: of the engine.
+        folder: of the model.
+    """
+    found: dict[str, Any] = {
+        "enforce_eager": True,
+        # A prompt prefilled in parts makes the CPU runner rewind the request's random generator,
+        # which CPU generators cannot do.
+        "enable_chunked_prefill": False,
+        "async_scheduling": False,
+        "block_size": 32,
+        "max_num_batched_tokens": max(8192, cfg.max_model_len),
+    }
+    if has_delta_nets(folder):
+        # Without parts of prompts there are no states behind prefixes that it could keep.
+        found["enable_prefix_caching"] = False
+    return found
 
 
 def _patch_cpu_linear() -> None:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from minirl.data.recurrence import span_of
-from minirl.model import delta_net
-from minirl.model.build import read_config
+from minirl.model import delta_rule
 
 
 def patch_delta_nets() -> None:
@@ -26,15 +25,11 @@ def patch_delta_nets() -> None:
     gdn_attention.cpu_gdn_attention_core = compute
 
 
-def arguments(folder: Path) -> dict[str, bool]:
-    """Return what vLLM's CPU build is to be told of a model with such layers.
+def has_delta_nets(folder: Path) -> bool:
+    """Return whether the model in a folder has such layers."""
+    from vllm.transformers_utils.config import get_config
 
-    It prefills no prompt in parts, and so has no states behind prefixes that it could keep.
-
-    Args:
-        folder: of the model.
-    """
-    return {"enable_prefix_caching": False} if delta_net.convolution(read_config(folder)) else {}
+    return delta_rule.convolution(get_config(str(folder), trust_remote_code=False)) > 0
 
 
 def compute(
@@ -65,8 +60,8 @@ def compute(
 
     weight = layer.conv1d.weight.squeeze(1)
     mixed = _convolve(mixed_qkv[here], weight, convolutions, requests)
-    q, k, v = delta_net.in_heads(layer, mixed)
-    log_decay = delta_net.decay_formula(a[here], layer.A_log, layer.dt_bias)
+    q, k, v = delta_rule.in_heads(layer, mixed)
+    log_decay = delta_rule.decay_formula(a[here], layer.A_log, layer.dt_bias)
     before = requests.read(states)
     out, behind = _recur(q, k, v, log_decay, b[here].sigmoid(), before, requests.lengths)
     core_attn_out[here] = out
@@ -122,7 +117,7 @@ def _convolve(x: Tensor, weight: Tensor, cache: Tensor, requests: _Requests) -> 
     parts: list[Tensor] = []  # The rows before each request's, and its rows.
     for pair in zip(before, x.split(requests.lengths.tolist()), strict=True):
         parts.extend(pair)
-    out = delta_net.convolution_formula(torch.cat(parts), weight)
+    out = delta_rule.convolution_formula(torch.cat(parts), weight)
 
     stops = np.cumsum(requests.lengths + num_before)
     last = stops[:, None] - num_before + np.arange(num_before)
@@ -160,11 +155,11 @@ def _recur(
     log_decay, log_decay_longer = log_decay[:num_single], log_decay[num_single:]
     rate, rate_longer = rate[:num_single], rate[num_single:]
     before, before_longer = before[:num_single], before[num_single:]
-    out, behind = delta_net.delta_step(q, k, v, log_decay, rate, before)
+    out, behind = delta_rule.delta_step(q, k, v, log_decay, rate, before)
     if num_single == len(lengths):
         return out, behind
     span = span_of(lengths[num_single:], num_single, None, q.device)
-    out_longer, behind_longer = delta_net.delta_rule_formula(
+    out_longer, behind_longer = delta_rule.delta_rule_formula(
         q_longer, k_longer, v_longer, log_decay_longer, rate_longer, before_longer, span
     )
     return torch.cat([out, out_longer]), torch.cat([behind, behind_longer])

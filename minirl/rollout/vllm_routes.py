@@ -124,8 +124,8 @@ class SlotRoutes:
     def _write(self, number: int, experts: Tensor) -> None:
         """Keep the choice of a mixture's router, int [T, k], of the tokens of a step."""
         table = self._runner.input_batch.block_table[self._group]
-        # vLLM's name of the device's copy. It is the host's, but where tables were made anew, as for
-        # layers with a state.
+        # vLLM's name of the device's copy. Where tables were made anew, as for layers with a state,
+        # it is not the host's.
         slots = table.slot_mapping.gpu[: len(experts)].long()
         is_token = slots >= 0  # The others fill the batch up.
         rows = self._slots.flatten(0, 1)
