@@ -192,6 +192,28 @@ def test_a_message_without_a_text_gets_its_image_alone():
         assert message["content"] == [{"type": "image", "image": url}]
 
 
+@pytest.mark.parametrize(
+    ("family", "section", "values", "message"),
+    [
+        ("gemma3", "text_config", {"sliding_window": 4}, "mm_tokens_per_image = 9 is above slid"),
+        ("gemma4", "text_config", {"sliding_window": 4}, "processor = 70 is above sliding_window"),
+        ("gemma4", "vision_config", {"default_output_length": 50}, "default_output_length = 50"),
+        ("gemma4", "vision_config", None, "vision_config is null, and family gemma4"),
+    ],
+)
+def test_images_that_a_model_of_gemma_cannot_see_are_refused(
+    tmp_path, family, section, values, message
+):
+    folder = tiny.make(tmp_path / "model", family)
+    config = json.loads((folder / "config.json").read_text())
+    if family == "gemma4":
+        config["text_config"]["use_bidirectional_attention"] = "vision"
+    config[section] = values and config[section] | values
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        read_vision(folder)
+
+
 def test_rows_with_images(tmp_path, folder):
     """Of RL, SFT and DPO, in TRL's layout and in short; a place in the file where one is bad. In
     the loss is what it would be without."""

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-from trl.trainer.kto_trainer import KTOTrainer
 
 import tiny
 from harness import ranks
@@ -74,6 +73,9 @@ def fake_batch(rows, logprobs, ref):
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
 def test_the_loss_and_its_gradient_are_those_of_trl(loss):
     """TRL's own code, on a model that says the log-probs that it is to say."""
+    # Late, because ranks import this file, and need no TRL.
+    from trl.trainer.kto_trainer import KTOTrainer
+
     num = 12
     rows = judged(num)
     own_rows = [t for t in rows if t.episode == 0]

@@ -15,6 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -443,6 +444,32 @@ def test_an_engine_holds_keys_of_attention_and_a_state_of_each_delta_net():
     assert len(lines) == 4
     assert lines[3].startswith("plan: gated delta nets are counted as the kernels of")
     assert page.full(plan, [], "").endswith(lines[3].removeprefix("plan: "))
+
+
+def test_an_engine_holds_the_latent_vector_of_a_token_on_each_rank():
+    """By hand, for DeepSeek-V3's attention in a model of 27 layers, as Moonlight-16B-A3B has."""
+    model = DeepseekV3Config(
+        vocab_size=163840,
+        hidden_size=2048,
+        intermediate_size=11264,
+        moe_intermediate_size=1408,
+        num_hidden_layers=27,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        n_shared_experts=2,
+        n_routed_experts=64,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=6,
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+    )
+    assert read_shape(model).parameters == pytest.approx(16e9, rel=0.01)
+    cfg = with_setting(fits.job("Qwen3-8B"), "engine.tensor_parallel_size", 2)
+    plan = plan_of(rl_workload(cfg, 8, {"policy": model}))
+    of_token = 27 * (512 + 64) * 2  # In bfloat16.
+    beside = 2 * read_shape(model).parameters / 2 + (0.6 + 1.0 + 1.5) * GIB
+    assert plan.kv_tokens == (plan.alive["rollout"]["engine"] - beside) // of_token
 
 
 # --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from minirl.data.images import BadImage, ImageSpan, blank, rgb
 from minirl.data.vision_base import (
@@ -45,13 +45,8 @@ class GemmaVision(Vision):
             "images of one; set it to false",
         )
         config = AutoConfig.from_pretrained(folder)
-        window = config.text_config.sliding_window
-        require(
-            config.mm_tokens_per_image <= window,
-            f"{folder}/config.json: mm_tokens_per_image = {config.mm_tokens_per_image} is above "
-            f"sliding_window = {window}, and the library and vLLM hide other tokens of an image "
-            "then; take a model whose images fit into its window",
-        )
+        where = f"{folder}/config.json: mm_tokens_per_image"
+        _check_window(where, config.mm_tokens_per_image, config.text_config)
         self.token = config.image_token_index
         self.place = config.boi_token_index
         self.end = config.eoi_token_index
@@ -158,20 +153,22 @@ class Gemma4Vision(Vision):
         """Load the processor of the model in `folder`.
 
         Raises:
-            UserError: an image does not fit into a window, or has other tokens in vLLM.
+            UserError: there is no tower, or an image does not fit into a window, or has other
+                tokens in vLLM.
         """
-        super().__init__(folder, max_images)
         config = AutoConfig.from_pretrained(folder)
+        require(
+            config.vision_config is not None,
+            f"{folder}/config.json: vision_config is null, and family gemma4 has a tower for "
+            "images; take a checkpoint with one, or of the language model alone (gemma4_text)",
+        )
+        super().__init__(folder, max_images)
         text = config.text_config
+        self.most_tokens = self.processor.max_soft_tokens
         if text.use_bidirectional_attention == "vision":
             self.sees_ahead = "windowed"
-        self.most_tokens = self.processor.max_soft_tokens
-        require(
-            self.sees_ahead == "never" or self.most_tokens <= text.sliding_window,
-            f"{folder}: max_soft_tokens = {self.most_tokens} of its image processor is above "
-            f"sliding_window = {text.sliding_window}, and the library and vLLM hide other tokens "
-            "of an image then; lower max_soft_tokens",
-        )
+            where = f"{folder}: max_soft_tokens of its image processor"
+            _check_window(where, self.most_tokens, text)
         in_engine = config.vision_config.to_dict().get("default_output_length", self.most_tokens)
         require(
             in_engine == self.most_tokens,
@@ -242,3 +239,22 @@ class Gemma4Vision(Vision):
         pixels = torch.zeros(1, pool**2, 3 * self.processor.patch_size**2)
         places = torch.cartesian_prod(torch.arange(pool), torch.arange(pool))
         return {"pixel_values": pixels, "image_position_ids": places[None]}
+
+
+def _check_window(where: str, num_tokens: int, text: PretrainedConfig) -> None:
+    """Refuse a model with larger images than a window, of whose tokens each should see all others.
+
+    Args:
+        where: the setting that says how many tokens an image has.
+        num_tokens: its value.
+        text: the config of the language model.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    require(
+        num_tokens <= text.sliding_window,
+        f"{where} = {num_tokens} is above sliding_window = {text.sliding_window}, and the library "
+        "and vLLM hide other tokens of an image then; lower it, or take a model whose images fit "
+        "into its window",
+    )

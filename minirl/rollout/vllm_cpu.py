@@ -18,9 +18,10 @@ from torch.nn.functional import gelu, silu
 from minirl.config.shared import EngineConfig
 from minirl.data.vision_base import Vision
 from minirl.errors import UserError, require
+from minirl.model.delta_rule import convolution
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.packed import packed_linear
-from minirl.rollout.vllm_delta import has_delta_nets, patch_delta_nets
+from minirl.rollout.vllm_delta import patch_delta_nets
 
 
 def patch_cpu(mesh: Mesh) -> None:
@@ -61,9 +62,15 @@ def arguments(cfg: EngineConfig, folder: Path) -> dict[str, Any]:
         "block_size": 32,
         "max_num_batched_tokens": max(8192, cfg.max_model_len),
     }
-    if has_delta_nets(folder):
+    from vllm.transformers_utils.config import get_config
+
+    config = get_config(str(folder), trust_remote_code=False)
+    if convolution(config):
         # Without parts of prompts there are no states behind prefixes that it could keep.
         found["enable_prefix_caching"] = False
+    if "kv_lora_rank" in config.get_text_config().to_dict():
+        # Where a CPU has AMX, another one packs a weight once, and drops it.
+        found["attention_backend"] = "CPU_MLA"
     return found
 
 

@@ -4,7 +4,6 @@ Its own kernels demand bfloat16 and convolutions that are packed once, after loa
 reaches them.
 """
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,13 +22,6 @@ def patch_delta_nets() -> None:
     # vLLM looks the function up by this name when it makes an operator of it, by its annotations.
     compute.__annotations__["layer_name"] = LayerNameType
     gdn_attention.cpu_gdn_attention_core = compute
-
-
-def has_delta_nets(folder: Path) -> bool:
-    """Return whether the model in a folder has such layers."""
-    from vllm.transformers_utils.config import get_config
-
-    return delta_rule.convolution(get_config(str(folder), trust_remote_code=False)) > 0
 
 
 def compute(
