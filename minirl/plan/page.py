@@ -19,7 +19,7 @@ def full(plan: Plan, advised: list[Advice], source: str) -> str:
         _time(plan),
         _advice(plan, advised),
         _assumed(plan),
-        _of_delta_rules(plan),
+        _of_delta_nets(plan),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -41,7 +41,7 @@ def short(plan: Plan) -> list[str]:
         f"plan: GiB a GPU {of}: {memory}{cache}",
         f"plan: {plan.step_seconds:.3g} s a step: {times} (formulas; python -m minirl.plan "
         "rehearses it)",
-        *_line_of_delta_rules(plan),
+        *_line_of_delta_nets(plan),
     ]
 
 
@@ -70,12 +70,12 @@ def short_on_cpu(plan: Plan, num_ranks: int) -> list[str]:
         f"plan: {verdict}: {needed:.2f} GiB of tensors a rank {of}",
         f"plan: GiB a rank: {named}",
         "plan: no estimate of time for a CPU (python -m minirl.plan has one for GPUs)",
-        *_line_of_delta_rules(plan),
+        *_line_of_delta_nets(plan),
     ]
 
 
-def _line_of_delta_rules(plan: Plan) -> list[str]:
-    said = _of_delta_rules(plan)
+def _line_of_delta_nets(plan: Plan) -> list[str]:
+    said = _of_delta_nets(plan)
     return [f"plan: {said}"] if said else []
 
 
@@ -177,7 +177,7 @@ def _assumed(plan: Plan) -> str:
     )
 
 
-def _of_delta_rules(plan: Plan) -> str:
+def _of_delta_nets(plan: Plan) -> str:
     """Return with which kernels gated delta nets are counted; empty: there are none."""
     if not any(delta_rule.convolution(role.model) for role in plan.workload.roles):
         return ""

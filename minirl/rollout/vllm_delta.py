@@ -109,11 +109,12 @@ def _convolve(x: Tensor, weight: Tensor, cache: Tensor, requests: _Requests) -> 
     parts: list[Tensor] = []  # The rows before each request's, and its rows.
     for pair in zip(before, x.split(requests.lengths.tolist()), strict=True):
         parts.extend(pair)
-    out = delta_rule.convolution_formula(torch.cat(parts), weight)
+    rows = torch.cat(parts)
+    out = delta_rule.convolution_formula(rows, weight)
 
     stops = np.cumsum(requests.lengths + num_before)
     last = stops[:, None] - num_before + np.arange(num_before)
-    cache[requests.slots] = torch.cat(parts)[torch.from_numpy(last)].to(cache.dtype)
+    cache[requests.slots] = rows[torch.from_numpy(last)].to(cache.dtype)
     skipped = np.arange(len(requests.lengths)) * num_before
     places = np.arange(len(x)) + np.repeat(skipped, requests.lengths)
     return out[torch.from_numpy(places)]
@@ -139,7 +140,8 @@ def _recur(
         before: states [S, H, Dk, Dv].
         lengths: of the requests [S]; those of one row come first.
     """
-    # One row each, for which a chunk of many would be in vain.
+    # One row each, for which a chunk of many would be in vain. A prompt of one row may be behind
+    # longer ones, and then goes as they do.
     num_single = int(np.argmax(np.append(lengths, 2) > 1))
     q, q_longer = q[:num_single], q[num_single:]
     k, k_longer = k[:num_single], k[num_single:]
