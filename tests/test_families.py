@@ -7,6 +7,7 @@ each.
 
 import fnmatch
 import functools
+import os
 import re
 import shutil
 import traceback
@@ -153,11 +154,11 @@ def batch_of(policy):
     return batch, weights, rows
 
 
-def differences(mesh, folder, sequence, dtype="float64", checkpointing=None):
-    """Worst log-prob or entropy, worst gradient relative to its parameter's largest, and that
-    parameter. With `sequence` the model has fused kernels (their formulas, on CPU)."""
-    checkpointing = checkpointing or ("selective" if sequence else "off")
-    # Before the policy is built: fused rotary positions are those of the library's models, too.
+def oracle_of(folder, dtype):
+    """What `hugging_face` says, kept beside the folder: it is the same for every mesh."""
+    kept = folder.with_name(f"{folder.name} {dtype}.pt")
+    if kept.exists():
+        return torch.load(kept, weights_only=False)
     reads_images = families.reads_images(AutoConfig.from_pretrained(folder))
     vision = read_vision(folder) if reads_images else None
     kind = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
@@ -166,12 +167,20 @@ def differences(mesh, folder, sequence, dtype="float64", checkpointing=None):
     ).eval()
     for p in oracle.parameters():  # the library keeps some routers in float32
         p.data = p.data.to(getattr(torch, dtype))
-    wanted, grads = hugging_face(
-        oracle,
-        sequences(vision),
-        0.8,
-        vision and functools.partial(for_hugging_face, vision),
-    )
+    images = vision and functools.partial(for_hugging_face, vision)
+    found = hugging_face(oracle, sequences(vision), 0.8, images)
+    own = kept.with_suffix(f".{os.getpid()}")  # Another rank may write the same.
+    torch.save(found, own)
+    own.replace(kept)
+    return found
+
+
+def differences(mesh, folder, sequence, dtype="float64", checkpointing=None):
+    """Worst log-prob or entropy, worst gradient relative to its parameter's largest, and that
+    parameter. With `sequence` the model has fused kernels (their formulas, on CPU)."""
+    checkpointing = checkpointing or ("selective" if sequence else "off")
+    # Before the policy is built: fused rotary positions are those of the library's models, too.
+    wanted, grads = oracle_of(folder, dtype)
 
     with mock.patch.object(fused, "choose", lambda *_: fused.LIGER if sequence else None):
         policy = Policy(
