@@ -2,6 +2,7 @@
 names the cause."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import AlgoConfig, CriticConfig, RefitConfig, RLConfig
 from minirl.config.shared import EngineConfig
 from minirl.errors import UserError
+from minirl.model import weight_files
 from minirl.parallel.fsdp import local
 from minirl.policy import Policy
 from minirl.rl import Trainer
@@ -73,6 +75,24 @@ def test_weights_that_are_no_numbers_are_refused_by_name_and_file(tmp_path, chan
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_weights_of_other_float_dtypes_are_read(tmp_path, dtype):
     ranks(1, load, spoiled(tmp_path / "model", WEIGHT, lambda t: t.to(dtype)))
+
+
+def count_openings(mesh, folder):
+    with mock.patch.object(weight_files, "safe_open", wraps=weight_files.safe_open) as opened:
+        load(mesh, folder)
+    return opened.call_count
+
+
+def test_a_file_is_opened_once_however_many_weights_are_checked(tmp_path):
+    folder = tiny.make(tmp_path / "model", "qwen3")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    file_of_weight = {name: f"{number}.safetensors" for number, name in enumerate(weights)}
+    for name, file in file_of_weight.items():
+        save_file({name: weights[name]}, folder / file)
+    index = json.dumps({"weight_map": file_of_weight})
+    (folder / "model.safetensors.index.json").write_text(index)
+    assert ranks(1, count_openings, folder) == [len(weights)]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

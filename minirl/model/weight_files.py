@@ -80,8 +80,8 @@ def check_floats(names: Iterable[str], weights: dict[str, Any], folder: Path) ->
     """
     for name in names:
         dtype = weights[name].get_dtype()
-        require(
-            dtype in FLOATS,
-            f"policy.model = {folder}: {name} in {file_of(name, folder)} is of dtype {dtype}; "
-            f"take a model that is not quantized, with weights of {', '.join(FLOATS)}",
-        )
+        if dtype not in FLOATS:  # Only then is the file looked for: that opens all of them.
+            raise UserError(
+                f"policy.model = {folder}: {name} in {file_of(name, folder)} is of dtype {dtype}; "
+                f"take a model that is not quantized, with weights of {', '.join(FLOATS)}"
+            )
