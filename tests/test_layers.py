@@ -134,7 +134,7 @@ DOORS = {
         "rollout/server.py": {"PreTrainedTokenizerBase"},
         "rollout/tool_calls.py": {"PreTrainedTokenizerBase"},
         "rollout/choice.py": {"PreTrainedTokenizerBase"},
-        "rollout/vllm_patches.py": {"AmbiguousGlobalPerLayerAttributeError"},
+        "rollout/vllm_errors.py": {"AmbiguousGlobalPerLayerAttributeError"},
         "inputs.py": {"PretrainedConfig", "PreTrainedTokenizerBase"},
         "row_checks.py": {"PreTrainedTokenizerBase"},
         "dump.py": {"PreTrainedTokenizerBase"},

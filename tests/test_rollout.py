@@ -37,7 +37,7 @@ from minirl.model.loading import fill_shard, open_weights
 from minirl.parallel.fsdp import local_region
 from minirl.policy import Policy
 from minirl.rewards.functions import make_rewards
-from minirl.rollout import vllm_patches
+from minirl.rollout import vllm_errors
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.num_seqs import resolve_num_seqs
 from minirl.rollout.refit import Refit
@@ -62,8 +62,8 @@ def test_an_engine_that_knows_layers_of_one_size_names_a_version_that_does_not()
     config = AutoConfig.for_model("gemma4_text")
     with pytest.raises(RuntimeError, match="'head_dim' is a per-layer attribute") as caught:
         config.head_dim  # noqa: B018  # what vLLM 0.26 reads
-    assert "install vLLM 0.32" in vllm_patches.remedy(caught.value)
-    assert vllm_patches.remedy(RuntimeError("no memory")) == ""
+    assert "install vLLM 0.32" in vllm_errors.remedy(caught.value)
+    assert vllm_errors.remedy(RuntimeError("no memory")) == ""
 
 
 def make_policy(folder, mesh):

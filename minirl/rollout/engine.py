@@ -29,7 +29,7 @@ from minirl.errors import UserError
 from minirl.log import Timer
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.offload import Sleeper
-from minirl.rollout import packed, vllm_cpu, vllm_patches, vllm_routes
+from minirl.rollout import packed, vllm_cpu, vllm_errors, vllm_patches, vllm_routes
 from minirl.rollout.guides import LEAST_MASS, Guide, MassRecorder, patch_masks, to_vllm
 from minirl.rollout.num_seqs import resolve_num_seqs
 from minirl.rollout.vllm_latent import LatentAttention
@@ -119,6 +119,7 @@ class RolloutEngine:
         self.vision = vision
         self.masses = MassRecorder() if guides else None
         self.on_cuda = mesh.device.type == "cuda"
+        self.uncompiled = contextlib.nullcontext if self.on_cuda else vllm_cpu.uncompiled
         self.vllm, self.llm = self._start(folder, dtype, load_weights, routes)
         self.model = self.llm.llm_engine.model_executor.driver_worker.worker.get_model()
         self.model_class = type(self.model).__name__
@@ -135,7 +136,7 @@ class RolloutEngine:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         quiet = warnings.catch_warnings(action="ignore")  # vLLM's imports warn in any case.
-        with vllm_patches.keep_process_state(), quiet:
+        with vllm_patches.keep_process_state(), quiet, self.uncompiled():
             logging.getLogger("vllm").setLevel(logging.ERROR)
             import vllm
 
@@ -152,27 +153,11 @@ class RolloutEngine:
                 more = vllm_routes.arguments(self.on_cuda) if routes else {}
                 return vllm, vllm.LLM(**self._arguments(folder, dtype, load_weights), **more)
             except (ValueError, RuntimeError) as error:
+                memory = vllm_errors.memory_report(self.cfg) if self.on_cuda else ""
                 raise UserError(
                     f"the vLLM engine did not start with engine.* = {self.cfg} for {folder}: "
-                    f"{error}{vllm_patches.remedy(error)}{self._memory_report()}"
+                    f"{error}{vllm_errors.remedy(error)}{memory}"
                 ) from error
-
-    def _memory_report(self) -> str:
-        """Return who has the device's memory, and what to change, as the end of an error."""
-        if not self.on_cuda:
-            return ""
-        free, total = (num / 2**30 for num in torch.cuda.mem_get_info())
-        trainer = torch.cuda.memory_reserved() / 2**30
-        others = total - free - trainer
-        share = self.cfg.gpu_memory_utilization
-        return (
-            f"\n{free:.1f} of the device's {total:.1f} GiB are free: this process's tensors have "
-            f"{trainer:.1f}, CUDA's contexts and other processes {others:.1f}. "
-            f"engine.gpu_memory_utilization = {share} asks for {share * total:.1f}: lower it, or "
-            "end the other processes; if the engine's weights do not fit, raise "
-            "engine.tensor_parallel_size; if the KV cache does not, lower engine.max_model_len. "
-            "`python -m minirl.plan` shows what takes what"
-        )
 
     def _arguments(self, folder: Path, dtype: str, load_weights: bool) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM`."""
@@ -389,8 +374,10 @@ class RolloutEngine:
         """
         if not self.llm.llm_engine.has_unfinished_requests():
             return []
+        with self.uncompiled():
+            sampled = self.llm.llm_engine.step()
         outputs = []
-        for output in self.llm.llm_engine.step():
+        for output in sampled:
             sample = output.outputs[0]  # Each request is for one.
             reason = sample.finish_reason
             new = self._output(output.request_id, sample.token_ids, sample.logprobs, reason)

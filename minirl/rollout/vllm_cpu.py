@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,22 @@ def patch_cpu(mesh: Mesh) -> None:
     _patch_shared_memory(mesh)
 
     from vllm.model_executor.models import registry
-    from vllm.platforms import current_platform
 
     # To look at a model's class, vLLM starts another Python on every rank, so that no import begins
     # CUDA in this one. There is none here, and those imports take ten seconds.
     registry._run_in_subprocess = lambda inspect: inspect()
-    # Otherwise the first generation waits for a C++ compiler.
-    type(current_platform).simple_compile_backend = "eager"
     # vLLM looks for kernels in the `__dict__` of everything loaded; of llvmlite's library that
     # would be a function.
     if ffi := sys.modules.get("llvmlite.binding.ffi"):
         ffi.lib._fntab["__dict__"] = {}
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which functions that vLLM compiles run as they are written.
+
+    They are small: compiling them takes longer than a short run has use for them.
+    """
+    return torch.compiler.set_stance("force_eager")
 
 
 def arguments(cfg: EngineConfig, folder: Path) -> dict[str, Any]:

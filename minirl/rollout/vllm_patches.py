@@ -11,9 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.integrations.heterogeneity.configuration_utils import (
-    AmbiguousGlobalPerLayerAttributeError,
-)
 
 from minirl.data.gemma_vision import GemmaVision
 
@@ -61,17 +58,6 @@ def patch_transformers_base() -> None:
     from vllm.model_executor.models.transformers.base import Base
 
     Base._decorate_cls_for_torch_compile = lambda self, *args, **kwargs: None
-
-
-def remedy(error: Exception) -> str:
-    """Return what to do about an error of vLLM's start, as the end of a message; mostly nothing.
-
-    Old versions ask a config whose layers differ (gemma4_text) for one size of all of them, which
-    transformers refuses to tell.
-    """
-    if isinstance(error, AmbiguousGlobalPerLayerAttributeError):
-        return ". This version of vLLM knows layers of one size only; install vLLM 0.32"
-    return ""
 
 
 def patch_newlines(vision: GemmaVision) -> None:

@@ -1,0 +1,39 @@
+"""What a user can do when vLLM does not start."""
+
+import torch
+from transformers.integrations.heterogeneity.configuration_utils import (
+    AmbiguousGlobalPerLayerAttributeError,
+)
+
+from minirl.config.shared import EngineConfig
+
+
+def remedy(error: Exception) -> str:
+    """Return what to do about an error of vLLM's start, as the end of a message; mostly nothing.
+
+    Old versions ask a config whose layers differ (gemma4_text) for one size of all of them, which
+    transformers refuses to tell.
+    """
+    if isinstance(error, AmbiguousGlobalPerLayerAttributeError):
+        return ". This version of vLLM knows layers of one size only; install vLLM 0.32"
+    return ""
+
+
+def memory_report(cfg: EngineConfig) -> str:
+    """Return who has the device's memory, and what to change, as the end of a message.
+
+    Args:
+        cfg: of an engine that did not start.
+    """
+    free, total = (num / 2**30 for num in torch.cuda.mem_get_info())
+    trainer = torch.cuda.memory_reserved() / 2**30
+    others = total - free - trainer
+    share = cfg.gpu_memory_utilization
+    return (
+        f"\n{free:.1f} of the device's {total:.1f} GiB are free: this process's tensors have "
+        f"{trainer:.1f}, CUDA's contexts and other processes {others:.1f}. "
+        f"engine.gpu_memory_utilization = {share} asks for {share * total:.1f}: lower it, or "
+        "end the other processes; if the engine's weights do not fit, raise "
+        "engine.tensor_parallel_size; if the KV cache does not, lower engine.max_model_len. "
+        "`python -m minirl.plan` shows what takes what"
+    )
