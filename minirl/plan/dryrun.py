@@ -199,8 +199,9 @@ def _show(tokens: np.ndarray, load: Load, vision: Vision, group: int) -> ImageSp
 
 def _minibatch(job: Job, policy: Policy) -> Minibatch:
     """Return the micro-batches of a step, which are all alike."""
-    examples = trajectories(job.load, vision=policy.vision)
-    return [_micro_batch(examples, policy, job.loss) for _ in range(job.load.num_micro)]
+    with policy.timer.phase("pack"):
+        examples = trajectories(job.load, vision=policy.vision)
+        return [_micro_batch(examples, policy, job.loss) for _ in range(job.load.num_micro)]
 
 
 def _micro_batch(examples: list[Trajectory], policy: Policy, loss: LossName) -> Any:
@@ -213,6 +214,14 @@ def _micro_batch(examples: list[Trajectory], policy: Policy, loss: LossName) -> 
     batch.returns = zeros
     batch.baseline = torch.zeros((), device=DEVICE)
     return batch
+
+
+def _sizes(minibatch: Minibatch) -> dict[str, int]:
+    return {
+        "num_micro": len(minibatch),
+        "rows": len(minibatch[0].inputs),
+        "loss_rows": len(minibatch[0].loss_rows),
+    }
 
 
 def _count_gradients(policy: Policy) -> list[int]:
@@ -244,6 +253,8 @@ def _make_loss(job: Job) -> losses.Loss:
 def run(job: Job) -> dict[str, Any]:
     """Build a model and make two steps with it; the second one is what is measured.
 
+    The first is of one micro-batch, after which there is all that lasts, as the optimizer's state.
+
     Returns:
         "phases": name -> peak bytes, what is alive at the peak ("kinds": by what it is for, which
         adds up to the peak; "at_peak": by operator and shape), the same of the phase's
@@ -251,9 +262,10 @@ def run(job: Job) -> dict[str, Any]:
         "waits": where the host waits for the device in a step;
         "parameter_bytes", "optimizer_bytes": of shards and the optimizer's state on the device,
         between two steps; "gradient_bytes": of gradients there when the optimizer steps;
-        "after_first_step", "between_steps", "asleep": bytes by device; "num_micro": micro-batches
-        of a step; "rows", "loss_rows": of one of them; "parameters": of the whole model; "refit":
-        bytes of the engine's weights, of what came from other ranks, and of buffers.
+        "after_first_step", "between_steps", "asleep": bytes by device, without batches;
+        "num_micro": micro-batches of a step; "rows", "loss_rows": of one of them; "parameters": of
+        the whole model; "refit": bytes of the engine's weights, of what came from other ranks, and
+        of buffers.
     """
     mesh = _join_alone(job.world_size, job.parallel)
     CHUNK_BYTES["cuda"] = job.head_chunk_bytes
@@ -265,16 +277,17 @@ def run(job: Job) -> dict[str, Any]:
         named = policy.model.named_parameters()
         shards = [fsdp.local(p) for name, p in named if name not in policy.model.shared]
         meter.name(shards, kinds.PARAMETERS)
-        with policy.timer.phase("pack"):
-            minibatch = _minibatch(job, policy)
-        _step(job, policy, minibatch)
+        _step(job, policy, _minibatch(job, policy)[:1])
         meter.name(policy.optimizer.tensors(), kinds.OPTIMIZER)
         gradient_bytes = _count_gradients(policy)
         after_first = dict(meter.allocated)
+        minibatch = _minibatch(job, policy)
+        sizes = _sizes(minibatch)
         meter.phases.clear()
         meter.waits.clear()
         with _parts(policy, meter):
             _step(job, policy, minibatch)
+        del minibatch
         between = dict(meter.allocated)
         waits = meter.waits.copy()
         asleep = _sleep(policy, meter)
@@ -293,9 +306,7 @@ def run(job: Job) -> dict[str, Any]:
             "asleep": asleep,
             "refit": refit,
             "parameters": sum(p.numel() for p in policy.model.parameters()),
-            "rows": len(minibatch[0].inputs),
-            "loss_rows": len(minibatch[0].loss_rows),
-            "num_micro": len(minibatch),
+            **sizes,
         }
 
 
