@@ -12,6 +12,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# Images of containers often forbid Python to keep what it has compiled. Then each process would
+# compile torch, transformers and vLLM again, which takes longer than to import them.
+forbids_bytecode=${PYTHONDONTWRITEBYTECODE:-}
+unset PYTHONDONTWRITEBYTECODE
+
 stamp=.venv/minirl-installed # The build, and what was asked for; written last.
 
 find_python() {
@@ -70,12 +75,14 @@ PY
 }
 
 # pip install, with its last line on a terminal and a line every 20 seconds elsewhere. Warnings and
-# errors are shown as they come. Python compiles what is imported, when it is imported.
+# errors are shown as they come. Python compiles what is imported, when it is imported; if it is not
+# to keep that, pip compiles everything.
 install() {
+    local line columns said=$SECONDS compile=--no-compile
+    [ -z "$is_own_command" ] || [ -z "$forbids_bytecode" ] || compile=--compile
     echo "minirl: $1"
     shift
-    .venv/bin/python -m pip install --disable-pip-version-check --no-compile --progress-bar off "$@" | {
-        local line columns said=$SECONDS
+    .venv/bin/python -m pip install --disable-pip-version-check "$compile" --progress-bar off "$@" | {
         columns=$(tput cols 2>/dev/null || echo 80)
         while IFS= read -r line; do
             if [ -t 1 ]; then

@@ -6,11 +6,14 @@ and ends, walk through a rank's own objects only, and copy no memory of the fork
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
+import importlib.metadata
 import os
 
 import torch
+from transformers import PretrainedConfig
 from vllm.platforms import current_platform
 
 MODULES = [
@@ -60,9 +63,6 @@ MODULES = [
 
 
 on_cpu = current_platform.is_cpu()
-if on_cpu:
-    # as the engine does; vLLM's decorators read it when they are imported
-    type(current_platform).simple_compile_backend = "eager"
 for name in MODULES:
     # A module of another version of vLLM or of another device is imported where it is needed, or
     # not at all.
@@ -75,6 +75,19 @@ if on_cpu:
     with contextlib.suppress(AttributeError):
         current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+    # vLLM sets all loggers up when an engine starts, unless they are.
+    with contextlib.suppress(ImportError):
+        from vllm.config.logging import LoggingConfig
+        from vllm.logger import configure_logging
+
+        configure_logging(LoggingConfig())
+# An engine looks for plugins in the entry points of all packages, several times.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+for group in ("vllm.general_plugins", "vllm.logits_processors"):
+    importlib.metadata.entry_points(group=group)
+# transformers puts the whole of every configuration that it reads into a line for its log, which
+# takes longer than to read it.
+PretrainedConfig.__repr__ = object.__repr__
 gc.collect()
 gc.freeze()
 # For good: an engine that ends would thaw them, and look through all of them twice.

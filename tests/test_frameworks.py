@@ -1,12 +1,12 @@
 """Agent frameworks against the real endpoint: two training steps in which every episode is led by
 one of them, with a random tiny model that is held to calls and formats where they demand them."""
 
+import importlib
 import json
 
 import pytest
 
 import tiny
-from frameworks import MODES
 from minirl.rollout import records
 from programs import ROOT, fork
 from test_server import TEMPLATE
@@ -81,10 +81,16 @@ def test_an_evaluation_in_which_all_is_refused_ends_with_the_refusal(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
+def modes():
+    """By name. Importing all frameworks takes seconds, which only one process is to wait."""
+    return importlib.import_module("frameworks").MODES
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory, modes):
     folder = tmp_path_factory.mktemp("frameworks")
     (folder / "template.jinja").write_text(TEMPLATE)
-    rows = [json.dumps({"prompt": f"Be {mode}.", "mode": mode, "answer": ""}) for mode in MODES]
+    rows = [json.dumps({"prompt": f"Be {mode}.", "mode": mode, "answer": ""}) for mode in modes]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     (folder / "one.jsonl").write_text(rows[0])
     flags = {
@@ -97,7 +103,7 @@ def ended(tmp_path_factory):
         "env.name": f"{ROOT / 'tests' / 'frameworks.py'}:Any",
         "env.max-tokens": 4000,
         "env.timeout-seconds": 500,
-        "rollout.prompts-per-step": len(MODES),
+        "rollout.prompts-per-step": len(modes),
         "rollout.samples-per-prompt": 2,
         "rollout.max-tokens": 300,
         "engine.max-model-len": 6000,
@@ -113,13 +119,13 @@ def ended(tmp_path_factory):
     return ended, folder / "run"
 
 
-def test_every_framework_is_trained(ended):
+def test_every_framework_is_trained(ended, modes):
     result, output = ended
     assert result.code == 0, result.err[-3000:]
     picked = set()
     for step in range(2):
         found = list(records.read_file(output / "rollouts" / f"step-{step}-rank-0.jsonl"))
-        of_mode = {mode: [t for t in found if t.info["prompt"] == f"Be {mode}."] for mode in MODES}
+        of_mode = {mode: [t for t in found if t.info["prompt"] == f"Be {mode}."] for mode in modes}
         for mode, trajectories in of_mode.items():
             assert len({t.episode for t in trajectories}) == 2, mode
             for t in trajectories:
@@ -142,8 +148,8 @@ def test_guided_tokens_stay_outside_the_loss(ended):
         assert row["env/failed"] == 0.0 and row["mismatch"] < 1e-3
 
 
-def test_the_table_of_frameworks_is_what_is_tested():
+def test_the_table_of_frameworks_is_what_is_tested(modes):
     text = (ROOT / "minirl" / "rollout" / "README.md").read_text()
     table = text.partition("| framework | works |")[2].partition("\n\n")[0]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]]
-    assert rows == list(MODES)
+    assert rows == list(modes)
