@@ -4,6 +4,7 @@ Few processes, many checks."""
 import contextlib
 import dataclasses
 import itertools
+import os
 from importlib.metadata import packages_distributions, version
 from types import SimpleNamespace
 from unittest import mock
@@ -43,17 +44,17 @@ from minirl.rollout.num_seqs import resolve_num_seqs
 from minirl.rollout.refit import Refit
 from minirl.rollout.sampler import Sampler
 
+IS_OLD = version(packages_distributions()["vllm"][0]).startswith("0.26.")
 ENGINE = {"max_model_len": 64, "max_num_seqs": 16, "kv_cache_gb": 0.02}
 
 
 def old_engine_refuses(family):
     """The CPU build of vLLM 0.26 has no place for a mixture's experts that a refit could write
     to, and Gemma 4's layers are of more than one size."""
-    old = version(packages_distributions()["vllm"][0]).startswith("0.26.")
     why = "layers of one size only" if "gemma4" in family else "keeps expert weights"
     return (
         pytest.raises(RankFailed, match=why)
-        if old and FAMILIES[family].experts
+        if IS_OLD and FAMILIES[family].experts
         else contextlib.nullcontext()
     )
 
@@ -188,6 +189,28 @@ def test_refit_equals_full_gather_and_a_fresh_engine(
             assert size == (2, 128 // 4, 96)
         if world == 1:
             assert results[0]["received"] == {"all_gather": 0, "all_to_all": 0}
+
+
+def exchange(mesh, folder, cores):
+    """Whether ranks of an engine, each with its cores, exchange by gloo; and what they say."""
+    from vllm.distributed import parallel_state
+
+    with mock.patch.object(os, "sched_getaffinity", lambda _: cores[mesh.rank]):
+        cfg = EngineConfig(**ENGINE | {"tensor_parallel_size": 2})
+        engine = RolloutEngine(cfg, folder, mesh, dtype="float32", load_weights=True)
+    module = parallel_state.get_tp_group().device_communicator.dist_module
+    return module is torch.distributed, [tokens for tokens, _ in greedy(engine)]
+
+
+@pytest.mark.skipif(IS_OLD, reason="its ranks do not agree on how they exchange")
+def test_ranks_that_are_more_than_cores_do_not_spin(tmp_path):
+    """They agree on it, though only one of them finds too few cores."""
+    folder = tiny.make(tmp_path / "model")
+    by_memory = ranks(2, exchange, folder, [{0, 1}, {0, 1}])
+    by_gloo = ranks(2, exchange, folder, [{0, 1}, {1}])
+    for (is_gloo, said), (is_gloo_now, said_now) in zip(by_memory, by_gloo, strict=True):
+        assert not is_gloo and is_gloo_now
+        assert said == said_now
 
 
 def incomplete_refit(mesh, folder):

@@ -6,6 +6,7 @@ vLLM is imported late, after the engine has set its environment.
 import functools
 import inspect
 import os
+import socket
 import sys
 import time
 from contextlib import AbstractContextManager
@@ -191,15 +192,26 @@ def _patch_shared_memory(mesh: Mesh) -> None:
 
     Under torchrun the segment's name is the same for all jobs of a host, so that a second job, or
     one after a kill, fails.
+
+    Ranks wait for each other in it by looking again and again. Where there are more of them than
+    cores, that takes the cores from those that are waited for; such ranks exchange by gloo.
     """
     from vllm.distributed.device_communicators import cpu_communicator
 
     shared_memory = cpu_communicator._CPUSHMDistributed
-    job = mesh.gather(f"{os.getpid()}-{time.time_ns()}")[0]
+    host = socket.gethostname()
+    of_ranks = mesh.gather((host, f"{os.getpid()}-{time.time_ns()}"))
+    job = of_ranks[0][1]
+    num_ranks_here = [other for other, _ in of_ranks].count(host)
+    # vLLM 0.26 does not ask whether its ranks agree.
+    can_decline = "_all_group_ranks_share_shm_group_name" in vars(cpu_communicator.CpuCommunicator)
+    declines = can_decline and num_ranks_here > len(os.sched_getaffinity(0))
 
     def make_group_name(communicator: Any) -> str:
         ranks = "-".join(map(str, communicator.ranks))
-        return f"minirl-{job}-{communicator.unique_name}-{ranks}".replace(":", "_")
+        name = f"minirl-{job}-{communicator.unique_name}-{ranks}".replace(":", "_")
+        # With names of their own, vLLM lets none of a group's ranks use it.
+        return f"{name}-{communicator.rank}" if declines else name
 
     init_shared_memory = shared_memory._init_cpu_shm
 
