@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 import tyro
 
-from benchmarks import growth_refit, growth_rows, growth_save, growth_step
+from benchmarks import growth_load, growth_refit, growth_rows, growth_save, growth_step
 from benchmarks.growth_law import Bound, Part, Point, powers
 
 PARTS: dict[str, Part] = {
@@ -25,6 +25,7 @@ PARTS: dict[str, Part] = {
     "step": growth_step.PART,
     "rows": growth_rows.PART,
     "save": growth_save.PART,
+    "load": growth_load.PART,
 }
 
 
@@ -32,8 +33,8 @@ PARTS: dict[str, Part] = {
 class Load:
     """What to measure."""
 
-    parts: list[Literal["refit", "step", "rows", "save"]] = field(
-        default_factory=lambda: ["refit", "step", "rows", "save"]
+    parts: list[Literal["refit", "step", "rows", "save", "load"]] = field(
+        default_factory=lambda: ["refit", "step", "rows", "save", "load"]
     )
     sizes: list[int] = field(default_factory=list)  # Of one part's work; empty: the part's own.
     worlds: list[int] = field(default_factory=list)  # Numbers of ranks; empty: the part's own.
