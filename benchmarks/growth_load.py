@@ -91,6 +91,7 @@ PART = Part(
     unit="layers (30B-A3B has 48, 235B-A22B 94)",
     sizes=[12, 48, 94],
     worlds=[8, 64, 1024],
-    bounds={LOAD: Bound(size=1, ranks=0)},
+    # FSDP cuts each weight into as many pieces as there are ranks: torch's own way.
+    bounds={LOAD: Bound(size=1, ranks=1)},
     measure=measure,
 )

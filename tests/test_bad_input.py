@@ -16,6 +16,7 @@ from minirl.config.shared import RewardConfig
 from minirl.errors import UserError
 from minirl.rewards.functions import make_rewards
 from minirl.rl import Trainer
+from nodes import Job, Node
 from programs import QUICKSTART, ROOT, Ended, fork, torchrun
 
 PACKAGE = f"{ROOT}/minirl/"
@@ -382,7 +383,8 @@ def test_wrong_value_of_a_flag(world):
 
 @pytest.fixture(scope="module")
 def under_torchrun(world):
-    """Two programs at once, as one of them mostly imports while the other waits."""
+    """Two programs at once, as one of them mostly imports while the other waits: under torchrun,
+    and under an agent of it whose ranks are forks."""
     (world / "late").mkdir()
     (world / "late" / "sitecustomize.py").write_text(
         "import os, time\ntime.sleep(2 * (os.environ.get('RANK') == '0'))\n"
@@ -407,7 +409,8 @@ def under_torchrun(world):
         "--reward.function",
         f"{world}/one_rank.py:grade",
     ]
-    failing_reward = torchrun("minirl.rl", flags, world / "log" / "one_rank")
+    nodes = [Node("127.0.0.1", ROOT)]
+    failing_reward = Job(nodes, "minirl.rl", [flags], world / "log" / "one_rank")
     yield {"wrong flag": wrong_flag, "failing reward": failing_reward}
     for running in (wrong_flag, failing_reward):
         running.end(0)

@@ -59,7 +59,7 @@ from minirl.plan.shape import cut, layer_counts, read_shape
 from minirl.plan.workload import Lengths, rl_workload, with_settings
 from minirl.policy import Policy
 
-NUM_LAYERS = 4
+NUM_LAYERS = 3
 LOAD = Load(tokens=8192)
 LLAMA = LlamaConfig(
     vocab_size=128256,
@@ -97,6 +97,11 @@ class Case:
     loss: str = "policy"
     share_base: bool = False
     times: bool = True  # Seconds are compared, too.
+    num_layers: int = NUM_LAYERS
+
+    def config(self):
+        """Return the config of the model with few layers."""
+        return cut(self.model, self.num_layers)
 
 
 def checkpointing(which, **settings):
@@ -139,24 +144,33 @@ CASES = {
     "four bits": Case(BIG, checkpointing("off", lora=LORA | NF4)),
     # Not all copies of tokens that travel are counted.
     "mixture in four bits over four ranks": Case(
-        MIXTURE, checkpointing("full", lora=LORA | NF4), {"experts": 4}, times=False
+        MIXTURE,
+        checkpointing("full", lora=LORA | NF4),
+        {"experts": 4},
+        times=False,
+        num_layers=4,
     ),
     "mixture in four bits": Case(MIXTURE, checkpointing("full", lora=LORA | NF4)),
     "critic on a shared base": Case(
         BIG, checkpointing("off", lora=LORA | ATTENTION), loss="value", share_base=True
     ),
-    "hybrid": Case(HYBRID, checkpointing("off")),
-    "hybrid, full checkpointing": Case(HYBRID, checkpointing("full")),
-    "hybrid mixture": Case(HYBRID_MIXTURE, checkpointing("selective")),
+    # Of four layers the last one has attention.
+    "hybrid": Case(HYBRID, checkpointing("off"), num_layers=4),
+    "hybrid, full checkpointing": Case(HYBRID, checkpointing("full"), num_layers=4),
+    "hybrid mixture": Case(HYBRID_MIXTURE, checkpointing("selective"), num_layers=4),
     # Copies around the gathering of queries, keys and values are not counted.
     "hybrid, two tensor-parallel ranks": Case(
-        HYBRID, checkpointing("selective"), {"tensor": 2}, times=False
+        HYBRID, checkpointing("selective"), {"tensor": 2}, times=False, num_layers=4
     ),
 }
 
 
 FROZEN = {
-    "frozen": Case(BIG, checkpointing("off", freeze=["lm_head.weight", "model.layers.[12].*"])),
+    "frozen": Case(
+        BIG,
+        checkpointing("off", freeze=["lm_head.weight", "model.layers.[12].*"]),
+        num_layers=4,
+    ),
     "frozen, whole gradients": Case(
         BIG,
         checkpointing("off", freeze=["model.embed_tokens.weight"]) | {"accumulate": "whole"},
@@ -172,7 +186,7 @@ def dry_runs(tmp_path_factory):
     jobs = []
     for case in (CASES | FROZEN).values():
         folder = tmp_path_factory.mktemp("model")
-        cut(case.model, NUM_LAYERS).save_pretrained(folder)
+        case.config().save_pretrained(folder)
         jobs.append(
             {
                 "folder": str(folder),
@@ -190,9 +204,7 @@ def cost_of(case):
     policy = fill_config(PolicyConfig, case.policy)
     return formulas.cost(
         memory.Job(
-            shape=read_shape(
-                cut(case.model, NUM_LAYERS), score=case.loss == "value", policy=policy
-            ),
+            shape=read_shape(case.config(), score=case.loss == "value", policy=policy),
             card=cards.CARDS["h200"],
             gpus_per_node=8,
             world_size=8,
@@ -418,7 +430,8 @@ def test_only_attention_is_more_work_in_longer_sequences():
 
     def flops_of_row(sequence):
         load = Load(tokens=8 * sequence, sequence=sequence, prompt=sequence // 4, samples=1)
-        cost = cost_of(Case(HYBRID, checkpointing("full"), load=load, loss="value"))
+        case = Case(HYBRID, checkpointing("full"), load=load, loss="value", num_layers=4)
+        cost = cost_of(case)
         return cost.flops / load.rows(load.num_answers)
 
     more = flops_of_row(8192) - flops_of_row(4096)

@@ -23,7 +23,8 @@ from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
 from minirl.config.validate import resolve_learning_rates, resolve_lengths
 from minirl.rl import Trainer
-from programs import QUICKSTART, Ended, alone, fork, torchrun
+from nodes import Job, Node
+from programs import QUICKSTART, ROOT, Ended, alone, fork, torchrun
 from test_preference import export_scored
 
 NUM_STEPS, SAVED = 10, 5
@@ -288,16 +289,16 @@ def repeated(data, tmp_path_factory) -> tuple[Killed, Run]:
     is resumed by its own config."""
     folder = tmp_path_factory.mktemp("repeated")
     output = folder / "out"
-    running = torchrun("minirl.rl", flags(data, output), folder / "killed")
-    running.wait_for((output / "checkpoints" / f"step-{SAVED}").exists, 300)
-    processes = running.ranks()
+    job = Job([Node("127.0.0.1", ROOT)], "minirl.rl", [flags(data, output)], folder / "killed")
+    job.wait_for((output / "checkpoints" / f"step-{SAVED}").exists, 300)
+    processes = job.agents[0].ranks()
     processes[1].kill()
     began = time.monotonic()
-    ended = running.end(120)
+    ended = job.end(120)
     killed = Killed(
         ended,
         time.monotonic() - began,
-        [p for p in processes if p.is_running()],
+        [p for p in processes.values() if p.is_running()],
         read(output / "metrics.jsonl"),
     )
     given = ["--config", str(output / "config.yaml"), "--resume"]
@@ -308,7 +309,7 @@ def test_kill_of_one_rank_ends_all(repeated):
     killed, _ = repeated
     assert killed.ended.code != 0 and killed.seconds < 60
     assert not killed.survivors
-    assert "Signal 9 (SIGKILL)" in killed.ended.err and "minirl.rl FAILED" in killed.ended.err
+    assert "Signal 9 (SIGKILL)" in killed.ended.err and " FAILED\n" in killed.ended.err
 
 
 def test_same_seed_same_run(run, repeated):

@@ -16,7 +16,8 @@ from minirl.config.shared import LogConfig
 from minirl.errors import UserError
 from minirl.parallel import watch
 from minirl.trackers import check_installed, open_trackers
-from programs import QUICKSTART, alone, fork, torchrun
+from nodes import Job, Node
+from programs import QUICKSTART, ROOT, alone, fork
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="small runs on CPU")
 SECONDS = 300
@@ -103,7 +104,8 @@ def test_a_run_that_ends_by_a_mistake(tmp_path):
 def test_a_run_whose_rank_is_killed(tmp_path):
     """Another rank than the one that writes the files notes it."""
     given = flags(tmp_path, "dies_later", "--num-steps", 5)
-    torchrun("minirl.rl", given, tmp_path / "log").end(SECONDS)  # It waits for both.
+    job = Job([Node("127.0.0.1", ROOT)], "minirl.rl", [given], tmp_path / "log")
+    job.end(SECONDS)  # It waits for both ranks.
     summary = summary_of(tmp_path)
     assert summary["state"] == "failed" and "rank 1" in summary["reason"]
     assert (tmp_path / "run" / "curves.png").exists()
