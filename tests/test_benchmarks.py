@@ -98,7 +98,7 @@ STARTING = ("long", "mesh", "algorithms", "lora", "mixture", "gpu", "vs_trl", "p
 # Files that are parts of another one.
 PARTS = {"gpu_bench", "gpu_plan", "gpu_sections", "trl_side"}
 PARTS |= {"preempt_compare", "preempt_job", "preempt_runs"}
-PARTS |= {"growth_law", "growth_refit", "growth_rows", "growth_save", "growth_step"}
+PARTS |= {"growth_law", "growth_load", "growth_refit", "growth_rows", "growth_save", "growth_step"}
 # The plan's figure beside a measured one: a pretended device needs a compiler.
 PLAN = " #" if compiler() else ""
 # Pieces of the output, in which # stands for a number.
