@@ -14,7 +14,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 
 from minirl.errors import UserError
@@ -40,10 +45,19 @@ ALLOWED = {
 DTYPES = {str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
+def _member(of: object, name: object) -> Any:
+    """Return a member of torch's enum of memory formats, and nothing of anything else."""
+    if of is not _MEM_FORMAT_ENCODING or name not in list(_MEM_FORMAT_ENCODING.__members__):
+        raise pickle.UnpicklingError(f"it names {name} of {of}, which no checkpoint needs")
+    return _MEM_FORMAT_ENCODING.__members__[str(name)]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Knows the classes of torch's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # For an enum, as Python 3.11.2 does.
+            return _member
         if (module, name) in ALLOWED or (module == "torch" and f"torch.{name}" in DTYPES):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
