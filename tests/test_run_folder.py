@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 import tiny
 from harness import RankFailed, ranks, two_at_once
@@ -498,6 +499,25 @@ def test_what_somebody_put_into_a_checkpoint_does_not_run(saved, tmp_path, place
 def test_metadata_that_is_none_is_one_error(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(UserError, match=r"\.metadata cannot be read"):
+        reading.read_metadata(tmp_path)
+
+
+class Attribute:
+    """Pickled as a call of getattr, which Python 3.11.2 writes for members of enums."""
+
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return getattr, self.call
+
+
+@pytest.mark.parametrize(
+    ("of", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")]
+)
+def test_metadata_gets_attributes_of_no_other_class(tmp_path, of, name):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Attribute(of, name)))
+    with pytest.raises(UserError, match=f"it names {name} of .*which no checkpoint needs"):
         reading.read_metadata(tmp_path)
 
 

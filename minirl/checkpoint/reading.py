@@ -45,11 +45,11 @@ ALLOWED = {
 DTYPES = {str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def _member(of: object, name: object) -> Any:
+def _member(of: object, name: str) -> Any:
     """Return a member of torch's enum of memory formats, and nothing of anything else."""
-    if of is not _MEM_FORMAT_ENCODING or name not in list(_MEM_FORMAT_ENCODING.__members__):
+    if of is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
         raise pickle.UnpicklingError(f"it names {name} of {of}, which no checkpoint needs")
-    return _MEM_FORMAT_ENCODING.__members__[str(name)]
+    return _MEM_FORMAT_ENCODING.__members__[name]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
