@@ -129,8 +129,10 @@ def _set_apart(folder: Path, before: dict[str, ModuleType]) -> None:
     """
     neighbours = _neighbours.setdefault(folder, {})
     for name, module in list(sys.modules.items()):
+        if before.get(name) is module:
+            continue  # Its file is not looked at: there are thousands, each a walk of the disk.
         file = _file_of(module)
-        if before.get(name) is module or file is None or folder not in file.parents:
+        if file is None or folder not in file.parents:
             continue
         neighbours[name] = module
         del sys.modules[name]
