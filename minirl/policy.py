@@ -28,7 +28,7 @@ from minirl.parallel import fsdp
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.muon import Muon
 from minirl.parallel.offload import Sleeper
-from minirl.parallel.optimizer import Optimizer
+from minirl.parallel.optimizer import Optimizer, ShardAdamW
 from minirl.parallel.regions import CheckpointSlice
 from minirl.types import Packed
 
@@ -147,9 +147,7 @@ class Policy:
         if vectors:
             groups.append({"params": vectors, "weight_decay": 0.0})
         if groups:
-            parts.append(
-                torch.optim.AdamW(groups, lr=lr, betas=cfg.betas, eps=cfg.adam_eps, fused=True)
-            )
+            parts.append(ShardAdamW(groups, lr=lr, betas=cfg.betas, eps=cfg.adam_eps, fused=True))
         if hidden:
             parts.append(Muon(hidden, self.mesh, lr=lr, weight_decay=cfg.weight_decay))
         return Optimizer(parts, cfg)

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import tiny
 from harness import RankFailed, ranks, two_at_once
 from minirl import checkpoint
+from minirl import policy as policy_module
 from minirl.algo import losses
 from minirl.checkpoint.state import state_dict_of
 from minirl.config.lora import LoraConfig
@@ -25,7 +26,7 @@ from minirl.data.exchange import exchange
 from minirl.model.lora import is_adapter
 from minirl.parallel.fsdp import local
 from minirl.parallel.muon import Muon, orthogonalize
-from minirl.parallel.optimizer import dequantize, dynamic_code, quantize
+from minirl.parallel.optimizer import ShardAdamW, dequantize, dynamic_code, quantize
 from minirl.parallel.tensor import LORA_B
 from minirl.policy import Policy
 from minirl.rl import Trainer
@@ -82,6 +83,34 @@ def storages(policy: Policy) -> dict[str, int]:
         for key, value in state.items()
         if value.ndim and p.numel() >= 4096
     }
+
+
+# --------------------------------------------------------------------------------------------------
+# AdamW
+
+
+def end_with_each_adamw(mesh, folder) -> list[dict]:
+    """Return weights and moments after three steps with ours, and with torch's on DTensors."""
+    ends = []
+    for kind in (ShardAdamW, torch.optim.AdamW):
+        policy_module.ShardAdamW = kind
+        policy = make(mesh, folder, {"weight_decay": DECAY})
+        update(policy, mesh, 3)
+        end = gathered(policy)
+        for part in policy.optimizer.parts:
+            assert type(part) is kind
+            for p, state in part.state.items():
+                end |= whole({f"{len(end)} {p.shape} {key}": t for key, t in state.items()})
+        ends.append(end)
+    return ends
+
+
+@pytest.mark.parametrize("name", ["dp2", "dp2xtp2"])
+def test_adamw_of_shards_is_torchs_of_dtensors(folder, name):
+    world, parallel = MESHES[name]
+    for ours, torchs in ranks(world, end_with_each_adamw, folder, parallel=parallel):
+        assert ours.keys() == torchs.keys() and len(ours) > 3 * 20
+        assert all(torch.equal(ours[key], torchs[key]) for key in ours)
 
 
 # --------------------------------------------------------------------------------------------------
