@@ -100,9 +100,13 @@ def _write_curves(folder: Path) -> Path:
         if points:
             curves[title] = points
 
-    figure = Figure(figsize=(12, 6), layout="constrained")
     num_columns = min(3, len(curves))
     num_rows = math.ceil(len(curves) / 3)
+    figure = Figure(figsize=(12, 6))
+    # Room for labels. A layout that matplotlib computes takes as long as all else.
+    figure.subplots_adjust(
+        left=0.06, right=0.98, bottom=0.09, top=0.94, wspace=0.25, hspace=0.2 + 0.15 * num_rows
+    )
     for number, (title, points) in enumerate(curves.items(), start=1):
         axis = figure.add_subplot(num_rows, num_columns, number)
         axis.plot(*zip(*points, strict=True), marker="o" if len(points) < 30 else None)
