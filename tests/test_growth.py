@@ -1,6 +1,8 @@
 """Costs grow with the work and the ranks no faster than the bounds of benchmarks/growth.py."""
 
+import ctypes
 import itertools
+from collections.abc import Iterator
 
 import pytest
 
@@ -9,8 +11,7 @@ from benchmarks.growth_law import Bound, Point, powers
 
 # Sizes and worlds in which a power too many is seen by a clock, and which take few seconds. They
 # lie so far apart that what leaves the caches in between, and takes 2.5 times as long, is no power.
-# Those of a step are so large that no buffer of the largest world's exchange is memory that malloc
-# keeps: new pages cost six times as much as the copy into them.
+# Those of a step are so large that all buffers of an exchange are new pages (`new_pages`).
 SMALL = {
     "refit": ([1, 4], [8, 64]),
     "step": ([48, 384], [32, 128]),
@@ -18,6 +19,21 @@ SMALL = {
     "save": ([1, 4], [8, 32]),
     "load": ([2, 8], [8, 64]),
 }
+
+
+M_MMAP_THRESHOLD, MIB = -3, 2**20  # of malloc.h
+
+
+@pytest.fixture(autouse=True, scope="module")
+def new_pages() -> Iterator[None]:
+    """Make every large buffer of new pages, which cost six times as much as the copy into them.
+
+    malloc keeps larger and larger ones otherwise: what is measured again would be of other memory.
+    """
+    malloc = ctypes.CDLL(None)
+    malloc.mallopt(M_MMAP_THRESHOLD, MIB)
+    yield
+    malloc.mallopt(M_MMAP_THRESHOLD, 32 * MIB)  # the most that malloc would go to by itself
 
 
 # A machine may be slower while one point is measured than while another is, so a law whose seconds
