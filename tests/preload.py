@@ -10,12 +10,24 @@ import functools
 import gc
 import importlib
 import importlib.metadata
+import json
 import os
+import tempfile
+from pathlib import Path
 
 import torch
+from PIL import Image
 from transformers import PretrainedConfig
 from vllm.platforms import current_platform
 
+from minirl.config.parse import parse_flags
+from minirl.config.rl import RLConfig
+from minirl.config.shared import EvaluateConfig
+from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
+from minirl.report import write_curves
+
+# Nothing of what imports leave is garbage. To look for some takes a tenth of their time.
+gc.disable()
 MODULES = [
     "minirl.rl",
     "minirl.sft",
@@ -51,7 +63,9 @@ MODULES = [
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.utils.cpu_triton_utils",
     "vllm.distributed.device_communicators.cpu_communicator",
+    "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
+    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.model_loader.dummy_loader",
     "vllm.model_executor.models.transformers",
@@ -59,6 +73,7 @@ MODULES = [
     "vllm.model_executor.models.llama",
     "vllm.plugins.lora_resolvers.filesystem_resolver",
     "vllm.plugins.lora_resolvers.hf_hub_resolver",
+    "vllm.v1.pool.flash_maxsim",
 ]
 
 
@@ -81,6 +96,14 @@ if on_cpu:
         from vllm.logger import configure_logging
 
         configure_logging(LoggingConfig())
+# What is read once: docstrings of the settings, the formats of images, the fonts of curves.
+for config in (RLConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig, EvaluateConfig):
+    parse_flags(config, [])
+Image.init()
+with tempfile.TemporaryDirectory() as folder:
+    row = {"phase": "rl", "step": 0, "reward": 0.0}
+    (Path(folder) / "metrics.jsonl").write_text(json.dumps(row))
+    write_curves(Path(folder))
 # An engine looks for plugins in the entry points of all packages, several times.
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 for group in ("vllm.general_plugins", "vllm.logits_processors"):
@@ -88,8 +111,8 @@ for group in ("vllm.general_plugins", "vllm.logits_processors"):
 # transformers puts the whole of every configuration that it reads into a line for its log, which
 # takes longer than to read it.
 PretrainedConfig.__repr__ = object.__repr__
-gc.collect()
 gc.freeze()
+gc.enable()
 # For good: an engine that ends would thaw them, and look through all of them twice.
 gc.unfreeze = lambda: None
 # In the forkserver alone: the libraries that find what it leaks would fill the screen.
