@@ -25,7 +25,7 @@ from minirl.parallel import experts as expert_parallel
 from minirl.policy import Policy
 from minirl.supervised import SupervisedTrainer
 from test_families import assert_same_files, stay_float64
-from test_gradients import batches_of, grpo, trajectories, worst
+from test_gradients import batches_of, grpo, rows_of_micro, trajectories, worst
 from test_lora import two_steps, whole
 from test_optimizer import sleep
 from test_sft import conversations, flags, rows_of, written
@@ -138,7 +138,11 @@ def critic_step(mesh, folder):
     cfg = PolicyConfig(model=str(folder), dtype="float64", max_grad_norm=0.0, adam_eps=1e-3)
     critic = Policy(cfg, folder, mesh, score=True)
     own = trajectories()[mesh.rank :: mesh.world_size]
-    (micros,) = exchange(own, mesh, 60) if mesh.world_size > 1 else [[[t] for t in own]]
+    (micros,) = (
+        exchange(own, mesh, rows_of_micro(mesh.data_size))
+        if mesh.world_size > 1
+        else [[[t] for t in own]]
+    )
     history = []
     for _ in range(2):
         batches = batches_of(micros, critic)
@@ -216,7 +220,11 @@ def no_token_for_some(mesh, folder):
         {n: whole(p.grad) for n, p in policy.shards().items()}
     )
     own = trajectories()[mesh.rank :: mesh.world_size]
-    (micros,) = exchange(own, mesh, 60) if mesh.world_size > 1 else [[[t] for t in own]]
+    (micros,) = (
+        exchange(own, mesh, rows_of_micro(mesh.data_size))
+        if mesh.world_size > 1
+        else [[[t] for t in own]]
+    )
     policy.update(batches_of(micros, policy), losses.policy(AlgoConfig(), 20), lr=0.0)
     return grads
 
@@ -248,7 +256,7 @@ def save_or_go_on(mesh, folder, run, resume):
 
     def update():
         own = trajectories()[mesh.rank :: mesh.world_size]
-        (micros,) = exchange(own, mesh, 60)
+        (micros,) = exchange(own, mesh, rows_of_micro(mesh.data_size))
         batches = batches_of(micros, policy, 0.7)
         return policy.update(batches, losses.policy(AlgoConfig(), 20), lr=1e-2)["loss"]
 

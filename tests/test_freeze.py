@@ -24,7 +24,7 @@ from minirl.model.freeze import frozen_names
 from minirl.plan.shape import read_shape
 from minirl.policy import Policy
 from test_checkpoint import differences
-from test_gradients import batches_of, exact_norm, trajectories, worst
+from test_gradients import batches_of, exact_norm, rows_of_micro, trajectories, worst
 from test_optimizer import gathered, resume, save, state
 
 # Some of a layer and of the root; the model's begin, through which no gradient goes; its end.
@@ -79,7 +79,8 @@ def train(mesh, folder, settings):
         step()
 
     policy.optimizer.step = keep_gradients
-    (micros,) = exchange(trajectories()[mesh.rank :: mesh.world_size], mesh, 60)
+    own = trajectories()[mesh.rank :: mesh.world_size]
+    (micros,) = exchange(own, mesh, rows_of_micro(mesh.data_size))
     batches = batches_of(micros, policy)
     metrics = [policy.update(batches, losses.policy(AlgoConfig(), 20), lr=1e-2) for _ in range(3)]
     with policy.state_awake():

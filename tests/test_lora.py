@@ -22,7 +22,7 @@ from minirl.model import build, lora
 from minirl.parallel.fsdp import local, local_region
 from minirl.policy import Policy
 from test_families import stay_float64
-from test_gradients import batches_of, trajectories, worst
+from test_gradients import batches_of, rows_of_micro, trajectories, worst
 
 
 def whole(t):
@@ -67,7 +67,11 @@ def two_steps(mesh, folder, sequence, settings):
     policy.optimizer.step = keep_gradients
     for _ in range(2):
         own = trajectories()[mesh.rank :: mesh.world_size]
-        (micros,) = exchange(own, mesh, 60) if mesh.world_size > 1 else [[[t] for t in own]]
+        (micros,) = (
+            exchange(own, mesh, rows_of_micro(mesh.data_size))
+            if mesh.world_size > 1
+            else [[[t] for t in own]]
+        )
         policy.update(batches_of(micros, policy, 0.7), losses.policy(AlgoConfig(), 20), lr=1e-2)
     merged = policy.merged()
     with policy.state_awake():
@@ -169,7 +173,7 @@ def save_and_go_on(mesh, folder, run, resume):
 
     def update():
         own = trajectories()[mesh.rank :: mesh.world_size]
-        (micros,) = exchange(own, mesh, 60)
+        (micros,) = exchange(own, mesh, rows_of_micro(mesh.data_size))
         policy.update(batches_of(micros, policy, 0.7), losses.policy(AlgoConfig(), 20), lr=1e-2)
 
     if resume:

@@ -79,7 +79,7 @@ def overwrite(policy, folder):
             fill_shard(p, policy.parts()[name], weights)
 
 
-def greedy(engine, vision=None, num=6, length=24):
+def greedy(engine, vision=None, num=6, length=10):
     """(tokens, log-probs) of each answer."""
     sampling = Sampling(max_tokens=length, stop_token_ids=(), temperature=0.0)
     for i in range(num):
