@@ -14,14 +14,14 @@ from benchmarks.growth_law import Bound, Point, powers
 # Those of a step are so large that all buffers of an exchange are new pages (`new_pages`).
 SMALL = {
     "refit": ([1, 4], [8, 64]),
-    "step": ([48, 384], [32, 128]),
+    "step": ([24, 192], [32, 128]),
     "rows": ([4000, 32000], [8, 32]),
     "save": ([1, 4], [8, 32]),
     "load": ([2, 8], [8, 64]),
 }
 
 
-M_MMAP_THRESHOLD, MIB = -3, 2**20  # of malloc.h
+M_MMAP_THRESHOLD, KIB = -3, 2**10  # of malloc.h
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,9 +31,9 @@ def new_pages() -> Iterator[None]:
     malloc keeps larger and larger ones otherwise: what is measured again would be of other memory.
     """
     malloc = ctypes.CDLL(None)
-    malloc.mallopt(M_MMAP_THRESHOLD, MIB)
+    malloc.mallopt(M_MMAP_THRESHOLD, 256 * KIB)
     yield
-    malloc.mallopt(M_MMAP_THRESHOLD, 32 * MIB)  # the most that malloc would go to by itself
+    malloc.mallopt(M_MMAP_THRESHOLD, 32 * KIB**2)  # the most that malloc would go to by itself
 
 
 # A machine may be slower while one point is measured than while another is, so a law whose seconds
