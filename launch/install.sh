@@ -14,7 +14,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Images of containers often forbid Python to keep what it has compiled. Then each process would
 # compile torch, transformers and vLLM again, which takes longer than to import them.
-forbids_bytecode=${PYTHONDONTWRITEBYTECODE:-}
 unset PYTHONDONTWRITEBYTECODE
 
 stamp=.venv/minirl-installed # The build, and what was asked for; written last.
@@ -75,14 +74,12 @@ PY
 }
 
 # pip install, with its last line on a terminal and a line every 20 seconds elsewhere. Warnings and
-# errors are shown as they come. Python compiles what is imported, when it is imported; if it is not
-# to keep that, pip compiles everything.
+# errors are shown as they come.
 install() {
-    local line columns said=$SECONDS compile=--no-compile
-    [ -z "$is_own_command" ] || [ -z "$forbids_bytecode" ] || compile=--compile
+    local line columns said=$SECONDS
     echo "minirl: $1"
     shift
-    .venv/bin/python -m pip install --disable-pip-version-check "$compile" --progress-bar off "$@" | {
+    .venv/bin/python -m pip install --disable-pip-version-check --no-compile --progress-bar off "$@" | {
         columns=$(tput cols 2>/dev/null || echo 80)
         while IFS= read -r line; do
             if [ -t 1 ]; then
@@ -94,6 +91,15 @@ install() {
         done
         [ ! -t 1 ] || printf '\r\033[K'
     }
+}
+
+# Compiles all modules, on all cores: the ranks of the first run would each do it.
+compile_installed() {
+    local site
+    site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    echo "minirl: compiling what is installed"
+    # Some packages hold files for other versions of Python, which are no error.
+    .venv/bin/python -m compileall -q -j 0 "$site" >/dev/null || true
 }
 
 # Says what does not fit together in .venv, but for what the CPU build of vLLM does without.
@@ -152,6 +158,7 @@ install_minirl() {
         [ -z "$group" ] || groups="$extra,dev"
         install "1 of 1: torch, vLLM and all else" -e ".[$groups]"
     fi
+    compile_installed
     check_installed
     echo "$wanted${group:+ $group}" > "$stamp"
     echo "minirl: installed in $((SECONDS - began)) seconds"

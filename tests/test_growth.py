@@ -2,16 +2,19 @@
 
 import ctypes
 import itertools
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 from benchmarks import growth
 from benchmarks.growth_law import Bound, Point, powers
+from harness import PRELOAD
 
 # Sizes and worlds in which a power too many is seen by a clock, and which take few seconds. They
 # lie so far apart that what leaves the caches in between, and takes 2.5 times as long, is no power.
-# Those of a step are so large that all buffers of an exchange are new pages (`new_pages`).
+# Those of a step are so large that all buffers of an exchange are new pages (`measure`).
 SMALL = {
     "refit": ([1, 4], [8, 64]),
     "step": ([24, 192], [32, 128]),
@@ -21,19 +24,25 @@ SMALL = {
 }
 
 
-M_MMAP_THRESHOLD, KIB = -3, 2**10  # of malloc.h
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
-@pytest.fixture(autouse=True, scope="module")
-def new_pages() -> Iterator[None]:
-    """Make every large buffer of new pages, which cost six times as much as the copy into them.
+def measure(name: str) -> dict[str, list[Point]]:
+    """Measure a part, in a process whose large buffers are all new pages.
 
-    malloc keeps larger and larger ones otherwise: what is measured again would be of other memory.
+    These cost six times as much as the copy into them. malloc would keep the buffers that are not
+    too large, and has kept memory where other tests ran before: small ones would cost too little.
     """
-    malloc = ctypes.CDLL(None)
-    malloc.mallopt(M_MMAP_THRESHOLD, 256 * KIB)
-    yield
-    malloc.mallopt(M_MMAP_THRESHOLD, 32 * KIB**2)  # the most that malloc would go to by itself
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**18)
+    return growth.measure(growth.PARTS[name], *SMALL[name])
+
+
+@pytest.fixture
+def process() -> Iterator[ProcessPoolExecutor]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with ProcessPoolExecutor(1, context) as pool:
+        yield pool
 
 
 # A machine may be slower while one point is measured than while another is, so a law whose seconds
@@ -43,11 +52,11 @@ NUM_TIMES = 3
 
 
 @pytest.mark.parametrize("name", growth.PARTS)
-def test_laws_keep_their_bounds(name):
+def test_laws_keep_their_bounds(process, name):
     part = growth.PARTS[name]
     least = {}
     for _ in range(NUM_TIMES):
-        found = growth.measure(part, *SMALL[name])
+        found = process.submit(measure, name).result()
         assert set(found) == set(part.bounds)
         for law, points in found.items():
             assert all(point.cpu_seconds > 0 or point.num_bytes > 0 for point in points), law
