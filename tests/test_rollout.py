@@ -241,7 +241,9 @@ def make_sampler(engine, prompts, tickets, **env):
 KEPT_ENGINES = []
 
 
-def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options, tickets):
+def sampler_program(
+    mesh, folder, rows, num_samples, temperature, engine_options, tickets, num_times=1
+):
     tokenizer = chat.load_tokenizer(folder)
     policy = make_policy(folder, mesh)
     vision = policy.vision and read_vision(folder, 4)
@@ -272,8 +274,10 @@ def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options
         Refit(RefitConfig(), policy.shards(), policy.parts(), engine, check=True),
         policy.sleeper,
     ):
-        trajectories = sampler.collect(prompts, range(7, 7 + len(rows)), num_samples, sampling)
-        again = sampler.collect(prompts, range(7, 7 + len(rows)), num_samples, sampling)
+        trajectories, *again = (
+            sampler.collect(prompts, range(7, 7 + len(rows)), num_samples, sampling)
+            for _ in range(num_times)
+        )
     batches = [
         pack(ts, mesh.device, temperature, layout=policy.layout)
         for ts in (mesh.gather(trajectories) if engine.tp_size == 1 else [trajectories])
@@ -294,7 +298,7 @@ def sampler_program(mesh, folder, rows, num_samples, temperature, engine_options
             (t.group, t.episode, t.tokens.tolist(), t.logprobs.tolist(), t.reward)
             for t in trajectories
         ],
-        "again": [(t.group, t.episode, t.tokens.tolist()) for t in again],
+        "again": [[(t.group, t.episode, t.tokens.tolist()) for t in ts] for ts in again],
         "prompts": {n: prompts.encode(prompts.row(n)) for n in range(7, 7 + len(rows))},
     }
 
@@ -400,6 +404,7 @@ def test_every_ticket_is_answered_once(tmp_path, tp, tickets):
         1.0,
         {"tensor_parallel_size": tp},
         tickets,
+        2 if tickets == "round_robin" else 1,
     )
     everything = [t for r in results for t in r["trajectories"]]
     assert sorted((group, episode) for group, episode, *_ in everything) == [
@@ -417,7 +422,7 @@ def test_every_ticket_is_answered_once(tmp_path, tp, tickets):
         assert results[1]["trajectories"] == []  # a follower's are its leader's
     if tickets == "round_robin":
         for r in results:
-            assert [t[:3] for t in r["trajectories"]] == r["again"]  # same seeds, same samples
+            assert [[t[:3] for t in r["trajectories"]]] == r["again"]  # same seeds, same samples
 
 
 def test_many_prompts_in_little_memory(tmp_path):
