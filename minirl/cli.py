@@ -12,6 +12,7 @@ from minirl.config.named import check_named
 from minirl.config.parse import parse_flags
 from minirl.config.validate import check_settings
 from minirl.errors import BAD_INPUT, DONE, UserError
+from minirl.imports import no_collections
 from minirl.parallel.agent import tell_agent
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def run(config: type, program: "str | Program") -> NoReturn:
 
     if os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
         print("minirl: the settings are right; torch and vLLM are imported next", file=sys.stderr)
-    from minirl import lifecycle  # here, because this takes seconds
+    with no_collections():
+        from minirl import lifecycle  # here, because this takes seconds
 
     lifecycle.run(config, cfg, mistake, program)
 

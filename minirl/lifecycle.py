@@ -21,6 +21,7 @@ from minirl.config.parse import flatten
 from minirl.config.shared import TrainingConfig
 from minirl.errors import BAD_INPUT, CRASH, DONE, UserError
 from minirl.faults import explain
+from minirl.imports import no_collections
 from minirl.log import say
 from minirl.parallel.launch import end_with_agent
 from minirl.parallel.machines import check_same, errors_of_machines
@@ -54,7 +55,8 @@ def run(config: type, cfg: Any, mistake: UserError | None, program: str | Progra
         warning = describe_idle_gpu()
         if warning and watch.rank == 0:
             say(warning)
-        called: Program = resolve_name(program) if isinstance(program, str) else program
+        with no_collections():
+            called: Program = resolve_name(program) if isinstance(program, str) else program
         world = open_world(minutes, watch)
         with errors_of_machines(world):
             if mistake:

@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from minirl.imports import no_collections
+
 BREAKS = ("loss-scale", "logprob-temperature", "stale-engine")
 
 
@@ -35,10 +37,11 @@ def main() -> None:
             sys.exit(subprocess.run(command, env=os.environ | quiet).returncode)
 
     # Imports of ten seconds, which the process that starts the ranks does not need.
-    import torch.distributed as dist
+    with no_collections():
+        import torch.distributed as dist
 
-    from minirl.parallel.mesh import join_world
-    from minirl.walk_step import Walk
+        from minirl.parallel.mesh import join_world
+        from minirl.walk_step import Walk
 
     mesh = join_world()
     with tempfile.TemporaryDirectory() as folder:

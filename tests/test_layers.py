@@ -22,6 +22,7 @@ LAYERS = {
     "__init__.py": 0,
     "errors.py": 0,
     "files.py": 0,
+    "imports.py": 0,
     "reading.py": 0,
     "types.py": 0,
     "log.py": 0,

@@ -29,6 +29,10 @@ except AttributeError:  # torch 2.11 has only their older names
     all_gather_single = dist.all_gather_into_tensor
     reduce_scatter_single = dist.reduce_scatter_tensor
 
+# FSDP over tensor parallelism gathers in an order that torch's redistribution finds worth a warning
+# per rank and shape.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
 GATHERED_BYTES = 2**24  # Of all ranks together, that `gather_array` moves at once.
 
 # Options of mallopt, from glibc's malloc.h.
@@ -344,9 +348,6 @@ def arrange(
     parallel = parallel or ParallelConfig()
     world_size = world.world_size
     validate_parallel(parallel, world_size)
-    # FSDP over tensor parallelism gathers in an order that torch's redistribution finds worth a
-    # warning per rank and shape.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # To parameters the context axis is more of dp_shard. One axis for both, because torch
     # deprecates slices with a flattened axis in them.
     num_shards = world_size // (parallel.replicate * parallel.tensor)

@@ -26,6 +26,7 @@ from minirl.data.gemma_vision import GemmaVision
 from minirl.data.images import rgb
 from minirl.data.vision_base import Vision
 from minirl.errors import UserError
+from minirl.imports import no_collections
 from minirl.log import Timer
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.offload import Sleeper
@@ -138,7 +139,9 @@ class RolloutEngine:
         quiet = warnings.catch_warnings(action="ignore")  # vLLM's imports warn in any case.
         with vllm_patches.keep_process_state(), quiet, self.uncompiled():
             logging.getLogger("vllm").setLevel(logging.ERROR)
-            import vllm
+            with no_collections():
+                import vllm
+                import vllm.entrypoints.llm  # which `vllm.LLM` would import later
 
             vllm_patches.patch_transformers_base()
             if not self.on_cuda:
