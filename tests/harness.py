@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class RankFailed(Exception):
 
 
 def _rank(
-    rank: int, world: int, folder: str, function: Callable, args: tuple, parallel: Any, results: Any
+    rank: int, world: int, folder: str, function: Callable, args: tuple, parallel: Any, pipe: Any
 ) -> None:
     os.environ.update(
         RANK=str(rank),
@@ -58,16 +59,16 @@ def _rank(
         store = dist.FileStore(f"{folder}/store", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         value = function(make_mesh(torch.device("cpu"), parallel), *args)
-        # Bytes, because tensors in a queue share memory that dies with this process.
+        # Bytes, because tensors in a pipe share memory that dies with this process.
         buffer = io.BytesIO()
         torch.save(value, buffer)
-        results.put((rank, buffer.getvalue(), None))
-        store.add("done", 1)
-        # Not a collective: an engine that was freed took the process group with it.
-        while store.add("done", 0) < world:
-            time.sleep(0.01)
+        pipe.send((buffer.getvalue(), None))
     except BaseException as error:  # the test gets it, whatever it is
-        results.put((rank, None, (type(error).__name__, str(error), traceback.format_exc())))
+        pipe.send((None, (type(error).__name__, str(error), traceback.format_exc())))
+    # Others may still read from this rank. Not a collective: an engine that was freed took the
+    # process group with it.
+    with contextlib.suppress(EOFError):
+        pipe.recv()
     os._exit(0)
 
 
@@ -75,51 +76,66 @@ def ranks(
     world: int, function: Callable, *args: Any, parallel: Any = None, timeout: float = 240
 ) -> list:
     """Call function(mesh, *args) on `world` ranks; `parallel` is a ParallelConfig. Raises
-    RankFailed with the first failure, TimeoutError if ranks hang."""
+    RankFailed with the first failure, TimeoutError if ranks hang or die."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    results = context.SimpleQueue()
+    processes, pipes = [], []
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(
-                target=_rank, args=(r, world, folder, function, args, parallel, results)
-            )
-            for r in range(world)
-        ]
-        for p in processes:
-            p.start()
         try:
-            done: dict[int, Any] = {}
-            end = time.monotonic() + timeout
-            while len(done) < world:
-                # Looked up before the queue: a rank may answer and leave between the two.
-                is_over = time.monotonic() > end or not any(p.is_alive() for p in processes)
-                if results.empty():
-                    if is_over:
-                        raise TimeoutError(
-                            f"{function.__name__}: only ranks {sorted(done)} of {world} answered\n"
-                            + _describe(processes, Path(folder))
-                        )
-                    time.sleep(0.005)
-                    continue
-                rank, value, failure = results.get()
-                if failure:
-                    raise RankFailed(rank, *failure)
-                done[rank] = torch.load(io.BytesIO(value), weights_only=False)
-            for p in processes:
-                p.join(30)
+            for rank in range(world):
+                pipe, end_of_rank = context.Pipe()
+                given = (rank, world, folder, function, args, parallel, end_of_rank)
+                process = context.Process(target=_rank, args=given)
+                process.start()
+                end_of_rank.close()  # Only the rank has it now, and the pipe ends when it dies.
+                processes.append(process)
+                pipes.append(pipe)
+            values = _wait_for_values(pipes, timeout)
+            if len(values) < world:
+                raise TimeoutError(
+                    f"{function.__name__}: only ranks {sorted(values)} of {world} answered\n"
+                    + _describe(processes, Path(folder))
+                )
+            for pipe in pipes:
+                pipe.send("all have answered")
+            for process in processes:
+                process.join(30)
         finally:
-            for p in processes:
-                p.kill()
-    return [done[r] for r in range(world)]
+            for process in processes:
+                process.kill()
+            for pipe in pipes:
+                pipe.close()
+    return [values[rank] for rank in range(world)]
+
+
+def _wait_for_values(pipes: list[Connection], timeout: float) -> dict[int, Any]:
+    """Return what the ranks answer, by rank, without those that die or need more time."""
+    end = time.monotonic() + timeout
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    values = {}
+    while waiting:
+        ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            rank = waiting.pop(pipe)
+            try:
+                value, failure = pipe.recv()
+            except EOFError:
+                continue  # It has died. Those that live may tell more.
+            if failure:
+                raise RankFailed(rank, *failure)
+            values[rank] = torch.load(io.BytesIO(value), weights_only=False)
+    return values
 
 
 def _describe(processes: list, folder: Path) -> str:
     """Return for every rank how it ended, or where its threads stand."""
-    for process in processes:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGUSR2)
-    time.sleep(1)
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        os.kill(process.pid, signal.SIGUSR2)
+    if alive:
+        time.sleep(1)  # They write.
     told = []
     for rank, process in enumerate(processes):
         stacks = folder / f"stacks-{rank}"

@@ -14,9 +14,12 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from traceback import format_list
+from types import SimpleNamespace
 
 import torch
 from PIL import Image
+from torch._subclasses import fake_tensor
 from transformers import PretrainedConfig
 from vllm.platforms import current_platform
 
@@ -49,8 +52,12 @@ MODULES = [
     "matplotlib.backends.backend_agg",
     *(
         f"transformers.models.{family}.modeling_{family}"
-        for family in ("qwen3", "llama", "qwen2", "mistral", "smollm3")
+        for family in ("qwen3", "llama", "qwen2", "mistral", "smollm3", "qwen3_moe")
     ),
+    "transformers.integrations.mistral.tokenizer",
+    "transformers.tokenization_mistral_common",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.tensor.experimental",
     "vllm.entrypoints.llm",
@@ -108,6 +115,9 @@ with tempfile.TemporaryDirectory() as folder:
 importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 for group in ("vllm.general_plugins", "vllm.logits_processors"):
     importlib.metadata.entry_points(group=group)
+# A fake tensor mode, of which DTensor makes one for every operation and shape that is new to it,
+# remembers where it was made, for a message that no test reads.
+fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=format_list)
 # transformers puts the whole of every configuration that it reads into a line for its log, which
 # takes longer than to read it.
 PretrainedConfig.__repr__ = object.__repr__

@@ -21,7 +21,7 @@ from minirl.parallel.fsdp import local
 from minirl.policy import Policy
 from minirl.rollout.engine import RolloutEngine
 from minirl.rollout.refit import Refit
-from test_checkpoint import whole
+from sharded import whole
 from test_gradients import batches_of, trajectories
 
 DECAY = 0.3

@@ -14,7 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import default_planner
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -33,18 +32,8 @@ from minirl.data.exchange import exchange
 from minirl.errors import UserError
 from minirl.policy import Policy
 from programs import alone, fork
+from sharded import whole
 from test_gradients import batches_of, exact_norm, trajectories
-
-
-def whole(tree):
-    """Nested dicts with every sharded tensor gathered."""
-    if isinstance(tree, dict):
-        return {k: whole(v) for k, v in tree.items()}
-    if not torch.is_tensor(tree):
-        return tree
-    return (
-        tree.full_tensor() if isinstance(tree, DTensor) else tree
-    ).clone()  # on one rank it is the live parameter itself
 
 
 def differences(a, b, path=""):

@@ -24,9 +24,10 @@ from minirl.model.mixtures import check_experts, experts_of_token
 from minirl.parallel import experts as expert_parallel
 from minirl.policy import Policy
 from minirl.supervised import SupervisedTrainer
+from sharded import whole
 from test_families import assert_same_files, stay_float64
 from test_gradients import batches_of, grpo, rows_of_micro, trajectories, worst
-from test_lora import two_steps, whole
+from test_lora import two_steps
 from test_optimizer import sleep
 from test_sft import conversations, flags, rows_of, written
 
@@ -150,7 +151,7 @@ def critic_step(mesh, folder):
         for batch in batches:
             batch.returns = batch.turn_rewards
         history.append(critic.update(batches, losses.value(0.2), lr=1e-2))
-    return {n: whole(p) for n, p in critic.shards().items()}, history
+    return whole(critic.shards()), history
 
 
 def test_a_critic_learns_as_in_one_process(folder):
@@ -217,7 +218,7 @@ def no_token_for_some(mesh, folder):
             module.register_forward_hook(lambda m, args, out: (*out[:2], out[2] % 2))
     grads = {}
     policy.optimizer.step = lambda: grads.update(
-        {n: whole(p.grad) for n, p in policy.shards().items()}
+        whole({n: p.grad for n, p in policy.shards().items()})
     )
     own = trajectories()[mesh.rank :: mesh.world_size]
     (micros,) = (
@@ -267,12 +268,12 @@ def save_or_go_on(mesh, folder, run, resume):
         with Saver(run, CheckpointConfig(every=1), policy) as saver:
             saver.save(1, {})
     with policy.state_awake():
-        state = test_checkpoint.whole(state_dict_of(policy))
+        state = whole(state_dict_of(policy))
     export(policy, run / (resume or "saved"))
     loss = update()
     with policy.state_awake():
-        averages = {n: whole(t) for n, t in policy.averages().items()}
-    return state, loss, {n: whole(p) for n, p in policy.shards().items()}, averages
+        averages = whole(dict(policy.averages()))
+    return state, loss, whole(policy.shards()), averages
 
 
 SAVED = MESHES["ep2_efsdp2"]

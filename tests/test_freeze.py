@@ -23,6 +23,7 @@ from minirl.model import build
 from minirl.model.freeze import frozen_names
 from minirl.plan.shape import read_shape
 from minirl.policy import Policy
+from sharded import whole
 from test_checkpoint import differences
 from test_gradients import batches_of, exact_norm, rows_of_micro, trajectories, worst
 from test_optimizer import gathered, resume, save, state
@@ -73,9 +74,9 @@ def train(mesh, folder, settings):
     step = policy.optimizer.step
 
     def keep_gradients():
-        for name, p in policy.shards().items():
-            if p.grad is not None and policy.num_updates == 0:
-                grads[name] = p.grad.full_tensor()
+        if policy.num_updates == 0:
+            of_all = {name: p.grad for name, p in policy.shards().items()}
+            grads.update(whole({name: g for name, g in of_all.items() if g is not None}))
         step()
 
     policy.optimizer.step = keep_gradients
@@ -85,7 +86,7 @@ def train(mesh, folder, settings):
     metrics = [policy.update(batches, losses.policy(AlgoConfig(), 20), lr=1e-2) for _ in range(3)]
     with policy.state_awake():
         averages = policy.averages() if policy.cfg.ema_decay else {}
-        averages = {name: t.full_tensor().detach().clone() for name, t in averages.items()}
+        averages = whole({name: averages[name] for name in averages})
     return {
         "before": before,
         "after": gathered(policy),

@@ -21,6 +21,7 @@ from minirl.data.packing import pack
 from minirl.parallel import fsdp
 from minirl.policy import Policy
 from minirl.types import Trajectory
+from sharded import whole
 
 
 def trajectories(num: int = 14) -> list[Trajectory]:
@@ -82,7 +83,7 @@ def step(mesh, folder, algo, budget, checkpointing, reshard, num_steps=1, sequen
     take = policy.optimizer.step
 
     def keep_gradients():
-        grads.update({n: p.grad.full_tensor() for n, p in policy.shards().items()})
+        grads.update(whole({n: p.grad for n, p in policy.shards().items()}))
         take()
 
     policy.optimizer.step = keep_gradients
@@ -99,7 +100,7 @@ def step(mesh, folder, algo, budget, checkpointing, reshard, num_steps=1, sequen
         metrics, num_micro = policy.update(batches, losses.policy(algo, 20), lr=1e-3), len(batches)
     params = {}
     if num_steps > 1:
-        params = {n: p.full_tensor() for n, p in policy.shards().items()}
+        params = whole(policy.shards())
     return {"grads": grads, "metrics": metrics, "num_micro": num_micro, "params": params}
 
 
@@ -262,7 +263,7 @@ def accumulate(mesh, folder, mode):
     grads = {}
 
     def keep_gradients():
-        grads.update({n: p.grad.full_tensor() for n, p in policy.shards().items()})
+        grads.update(whole({n: p.grad for n, p in policy.shards().items()}))
 
     kept = []
     synchronise = policy.model.set_requires_all_reduce
@@ -365,7 +366,7 @@ def grpo(mesh, folder, sequence):
         history += [
             policy.update(minibatch, losses.policy(algo, 30), lr=1e-3) for minibatch in minibatches
         ]
-    return history, {n: p.full_tensor() for n, p in policy.shards().items()}
+    return history, whole(policy.shards())
 
 
 def test_three_steps_of_grpo_from_recorded_trajectories(tmp_path):
@@ -452,7 +453,7 @@ def method_gradients(mesh, folder, budget):
         grads = {}
         # Nothing is changed, so that the next method finds the same weights.
         policy.optimizer.step = lambda grads=grads: grads.update(
-            {n: p.grad.full_tensor() for n, p in policy.shards().items()}
+            whole({n: p.grad for n, p in policy.shards().items()})
         )
         metrics = policy.update(batches, losses.policy(algo, 30), lr=0.0)
         out[name] = {"grads": grads, "metrics": metrics, "num_micro": len(batches)}

@@ -21,12 +21,9 @@ from minirl.data.exchange import exchange
 from minirl.model import build, lora
 from minirl.parallel.fsdp import local, local_region
 from minirl.policy import Policy
+from sharded import whole
 from test_families import stay_float64
 from test_gradients import batches_of, rows_of_micro, trajectories, worst
-
-
-def whole(t):
-    return (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone()
 
 
 def fill(policy):
@@ -59,9 +56,8 @@ def two_steps(mesh, folder, sequence, settings):
     take = policy.optimizer.step
 
     def keep_gradients():
-        for name, p in policy.model.named_parameters():
-            if p.requires_grad:
-                grads[name] = whole(p.grad)
+        trained = {n: p.grad for n, p in policy.model.named_parameters() if p.requires_grad}
+        grads.update(whole(trained))
         take()
 
     policy.optimizer.step = keep_gradients
@@ -76,12 +72,12 @@ def two_steps(mesh, folder, sequence, settings):
     merged = policy.merged()
     with policy.state_awake():
         averages = policy.averages()
-        whole_averages = {n: whole(averages[n]) for n in averages}
+        averages = whole({n: averages[n] for n in averages})
     return {
         "grads": grads,
-        "adapters": {n: whole(p) for n, p in policy.model.named_parameters() if lora.is_adapter(n)},
-        "merged": {n: whole(merged[n]) for n in merged},
-        "averages": whole_averages,
+        "adapters": whole({n: p for n, p in policy.model.named_parameters() if lora.is_adapter(n)}),
+        "merged": whole({n: merged[n] for n in merged}),
+        "averages": averages,
         "moments": sum(len(part.state) for part in policy.optimizer.parts),
     }
 
@@ -184,7 +180,7 @@ def save_and_go_on(mesh, folder, run, resume):
             saver.save(1, {})
     update()
     export(policy, run / f"model{resume:d}")
-    return {n: whole(p) for n, p in policy.model.named_parameters() if p.requires_grad}
+    return whole({n: p for n, p in policy.model.named_parameters() if p.requires_grad})
 
 
 def test_checkpoints_hold_adapters_and_move_between_meshes(tmp_path, folder):
@@ -251,7 +247,7 @@ def plain_logprobs(mesh, folder):
 
 def read_back(mesh, folder, cfg):
     policy = Policy(cfg, folder, mesh)
-    return {n: whole(p) for n, p in policy.model.named_parameters() if p.requires_grad}
+    return whole({n: p for n, p in policy.model.named_parameters() if p.requires_grad})
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma4_text"])

@@ -25,7 +25,8 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import CheckpointConfig, ExportConfig, MergeConfig
 from minirl.policy import Policy
-from test_lora import fill, read_back, whole
+from sharded import whole
+from test_lora import fill, read_back
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "moe_intermediate_size": 64}
 
@@ -161,8 +162,9 @@ def train_tower(mesh, folder, pattern):
     policy = Policy(cfg, folder, mesh)
     fill(policy)
     merged = policy.merged()
-    base = policy.shards()
-    changed = [n for n in merged if not torch.equal(whole(merged[n]), whole(base[n]))]
+    base = whole(policy.shards())
+    whole_merged = whole({n: merged[n] for n in merged})
+    changed = [n for n, t in whole_merged.items() if not torch.equal(t, base[n])]
     return [n for n, p in policy.model.named_parameters() if p.requires_grad], changed
 
 

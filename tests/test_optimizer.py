@@ -31,7 +31,8 @@ from minirl.parallel.tensor import LORA_B
 from minirl.policy import Policy
 from minirl.rl import Trainer
 from programs import QUICKSTART
-from test_checkpoint import differences, whole
+from sharded import whole
+from test_checkpoint import differences
 from test_gradients import batches_of, exact_norm, trajectories
 
 LR, DECAY = 1e-2, 0.1

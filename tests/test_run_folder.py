@@ -41,7 +41,8 @@ from minirl.parallel.watch import Watch
 from minirl.rollout import records
 from minirl.types import Trajectory
 from programs import ROOT
-from test_checkpoint import differences, make, update, whole
+from sharded import whole
+from test_checkpoint import differences, make, update
 
 # --------------------------------------------------------------------------------------------------
 # damaged checkpoints

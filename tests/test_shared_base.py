@@ -15,9 +15,9 @@ from minirl.data.exchange import exchange
 from minirl.data.packing import pack
 from minirl.parallel.fsdp import local, reshard
 from minirl.policy import Policy
+from sharded import whole
 from test_critic import turns
 from test_families import stay_float64
-from test_lora import whole
 
 
 def own_bytes(model, other=None):
@@ -56,8 +56,8 @@ def two_steps(mesh, folder, share, lora):
     policy.annotate([batches], "old_logprobs")
     critic.annotate([batches], "values")
     return {
-        "policy": {n: whole(p) for n, p in policy.model.named_parameters() if p.requires_grad},
-        "critic": {n: whole(p) for n, p in critic.model.named_parameters() if p.requires_grad},
+        "policy": whole({n: p for n, p in policy.model.named_parameters() if p.requires_grad}),
+        "critic": whole({n: p for n, p in critic.model.named_parameters() if p.requires_grad}),
         "values": [batch.values for batch in batches],
         "shared": critic.model.shared,
         "bytes": own_bytes(critic.model, policy.model),
