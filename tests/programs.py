@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import psutil
@@ -120,12 +121,12 @@ def fork(
     for p in processes:
         p.start()
     end = time.monotonic() + seconds
-    while (
-        any(p.is_alive() for p in processes)
-        and not any(p.exitcode for p in processes)
-        and time.monotonic() < end
-    ):
-        time.sleep(0.01)
+    running = {p.sentinel: p for p in processes}
+    while running:
+        ready = wait(list(running), max(0.0, end - time.monotonic()))
+        ended = [running.pop(sentinel) for sentinel in ready]
+        if not ended or any(p.exitcode for p in ended):
+            break
     codes = [p.exitcode for p in processes]
     for p in processes:
         p.kill()

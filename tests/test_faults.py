@@ -29,7 +29,7 @@ from minirl.parallel.limits import Limits
 from minirl.parallel.watch import Watch
 from minirl.rewards.http import RemoteReward
 from nodes import Job, Node
-from programs import Ended, fork, torchrun
+from programs import Ended, fork
 from test_program import read, repeatable
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks with an engine each")
@@ -273,15 +273,12 @@ def steps(output: Path, phase: str = "rl") -> list[int]:
 
 
 def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_bitwise(folder, tmp_path):
-    """The only process that the signal does not reach is the real torchrun."""
     out = tmp_path / "out"
     given = flags(folder, out, "--num-steps", 12, "--resume")  # in an empty folder, it begins
-    running = torchrun("minirl.rl", given, tmp_path / "log")
-    running.wait_for(lambda: len(steps(out)) >= 2, 300)
-    began = time.monotonic()
-    running.ranks()[1].send_signal(signal.SIGUSR1)
-    ended = running.end(SECONDS)
-    print(f"SIGUSR1: ended after {time.monotonic() - began:.1f} s")
+    job = start(folder, "minirl.rl", given, tmp_path / "log")
+    job.wait_for(lambda: len(steps(out)) >= 2)
+    ended, seconds = stop(job, signal.SIGUSR1, [job.agents[0].ranks()[1]])
+    print(f"SIGUSR1: ended after {seconds:.1f} s")
     assert ended.code == 0, ended.err
     assert "Traceback" not in ended.err and not ended.errors()
     assert ended.err.count("SIGUSR1: the checkpoint of this step") == 1
