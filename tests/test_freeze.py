@@ -26,7 +26,7 @@ from minirl.policy import Policy
 from sharded import whole
 from test_checkpoint import differences
 from test_gradients import batches_of, exact_norm, rows_of_micro, trajectories, worst
-from test_optimizer import gathered, resume, save, state
+from test_optimizer import resume, save, state
 
 # Some of a layer and of the root; the model's begin, through which no gradient goes; its end.
 SOME = ["*.mlp.down_proj.weight", "model.embed_tokens.weight", "model.layers.1.input_layernorm.*"]
@@ -69,7 +69,7 @@ def train(mesh, folder, settings):
     LlamaRMSNorm.forward = exact_norm
     policy = Policy(PolicyConfig(dtype="float64", max_grad_norm=0.0, **settings), folder, mesh)
     policy.optimizer.elements_at_once = 30_000  # some matrices at a time
-    before = gathered(policy)
+    before = whole(policy.shards())
     grads = {}
     step = policy.optimizer.step
 
@@ -89,7 +89,7 @@ def train(mesh, folder, settings):
         averages = whole({name: averages[name] for name in averages})
     return {
         "before": before,
-        "after": gathered(policy),
+        "after": whole(policy.shards()),
         "grads": grads,
         "averages": averages,
         "state": set(state(policy)["optimizer"]["state"]),

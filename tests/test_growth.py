@@ -1,6 +1,5 @@
 """Costs grow with the work and the ranks no faster than the bounds of benchmarks/growth.py."""
 
-import ctypes
 import itertools
 import multiprocessing
 from collections.abc import Iterator
@@ -11,10 +10,10 @@ import pytest
 from benchmarks import growth
 from benchmarks.growth_law import Bound, Point, powers
 from harness import PRELOAD
+from minirl.parallel.mesh import keep_freed_memory
 
 # Sizes and worlds in which a power too many is seen by a clock, and which take few seconds. They
 # lie so far apart that what leaves the caches in between, and takes 2.5 times as long, is no power.
-# Those of a step are so large that all buffers of an exchange are new pages (`measure`).
 SMALL = {
     "refit": ([1, 4], [8, 64]),
     "step": ([24, 192], [32, 128]),
@@ -24,16 +23,13 @@ SMALL = {
 }
 
 
-M_MMAP_THRESHOLD = -3  # of malloc.h
-
-
 def measure(name: str) -> dict[str, list[Point]]:
-    """Measure a part, in a process whose large buffers are all new pages.
+    """Measure a part in a process that keeps freed memory, as a rank does.
 
-    These cost six times as much as the copy into them. malloc would keep the buffers that are not
-    too large, and has kept memory where other tests ran before: small ones would cost too little.
+    New pages cost six times as much as the copy into them, and malloc takes them for the same call
+    at one time and not at another: it depends on what was freed before.
     """
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**18)
+    keep_freed_memory()
     return growth.measure(growth.PARTS[name], *SMALL[name])
 
 
@@ -45,11 +41,10 @@ def process() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-# A machine may be slower while one point is measured than while another is: a core whose other half
-# is idle takes half as long, for which a point can wait for several measurements. So a law whose
-# seconds break its bound is measured again, and each point has the least that it took. Bytes and
-# pieces do not depend on the machine: they keep the bound in every measurement.
-NUM_TIMES = 10
+# A machine may be slower while one point is measured than while another is, so a law whose seconds
+# break its bound is measured again, and each point has the least that it took. Bytes and pieces do
+# not depend on the machine: they keep the bound in every measurement.
+NUM_TIMES = 3
 
 
 @pytest.mark.parametrize("name", growth.PARTS)

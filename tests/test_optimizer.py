@@ -70,10 +70,6 @@ def update(policy: Policy, mesh, num: int = 1) -> list[dict]:
     return [policy.update(batches, losses.policy(AlgoConfig(), 20), lr=LR) for _ in range(num)]
 
 
-def gathered(policy: Policy) -> dict[str, torch.Tensor]:
-    return {n: p.detach() for n, p in whole(policy.shards()).items()}
-
-
 def storages(policy: Policy) -> dict[str, int]:
     """Bytes of the local storages of state entries as large as a matrix."""
     names = {p: n for n, p in policy.shards().items()}
@@ -97,7 +93,7 @@ def end_with_each_adamw(mesh, folder) -> list[dict]:
         policy_module.ShardAdamW = kind
         policy = make(mesh, folder, {"weight_decay": DECAY})
         update(policy, mesh, 3)
-        end = gathered(policy)
+        end = whole(policy.shards())
         for part in policy.optimizer.parts:
             assert type(part) is kind
             for p, state in part.state.items():
@@ -131,7 +127,7 @@ def plain_muon(p, grad, buffer, lr, weight_decay):
 def watched(mesh, folder, settings, num_steps):
     """Whole weights before the first and after each step, and the gradients of each."""
     policy = make(mesh, folder, settings)
-    weights, grads, take = [gathered(policy)], [], policy.optimizer.step
+    weights, grads, take = [whole(policy.shards())], [], policy.optimizer.step
 
     def step():
         grads.append(whole({n: p.grad for n, p in policy.shards().items()}))
@@ -140,7 +136,7 @@ def watched(mesh, folder, settings, num_steps):
     policy.optimizer.step = step
     for _ in range(num_steps):
         update(policy, mesh)
-        weights.append(gathered(policy))
+        weights.append(whole(policy.shards()))
     return weights, grads
 
 
@@ -244,13 +240,13 @@ def save(mesh, folder, run, settings):
     # Written while the two updates overwrite what it copied.
     with checkpoint.Saver(run, CheckpointConfig(), policy) as saver:
         saver.save(2, {})
-        return saved, update(policy, mesh, 2)[-1]["loss"], gathered(policy)
+        return saved, update(policy, mesh, 2)[-1]["loss"], whole(policy.shards())
 
 
 def resume(mesh, folder, run, settings):
     policy = make(mesh, folder, settings)
     checkpoint.load_checkpoint(checkpoint.find(run), policy)
-    return state(policy), update(policy, mesh, 2)[-1]["loss"], gathered(policy)
+    return state(policy), update(policy, mesh, 2)[-1]["loss"], whole(policy.shards())
 
 
 def state(policy):
@@ -317,7 +313,7 @@ def train(mesh, folder, settings, num_steps=3):
     resting = sum(t.nbytes for kept in (*codes, *on_host) for t in kept)
     return {
         "metrics": done[-1],
-        "weights": gathered(policy),
+        "weights": whole(policy.shards()),
         "storages": storages(policy),
         "resting": resting,
         "state": state(policy),
@@ -421,7 +417,7 @@ def average(mesh, folder, settings, num_steps, out):
     weights = []
     for _ in range(num_steps):
         update(policy, mesh)
-        weights.append(gathered(policy))
+        weights.append(whole(policy.shards()))
     with policy.state_awake():
         averages = policy.averages()
         assert all(averages[n].placements == p.placements for n, p in policy.shards().items())

@@ -278,11 +278,7 @@ def open_world(timeout_minutes: float = 30.0, watch: Watch | None = None) -> Wor
         backend = "cpu:gloo,cuda:nccl"
     else:
         device = torch.device("cpu")
-        # Keep freed memory in the process: by default glibc returns buffers of this size to the
-        # system, and page faults cost a tenth of a step.
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        keep_freed_memory()
         # Share the cores among the ranks of this machine.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_of_node()))
         backend = "gloo"
@@ -301,6 +297,16 @@ def open_world(timeout_minutes: float = 30.0, watch: Watch | None = None) -> Wor
     if watch:
         watch.join(world.store, world.rank, world.gather(watch.this_process(world.rank)))
     return world
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees, for what it allocates next.
+
+    By default glibc returns large buffers to the system, and page faults cost a tenth of a step.
+    """
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def ranks_of_node() -> int:
