@@ -133,7 +133,8 @@ def _describe(processes: list, folder: Path) -> str:
     """Return for every rank how it ended, or where its threads stand."""
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
-        os.kill(process.pid, signal.SIGUSR2)
+        with contextlib.suppress(ProcessLookupError):  # It has ended, and nobody knows yet.
+            os.kill(process.pid, signal.SIGUSR2)
     if alive:
         time.sleep(1)  # They write.
     told = []
