@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import tempfile
 from importlib.metadata import distributions
 from types import SimpleNamespace
 from unittest import mock
@@ -194,26 +195,35 @@ def test_refit_equals_full_gather_and_a_fresh_engine(
             assert results[0]["received"] == {"all_gather": 0, "all_to_all": 0}
 
 
-def exchange(mesh, folder, cores):
-    """Whether ranks of an engine, each with its cores, exchange by gloo; and what they say."""
+def exchange(mesh, folder, cores, sockets):
+    """Whether ranks of an engine, each with its cores, exchange by gloo; what they say; and how
+    many files of sockets they have."""
     from vllm.distributed import parallel_state
 
+    os.environ["VLLM_RPC_BASE_PATH"] = sockets
     with mock.patch.object(os, "sched_getaffinity", lambda _: cores[mesh.rank]):
         cfg = EngineConfig(**ENGINE | {"tensor_parallel_size": 2})
         engine = RolloutEngine(cfg, folder, mesh, dtype="float32", load_weights=True)
     module = parallel_state.get_tp_group().device_communicator.dist_module
-    return module is torch.distributed, [tokens for tokens, _ in greedy(engine)]
+    said = [tokens for tokens, _ in greedy(engine)]
+    num_sockets = len(os.listdir(sockets))
+    engine.close()
+    return module is torch.distributed, said, num_sockets
 
 
 @pytest.mark.skipif(IS_OLD, reason="its ranks do not agree on how they exchange")
 def test_ranks_that_are_more_than_cores_do_not_spin(tmp_path):
-    """They agree on it, though only one of them finds too few cores."""
+    """They agree on it, though only one of them finds too few cores; and leave no files."""
     folder = tiny.make(tmp_path / "model")
-    by_memory = ranks(2, exchange, folder, [{0, 1}, {0, 1}])
-    by_gloo = ranks(2, exchange, folder, [{0, 1}, {1}])
-    for (is_gloo, said), (is_gloo_now, said_now) in zip(by_memory, by_gloo, strict=True):
+    # A socket's path is of 107 characters at most, and `tmp_path` has many.
+    with tempfile.TemporaryDirectory() as sockets:
+        by_memory = ranks(2, exchange, folder, [{0, 1}, {0, 1}], sockets)
+        by_gloo = ranks(2, exchange, folder, [{0, 1}, {1}], sockets)
+        assert not os.listdir(sockets)
+    for (is_gloo, said, num), (is_gloo_now, said_now, _) in zip(by_memory, by_gloo, strict=True):
         assert not is_gloo and is_gloo_now
         assert said == said_now
+        assert num == 2
 
 
 def incomplete_refit(mesh, folder):

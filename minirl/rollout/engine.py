@@ -431,6 +431,7 @@ class RolloutEngine:
     def close(self) -> None:
         """Release vLLM in the order that leaves torchrun an exit code of 0. Collective."""
         self.mesh.barrier()
+        vllm_patches.remove_sockets()
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.model
         packed.forget()

@@ -7,6 +7,7 @@ its environment.
 import contextlib
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,3 +75,18 @@ def patch_newlines(vision: GemmaVision) -> None:
         return out
 
     gemma3_mm.replace_token_matches = join_beside_images
+
+
+def remove_sockets() -> None:
+    """Remove the files of the sockets by which ranks of one engine would send each other objects.
+
+    They are in the folder for temporary files, and only the end of the interpreter removes them:
+    vLLM keeps what has made them. Programs that ran vLLM leave without that end.
+    """
+    from vllm.distributed import parallel_state
+
+    queue = parallel_state.get_tp_group().mq_broadcaster
+    addresses = vars(queue.handle).values() if queue else ()
+    for address in addresses:
+        if isinstance(address, str) and address.startswith("ipc://"):
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
