@@ -94,7 +94,7 @@ if on_cpu:
     # imports dynamo's parts; on a GPU it would start CUDA, which no fork survives
     torch.compile(torch.sin, backend="eager")(torch.ones(1))
     # looks through all modules, most of an engine's start; a fork finds it done. vLLM 0.26 has none
-    with contextlib.suppress(AttributeError):
+    if hasattr(type(current_platform), "register_triton_kernel_overrides"):
         current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     # vLLM sets all loggers up when an engine starts, unless they are.

@@ -94,8 +94,13 @@ def pack(module: nn.Module, name: str, whole_name: str) -> Packed:
         whole_name: its name in the model, for messages.
 
     Raises:
-        UserError: the weight cannot be cut into blocks.
+        UserError: the weight cannot be cut into blocks, or this torch cannot shard its bytes.
     """
+    require(
+        not torch.__version__.startswith("2.11."),
+        f"lora.quantization = nf4: FSDP of torch {torch.__version__} shards no bytes; use torch "
+        "2.13 (and vLLM 0.32), or leave it at none",
+    )
     weight = module.get_parameter(name)
     *rows, columns = weight.shape
     require(

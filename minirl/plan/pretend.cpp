@@ -13,6 +13,7 @@ using c10::DeviceIndex;
 using c10::Stream;
 
 const Device kPretended(c10::kCUDA, 0);
+const long kCuDNN = 91000;  // 9.10
 
 // One device with one stream, on which everything is finished.
 struct PretendedGuard final : c10::impl::DeviceGuardImplInterface {
@@ -51,6 +52,9 @@ struct PretendedHooks final : at::CUDAHooksInterface {
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
+  // Builds of torch for CUDA ask for them when they choose a kernel for attention.
+  long versionCuDNN() const override { return kCuDNN; }
+  long versionRuntimeCuDNN() const override { return kCuDNN; }
 };
 
 }  // namespace

@@ -229,7 +229,7 @@ def _patch_shared_memory(mesh: Mesh) -> None:
 def _patch_cpu_experts() -> None:
     """Keep fused experts' weights plain parameters, as `_patch_cpu_linear` does for matrices."""
     try:
-        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     except ImportError:  # vLLM 0.26
         from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
@@ -241,7 +241,7 @@ def _patch_cpu_experts() -> None:
 
         CPUFusedMOE.__init__ = refuse
         return
-    experts = cpu_moe.CPUUnquantizedExperts
+    experts = CPUUnquantizedExperts
     experts.process_weights_after_loading = lambda self, layer: None
     experts._padded_intermediate_size = classmethod(
         lambda cls, config: config.intermediate_size_per_partition
