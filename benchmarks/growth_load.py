@@ -22,19 +22,11 @@ from benchmarks import fits
 from benchmarks.growth_law import Bound, Part, Point, least_seconds
 from minirl.config.policy import PolicyConfig
 from minirl.model import build, families
-from minirl.parallel.mesh import Mesh
+from minirl.plan.dryrun import LoneMesh
 
 WIDTH = 16  # Of all matrices.
 HEADS = 4
 LOAD = "load"
-
-
-class LoneMesh(Mesh):
-    """A mesh whose other ranks say what this one says."""
-
-    def gather(self, value: object) -> list:
-        """Return what all ranks say."""
-        return [value] * self.world_size
 
 
 def write_model(folder: Path, config: PretrainedConfig) -> None:

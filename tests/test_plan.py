@@ -662,9 +662,40 @@ def test_a_plan_by_dry_run(capsys, monkeypatch, config_file):
     assert by_dry_run.by_dry_run
     assert by_dry_run.memory == pytest.approx(by_formulas.memory, rel=0.03)
     assert by_dry_run.step_seconds == pytest.approx(by_formulas.step_seconds, rel=0.03)
-    code, out, _ = run(capsys, monkeypatch, *flags)
+
+
+def test_a_plan_by_dry_run_of_a_model_that_reads_images(capsys, monkeypatch, config_file, tmp_path):
+    """What it makes of a few layers is what the whole model takes, its tower included."""
+    if not pretend.compiler():
+        pytest.skip("a dry run needs g++, which is not installed")
+    folder = tiny.make(tmp_path / "reader", "qwen3_vl", num_hidden_layers=6)
+    run_dry, full_page = estimate.run_dry, page.full
+    results, plans = [], []
+
+    def run_whole_too(jobs):
+        results.extend(run_dry([*jobs, jobs[0] | {"folder": str(folder)}]))
+        return results[:-1]
+
+    def keep_plan(plan, *more):
+        plans.append(plan)
+        return full_page(plan, *more)
+
+    monkeypatch.setattr(estimate, "run_dry", run_whole_too)
+    monkeypatch.setattr(page, "full", keep_plan)
+    code, out, _ = run(capsys, monkeypatch, "--config", config_file, "--policy.model", folder)
     assert code == 0
     assert "from a dry run" in out
+    few, more, whole = results
+    assert few["parameters"] < more["parameters"] < whole["parameters"]
+    for phase in ("forward", "backward"):
+        expected = whole["phases"][phase]["kinds"]
+        for kind in ("parameters", "gradients", "activations"):
+            assert plans[0].alive[phase][kind] == expected[kind]
+
+    (folder / "processor_config.json").unlink()
+    code, _, err = run(capsys, monkeypatch, "--config", config_file, "--policy.model", folder)
+    assert code == 2
+    assert f"the image processor of {folder} (see --formulas) cannot be read" in err
 
 
 def test_what_does_not_fit_ends_with_2_and_what_to_change(capsys, monkeypatch, config_file):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PretrainedConfig
 
 from minirl.data.gemma_vision import Gemma4Vision, GemmaVision
 from minirl.data.images import BadImage, ImageSpan, blank, rgb
@@ -110,6 +110,17 @@ def read_vision(folder: Path, max_images: int = 0) -> Vision:
         "gemma4": Gemma4Vision,
     }
     return kinds.get(config.model_type, QwenVision)(folder, max_images)
+
+
+def save_processor(model: str, folder: Path) -> None:
+    """Write to `folder` what reads the images of a model: its image processor and its tokenizer.
+
+    Args:
+        model: a folder or a hub id.
+        folder: gets the files; its config.json is another's.
+    """
+    AutoImageProcessor.from_pretrained(model).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
 
 
 def sampling_stops(stop_ids: list[int], vision: Vision | None) -> tuple[int, ...]:

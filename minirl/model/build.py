@@ -204,8 +204,9 @@ def _look(model: CausalModel, batch: Packed) -> Any:
     images = batch.images
     assert images is not None
     if images.places is not None:
-        tower = model.model.get_image_features(images.pixels, images.places)
-        tower.pooler_output = torch.cat(tower.pooler_output)
+        # Not by `get_image_features`, where the host waits for numbers of tokens to split them by.
+        tower = model.model.vision_tower(images.pixels, images.places)
+        tower.pooler_output = model.model.embed_vision(tower.last_hidden_state)
         return tower
     if images.grids is None:
         return model.model.get_image_features(images.pixels)

@@ -71,7 +71,12 @@ def shard(
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=partial(_placement, ranks=module_mesh.size(-1)),
         )
-    wrap(model, mesh=mesh, reshard_after_forward=False)  # used at both ends of the forward
+    wrap(
+        model,
+        mesh=mesh,
+        reshard_after_forward=False,  # used at both ends of the forward
+        shard_placement_fn=partial(_placement, ranks=mesh.size(-1)),
+    )
     if experts_mesh:
         _prefetch(layers, experts or [])
     for module in model.modules():
@@ -83,7 +88,8 @@ def shard(
 def _placement(p: nn.Parameter, ranks: int) -> Shard | None:
     """Shard fused experts [E, rows, columns] by rows if there are more ranks than experts.
 
-    Sharding them by experts, the default, would leave ranks without any.
+    Sharding them by experts, the default, would leave ranks without any. Gemma 4's embeddings of
+    the places of patches, [2, places, H], are as few.
     """
     by_rows = p.ndim == 3 and local(p).shape[0] < ranks and p.shape[1] % ranks == 0
     return Shard(1) if by_rows else None

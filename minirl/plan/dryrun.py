@@ -43,7 +43,7 @@ from minirl.model.logprob import CHUNK_BYTES
 from minirl.parallel import experts, fsdp
 from minirl.parallel.mesh import Mesh, make_mesh
 from minirl.parallel.optimizer import dynamic_code
-from minirl.plan import delta_kernels, four_bits, kinds
+from minirl.plan import delta_kernels, four_bits, image_tokens, kinds
 from minirl.plan.engine import PretendedEngine, RefitMesh, regions_of_all_ranks
 from minirl.plan.kinds import END, MIDDLE, START
 from minirl.plan.load import Job, Load, LossName
@@ -61,20 +61,23 @@ DEVICE = torch.device("cuda", 0)
 # a world of which only this rank is there
 
 
-class _LoneMesh(Mesh):
+class LoneMesh(Mesh):
     """A mesh whose other ranks say what this one says."""
 
     def sums(self, values: Tensor) -> Tensor:
+        """Return this rank's, as if the others had none."""
         return values
 
     def maxima(self, values: Tensor) -> Tensor:
+        """Return this rank's."""
         return values
 
     def gather(self, value: object) -> list:
+        """Return this rank's as that of all ranks."""
         return [value] * self.world_size
 
     def barrier(self) -> None:
-        pass
+        """Wait for nobody."""
 
 
 def _join_alone(world_size: int, parallel: ParallelConfig) -> Mesh:
@@ -83,7 +86,7 @@ def _join_alone(world_size: int, parallel: ParallelConfig) -> Mesh:
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     mesh = make_mesh(DEVICE, parallel)
-    return _LoneMesh(**vars(mesh))
+    return LoneMesh(**vars(mesh))
 
 
 def _replace_groups_and_weights() -> None:
@@ -262,10 +265,11 @@ def run(job: Job) -> dict[str, Any]:
         "waits": where the host waits for the device in a step;
         "parameter_bytes", "optimizer_bytes": of shards and the optimizer's state on the device,
         between two steps; "gradient_bytes": of gradients there when the optimizer steps;
-        "after_first_step", "between_steps", "asleep": bytes by device, without batches;
+        "after_first_step", "between_steps": bytes by device, without batches;
         "num_micro": micro-batches of a step; "rows", "loss_rows": of one of them; "parameters": of
-        the whole model; "refit": bytes of the engine's weights, of what came from other ranks, and
-        of buffers.
+        the whole model;
+        "asleep": bytes by device, if the job sleeps; "refit": bytes of the engine's weights, of
+        what came from other ranks, and of buffers.
     """
     mesh = _join_alone(job.world_size, job.parallel)
     CHUNK_BYTES["cuda"] = job.head_chunk_bytes
@@ -274,6 +278,7 @@ def run(job: Job) -> dict[str, Any]:
     with FakeTensorMode(allow_non_fake_inputs=True), meter:
         base = _make_base(job, mesh, meter) if job.share_base else None
         policy = _make_policy(job, mesh, _PhaseTimer(meter), base)
+        image_tokens.tell(policy.model, meter.values)
         named = policy.model.named_parameters()
         shards = [fsdp.local(p) for name, p in named if name not in policy.model.shared]
         meter.name(shards, kinds.PARAMETERS)
@@ -290,11 +295,7 @@ def run(job: Job) -> dict[str, Any]:
         del minibatch
         between = dict(meter.allocated)
         waits = meter.waits.copy()
-        asleep = _sleep(policy, meter)
-        refit = _refit(job, policy) if job.refit else {}
-        with policy.timer.phase("asleep"):
-            policy.sleeper.wake_parameters()
-            policy.sleeper.wake_optimizer()
+        behind = _sleep_and_refit(job, policy, meter) if job.sleep else {}
         return {
             "phases": {name: phase.as_dict() for name, phase in meter.phases.items()},
             "waits": [[why, where, num] for (why, where), num in waits.items()],
@@ -303,9 +304,8 @@ def run(job: Job) -> dict[str, Any]:
             "gradient_bytes": sum(gradient_bytes),
             "after_first_step": after_first,
             "between_steps": between,
-            "asleep": asleep,
-            "refit": refit,
             "parameters": sum(p.numel() for p in policy.model.parameters()),
+            **behind,
             **sizes,
         }
 
@@ -365,13 +365,17 @@ def _make_policy(job: Job, mesh: Mesh, timer: Timer, base: Policy | None) -> Pol
     )
 
 
-def _sleep(policy: Policy, meter: Meter) -> dict[str, int]:
-    """Return the bytes by device while all sleeps, and wake the parameters."""
+def _sleep_and_refit(job: Job, policy: Policy, meter: Meter) -> dict[str, Any]:
+    """Return what is alive while all sleeps, and what a refit moves; then wake all."""
     with policy.timer.phase("asleep"):
         policy.sleeper.sleep()
-        allocated = dict(meter.allocated)
+        asleep = dict(meter.allocated)
         policy.sleeper.wake_parameters()
-    return allocated
+    refit = _refit(job, policy) if job.refit else {}
+    with policy.timer.phase("asleep"):
+        policy.sleeper.wake_parameters()
+        policy.sleeper.wake_optimizer()
+    return {"asleep": asleep, "refit": refit}
 
 
 def _refit(job: Job, policy: Policy) -> dict[str, int]:

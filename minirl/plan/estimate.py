@@ -11,7 +11,9 @@ from typing import Any
 
 from minirl.config.lora import LoraConfig
 from minirl.config.policy import Checkpointing, PolicyConfig
+from minirl.data import vision
 from minirl.errors import UserError
+from minirl.model import families
 from minirl.plan import formulas, memory
 from minirl.plan.adapted import fitting_to
 from minirl.plan.cards import Card
@@ -20,6 +22,7 @@ from minirl.plan.kinds import BASE, END, MIDDLE, START
 from minirl.plan.planner import Plan, assemble
 from minirl.plan.shape import Shape, cut, layer_counts, patterns_of_cut, read_shape
 from minirl.plan.workload import Role, Workload
+from minirl.reading import library_reads
 
 CHECKPOINTING: tuple[Checkpointing, ...] = ("off", "selective", "full")
 
@@ -120,7 +123,8 @@ def by_dry_run(
         checkpointing: of activations: off, selective or full.
 
     Raises:
-        UserError: there is no C++ compiler, or a dry run fails.
+        UserError: there is no C++ compiler, a dry run fails, or there are no files that say how a
+            model reads images.
     """
     costs = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -134,6 +138,10 @@ def by_dry_run(
                 path = Path(folder) / f"{len(jobs)}"
                 config = cut(role.model, num_layers)
                 config.save_pretrained(path)
+                if families.reads_images(config):
+                    model = str(role.model.name_or_path)
+                    with library_reads(f"the image processor of {model} (see --formulas)"):
+                        vision.save_processor(model, path)
                 # Patterns of layers that are not there would be refused.
                 score = role.loss in ("value", "reward")
                 freeze = patterns_of_cut(config, score, role.policy.freeze)

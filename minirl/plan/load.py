@@ -59,5 +59,6 @@ class Job:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     loss: LossName = "policy"
     share_base: bool = False  # It computes with the frozen base of another model with adapters.
-    refit: RefitConfig | None = None  # Moves the weights into an engine, too.
+    sleep: bool = False  # Behind the steps it sleeps and wakes.
+    refit: RefitConfig | None = None  # Moves the weights into an engine, too, while it sleeps.
     head_chunk_bytes: int = CHUNK_BYTES["cuda"]  # Of the logits that are alive at once.
