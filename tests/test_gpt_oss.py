@@ -16,7 +16,7 @@ from minirl.errors import UserError
 from minirl.model import build, mxfp4
 from minirl.model.families import check_supported
 from minirl.policy import Policy
-from test_rollout import ROWS, old_engine_refuses, sampler_program
+from test_rollout import ROWS, sampler_program
 
 
 def make_mxfp4(folder, **config):
@@ -95,9 +95,8 @@ def through_the_engine(tmp_path_factory):
 
 
 def test_a_published_checkpoint_is_trained_and_refitted_in_bfloat16(through_the_engine):
-    with old_engine_refuses("gpt_oss"):
-        (r,) = through_the_engine["mxfp4"].result()
-        assert len(r["trajectories"]) == 27 and 0 < r["mismatch"] < 1e-4
+    (r,) = through_the_engine["mxfp4"].result()
+    assert len(r["trajectories"]) == 27 and 0 < r["mismatch"] < 1e-4
 
 
 @pytest.mark.parametrize(

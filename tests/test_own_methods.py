@@ -249,7 +249,9 @@ def test_a_run_with_an_estimator_by_token_and_a_loss_of_a_file(file, tmp_path):
     metrics = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in metrics if row["phase"] == "rl"]
     assert len(steps) == 2 and all(0.5 < row["ratio"] < 2 for row in steps)
-    assert all(row["grad_norm"] > 0 for row in steps)
+    assert any(row["grad_norm"] > 0 for row in steps)
+    for row in steps:  # Where all answers have earned the same there is nothing to learn.
+        assert (row["grad_norm"] > 0) == (row["reward_deviation/all"] > 0)
 
 
 def test_a_wrong_one_ends_the_program_before_it_writes(file, tmp_path):

@@ -34,6 +34,7 @@ from minirl.data.packing import pack
 from minirl.data.prompts import Prompts
 from minirl.data.vision import read_vision
 from minirl.envs.registry import make_env
+from minirl.errors import UserError
 from minirl.model.families import FAMILIES
 from minirl.model.loading import fill_shard, open_weights
 from minirl.parallel.fsdp import local_region
@@ -52,23 +53,19 @@ IS_OLD = VLLM[0].version.startswith("0.26.")
 ENGINE = {"max_model_len": 64, "max_num_seqs": 16, "kv_cache_gb": 0.02}
 
 
-def old_engine_refuses(family):
-    """The CPU build of vLLM 0.26 has no place for a mixture's experts that a refit could write
-    to, and Gemma 4's layers are of more than one size."""
-    why = "layers of one size only" if "gemma4" in family else "keeps expert weights"
-    return (
-        pytest.raises(RankFailed, match=why)
-        if IS_OLD and FAMILIES[family].experts
-        else contextlib.nullcontext()
-    )
-
-
 def test_an_engine_that_knows_layers_of_one_size_names_a_version_that_does_not():
     config = AutoConfig.for_model("gemma4_text")
     with pytest.raises(RuntimeError, match="'head_dim' is a per-layer attribute") as caught:
         config.head_dim  # noqa: B018  # what vLLM 0.26 reads
     assert "install vLLM 0.32" in vllm_errors.remedy(caught.value)
     assert vllm_errors.remedy(RuntimeError("no memory")) == ""
+
+
+def test_a_family_that_an_old_engine_computes_otherwise_is_refused():
+    vllm_errors.check_family("olmo3", "0.32.0")
+    vllm_errors.check_family("olmo2", "0.26.0")
+    with pytest.raises(UserError, match=r"other log-probs of olmo3 .* install vLLM 0\.32"):
+        vllm_errors.check_family("olmo3", "0.26.0")
 
 
 def make_policy(folder, mesh):
@@ -179,20 +176,19 @@ def test_refit_equals_full_gather_and_a_fresh_engine(
         config = {"num_experts": 2}
     a = tiny.make(tmp_path / "a", family, tied=tied, seed=0, **config)
     b = tiny.make(tmp_path / "b", family, tied=tied, seed=1, **config)
-    with old_engine_refuses(family):
-        results = ranks(world, refit_program, a, b, tp, dtype, parallel=parallel)
-        for r in results:
-            # Log-probs, too: each refit reaches every copy that the engine keeps of its weights.
-            assert r["after"] == [r["fresh"], r["before"], r["fresh"]]
-            assert r["fresh"] != r["before"]
-            assert r["received"]["all_to_all"] <= r["received"]["all_gather"]
-            # never more than this rank's engine holds
-            assert r["received"]["all_to_all"] <= r["engine"]
-        if family == "olmoe":
-            size = results[3]["shard"]["model.layers.0.mlp.experts.down_proj"].size
-            assert size == (2, 128 // 4, 96)
-        if world == 1:
-            assert results[0]["received"] == {"all_gather": 0, "all_to_all": 0}
+    results = ranks(world, refit_program, a, b, tp, dtype, parallel=parallel)
+    for r in results:
+        # Log-probs, too: each refit reaches every copy that the engine keeps of its weights.
+        assert r["after"] == [r["fresh"], r["before"], r["fresh"]]
+        assert r["fresh"] != r["before"]
+        assert r["received"]["all_to_all"] <= r["received"]["all_gather"]
+        # never more than this rank's engine holds
+        assert r["received"]["all_to_all"] <= r["engine"]
+    if family == "olmoe":
+        size = results[3]["shard"]["model.layers.0.mlp.experts.down_proj"].size
+        assert size == (2, 128 // 4, 96)
+    if world == 1:
+        assert results[0]["received"] == {"all_gather": 0, "all_to_all": 0}
 
 
 def exchange(mesh, folder, cores, sockets):
@@ -371,11 +367,15 @@ def kind_of(family):
 
 
 def sample_by_family(mesh, folder, families):
-    """Return what `sampler_program` says of each family."""
-    return {
-        family: sampler_program(mesh, folder / family, ROWS, 3, 0.7, {}, "round_robin")
-        for family in families
-    }
+    """Return what `sampler_program` says of each family; or the error, if it is refused."""
+    results = {}
+    for family in families:
+        try:
+            found = sampler_program(mesh, folder / family, ROWS, 3, 0.7, {}, "round_robin")
+        except UserError as error:
+            found = error
+        results[family] = found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -398,12 +398,13 @@ def by_kind(tmp_path_factory, chosen):
 def test_engine_logprobs_are_the_trainers(by_kind, family):
     """At a temperature other than 1, with shared prompts, sliding windows, softcaps, experts:
     less than 1e-4 in float32."""
-    with old_engine_refuses(family):
-        (of_families,) = by_kind[kind_of(family)].result()
-        r = of_families[family]
-        assert len(r["trajectories"]) == 27 and 0 < r["mismatch"] < BOUNDS.get(family, 1e-4)
-        assert bool(r["reads"]) == (family in tiny.READ_IMAGES)
-        assert all(whole == read for whole, read in r["reads"])
+    (of_families,) = by_kind[kind_of(family)].result()
+    r = of_families[family]
+    if isinstance(r, UserError):
+        raise r
+    assert len(r["trajectories"]) == 27 and 0 < r["mismatch"] < BOUNDS.get(family, 1e-4)
+    assert bool(r["reads"]) == (family in tiny.READ_IMAGES)
+    assert all(whole == read for whole, read in r["reads"])
 
 
 @pytest.mark.parametrize(("tp", "tickets"), [(1, "pull"), (1, "round_robin"), (2, "pull")])

@@ -155,7 +155,7 @@ class RolloutEngine:
             try:
                 more = vllm_routes.arguments(self.on_cuda) if routes else {}
                 return vllm, vllm.LLM(**self._arguments(folder, dtype, load_weights), **more)
-            except (ValueError, RuntimeError) as error:
+            except (ValueError, RuntimeError, AttributeError, TypeError) as error:
                 memory = vllm_errors.memory_report(self.cfg) if self.on_cuda else ""
                 raise UserError(
                     f"the vLLM engine did not start with engine.* = {self.cfg} for {folder}: "

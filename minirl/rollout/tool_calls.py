@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.data import chat, harmony
 from minirl.errors import UserError, require
+from minirl.rollout import vllm_errors
 from minirl.rollout.guides import Guide, check, is_deeper
 
 ToolCall = tuple[str, dict]  # name and arguments
@@ -96,10 +97,13 @@ class ToolReader:
         Raises:
             UserError: vLLM cannot hold an answer to the schema of a tool.
         """
-        from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
+        options = {}
+        with contextlib.suppress(ImportError):  # vLLM 0.26 holds arguments to schemas by itself.
+            from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
+            options["strict_level"] = ToolStrictLevel.PARAMETER
         parser = _make_parser(self.parser, self.tokenizer, self.request.tools)
-        tag = parser.get_structural_tag(self.request, strict_level=ToolStrictLevel.PARAMETER)
+        tag = parser.get_structural_tag(self.request, **options)
         if tag is None:
             return None
         guide = Guide("structural_tag", tag.model_dump_json())
@@ -126,7 +130,6 @@ def make_reader(
         ValueError: the tools are malformed.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.exceptions import VLLMClientError
 
     template = str(tokenizer.chat_template)
     _require_shown(tokenizer, template)
@@ -137,7 +140,7 @@ def make_reader(
         request = ChatCompletionRequest(
             model="policy", messages=[], tools=tools, tool_choice=tool_choice or "auto"
         )
-    except VLLMClientError as error:
+    except vllm_errors.client_errors() as error:
         raise UserError(f"the tools cannot be called: {str(error).splitlines()[0]}") from error
     _make_parser(parser, tokenizer, request.tools)
     return ToolReader(parser, tokenizer, request)
@@ -216,7 +219,7 @@ class _HarmonyParser:
         ]
         return SimpleNamespace(content=harmony.visible_text(text), tool_calls=calls)
 
-    def get_structural_tag(self, request: Any, *, strict_level: Any) -> None:
+    def get_structural_tag(self, request: Any, **options: Any) -> None:
         """Return no grammar: a demanded call is asked for, not forced."""
 
 

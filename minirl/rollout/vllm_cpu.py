@@ -19,7 +19,7 @@ from torch.nn.functional import gelu, silu
 
 from minirl.config.shared import EngineConfig
 from minirl.data.vision_base import Vision
-from minirl.errors import UserError, require
+from minirl.errors import UserError
 from minirl.model.delta_rule import convolution
 from minirl.parallel.mesh import Mesh
 from minirl.rollout.packed import packed_linear
@@ -121,32 +121,27 @@ def patch_images(vision: Vision) -> None:
 
     Args:
         vision: says in which layers. A batch is described once for all layers with one window.
-
-    Raises:
-        UserError: its kernel cannot do otherwise.
     """
-    from vllm.v1.attention.backends.cpu_attn import (
-        CPUAttentionMetadata,
-        CPUAttentionMetadataBuilder,
-    )
+    import vllm
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
-    require(
-        "dynamic_causal" in CPUAttentionMetadata.__dataclass_fields__,
-        "the CPU engine of vLLM 0.26 computes causal attention for images, too, and policy.model "
-        "does not; use vLLM 0.32",
-    )
+    dtype = torch.bool if vllm.__version__.startswith("0.26.") else torch.int32
     # Without what an engine before has put around it.
     build = inspect.unwrap(CPUAttentionMetadataBuilder.build)
 
     @functools.wraps(build)
-    def build_cut(builder: Any, prefix: int, batch: Any, fast_build: bool = False) -> Any:
-        is_cut = vision.sees_ahead == "always" or builder.window_size > 0
-        return build(builder, prefix, cut_at_images(batch) if is_cut else batch, fast_build)
+    def build_cut(
+        builder: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
+        batch = common_attn_metadata
+        if vision.sees_ahead == "always" or builder.window_size > 0:
+            batch = cut_at_images(batch, dtype)
+        return build(builder, common_prefix_len, batch, fast_build)
 
     CPUAttentionMetadataBuilder.build = build_cut
 
 
-def cut_at_images(batch: Any) -> Any:
+def cut_at_images(batch: Any, dtype: torch.dtype) -> Any:
     """Return a batch in which what is computed of an image is a request of its own, not causal.
 
     The kernel is told of each request whether its queries see all its keys, and takes requests with
@@ -155,6 +150,7 @@ def cut_at_images(batch: Any) -> Any:
 
     Args:
         batch: vLLM's metadata. Where images are: request -> (first, last) token of each.
+        dtype: in which the kernel is told what is causal.
     """
     images = batch.mm_req_doc_ranges
     if not images or not any(images.values()):
@@ -182,7 +178,7 @@ def cut_at_images(batch: Any) -> Any:
         num_reqs=len(owners),
         max_query_len=max(lengths),
         block_table_tensor=batch.block_table_tensor[owners],
-        causal=torch.tensor(is_causal, dtype=torch.int32),
+        causal=torch.tensor(is_causal, dtype=dtype),
         mm_req_doc_ranges=None,
     )
 
