@@ -410,7 +410,8 @@ def test_programs(tmp_path, folder):
         [*play, "--rollout.replay", tmp_path / "rl" / "rollouts", "--output", tmp_path / "replay"],
         tmp_path / "log" / "replay",
     )
-    assert {name: (end.code, end.err) for name, end in ends.items() if end.code} == {}
+    for name, end in ends.items():
+        assert end.code == 0, f"{name}: {end.err}"
     metrics = {
         name: [
             json.loads(line)

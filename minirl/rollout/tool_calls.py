@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.data import chat, harmony
 from minirl.errors import UserError, require
-from minirl.rollout import vllm_errors
 from minirl.rollout.guides import Guide, check, is_deeper
 
 ToolCall = tuple[str, dict]  # name and arguments
@@ -140,10 +139,22 @@ def make_reader(
         request = ChatCompletionRequest(
             model="policy", messages=[], tools=tools, tool_choice=tool_choice or "auto"
         )
-    except vllm_errors.client_errors() as error:
+    except _client_errors() as error:
         raise UserError(f"the tools cannot be called: {str(error).splitlines()[0]}") from error
     _make_parser(parser, tokenizer, request.tools)
     return ToolReader(parser, tokenizer, request)
+
+
+def _client_errors() -> tuple[type[Exception], ...]:
+    """Return what vLLM raises for a request that it refuses, beside ValueError.
+
+    Version 0.26 raises nothing else.
+    """
+    try:
+        from vllm.exceptions import VLLMClientError
+    except ImportError:
+        return ()
+    return (VLLMClientError,)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What vLLM raises, and what a user can do when it does not start."""
+"""What a user can do when vLLM does not start, or would start with another model."""
 
 import torch
 from transformers.integrations.heterogeneity.configuration_utils import (
@@ -9,7 +9,7 @@ from minirl.config.shared import EngineConfig
 from minirl.errors import require
 
 # Families whose log-probs differ from the trainer's by several units in vLLM 0.26.
-OTHERWISE_IN_0_26 = ("ministral3", "olmo3")
+OTHERWISE_IN_0_26 = ("ministral3",)
 
 
 def check_family(model_type: str, version: str) -> None:
@@ -27,18 +27,6 @@ def check_family(model_type: str, version: str) -> None:
         f"vLLM {version} computes other log-probs of {model_type} than its files mean; "
         "install vLLM 0.32",
     )
-
-
-def client_errors() -> tuple[type[Exception], ...]:
-    """Return what vLLM raises for a request that it refuses, beside ValueError.
-
-    Version 0.26 raises nothing else.
-    """
-    try:
-        from vllm.exceptions import VLLMClientError
-    except ImportError:
-        return ()
-    return (VLLMClientError,)
 
 
 def remedy(error: Exception) -> str:
