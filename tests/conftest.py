@@ -48,10 +48,7 @@ def pytest_xdist_auto_num_workers(config) -> int:
 
 # The older pair, and how minirl refuses what it cannot do.
 IS_OLD = version("torch").startswith("2.11.")
-REFUSED = re.compile(
-    "(use|install) (vLLM 0.32|torch 2.13)|vLLM engine did not start|loader of the engine.*refuses"
-    "|the engine.*has no place for|none of vLLM's parsers"
-)
+REFUSED = re.compile("(use|install) (vLLM 0.32|torch 2.13)")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -61,11 +61,13 @@ def test_an_engine_that_knows_layers_of_one_size_names_a_version_that_does_not()
     assert vllm_errors.remedy(RuntimeError("no memory")) == ""
 
 
-def test_a_family_that_an_old_engine_computes_otherwise_is_refused():
-    vllm_errors.check_family("ministral3", "0.32.0")
-    vllm_errors.check_family("ministral", "0.26.0")
-    with pytest.raises(UserError, match=r"other log-probs of ministral3 .* install vLLM 0\.32"):
-        vllm_errors.check_family("ministral3", "0.26.0")
+def test_a_family_that_an_old_engine_cannot_serve_is_refused(tmp_path):
+    for family in ("ministral", "ministral3"):
+        AutoConfig.for_model(family).save_pretrained(tmp_path / family)
+    vllm_errors.check_family(tmp_path / "ministral3", "0.32.0")
+    vllm_errors.check_family(tmp_path / "ministral", "0.26.0")
+    with pytest.raises(UserError, match=r"cannot serve ministral3 .* install vLLM 0\.32"):
+        vllm_errors.check_family(tmp_path / "ministral3", "0.26.0")
 
 
 def make_policy(folder, mesh):

@@ -143,6 +143,7 @@ class RolloutEngine:
                 import vllm
                 import vllm.entrypoints.llm  # which `vllm.LLM` would import later
 
+            vllm_errors.check_family(folder, vllm.__version__)
             vllm_patches.patch_transformers_base()
             if not self.on_cuda:
                 vllm_cpu.patch_cpu(self.mesh)
@@ -155,7 +156,7 @@ class RolloutEngine:
             try:
                 more = vllm_routes.arguments(self.on_cuda) if routes else {}
                 return vllm, vllm.LLM(**self._arguments(folder, dtype, load_weights), **more)
-            except (ValueError, RuntimeError, AttributeError, TypeError) as error:
+            except (ValueError, RuntimeError) as error:
                 memory = vllm_errors.memory_report(self.cfg) if self.on_cuda else ""
                 raise UserError(
                     f"the vLLM engine did not start with engine.* = {self.cfg} for {folder}: "

@@ -1,5 +1,8 @@
 """What a user can do when vLLM does not start, or would start with another model."""
 
+import json
+from pathlib import Path
+
 import torch
 from transformers.integrations.heterogeneity.configuration_utils import (
     AmbiguousGlobalPerLayerAttributeError,
@@ -8,24 +11,33 @@ from transformers.integrations.heterogeneity.configuration_utils import (
 from minirl.config.shared import EngineConfig
 from minirl.errors import require
 
-# Families whose log-probs differ from the trainer's by several units in vLLM 0.26.
-OTHERWISE_IN_0_26 = ("ministral3",)
+# Families that vLLM 0.26 cannot hold, or of which it computes other log-probs.
+NOT_IN_0_26 = (
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "mellum",
+    "ministral3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+)
 
 
-def check_family(model_type: str, version: str) -> None:
-    """Refuse a model of which an old vLLM would compute something else than transformers.
+def check_family(folder: Path, version: str) -> None:
+    """Refuse a model that an old vLLM cannot serve as its files mean it.
 
     Args:
-        model_type: of its config.
+        folder: of the model.
         version: of vLLM.
 
     Raises:
         UserError: so it is.
     """
+    if not version.startswith("0.26."):
+        return
+    family = json.loads((folder / "config.json").read_text())["model_type"]
     require(
-        not version.startswith("0.26.") or model_type not in OTHERWISE_IN_0_26,
-        f"vLLM {version} computes other log-probs of {model_type} than its files mean; "
-        "install vLLM 0.32",
+        family not in NOT_IN_0_26,
+        f"vLLM {version} cannot serve {family} as its files mean it; install vLLM 0.32",
     )
 
 
