@@ -11,9 +11,11 @@ import ast
 import dataclasses
 import importlib
 import io
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import tokenize
 import typing
@@ -23,8 +25,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
+from wandb.sdk.launch.sweeps import utils as sweeps
 
 import composition
+import contents
 import family_table
 from minirl import own_methods
 from minirl.algo import advantages, losses
@@ -38,7 +43,7 @@ from minirl.envs.registry import make_env
 from minirl.model.families import FAMILIES
 from minirl.plan.flags import own_flags
 from minirl.view import __main__ as view
-from programs import ROOT, fork
+from programs import QUICKSTART, ROOT, fork
 
 README = ROOT / "README.md"
 CHANGES = ROOT / "minirl" / "CHANGES.md"  # names what is gone, so its names are not looked up
@@ -47,7 +52,7 @@ PAGES = [
     CHANGES,
     *(
         page
-        for folder in ("minirl", "configs", "benchmarks", "tests")
+        for folder in ("minirl", "configs", "benchmarks", "tests", "launch")
         for page in sorted((ROOT / folder).rglob("README.md"))
     ),
 ]
@@ -85,9 +90,12 @@ OTHER_FLAGS = {
     "--max-restarts",
     *PLAN_FLAGS,
     *VIEW_FLAGS,
+    "--nodes",
     "--nproc-per-node",
     "--profile",
     "--requeue",
+    "--signals-to-handle",  # torchrun's
+    "--shutdown-timeout",
     "--warm",
     "--write",
 }
@@ -104,6 +112,7 @@ OTHER_FILES = {
     "my_reward.py",
     "reward_func.py",
     "rewards.py",
+    "logs/JOB/",
     *("checkpoints/", "model/", "model_ema/", "references/", "rollouts/", "scratch/", "sft/"),
     "tensorboard/",
 }
@@ -159,7 +168,7 @@ def code_spans(page: Path) -> list[str]:
 def anchors(page: Path) -> set[str]:
     """What the headings are called in links, as GitHub does."""
     titles = re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return {contents.anchor(title) for title in titles}
 
 
 def commands(block: Block) -> list[list[str]]:
@@ -191,6 +200,13 @@ def test_links_lead_somewhere(page):
         assert place.exists(), f"{target}: no such file"
         assert place.is_relative_to(ROOT), f"{target} leads out of the repository"
         assert not anchor or anchor in anchors(place), f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("page", contents.pages(), ids=names(contents.pages()))
+def test_long_pages_begin_with_a_list_of_their_sections(page):
+    text = page.read_text()
+    if contents.needs_contents(page):
+        assert text == contents.with_contents(text), "python tests/contents.py --write"
 
 
 def test_every_page_is_two_clicks_from_the_first():
@@ -256,8 +272,8 @@ def test_flags_and_settings_that_are_named_exist(page):
 @each_page
 def test_blocks_say_what_runs_them(page):
     for block in blocks(page):
-        assert block.language in ("bash", "python", "json", "mermaid", "text"), block
-        if block.language not in ("bash", "python"):
+        assert block.language in ("bash", "python", "json", "yaml", "mermaid", "text"), block
+        if block.language not in ("bash", "python", "yaml"):
             continue
         kind, _, rest = block.marker.partition(": ")
         assert kind in ("run", "runs", "not run"), f"say above it what runs it:\n{block.text}"
@@ -336,8 +352,8 @@ def test_cheap_commands_run(block, tmp_path):
 
 
 def printed(page: str, name: str, folder: Path) -> Path:
-    """The Python block of a page that begins with this file name, as a user copies it."""
-    texts = [block.text for block in blocks(ROOT / page) if block.language == "python"]
+    """The code block of a page that begins with this file name, as a user copies it."""
+    texts = [block.text for block in blocks(ROOT / page) if block.language in ("python", "yaml")]
     (text,) = [text for text in texts if text.startswith(f"# {name}\n")]
     (folder / name).write_text(text)
     return folder / name
@@ -427,6 +443,41 @@ def test_the_printed_agent_talks_to_its_endpoint(tmp_path, monkeypatch):
         "model": "policy",
         "messages": [{"role": "user", "content": "2 + 3?"}],
     }
+
+
+def test_the_printed_sweep_starts_a_run(tmp_path):
+    """The words that W&B's agent runs, by its own functions, with another program in torchrun's
+    place that prints what it is given."""
+    sweep = yaml.safe_load(printed("configs/README.md", "sweep.yaml", tmp_path).read_text())
+    chosen = {name: {"value": given["values"][1]} for name, given in sweep["parameters"].items()}
+    args = sweeps.create_sweep_command_args({"args": chosen})["args"]
+    words = [
+        word
+        for part in sweeps.create_sweep_command(sweep["command"])
+        for word in (args if part == "${args}" else [part])
+    ]
+    words = [word.replace(".venv/bin/torchrun", "printf '%s\\n'") for word in words]
+    words = [word.replace("configs/mine.yaml", str(QUICKSTART)) for word in words]
+    out = subprocess.run(
+        words, env={**os.environ, "WANDB_RUN_ID": "x1"}, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert out[:4] == ["--nproc-per-node", "8", "-m", sweep["program"]]
+    cfg = parse_flags(RLConfig, out[4:])
+    assert (cfg.output, cfg.log.wandb) == ("runs/sweep-x1", "my-project")
+    assert (cfg.policy.lr, cfg.rollout.samples_per_prompt) == (3e-6, 16)
+
+
+def test_the_printed_cell_reads_a_run(tmp_path, monkeypatch):
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    rows = [
+        '{"phase": "rl", "step": 0, "loss": 1.0}',
+        '{"phase": "rl", "step": 1, "accuracy": 0.5}',
+    ]
+    (run / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    cell = printed("configs/README.md", "in a notebook", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert runpy.run_path(str(cell))["accuracy"] == {1: 0.5}
 
 
 def test_the_printed_distributed_test(tmp_path, monkeypatch):
