@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from minirl import own_methods
 from minirl.checkpoint import changes, lock
 from minirl.checkpoint.failures import attempt, require_written
+from minirl.checkpoint.finding import finished
 from minirl.config.policy import ParallelConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
@@ -127,6 +128,7 @@ class Inputs:
         num_dropped = self.prompts.check_lengths(mesh, MAY_BE_LONG, num_tickets(cfg))
         num_dropped += self.held_out.check_lengths(mesh, MAY_BE_LONG)
         self.num_steps = num_rl_steps(cfg, len(self.prompts.rows))
+        check_steps_left(cfg, self.num_steps, mesh)
         num_doubles = train.num_doubles + (held_out.num_doubles if cfg.data.eval else 0)
         self.description = self._describe(num_dropped, num_doubles)
         make_scratch(cfg, max_len, mesh)
@@ -224,6 +226,33 @@ def check_output(cfg: TrainingConfig, mesh: Mesh) -> None:
             if changed:
                 say(f"resuming with other settings than before: {', '.join(changed)}")
     check_shared(output, "output", mesh)
+
+
+def check_steps_left(cfg: TrainingConfig, num_steps: int, mesh: Mesh) -> None:
+    """Refuse to resume a run that is longer already than it is now asked to be. Collective.
+
+    Its newest weights would be evaluated and exported as those of an earlier step.
+
+    Args:
+        cfg: the config; without `resume` there is nothing to check.
+        num_steps: of the run: `cfg.num_steps`, or as many as `cfg.num_epochs` takes.
+        mesh: the ranks.
+
+    Raises:
+        UserError: on all ranks.
+    """
+    if not cfg.resume:
+        return
+    with errors_of_all(mesh):
+        if mesh.rank == 0:
+            newest = max(finished(Path(cfg.output)), default=0)
+            require(
+                newest <= num_steps,
+                f"resume: the newest checkpoint of {cfg.output} is of step {newest}, and num_steps "
+                f"(or num_epochs) ends the run at step {num_steps}; raise it to step {newest} or "
+                f"later, or remove the checkpoints after step {num_steps} to go on from an earlier "
+                "one",
+            )
 
 
 # What a start that was killed while it made its model leaves. A new start makes them anew.

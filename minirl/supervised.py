@@ -27,6 +27,7 @@ from minirl.inputs import (
     check_experts,
     check_output,
     check_same_models,
+    check_steps_left,
     find_model,
     find_other_model,
     make_scratch,
@@ -103,6 +104,7 @@ class SupervisedTrainer(Program):
             self.held_out = as_tokens(held_out, shuffle=False)
             num_steps = math.ceil(cfg.num_epochs * len(self.rows) / cfg.batch_size)
             self.num_steps = cfg.num_steps or max(1, num_steps)
+            check_steps_left(cfg, self.num_steps, mesh)
 
             # 3. Models.
             self.check_model()

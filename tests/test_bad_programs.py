@@ -26,6 +26,10 @@ def world(tmp_path_factory) -> Path:
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     pairs = [{"prompt": f"word {i}", "chosen": "a", "rejected": "b"} for i in range(20)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    labelled = [{"prompt": f"word {i}", "completion": "a", "label": i % 2 == 0} for i in range(20)]
+    (folder / "labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in labelled))
+    examples = [{"prompt": f"word {i}", "completion": "a"} for i in range(20)]
+    (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
     (folder / "twice.yaml").write_text("seed: 1\nseed: 2\n")
     (folder / "utf16.yaml").write_bytes("seed: 1".encode("utf-16"))
     (folder / "loop.yaml").write_text("policy: &a [*a]\n")
@@ -105,3 +109,28 @@ def test_one_message_and_exit_code_2(world, name):
     assert "Traceback" not in ended.err and not ended.out
     assert message in ended.err
     assert not (world / "out").exists()
+
+
+# program -> flags of a run of one step
+SUPERVISED = "--policy.model {world}/model --data.held-out 4 --data.max-tokens 128 --batch-size 16 "
+SHORTER = {
+    "rl": RL + "--num-steps 1",
+    "rl by passes": RL + "--num-steps 0 --num-epochs 1 --rollout.prompts-per-step 16",
+    "sft": SUPERVISED + "--data.train {world}/examples.jsonl --num-steps 1",
+    "sft by passes": SUPERVISED + "--data.train {world}/examples.jsonl --num-epochs 1",
+    "dpo": SUPERVISED + "--data.train {world}/pairs.jsonl --num-steps 1",
+    "kto": SUPERVISED + "--data.train {world}/labelled.jsonl --num-steps 1",
+    "rm": SUPERVISED + "--data.train {world}/pairs.jsonl --num-steps 1",
+}
+
+
+@pytest.mark.parametrize("name", SHORTER)
+def test_a_run_does_not_resume_shorter_than_it_is(world, tmp_path, name):
+    (tmp_path / "run/checkpoints/step-4").mkdir(parents=True)
+    flags = SHORTER[name].format(world=world, quickstart=QUICKSTART).split()
+    flags += ["--output", str(tmp_path / "run"), "--resume"]
+    ended = fork(f"minirl.{name.split()[0]}", flags, tmp_path / "log")
+    assert ended.code == 2 and len(ended.errors()) == 1, ended.err
+    assert "is of step 4, and num_steps (or num_epochs) ends the run at step 1;" in ended.err
+    assert "raise it to step 4 or later" in ended.err and "M parameters" not in ended.err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
