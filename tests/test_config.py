@@ -82,6 +82,48 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     assert parse_flags(RLConfig, []) == RLConfig()
 
 
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        (["--rollout.dump"], True),
+        (["--rollout.dump=True"], True),
+        (["--rollout.dump", "true"], True),
+        (["--rollout.dump", "no"], False),
+        (["--rollout.dump=False"], False),
+        (["--rollout.no-dump"], False),
+        (["--rollout.dump=true", "--rollout.dump", "false"], False),
+    ],
+)
+def test_a_switch_takes_a_value(argv, value):
+    cfg = parse_flags(RLConfig, [*argv, "--seed", "5"])
+    assert (cfg.rollout.dump, cfg.seed) == (value, 5)
+
+
+def test_a_switch_of_two_words_takes_a_value_in_either_spelling():
+    for flag in ("--policy.cpu-offload", "--policy.cpu_offload"):
+        assert not parse_flags(RLConfig, [f"{flag}=false"]).policy.cpu_offload
+        assert parse_flags(RLConfig, [flag, "true"]).policy.cpu_offload
+
+
+def test_the_command_of_the_page_on_router_replay_parses():
+    """algo/README.md says it so."""
+    assert parse_flags(RLConfig, ["--algo.router-replay", "true"]).algo.router_replay
+
+
+def test_a_value_that_is_no_boolean_is_refused():
+    with pytest.raises(UserError, match=r"--rollout.dump = '2' is no boolean; give true or false"):
+        parse_flags(RLConfig, ["--rollout.dump=2"])
+
+
+def test_the_file_takes_names_as_flags_have_them(tmp_path):
+    text = "num-steps: 7\nrollout: {max-tokens: 9}\ndata: {chat_template_kwargs: {a-b: 1}}\n"
+    cfg = parse_flags(RLConfig, ["--config", written(tmp_path, text)])
+    assert (cfg.num_steps, cfg.rollout.max_tokens) == (7, 9)
+    assert cfg.data.chat_template_kwargs == {"a-b": 1}
+    with pytest.raises(UserError, match=r"c\.yaml: num_steps is there twice, as num-steps too"):
+        parse_flags(RLConfig, ["--config", written(tmp_path, "num_steps: 3\nnum-steps: 4\n")])
+
+
 def test_numbers_in_yaml_s_own_spellings(tmp_path):
     """YAML 1.1 reads 1e-4 as a text and 1 as an integer."""
     assert yaml.safe_load("1e-4") == "1e-4"

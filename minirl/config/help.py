@@ -142,7 +142,11 @@ def _head(cls: type, program: str, settings: Iterable[Setting]) -> list[str]:
         *_wrap(cls.__doc__ or "", ""),
     ]
     if not words:
-        about += ["", "--config FILE reads settings from a YAML file; flags win over it."]
+        about += [
+            "",
+            "--config FILE reads settings from a YAML file; flags win over it.",
+            "A switch is on by its name (or true behind it), and off by `no-` in it (or false).",
+        ]
     return about
 
 

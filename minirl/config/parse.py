@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import pydantic
 
+from minirl.config.describe import settings_of
 from minirl.config.yaml_text import parse_yaml, to_yaml
 from minirl.errors import DONE, UserError, require
 from minirl.reading import read_text, why_no_text
@@ -25,6 +26,9 @@ from minirl.reading import read_text, why_no_text
 # More values, or deeper ones, are of a file that repeats or contains itself (YAML's aliases).
 MOST_VALUES = 10_000
 MOST_LEVELS = 20
+
+# What may stand behind a switch, as in YAML.
+BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 # By pydantic's kind of error: what to say instead of its message, which speaks of Python.
 MESSAGES = {
@@ -57,7 +61,40 @@ def parse_flags(cls: type, argv: list[str] | None = None) -> Any:
     values = load_config(cls, files[0]) if files else None
     if known.help or known.help_all:
         _print_help(cls, values, everything=known.help_all)
+    flags = _without_booleans(cls, flags)
     return fill_config(cls, dataclasses.asdict(_parse(cls, values, flags)))
+
+
+def _without_booleans(cls: type, flags: list[str]) -> list[str]:
+    """Write `--rollout.dump=True` and `--rollout.dump true` as tyro takes a switch: by name alone.
+
+    False is `--rollout.no-dump`.
+
+    Raises:
+        UserError: what stands behind `=` is no boolean.
+    """
+    switches = {
+        setting.flag: setting
+        for setting in settings_of(cls)
+        if setting.is_switch and not setting.is_positional
+    }
+    written = []
+    waiting = flags[::-1]
+    while waiting:
+        word = waiting.pop()
+        name, equals, text = word.partition("=")
+        setting = switches.get(name.replace("_", "-"))
+        if not setting:
+            written.append(word)
+            continue
+        value: bool | None = True
+        if equals:
+            value = BOOLEANS.get(text.lower())
+            require(value is not None, f"{name} = {text!r} is no boolean; give true or false")
+        elif waiting and BOOLEANS.get(waiting[-1].lower()) is not None:
+            value = BOOLEANS[waiting.pop().lower()]
+        written.append(setting.flag if value else setting.negated_flag)
+    return written
 
 
 def _print_help(cls: type, values: Any, *, everything: bool) -> NoReturn:
@@ -190,6 +227,7 @@ def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> A
             the wrong type or out of its bounds.
     """
     _check_values(values, where)
+    values = _with_field_names(cls, values, where)
     strict = pydantic.ConfigDict(strict=True, extra="forbid")
     model: Any = pydantic.create_model("Config", __config__=strict, cfg=(cls, ...))
     try:
@@ -220,6 +258,27 @@ def fill_config(cls: type, values: Any, where: str = "", section: str = "") -> A
     if len(shown) > 300:
         shown = f"{shown[:300]}..."
     raise UserError(f"{where}{setting} = {shown} {problem}")
+
+
+def _with_field_names(cls: type, values: Any, where: str) -> Any:
+    """Return nested mappings with `_` for each `-` in the names of settings, as flags have it.
+
+    Raises:
+        UserError: a setting is there in both spellings.
+    """
+    if not isinstance(values, dict):
+        return values
+    hints = typing.get_type_hints(cls)
+    named = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in hints:
+            name = key
+        require(name not in named, f"{where}{name} is there twice, as {key} too; remove one")
+        named[name] = value
+        if dataclasses.is_dataclass(hints.get(name)):
+            named[name] = _with_field_names(hints[name], value, where)
+    return named
 
 
 def _check_values(values: Any, where: str) -> None:
