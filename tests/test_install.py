@@ -89,6 +89,27 @@ def test_a_wrong_argument_is_refused(folder):
     assert ended.returncode == 2 and "has no argument --cdua" in ended.stderr
 
 
+@pytest.mark.parametrize("browser", ["chromium", "google-chrome", None])
+def test_ci_installs_a_browser_where_there_is_none(tmp_path, browser):
+    """With stand-ins for all that it calls; each notes its name and arguments."""
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "bin").mkdir()
+    note = f'#!/bin/bash\necho "$(basename $0) $* CI=$CI" >> {tmp_path}/called\n'
+    names = ["apt-get", "sudo", *([browser] if browser else [])]
+    for path in (*(f"bin/{name}" for name in names), "launch/check.sh", "launch/test.sh"):
+        (tmp_path / path).write_text(note)
+        (tmp_path / path).chmod(0o755)
+    for name in ("bash", "basename", "dirname", "id"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    env = {"PATH": str(tmp_path / "bin"), "PYTHON": "python3"}
+    subprocess.run(["bash", ".ci/run"], cwd=tmp_path, env=env, check=True)
+    called = (tmp_path / "called").read_text().splitlines()
+    assert called[-2:] == ["check.sh  CI=true", "test.sh  CI=true"]
+    installs = [line for line in called[:-2] if line.endswith("chromium CI=true")]
+    assert len(called) == (2 if browser else 4) and len(installs) == (0 if browser else 1)
+
+
 def test_a_program_says_that_the_gpu_is_not_used(folder, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert lifecycle.describe_idle_gpu() == ""

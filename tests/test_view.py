@@ -1,6 +1,8 @@
 """`python -m minirl.view`: its tables against the trajectories, its server, and the page in a real
-browser (Chromium; tests that need it are skipped where there is none)."""
+browser (Chromium; where there is none, tests that need it are skipped, or fail if $CI is set)."""
 
+import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -243,12 +245,22 @@ def test_numbers_that_json_has_not():
 
 
 class Served:
-    """The page of some runs, served by the program."""
+    """The page of some runs, served by the program until the block ends, however it ends."""
 
     def __init__(self, *runs: Path):
         command = [sys.executable, "-m", "minirl.view", *map(str, runs), "--port", "0"]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        self.url = self.process.stdout.readline().split()[-1]
+
+    def __enter__(self) -> "Served":
+        try:
+            self.url = self.process.stdout.readline().split()[-1]
+        except BaseException:  # pytest's time limit, too
+            self.end()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
 
     def get(self, path: str, **headers: str) -> tuple[int, bytes]:
         request = urllib.request.Request(self.url + path, headers=headers)
@@ -258,16 +270,33 @@ class Served:
         except urllib.error.HTTPError as error:
             return error.code, error.read()
 
-    def end(self) -> int:
+    def end(self) -> None:
         self.process.terminate()
-        return self.process.wait(60)
+        try:
+            self.process.wait(60)
+        finally:
+            self.process.kill()
+            self.process.stdout.close()
 
 
 @pytest.fixture(scope="module")
 def served(run):
-    page = Served(run)
-    yield page
-    page.end()
+    with Served(run) as server:
+        yield server
+
+
+@pytest.fixture
+def serve():
+    """`serve(*runs)` is a page of the test's own."""
+    with contextlib.ExitStack() as servers:
+        yield lambda *runs: servers.enter_context(Served(*runs))
+
+
+def test_a_failed_test_leaves_no_server(run):
+    with pytest.raises(ZeroDivisionError), Served(run) as server:
+        assert server.get("")[0] == 200
+        1 / 0  # noqa: B018
+    assert server.process.poll() is not None
 
 
 def test_only_what_belongs_to_the_page_is_served(served, run):
@@ -337,13 +366,32 @@ def find_browser() -> str | None:
     return named or next(filter(None, map(shutil.which, names)), None)
 
 
+def give_up(reason: str) -> None:
+    """Skip the test; where $CI is set, fail it: nobody reads there what was skipped."""
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def test_without_a_browser_tests_are_skipped_on_a_users_machine_and_fail_in_ci(monkeypatch):
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="no browser"):
+        give_up("no browser")
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match="no browser"):
+        give_up("no browser")
+
+
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if importlib.util.find_spec("playwright") is None:
+        give_up("playwright is not installed")
+    from playwright import sync_api as playwright
+
     with playwright.sync_playwright() as driver:
         path = find_browser()
         if path is None and not Path(driver.chromium.executable_path).exists():
-            pytest.skip(
+            give_up(
                 "no browser: install chromium, or `python -m playwright install chromium`, or set "
                 "MINIRL_BROWSER"
             )
@@ -363,8 +411,8 @@ def page(browser):
     opened.asked = []
     opened.on("request", lambda request: opened.asked.append(request.url))
     yield opened
-    assert not opened.problems
     opened.close()
+    assert not opened.problems
 
 
 def wait_until(page, expression: str) -> None:
@@ -382,8 +430,8 @@ def save(page, name: str) -> None:
         page.screenshot(path=f"{folder}/{name}.png")
 
 
-def test_curves_of_a_real_run(page, real):
-    server = Served(real)
+def test_curves_of_a_real_run(page, serve, real):
+    server = serve(real)
     page.goto(server.url)
     page.wait_for_selector('[data-metric="rl/reward"] path.line', state="attached")
     assert page.locator(".badge.finished").count() == 1
@@ -413,7 +461,6 @@ def test_curves_of_a_real_run(page, real):
     assert page.locator(".trajectory").count() == 4
     save(page, "trajectories")
     assert all(url.startswith((server.url, "data:")) for url in page.asked)
-    server.end()
 
 
 def test_filters_colours_and_hostile_texts(page, served):
@@ -449,22 +496,21 @@ def test_filters_colours_and_hostile_texts(page, served):
     wait_until(page, "document.querySelector('#detail').textContent.includes('group 9')")
 
 
-def test_two_runs_are_compared(page, run, tmp_path):
+def test_two_runs_are_compared(page, serve, run, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(run, other)
-    server = Served(run, other)
+    server = serve(run, other)
     page.goto(server.url)
     page.wait_for_selector('[data-metric="rl/reward"] path.line', state="attached")
     assert page.locator('[data-metric="rl/reward"] path.line').count() == 2
     page.uncheck("#show-1")
     assert page.locator('[data-metric="rl/reward"] path.line').count() == 1
-    server.end()
 
 
-def test_the_page_follows_a_run(page, run, tmp_path):
+def test_the_page_follows_a_run(page, serve, run, tmp_path):
     live = tmp_path / "live"
     shutil.copytree(run, live)
-    server = Served(live)
+    server = serve(live)
     page.goto(server.url)
     page.wait_for_selector('[data-metric="rl/reward"] path.line', state="attached")
     dumped.write_rows(live / "metrics.jsonl", [{"phase": "rl", "step": 3, "reward": 0.9}])

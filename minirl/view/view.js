@@ -281,7 +281,7 @@ function drawList(list, detail) {
     const item = make("button", { class: "group-item", "aria-current": String(isOpen) }, `step ${g.step} · group ${g.group} · reward ${shortNumber(g.reward)}`);
     for (const flag of FLAGS) if (g[flag]) item.append(make("span", { class: `flag ${flag}` }, flag));
     const facts = `${g.prompt}`.replace(/\s+/g, " ");
-    item.append(make("span", { class: "prompt" }, facts), make("span", { class: "prompt" }, `mismatch ${shortNumber(g.mismatch)} · entropy ${shortNumber(g.entropy)} · rewards ${g.rewards.map(shortNumber).join(" ")}`));
+    item.append(make("span", { class: "prompt" }, facts), make("span", { class: "prompt" }, `mismatch ${shortNumber(g.mismatch)} · entropy ${shortNumber(g.entropy)} · rewards ${g.rewards.map((reward) => shortNumber(reward)).join(" ")}`));
     item.addEventListener("click", async () => { await openGroup(g).catch(showError); drawList(list, detail); drawDetail(detail); });
     return item;
   }));
