@@ -221,7 +221,9 @@ class Policy:
         with self.timer.phase("sleep_wake"):
             self.sleeper.wake_optimizer()
         with self.timer.phase("optimizer"):
-            sums.values["grad_norm"] = fsdp.grad_norm(self.model.parameters())
+            # With policy.cpu_offload gradients are on the host; all other sums are on the device.
+            grad_norm = fsdp.grad_norm(self.model.parameters())
+            sums.values["grad_norm"] = grad_norm.to(self.mesh.device)
             metrics = self._reduce_metrics(sums)
             if self.model.routing:
                 metrics |= self.model.routing.balance.finish(self.mesh)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import tiny
@@ -25,8 +26,10 @@ from minirl.data.packing import pack
 from minirl.errors import UserError
 from minirl.parallel import fsdp
 from minirl.plan import pretend
+from minirl.plan.cards import CARDS
 from minirl.plan.dryrun import Load, trajectories
 from minirl.plan.engine import regions_of_all_ranks
+from minirl.plan.meter import Meter
 from minirl.policy import Policy
 from programs import ROOT
 
@@ -39,6 +42,8 @@ WAITS = {
     ("a copy from the device", "policy.py _accumulate < policy.py update"): 1,
     ("a copy from the device", "policy.py _reduce_metrics < policy.py update"): 1,
 }
+# The norm of gradients on the host joins the sums on the device.
+NORM_WAITS = {("a copy to the device", "policy.py update"): 1}
 # The library's towers wait, in every forward pass: for grids, and in each layer for lengths.
 TOWER = "model/build.py _look < model/build.py last_hidden"
 DEEPSTACK = "model/build.py last_hidden < model/build.py packed_forward"
@@ -108,7 +113,7 @@ KINDS = {
         job=policy(optimizer_state="8bit", optimizer="muon"), optimizer_share=None
     ),
     "offload": Kind(job=policy(optimizer_state="offload"), optimizer_share=0.0),
-    "cpu_offload": Kind(job=policy(cpu_offload=True)),
+    "cpu_offload": Kind(job=policy(cpu_offload=True), waits=WAITS | NORM_WAITS),
     "ema": Kind(job=policy(ema_decay=0.9), optimizer_share=3.0),
     "tensor": Kind(job=parallel(tensor=2)),
     "sequence parallel": Kind(job=parallel(tensor=2, sequence=True)),
@@ -489,6 +494,48 @@ def test_a_job_that_crashes_is_a_result_of_its_own(results):
     found = results["no micro-batches"]
     assert "stack expects a non-empty TensorList" in found["error"]
     assert "in _accumulate" in found["traceback"]
+
+
+# What CUDA does with a scalar on the host beside tensors of the device.
+WITH_A_SCALAR = {
+    "cat": (lambda x, scalar: torch.cat([x, scalar[None]]), False),
+    "stack": (lambda x, scalar: torch.stack([x[0], scalar]), False),
+    "foreach": (lambda x, scalar: torch._foreach_mul([x, x[0]], [scalar, scalar]), False),
+    "scatter": (lambda x, scalar: x.scatter(0, scalar.long(), x), False),
+    "index_copy": (lambda x, scalar: x.index_copy(0, scalar.long(), x[:1]), False),
+    "mul": (lambda x, scalar: x * scalar, True),
+    "addcmul": (lambda x, scalar: x.addcmul(x, scalar), True),
+    "where": (lambda x, scalar: x.where(x > 0, scalar), True),
+    "copy_": (lambda x, scalar: x.copy_(scalar), True),
+}
+
+
+def mix_devices(mesh):
+    """What the meter says to each of them, by name."""
+    pretend.pretend_cuda()
+    said = {}
+    with FakeTensorMode(), Meter(CARDS["h100"], 8):
+        x = torch.zeros(3, device="cuda")
+        scalar = torch.zeros(())
+        for name, (function, _) in WITH_A_SCALAR.items():
+            try:
+                function(x, scalar)
+                said[name] = ""
+            except RuntimeError as error:
+                said[name] = str(error)
+    return said
+
+
+def test_a_scalar_on_the_host_joins_tensors_of_the_device_element_by_element_only():
+    """FakeTensors alone let it pass in any operator."""
+    if pretend.compiler() is None:
+        pytest.skip("pretended devices need g++, which is not installed")
+    (said,) = ranks(1, mix_devices)
+    for name, (_, is_allowed) in WITH_A_SCALAR.items():
+        refused = "expects all tensors to be on the same device" in said[name]
+        assert refused != is_allowed, (name, said[name])
+    assert said["stack"].startswith("aten.stack.default expects")
+    assert "got cuda [], cpu []" in said["stack"]
 
 
 def real_bytes(mesh, folder, parallel, lora):

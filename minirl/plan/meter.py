@@ -58,6 +58,8 @@ _READ_ROWS = {"aten::embedding", "aten::gather", "aten::index_select"}
 _CHANGE_ROWS = {"aten::index_add_", "aten::index_copy_", "aten::scatter_", "aten::scatter_add_"}
 # Operators that change a tensor without reading it.
 _OVERWRITE = {"aten::_foreach_copy_", "aten::copy_", "aten::fill_", "aten::zero_", KERNEL}
+# Operators whose tensors may be on two devices on CUDA, beside those that work element by element.
+_ON_TWO_DEVICES = {"aten::_foreach_copy_", "aten::copy_"}
 # How often operators that are several passes read or write their largest tensor.
 _PASSES = {
     "aten::_softmax": 4,  # The largest, the sum, and p.
@@ -251,6 +253,7 @@ class Meter(TorchDispatchMode):
             return args[0]  # which FakeTensors do not know
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         on_device = any(_device_type(t) == "cuda" for t in inputs)
+        _check_devices(func, inputs)
         if func is aten._local_scalar_dense.default:
             return self._value(args[0])
         if size_depends_on_values(func, args, kwargs):
@@ -386,6 +389,24 @@ class Meter(TorchDispatchMode):
 def _device_type(t: Tensor) -> str:
     """Return "cuda" or "cpu"; of a FakeTensor without a call of an operator."""
     return (t.fake_device if isinstance(t, FakeTensor) else t.device).type
+
+
+def _check_devices(func: Any, inputs: list[Tensor]) -> None:
+    """Refuse what CUDA refuses, and FakeTensors let pass: a scalar on the host in any operator.
+
+    On CUDA only those that work element by element take one (`torch.Tag.pointwise`).
+
+    Raises:
+        RuntimeError: tensors are on two devices.
+    """
+    if torch.Tag.pointwise in func.tags or func._schema.name in _ON_TWO_DEVICES:
+        return
+    devices = {_device_type(t) for t in inputs}
+    if {"cpu", "cuda"} <= devices:
+        shapes = ", ".join(f"{_device_type(t)} {list(t.shape)}" for t in inputs)
+        raise RuntimeError(
+            f"{func} expects all tensors to be on the same device, and got {shapes} in {_caller()}"
+        )
 
 
 def _bytes_moved(
