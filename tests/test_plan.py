@@ -384,12 +384,14 @@ def test_a_program_on_cpu_says_what_its_tensors_take(monkeypatch):
         announce.announce(workload_of("Qwen3-32B", 2), mesh)
 
 
-def test_a_program_on_a_gpu_says_memory_and_time():
+def test_a_program_on_a_gpu_says_memory_and_no_time():
+    """A roofline is no promise: 1.95 s were announced for a step of 3.14."""
     plan = plan_of(workload_of(), "h100")
-    verdict, memory_line, time_line = page.short(plan)
+    verdict, memory_line, last_line = page.short(plan)
     assert verdict.startswith("plan: fits with activation checkpointing selective: at most")
     assert "of 79.2 GiB: rollout 68.8" in memory_line and "KV cache" in memory_line
-    assert time_line.startswith(f"plan: {plan.step_seconds:.3g} s a step: rollout")
+    assert "python -m minirl.plan rehearses it" in last_line
+    assert not re.search(r"\d s\b|seconds", " ".join([verdict, memory_line, last_line]))
     short_of_memory = plan_of(workload_of("Qwen3-32B"), "h100")
     assert page.short(short_of_memory)[0].startswith("plan: DOES NOT FIT: refit needs")
 
