@@ -4,6 +4,7 @@ without the mask."""
 import asyncio
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from minirl.rollout import engine as engine_module
 from minirl.rollout.conversation import Completion, Prompt, Segment
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.engine_loop import EngineLoop, Request
-from minirl.rollout.guides import Guide, MassRecorder, check, json_guide
+from minirl.rollout.guides import MassRecorder, json_guide
 from minirl.rollout.tool_calls import make_reader
 from test_server import TEMPLATE
 
@@ -30,6 +31,16 @@ PICK = {
 }
 TOOL = {"type": "function", "function": {"name": "pick", "description": "", "parameters": PICK}}
 TEMPERATURE = 0.7
+
+
+def white_weights(folder, tokenizer):
+    """The weights of a model that says white space wherever it may."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights = {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
+    weights["model.embed_tokens.weight"] += 1
+    weights["model.norm.weight"] += 1
+    weights["lm_head.weight"][chat.encode(tokenizer, " \n\t")] += 0.3
+    return weights
 
 
 def guided_program(mesh, folder):
@@ -87,24 +98,37 @@ def guided_program(mesh, folder):
 
     loop.run(finish())
     done = [request.done for request in requests]
+
+    engine.load_weights(white_weights(folder, tokenizer).items())
+    white = []
+    for guide in (json_guide(PICK), reader.guide()):
+        request = Request(
+            tokens=prompt, sampling=sampling, seed=0, images=[], name=(len(white),), guide=guide
+        )
+        loop.run(loop.generate(request))
+        white.append(tokenizer.decode(request.done.tokens, skip_special_tokens=True))
     loop.close()
     engine.close()
     texts = [tokenizer.decode(each.tokens, skip_special_tokens=True) for each in done]
     fields = [(each.tokens, each.logprobs, each.guided, each.stopped) for each in done]
-    return prompt, fields, texts, reader.read(texts[1]), (num_before, restarts)
+    calls = [reader.read(texts[1]), reader.read(white[1])]
+    return prompt, fields, texts, calls, (num_before, restarts), white
 
 
 def test_answers_are_held_to_a_grammar_and_keep_the_policys_log_probs(tmp_path):
     folder = tiny.make(tmp_path / "model", max_position_embeddings=1024)
-    prompt, fields, texts, (content, calls), (num_before, restarts) = ranks(
-        1, guided_program, folder
-    )[0]
+    prompt, fields, texts, read, (num_before, restarts), white = ranks(1, guided_program, folder)[0]
+    (content, calls), (_, white_calls) = read
     for number in (0, 3):
         assert json.loads(texts[number])["choice"] in ("left", "right"), texts
         assert fields[number][3]
     assert num_before == 0 and restarts == [1]  # what began was dropped, and begun anew
     assert calls[0][0] == "pick" and calls[0][1]["choice"] in ("left", "right") and not content
     assert fields[2][2] == []  # nothing was guided
+    assert json.loads(white[0])["choice"] in ("left", "right")
+    assert white_calls[0][1]["choice"] in ("left", "right")
+    for text in white:
+        assert max(map(len, re.findall(r"\s+", text))) == 7, text
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for tokens, logprobs, _, _ in fields:
@@ -147,9 +171,22 @@ def test_guided_tokens_are_outside_the_loss():
 
 def test_what_no_grammar_can_hold_is_refused():
     with pytest.raises(UserError, match="cannot hold an answer to this JSON schema"):
-        check(Guide("json", '{"type": "no type"}'))
+        json_guide({"type": "no type"})
     deep: dict = {"type": "object"}
     for _ in range(60):
         deep = {"type": "object", "properties": {"a": deep}}
     with pytest.raises(UserError, match="more than 50 levels"):
         json_guide(deep)
+
+
+@pytest.mark.parametrize("num", [201, 5000])
+def test_a_schema_of_many_properties_is_refused_at_once(num):
+    """Compiling one of 1,600 takes a minute, in which nothing else goes on."""
+    schema = {"type": "object", "properties": {f"p{i}": {} for i in range(num)}}
+    with pytest.raises(UserError, match="more than 20000 characters|has 201 properties"):
+        json_guide(schema)
+    tool = {"type": "function", "function": {"name": "pick", "parameters": schema}}
+    tokenizer = make_tokenizer([])
+    tokenizer.chat_template = TEMPLATE
+    with pytest.raises(UserError, match=f"has {num} properties, more than 200; send a smaller"):
+        make_reader(tokenizer, [tool], "required", "auto").guide()

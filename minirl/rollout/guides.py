@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -25,15 +25,20 @@ from minirl.errors import UserError, require
 # missing to 1 bounds the error of its ratio of probabilities.
 LEAST_MASS = 0.999
 _MAX_NESTING = 50  # Of a schema, which is compiled by recursion.
-_MAX_CHARACTERS = 200_000  # Of a schema, which is compiled while everything waits.
+# Of a schema, which is compiled while everything waits. The time grows with the square of the
+# properties of an object: 200 that may be missing and hold anything take half a second.
+_MAX_CHARACTERS = 20_000
+_MAX_PROPERTIES = 200
+# Between two parts of a JSON text. JSON allows any number, and a model that does not know the
+# format fills its answer with it. This is a line break and an indentation of three levels.
+_MAX_WHITESPACE = 7
 
 
 @dataclass(frozen=True)
 class Guide:
-    """What an answer is held to, in a form of vLLM's structured outputs."""
+    """What an answer is held to."""
 
-    kind: Literal["json", "structural_tag"]
-    text: str  # A JSON schema, or a structural tag of xgrammar, as JSON.
+    text: str  # A structural tag of xgrammar, as JSON.
 
 
 def json_guide(schema: dict) -> Guide:
@@ -42,13 +47,55 @@ def json_guide(schema: dict) -> Guide:
     Raises:
         UserError: It is too large, or vLLM cannot hold an answer to it.
     """
+    from vllm.sampling_params import StructuredOutputsParams
+
     require(
         not is_deeper(schema, _MAX_NESTING),
         f"a JSON schema is nested in more than {_MAX_NESTING} levels; send a flatter one",
     )
-    guide = Guide("json", json.dumps(schema))
-    check(guide)
+    # Of a bare schema vLLM also checks what xgrammar would ignore.
+    _check(StructuredOutputsParams(json=json.dumps(schema)))
+    json_format = {"type": "json_schema", "json_schema": schema}
+    return tag_guide({"type": "structural_tag", "format": json_format})
+
+
+def tag_guide(tag: dict) -> Guide:
+    """Return the guide to a structural tag of xgrammar, with little white space in its JSON.
+
+    Raises:
+        UserError: It is too large, or vLLM cannot hold an answer to it.
+    """
+    most = _most_properties(tag)
+    require(
+        most <= _MAX_PROPERTIES,
+        f"an object of a JSON schema has {most} properties, more than {_MAX_PROPERTIES}; send a "
+        "smaller schema",
+    )
+    guide = Guide(json.dumps(_with_little_whitespace(tag)))
+    _check(to_vllm(guide))
     return guide
+
+
+def _with_little_whitespace(tag: Any) -> Any:
+    """Return a structural tag that bounds the white space of all JSON in it."""
+    if isinstance(tag, list):
+        return [_with_little_whitespace(part) for part in tag]
+    if not isinstance(tag, dict):
+        return tag
+    if tag.get("type") == "json_schema":
+        return tag | {"max_whitespace_cnt": _MAX_WHITESPACE}
+    return {name: _with_little_whitespace(part) for name, part in tag.items()}
+
+
+def _most_properties(schema: Any) -> int:
+    """Return the number of properties of the object that has the most."""
+    if isinstance(schema, list):
+        return max(map(_most_properties, schema), default=0)
+    if not isinstance(schema, dict):
+        return 0
+    properties = schema.get("properties")
+    num_properties = len(properties) if isinstance(properties, dict) else 0
+    return max(num_properties, *map(_most_properties, schema.values()), 0)
 
 
 def is_deeper(value: object, levels: int) -> bool:
@@ -61,18 +108,18 @@ def is_deeper(value: object, levels: int) -> bool:
     return any(is_deeper(part, levels - 1) for part in parts)
 
 
-def check(guide: Guide) -> None:
-    """Refuse a guide that vLLM would not take. Raises UserError."""
+def _check(outputs: Any) -> None:
+    """Refuse structured outputs that vLLM would not take. Raises UserError."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
     require(
-        len(guide.text) <= _MAX_CHARACTERS,
+        len(outputs.json or outputs.structural_tag) <= _MAX_CHARACTERS,
         f"a JSON schema has more than {_MAX_CHARACTERS} characters; send a smaller one",
     )
     try:
-        validate_xgrammar_grammar(SamplingParams(structured_outputs=to_vllm(guide)))
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=outputs))
     except (RuntimeError, TypeError, ValueError, VLLMValidationError) as error:
         problem = str(error).splitlines()[0]
         raise UserError(
@@ -85,8 +132,6 @@ def to_vllm(guide: Guide) -> Any:
     """Return the guide as vLLM's sampling parameters have it."""
     from vllm.sampling_params import StructuredOutputsParams
 
-    if guide.kind == "json":
-        return StructuredOutputsParams(json=guide.text)
     return StructuredOutputsParams(structural_tag=guide.text)
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from minirl.data import chat, harmony
 from minirl.errors import UserError, require
-from minirl.rollout.guides import Guide, check, is_deeper
+from minirl.rollout.guides import Guide, is_deeper, tag_guide
 
 ToolCall = tuple[str, dict]  # name and arguments
 
@@ -105,9 +105,7 @@ class ToolReader:
         tag = parser.get_structural_tag(self.request, **options)
         if tag is None:
             return None
-        guide = Guide("structural_tag", tag.model_dump_json())
-        check(guide)
-        return guide
+        return tag_guide(tag.model_dump(mode="json"))
 
 
 def make_reader(
