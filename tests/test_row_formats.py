@@ -4,6 +4,7 @@ The rows of minirl/data/README.md are read from the page and run by the programs
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -238,6 +239,39 @@ def test_a_named_column_that_no_row_has_is_refused(tmp_path, key):
         UserError, match=f"data.{key} = 'picture' names a column that no row .* prompt, answer; set"
     ):
         read_rows(opened, ALONE, 0, 2)
+
+
+def test_dots_lead_into_nested_columns(tmp_path):
+    row = {
+        "extra_info": {"question": "2 + 2 = ?", "from": {"set": "sums"}},
+        "reward_model": {"ground_truth": "4"},
+    }
+    cfg = DataConfig(
+        prompt_key="extra_info.question",
+        answer_key="reward_model.ground_truth",
+        source_key="extra_info.from.set",
+    )
+    source = written(tmp_path / "a.jsonl", [row] * 9)
+    opened = open_prompts(source, "data.train", cfg, ALONE)
+    rows, _ = read_rows(opened, ALONE, 0)
+    wanted = {"prompt": "2 + 2 = ?", "answer": "4", "data_source": "sums"}
+    assert {name: rows[0][name] for name in wanted} == wanted
+    chats = open_chats(
+        written(tmp_path / "b.jsonl", [{"turn": {"user": "a", "model": "b"}}]),
+        "data.train",
+        ChatsConfig(prompt_key="turn.user", completion_key="turn.model"),
+        ALONE,
+    )
+    assert [message["content"] for message in chats[0]["messages"]] == ["a", "b"]
+
+    plain = written(tmp_path / "c.jsonl", [{"a.b": "with dots in its name", "a": {"b": "nested"}}])
+    opened = open_prompts(plain, "data.train", DataConfig(prompt_key="a.b"), ALONE)
+    assert opened[0]["prompt"] == "with dots in its name"
+    missing = open_prompts(
+        source, "data.train", replace(cfg, answer_key="reward_model.gold"), ALONE
+    )
+    with pytest.raises(UserError, match="'reward_model.gold' names a column that no row"):
+        read_rows(missing, ALONE, 0)
 
 
 def test_rows_are_distinct_by_all_that_they_have(tmp_path):

@@ -1,13 +1,17 @@
-"""Reward functions of TRL and OpenRLHF run as they are: every signature that TRL's documentation
-shows, TRL's shipped functions by name, OpenRLHF's mathematics, and what they log."""
+"""Reward functions of TRL, OpenRLHF and verl run as they are: every signature that TRL's
+documentation shows, TRL's shipped functions by name, OpenRLHF's mathematics, verl's managers, and
+what they log."""
 
 import inspect
 import json
 import sys
 
+import pandas
 import pytest
 
-from minirl.config.shared import RewardConfig
+from in_memory import ALONE
+from minirl.config.shared import DataConfig, RewardConfig
+from minirl.data.prompts import open_prompts
 from minirl.envs.openrlhf_modules import extract_boxed_answer, grade_answer
 from minirl.errors import UserError
 from minirl.evaluation import breakdown
@@ -338,6 +342,130 @@ def test_boxed_answers():
 def test_a_stand_in_says_what_it_lacks_by_its_own_name(file, line, says):
     with pytest.raises(UserError, match=says):
         make_rewards(RewardConfig(function=f"openrlhf:{file(line)}"))
+
+
+# --------------------------------------------------------------------------------------------------
+# verl
+
+# Scores as verl's of gsm8k does, a number after four marks, in each form that its managers call.
+GSM8K = """
+    import re
+
+
+    def found(solution_str):
+        numbers = re.findall(r"#### (-?[0-9.,]+)", solution_str)
+        return numbers[-1].replace(",", "") if numbers else None
+
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+        assert data_source == "openai/gsm8k" and extra_info["index"] == 7, (data_source, extra_info)
+        return 1.0 if found(solution_str) == ground_truth else 0.0
+
+
+    def short(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):
+        if found(solution_str) is None:
+            return 0
+        return score if found(solution_str) == ground_truth else format_score
+
+
+    def positional(data_source, solution_str, ground_truth, extra_info):
+        return compute_score(data_source, solution_str, ground_truth, extra_info)
+
+
+    async def asynchronous(**kwargs):
+        return compute_score(**kwargs)
+
+
+    def batch(data_sources, solution_strs, ground_truths, extra_infos):
+        rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+        return [compute_score(*row) for row in rows]
+
+
+    def several(solution_strs, ground_truths, **kwargs):
+        assert set(kwargs) == {"data_sources", "extra_infos"}
+        return [
+            {"score": float(found(s) == g), "acc": found(s) == g, "pred": found(s)}
+            for s, g in zip(solution_strs, ground_truths)
+        ]
+"""
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "How many apples?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "1345"},
+    "extra_info": {"split": "train", "index": 7},
+}
+
+
+def verl(place):
+    return make_rewards(RewardConfig(function=f"verl:{place}"))
+
+
+@pytest.mark.parametrize(
+    "name", ["compute_score", "short", "positional", "asynchronous", "batch", "several"]
+)
+def test_functions_of_verl_score_rows_of_verl(file, tmp_path, name):
+    """From its Parquet file, as its managers score them."""
+    parquet = tmp_path / "train.parquet"
+    pandas.DataFrame([VERL] * 3).to_parquet(parquet)
+    opened = open_prompts(str(parquet), "data.train", DataConfig(), ALONE)
+    rewards = verl(f"{file(GSM8K)}:{name}")
+    row = opened[0]
+    rewards.check_row(row)
+    info = {}
+    assert rewards(row, "so 1,345\n#### 1,345", info) == 1.0
+    assert rewards(row, "so #### 45") == 0.0 and rewards(row, "1345") == 0.0
+    if name == "several":
+        assert info["reward_metrics"] == {"acc": 1.0}
+        assert info["reward_columns"] == {"pred": "1345"}
+
+
+def test_arguments_of_a_function_of_verl(file):
+    """Its reward_kwargs; and rows without its columns have their answer."""
+    row = {**TEXT, "rendered_prompt": "q"}
+    place = f"{file(GSM8K)}:short"
+    assert verl(place)(row, "#### 41") == 0.0
+    assert verl(f"{place}?format_score=0.1&score=2")(row, "#### 41") == 0.1
+    assert verl(f"{place}?format_score=0.1&score=2")(row, "#### 42") == 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(solution_str, gold): return 0", "f needs gold, which verl does not give"),
+        ("def f(solution_str, /): return 0", "cannot be called by keyword, as verl does"),
+        ("def f(): return 0", "takes no argument by keyword"),
+    ],
+)
+def test_what_verl_does_not_give_is_refused_at_the_start(file, text, message):
+    with pytest.raises(UserError, match=message):
+        verl(f"{file(text)}:f")
+
+
+def test_a_row_without_what_a_function_of_verl_needs_is_refused(file):
+    rewards = verl(f"{file(GSM8K)}:compute_score")
+    with pytest.raises(UserError, match="needs data_source, and a row has none"):
+        rewards.check_row(TEXT)
+    with pytest.raises(UserError, match="needs reward_model.ground_truth, and a row has neither"):
+        rewards.check_row({"prompt": "q", "data_source": "a"})
+
+
+@pytest.mark.parametrize(
+    ("signature", "prefix"),
+    [
+        ("data_source, solution_str, ground_truth, extra_info=None", "verl:{file}:f"),
+        ("data_sources, solution_strs, ground_truths, extra_infos", "verl:{file}:f"),
+        ("completions, **kwargs", "trl:{file}:f"),
+        ("prompts, completions, answer", "trl:{file}:f"),
+        ("queries, prompts, labels", "openrlhf:{file}"),
+    ],
+)
+def test_a_function_of_another_library_without_its_prefix_is_refused(file, signature, prefix):
+    """Three arguments would fit most of them, and mean something else."""
+    path = file(f"def f({signature}): return 0.0")
+    with pytest.raises(UserError, match=f"; name it {prefix.format(file=path)}, or give") as told:
+        make_rewards(RewardConfig(function=f"{path}:f"))
+    assert "would be called with (prompt, completion, row)" in str(told.value)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ HUB_DATASET = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 HUB_MODEL = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 OWN_FOLDERS = ("runs", "models")  # Of this repository; a hub id could have the same form.
 # A file with a function in it, perhaps for the adapter of another library.
-FUNCTION_FILE = re.compile(r"(?:(?:openrlhf|trl):)?(?P<file>.+\.py)(?::.*)?", re.DOTALL)
+FUNCTION_FILE = re.compile(r"(?:(?:openrlhf|trl|verl):)?(?P<file>.+\.py)(?::.*)?", re.DOTALL)
 
 
 def check_named(cfg: object) -> None:

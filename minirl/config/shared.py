@@ -84,7 +84,8 @@ class RowsConfig:
     #: `image`), for the parts {"type": "image"} of its messages, or before its text.
     images_key: str = "images"
     #: Column of the prompt: a text, or a list of chat messages. Where a row has no `prompt`:
-    #: instruction, input, context_messages or messages.
+    #: instruction, input, context_messages or messages. Here and in the settings of other columns
+    #: dots lead into nested values: reward_model.ground_truth.
     prompt_key: str = "prompt"
     system_prompt: str = ""  # Put before chats that have no system message.
     chat_template: str = ""  # File with a Jinja template to use instead of the tokenizer's.
@@ -223,12 +224,12 @@ class RewardConfig:
     """How answers are scored.
 
     A function is a registered name (exact, final_answer, math_verify, reasoning_gym, python_tests),
-    `file.py:function`, called as f(prompt, completion, row) -> float, `openrlhf:file.py` or
-    `trl:file.py:function`, called as theirs are, one answer at a time, or `http://host:port/path`
-    (several, separated by commas, take turns; rewards/http.py has the protocol). A reward model
-    scores each prompt with its answer, followed by the token that ends one if the answer was cut.
-    It runs on the trainer's mesh, in the policy's dtype, after generation, and sleeps otherwise.
-    Dumped rollouts have its scores in their rewards.
+    `file.py:function`, called as f(prompt, completion, row) -> float, `openrlhf:file.py`,
+    `trl:file.py:function` or `verl:file.py:function`, called as theirs are, or
+    `http://host:port/path` (several, separated by commas, take turns; rewards/http.py has the
+    protocol). A reward model scores each prompt with its answer, followed by the token that ends
+    one if the answer was cut. It runs on the trainer's mesh, in the policy's dtype, after
+    generation, and sleeps otherwise. Dumped rollouts have its scores in their rewards.
     """
 
     #: What scores an answer. Several are summed. Empty: no function, if `model` alone is to score.

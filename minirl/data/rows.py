@@ -65,6 +65,7 @@ class Rows(Sequence[dict]):
     # Whether prompts may be made of rows by an environment, so that all may have one prompt.
     own_prompts: bool = False
     num_doubles: int = 0  # Rows that `read_rows` left out, because they equal others.
+    nested: tuple[str, ...] = ()  # Columns that the user has named with dots in their names.
     # int64 [S]: the number of each source's first row.
     first_numbers: np.ndarray = field(init=False)
 
@@ -120,6 +121,9 @@ class Rows(Sequence[dict]):
         if not isinstance(raw, dict):
             kind = type(raw).__name__
             raise UserError(f"{place}: a row must be an object of named values, not a {kind}")
+        for key in self.nested:
+            if (value := _value_inside(raw, key)) is not None:
+                raw = {**raw, key: value}
         if self.missing:
             for setting in [name for name, key in self.missing.items() if key in raw]:
                 del self.missing[setting]
@@ -172,7 +176,9 @@ def open_rows(
         first_number += size
     all_numbers = np.concatenate(numbers)
     marks = np.zeros(len(all_numbers), np.uint8)
-    return Rows(sources, make_row, distinct, all_numbers, marks, named_columns(cfg), own_prompts)
+    named = named_columns(cfg)
+    nested = tuple(key for key in named.values() if "." in key)
+    return Rows(sources, make_row, distinct, all_numbers, marks, named, own_prompts, nested=nested)
 
 
 def named_columns(cfg: RowsConfig) -> dict[str, str]:
@@ -183,6 +189,21 @@ def named_columns(cfg: RowsConfig) -> dict[str, str]:
         if option.name.endswith("_key") and values[option.name] != option.default:
             named[f"data.{option.name}"] = values[option.name]
     return named
+
+
+def _value_inside(row: dict, key: str) -> Any:
+    """Return what a key with dots leads to: row["a"]["b"] for a.b; None if there is nothing.
+
+    A column that has the dots in its name counts before that.
+    """
+    if key in row:
+        return row[key]
+    value: Any = row
+    for name in key.split("."):
+        if not isinstance(value, dict):
+            return None
+        value = value.get(name)
+    return value
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from typing import Any
 from minirl.envs.base import Env, Result, State
 from minirl.envs.openrlhf_modules import to_number
 from minirl.errors import UserError
-from minirl.rewards.trl import event_loop
+from minirl.rewards.by_name import event_loop
 
 Executor = Any  # An object of the user's class.
 

@@ -8,9 +8,9 @@ A reward function is any `(prompt, completion, row) -> float`, in any file:
 
     --reward.function my_reward.py:brevity
 
-or an HTTP endpoint (rewards/http.py), or a function written for OpenRLHF or TRL
-(`openrlhf:file.py`, `trl:file.py:function`), or several of them. `row["rendered_prompt"]` is the
-prompt as the policy reads it.
+or an HTTP endpoint (rewards/http.py), or a function written for OpenRLHF, TRL or verl
+(`openrlhf:file.py`, `trl:file.py:function`, `verl:file.py:function`), or several of them.
+`row["rendered_prompt"]` is the prompt as the policy reads it.
 """
 
 import copy
@@ -37,10 +37,15 @@ from minirl.rewards import (
     TrainerState,
     graders,
 )
+from minirl.rewards.by_name import foreign_prefix
 from minirl.rewards.http import RemoteReward
 
-# What makes a reward function of the text behind `openrlhf:` or `trl:`; imported when it is needed.
-ADAPTERS = {"openrlhf": "minirl.envs.openrlhf:reward", "trl": "minirl.rewards.trl:reward"}
+# What makes a reward function of the text behind a prefix; imported when it is needed.
+ADAPTERS = {
+    "openrlhf": "minirl.envs.openrlhf:reward",
+    "trl": "minirl.rewards.trl:reward",
+    "verl": "minirl.rewards.verl:reward",
+}
 
 FENCE_FLAGS = re.DOTALL | re.IGNORECASE
 
@@ -270,7 +275,16 @@ def _find_function(name: str, cfg: RewardConfig) -> RewardFunction | AdaptedRewa
         return RemoteReward(name, cfg)
     if kind in ADAPTERS:
         return resolve_name(ADAPTERS[kind])(argument)
-    return find_function("reward.function", name, REWARDS)
+    function = find_function("reward.function", name, REWARDS)
+    prefix, parameter = foreign_prefix(function)
+    if prefix:
+        place = name.rpartition(":")[0] if prefix == "openrlhf" else name
+        raise UserError(
+            f"reward.function = {name} has a parameter {parameter!r}, as functions of {prefix} "
+            f"have, and would be called with (prompt, completion, row); name it {prefix}:{place}, "
+            "or give its parameters other names"
+        )
+    return function
 
 
 def exact(prompt: RowPrompt, completion: str, row: dict) -> float:

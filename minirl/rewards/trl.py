@@ -16,24 +16,16 @@ Without a file the function is one that TRL ships, from the installed package `t
 messages, so they get such, and `solution` is the row's `answer` if it has no such column.
 """
 
-import asyncio
 import importlib
 import inspect
-import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from inspect import Parameter
 from typing import Any
-from urllib.parse import parse_qsl
-
-import numpy as np
-import torch
 
 from minirl.config.lookup import find_function
-from minirl.data.sources import option
 from minirl.errors import UserError, require
 from minirl.rewards import AdaptedReward, RewardCall, RowPrompt
+from minirl.rewards.by_name import NamedCall, plain_number, read_options
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids", "rendered_prompt")
 GIVEN = (
@@ -44,7 +36,6 @@ GIVEN = (
     "log_extra",
     "log_metric",
 )
-BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL)
 
 
 def reward(place: str) -> AdaptedReward:
@@ -85,8 +76,7 @@ def _shipped(place: str) -> Callable:
         require(not query, f"{where}: {name} takes no options behind ?")
         return function
     try:
-        options = parse_qsl(query, strict_parsing=bool(query))
-        return function(**{key: option(value) for key, value in options})
+        return function(**read_options(query))
     except (TypeError, ValueError) as error:
         raise UserError(
             f"{where}: {error}; give its arguments {inspect.signature(function)} behind ?, as in "
@@ -107,30 +97,10 @@ class TRLReward(AdaptedReward):
     """
 
     def __init__(self, place: str, function: Callable, *, is_shipped: bool = False):
-        self.name = f"reward.function = trl:{place}"
-        self.function = function
+        self.call = NamedCall(f"reward.function = trl:{place}", function, "TRL")
         self.is_shipped = is_shipped
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{self.name}: its signature cannot be read: {error}") from error
-        needed = [p for p in parameters if p.default is Parameter.empty]
-        unnamed = [p for p in needed if p.kind is Parameter.POSITIONAL_ONLY]
-        require(
-            not unnamed,
-            f"{self.name} cannot be called by keyword, as TRL does: its parameter "
-            f"{unnamed and unnamed[0].name!r} is positional-only; drop the / in its signature",
-        )
-        named = [p for p in parameters if p.kind not in (*BY_POSITION, Parameter.VAR_KEYWORD)]
-        require(
-            named or any(p.kind is Parameter.VAR_KEYWORD for p in parameters),
-            f"{self.name} takes no argument by keyword, so nothing could be scored; give it "
-            "completions and **kwargs",
-        )
-        self.takes_all = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
-        self.names = {p.name for p in named}
         # Columns without which it cannot be called.
-        self.columns = [p.name for p in named if p in needed and p.name not in GIVEN]
+        self.columns = [name for name in self.call.needed if name not in GIVEN]
 
     def why_not(self, row: dict) -> str:
         """Return which column is missing that the function has no default for."""
@@ -166,28 +136,11 @@ class TRLReward(AdaptedReward):
             "log_extra": log_extra,
             "log_metric": call.log_metric,
         }
-        if not self.takes_all:
-            given = {name: value for name, value in given.items() if name in self.names}
-        values = self.function(**given)
-        if inspect.isawaitable(values):
-            values = asyncio.run_coroutine_threadsafe(_result_of(values), event_loop()).result()
-        [value] = values
-        return value.item() if isinstance(value, torch.Tensor | np.generic) else value
+        [value] = self.call(given)
+        return plain_number(value)
 
     def _columns(self, row: dict) -> dict:
         columns = {name: value for name, value in row.items() if name not in NOT_COLUMNS}
         if self.is_shipped and "solution" not in columns and row.get("answer") is not None:
             columns["solution"] = str(row["answer"])
         return columns
-
-
-async def _result_of(values: Awaitable) -> Any:
-    return await values
-
-
-@cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop of all asynchronous functions, so that they may keep clients. In a thread."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="reward loop", daemon=True).start()
-    return loop
