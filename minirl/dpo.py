@@ -24,6 +24,7 @@ from minirl.algo.losses import Loss
 from minirl.config.supervised import DPOConfig
 from minirl.data.examples import Chats
 from minirl.errors import require
+from minirl.files import remove
 from minirl.minibatches import annotate_examples
 from minirl.parallel.machines import check_can_write, check_same
 from minirl.policy import Minibatch, Policy
@@ -83,6 +84,7 @@ class Trainer(PairTrainer):
                     # The file is there in whole or not at all. The ending is what savez would add.
                     partial = cache.with_name(cache.name + ".partial.npz")
                     partial.parent.mkdir(parents=True, exist_ok=True)
+                    remove(partial)
                     np.savez(
                         partial,
                         about=json.dumps(contents),

@@ -30,8 +30,12 @@ class Checksum(NamedTuple):
 
 
 def write_synced(path: Path, data: bytes) -> Checksum:
-    """Write a file and bring it to the disk; for files of a folder that is renamed later."""
-    with path.open("wb") as file:
+    """Write a new file and bring it to the disk; for files of a folder that is renamed later.
+
+    What had the name is removed: to open a link would empty the file that it points to.
+    """
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -68,6 +72,17 @@ def sync_files(folder: Path) -> None:
             sync_file(path)
 
 
+def remove(path: Path) -> None:
+    """Remove a file, a folder with everything in it, or a link, but not what it points to.
+
+    Nothing happens if there is none.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def partial_of(folder: Path) -> Path:
     """Return where a folder is while it is not whole."""
     return Path(f"{folder}.partial")
@@ -80,7 +95,7 @@ def publish_folder(folder: Path) -> None:
     """
     sync_folder(partial_of(folder))
     replaced = Path(f"{folder}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
+    remove(replaced)
     if folder.exists():
         folder.rename(replaced)
     partial_of(folder).rename(folder)

@@ -4,7 +4,6 @@ Each function raises UserError at the first thing that is missing or cannot work
 """
 
 import os
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +25,7 @@ from minirl.data.vision import read_vision
 from minirl.data.vision_base import Vision
 from minirl.envs.registry import make_env
 from minirl.errors import UserError, require
-from minirl.files import partial_of, publish_folder, sync_files
+from minirl.files import partial_of, publish_folder, remove, sync_files
 from minirl.log import say
 from minirl.model import build, delta_net, families, loading, mixtures, routing, scratch
 from minirl.model.weight_files import open_weights
@@ -450,7 +449,7 @@ def make_scratch(cfg: RLConfig | SupervisedConfig, max_len: int, mesh: Mesh) -> 
 def _write_scratch(cfg: RLConfig | SupervisedConfig, folder: Path, max_len: int) -> None:
     """Write the scratch model as a whole or not at all."""
     partial_folder = partial_of(folder)
-    shutil.rmtree(partial_folder, ignore_errors=True)
+    remove(partial_folder)
     scratch.make_model(cfg.policy.scratch, partial_folder, max_len=max_len, seed=cfg.seed)
     sync_files(partial_folder)
     publish_folder(folder)

@@ -254,6 +254,7 @@ def truncate(path: Path, *, keep_before: int, keep_sft: bool) -> None:
         keep_sft: whether to keep the rows of the warm start.
     """
     if not path.exists():
+        path.unlink(missing_ok=True)  # a link to nothing, where the run would make a file
         return
     kept = []
     num_torn = 0

@@ -7,7 +7,7 @@ import statistics
 import threading
 from pathlib import Path
 
-from minirl.files import sync_file
+from minirl.files import remove, sync_file
 
 # By kind of token: the phases that generate or train on it.
 PHASES_OF_TOKENS = {"generated": ("rollout",), "trained": ("forward", "backward")}
@@ -114,6 +114,7 @@ def _write_curves(folder: Path) -> Path:
         axis.grid(alpha=0.3)
     path = folder / "curves.png"
     partial = folder / "curves.png.partial"
+    remove(partial)
     figure.savefig(partial, dpi=110, format="png")
     sync_file(partial)
     partial.replace(path)

@@ -21,7 +21,7 @@ from minirl.config.parse import save_config
 from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.validate import resolve_learning_rates
-from minirl.files import write_whole
+from minirl.files import remove, write_whole
 from minirl.log import Log, Timer, say, truncate
 from minirl.model import lora
 from minirl.parallel.mesh import Mesh
@@ -106,6 +106,7 @@ class TrainingRun:
         """Write the config; drop what the run will write again. On rank 0."""
         lock.hold(self.output)
         unfinished = self.output / "config.yaml.partial"
+        remove(unfinished)
         save_config(self.cfg, unfinished)
         text = changes.head_of(type(self.cfg)) + unfinished.read_text()
         write_whole(self.output / "config.yaml", text)

@@ -40,7 +40,7 @@ from minirl.model import scratch
 from minirl.parallel.watch import Watch
 from minirl.rollout import records
 from minirl.types import Trajectory
-from programs import ROOT
+from programs import ROOT, fork
 from sharded import whole
 from test_checkpoint import differences, make, update
 
@@ -636,6 +636,69 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
     with lock.released(tmp_path):
         lock.hold(tmp_path)
     assert len(said) == 1 and "cannot be locked" in said[0]
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("precious")
+    for target in (outside, tmp_path / "nothing"):
+        folder = tmp_path / target.name.upper()
+        folder.mkdir()
+        (folder / "lock").symlink_to(target)
+        with pytest.raises(UserError, match=r"lock is a symbolic link, .*; remove it"):
+            lock.hold(folder)
+    with pytest.raises(UserError, match="lock is a symbolic link"):
+        lock.require_free(tmp_path / "OUTSIDE")
+    assert outside.read_text() == "precious" and not (tmp_path / "nothing").exists()
+
+
+# Where a run writes a file or a folder before it has its name; and files that it appends to.
+PARTIAL_FILES = (
+    "config.yaml.partial",
+    "summary.json.partial",
+    "curves.png.partial",
+    "cache.partial.npz",
+    "checkpoints/best.json.partial",
+)
+PARTIAL_FOLDERS = (
+    "scratch.partial",
+    "model.partial",
+    "model.replaced",
+    "checkpoints/step-1.partial",
+    "checkpoints/step-7.partial",
+)
+APPENDED = ("metrics.jsonl", "answers.jsonl")
+
+
+def test_links_in_a_run_folder_do_not_lead_outside(tmp_path):
+    """Whatever is a link there, the run writes beside it or in its place."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    outside = tmp_path / "outside"
+    (outside / "folder/state").mkdir(parents=True)
+    (outside / "folder/model").mkdir()
+    for name in ("file", "folder/config.json", "folder/progress.json", "folder/state/.metadata"):
+        (outside / name).write_text("precious")
+    for name in PARTIAL_FILES:
+        (run / name).symlink_to(outside / "file")
+    for name in PARTIAL_FOLDERS:
+        (run / name).symlink_to(outside / "folder")
+    for name in APPENDED:
+        (run / name).symlink_to(outside / "new")
+    before = {path: path.is_file() and path.read_text() for path in outside.rglob("*")}
+    rows = [{"prompt": f"word {i}", "chosen": "a", "rejected": "b"} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = "--policy.model scratch --policy.scratch.hidden-size 32 --policy.scratch.num-layers 1 "
+    flags += "--data.max-tokens 64 --num-steps 2 --batch-size 2 --checkpoint.every 1 --resume "
+    flags += "--checkpoint.save-hf --checkpoint.keep 1 --checkpoint.best-metric loss "
+    flags += "--data.held-out 2 --eval.every 1 --policy.dtype float32"
+    files = ["--data.train", tmp_path / "rows.jsonl", "--output", run]
+    files += ["--reference-cache", run / "cache"]
+    ended = fork("minirl.dpo", [*flags.split(), *files], tmp_path / "log")
+    assert ended.code == 0, ended.err
+    assert {path: path.is_file() and path.read_text() for path in outside.rglob("*")} == before
+    assert [path for path in run.rglob("*") if path.is_symlink()] == []
+    assert (run / "cache").exists() and (run / "model/model.safetensors").exists()
 
 
 def start(mesh, output):

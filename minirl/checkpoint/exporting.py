@@ -1,6 +1,5 @@
 """Export models in training, in the background, and checkpoints of runs."""
 
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,7 @@ from minirl.checkpoint.folder import (
     write_companions,
     write_files,
 )
-from minirl.files import partial_of, publish_folder, sync_file, sync_files
+from minirl.files import partial_of, publish_folder, remove, sync_file, sync_files
 from minirl.model import adapter_files
 from minirl.parallel.collect import ShardedTensor, collect, regions_of_ranks
 from minirl.parallel.fsdp import local
@@ -98,7 +97,7 @@ class Exporter:
         partial = partial_of(folder)
 
         def make_folder() -> None:
-            shutil.rmtree(partial, ignore_errors=True)
+            remove(partial)
             partial.mkdir(parents=True)
 
         self._on_rank_0(make_folder)
@@ -169,7 +168,7 @@ def publish_adapter(
     partial = partial_of(folder)
 
     def write() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
         partial.mkdir(parents=True)
         adapter_files.write_adapter(tensors, described, partial)
         publish_folder(folder)

@@ -3,11 +3,11 @@
 import json
 import math
 import re
-import shutil
 from pathlib import Path
 
 from minirl.checkpoint.checksums import find_damage
 from minirl.errors import require
+from minirl.files import remove
 from minirl.log import say
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import World
@@ -87,7 +87,7 @@ def _set_aside(damages: dict[Path, str], chosen: Path) -> None:
     """Say which checkpoints are damaged and rename them."""
     for path, damage in damages.items():
         aside = path.with_name(f"{path.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
         path.rename(aside)
         say(
             f"{path} is damaged ({damage}): going on from {chosen.name}, the one before; it is "
@@ -110,7 +110,7 @@ def drop_references(run: Path, step: int) -> None:
     oldest_in_use = max((n for n in references if n <= oldest), default=0)
     for n, path in references.items():
         if n < oldest_in_use:
-            shutil.rmtree(path)
+            remove(path)
 
 
 def read_best(run: Path) -> dict | None:

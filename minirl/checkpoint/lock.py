@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from minirl.errors import UserError
+from minirl.errors import UserError, require
 from minirl.log import say
 from minirl.reading import is_file
 
@@ -52,7 +52,11 @@ def hold(output: Path) -> None:
 def _open_locked(output: Path) -> int:
     """Return the descriptor that holds the lock. Raises UserError and OSError."""
     path = output / NAME
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    require(
+        not path.is_symlink(),
+        f"{path} is a symbolic link, and the run would overwrite what it points to; remove it",
+    )
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     if not _lock(descriptor, output):
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         os.close(descriptor)

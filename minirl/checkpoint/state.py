@@ -7,7 +7,6 @@ done. Its last file lists sizes and checksums of the others (checksums.py).
 import contextlib
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +25,7 @@ from minirl.checkpoint.random_states import random_states, set_random_states
 from minirl.checkpoint.reading import read_state, saved_shapes
 from minirl.config.shared import CheckpointConfig
 from minirl.errors import UserError, require
-from minirl.files import Checksum, sync_folder, write_synced, write_whole
+from minirl.files import Checksum, remove, sync_folder, write_synced, write_whole
 from minirl.log import say
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
@@ -158,7 +157,7 @@ class Saver(contextlib.AbstractContextManager):
             written[name] = write_synced(partial / name, text.encode())
 
         def make_folder() -> None:
-            shutil.rmtree(partial, ignore_errors=True)
+            remove(partial)
             (partial / "state").mkdir(parents=True)
             if self.cfg.save_hf:
                 (partial / MODEL).mkdir()
@@ -229,7 +228,7 @@ class Saver(contextlib.AbstractContextManager):
             if step not in kept:
                 path.rename(path.with_name(f"{path.name}.old.partial"))  # removed below
         for path in self.run.glob("checkpoints/step-*.partial"):
-            shutil.rmtree(path)
+            remove(path)
 
     def score(self, step: int, scores: dict[str, float]) -> None:
         """Take held-out scores of the weights after `step` steps.
