@@ -75,6 +75,9 @@ def arguments(cfg: EngineConfig, folder: Path) -> dict[str, Any]:
     if convolution(config):
         # Without parts of prompts there are no states behind prefixes that it could keep.
         found["enable_prefix_caching"] = False
+        # As the trainer has them. By itself vLLM takes the model's dtype, unless the CPU multiplies
+        # bfloat16.
+        found["mamba_ssm_cache_dtype"] = "float32"
     if "kv_lora_rank" in config.get_text_config().to_dict():
         # Where a CPU has AMX, another one packs a weight once, and drops it.
         found["attention_backend"] = "CPU_MLA"
