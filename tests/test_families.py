@@ -177,10 +177,12 @@ def oracle_of(folder, dtype):
 
 def differences(mesh, folder, sequence, dtype="float64", checkpointing=None):
     """Worst log-prob or entropy, worst gradient relative to its parameter's largest, and that
-    parameter. With `sequence` the model has fused kernels (their formulas, on CPU)."""
+    parameter, beside the library in float64. With `sequence` the model has fused kernels (their
+    formulas, on CPU). In float32 the library's own differences are there, too."""
     checkpointing = checkpointing or ("selective" if sequence else "off")
     # Before the policy is built: fused rotary positions are those of the library's models, too.
-    wanted, grads = oracle_of(folder, dtype)
+    wanted, grads = oracle_of(folder, "float64")
+    by_library = oracle_of(folder, dtype)
 
     with mock.patch.object(fused, "choose", lambda *_: fused.LIGER if sequence else None):
         policy = Policy(
@@ -194,12 +196,27 @@ def differences(mesh, folder, sequence, dtype="float64", checkpointing=None):
     (values * weights).sum().div(
         mesh.data_size
     ).backward()  # all ranks have the same batch, and gradients are summed
-    wanted = torch.tensor(
-        [wanted[t.group, t.episode, i - 1] for _, t, i in rows], dtype=torch.float64
-    ).t()
     trained = lora.trained(policy.model)
     assert trained.keys() == grads.keys()
     found = {n: p.grad.full_tensor() for n, p in trained.items()}
+
+    def values_of(said):
+        order = [said[t.group, t.episode, i - 1] for _, t, i in rows]
+        return torch.tensor(order, dtype=torch.float64).t()
+
+    wanted_values = values_of(wanted)
+    own_values = values[:, [row for row, *_ in rows]].detach()
+    out = compare(own_values, found, wanted_values, grads, dtype)
+    if dtype != "float64":
+        library_values, library_grads = by_library
+        out["library"] = compare(
+            values_of(library_values), library_grads, wanted_values, grads, dtype
+        )
+    return out
+
+
+def compare(values, found, wanted, grads, dtype):
+    """What `differences` says of values and gradients."""
     relative = {n: ((found[n] - g).abs().max() / g.abs().max()).item() for n, g in grads.items()}
     # What all keys have in common changes no attention: its gradient is 0, and found by rounding.
     bound = 100 * torch.finfo(getattr(torch, dtype)).eps
@@ -208,7 +225,7 @@ def differences(mesh, folder, sequence, dtype="float64", checkpointing=None):
         del relative[n]
     name = max(relative, key=relative.get)
     return {
-        "values": (values[:, [row for row, *_ in rows]] - wanted).abs().max().item(),
+        "values": (values - wanted).abs().max().item(),
         "gradient": relative[name],
         "parameter": name,
     }
@@ -266,13 +283,11 @@ def test_forward_and_gradients_are_hugging_faces(results, family, mesh):
     assert isinstance(result, dict), result
     assert result["values"] < 1e-12 and result["gradient"] < 1e-13, result
     if mesh == "one rank":
-        # The deepest path of roundings: a gated delta net behind a mixture and a tower.
-        bound = 3e-5 if family == "qwen3_5_moe" else 2e-5
-        # HyperCLOVA's residuals are scaled up by its config.
-        values = 2e-5 if family == "hyperclovax" else 1e-5
-        assert result["float32"]["values"] < values and result["float32"]["gradient"] < bound, (
-            result
-        )
+        # Some models make much of a rounding: Gemma 4's gradients change by 9e-6 with its weights'
+        # last bits, Llama's by 4e-7. Then the library is as far from what is right.
+        float32 = result["float32"]
+        for what in ("values", "gradient"):
+            assert float32[what] < max(1e-5, 2 * float32["library"][what]), float32
 
 
 @pytest.mark.parametrize(
