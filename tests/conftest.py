@@ -67,3 +67,14 @@ def chosen(request) -> set[str]:
     items = [item for item in request.session.items if item.path == request.path]
     params = [item.callspec.params for item in items if hasattr(item, "callspec")]
     return {param["family"] for param in params if "family" in param}
+
+
+@pytest.fixture(autouse=True)
+def end_of_programs():
+    """End what a test has started: one that failed has not come to it."""
+    yield
+    programs = sys.modules.get("programs")  # Tests of programs have imported it.
+    if programs:
+        for running in programs.Running.started:
+            running.kill()
+        programs.Running.started.clear()

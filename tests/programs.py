@@ -4,6 +4,7 @@ that has imported everything.
 A fork costs a tenth of a second where torchrun pays ten of imports, and goes through the same
 `__main__` and the same exit."""
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -23,6 +24,13 @@ from harness import PRELOAD
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart_rl.yaml"
+# The environment of a program that takes its CPU for one with AVX2 and nothing newer.
+AVX2 = {
+    "PYTHONPATH": f"{ROOT / 'tests' / 'avx2'}:{ROOT}",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
 
 
 @dataclass
@@ -37,7 +45,10 @@ class Ended:
 
 
 class Running:
-    """A program under way. Its streams go to files, so that no full pipe stops it."""
+    """A program under way. Its streams go to files, so that no full pipe stops it. It ends with the
+    test that has started it, however that ends (conftest.py)."""
+
+    started: "list[Running]" = []  # By the test that runs.
 
     def __init__(self, command: list[str], log: Path, env: dict[str, str] | None = None):
         log.mkdir(parents=True, exist_ok=True)
@@ -46,6 +57,7 @@ class Running:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdout=out, stderr=err, env={**os.environ, **(env or {})}
             )
+        self.started.append(self)
 
     def ranks(self) -> list[psutil.Process]:
         """The processes that torchrun started, in the order of their ranks; empty before it did."""
@@ -67,10 +79,16 @@ class Running:
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            for p in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
-                p.kill()
-            self.process.wait()
+            self.kill()
         return Ended(self.process.returncode, self.out.read_text(), self.err.read_text())
+
+    def kill(self) -> None:
+        """With all its children; nothing happens to what has ended."""
+        if self.process.poll() is None:
+            for p in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+                with contextlib.suppress(psutil.NoSuchProcess):  # It has just ended.
+                    p.kill()
+            self.process.wait()
 
 
 def torchrun(
@@ -118,19 +136,21 @@ def fork(
         context.Process(target=_main, args=(module, [str(f) for f in flags], str(log), env))
         for env in environments
     ]
-    for p in processes:
-        p.start()
-    end = time.monotonic() + seconds
-    running = {p.sentinel: p for p in processes}
-    while running:
-        ready = wait(list(running), max(0.0, end - time.monotonic()))
-        ended = [running.pop(sentinel) for sentinel in ready]
-        if not ended or any(p.exitcode for p in ended):
-            break
-    codes = [p.exitcode for p in processes]
-    for p in processes:
-        p.kill()
-        p.join()
+    try:
+        for p in processes:
+            p.start()
+        end = time.monotonic() + seconds
+        running = {p.sentinel: p for p in processes}
+        while running:
+            ready = wait(list(running), max(0.0, end - time.monotonic()))
+            ended = [running.pop(sentinel) for sentinel in ready]
+            if not ended or any(p.exitcode for p in ended):
+                break
+        codes = [p.exitcode for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+            p.join()
     return Ended(
         next(filter(None, [*codes, *(p.exitcode for p in processes)]), 0),
         *((log / name).read_text() for name in STREAMS),

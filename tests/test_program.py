@@ -555,7 +555,9 @@ def test_killed_ranks_of_one_engine_leave_no_shared_memory(data, tmp_path):
         for line in lines
         if "/dev/shm/" in line
     }
-    assert len(segments) >= 2 and any("minirl-" in path for path in segments)
+    # vLLM's build for AVX2 has no exchange by shared memory: what is left are Python's queues.
+    exchanges = not any("_C_AVX2" in line for line in lines)
+    assert len(segments) >= 2 and any("minirl-" in path for path in segments) is exchanges, segments
     running.ranks()[0].kill()
     assert running.end(60).code == 1
     end = time.monotonic() + 10
