@@ -9,17 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 import datasets
 import numpy as np
 import pytest
+from PIL import Image
 
 from harness import ranks
 from in_memory import ALONE, read_all
 from minirl.config.parse import load_config, parse_flags, save_config
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, RowsConfig
-from minirl.config.supervised import ChatsConfig
+from minirl.config.supervised import ChatsConfig, PairsConfig
 from minirl.config.validate import validate_templates
 from minirl.data import chat
 from minirl.data.examples import Chats, open_chats
 from minirl.data.order import Mixture, Order
+from minirl.data.pairs import open_pairs
 from minirl.data.prompts import LengthBound, Prompts, open_prompts
 from minirl.data.split import read_rows
 from minirl.data.turns import encode_chat
@@ -27,6 +29,8 @@ from minirl.errors import UserError
 from minirl.model.scratch import make_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+SYSTEM = {"role": "system", "content": "Count."}
+HUMAN, GPT = {"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}  # ShareGPT's
 ROWS = [{"prompt": f'row {i},\n"{i}"', "answer": f"00{i}", "level": str(i % 3)} for i in range(12)]
 
 
@@ -209,13 +213,18 @@ def test_max_samples_takes_the_first_of_each_source(tmp_path):
         ({"instruction": "do", "input": ""}, "do", None),
         ({"context_messages": [USER], "label": 0}, [USER], 0),
         ({"prompt": None, "input": "q"}, "q", None),
+        ({"conversations": [USER, ANSWER]}, [USER], "2"),
+        ({"conversations": [HUMAN, GPT]}, [USER], "2"),
+        ({"conversations": [HUMAN], "answer": "3"}, [USER], "3"),
+        ({"conversations": [HUMAN, GPT], "system": "Count."}, [SYSTEM, USER], "2"),
     ],
 )
 def test_prompts_in_the_layouts_of_others(tmp_path, row, prompt, answer):
     (found,) = rows_of(jsonl(tmp_path / "a.jsonl", [row]))
     assert (found["prompt"], found.get("answer")) == (prompt, answer)
-    assert {k: v for k, v in found.items() if k not in ("prompt", "answer")} == {
-        k: v for k, v in row.items() if k not in ("prompt", "answer")
+    changed = ("prompt", "answer", "conversations")
+    assert {k: v for k, v in found.items() if k not in changed} == {
+        k: v for k, v in row.items() if k not in changed
     }
 
 
@@ -229,12 +238,66 @@ def test_prompts_in_the_layouts_of_others(tmp_path, row, prompt, answer):
         {"instruction": "1+1", "output": "2"},
         {"instruction": "1+1", "input": "", "output": "2"},
         {"context_messages": [USER], "output": "2"},
+        {"conversations": [USER, ANSWER]},
+        {"conversations": [HUMAN, GPT]},
+        {"messages": [HUMAN, GPT]},
+        {"prompt": [HUMAN], "completion": [GPT]},
     ],
 )
 def test_chats_in_the_layouts_of_others(tmp_path, row):
     assert list(chats_of(jsonl(tmp_path / "a.jsonl", [row]))) == [
         {"messages": [USER, ANSWER], "trained": [1]}
     ]
+
+
+def test_pairs_in_sharegpt_s_layout(tmp_path):
+    other = {"from": "gpt", "value": "3"}
+    wrong = {"role": "assistant", "content": "3"}
+    for row in (
+        {"conversations": [HUMAN], "chosen": GPT, "rejected": other},
+        {"chosen": [HUMAN, GPT], "rejected": [HUMAN, other]},
+    ):
+        source = jsonl(tmp_path / "a.jsonl", [row])
+        (pair,) = read_all(open_pairs(source, "data.train", PairsConfig(), ALONE))
+        assert (pair["prompt"], pair["chosen"], pair["rejected"]) == ([USER], [ANSWER], [wrong])
+
+
+def test_calls_of_tools_in_sharegpt_s_layout(tmp_path):
+    function = {"name": "add", "arguments": {"a": 1}}
+    turns = [HUMAN, {"from": "function_call", "value": json.dumps(function)}]
+    turns += [{"from": "observation", "value": "2"}, GPT]
+    tools = json.dumps([{"name": "add", "parameters": {}}])
+    (row,) = chats_of(jsonl(tmp_path / "a.jsonl", [{"conversations": turns, "tools": tools}]))
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function"}]}
+    call["tool_calls"][0]["function"] = function
+    assert row["messages"] == [USER, call, {"role": "tool", "content": "2"}, ANSWER]
+    assert row["trained"] == [1, 3]
+    assert row["template_inputs"]["tools"][0]["function"]["name"] == "add"
+
+
+def test_places_of_images_in_sharegpt_s_layout(tmp_path):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    turns = [{"from": "human", "value": "<image>\nWhat?"}, GPT]
+    row = {"image": str(tmp_path / "a.png"), "conversations": turns}
+    (row,) = chats_of(jsonl(tmp_path / "a.jsonl", [row]))
+    assert [part["type"] for part in row["messages"][0]["content"]] == ["image", "text"]
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        (
+            {"from": "narrator", "value": "x"},
+            "message 2 is {'from': 'narrator', .*from must be one of human",
+        ),
+        ({"from": "gpt", "value": None}, "message 2 is {'from': 'gpt', 'value': None}"),
+        ({"from": "function_call", "value": "add(1)"}, "message 2 has tool_calls, and one has no"),
+    ],
+)
+def test_who_speaks_in_sharegpt_s_layout_is_known(tmp_path, turn, message):
+    source = jsonl(tmp_path / "a.jsonl", [{"conversations": [HUMAN, turn]}])
+    with pytest.raises(UserError, match=f"line 1.*{message}"):
+        chats_of(source)
 
 
 def test_a_name_that_was_asked_for_has_no_others(tmp_path):

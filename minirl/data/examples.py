@@ -54,7 +54,7 @@ def open_chats(source: str | list[str], setting: str, cfg: ChatsConfig, mesh: Me
 
 def to_chat(raw: dict, place: Place, cfg: ChatsConfig) -> dict:
     """Return a row as `open_chats` does. Raises UserError if it is none of these."""
-    messages = raw.get(cfg.messages_key)
+    messages = column(raw, cfg.messages_key)
     prompt = column(raw, cfg.prompt_key)
     completion = column(raw, cfg.completion_key)
     text = raw.get(cfg.text_key)

@@ -13,6 +13,71 @@ from minirl.reading import parse_json
 Messages = list[dict]  # A chat: each with a role and a content.
 RowPrompt = str | Messages
 
+# Who speaks in a row of ShareGPT's layout -> the role.
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+    "function_call": "assistant",
+}
+
+
+def from_sharegpt(raw: dict) -> dict:
+    """Return a row whose messages have role and content, where ShareGPT has `from` and `value`.
+
+    A list of such messages is replaced in whatever column it is, and so is a single one: the two
+    sides of a pair. `system`, if the row has it, is put before `conversations`, and `<image>` is
+    the place of an image if the row has some. Messages of others than SPEAKERS stay as they are,
+    and `why_no_messages` says why.
+    """
+    found = {}
+    has_images = bool(raw.get("image") or raw.get("images"))
+    for key, value in raw.items():
+        messages = [value] if isinstance(value, dict) else value
+        if not (isinstance(messages, list) and messages and _are_of_sharegpt(messages)):
+            continue
+        found[key] = [_from_speaker(message, has_images) for message in messages]
+    if not found:
+        return raw
+    system = raw.get("system")
+    chat = found.get("conversations")
+    if chat and chat[0]["role"] != "system" and isinstance(system, str) and system:
+        chat.insert(0, {"role": "system", "content": system})
+    return raw | found
+
+
+def _are_of_sharegpt(messages: list) -> bool:
+    return all(
+        isinstance(message, dict)
+        and isinstance(message.get("from"), str)
+        and message["from"] in SPEAKERS
+        and isinstance(message.get("value"), str)
+        for message in messages
+    )
+
+
+def _from_speaker(message: dict, has_images: bool) -> dict:
+    """Return one message of ShareGPT's with its role; a `function_call` as a call of a tool."""
+    role = SPEAKERS[message["from"]]
+    text = message["value"]
+    if message["from"] == "function_call":
+        call = {"type": "function", "function": _parsed(text)}
+        return {"role": role, "content": "", "tool_calls": [call]}
+    if not has_images or "<image>" not in text:
+        return {"role": role, "content": text}
+    parts = []
+    for number, piece in enumerate(text.split("<image>")):
+        if number:
+            parts.append({"type": "image"})
+        if piece.strip():
+            parts.append({"type": "text", "text": piece})
+    return {"role": role, "content": parts}
+
 
 def why_no_messages(value: object) -> str:
     """Return what is wrong with a list of messages with role and content; empty: nothing."""
@@ -20,7 +85,7 @@ def why_no_messages(value: object) -> str:
         return "there is no list of messages"
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or "role" not in message:
-            return f"message {number} has no role and content"
+            return _why_not_of_sharegpt(value) or f"message {number} has no role and content"
         role = message["role"]
         if not isinstance(role, str) or not role:
             return f"the role of message {number} is {role!r}; it must be a text"
@@ -38,6 +103,19 @@ def why_no_messages(value: object) -> str:
                 'list of {"type": "text", "text": ...} and {"type": "image"}'
             )
     return ""
+
+
+def _why_not_of_sharegpt(messages: list) -> str:
+    """Return which message is not as `from_sharegpt` takes it; empty: none has from and value."""
+    if not any(isinstance(message, dict) and "from" in message for message in messages):
+        return ""
+    for number, message in enumerate(messages, start=1):
+        if not _are_of_sharegpt([message]):
+            return (
+                f"message {number} is {str(message)[:80]}, whose from must be one of "
+                f"{', '.join(SPEAKERS)}, and whose value a text"
+            )
+    return "its messages have from and value"
 
 
 def is_messages(value: object) -> TypeGuard[Messages]:

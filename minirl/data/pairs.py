@@ -67,6 +67,8 @@ def _to_pair(raw: dict, place: Place, cfg: PairsConfig) -> dict:
             cfg.rejected_key: other_answer(raw, place.source),
         }
     prompt = raw.get(cfg.prompt_key)
+    if prompt is None:
+        prompt = raw.get("conversations")
     chosen = _side(raw, "chosen", cfg.chosen_key, place)
     rejected = _side(raw, "rejected", cfg.rejected_key, place)
     if prompt is not None and not is_prompt(prompt):

@@ -72,7 +72,8 @@ def _to_prompt(
         prompt = NO_PROMPT
     answer = column(raw, cfg.answer_key)
     # Of a chat to imitate, the last turn is the answer.
-    is_chat = prompt is raw.get("messages") and cfg.prompt_key != "messages"
+    chats = ("messages", "conversations")
+    is_chat = cfg.prompt_key not in chats and any(prompt is raw.get(name) for name in chats)
     if is_chat and is_messages(prompt) and prompt[-1]["role"] == "assistant":
         answer = prompt[-1]["content"] if answer is None else answer
         prompt = prompt[:-1]

@@ -15,6 +15,7 @@ from minirl.data.images import BadImage, attach
 from minirl.data.messages import (
     RowPrompt,
     for_template,
+    from_sharegpt,
     has_calls,
     read_template_kwargs,
     read_tools,
@@ -28,7 +29,8 @@ from minirl.parallel.mesh import Mesh
 # What TRL, OpenRLHF and others call a column. These names are tried where a row has none of the
 # default name; a setting that asks for another name has no alternatives.
 OTHER_NAMES = {
-    "prompt": ("instruction", "input", "context_messages", "messages"),
+    "prompt": ("instruction", "input", "context_messages", "messages", "conversations"),
+    "messages": ("conversations",),
     "completion": ("output",),
     "answer": ("solution", "label"),
     "data_source": ("datasource",),
@@ -127,7 +129,7 @@ class Rows(Sequence[dict]):
         if self.missing:
             for setting in [name for name, key in self.missing.items() if key in raw]:
                 del self.missing[setting]
-        return self.make_row(raw, place)
+        return self.make_row(from_sharegpt(raw), place)
 
 
 def open_rows(
