@@ -1,14 +1,18 @@
 """Rows from every kind of place are the same rows; sources mixed by size or weight come in an order
 of the seed and the number alone."""
 
+import gzip
 import json
+import sys
 import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
+import zstandard
 from PIL import Image
 
 from harness import ranks
@@ -32,6 +36,7 @@ USER, ANSWER = {"role": "user", "content": "1+1"}, {"role": "assistant", "conten
 SYSTEM = {"role": "system", "content": "Count."}
 HUMAN, GPT = {"from": "human", "value": "1+1"}, {"from": "gpt", "value": "2"}  # ShareGPT's
 ROWS = [{"prompt": f'row {i},\n"{i}"', "answer": f"00{i}", "level": str(i % 3)} for i in range(12)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +76,13 @@ def written(folder, kind):
         table.to_parquet(folder / "a.parquet")
     elif kind == "csv":
         table.to_csv(folder / "a.csv")
+    elif kind == "json lines, gz":
+        (folder / "a.jsonl.gz").write_bytes(gzip.compress(LINES))
+    elif kind == "json lines, zst":  # of two frames, as pzstd writes them
+        frames = [zstandard.compress(LINES[:300]), zstandard.compress(LINES[300:])]
+        (folder / "a.jsonl.zst").write_bytes(b"".join(frames))
+    elif kind == "json list, gz":
+        (folder / "a.json.gz").write_bytes(gzip.compress(json.dumps(ROWS).encode()))
     elif kind == "saved":
         table.save_to_disk(folder / "a.saved")
     else:
@@ -79,10 +91,65 @@ def written(folder, kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["jsonl", "json lines", "json list", "parquet", "csv", "saved", "splits"]
+    "kind",
+    [
+        *("jsonl", "json lines", "json lines, gz", "json lines, zst", "json list"),
+        *("json list, gz", "parquet", "csv", "saved", "splits"),
+    ],
 )
 def test_the_same_rows_from_every_format(tmp_path, kind):
     assert list(rows_of(written(tmp_path, kind))) == ROWS
+
+
+def test_a_compressed_file_is_decompressed_once_and_again_when_it_has_changed(tmp_path):
+    source = tmp_path / "a.jsonl.gz"
+    copies = Path(datasets.config.HF_DATASETS_CACHE) / "minirl"
+    for rows in (ROWS, ROWS[:3]):
+        source.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+        first = opened(source)
+        times = {path: path.stat().st_mtime_ns for path in copies.glob("*.jsonl")}
+        assert list(read_all(first)) == list(rows_of(source)) == rows
+        assert {path: path.stat().st_mtime_ns for path in copies.glob("*.jsonl")} == times
+        assert first.sources[0].name == "a"
+    assert len(times) == 2
+
+
+def open_gz(mesh, source, cache):
+    datasets.config.HF_DATASETS_CACHE = cache
+    return len(open_prompts(source, "data.train", DataConfig(), mesh))
+
+
+def test_ranks_decompress_a_file_together(tmp_path):
+    source = written(tmp_path, "json lines, gz")
+    assert ranks(4, open_gz, source, tmp_path / "cache") == [len(ROWS)] * 4
+    assert len(list((tmp_path / "cache" / "minirl").glob("*.jsonl"))) == 1
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_a_damaged_compressed_file_is_refused_and_leaves_nothing(tmp_path, kind):
+    path = Path(written(tmp_path, f"json lines, {kind}"))
+    whole = path.read_bytes()
+    for data in (whole[:-9], b"nothing of the kind", b""):
+        path.write_bytes(data)
+        if not data and kind == "gz":
+            continue  # to gzip no bytes are an empty file, and that has no rows
+        with pytest.raises(UserError, match=rf"a.jsonl.{kind}: not a good .{kind} file: .*again"):
+            rows_of(path)
+    left = Path(datasets.config.HF_DATASETS_CACHE, "minirl").iterdir()
+    assert {path.suffix for path in left} == {".lock"}
+
+
+def test_a_bad_line_of_a_compressed_file_has_its_number(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES + b"{"))
+    with pytest.raises(UserError, match=r"a.jsonl.gz: line 13 is not JSON"):
+        rows_of(tmp_path / "a.jsonl.gz")
+
+
+def test_zstandard_is_asked_for_by_name(tmp_path, monkeypatch):
+    source = written(tmp_path, "json lines, zst")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(UserError, match="a.jsonl.zst: to read .zst, install zstandard: .*pip"):
+        rows_of(source)
 
 
 def test_a_folder_of_files_and_a_hub_id_go_through_load_dataset(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ ESTIMATORS = (
 REWARDS = ("exact", "final_answer", "math_verify", "reasoning_gym", "python_tests")
 
 GYM = "reasoning_gym:"
-ROW_FILES = (".jsonl", ".json", ".parquet", ".csv")
+ROW_FILES = (".jsonl", ".json", ".parquet", ".csv", ".gz", ".zst")
 HUB_DATASET = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 HUB_MODEL = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
 OWN_FOLDERS = ("runs", "models")  # Of this repository; a hub id could have the same form.

@@ -3,7 +3,7 @@
 A source is a text, `PLACE` or `PLACE?option=value&...`, and PLACE is one of
 
     rows.jsonl, rows.json (a list, or JSON lines), rows.parquet, rows.csv (all values are texts; the
-        first line has the names)
+        first line has the names); all but Parquet also compressed: rows.jsonl.gz, rows.jsonl.zst
     a folder that `datasets` saved (save_to_disk) or can load, or a hub id; options `split` and
         `subset`
     reasoning_gym:NAME; options of that generator, `size` and `seed`
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from minirl.config.named import GYM, check_source
+from minirl.data.compressed import ENDINGS, decompressed
 from minirl.data.json_lines import JsonLines
 from minirl.errors import UserError, require
 from minirl.parallel.machines import errors_of_machines
@@ -111,7 +112,8 @@ def _open(text: str, setting: str) -> tuple[Source, Path | None]:
             f"{label}: {error}; options are written ?name=value&name=value, and weight is a number "
             "above 0"
         ) from error
-    name = options.pop("name", path.stem if is_file(path) else generator)
+    plain = path.stem if path.suffix in ENDINGS else path.name  # Its name without `.gz`.
+    name = options.pop("name", Path(plain).stem if is_file(path) else generator)
 
     # 2. Its rows.
     rows: Sequence | None
@@ -123,6 +125,10 @@ def _open(text: str, setting: str) -> tuple[Source, Path | None]:
             raise UserError(
                 f"{label}: a file has no option {next(iter(options))}; it has weight and name"
             )
+        if path.suffix in ENDINGS:
+            import datasets
+
+            path = decompressed(path, Path(datasets.config.HF_DATASETS_CACHE), label)
         is_arrow = path.suffix == ".parquet"
         rows = _read_parquet(path, label) if is_arrow else _read_file(path, label)
     else:
