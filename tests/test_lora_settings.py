@@ -88,7 +88,7 @@ def test_a_missing_package_of_four_bits_is_told(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name)
     )
-    with pytest.raises(UserError, match=r"needs the package bitsandbytes: pip install 'minirl\[q"):
+    with pytest.raises(UserError, match=r"needs the package bitsandbytes: pip install 'bits"):
         nf4.check(torch.device("cpu"))
     nf4._library.cache_clear()
 

@@ -251,6 +251,15 @@ def settings(cls: type, prefix: str = "") -> Iterator[str]:
             yield from settings(hints[field.name], f"{prefix}{field.name}.")
 
 
+def test_nobody_is_sent_to_the_index_for_minirl():
+    """Its name there is another project's."""
+    for place in ("README.md", "pyproject.toml", "launch", "minirl", "configs", "benchmarks"):
+        path = ROOT / place
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            if file.suffix in (".md", ".py", ".sh", ".sbatch", ".toml", ".yaml"):
+                assert not re.search(r"pip install ['\"]?minirl\b", file.read_text()), file
+
+
 @each_page
 def test_flags_and_settings_that_are_named_exist(page):
     known = {name for cls in PROGRAMS.values() if cls for name in settings(cls)}

@@ -37,8 +37,8 @@ def _library() -> Any:
     """Return the functions of bitsandbytes. Raises UserError without the package."""
     require(
         importlib.util.find_spec("bitsandbytes") is not None,
-        "lora.quantization = nf4 needs the package bitsandbytes: pip install 'minirl[qlora]', or "
-        "leave it at none",
+        "lora.quantization = nf4 needs the package bitsandbytes: pip install 'bitsandbytes>=0.46', "
+        "or leave it at none",
     )
     # It warns on CPUs that it could be faster by kernels from a hub.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
