@@ -86,7 +86,7 @@ def attach(
         new: names of parameters that are trained whole because the base may lack them.
 
     Raises:
-        UserError: a target matches nothing, or the rank is not below a matrix's.
+        UserError: a target matches nothing.
     """
     trained_whole = set(new)
     if cfg.modules_to_save:
@@ -101,7 +101,7 @@ def attach(
         if any(p.requires_grad for p in module.parameters()):
             continue  # It is trained whole.
         if isinstance(module, nn.Linear):
-            _attach_to_linear(module, name, adapters, dtype, setting)
+            _attach_to_linear(module, adapters, dtype)
         else:
             _attach_to_experts(module, name, adapters, dtype, setting)
     if cfg.quantization == "nf4":
@@ -175,10 +175,7 @@ def _matches(name: str, target: str) -> bool:
     return last == target and not in_tower
 
 
-def _attach_to_linear(
-    module: nn.Linear, name: str, adapters: Adapters, dtype: torch.dtype, setting: str
-) -> None:
-    _check_rank(adapters.rank, f"{name}.weight", module.weight.shape, setting)
+def _attach_to_linear(module: nn.Linear, adapters: Adapters, dtype: torch.dtype) -> None:
     _register(module, "", module.weight, adapters, dtype)
     module.forward = partial(_forward, module, adapters)  # type: ignore[method-assign]
 
@@ -189,7 +186,6 @@ def _attach_to_experts(
     _check_layout(module, name, f"{setting}.targets")
     for fused in FUSED:
         weight = module.get_parameter(fused)
-        _check_rank(adapters.rank, f"{name}.{fused}", weight.shape[1:], setting)
         _register(module, f"{fused}_", weight, adapters, dtype)
     module.adapters = adapters  # type: ignore[assignment]  # for model/experts.py
 
@@ -211,14 +207,6 @@ def _register(
     for name, shape in shapes.items():
         values = torch.empty(*experts, *shape, dtype=dtype, device=weight.device)
         module.register_parameter(prefix + name, nn.Parameter(values))
-
-
-def _check_rank(rank: int, name: str, shape: torch.Size, setting: str) -> None:
-    require(
-        rank < min(shape),
-        f"{setting}.rank = {rank} is not below {min(shape)}, the smaller side of {name} "
-        f"{list(shape)}; take a lower rank, or train the weights themselves ({setting}.rank 0)",
-    )
 
 
 def _forward(module: nn.Linear, adapters: Adapters, x: Tensor) -> Tensor:
