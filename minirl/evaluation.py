@@ -124,19 +124,19 @@ def means_of_step(trajectories: list[Trajectory], threshold: float, mesh: Mesh) 
     return means
 
 
-def _require_answers(sampler: Sampler, num_prompts: int, num_trajectories: int) -> None:
+def _require_answers(sampler: Sampler, num_prompts: int, num_answers: int) -> None:
     """Refuse an evaluation without any answer, and say why there is none. Collective.
 
     Args:
         sampler: knows why episodes have failed on this rank.
         num_prompts: held out.
-        num_trajectories: with tokens, on this rank.
+        num_answers: with tokens, on this rank.
 
     Raises:
         UserError: on all ranks.
     """
     runner = sampler.runner
-    of_ranks = sampler.mesh.gather((num_trajectories, runner.failures[:1], runner.refusals[-1:]))
+    of_ranks = sampler.mesh.gather((num_answers, runner.failures[:1], runner.refusals[-1:]))
     if any(num for num, _, _ in of_ranks):
         return
     failures = itertools.chain.from_iterable(each for _, each, _ in of_ranks)
@@ -174,8 +174,9 @@ def evaluate(
     trajectories = sampler.collect(prompts, range(len(prompts.rows)), cfg.samples, sampling)
     if trajectories is None:
         return None
-    num_with_tokens = sum(len(t.tokens) > 0 for t in trajectories)
-    _require_answers(sampler, len(prompts.rows), num_with_tokens)
+    # Tokens of a grammar are outside the loss, and an answer all the same.
+    num_answers = sum(t.info["answer_tokens"] > 0 for t in trajectories)
+    _require_answers(sampler, len(prompts.rows), num_answers)
     if reward_model:
         reward_model.grade(trajectories)
     episodes = [t for t in trajectories if t.segment == 0]

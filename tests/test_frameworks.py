@@ -3,6 +3,7 @@ one of them, with a random tiny model that is held to calls and formats where th
 
 import importlib
 import json
+import re
 
 import pytest
 
@@ -78,6 +79,39 @@ def test_an_evaluation_in_which_all_is_refused_ends_with_the_refusal(tmp_path):
     assert "none of the 2 held-out prompts got an answer to evaluate" in message
     assert "response_format has the type 'grammar'; give text, json_object or json_sch" in message
     assert "Traceback" not in ended.err
+
+
+def test_answers_that_are_all_the_grammars_count_in_an_evaluation(tmp_path):
+    ended, scores = evaluate(tmp_path, ["json_object", "json_object"])
+    assert ended.code == 0, ended.err[-3000:]
+    assert scores["accuracy"] == scores["endpoint/outside_loss"] == 1.0
+    assert 0.0 < scores["answer_tokens"] <= 8.0
+
+
+def test_training_on_answers_that_are_all_the_grammars_ends_with_the_reason(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "hi", "wanted": "json_object"}))
+    (tmp_path / "agent.py").write_text(REFUSED)
+    flags = {
+        "output": tmp_path / "run",
+        "policy.model": tiny.make(tmp_path / "model"),
+        "policy.dtype": "float32",
+        "data.train": tmp_path / "rows.jsonl",
+        "data.eval": tmp_path / "rows.jsonl",
+        "env.name": f"{tmp_path / 'agent.py'}:Refused",
+        "env.timeout-seconds": 300,
+        "rollout.prompts-per-step": 1,
+        "rollout.samples-per-prompt": 2,
+        "rollout.max-tokens": 8,
+        "engine.kv-cache-gb": 0.05,
+        "num-steps": 1,
+        "checkpoint.every": 0,
+        "eval.every": 0,
+    }
+    arguments = [x for name, value in flags.items() for x in (f"--{name}", value)]
+    ended = fork("minirl.rl", arguments, tmp_path / "log", seconds=500)
+    assert ended.code == 2, ended.err[-3000:]
+    (message,) = ended.errors()
+    assert re.search("can be trained on: all \\d+ sampled tokens were the grammar's", message)
 
 
 @pytest.fixture(scope="module")

@@ -304,8 +304,12 @@ class Conversation:
         return chat.encode(self.tokenizer, text)
 
     def num_sampled(self) -> int:
-        """Return the number of sampled tokens in all segments."""
+        """Return the number of tokens in the loss, in all segments."""
         return sum(sum(segment.sampled) for segment in self.segments)
+
+    def num_guided(self) -> int:
+        """Return the number of sampled tokens that a grammar put outside the loss."""
+        return sum(segment.num_guided for segment in self.segments)
 
     def last_completion(self) -> list[int]:
         """Return the tokens of the last completion, those that guided decoding put there, too."""

@@ -156,7 +156,7 @@ class EpisodeRunner:
             "completion": e.answer,
             "source": e.row.get("data_source"),
             "stopped": e.stopped and not e.truncated,
-            "answer_tokens": e.conversation.num_sampled(),
+            "answer_tokens": e.conversation.num_sampled() + e.conversation.num_guided(),
             "error": e.error,
         }
         if self.cfg.name != "single_turn":

@@ -43,6 +43,7 @@ class StepRollout:
 
     trajectories: list[Trajectory]  # This rank's part.
     num_trajectories: int  # Those with tokens to train on.
+    num_tokens: int  # Sampled in them, those outside the loss included.
     next_ticket: int  # The first ticket of the next step.
     failures: list[str]  # Why episodes failed.
     # Of each episode with a request that the endpoint refused, the last one.
@@ -69,7 +70,14 @@ class StepRollout:
 
     def require_tokens(self) -> None:
         """Refuse a step of which no rank has a token to train on. Raises UserError."""
-        why = [*self.failures[:1], *self.refusals[-1:], "the policy sampled no token in any"][0]
+        reason = "the policy sampled no token in any"
+        if self.num_tokens:
+            reason = (
+                f"all {self.num_tokens} sampled tokens were the grammar's, which are outside the "
+                "loss; let the agent ask something without tool_choice and response_format, or "
+                "teach policy.model the format first, by minirl.sft"
+            )
+        why = [*self.failures[:1], *self.refusals[-1:], reason][0]
         require(self.num_trajectories, f"no episode can be trained on: {why}")
 
 

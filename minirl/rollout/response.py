@@ -46,7 +46,7 @@ class SessionState:
     def metrics(self) -> dict[str, float]:
         """Return numbers for the log: `endpoint/NAME`."""
         conversation = self.conversation
-        num_guided = sum(segment.num_guided for segment in conversation.segments)
+        num_guided = conversation.num_guided()
         num_tokens = num_guided + conversation.num_sampled()
         return {
             "refused": float(len(self.refusals)),

@@ -303,12 +303,15 @@ class Sampler:
         troubles = self.runner.take_troubles()
         # Numbers are added. Texts, which are rare, are gathered only if there are any.
         num_with_tokens = sum(len(t.tokens) > 0 for t in trajectories)
-        numbers = (num_with_tokens, any(troubles), self.engine_loop.take_discarded())
-        num_trajectories, is_troubled, discarded = self.mesh.sums(torch.tensor(numbers)).tolist()
+        num_tokens = sum(t.info["answer_tokens"] for t in trajectories if t.segment == 0)
+        discarded = self.engine_loop.take_discarded()
+        numbers = torch.tensor((num_with_tokens, num_tokens, any(troubles), discarded))
+        num_trajectories, num_tokens, is_troubled, discarded = self.mesh.sums(numbers).tolist()
         of_ranks = self.mesh.gather(troubles) if is_troubled else []
         return StepRollout(
             trajectories=trajectories,
             num_trajectories=num_trajectories,
+            num_tokens=num_tokens,
             next_ticket=next_ticket,
             failures=sum([failures for failures, _ in of_ranks], []),
             refusals=sum([refusals for _, refusals in of_ranks], []),
