@@ -25,7 +25,7 @@ from minirl.imports import no_collections
 from minirl.log import say
 from minirl.parallel.launch import end_with_agent
 from minirl.parallel.machines import check_same, errors_of_machines
-from minirl.parallel.mesh import Mesh, arrange, open_world
+from minirl.parallel.mesh import Mesh, arrange, check_gpus, open_world
 from minirl.parallel.watch import Watch, leave
 
 JOIN_MINUTES = 5.0  # To wait for the other ranks without a config that says it.
@@ -61,6 +61,7 @@ def run(config: type, cfg: Any, mistake: UserError | None, program: str | Progra
         with errors_of_machines(world):
             if mistake:
                 raise mistake
+            check_gpus()
         check_same(settings(cfg), world)
         parallel = cfg.parallel if isinstance(cfg, TrainingConfig) else None
         called(cfg, arrange(world, parallel, timedelta(minutes=minutes)))

@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny
-from programs import QUICKSTART, fork
+from programs import QUICKSTART, fork, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +135,19 @@ def test_a_run_does_not_resume_shorter_than_it_is(world, tmp_path, name):
     assert "is of step 4, and num_steps (or num_epochs) ends the run at step 1;" in ended.err
     assert "raise it to step 4 or later" in ended.err and "M parameters" not in ended.err
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
+
+
+def test_more_ranks_than_gpus_are_refused_once(world, tmp_path):
+    """With the flag of torchrun that is right, before anything is loaded."""
+    flags = RL.format(world=world, quickstart=QUICKSTART).split()
+    if torch.cuda.device_count() > 1:
+        pytest.skip("two ranks have two GPUs here")
+    if torch.cuda.is_available():
+        ended = torchrun("minirl.rl", flags, tmp_path / "log").end(300)
+        assert ended.code == 1  # torchrun's
+    else:
+        ended = fork("one_gpu", ["minirl.rl", *flags], tmp_path / "log", world=2)
+        assert ended.code == 2
+    assert len(ended.errors()) == 1, ended.err
+    assert "2 ranks on a machine with 1 GPU" in ended.err
+    assert "torchrun --nproc-per-node 1" in ended.err and "CUDA error" not in ended.err

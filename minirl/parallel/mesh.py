@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minirl.config.policy import ParallelConfig
 from minirl.config.validate import validate_parallel
+from minirl.errors import require
 from minirl.parallel.launch import open_attempt_store
 from minirl.parallel.watch import Watch
 
@@ -246,9 +247,11 @@ def join_world(timeout_minutes: float = 30.0, parallel: ParallelConfig | None = 
         parallel: sizes of the mesh's axes; None: all ranks are data-parallel.
 
     Raises:
-        UserError: the axes do not multiply to the size of the world.
+        UserError: the axes do not multiply to the size of the world, or GPUs are missing.
     """
-    return arrange(open_world(timeout_minutes), parallel, timedelta(minutes=timeout_minutes))
+    world = open_world(timeout_minutes)
+    check_gpus()
+    return arrange(world, parallel, timedelta(minutes=timeout_minutes))
 
 
 def open_world(timeout_minutes: float = 30.0, watch: Watch | None = None) -> World:
@@ -271,7 +274,10 @@ def open_world(timeout_minutes: float = 30.0, watch: Watch | None = None) -> Wor
         )
     timeout = timedelta(minutes=timeout_minutes)
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        # A rank without a GPU of its own joins the others all the same, to be refused with them by
+        # `check_gpus`: alone it would leave those of other machines waiting.
+        local_rank = int(os.environ["LOCAL_RANK"])
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         # Convolutions of float32 by float32, as matrix products are; torch would take TF32.
         torch.backends.cudnn.allow_tf32 = False
@@ -297,6 +303,23 @@ def open_world(timeout_minutes: float = 30.0, watch: Watch | None = None) -> Wor
     if watch:
         watch.join(world.store, world.rank, world.gather(watch.this_process(world.rank)))
     return world
+
+
+def check_gpus() -> None:
+    """Refuse more ranks on this machine than it has GPUs.
+
+    Raises:
+        UserError: so it is.
+    """
+    if not torch.cuda.is_available():
+        return
+    num_ranks = ranks_of_node()
+    num_gpus = torch.cuda.device_count()
+    require(
+        num_ranks <= num_gpus,
+        f"{num_ranks} ranks on a machine with {num_gpus} GPU{'s' * (num_gpus > 1)}, and each rank "
+        f"needs one: start it by torchrun --nproc-per-node {num_gpus}",
+    )
 
 
 def keep_freed_memory() -> None:
