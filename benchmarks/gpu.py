@@ -81,8 +81,9 @@ class Arguments:
     """Tiny shapes: everything is called, and the figures mean nothing."""
     sections: tuple[str, ...] = ()
     """Those to run; empty: all."""
-    card: str = "h200"
-    """One of minirl.plan. MFU and the plan refer to its data sheet."""
+    card: str = ""
+    """One of minirl.plan, to whose data sheet MFU and the plan refer; empty: the one that the
+    device is, and h200 without a device."""
     enforce_eager: bool = False
     """Engines run without CUDA graphs, and start sooner."""
     out: str = "runs/bench_gpu"
@@ -128,8 +129,12 @@ class Sections:
         """Run a section, which writes its rows to a file, and return what went wrong."""
         args = self.args
         command = [sys.executable, "-m", "benchmarks.gpu_sections", "--section", section]
-        command += ["--folder", str(self.folder), "--json", str(rows), "--card", args.card]
-        command += ["--small"] * args.small + ["--enforce-eager"] * args.enforce_eager
+        command += ["--folder", str(self.folder), "--json", str(rows)]
+        command += (
+            ["--card", args.card] * bool(args.card)
+            + ["--small"] * args.small
+            + ["--enforce-eager"] * args.enforce_eager
+        )
         environment = dict(os.environ)
         if section == "plan":  # it pretends to have a device, and is not to touch a real one
             environment["CUDA_VISIBLE_DEVICES"] = ""

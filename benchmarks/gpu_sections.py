@@ -52,7 +52,7 @@ class Arguments:
     json: Path
     """Gets the rows."""
     small: bool = False
-    card: str = "h200"
+    card: str = ""
     enforce_eager: bool = False
 
 
@@ -322,6 +322,23 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 }
 
 
+def find_card(args: Arguments, kind: str) -> cards.Card:
+    """Return what MFU and the plan refer to: the card that is asked for, or else the device's.
+
+    The section `device` comes first and notes it, because `plan` sees no device.
+    """
+    found = args.folder / "card.json"
+    if kind != "device":
+        return cards.Card(**json.loads(found.read_text()))
+    if args.card or not torch.cuda.is_available():
+        card = cards.find_card(args.card or "h200")
+    else:
+        properties = torch.cuda.get_device_properties(0)
+        card = cards.of_device(properties.name, properties.total_memory)
+    found.write_text(json.dumps(dataclasses.asdict(card)))
+    return card
+
+
 def main(args: Arguments) -> None:
     kind = args.section.partition("-")[0]
     on_gpu = torch.cuda.is_available() and kind != "plan"
@@ -330,7 +347,7 @@ def main(args: Arguments) -> None:
         args.folder,
         args.json,
         SMALL if args.small else FULL,
-        cards.find_card(args.card),
+        find_card(args, kind),
         torch.device("cuda" if on_gpu else "cpu"),
         enforce_eager=args.enforce_eager,
     )

@@ -11,11 +11,13 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import experts, fits, vs_trl
+from benchmarks import experts, fits, gpu_sections, vs_trl
+from minirl.plan.cards import of_device
 from minirl.plan.pretend import compiler
 from programs import ROOT, fork
 
@@ -242,6 +244,23 @@ def test_the_comparison_reads_what_both_sides_print():
     arguments = vs_trl.trl_arguments("grpo-forced", load)
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     assert math.prod(arguments[name] for name in names) == 8 * 16
+
+
+def test_the_gpu_benchmark_takes_the_card_that_it_runs_on(tmp_path, monkeypatch):
+    """Unless it is asked for another; its section `plan`, which sees no device, takes the same."""
+    h100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85_017_493_504)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h100)
+
+    def card_of(kind, card=""):
+        args = gpu_sections.Arguments(section=kind, folder=tmp_path, json=tmp_path, card=card)
+        return gpu_sections.find_card(args, kind)
+
+    assert (card_of("device").name, card_of("device").bandwidth_gb) == ("h100", 3350)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert card_of("plan") == of_device(h100.name, h100.total_memory)
+    assert card_of("device").name == "h200"
+    assert card_of("device", "l40s").name == card_of("plan").name == "l40s"
 
 
 def test_sections_of_the_gpu_benchmark_fail_alone(tmp_path, monkeypatch, capsys):
