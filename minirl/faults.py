@@ -31,7 +31,7 @@ def explain(error: BaseException, watch: Watch, minutes: float, output: str) -> 
     text = f"{type(error).__name__}: {error}"
     where = f"rank {watch.rank} in phase {watch.phase()}"
     if isinstance(error, torch.OutOfMemoryError):
-        return f"{where}: the GPU's memory is used up: {error}\n{_gpu_memory()}"
+        return f"{where}: the GPU's memory is used up: {error}\n{_gpu_memory(watch)}"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate" in text:
         return (
             f"{where}: the host's memory is used up: {text}\nLower tokens_per_rank, "
@@ -71,11 +71,12 @@ def _first_line(text: str) -> str:
     return text.splitlines()[0]
 
 
-def _gpu_memory() -> str:
+def _gpu_memory(watch: Watch) -> str:
     """Return who has the GPU's memory, and what to change."""
     free, total = (num / 2**30 for num in torch.cuda.mem_get_info())
-    tensors = torch.cuda.memory_allocated() / 2**30
-    reserved = torch.cuda.memory_reserved() / 2**30
+    unmapped = watch.unmapped_bytes() / 2**30
+    tensors = torch.cuda.memory_allocated() / 2**30 - unmapped
+    reserved = torch.cuda.memory_reserved() / 2**30 - unmapped
     return (
         f"Of {total:.1f} GiB, {free:.1f} are free; this rank's tensors have {tensors:.1f}, what "
         f"torch keeps for them {reserved - tensors:.1f}, and engine, CUDA and other processes "

@@ -27,6 +27,10 @@ class Timer:
     On CUDA the time is that of the device: events are put between its kernels, and are read in
     `take`, so that the host never waits in between. There the most memory of each phase is counted,
     too.
+
+    Attributes:
+        unmapped_bytes: returns how much of the memory that torch counts the device has back, as
+            long as an engine sleeps. The engine sets it.
     """
 
     def __init__(self, device: torch.device):
@@ -37,6 +41,8 @@ class Timer:
         self._failed = ""  # The innermost phase that an error has ended; empty: none has.
         self._intervals: list[tuple[str, Moment, Moment]] = []
         self._memory: dict[str, float] = {}  # GiB.
+        self.unmapped_bytes: Callable[[], int] = lambda: 0
+        self._unmapped = 0  # When memory was counted last.
 
     def _now(self) -> Moment:
         if self.device.type != "cuda":
@@ -54,11 +60,23 @@ class Timer:
         self._mark = now
 
     def _add_memory(self, phase: str) -> None:
-        """Note the most memory since the last call as that of a phase."""
-        if self.device.type == "cuda":
-            self._note(f"{phase}_allocated", torch.cuda.max_memory_allocated(self.device))
-            self._note(f"{phase}_reserved", torch.cuda.max_memory_reserved(self.device))
-            torch.cuda.reset_peak_memory_stats(self.device)
+        """Note the most memory since the last call as that of a phase.
+
+        What was not there all the time is left out. The engine wakes and sleeps in phases of its
+        own, in which torch's counters stand still, so that is right in each of them.
+        """
+        if self.device.type != "cuda":
+            return
+        before = self._unmapped
+        self._unmapped = self.unmapped_bytes()
+        never_there = min(before, self._unmapped)
+        peaks = {
+            "allocated": torch.cuda.max_memory_allocated(self.device),
+            "reserved": torch.cuda.max_memory_reserved(self.device),
+        }
+        for kind, peak in peaks.items():
+            self._note(f"{phase}_{kind}", max(0, peak - never_there))
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def _note(self, name: str, num_bytes: int) -> None:
         self._memory[name] = max(self._memory.get(name, 0.0), num_bytes / 2**30)

@@ -379,6 +379,7 @@ class Program(abc.ABC):
         self.mesh = mesh
         self.timer = Timer(mesh.device)
         mesh.watch.phase = self.timer.current
+        mesh.watch.unmapped_bytes = lambda: self.timer.unmapped_bytes()
         # What policy.activation_checkpointing = auto stands for; `announce` finds it out.
         self.checkpointing: Checkpointing = "off"
 

@@ -62,6 +62,8 @@ class Watch:
         can_save: the program will look at `requested`. Before that, a signal ends it at once.
         goes_on: a program that ends at once can be started again with --resume.
         phase: returns what the main thread is at.
+        unmapped_bytes: returns what torch counts of a device's memory and a sleeping engine has
+            given back.
         finish_writing: waits a while for what is written beside training, before a limit ends it.
         record_end: notes in the folder of the run how it ends: state, reason. On one rank.
     """
@@ -71,6 +73,7 @@ class Watch:
         self.can_save = False
         self.goes_on = False
         self.phase: Callable[[], str] = lambda: "start"
+        self.unmapped_bytes: Callable[[], int] = lambda: 0
         self.finish_writing: Callable[[], None] = lambda: None
         self.record_end: Callable[[str, str], None] = lambda state, reason: None
         self.rank = int(os.environ.get("RANK", 0))

@@ -131,6 +131,7 @@ class RolloutEngine:
         self.replica = mesh.rank // self.tp_size
         self.is_leader = mesh.rank % self.tp_size == 0
         self._asleep = False
+        self.timer.unmapped_bytes = self.unmapped_bytes
 
     def _start(self, folder: Path, dtype: str, load_weights: bool, routes: bool) -> tuple[Any, Any]:
         """Return vLLM and an instance of `vllm.LLM`; arguments are those of the constructor."""
@@ -156,7 +157,9 @@ class RolloutEngine:
             try:
                 more = vllm_routes.arguments(self.on_cuda) if routes else {}
                 return vllm, vllm.LLM(**self._arguments(folder, dtype, load_weights), **more)
-            except (ValueError, RuntimeError) as error:
+            except (ValueError, RuntimeError, AssertionError) as error:
+                if isinstance(error, AssertionError) and not vllm_errors.is_about_memory(error):
+                    raise
                 memory = vllm_errors.memory_report(self.cfg) if self.on_cuda else ""
                 raise UserError(
                     f"the vLLM engine did not start with engine.* = {self.cfg} for {folder}: "
@@ -275,8 +278,7 @@ class RolloutEngine:
         with self.timer.phase("sleep_wake"):
             sleeper.sleep_optimizer()
             sleeper.sleep_base()
-            if self._asleep:
-                self.llm.wake_up(["weights"])
+            self._wake("weights")
         with self.timer.phase("refit"):
             refit()
             self.latent.renew()
@@ -286,8 +288,7 @@ class RolloutEngine:
             if self.on_cuda:
                 # A rank that is still behind would run out of memory beside a neighbour's KV cache.
                 self.mesh.barrier()
-            if self._asleep:
-                self.llm.wake_up(["kv_cache"])
+            self._wake("kv_cache")
         self._asleep = False
         self.timer.note_device("engine_awake")
         # Cached keys and values, and what the tower made of images, are of the old weights.
@@ -303,11 +304,42 @@ class RolloutEngine:
             sleeper.wake_parameters()
 
     def sleep(self) -> None:
-        """Free the engine's memory, as engine.sleep_level says, until `awake`."""
-        if self.on_cuda and self.cfg.sleep_level:
-            self.llm.sleep(level=self.cfg.sleep_level)
+        """Free the engine's memory, as engine.sleep_level says, until `awake`.
+
+        Raises:
+            UserError: another process took memory of the device meanwhile.
+        """
+        if not self.on_cuda or not self.cfg.sleep_level:
+            return
+        # A phase of its own: what is awake before is not there behind it (`Timer`).
+        with self.timer.phase("sleep_wake"):
+            try:
+                self.llm.sleep(level=self.cfg.sleep_level)
+            except AssertionError as error:
+                if not vllm_errors.is_about_memory(error):
+                    raise
+                remedy = vllm_errors.remedy(error)
+                raise UserError(f"the vLLM engine did not fall asleep: {error}{remedy}") from error
             self._asleep = True
-            self.timer.note_device("engine_asleep")
+        self.timer.note_device("engine_asleep")
+
+    def _wake(self, tag: str) -> None:
+        """Let vLLM map again what it calls by this tag, if it is asleep."""
+        if self._asleep:
+            with self.timer.phase("sleep_wake"):
+                self.llm.wake_up([tag])
+
+    def unmapped_bytes(self) -> int:
+        """Return how much of the device a sleeping engine has given back.
+
+        vLLM keeps the addresses, so torch's counters go on counting what is behind them.
+        """
+        if not self._asleep:
+            return 0
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        blocks = CuMemAllocator.get_instance().pointer_to_data.values()
+        return sum(block.handle[1] for block in blocks if block.is_asleep)
 
     # ----------------------------------------------------------------------------------------------
     # generation

@@ -20,6 +20,8 @@ NOT_IN_0_26 = (
     "qwen3_5_moe_text",
     "qwen3_5_text",
 )
+# What vLLM asserts of the device's memory, as if nobody else used it.
+MEMORY_ASSERTIONS = ("Error in memory profiling", "Memory usage increased after sleeping")
 
 
 def check_family(folder: Path, version: str) -> None:
@@ -42,14 +44,21 @@ def check_family(folder: Path, version: str) -> None:
 
 
 def remedy(error: Exception) -> str:
-    """Return what to do about an error of vLLM's start, as the end of a message; mostly nothing.
+    """Return what to do about an error of vLLM, as the end of a message; mostly nothing.
 
     Old versions ask a config whose layers differ (gemma4_text) for one size of all of them, which
     transformers refuses to tell.
     """
     if isinstance(error, AmbiguousGlobalPerLayerAttributeError):
         return ". This version of vLLM knows layers of one size only; install vLLM 0.32"
+    if is_about_memory(error):
+        return " Another process took or freed memory of this GPU meanwhile: end it, or let it wait"
     return ""
+
+
+def is_about_memory(error: Exception) -> bool:
+    """Return whether vLLM saw the device's free memory change by another process."""
+    return isinstance(error, AssertionError) and str(error).startswith(MEMORY_ASSERTIONS)
 
 
 def memory_report(cfg: EngineConfig) -> str:

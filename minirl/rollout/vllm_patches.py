@@ -20,12 +20,13 @@ from minirl.data.gemma_vision import GemmaVision
 def keep_process_state() -> Iterator[None]:
     """Undo what starting vLLM changes in this process.
 
-    It seeds the global generators, and its CPU build sets one thread and disables
-    `torch.set_num_threads`. It also would set the precision of float32 products, by a function that
-    does nothing meanwhile: which precision it was cannot be read by the same function if the user
-    has set it by another.
+    It seeds the global generators (on CUDA, those of the devices), and its CPU build sets one
+    thread and disables `torch.set_num_threads`. It also would set the precision of float32
+    products, by a function that does nothing meanwhile: which precision it was cannot be read by
+    the same function if the user has set it by another.
     """
-    with contextlib.ExitStack() as after, torch.random.fork_rng(devices=()):
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with contextlib.ExitStack() as after, torch.random.fork_rng(devices, device_type="cuda"):
         after.callback(random.setstate, random.getstate())
         after.callback(np.random.set_state, np.random.get_state())
         after.callback(setattr, torch, "set_num_threads", torch.set_num_threads)
