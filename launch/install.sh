@@ -5,6 +5,7 @@
 #   bash launch/install.sh --cpu
 #   bash launch/install.sh --dev     # also what tests and checks need
 #   bash launch/install.sh --dry-run # says what it would install
+#   bash launch/install.sh --help    # this text
 # The other scripts source it. Variables that it reads:
 #   PYTHON             the interpreter to make .venv with (3.11 or 3.12)
 #   MINIRL_CPU_WHEELS  a folder or page with CPU builds of torch, if the index has CUDA builds only
@@ -18,15 +19,45 @@ unset PYTHONDONTWRITEBYTECODE
 
 stamp=.venv/minirl-installed # The build, and what was asked for; written last.
 
+# Says an interpreter's version; nothing if it is none.
+version_of() {
+    "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null || true
+}
+
+# Says why an interpreter cannot make .venv; nothing if it can.
+why_not() {
+    local version
+    version=$(version_of "$1")
+    if [ -z "$version" ]; then
+        echo "does not run as Python"
+    elif [[ ! $version =~ ^3\.1[12]\. ]]; then
+        echo "is Python $version"
+    elif ! "$1" -c 'import ensurepip' 2>/dev/null; then
+        echo "is Python $version without venv (Debian and Ubuntu: apt-get install python3-venv)"
+    fi
+}
+
 find_python() {
-    for candidate in ${PYTHON:-} python3 python3.12 python3.11; do
-        if "$candidate" -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+    local candidate wrong
+    if [ -n "${PYTHON:-}" ]; then
+        wrong=$(why_not "$PYTHON")
+        if [ -n "$wrong" ]; then
+            echo "minirl: PYTHON=$PYTHON $wrong; minirl needs Python 3.11 or 3.12: give such a one, or leave PYTHON unset" >&2
+            return 2
+        fi
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.12 python3.11; do
+        if [ -z "$(why_not "$candidate")" ]; then
             echo "$candidate"
             return
         fi
     done
-    echo "minirl needs Python 3.11 or 3.12 with venv; none of python3, python3.12, python3.11 is. Set PYTHON=/path/to/python." >&2
-    return 1
+    echo "minirl needs Python 3.11 or 3.12 with venv. None will do:" >&2
+    for candidate in python3 python3.12 python3.11; do echo "  $candidate $(why_not "$candidate")" >&2; done
+    echo "Set PYTHON=/path/to/python." >&2
+    return 2
 }
 
 has_gpu() {
@@ -130,27 +161,40 @@ install_cpu() {
 
 # Argument: "[dev]", or nothing.
 install_minirl() {
-    local extra why is_other_build wanted group=$1
+    local extra why is_other_build wanted found= group=$1
     choose_build
+    if [ -n "${PYTHON:-}" ] && [ -n "$is_own_command" ] && [ -x .venv/bin/python ]; then
+        found=$(version_of .venv/bin/python)
+        if [ "$(version_of "$PYTHON")" != "$found" ]; then
+            echo "minirl: .venv has Python $found, and PYTHON=$PYTHON is not used; remove .venv to make it with another"
+        fi
+    fi
     # An install that was cut short is done again, and so is one with other requirements.
     wanted="$extra $(cksum < pyproject.toml)"
-    local found=
+    found=
     [ ! -f "$stamp" ] || found=$(cat "$stamp")
     if [[ "$found" == "$wanted [dev]" || "$found" == "$wanted" && -z "$group" ]]; then
         [ -z "$is_own_command" ] || echo "minirl: .venv has the ${extra^^} build already"
         return
     fi
+    local python=.venv/bin/python makes_venv=
+    if [ ! -x "$python" ] || [ -n "$is_other_build" ]; then
+        makes_venv=1
+        python=$(find_python)
+    fi
+    local where
+    where=".venv (Python $(version_of "$python") of $(command -v "$python"))"
     if [ -n "$dry_run" ]; then
-        echo "minirl: would install the ${extra^^} build into .venv, $why"
+        echo "minirl: would install the ${extra^^} build into $where, $why"
         return
     fi
-    echo "minirl: installing the ${extra^^} build into .venv, $why"
+    echo "minirl: installing the ${extra^^} build into $where, $why"
     local clear=()
     if [ -n "$is_other_build" ]; then
         echo "minirl: .venv has another build, and is made anew"
         clear=(--clear)
     fi
-    if [ ! -x .venv/bin/python ] || [ -n "$is_other_build" ]; then "$(find_python)" -m venv "${clear[@]}" .venv; fi
+    [ -z "$makes_venv" ] || "$python" -m venv "${clear[@]}" .venv
     rm -f "$stamp"
     local began=$SECONDS
     if [ "$extra" = cpu ]; then
@@ -177,8 +221,12 @@ if [ "${BASH_SOURCE[0]}" = "$0" ]; then
         --cpu | --cuda) build=${argument#--} ;;
         --dev) group="[dev]" ;;
         --dry-run) dry_run=1 ;;
+        -h | --help)
+            sed -n '2,/^set /{/^#/s/^# \?//p}' launch/install.sh
+            exit
+            ;;
         *)
-            echo "minirl: launch/install.sh has no argument $argument; it has --cpu, --cuda, --dev and --dry-run" >&2
+            echo "minirl: launch/install.sh has no argument $argument; it has --cpu, --cuda, --dev, --dry-run and --help" >&2
             exit 2
             ;;
         esac

@@ -2,8 +2,11 @@
 build does not suit the machine. What it installs is what all other tests run with."""
 
 import os
+import platform
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,11 @@ CPU = "minirl: would install the CPU build into .venv, "
 CUDA = "minirl: would install the CUDA build into .venv, "
 
 
+def without_python(text: str) -> str:
+    """What was said without the interpreter that it names, which depends on the machine."""
+    return re.sub(r" \(Python 3\.1[12]\.\d+ of /\S+\)", "", text)
+
+
 @pytest.mark.parametrize(
     ("flags", "options", "said"),
     [
@@ -59,7 +67,8 @@ CUDA = "minirl: would install the CUDA build into .venv, "
 def test_the_build_is_chosen_by_flag_or_by_what_is_there(folder, flags, options, said):
     ended = install(folder, *flags, **options)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.startswith(said) and len(ended.stdout.splitlines()) == 1
+    assert "(Python 3." in ended.stdout
+    assert without_python(ended.stdout).startswith(said) and len(ended.stdout.splitlines()) == 1
     assert not (folder / "repo" / ".venv").exists()
 
 
@@ -77,7 +86,7 @@ def test_a_build_that_is_there_stays(folder):
         ("cuda 1 2", (), CUDA + "as before\n"),  # pyproject.toml has changed
     ):
         (venv / "minirl-installed").write_text(stamp + "\n")
-        assert install(folder, *flags).stdout == said, stamp
+        assert without_python(install(folder, *flags).stdout) == said, stamp
     (venv / "minirl-installed").write_text(f"cpu {checksum}\n")
     first, second = install(folder, gpu=True).stdout.splitlines()
     assert "has the CPU build, and this machine has a GPU; bash launch/install.sh --cuda" in first
@@ -87,6 +96,49 @@ def test_a_build_that_is_there_stays(folder):
 def test_a_wrong_argument_is_refused(folder):
     ended = install(folder, "--cdua")
     assert ended.returncode == 2 and "has no argument --cdua" in ended.stderr
+
+
+def test_help_is_what_the_file_begins_with(folder):
+    ended = install(folder, "--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    for word in ("--cuda", "--dev", "--dry-run", "PYTHON ", "MINIRL_EXTRA"):
+        assert word in ended.stdout
+    assert "set -e" not in ended.stdout and "#!" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "does not run as Python"),
+        ("echo 3.10.4", "is Python 3.10.4"),
+        ("echo 3.13.0", "is Python 3.13.0"),
+        ('case "$2" in *ensurepip*) exit 1;; esac; echo 3.12.3', "is Python 3.12.3 without venv"),
+    ],
+)
+def test_an_interpreter_that_will_not_do_is_refused_by_name(folder, text, problem):
+    python = folder / "python"
+    if text:
+        python.write_text(f"#!/bin/sh\n{text}\n")
+        python.chmod(0o755)
+    ended = install(folder, PYTHON=str(python))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"minirl: PYTHON={python} {problem}")
+    assert "needs Python 3.11 or 3.12" in ended.stderr
+
+
+def test_an_interpreter_that_is_asked_for_is_taken_unless_venv_is_there(folder):
+    said = install(folder, PYTHON=sys.executable).stdout
+    version = platform.python_version()
+    assert f"into .venv (Python {version} of {sys.executable})" in said
+    bin_folder = folder / "repo" / ".venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    (bin_folder / "python").symlink_to(sys.executable)
+    other = folder / "python"
+    other.write_text("#!/bin/sh\necho 3.9.1\n")
+    other.chmod(0o755)
+    first, second = install(folder, PYTHON=str(other)).stdout.splitlines()
+    assert first.startswith(f"minirl: .venv has Python {version}, and PYTHON={other} is not used")
+    assert f"(Python {version} of .venv/bin/python)" in second
 
 
 @pytest.mark.parametrize("browser", ["chromium", "google-chrome", None])
