@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from minirl.sandbox import Limits, passes
+from programs import ROOT
 
 SQUARES = "for x in range(5):\n    assert f(x) == x * x, x"
 CLOSE = "assert abs(f(2) - 4) < 1e-6\nassert abs(9 - f(3)) < 1e-6"
@@ -100,6 +101,18 @@ RIGHT = {
         "    return type(pickle.loads(pickle.dumps(A()))).__name__",
         "assert f() == 'A'",
     ),
+    "a built-in function by another name": (
+        "f = sorted\ng = abs",
+        "assert f([2, 1]) == [1, g(-2)]",
+    ),
+    "a built-in function that does more": ("f = eval", "assert f('1 + 1') == 2"),
+    "modules that the tests do not import": (
+        "import math\nimport numpy as np\nfrom datetime import datetime\ndef f(x):\n"
+        "    return x * x",
+        "assert math.isclose(f(2), 4) and np.allclose(f(3), 9)\n"
+        "assert datetime.fromisoformat('2020-01-02').day == 2",
+    ),
+    "a function with a module's name": ("def copy(x):\n    return x", "assert copy(3) == 3"),
     "unittest": (SQUARE, UNITTEST),
     "printed lines": ("def f():\n    print('hi')", PRINTS),
 }
@@ -134,6 +147,15 @@ def say(*replies):
             pass
 F = ['value', {'object': 0}, None]
 """
+# An expression that sends the verdict, if it is evaluated in the process of the tests.
+SENDS = """CODE = (
+    "[o.sendall(b'passed') for o in __import__('gc').get_objects() "
+    "if type(o).__name__ == 'socket' and o.fileno() > 0]"
+)
+"""
+# As a test of HumanEval/38 has it.
+ROUND_TRIP = "def check(c):\n    assert c(encode('abc')) == 'abc'\ncheck(decode)"
+
 # name: (program, tests)
 WRONG = {
     "wrong": ("def f(x):\n    return x", SQUARES),
@@ -211,6 +233,36 @@ WRONG = {
         "sys.modules['math'].isclose = lambda *args: True\ndef f(x):\n    return 0",
         "import math\nassert math.isclose(f(2), 4)",
     ),
+    "eval by another name": (
+        SENDS + "def encode(s):\n    return CODE\ndecode = eval",
+        ROUND_TRIP,
+    ),
+    "exec by another name": (
+        SENDS + "run = exec\ndef f():\n    return CODE",
+        "assert run(f()) == 4",
+    ),
+    "speaks of eval": (
+        SPEAKS + SENDS + "say({'value': {'f': F, 'g': ['import', 'builtins', 'eval']}},\n"
+        "    {'value': CODE})",
+        "assert g(f()) == 4",
+    ),
+    "speaks of what a module has imported": (
+        SPEAKS + SENDS + "say({'value': {'f': F, 'g': ['import', 'enum', 'bltns']}},\n"
+        "    {'value': CODE})",
+        "assert g.divmod(4, 3) == (1, 1)",
+    ),
+    "a class for a module": (
+        "class math:\n    isclose = lambda *args: True\ndef f(x):\n    return 0",
+        "assert math.isclose(f(2), 4)",
+    ),
+    "a class for a module of another name": (
+        "class np:\n    allclose = lambda *args: True\ndef f(x):\n    return 0",
+        "assert np.allclose(f(2), 4)",
+    ),
+    "a module for another one": (
+        "import numpy as math\ndef f(x):\n    return 4.00001",
+        "assert math.isclose(f(2), 4)",
+    ),
     "AssertionError": ("class AssertionError(Exception):\n    pass\nf = abs", SQUARES),
     "the builtins": (
         "import builtins\nbuiltins.range = lambda *args: []\ndef f(x):\n    return 0",
@@ -266,6 +318,31 @@ def test_a_right_program_passes(verdicts, name):
 @pytest.mark.parametrize("name", WRONG)
 def test_a_program_that_is_not_right_does_not_pass(verdicts, name):
     assert not verdicts["wrong", name]
+
+
+# LeetCode's form: objects of a program with a class compute.
+SOLUTION = (
+    LIAR
+    + """    __float__ = lambda self: 3.0
+class Solution:
+    f = f
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("test", "is_fooled"),
+    [
+        ("assert abs(Solution().f(2) - 4.0) < 1e-6", True),
+        ("assert Solution().f(2) == 4.0", False),
+        ("import math\nassert math.isclose(Solution().f(2), 4.0)", False),
+        ("assert abs(float(Solution().f(2)) - 4.0) < 1e-6", False),
+    ],
+)
+def test_tests_of_a_class_with_a_tolerance_are_fooled_as_the_page_says(test, is_fooled):
+    assert passes(SOLUTION, test, Limits(seconds=60)) == is_fooled
+    page = (ROOT / "minirl" / "rewards" / "README.md").read_text()
+    assert test.splitlines()[-1].removeprefix("assert ").replace("4.0", "3.0") in page
 
 
 @pytest.mark.parametrize(

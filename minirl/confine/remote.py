@@ -33,6 +33,18 @@ PURE_MODULES = frozenset(
     + ("functools", "heapq", "itertools", "json", "math", "numbers", "numpy", "operator", "re")
     + ("statistics", "string", "time", "typing")
 )
+# Other names by which tests take a module, if the program has imported it so.
+MODULE_ALIASES = {"np": "numpy"}
+# What a program can have under a name of its own, as `f = abs`, and the tests then have from Python
+# itself: it only computes. All else of `builtins` stays in the program's process, so that no `eval`
+# or `open` comes into that of the tests.
+PURE_BUILTINS = frozenset(
+    ("abs", "all", "any", "ascii", "bin", "bool", "bytearray", "bytes", "callable", "chr")
+    + ("complex", "dict", "divmod", "enumerate", "filter", "float", "format", "frozenset", "hash")
+    + ("hex", "int", "isinstance", "issubclass", "iter", "len", "list", "map", "max", "min", "next")
+    + ("object", "oct", "ord", "pow", "print", "range", "repr", "reversed", "round", "set", "slice")
+    + ("sorted", "str", "sum", "tuple", "zip")
+)
 # Names that a program cannot give another meaning for the tests: with them it could say yes.
 KEPT_NAMES = frozenset(
     ("all", "any", "bool", "callable", "hasattr", "isinstance", "issubclass", "type")
@@ -177,20 +189,21 @@ def _describe(scope: dict[str, Any], refer: Callable) -> dict[str, Any]:
             names[name] = ["import", module, None]
         elif isinstance(value, type) and issubclass(value, BaseException):
             names[name] = ["error", _names_of_classes(value), None]
-        elif _can_be_imported(value):
+        elif _is_pure(value):
             names[name] = ["import", value.__module__, value.__name__]
         else:
             names[name] = ["value", encode(value, refer), None]
     return names
 
 
-def _can_be_imported(value: Any) -> bool:
-    """Whether the tests can have a value of a pure module without asking."""
+def _is_pure(value: Any) -> bool:
+    """Whether the tests can have a function or a class from Python without asking."""
     if not isinstance(value, type | type(len) | type(serve)):
         return False
-    if value.__module__ not in PURE_MODULES | {"builtins"}:
-        return False
-    return vars(sys.modules[value.__module__]).get(value.__name__) is value
+    module = value.__module__
+    if module == "builtins":
+        return value.__name__ in PURE_BUILTINS and vars(builtins)[value.__name__] is value
+    return module in PURE_MODULES and vars(sys.modules[module]).get(value.__name__) is value
 
 
 def _names_of_classes(error: type) -> list[str]:
@@ -233,9 +246,12 @@ class Program:
                 found[name] = self._error_class(content)
             elif kind == "value":
                 found[name] = decode(content, self._resolve)
+            elif content in PURE_MODULES and attribute is None:
+                found[name] = importlib.import_module(content)
             elif content in PURE_MODULES | {"builtins"}:
-                module = importlib.import_module(content)
-                found[name] = vars(module)[attribute] if attribute else module
+                value = vars(importlib.import_module(content)).get(attribute)
+                if _is_pure(value):
+                    found[name] = value
         return found
 
     def run_inside(self, source: str) -> None:

@@ -9,10 +9,10 @@
 Both are in the sandbox. The program's process holds neither the tests nor the connection that the
 verdict goes through. What it prints, and whether it leaves by sys.exit(0), is no matter.
 
-The tests use the built-in functions, whatever the program calls its own; only tests of nothing else
-take `sum` or `max` for the program's. Objects of the program compute with other values, or say that
-they contain one, only for tests that name a class of it (a capital letter): where a function is to
-return a number, nothing else passes for one.
+The tests use the built-in functions and the modules, whatever the program calls its own; only tests
+of nothing else take `sum` or `max` for the program's. Objects of the program compute with other
+values, or say that they contain one, only for tests that name a class of it (a capital letter):
+where a function is to return a number, nothing else passes for one.
 
 Some tests need the program in their own process: they give it a function of their own, replace its
 standard output, or are cases of unittest. Those run there, and then it is the program's process
@@ -21,13 +21,14 @@ that says how they ended. A program that was made for it could lie there.
 
 import ast
 import builtins
+import importlib
 import os
 import socket
 import traceback
 from collections.abc import Callable
 
 from minirl.confine.kernel import Confinement, confine, end_with_parent
-from minirl.confine.remote import PURE_MODULES, Program, StandIn
+from minirl.confine.remote import MODULE_ALIASES, PURE_MODULES, Program, StandIn
 from minirl.confine.values import NotPlainError
 
 PASSED = b"passed"
@@ -88,13 +89,26 @@ def _do_pass(source: str, program: Program) -> bool:
 def names_for(source: str, names: dict[str, object]) -> dict[str, object]:
     """Return what tests see of a program's names: those that they ask it for.
 
-    Those of built-in functions are not among them, unless the tests ask for nothing else.
+    Those of built-in functions are not among them, unless the tests ask for nothing else. Where the
+    tests take attributes of a name of a module, as `math.isclose`, it is the module, whatever the
+    program calls so, but for a class of that name from that module (`datetime`).
     """
-    wanted = _free_names(ast.parse(source)) & names.keys()
+    tree = ast.parse(source)
+    wanted = _free_names(tree) & names.keys()
     own = {name for name in wanted if name not in vars(builtins) and name not in PURE_MODULES}
     if own:
         wanted -= vars(builtins).keys()
-    return {name: names[name] for name in wanted}
+    seen = {name: names[name] for name in wanted}
+    with_attributes = {
+        node.value.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    for name in with_attributes & wanted & (PURE_MODULES | MODULE_ALIASES.keys()):
+        module = importlib.import_module(MODULE_ALIASES.get(name, name))
+        if name not in vars(module) or seen[name] is not vars(module)[name]:
+            seen[name] = module
+    return seen
 
 
 def _free_names(tree: ast.AST) -> set[str]:
