@@ -76,7 +76,7 @@ def serving(*texts, vision=None, max_model_len=4000, **options):
 
 def head(session, length, path="/v1/chat/completions", key=None, more=""):
     return (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n{more}"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n{more}"
         f"Authorization: Bearer {session.api_key if key is None else key}\r\n\r\n"
     ).encode()
 

@@ -19,7 +19,14 @@ from starlette.routing import Route
 from minirl.config.supervised import ServeConfig
 from minirl.errors import UserError
 from minirl.serving.keys import key_of_environment
-from minirl.serving.limits import BadRequest, make_app, read_json, require_key
+from minirl.serving.limits import (
+    LOOPBACK,
+    BadRequest,
+    make_app,
+    read_json,
+    require_key,
+    require_loopback,
+)
 from minirl.serving.server import Server, bind
 from minirl.types import Trajectory
 
@@ -47,6 +54,8 @@ def serve(encode: Encode, score: Score, cfg: ServeConfig) -> None:
 async def _serve(batcher: "Batcher", key: str, cfg: ServeConfig, bound_socket: Any) -> None:
     async def get_reward(request: Request) -> JSONResponse:
         require_key(request, key)
+        if not key:
+            _refuse_web_pages(request, cfg.host)
         texts = _texts_of(await read_json(request), cfg.limits.prompts)
         scoring = asyncio.ensure_future(batcher.score(texts))
         leaving = asyncio.ensure_future(_disconnected(request))
@@ -63,6 +72,22 @@ async def _serve(batcher: "Batcher", key: str, cfg: ServeConfig, bound_socket: A
         await Server(make_app(routes, cfg.limits)).serve([bound_socket])
     finally:
         running.cancel()
+
+
+def _refuse_web_pages(request: Request, host: str) -> None:
+    """Refuse what a page in a browser sends, which reaches servers on its machine.
+
+    Args:
+        request: Without a key, which a page would not know.
+        host: What the server listens on.
+
+    Raises:
+        BadRequest: It has an origin, as all that pages post, or a name that is not the server's.
+    """
+    if "origin" in request.headers:
+        raise BadRequest("web pages may not ask without a key; set api_key_env", 403)
+    if host in LOOPBACK:
+        require_loopback(request)
 
 
 async def _disconnected(request: Request) -> None:

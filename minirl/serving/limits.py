@@ -30,6 +30,8 @@ _KINDS = {
 }
 _RETRY_SECONDS = 1
 MESSAGES = "/v1/messages"  # Anthropic's, whose errors have another form.
+# The names by which a client on this machine asks a server that only this machine reaches.
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class BadRequest(UserError):
@@ -41,9 +43,19 @@ class BadRequest(UserError):
         status: int = 400,
         code: str | None = None,
         param: str | None = None,
+        ends: bool = False,
     ):
-        """`status`: of HTTP. `code`: OpenAI's name of the error. `param`: the field at fault."""
+        """Make the error.
+
+        Args:
+            message: What is wrong, and what would be right.
+            status: Of HTTP.
+            code: OpenAI's name of the error.
+            param: The field at fault.
+            ends: The connection ends with the response: where the request ends is not certain.
+        """
         super().__init__(message)
+        self.ends = ends
         self.status = status
         self.code = code
         self.param = param
@@ -57,8 +69,11 @@ class BadRequest(UserError):
         return {"error": error}
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of the response: when to ask again, if that can help."""
-        return {"Retry-After": str(_RETRY_SECONDS)} if self.status in (429, 503) else {}
+        """Return the headers of the response: when to ask again, if that can help, and the end."""
+        headers = {"Connection": "close"} if self.ends else {}
+        if self.status in (429, 503):
+            headers["Retry-After"] = str(_RETRY_SECONDS)
+        return headers
 
 
 def api_key(request: Request) -> str:
@@ -71,6 +86,18 @@ def require_key(request: Request, key: str) -> None:
     """Refuse a request without this key; an empty one lets everybody in. Raises BadRequest."""
     if key and not secrets.compare_digest(api_key(request).encode(), key.encode()):
         raise BadRequest("the API key is missing or wrong", 401, "invalid_api_key")
+
+
+def require_loopback(request: Request) -> None:
+    """Refuse a request that names another host, as a page with a rebound name sends it.
+
+    Raises:
+        BadRequest: It names no host of `LOOPBACK`.
+    """
+    host = request.headers.get("host", "")
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    if name not in LOOPBACK:
+        raise BadRequest(f"this server is at {' or '.join(LOOPBACK)}, not at {host!r:.100}", 403)
 
 
 async def read_json(request: Request) -> Any:
@@ -122,9 +149,13 @@ class LimitedApp:
         num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
         if num_bytes > self.limits.head_kb * 1024:
             raise too_long_head(self.limits)
-        for name, value in scope["headers"]:
-            if name == b"content-length":
-                self.check_body(int(value))
+        headers = dict(scope["headers"])
+        if b"content-length" in headers:
+            if b"transfer-encoding" in headers:
+                raise BadRequest(
+                    "a request has both Content-Length and Transfer-Encoding", ends=True
+                )
+            self.check_body(int(headers[b"content-length"]))
 
     def check_body(self, num_bytes: int) -> None:
         """Refuse a body of more bytes than one may have. Raises BadRequest."""

@@ -15,13 +15,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from minirl.config.shared import LimitsConfig
-from minirl.serving.limits import BadRequest, make_app
+from minirl.serving.limits import make_app, require_loopback
 from minirl.serving.server import Server, bind
 from minirl.view import pages
 from minirl.view.data import Runs, parse_number, parse_query, to_bytes
 
 HOST = "127.0.0.1"
-NAMES = ("127.0.0.1", "localhost", "[::1]")  # By which a browser on this machine may ask.
 HEADERS = {
     "Content-Security-Policy": pages.POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -83,17 +82,9 @@ def _group(runs: Runs) -> Callable[[Request], Any]:
     return answer
 
 
-def _check_host(request: Request) -> None:
-    """Refuse a request that was meant for another host. Raises BadRequest."""
-    host = request.headers.get("host", "")
-    name = host if host.endswith("]") else host.rpartition(":")[0] or host
-    if name not in NAMES:
-        raise BadRequest(f"this page is at {' or '.join(NAMES)}, not at {host!r:.100}", 403)
-
-
 def _file(kind: str, body: bytes) -> Answer:
     async def answer(request: Request) -> Response:
-        _check_host(request)
+        require_loopback(request)
         return Response(body, media_type=kind, headers=HEADERS)
 
     return answer
@@ -103,7 +94,7 @@ def _data(find: Callable[[Request], Any]) -> Answer:
     """Return what answers with the JSON of what `find` returns, which reads files in a thread."""
 
     async def answer(request: Request) -> Response:
-        _check_host(request)
+        require_loopback(request)
         body = await run_in_threadpool(lambda: to_bytes(find(request)))
         return Response(body, media_type="application/json", headers=HEADERS)
 
