@@ -310,8 +310,10 @@ def test_commands_have_flags_that_parse(page, monkeypatch, capsys):
         if program[0].startswith("minirl"):
             parse_program(program)
         elif program[0].startswith("benchmarks."):
-            script_of_module = f"{program[0].replace('.', '/')}.py"
-            parse_script(script_of_module, program[1:], monkeypatch, capsys)
+            script_of_module = program[0].replace(".", "/")
+            if (ROOT / script_of_module).is_dir():
+                script_of_module += "/__main__"
+            parse_script(f"{script_of_module}.py", program[1:], monkeypatch, capsys)
         elif script is not None:
             text = (ROOT / words[script]).read_text()
             assert "from benchmarks" not in text, f"start it by -m: {shlex.join(words)}"

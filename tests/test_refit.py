@@ -4,7 +4,11 @@ The obvious plan is a full scan: every rank's shard against everything that ever
 the copies then bring the right bits is shown by carrying them out for all ranks at once; the real
 engine is in test_rollout.py."""
 
+import importlib.metadata
 import itertools
+import os
+import subprocess
+import sys
 from collections import defaultdict
 
 import numpy as np
@@ -13,10 +17,12 @@ import torch
 
 from benchmarks import growth_refit
 from minirl.parallel.regions import CheckpointSlice, Region, intersect
+from minirl.plan.pretend import compiler
 from minirl.rollout.refit_buckets import Wanted
 from minirl.rollout.refit_plan import Planner
 from minirl.rollout.refit_record import Recorder, join
 from minirl.rollout.refit_shards import Block, Grid
+from programs import ROOT
 
 EXPERTS = 4
 # Widths that 8 engine ranks divide and shards do not.
@@ -331,3 +337,38 @@ def test_copies_of_a_call_do_not_grow_with_the_number_of_ranks():
     assert few.num_copies / 8 < 60  # a layer; 440 if experts and peers were apart
     assert many.num_copies < 1.2 * few.num_copies
     assert many.num_bytes < 2 * few.num_bytes
+
+
+# --------------------------------------------------------------------------------------------------
+# models of vLLM's CUDA platform
+
+CUDA_FAMILIES = ["qwen3", "gemma2", "qwen3_moe", "mixtral", "gpt_oss", "phi3"]
+
+
+def why_no_cuda_models() -> str:
+    """Why this environment cannot build them; empty: it can."""
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        version = "that for CPUs"
+    if "cpu" in version.lower():
+        return f"the CUDA build of vLLM is not installed (here is {version})"
+    return "" if compiler() else "a stand-in for the driver needs g++, which is not installed"
+
+
+@pytest.mark.skipif(bool(why_no_cuda_models()), reason=why_no_cuda_models())
+def test_models_of_the_cuda_platform_are_refitted_bitwise(tmp_path):
+    """In host memory: layouts differ from those of vLLM's CPU build, which all other tests have."""
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    ended = subprocess.run(
+        [sys.executable, "tests/cuda_models.py", tmp_path, *CUDA_FAMILIES],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    done = [line.split() for line in ended.stdout.splitlines()]
+    refitted = {line[0] for line in done if len(line) == 2 and line[1].isdigit()}
+    assert refitted >= set(CUDA_FAMILIES)
