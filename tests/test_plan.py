@@ -704,11 +704,22 @@ def test_what_does_not_fit_ends_with_2_and_what_to_change(capsys, monkeypatch, c
     flags = ["--config", config_file, "--gpus", 1, "--gpu", "h100", "--formulas"]
     code, out, _ = run(capsys, monkeypatch, *flags)
     assert code == 2
-    assert "DOES NOT FIT: optimizer needs" in out
+    assert re.search(r"DOES NOT FIT: optimizer needs .* GiB of 76\.8; .* are optimizer\n", out)
     assert "--policy.optimizer-state offload" in out
+    assert "time of a step" not in out
+    assert "mesh: replicate 1, FSDP over 1, context 1, tensor 1;" in out
     code, out, _ = run(capsys, monkeypatch, *flags, "--memory-gb", 12, "--host-memory-gb", 30)
     assert code == 2
-    assert "no settings that were tried make it fit" in out
+    assert re.search(r"tried make it fit \(.* alone takes .* GiB of 10\.8\): take more GPUs", out)
+
+
+def test_formulas_say_that_images_are_left_out(capsys, monkeypatch, config_file, tmp_path):
+    folder = tiny.make(tmp_path / "reader", "qwen2_vl")
+    flags = ["--config", config_file, "--policy.model", folder, "--formulas"]
+    code, out, _ = run(capsys, monkeypatch, *flags)
+    assert code == 0 and "images are left out" in out
+    code, out, _ = run(capsys, monkeypatch, "--config", config_file, "--formulas")
+    assert "images are left out" not in out
 
 
 def test_without_a_compiler_it_says_that_these_are_formulas(capsys, monkeypatch, config_file):
@@ -761,3 +772,17 @@ def test_a_device_is_found_by_its_name():
     assert (card.name, card.memory_gib, card.bandwidth_gb) == ("h100", 79.0, 3350)
     assert cards.of_device("NVIDIA GeForce RTX 4090", 23 * GIB).name == "rtx4090"
     assert "taken for" in cards.of_device("NVIDIA B300", 270 * GIB).name
+    for device, name in (
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ):
+        assert cards.of_device(device, 20 * GIB).name == name
+        assert cards.find_card(name).tflops == cards.peak_tflops(device)
+    for alias, name in (("a100", "a100-80"), ("4090", "rtx4090"), ("5090", "rtx5090")):
+        assert cards.find_card(alias).name == name
+    assert cards.find_card("H100").name == "h100"

@@ -1,4 +1,10 @@
-"""What GPUs have, from their data sheets, and what share of it kernels reach."""
+"""What GPUs have, from their data sheets, and what share of it kernels reach.
+
+Sources: NVIDIA's data sheets of H100 and H200, A100, L40S, L4, H20, A10G (of Amazon's G5) and DGX
+B200 (figures of eight, without sparsity), its white papers of Ada and Blackwell for RTX 4090 and
+5090 (products that add up in float32), and AMD's data sheet of MI300X. GPUs without NVLink send
+through the host. Memory is what torch reports as a device's total.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -43,6 +49,33 @@ CARDS = {
             host_memory_gib=240,
         ),
         Card(
+            name="b200",
+            memory_gib=178.3,
+            tflops=2250,
+            bandwidth_gb=8000,
+            link_gb=900,
+            host_gb=55,
+            host_memory_gib=240,
+        ),
+        Card(
+            name="h20",
+            memory_gib=95.0,
+            tflops=148,
+            bandwidth_gb=4000,
+            link_gb=450,
+            host_gb=55,
+            host_memory_gib=240,
+        ),
+        Card(
+            name="mi300x",
+            memory_gib=191.5,
+            tflops=1307,
+            bandwidth_gb=5300,
+            link_gb=448,
+            host_gb=55,
+            host_memory_gib=240,
+        ),
+        Card(
             name="a100-80",
             memory_gib=79.2,
             tflops=312,
@@ -69,8 +102,37 @@ CARDS = {
             host_gb=25,
             host_memory_gib=60,
         ),
+        Card(
+            name="rtx5090",
+            memory_gib=31.3,
+            tflops=209,
+            bandwidth_gb=1792,
+            link_gb=25,
+            host_gb=55,
+            host_memory_gib=60,
+        ),
+        Card(
+            name="a10g",
+            memory_gib=22.0,
+            tflops=70,
+            bandwidth_gb=600,
+            link_gb=12,
+            host_gb=25,
+            host_memory_gib=60,
+        ),
+        Card(
+            name="l4",
+            memory_gib=22.0,
+            tflops=121,
+            bandwidth_gb=300,
+            link_gb=12,
+            host_gb=25,
+            host_memory_gib=60,
+        ),
     )
 }
+# What people call some of them.
+ALIASES = {"a100": "a100-80", "4090": "rtx4090", "5090": "rtx5090"}
 
 # Shares of the peaks that good kernels reach. FlashAttention-2 was written for the A100; on Hopper
 # it computes at 350 (forward) and 300 TFLOP/s.
@@ -100,7 +162,7 @@ def find_card(
     """Return a card of the table, with other figures where they are given.
 
     Args:
-        name: of the table.
+        name: of the table, in any case, or one of `ALIASES`.
         memory_gb: memory in GB of 10^9 bytes, as it is sold; 0: that of the table.
         tflops: as `Card` has it; 0: that of the table.
         bandwidth_gb: as `Card` has it; 0: that of the table.
@@ -109,8 +171,9 @@ def find_card(
     Raises:
         UserError: the table has no such card.
     """
+    known = ALIASES.get(name.lower(), name.lower())
     require(
-        name in CARDS,
+        known in CARDS,
         f"--gpu {name!r} is not a known card; choose one of {', '.join(CARDS)} (another card: the "
         "most similar one, with --memory-gb, --tflops and --bandwidth-gb of its data sheet)",
     )
@@ -123,7 +186,7 @@ def find_card(
         given["tflops"] = tflops
     if bandwidth_gb:
         given["bandwidth_gb"] = bandwidth_gb
-    return dataclasses.replace(CARDS[name], **given)
+    return dataclasses.replace(CARDS[known], **given)
 
 
 def of_device(name: str, memory_bytes: int) -> Card:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from minirl.model import delta_rule
+from minirl.model import delta_rule, families
 from minirl.plan import kinds
 from minirl.plan.advice import Advice
 from minirl.plan.cards import REACHED
@@ -16,10 +16,11 @@ def full(plan: Plan, advised: list[Advice], source: str) -> str:
     parts = [
         _head(plan, source),
         _memory(plan),
-        _time(plan),
+        "" if plan.lacks else _time(plan),
         _advice(plan, advised),
         _assumed(plan),
         _of_delta_nets(plan),
+        _of_images(plan),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -90,8 +91,10 @@ def _head(plan: Plan, source: str) -> str:
     workload = plan.workload
     load = workload.load
     parallel = workload.cfg.parallel
-    axes = [f"replicate {parallel.replicate}", f"context {parallel.context}"]
-    axes.append(f"tensor {parallel.tensor}")
+    # Context ranks have shards of their own.
+    shards = workload.world_size // (parallel.replicate * parallel.tensor)
+    axes = [f"replicate {parallel.replicate}", f"FSDP over {shards}"]
+    axes += [f"context {parallel.context}", f"tensor {parallel.tensor}"]
     return "\n".join(
         [
             f"{workload.cfg.policy.model} on {workload.world_size} x {plan.card.name}: "
@@ -148,7 +151,8 @@ def _time(plan: Plan) -> str:
 def _advice(plan: Plan, advised: list[Advice]) -> str:
     """Return what to change: what makes it fit, or else what makes it faster."""
     if plan.lacks and not advised:
-        return "no settings that were tried make it fit: take more GPUs, or larger ones"
+        reason = f" ({plan.too_large})" if plan.too_large else ""
+        return f"no settings that were tried make it fit{reason}: take more GPUs, or larger ones"
     title = "settings that make it fit, the fastest first (by formulas)"
     if not plan.lacks:
         title = "settings that may be faster (by formulas)"
@@ -182,6 +186,15 @@ def _of_delta_nets(plan: Plan) -> str:
         "gated delta nets are counted as the kernels of the extra hybrids compute them "
         "(flash-linear-attention, causal-conv1d); without these they take more memory and time"
     )
+
+
+def _of_images(plan: Plan) -> str:
+    """Return how images are counted; empty: no model reads any."""
+    if not any(families.reads_images(role.model) for role in plan.workload.roles):
+        return ""
+    if plan.by_dry_run:
+        return "images: one in every prompt, of half its length, if the model has any so small"
+    return "images are left out: formulas count the text of prompts, a dry run counts images too"
 
 
 def _largest(items: Iterable[tuple[str, float]], most: int = 99) -> list[tuple[str, float]]:

@@ -72,9 +72,11 @@ class Plan:
     def lacks(self) -> str:
         """Return what does not fit; empty: all does."""
         if self.memory[self.largest] > self.limit:
+            parts = self.alive[self.largest]
+            most = max(parts, key=lambda part: parts[part])
             return (
                 f"{self.largest} needs {self.memory[self.largest] / GIB:.1f} GiB of "
-                f"{self.limit / GIB:.1f}"
+                f"{self.limit / GIB:.1f}; {parts[most] / GIB:.1f} are {most}"
             )
         if self.on_host > self.card.host_memory_gib * GIB:
             return (
@@ -89,6 +91,18 @@ class Plan:
                 f"engine.max_model_len = {engine.max_model_len:,}"
             )
         return ""
+
+    @property
+    def too_large(self) -> str:
+        """Return what alone has no room on a GPU, with its size; empty: there is no such thing."""
+        sizes: dict[str, float] = {}
+        for parts in self.alive.values():
+            for part, size in parts.items():
+                sizes[part] = max(size, sizes.get(part, 0.0))
+        part = max(sizes, key=lambda part: sizes[part])
+        if sizes[part] <= self.limit:
+            return ""
+        return f"{part} alone takes {sizes[part] / GIB:.1f} GiB of {self.limit / GIB:.1f}"
 
     @property
     def step_seconds(self) -> float:
