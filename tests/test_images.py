@@ -5,6 +5,7 @@ environments that show them in test_episodes.py."""
 import base64
 import io
 import json
+import os
 import runpy
 import sys
 
@@ -94,6 +95,23 @@ def test_whatever_holds_an_image_becomes_a_data_url(tmp_path):
 def test_what_is_no_image_is_refused(image, why):
     with pytest.raises(BadImage, match=why):
         to_url(image)
+
+
+def test_files_without_an_end_and_huge_ones_are_no_images(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with (tmp_path / "huge.png").open("wb") as file:
+        file.truncate(2**40)  # it takes no room
+    (tmp_path / "link.png").symlink_to("/dev/zero")
+    for place, why in (
+        (tmp_path / "fifo", "it is no regular file"),
+        (tmp_path / "link.png", "it is no regular file"),
+        ("/dev/zero", "it is no regular file"),
+        (tmp_path, "it is no regular file"),
+        (tmp_path / "huge.png", "it has more than 64 MiB"),
+    ):
+        for image in (str(place), {"bytes": None, "path": str(place)}):
+            with pytest.raises(BadImage, match=f"cannot be read .{why}.; give a path"):
+                to_url(image)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000"])

@@ -35,6 +35,7 @@ _UNREADABLE = (
     struct.error,
     Image.DecompressionBombError,
 )  # as Pillow's readers raise for files that are damaged
+MAX_FILE_BYTES = 64 * 2**20
 
 
 class ImageSpan(NamedTuple):
@@ -67,7 +68,7 @@ def to_url(image: object) -> str:
         image = file.getvalue()
     if isinstance(image, str) and not image.startswith("data:"):
         try:
-            image = Path(image).read_bytes()
+            image = _read(Path(image))
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             raise BadImage(
                 f"image {image[:200]!r} cannot be read ({error}); give a path, bytes, a PIL image "
@@ -81,6 +82,22 @@ def to_url(image: object) -> str:
         )
     rgb(image)
     return image
+
+
+def _read(path: Path) -> bytes:
+    """Return what a file holds.
+
+    Raises:
+        OSError, ValueError: there is none, it is a device or a pipe, which may have no end, or it
+            is too large for an image.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no regular file")
+    with path.open("rb") as file:
+        data = file.read(MAX_FILE_BYTES + 1)  # some files of /proc have no end either
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(f"it has more than {MAX_FILE_BYTES // 2**20} MiB")
+    return data
 
 
 def rgb(url: str) -> Image.Image:
