@@ -28,6 +28,7 @@ from minirl.errors import require
 from minirl.evaluation import evaluate
 from minirl.inputs import ModelFiles, check_tokens, find_other_model
 from minirl.model import build, families
+from minirl.model.weight_files import open_weights
 from minirl.parallel.machines import check_can_write, errors_of_all, errors_of_machines
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
@@ -35,7 +36,7 @@ from minirl.rewards.functions import make_rewards
 from minirl.rewards.model import RewardModel
 from minirl.rollout.engine import RolloutEngine, Sampling
 from minirl.rollout.sampler import Sampler
-from minirl.rollout.user_code import limited_imports, make_in_time
+from minirl.rollout.user_code import limited_imports, limited_template, make_in_time
 from minirl.row_checks import MAY_BE_LONG, PromptChecks
 
 
@@ -134,7 +135,9 @@ def find_model(cfg: EvaluateConfig, mesh: Mesh) -> ModelFiles:
     families.check_positions(
         config, f"model = {folder}", "engine.max_model_len", cfg.engine.max_model_len
     )
-    tokenizer = chat.load_tokenizer(folder, cfg.data)
+    open_weights(folder)  # damaged files are refused before the engine meets them
+    with limited_template(cfg, f"model = {cfg.model}", mesh.watch):
+        tokenizer = chat.load_tokenizer(folder, cfg.data)
     check_tokens(tokenizer, folder, config, f"model = {folder}")
     vision = read_vision(folder, cfg.engine.max_images) if families.reads_images(config) else None
     return ModelFiles(folder, config, tokenizer, vision)

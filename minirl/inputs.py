@@ -38,10 +38,11 @@ from minirl.parallel.machines import (
     errors_of_machines,
 )
 from minirl.parallel.mesh import Mesh, ranks_of_node
+from minirl.parallel.watch import Watch
 from minirl.plan.shape import count_frozen
 from minirl.rewards.functions import make_rewards
 from minirl.rollout import records
-from minirl.rollout.user_code import in_time, limited_imports, make_in_time
+from minirl.rollout.user_code import in_time, limited_imports, limited_template, make_in_time
 from minirl.row_checks import MAY_BE_LONG, NO_ANSWER, PromptChecks, load_splits
 from minirl.schedule import num_rl_steps, num_tickets
 
@@ -93,7 +94,7 @@ class Inputs:
 
             # Models. The rewards of dumped rollouts have the scores of a reward model in them.
             max_len = cfg.engine.max_model_len
-            files = find_model(cfg, max_len, engine_on=mesh.device.type)
+            files = find_model(cfg, max_len, mesh.watch, engine_on=mesh.device.type)
             find = partial(find_other_model, policy=files.config, parallel=cfg.parallel)
             self.folder = files.folder
             self.ref = find(cfg.ref.model, setting="ref.model")
@@ -285,13 +286,19 @@ def _refuse_other_run(output: Path, resume: bool) -> None:
 
 
 def find_model(
-    cfg: RLConfig | SupervisedConfig, max_len: int, *, engine_on: str = "cpu", chats: bool = True
+    cfg: RLConfig | SupervisedConfig,
+    max_len: int,
+    watch: Watch,
+    *,
+    engine_on: str = "cpu",
+    chats: bool = True,
 ) -> ModelFiles:
     """Find and check policy.model; the folder of a scratch model is made by `make_scratch`.
 
     Args:
         cfg: of RL, the model must work in the engine, too.
         max_len: longest sequence of a scratch model.
+        watch: of this process, for the time limit of a chat template.
         engine_on: the engine's type of device.
         chats: there are chats to encode, so the tokenizer needs a template.
 
@@ -304,8 +311,6 @@ def find_model(
         made = scratch.make_tokenizer(cfg.policy.scratch.phrases)
         config: PretrainedConfig = scratch.make_config(cfg.policy.scratch, made, max_len)
         tokenizer = chat.use_template(made, cfg.data)
-        if chats and cfg.data.chat_template:
-            chat.check_template(tokenizer, f"data.chat_template = {cfg.data.chat_template}")
     else:
         folder = build.find_folder(cfg.policy.model, "policy.model")
         config = build.read_config(folder)
@@ -327,9 +332,12 @@ def find_model(
     if vision:
         is_ring = cfg.parallel.context > 1 and cfg.parallel.context_engine == "ring"
         vision.check_ring(is_ring)
-    if tokenizer is None:
-        tokenizer = chat.load_tokenizer(folder, cfg.data, chats=chats)
-        check_tokens(tokenizer, folder, config, where, chats=chats)
+    with limited_template(cfg, where, watch):
+        if tokenizer is None:
+            tokenizer = chat.load_tokenizer(folder, cfg.data, chats=chats)
+            check_tokens(tokenizer, folder, config, where, chats=chats)
+        elif chats and cfg.data.chat_template:
+            chat.check_template(tokenizer, f"data.chat_template = {cfg.data.chat_template}")
     return ModelFiles(folder, config, tokenizer, vision)
 
 

@@ -72,7 +72,7 @@ class SupervisedTrainer(Program):
             marks = np.concatenate([train.marks, held_out.marks])
             has_chats = bool(np.any(marks & IS_CHAT))
             with errors_of_machines(mesh):
-                files = find_model(cfg, max_tokens, chats=has_chats)
+                files = find_model(cfg, max_tokens, mesh.watch, chats=has_chats)
                 check_experts({"policy": files.config}, cfg)
             count_frozen(files.config, cfg.policy, score=self.score_head)
             routing.check(files.config, cfg.policy)

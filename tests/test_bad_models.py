@@ -128,6 +128,9 @@ FOLDERS = {
     "eos a bool": (generation(eos_token_id=True), "eos_token_id = True; give the number"),
     "eos lists": (generation(eos_token_id=[[1]]), "eos_token_id = .* give the number"),
     "eos texts": (generation(eos_token_id=["a"]), "eos_token_id = .* give the number"),
+    "layers without an end": (config(num_hidden_layers=10**9), "num_hidden_layers = 1000000000 is"),
+    "heads without an end": (config(num_attention_heads=2**30), "num_attention_heads = 1073741824"),
+    "a tower without an end": (config(vision_config={"depth": 10**6}), "depth = 1000000 is more"),
     "weights missing": (remove("model.safetensors"), "has no weights"),
     "config missing": (remove("config.json"), "has no config.json"),
 }
@@ -142,7 +145,7 @@ def test_a_folder_that_is_no_model(tmp_path, model, name):
     cfg = RLConfig(policy=PolicyConfig(model=str(folder)))
     cfg.engine.max_model_len = 40
     with pytest.raises(UserError, match=message) as error:
-        find_model(cfg, 40)
+        find_model(cfg, 40, Watch())
     assert str(folder) in str(error.value) and len(str(error.value)) < 1500
 
 
@@ -198,9 +201,9 @@ def test_text_that_is_only_learned_needs_no_end(tmp_path, model):
     shutil.copytree(model, tmp_path / "m")
     generation(eos_token_id=1_000_000)(tmp_path / "m")
     cfg = SFTConfig(policy=PolicyConfig(model=str(tmp_path / "m")))
-    find_model(cfg, 40, chats=False)
+    find_model(cfg, 40, Watch(), chats=False)
     with pytest.raises(UserError, match="lie beyond"):
-        find_model(cfg, 40)
+        find_model(cfg, 40, Watch())
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ What each check refuses is in tests/test_bad_values.py, test_bad_rows.py and tes
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,8 @@ def world(tmp_path_factory) -> Path:
     (folder / "utf16.yaml").write_bytes("seed: 1".encode("utf-16"))
     (folder / "loop.yaml").write_text("policy: &a [*a]\n")
     (folder / "nothing.jinja").write_text("hello")
+    rounds = "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"
+    (folder / "endless.jinja").write_text(rounds + "{{ messages[0].content }}")
     (folder / "zero.jinja").write_text("{{ messages[0].content }}{{ 1 / 0 }}")
     (folder / "file").write_text("")
     (folder / "cache.npz").write_bytes(b"PK\x03\x04 cut")
@@ -47,6 +50,10 @@ def world(tmp_path_factory) -> Path:
         shutil.copytree(model, folder / name)
         text = json.loads((folder / name / file).read_text())
         (folder / name / file).write_text(json.dumps(text | values))
+    weights = (model / "model.safetensors").read_bytes()
+    for name, content in (("cut", weights[:-100]), ("head", struct.pack("<Q", 2**62) + weights)):
+        shutil.copytree(model, folder / name)
+        (folder / name / "model.safetensors").write_bytes(content)
     shutil.copytree(model, folder / "tokenizer")
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
     return folder
@@ -56,6 +63,8 @@ RL = "--config {quickstart} --data.train {world}/rows.jsonl --data.held-out 4 --
 EVALUATE = "--model {world}/model --data.eval {world}/rows.jsonl "
 DPO = "--policy.model {world}/model --data.train {world}/pairs.jsonl --output {world}/out "
 DPO += "--data.held-out 4 --data.max-tokens 128 "
+SFT = "--policy.model {world}/model --data.train {world}/examples.jsonl --output {world}/out "
+ENDLESS = "--data.chat-template {world}/endless.jinja --timeout-minutes 0.1"
 # name -> program, flags, and what the message must say
 CASES = {
     "a key twice": ("rl", "--config {world}/twice.yaml", "'seed' is there twice"),
@@ -79,6 +88,9 @@ CASES = {
         RL + "--data.chat-template {world}/zero.jinja",
         "ZeroDivisionError",
     ),
+    "a template without an end": ("rl", RL + ENDLESS, "timeout_minutes = 0.1"),
+    "a template without an end, in sft": ("sft", SFT + ENDLESS, "timeout_minutes = 0.1"),
+    "a template without an end, in evaluate": ("evaluate", EVALUATE + ENDLESS, "to render a first"),
     "output in /proc": ("rl", RL + "--output /proc/run", "output = /proc/run"),
     "output below a file": ("rl", RL + "--output {world}/file/run", "file/run"),
     "a long output": ("rl", RL + "--output {world}/" + "x" * 300, "output = "),
@@ -96,6 +108,8 @@ CASES = {
     "infinite nll": ("dpo", DPO + "--algo.nll-coef inf", "algo.nll_coef = inf"),
     "top_p 0": ("evaluate", EVALUATE + "--rollout.top-p 0", "rollout.top_p = 0"),
     "eos beyond": ("evaluate", EVALUATE + "--model {world}/eos", "1000000] lie beyond"),
+    "weights cut": ("evaluate", EVALUATE + "--model {world}/cut", "model.safetensors: Error while"),
+    "a head of 4 EiB": ("evaluate", EVALUATE + "--model {world}/head", "header too large"),
     "an output in /proc": ("evaluate", EVALUATE + "--output /proc/a.json", "output = /proc/a.json"),
     "an output that is a folder": ("evaluate", EVALUATE + "--output {world}", "it is a folder"),
 }

@@ -4,6 +4,7 @@ Build on the meta device, shard by FSDP2, and let each rank read its own slices 
 """
 
 import functools
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,7 @@ from minirl.model import (
     mxfp4,
     nf4,
     routing,
+    sizes,
 )
 from minirl.model.adapter_files import is_adapter_folder, read_adapter
 from minirl.model.freeze import freeze
@@ -49,7 +51,7 @@ from minirl.parallel.experts import ExpertParallel
 from minirl.parallel.machines import errors_of_all
 from minirl.parallel.mesh import Mesh
 from minirl.parallel.tensor import TensorParallel
-from minirl.reading import library_reads
+from minirl.reading import is_file, library_reads
 from minirl.types import Packed
 
 # What a model's folder must hold -> the pattern of its files.
@@ -105,9 +107,13 @@ def read_config(folder: Path | str) -> PretrainedConfig:
     It does not tell of weights in MXFP4, which are read as bfloat16.
 
     Raises:
-        UserError: it cannot be read, or this version of transformers does not know its model type.
+        UserError: it cannot be read, or this version of transformers does not know its model type;
+            or it counts more layers or heads than anybody would build.
     """
+    file = Path(folder) / "config.json"
     with library_reads(f"{folder}/config.json"):
+        if is_file(file):
+            sizes.check_counts(json.loads(file.read_bytes()), str(file))
         return mxfp4.forget(AutoConfig.from_pretrained(folder))
 
 

@@ -37,6 +37,32 @@ _SIZES = (
 _OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")  # Gemma 4's.
 
 
+# Of layers and heads, which are built or counted one after the other. Models have some hundreds.
+_MOST = 10_000
+_COUNTS = ("num_hidden_layers", "num_layers", "depth", "num_attention_heads", "num_heads")
+
+
+def check_counts(values: dict, where: str) -> None:
+    """Refuse a config with so many layers or heads that counting them would not end.
+
+    Args:
+        values: of a config.json, or of a part of it.
+        where: the file, for messages.
+
+    Raises:
+        UserError: for the first.
+    """
+    for name, value in values.items():
+        if isinstance(value, dict):
+            check_counts(value, where)
+        is_too_large = name in _COUNTS and isinstance(value, int) and value > _MOST
+        require(
+            not is_too_large,
+            f"{where}: {name} = {value} is more than {_MOST}; take the config.json that belongs to "
+            "the weights",
+        )
+
+
 def check(values: dict, where: str) -> None:
     """Refuse sizes that are no numbers above 0, or that do not fit one another.
 

@@ -7,7 +7,7 @@ from functools import wraps
 from torch import Tensor
 
 from minirl.config.rl import RLConfig
-from minirl.config.shared import EnvConfig, EvaluateConfig
+from minirl.config.shared import EnvConfig, EvaluateConfig, TrainingConfig
 from minirl.envs.base import Env
 from minirl.errors import UserError
 from minirl.parallel.limits import Limit
@@ -28,6 +28,29 @@ def limited_imports(
         return (
             f"one of {names} takes longer than timeout_minutes = {cfg.timeout_minutes:g} to "
             "import, or an environment to be made; mend its file, or raise timeout_minutes"
+        )
+
+    return watch.limit(60 * cfg.timeout_minutes, describe)
+
+
+def limited_template(
+    cfg: TrainingConfig | EvaluateConfig, where: str, watch: Watch
+) -> contextlib.AbstractContextManager[Limit]:
+    """End the run if a model's tokenizer and chat template take longer than timeout_minutes.
+
+    A template is a program, which may have no end.
+
+    Args:
+        cfg: has the limit.
+        where: the setting that names the model, and its value.
+        watch: of this process.
+    """
+
+    def describe() -> str:
+        return (
+            f"{where}: to read its tokenizer and to render a first chat by its template, or by "
+            f"data.chat_template, takes longer than timeout_minutes = {cfg.timeout_minutes:g}; "
+            "take another model or template, or raise timeout_minutes"
         )
 
     return watch.limit(60 * cfg.timeout_minutes, describe)
