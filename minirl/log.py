@@ -257,7 +257,20 @@ class Log:
 
 def say(message: str) -> None:
     """Print a message on the console, above a progress bar if there is one."""
-    tqdm.write(f"minirl: {message}", file=sys.stderr)
+    tqdm.write(f"minirl: {printable(message)}", file=sys.stderr)
+
+
+# C0 without tab and line feed, DEL and C1.
+_CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
+_ESCAPED = {code: f"\\x{code:02x}" for code in _CONTROLS}
+
+
+def printable(text: str) -> str:
+    """Return a text with its control characters escaped, for a terminal.
+
+    What a policy or a row says could else clear the screen or rename its window.
+    """
+    return text.translate(_ESCAPED)
 
 
 def truncate(path: Path, *, keep_before: int, keep_sft: bool) -> None:

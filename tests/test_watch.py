@@ -5,6 +5,7 @@ import json
 import signal
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,9 +16,11 @@ from minirl import log, results, trackers
 from minirl.config.shared import LogConfig
 from minirl.errors import UserError
 from minirl.parallel import watch
+from minirl.rollout import records, show
 from minirl.trackers import check_installed, open_trackers
 from nodes import Job, Node
 from programs import QUICKSTART, ROOT, alone, fork
+from test_run_folder import trajectory
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="small runs on CPU")
 SECONDS = 300
@@ -172,6 +175,32 @@ def test_texts_of_chats_and_their_parts():
     shown = results.describe([{"prompt": chat, "answer": "a\n b", "reward": 0.5}])
     assert shown.startswith("  [0.50] ") and shown.endswith(" -> a b") and "\n" not in shown
     assert "user: " in results.full_text([{"prompt": chat, "answer": "x", "reward": 1}])
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x9b2J\ttab\nline"
+HARMLESS = "\\x1b]0;owned\\x07\\x1b[2J\\x0d\\x9b2J\ttab\nline"
+
+
+def test_control_characters_are_escaped_on_a_terminal(tmp_path, capsys, monkeypatch):
+    """In the log, in what is shown of a dump, and in the message with which a run ends."""
+    log.say(HOSTILE)
+    shown = results.describe([{"prompt": HOSTILE, "answer": HOSTILE, "reward": 0.5}])
+    log.say(shown)
+    assert HARMLESS in capsys.readouterr().err and "\x1b" in shown
+
+    t = trajectory(0)
+    t.info = {"error": "", "prompt": HOSTILE, "completion": HOSTILE}
+    records.write_step([t], tmp_path, 0, SimpleNamespace(rank=0, world_size=1))
+    assert show.main([str(tmp_path / "step-0-rank-0.jsonl")]) == 0
+    out = capsys.readouterr().out
+    assert out.count(HARMLESS) == 2 and "\x1b" not in out
+
+    monkeypatch.setattr(watch, "leave", lambda code: None)
+    report = tmp_path / "report.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    watch.Watch().end_all(HOSTILE, 2)
+    assert HARMLESS in capsys.readouterr().err
+    assert json.loads(report.read_text())["message"]["message"].endswith(HARMLESS)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from minirl.errors import BAD_INPUT, BY_SIGNAL, CRASH, DONE
-from minirl.log import say
+from minirl.log import printable, say
 from minirl.parallel import agent, guard
 from minirl.parallel.limits import Limit, Limits
 from minirl.parallel.peers import Peer, is_alive, runs, stat_of
@@ -184,6 +184,7 @@ class Watch:
             is_first = store is None or store.add(TOLD, 1) == 1
         if not is_first:
             self._leave_with_the_first(code)
+        message = printable(message)
         self._tell_why(f"minirl: {message}")
         with contextlib.suppress(OSError, ValueError):  # A closed pipe, or a closed stream.
             print(f"\nminirl: {message}", file=sys.stderr, flush=True)

@@ -39,11 +39,13 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return BAD_INPUT
 
-    from minirl.rollout import records  # here, because this takes seconds
+    # Here, because this takes seconds.
+    from minirl.log import printable
+    from minirl.rollout import records
 
     try:
         for t in records.read_file(Path(arguments[0])):
-            print(describe(t))
+            print(printable(describe(t)))
     except UserError as error:
         print(f"minirl: {error}", file=sys.stderr)
         return BAD_INPUT
