@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,6 +16,8 @@ import torch
 from transformers import PretrainedConfig, Qwen3Config
 
 from benchmarks.fits import MODELS
+from benchmarks.gpu_stages import lib
+from benchmarks.gpu_stages.lib import GIB
 from minirl.algo import losses
 from minirl.config.parse import fill_config
 from minirl.config.policy import PolicyConfig
@@ -34,7 +35,6 @@ from minirl.policy import Policy
 from minirl.throughput import Work, flops
 from minirl.types import Packed
 
-GIB = 2**30
 PHASES = ("forward", "backward", "optimizer")  # Of an optimizer step.
 NUM_WARMUP = 2  # Steps that do not count.
 Dtype = Literal["float32", "bfloat16"]
@@ -187,31 +187,8 @@ class Bench:
         """Return the median seconds of a call, on CUDA those of the device."""
         for _ in range(3):
             function()
-        timed = self._on_device if self.on_gpu else clock
+        timed = lib.device_seconds if self.on_gpu else lib.wall_seconds
         return statistics.median(timed(function) for _ in range(self.sizes.repeats))
-
-    def _on_device(self, function: Callable[[], object]) -> float:
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        # The device waits (20 million cycles are 10 ms) while the host launches the call: a host
-        # that runs ahead is what there is in training, too.
-        torch.cuda._sleep(20_000_000)
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-
-
-def clock(function: Callable[[], object]) -> float:
-    """Return the wall seconds of a call, until the device is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def free_gib() -> float:

@@ -26,7 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from benchmarks import gpu_bench, gpu_plan
-from benchmarks.gpu_bench import CONFIGS, FULL, GIB, SMALL, Bench, clock, free_gib
+from benchmarks.gpu_bench import CONFIGS, FULL, GIB, SMALL, Bench, free_gib
+from benchmarks.gpu_stages.lib import wall_seconds
 from minirl.algo import losses
 from minirl.config.policy import PolicyConfig
 from minirl.config.rl import RefitConfig
@@ -264,12 +265,14 @@ def sleep_and_wake(bench: Bench, policy: Policy) -> None:
 
     bench.add("trainer's state", num_bytes / GIB, "GiB")
     bench.add("memory left, trainer awake", free_gib(), "GiB")
-    bench.add("first sleep, which takes host memory", 1e3 * clock(policy.sleeper.sleep), "ms")
+    bench.add(
+        "first sleep, which takes host memory", 1e3 * wall_seconds(policy.sleeper.sleep), "ms"
+    )
     bench.add("memory left, trainer asleep", free_gib(), "GiB")
     seconds = defaultdict(list)
     for _ in range(3):
-        seconds["wake"].append(clock(wake))
-        seconds["sleep"].append(clock(policy.sleeper.sleep))
+        seconds["wake"].append(wall_seconds(wake))
+        seconds["sleep"].append(wall_seconds(policy.sleeper.sleep))
     wake()
     for name, times in seconds.items():
         median = statistics.median(times)

@@ -110,6 +110,12 @@ def test_minirl_and_trl_do_the_same_work(small, tmp_path):
         assert args.folder / "model" == Path(cfg.policy.model)
 
 
+def test_tests_that_run_alone_have_their_names():
+    text = (ROOT / "tests" / "test_gpu.py").read_text()
+    for name in (runner.TIMER_TEST, runner.ENGINE_TEST):
+        assert f"def {name}(" in text
+
+
 # --------------------------------------------------------------------------------------------------
 # how stages are run, with programs of a line
 

@@ -32,6 +32,7 @@ def check_rows(rows: list[dict[str, Any]], num_steps: int) -> None:
 def add_medians(rows: list[dict[str, Any]]) -> None:
     times = [f"{row['time/step']:.3f}" for row in rows]
     value("seconds of each step", " ".join(times))
+    value("gradient norms", " ".join(f"{row['grad_norm']:.3g}" for row in rows))
     late = rows[NUM_WARMUP:] or rows
     names = set()
     for row in late:

@@ -126,6 +126,9 @@ def make_trainer(args: Arguments, times: list[float], lengths: list[int]) -> Any
 
 
 def main(args: Arguments) -> None:
+    if args.liger and not ON_GPU:
+        print("liger's kernels need a GPU: left out")
+        lib.leave()
     if "TRL_SITE" in os.environ:
         sys.path.insert(0, os.environ["TRL_SITE"])
     for name, default in WORLD.items():
