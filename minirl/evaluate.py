@@ -26,7 +26,7 @@ from minirl.envs.base import Agent
 from minirl.envs.registry import make_env
 from minirl.errors import require
 from minirl.evaluation import evaluate
-from minirl.inputs import ModelFiles, check_tokens, find_other_model
+from minirl.inputs import ModelFiles, check_tokens, choose_dtype, find_other_model
 from minirl.model import build, families
 from minirl.model.weight_files import open_weights
 from minirl.parallel.machines import check_can_write, errors_of_all, errors_of_machines
@@ -65,7 +65,7 @@ def main(cfg: EvaluateConfig, mesh: Mesh) -> None:
     num_dropped = prompts.check_lengths(mesh, MAY_BE_LONG)
 
     # 2. Load the models.
-    dtype = "bfloat16" if cfg.engine.dtype == "auto" else cfg.engine.dtype
+    dtype = choose_dtype(cfg.engine.dtype, "engine.dtype", mesh)
     engine = RolloutEngine(
         cfg.engine,
         folder,

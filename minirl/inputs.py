@@ -14,7 +14,7 @@ from minirl import own_methods
 from minirl.checkpoint import changes, lock
 from minirl.checkpoint.failures import attempt, require_written
 from minirl.checkpoint.finding import finished
-from minirl.config.policy import ParallelConfig
+from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import TrainingConfig
 from minirl.config.supervised import SupervisedConfig
@@ -369,6 +369,25 @@ def check_tokens(
     """
     stop_ids = chat.stop_token_ids(tokenizer, folder) if chats else []
     chat.check_tokens(tokenizer, stop_ids, config.get_text_config().vocab_size, where)
+
+
+def choose_dtype(asked: Dtype, setting: str, mesh: Mesh) -> Dtype:
+    """Return the dtype to compute in, and say what auto is where a CPU decides. Collective.
+
+    Args:
+        asked: what the setting says.
+        setting: its name.
+        mesh: of the run.
+    """
+    if asked != "auto":
+        return asked
+    dtype = mesh.default_dtype()
+    if dtype == "float32" and mesh.rank == 0:
+        say(
+            f"{setting} = auto is float32: not every CPU of the ranks has instructions for "
+            "bfloat16 (avx512_bf16, AMX)"
+        )
+    return dtype
 
 
 def find_other_model(

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections import defaultdict
@@ -78,6 +79,8 @@ class Policy:
         base: "Policy | None" = None,
         timer: Timer | None = None,
     ):
+        if cfg.dtype == "auto":
+            cfg = dataclasses.replace(cfg, dtype=mesh.default_dtype())
         self.cfg = cfg
         self.folder = folder
         self.mesh = mesh

@@ -31,7 +31,7 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.supervised import RMConfig, ServeConfig
 from minirl.data import chat
 from minirl.errors import require
-from minirl.inputs import check_head
+from minirl.inputs import check_head, choose_dtype
 from minirl.model import build, families
 from minirl.parallel.mesh import Mesh
 from minirl.policy import Policy
@@ -72,7 +72,8 @@ def serve_model(cfg: ServeConfig, mesh: Mesh) -> None:
     config = build.read_config(folder).get_text_config()
     max_tokens = longest_text(cfg, config.max_position_embeddings)
     tokenizer = chat.load_tokenizer(folder, chats=False)
-    policy = Policy(PolicyConfig(dtype=cfg.dtype), folder, mesh, trainable=False, score=True)
+    dtype = choose_dtype(cfg.dtype, "dtype", mesh)
+    policy = Policy(PolicyConfig(dtype=dtype), folder, mesh, trainable=False, score=True)
     model = RewardModel(
         policy,
         chat.stop_token_ids(tokenizer, folder),

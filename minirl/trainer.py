@@ -20,8 +20,9 @@ from minirl.checkpoint.exporting import export_adapter
 from minirl.config.parse import save_config
 from minirl.config.policy import Checkpointing, PolicyConfig
 from minirl.config.shared import TrainingConfig
-from minirl.config.validate import resolve_learning_rates
+from minirl.config.validate import resolve_dtypes, resolve_learning_rates
 from minirl.files import remove, write_whole
+from minirl.inputs import choose_dtype
 from minirl.log import Log, Timer, say, truncate
 from minirl.model import lora
 from minirl.parallel.mesh import Mesh
@@ -376,6 +377,8 @@ class Program(abc.ABC):
     def __init__(self, cfg: TrainingConfig, mesh: Mesh):
         self.cfg = cfg
         resolve_learning_rates(cfg)
+        cfg.policy.dtype = choose_dtype(cfg.policy.dtype, "policy.dtype", mesh)
+        resolve_dtypes(cfg, mesh.default_dtype())  # A critic's.
         self.mesh = mesh
         self.timer = Timer(mesh.device)
         mesh.watch.phase = self.timer.current

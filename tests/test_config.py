@@ -166,7 +166,7 @@ def test_numbers_in_yaml_s_own_spellings(tmp_path):
         ),
         (
             "policy: {dtype: float16}",
-            r"policy.dtype = 'float16' should be 'float32', 'bfloat16' or 'float64'",
+            r"policy.dtype = 'float16' should be 'auto', 'float32', 'bfloat16' or 'float64'",
         ),
         ("engine: {sleep_level: true}", r"engine.sleep_level = True should be a valid integer"),
         ("policy: 3", r"policy = 3 must be a mapping of settings"),

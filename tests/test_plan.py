@@ -109,6 +109,7 @@ def checkpointing(which, **settings):
 
 
 LORA = {"rank": 32}
+BFLOAT16 = {"dtype": "bfloat16"}
 NF4 = {"quantization": "nf4"}
 ATTENTION = {"targets": ["attention"]}
 CASES = {
@@ -191,7 +192,7 @@ def dry_runs(tmp_path_factory):
             {
                 "folder": str(folder),
                 "load": dataclasses.asdict(case.load),
-                "policy": case.policy,
+                "policy": case.policy | BFLOAT16,
                 "parallel": case.parallel,
                 "loss": case.loss,
                 "share_base": case.share_base,
@@ -201,7 +202,7 @@ def dry_runs(tmp_path_factory):
 
 
 def cost_of(case):
-    policy = fill_config(PolicyConfig, case.policy)
+    policy = fill_config(PolicyConfig, case.policy | BFLOAT16)
     return formulas.cost(
         memory.Job(
             shape=read_shape(case.config(), score=case.loss == "value", policy=policy),

@@ -8,6 +8,7 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness import ranks
+from minirl import inputs
 from minirl.checkpoint.state import find_best
 from minirl.config.parse import load_config, parse_flags
 from minirl.config.rl import RLConfig
@@ -521,6 +523,48 @@ def test_two_engines_pull_from_one_queue(data, tmp_path):
         assert sorted(groups[0][step] + groups[1][step]) == list(
             range(8 * step, 8 * step + 8)
         )  # each ticket went to one engine
+
+
+def dtypes_of_auto(mesh, given: list[str], has_bfloat16: list[bool]) -> dict:
+    """What a run computes in, and what is said of it, on CPUs of which some multiply bfloat16."""
+    said: list[str] = []
+    instructions = {
+        "_is_avx512_bf16_supported": lambda: has_bfloat16[mesh.rank],
+        "_is_amx_tile_supported": lambda: False,
+    }
+    with (
+        mock.patch.multiple(torch.cpu, **instructions),
+        mock.patch.object(inputs, "say", said.append),
+    ):
+        chosen = inputs.choose_dtype("auto", "engine.dtype", mesh)
+        trainer = Trainer(parse_flags(RLConfig, given), mesh)
+    dtypes = {str(t.dtype) for t in trainer.generation.engine.parameters().values()}
+    of_run = (trainer.cfg.policy.dtype, trainer.cfg.critic.dtype, trainer.policy.cfg.dtype)
+    trainer.generation.close()
+    return {
+        "chosen": {chosen, *of_run},
+        "of engine": dtypes,
+        "mismatch": trainer.mismatch.dtype,
+        "said": said,
+    }
+
+
+@pytest.mark.parametrize(
+    ("has_bfloat16", "dtype"),
+    [([True, True], "bfloat16"), ([True, False], "float32"), ([False, False], "float32")],
+)
+def test_all_ranks_compute_in_the_dtype_that_all_cpus_have(tmp_path, has_bfloat16, dtype):
+    given = ["--config", QUICKSTART, "--output", tmp_path / "out", "--policy.dtype", "auto"]
+    given += ["--data.train", "reasoning_gym:spell_backward?size=40&seed=3"]
+    given += ["--data.held-out", 8, "--sft.num-steps", 0]
+    found = ranks(2, dtypes_of_auto, [str(flag) for flag in given], has_bfloat16)
+    for rank, of_rank in enumerate(found):
+        assert of_rank["chosen"] == {dtype} and of_rank["of engine"] == {f"torch.{dtype}"}
+        assert of_rank["mismatch"] == dtype
+        says = dtype == "float32" and rank == 0
+        names = ["engine.dtype", "policy.dtype"] if says else []
+        assert [line.split()[0] for line in of_rank["said"]] == names
+        assert all("auto is float32" in line and "avx512_bf16" in line for line in of_rank["said"])
 
 
 def test_killed_ranks_of_one_engine_leave_no_shared_memory(data, tmp_path):

@@ -19,11 +19,12 @@ import tiny
 from benchmarks import fits
 from harness import ranks, two_at_once
 from minirl import checkpoint, dpo, generation, kto, rl, rm
-from minirl.config.parse import parse_flags
+from minirl.config.parse import load_config, parse_flags
 from minirl.config.policy import ParallelConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import RolloutConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SFTConfig
+from minirl.data.sources import open_source
 from minirl.errors import UserError
 from minirl.inputs import find_other_model
 from minirl.log import Timer
@@ -362,6 +363,13 @@ def repeatable(rows: list[dict]) -> list[dict]:
         }
         for row in rows
     ]
+
+
+def test_the_recipe_of_a_real_model_fits_any_cpu_and_draws_no_more_than_it_needs():
+    cfg = load_config(RLConfig, str(ROOT / "configs" / "smollm2_products.yaml"))
+    assert (cfg.policy.dtype, cfg.engine.dtype) == ("auto", "auto")
+    questions = [row["question"] for row in open_source(cfg.data.train, "data.train").rows]
+    assert len(set(questions)) == 100 and len(set(questions[:-1])) == 99
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -17,6 +17,7 @@ from minirl.config.bounds import (
 from minirl.config.lora import LoraConfig
 
 Checkpointing = Literal["auto", "off", "selective", "full"]
+Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 LearningRateSchedule = Literal["constant", "linear", "cosine", "wsd"]
 ADAPTERS_LEARN_FASTER = 10  # Times the learning rate of full training.
 
@@ -66,8 +67,9 @@ class PolicyConfig:
     model: str = ""
     scratch: ScratchConfig = field(default_factory=ScratchConfig)
     #: Dtype of forward and backward. Master weights, gradients and optimizer state are float32
-    #: (with float64, which is for proofs, everything is float64).
-    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
+    #: (with float64, which is for proofs, everything is float64). auto: bfloat16; float32 on CPUs
+    #: that have no instructions for bfloat16 (avx512_bf16, AMX) and are many times slower with it.
+    dtype: Dtype = "auto"
     #: What is recomputed in backward instead of being kept since forward. full: all but the inputs
     #: of layers; least memory, about a third more time. selective: all but the results of matrix
     #: products and attention; about a third of the memory, little more time. auto: the first of

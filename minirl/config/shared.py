@@ -352,7 +352,7 @@ class SamplingConfig:
 class EvaluateConfig(SamplingConfig, ProgramConfig):
     """Score a model: `torchrun --nproc-per-node N -m minirl.evaluate --model M --data.eval FILE`.
 
-    Here `engine.dtype` = auto is bfloat16.
+    Here `engine.dtype` = auto is what `policy.dtype` = auto is in training.
     """
 
     model: str = ""  # Folder or hub id.

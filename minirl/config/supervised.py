@@ -15,6 +15,7 @@ from minirl.config.bounds import (
     Positive,
     PositiveInt,
 )
+from minirl.config.policy import Dtype
 from minirl.config.shared import LimitsConfig, RowsConfig, TrainingConfig
 
 
@@ -160,7 +161,7 @@ class ServeConfig:
     model: str
     host: str = "127.0.0.1"  # 0.0.0.0 lets other machines connect, too.
     port: Port = 5000  # Of the server.
-    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"  # Of the forward.
+    dtype: Dtype = "auto"  # Of the forward. auto: as policy.dtype in training.
     #: A longer text is scored by its last tokens. 0: 8192, or as many as the model has positions.
     max_tokens: NonNegativeInt = 0
     #: Tokens in a forward. Texts of requests that come together share it.

@@ -10,7 +10,7 @@ import copy
 from minirl.config.adapters import validate_lora
 from minirl.config.algorithm import validate_algorithm, validate_critic, validate_reference
 from minirl.config.lengths import validate_length, validate_schedule
-from minirl.config.policy import ParallelConfig
+from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.rl import RLConfig
 from minirl.config.shared import DataConfig, EvaluateConfig, TrainingConfig
 from minirl.config.supervised import (
@@ -61,6 +61,14 @@ def resolve_learning_rates(cfg: TrainingConfig) -> None:
     cfg.policy.lr = cfg.policy.learning_rate
     if isinstance(cfg, RLConfig):
         cfg.critic.lr = cfg.critic.learning_rate
+
+
+def resolve_dtypes(cfg: TrainingConfig, dtype: Dtype) -> None:
+    """Replace dtypes that are auto by what they stand for."""
+    if cfg.policy.dtype == "auto":
+        cfg.policy.dtype = dtype
+    if isinstance(cfg, RLConfig) and cfg.critic.dtype == "auto":
+        cfg.critic.dtype = dtype
 
 
 def validate_rl(cfg: RLConfig, world_size: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from minirl.config.policy import ParallelConfig
+from minirl.config.policy import Dtype, ParallelConfig
 from minirl.config.validate import validate_parallel
 from minirl.errors import require
 from minirl.parallel.launch import open_attempt_store
@@ -183,6 +183,14 @@ class World:
         num_sent = [len(message) for message in messages]
         dist.all_to_all_single(received, sent, num_received, num_sent, group=self.host_group)
         return received.numpy()
+
+    def default_dtype(self) -> Dtype:
+        """Return what `policy.dtype` = auto stands for, on all ranks the same. Collective."""
+        if self.device.type != "cpu":
+            return "bfloat16"
+        has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        lacks_somewhere = self.maxima(torch.tensor(not has, dtype=torch.int64))
+        return "float32" if lacks_somewhere else "bfloat16"
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""

@@ -385,7 +385,7 @@ def _refit(job: Job, policy: Policy) -> dict[str, int]:
     firsts = {name: shards[name] for name in one_of_each_layout(shards).values()}
     regions = regions_of_all_ranks(firsts, job.world_size, job.parallel)
     mesh = RefitMesh(**vars(policy.mesh), regions=regions)
-    dtype = getattr(torch, job.policy.dtype.replace("float64", "float32"))
+    dtype = getattr(torch, policy.cfg.dtype.replace("float64", "float32"))
     with policy.timer.phase("refit"):
         policy.sleeper.sleep_base()
         engine: Any = PretendedEngine(mesh, shards, policy.parts(), dtype)

@@ -11,6 +11,7 @@ from minirl.config.policy import PolicyConfig
 from minirl.config.rl import CriticConfig, RLConfig
 from minirl.config.shared import EngineConfig, TrainingConfig
 from minirl.config.supervised import DPOConfig, KTOConfig, RMConfig, SupervisedConfig
+from minirl.config.validate import resolve_dtypes
 from minirl.plan.load import Load, LossName
 
 
@@ -81,6 +82,7 @@ def rl_workload(
             `reward model`. Without an entry, critic and reference are like the policy.
         lengths: of sequences.
     """
+    resolve_dtypes(cfg, "bfloat16")  # As on every GPU; a program has resolved its own.
     algo = cfg.algo
     others = []
     if algo.advantage == "gae":
@@ -133,6 +135,7 @@ def supervised_workload(
 
     Of KTO the reference's second pass, over answers of other rows, is not in it.
     """
+    resolve_dtypes(cfg, "bfloat16")
     prompt = lengths.prompt or cfg.data.max_tokens // 4
     answer = lengths.answer or cfg.data.max_tokens - prompt
     loss: LossName = "sft"
