@@ -3,6 +3,8 @@
 `launch/README.md` has the table of them.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -44,6 +46,12 @@ def explain(error: BaseException, watch: Watch, minutes: float, output: str) -> 
             "mend the file system; a training run then goes on with --resume from its newest "
             "checkpoint"
         )
+    if isinstance(error, FileNotFoundError) and _is_below(error.filename, output):
+        return (
+            f"{where}: a file cannot be written: {error}\nThe folder of the run (output = "
+            f"{output!r}) is gone, or a part of it: it was removed, moved or unmounted. Start "
+            "again, and leave it where it is"
+        )
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return (
             f"{where}: {type(error).__name__} ({error}) was raised by code that the program "
@@ -65,6 +73,15 @@ def explain(error: BaseException, watch: Watch, minutes: float, output: str) -> 
             "for what ended first in the logs of the other machines"
         )
     return None
+
+
+def _is_below(file: str | bytes | int | None, output: str) -> bool:
+    """Return whether a file belongs into a folder of the run that is not there."""
+    if not output or not isinstance(file, str | bytes):
+        return False
+    folder = os.path.abspath(os.path.dirname(os.fsdecode(file)))
+    root = os.path.abspath(output)
+    return os.path.commonpath([folder, root]) == root and not os.path.isdir(folder)
 
 
 def _first_line(text: str) -> str:

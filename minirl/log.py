@@ -6,9 +6,11 @@ Only rank 0 writes.
 import contextlib
 import json
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -175,6 +177,7 @@ class Log:
             # Here, because it is slow to import and needed on one rank only.
             from torch.utils.tensorboard import SummaryWriter
 
+            threading.excepthook = partial(_leave_out_board, threading.excepthook)
             # TensorBoard hides the steps that a resumed run repeats.
             self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step or None)
             self.file = (folder / "metrics.jsonl").open("a")
@@ -253,6 +256,18 @@ class Log:
             self.file.close()
             for tracker in self.trackers:
                 tracker.close()
+
+
+def _leave_out_board(
+    show: Callable[[threading.ExceptHookArgs], object], failed: threading.ExceptHookArgs
+) -> None:
+    """Show what a thread has raised, unless it is TensorBoard's.
+
+    That error is raised in the main thread, too, by the next thing that is logged, and is told once
+    there.
+    """
+    if type(failed.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
+        show(failed)
 
 
 def say(message: str) -> None:

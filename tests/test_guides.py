@@ -75,6 +75,7 @@ def guided_program(mesh, folder):
             name=(number,),
             guide=guide,
             on_restart=lambda: restarts.append(1),
+            top_logprobs=2,
         )
         for number, guide in enumerate([json_guide(PICK), reader.guide(), None, json_guide(PICK)])
     ]
@@ -110,7 +111,7 @@ def guided_program(mesh, folder):
     loop.close()
     engine.close()
     texts = [tokenizer.decode(each.tokens, skip_special_tokens=True) for each in done]
-    fields = [(each.tokens, each.logprobs, each.guided, each.stopped) for each in done]
+    fields = [(each.tokens, each.logprobs, each.guided, each.stopped, each.top) for each in done]
     calls = [reader.read(texts[1]), reader.read(white[1])]
     return prompt, fields, texts, calls, (num_before, restarts), white
 
@@ -131,12 +132,16 @@ def test_answers_are_held_to_a_grammar_and_keep_the_policys_log_probs(tmp_path):
         assert max(map(len, re.findall(r"\s+", text))) == 7, text
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for tokens, logprobs, _, _ in fields:
+    for tokens, logprobs, _, _, top in fields:
         with torch.no_grad():
             logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        own = (logits / TEMPERATURE).log_softmax(-1)
-        own = own[range(len(tokens)), tokens]
+        all_own = (logits / TEMPERATURE).log_softmax(-1)
+        own = all_own[range(len(tokens)), tokens]
         torch.testing.assert_close(torch.tensor(logprobs), own, atol=1e-4, rtol=1e-4)
+        assert len(top) == len(tokens) and {1, 2} >= set(map(len, top))
+        for place, likeliest in enumerate(top):  # those that the grammar allowed
+            for token, logprob in likeliest:
+                assert logprob == pytest.approx(all_own[place, token].item(), abs=1e-3)
 
 
 def test_mass_is_that_of_the_allowed_tokens():

@@ -15,6 +15,8 @@ import anthropic
 import httpx
 import openai
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import tiny
 from harness import ranks
@@ -329,6 +331,43 @@ def test_completions_of_texts_and_tokens():
     play(program, "one", "two", "three", "four", "five")
 
 
+def test_what_a_client_asks_beside_completions():
+    async def program(w):
+        plain = httpx.AsyncClient(base_url=w.http.base_url)
+        async with plain:
+            assert (await plain.get("/health")).status_code == 200
+            assert (await plain.post("/tokenize", json={"prompt": "a"})).status_code == 401
+        tools = [{"name": "add", "input_schema": {"type": "object"}}]
+        counted = await w.claude.messages.count_tokens(
+            model="any", system="s", messages=HI, tools=tools
+        )
+        said = await w.message(system="s", messages=HI, tools=tools)
+        assert counted.input_tokens == said.usage.input_tokens > 0
+        with pytest.raises(anthropic.BadRequestError, match="field 'role' is missing"):
+            await w.claude.messages.count_tokens(model="any", messages=[{"content": "x"}])
+
+        chat_tokens = (await w.http.post("/tokenize", json={"messages": HI})).json()
+        assert chat_tokens["max_model_len"] == 4000
+        assert chat_tokens["count"] == len(chat_tokens["tokens"])
+        assert (await w.ask(messages=HI)).usage.prompt_tokens == chat_tokens["count"]
+        tokens = (await w.http.post("/tokenize", json={"prompt": "ab<|end|>"})).json()["tokens"]
+        assert tokens == chat.encode(w.engine.tokenizer, "ab<|end|>")
+        text = await w.http.post("/detokenize", json={"tokens": tokens})
+        assert text.json() == {"prompt": "ab<|end|>"}
+        for path, body in (
+            ("/tokenize", {"prompt": ["a", "b"]}),
+            ("/tokenize", {}),
+            ("/detokenize", {"tokens": [99999]}),
+            ("/detokenize", {"prompt": "a"}),
+            ("/detokenize", []),
+        ):
+            refused = await w.http.post(path, json=body)
+            assert refused.status_code == 400, (path, body, refused.text)
+        assert len(w.engine.requests) == 2 and len(w.said()) == 2
+
+    play(program, "one", "two")
+
+
 def test_anthropic():
     async def program(w):
         first = await w.message(
@@ -414,6 +453,8 @@ MALFORMED = [
             {"tools": "x"},
             {"n": "many"},
             {"top_logprobs": 3},
+            {"top_logprobs": 21, "logprobs": True},
+            {"top_logprobs": -1, "logprobs": True},
             {"top_logprobs": 0, "echo": True},
             {"response_format": {"type": "grammar"}},
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
@@ -623,9 +664,12 @@ async def agent(endpoint, sampling):
     session, messages = endpoint.open((1, 2, 3), sampling), list(HI)
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         for stream in (True, False):
+            options = {} if stream else {"logprobs": True, "top_logprobs": 3}
             reply = await client.chat.completions.create(
-                model="any", messages=messages, stream=stream
+                model="any", messages=messages, stream=stream, **options
             )
+            if not stream:
+                logprobs = [each.model_dump() for each in reply.choices[0].logprobs.content]
             content = (
                 "".join([c.choices[0].delta.content async for c in reply])
                 if stream
@@ -645,9 +689,11 @@ async def agent(endpoint, sampling):
             ).usage.output_tokens
 
     used = await asyncio.to_thread(last)
-    return used, [
-        (s.tokens, s.sampled, s.logprobs) for s in endpoint.close(session.api_key).segments
-    ]
+    return (
+        used,
+        logprobs,
+        [(s.tokens, s.sampled, s.logprobs) for s in endpoint.close(session.api_key).segments],
+    )
 
 
 async def crowd(sessions, num=1000):
@@ -695,7 +741,8 @@ async def crowd(sessions, num=1000):
 
 def test_the_real_engine(tmp_path):
     (out,) = ranks(1, engine_program, tiny.make(tmp_path / "model"))
-    used, segments = out["chat"]
+    tokenizer = chat.load_tokenizer(tmp_path / "model")
+    used, told, segments = out["chat"]
     assert used == len(out["asked"][2][1]) <= 5
     (segment,) = segments
     tokens, sampled, logprobs = segment
@@ -706,6 +753,19 @@ def test_the_real_engine(tmp_path):
     assert [p for p, s in zip(logprobs, sampled, strict=True) if s] == [
         p for _, _, ps in out["asked"] for p in ps
     ]
+    # The likeliest tokens in the place of each are those of the model.
+    prompt, answer, own = out["asked"][1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    values, tokens = logits.log_softmax(-1).topk(3)
+    assert [each["logprob"] for each in told] == own
+    for place, each in enumerate(told):
+        shown = [(top["token"], top["logprob"]) for top in each["top_logprobs"]]
+        expected = values[place].tolist()
+        assert [value for _, value in shown] == pytest.approx(expected, abs=1e-4)
+        named = [tokenizer.decode([token]) for token in tokens[place].tolist()]
+        assert [token for token, _ in shown] == named
     assert out["unfinished"] == (False, [])
     assert [out["outcomes"].count(o) for o in ("answered", "left", "refused")] == [900, 50, 50]
     for kept, heard in zip(out["kept"], out["heard"], strict=True):

@@ -240,7 +240,9 @@ def test_errors_are_one_sentence():
         assert unknown.status_code == 404
         assert unknown.json()["error"]["message"] == (
             "there is no POST /v1/embeddings here; there are POST /v1/chat/completions, POST "
-            "/v1/completions, POST /v1/messages, POST /v1/responses, GET /v1/models"
+            "/v1/completions, POST /v1/messages, POST /v1/responses, POST "
+            "/v1/messages/count_tokens, POST /tokenize, POST /detokenize, GET /v1/models, GET "
+            "/health"
         )
         with pytest.raises(openai.BadRequestError, match="the request has none"):
             await w.ask(messages=HI, tool_choice="required")
