@@ -132,6 +132,7 @@ class Choice:
             done.versions[:end],
             done.guided[:end],
             done.routes,
+            done.top[:end],
         )
 
     def next_chunk(self) -> JSONObject | None:
@@ -184,14 +185,23 @@ class Choice:
         """Return the log-probs of all sampled tokens, in the form of a chat or of a completion."""
         completion = self.completion()
         tokens = [decode(self.tokenizer, [token]) for token in completion.tokens]
+        tops = []
+        for likeliest in completion.top or [[] for _ in tokens]:
+            tops.append([(decode(self.tokenizer, [token]), value) for token, value in likeliest])
         if self.request.messages is None:
-            return {"tokens": tokens, "token_logprobs": completion.logprobs}
-        return {
-            "content": [
-                {"token": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
-                for token, logprob in zip(tokens, completion.logprobs, strict=True)
-            ]
-        }
+            found: dict[str, list] = {"tokens": tokens, "token_logprobs": completion.logprobs}
+            return (
+                found | {"top_logprobs": [dict(top) for top in tops]} if completion.top else found
+            )
+        content = []
+        for token, logprob, top in zip(tokens, completion.logprobs, tops, strict=True):
+            entry = _logprob_entry(token, logprob)
+            content.append(entry | {"top_logprobs": [_logprob_entry(*each) for each in top]})
+        return {"content": content}
+
+
+def _logprob_entry(token: str, logprob: float) -> JSONObject:
+    return {"token": token, "logprob": logprob, "bytes": None}
 
 
 def _find_first(markers: list[str], text: str) -> tuple[int, str | None]:

@@ -53,6 +53,8 @@ class Completion:
     guided: list[bool] = field(default_factory=list)
     # Of the prompt and the completion together, as data/routes.py says. None: not recorded.
     routes: np.ndarray | None = None
+    # Of each token: the likeliest tokens in its place with their log-probs. Empty: not asked for.
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 class Prompt(NamedTuple):

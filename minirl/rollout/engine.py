@@ -73,6 +73,8 @@ class EngineOutput(NamedTuple):
     guided: list[bool]
     # Of the request's tokens, those of the prompt first (data/routes.py). None: not now, or never.
     routes: np.ndarray | None
+    # Of each token: the likeliest ones in its place with their log-probs, as many as are asked for.
+    top: Sequence[list[tuple[int, float]]] = ()
 
 
 class RolloutEngine:
@@ -353,6 +355,7 @@ class RolloutEngine:
         images: Sequence[str] = (),
         stream: bool = False,
         guide: Guide | None = None,
+        top_logprobs: int = 0,
     ) -> None:
         """Queue a request for one completion.
 
@@ -368,6 +371,7 @@ class RolloutEngine:
             images: data URLs.
             stream: `step` reports each token at once, which costs vLLM an object for it.
             guide: what to hold the answer to; the engine was made for guides.
+            top_logprobs: how many of the likeliest tokens to report in the place of each token.
         """
         if guide:
             assert self.masses, "the engine was not made for guides"
@@ -381,7 +385,7 @@ class RolloutEngine:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             seed=seed,
-            logprobs=0,
+            logprobs=top_logprobs,
             flat_logprobs=True,
             detokenize=False,
             output_kind=kinds.DELTA if stream else kinds.FINAL_ONLY,
@@ -437,21 +441,27 @@ class RolloutEngine:
     ) -> EngineOutput:
         """Return an output of vLLM.
 
-        Its log-probs are in one list, and each token's begin with its own (`vllm.logprobs`,
-        FlatLogprobs). Otherwise vLLM would make a dict and an object for each token. Those of
-        guided tokens become the policy's own, without the mask.
+        Its log-probs are in one list, and each token's begin with its own, which the likeliest ones
+        follow (`vllm.logprobs`, FlatLogprobs). Otherwise vLLM would make a dict and an object for
+        each token. Those of guided tokens become the policy's own, without the mask.
         """
         starts = logprobs.start_indices if logprobs else ()
         values = [logprobs.logprobs[start] for start, _ in zip(starts, tokens, strict=True)]
+        top = []
+        if len(values) < len(logprobs.logprobs if logprobs else ()):
+            top = [_likeliest(logprobs, number) for number in range(len(values))]
         log_masses = self.masses.take(request_id, len(tokens)) if self.masses else None
         guided: list[bool] = []
         if log_masses is not None:
             known = [mass if math.isfinite(mass) else 0.0 for mass in log_masses]
             values = [value + mass for value, mass in zip(values, known, strict=True)]
+            if top:
+                pairs = zip(top, known, strict=True)
+                top = [[(token, value + mass) for token, value in one] for one, mass in pairs]
             guided = [log_mass < math.log(LEAST_MASS) for log_mass in log_masses]
             if reason and self.masses:
                 self.masses.end([request_id])
-        return EngineOutput(request_id, list(tokens), values, reason, guided, None)
+        return EngineOutput(request_id, list(tokens), values, reason, guided, None, top)
 
     def tensor_parallel_broadcast(self, value: Any) -> Any:
         """Return the leader's value, which can be pickled, on all ranks of this engine."""
@@ -470,3 +480,15 @@ class RolloutEngine:
         packed.forget()
         gc.collect()
         self.vllm.distributed.destroy_model_parallel()
+
+
+def _likeliest(logprobs: Any, number: int) -> list[tuple[int, float]]:
+    """Return the likeliest tokens in the place of a sampled one, without those that could not be.
+
+    Args:
+        logprobs: of vLLM, flat.
+        number: of the sampled token.
+    """
+    places = range(logprobs.start_indices[number] + 1, logprobs.end_indices[number])
+    pairs = [(logprobs.token_ids[place], logprobs.logprobs[place]) for place in places]
+    return [(token, logprob) for token, logprob in pairs if math.isfinite(logprob)]

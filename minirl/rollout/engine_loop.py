@@ -44,6 +44,7 @@ class Request:
     # request begins anew with the same seed.
     guide: Guide | None = None
     on_restart: Callable[[], None] | None = None  # Called when it begins anew.
+    top_logprobs: int = 0  # How many of the likeliest tokens to report in the place of each.
     done: Completion = field(default_factory=Completion)  # What has been sampled so far.
 
 
@@ -308,6 +309,7 @@ class EngineLoop:
             done.logprobs += output.logprobs
             done.versions += [self.version] * len(output.tokens)
             done.guided += output.guided
+            done.top += output.top
             done.routes = extended(done.routes, output.routes)
             if request.on_tokens:
                 request.on_tokens()
@@ -331,7 +333,8 @@ def _remaining(request: Request, vision: Vision | None) -> tuple:
     sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - num_tokens)
     seed = (request.seed + 2654435761 * num_tokens) % 2**32
     images = [image.url for image in request.images]
-    return prompt, sampling, seed, images, request.on_tokens is not None, request.guide
+    streams = request.on_tokens is not None
+    return prompt, sampling, seed, images, streams, request.guide, request.top_logprobs
 
 
 async def in_thread(function: Callable, *arguments: object) -> Any:

@@ -2,7 +2,7 @@
 
 A client's `model`, `temperature`, `top_p`, penalties and the like have no effect: the policy
 answers, and samples as the run says, because it is trained on those log-probs. What the endpoint
-cannot do (alternatives to the sampled tokens, functions of the old kind) is refused.
+cannot do (functions of the old kind, and the like) is refused.
 """
 
 import functools
@@ -16,14 +16,15 @@ from minirl.config.shared import EndpointConfig
 from minirl.data import images
 from minirl.data.messages import read_template_kwargs
 from minirl.data.vision_base import Vision
-from minirl.errors import UserError
+from minirl.errors import UserError, require
 from minirl.rollout.conversation import Conversation, to_message
 from minirl.rollout.guides import Guide, json_guide
 from minirl.rollout.tool_calls import ToolCall, ToolReader, choose, make_reader
 from minirl.serving.limits import BadRequest
 
 _MAX_STOP_STRINGS = 64  # each is looked for after each token
-_UNSUPPORTED = ("top_logprobs", "echo", "suffix", "functions", "function_call")
+_MAX_TOP_LOGPROBS = 20  # vLLM's max_logprobs.
+_UNSUPPORTED = ("echo", "suffix", "functions", "function_call")
 
 JSONObject = dict[str, Any]  # an object
 Content = str | list[dict]  # of a message: a text, or parts
@@ -55,6 +56,9 @@ class CompletionRequest(BaseModel, extra="allow"):
     # Of every sampled token, those included that end the completion or do not show in its text. In
     # a stream they come with the last chunk.
     logprobs: bool | int | None = None
+    # Of a chat: how many of the likeliest tokens to show in the place of each; of a completion,
+    # `logprobs` is this number.
+    top_logprobs: int | None = None
     tools: list[JSONObject] | None = None
     tool_choice: Literal["auto", "none", "required"] | JSONObject | None = None
     parallel_tool_calls: bool | None = None  # False: an answer shows its first call only.
@@ -76,6 +80,12 @@ class CompletionRequest(BaseModel, extra="allow"):
         if choice is None or self.tools is None:
             return None
         return make_reader(tokenizer, self.tools, choice, parser)
+
+    def num_top_logprobs(self) -> int:
+        """Return how many of the likeliest tokens to show in the place of each sampled one."""
+        if self.messages is not None:
+            return self.top_logprobs or 0
+        return 0 if isinstance(self.logprobs, bool) else self.logprobs or 0
 
     def demands_call(self) -> bool:
         """Return whether an answer has to call a tool."""
@@ -124,6 +134,12 @@ class CompletionRequest(BaseModel, extra="allow"):
         for name in _UNSUPPORTED:
             if extra.get(name) not in (None, 0, "", {"type": "text"}):
                 raise UserError(f"{name} is not supported here; leave it out")
+        require(not self.top_logprobs or self.logprobs, "top_logprobs needs logprobs true; set it")
+        require(
+            0 <= self.num_top_logprobs() <= _MAX_TOP_LOGPROBS,
+            f"the request asks for {self.num_top_logprobs()} tokens in the place of each; ask for "
+            f"0 to {_MAX_TOP_LOGPROBS}",
+        )
         if self.max_tokens is not None and self.max_tokens > max_model_len:
             raise BadRequest(
                 f"max_tokens = {self.max_tokens} is more than engine.max_model_len = "

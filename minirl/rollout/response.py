@@ -43,6 +43,15 @@ class SessionState:
     # Requests that demanded a format or a call, to which the engine could not hold the answer.
     num_unguided: int = 0
 
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a context."""
+        return self.engine_loop.engine.cfg.max_model_len
+
+    def check(self, request: CompletionRequest) -> None:
+        """Refuse a request that is too much. Raises what `CompletionRequest.check` does."""
+        request.check(self.cfg, self.conversation.vision, self.max_model_len)
+
     def metrics(self) -> dict[str, float]:
         """Return numbers for the log: `endpoint/NAME`."""
         conversation = self.conversation
@@ -53,6 +62,21 @@ class SessionState:
             "unguided": float(self.num_unguided),
             "outside_loss": num_guided / max(1, num_tokens),
         }
+
+
+def read_prompts(session: SessionState, request: CompletionRequest) -> list[Prompt]:
+    """Return the prompts of a request, which was checked, as the engine would read them.
+
+    Raises:
+        UserError: A prompt is too long, or the template refuses the chat.
+        KeyError, TypeError, ValueError: The request is malformed.
+    """
+    conversation = session.conversation
+    prompts = []
+    for text, urls in request.render_prompts(conversation, session.sampled_texts):
+        check_length(text, session.max_model_len, conversation.tokenizer)
+        prompts.append(conversation.tokenize_prompt(text, urls))
+    return prompts
 
 
 class PendingResponse:
@@ -78,13 +102,10 @@ class PendingResponse:
         name = (*session.seed, len(session.tasks))
         self.choices: list[Choice] = []
         tokenizer = session.conversation.tokenizer
-        max_model_len = session.engine_loop.engine.cfg.max_model_len
-        request.check(session.cfg, session.conversation.vision, max_model_len)
+        session.check(request)
         reader = request.reader(tokenizer, session.cfg.tool_parser)
         guide = request.guide(reader)
-        for text, urls in request.render_prompts(session.conversation, session.sampled_texts):
-            check_length(text, max_model_len, tokenizer)
-            prompt = session.conversation.tokenize_prompt(text, urls)
+        for prompt in read_prompts(session, request):
             sampling = replace(session.sampling, max_tokens=self._max_tokens(prompt))
             for _ in range(request.n):
                 index = len(self.choices)
@@ -95,6 +116,7 @@ class PendingResponse:
                     seed=sample_seed(*name, index),
                     name=name,
                     guide=guide,
+                    top_logprobs=request.num_top_logprobs(),
                 )
                 choice = Choice(index, request, prompt, engine_request, tokenizer, reader)
                 engine_request.on_restart = choice.restart
@@ -115,7 +137,7 @@ class PendingResponse:
 
     def _max_tokens(self, prompt: Prompt) -> int:
         """Return the most tokens to sample. Raises BadRequest if the prompt is too long."""
-        max_model_len = self.session.engine_loop.engine.cfg.max_model_len
+        max_model_len = self.session.max_model_len
         room = max_model_len - len(prompt.tokens)
         if room < 1:
             raise BadRequest(

@@ -9,7 +9,7 @@ longer than a step.
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
@@ -20,13 +20,13 @@ from starlette.types import Receive
 from minirl.config.shared import EndpointConfig
 from minirl.data.prompts import Prompts
 from minirl.envs.base import Session
-from minirl.errors import UserError
+from minirl.errors import UserError, require
 from minirl.rollout import anthropic, responses
-from minirl.rollout.conversation import Conversation
+from minirl.rollout.conversation import Conversation, Prompt
 from minirl.rollout.engine import Sampling
 from minirl.rollout.engine_loop import EngineLoop
 from minirl.rollout.protocol import JSONObject, event, parse_request
-from minirl.rollout.response import MODEL, PendingResponse, SessionState
+from minirl.rollout.response import MODEL, PendingResponse, SessionState, read_prompts
 from minirl.rollout.tool_calls import preload
 from minirl.serving.limits import MESSAGES, BadRequest, api_key, make_app, read_json
 from minirl.serving.server import Server, bind
@@ -34,6 +34,10 @@ from minirl.serving.server import Server, bind
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
+COUNT_TOKENS = f"{MESSAGES}/count_tokens"
+# vLLM's own.
+TOKENIZE = "/tokenize"
+DETOKENIZE = "/detokenize"
 # Of each API that is not that of chats: its requests as those of chats, and its responses.
 OTHERS: dict[str, tuple[Callable[[JSONObject], JSONObject], type[PendingResponse]]] = {
     MESSAGES: (anthropic.to_chat, anthropic.AnthropicResponse),
@@ -69,7 +73,15 @@ class Endpoint:
         self.base_url = f"http://{cfg.host}:{bound_socket.getsockname()[1]}/v1"
         self._cfg = cfg
         posts = [Route(path, self._post, methods=["POST"]) for path in (CHAT, COMPLETIONS, *OTHERS)]
-        self._server = _Server(make_app([*posts, Route("/v1/models", self._models)], cfg.limits))
+        routes = [
+            *posts,
+            Route(COUNT_TOKENS, self._tokenize, methods=["POST"]),
+            Route(TOKENIZE, self._tokenize, methods=["POST"]),
+            Route(DETOKENIZE, self._detokenize, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/health", _health),
+        ]
+        self._server = _Server(make_app(routes, cfg.limits))
         self._serving = engine_loop.loop.create_task(self._server.serve([bound_socket]))
 
     async def stop(self) -> None:
@@ -128,13 +140,9 @@ class Endpoint:
         """Answer a request for completions, in the form of the API that its path belongs to."""
         path = http_request.url.path
         session = self._session(http_request)
-        try:
-            response = self._prepare(
-                path, session, await read_json(http_request), http_request.receive
-            )
-        except UserError as error:
-            session.refusals.append(f"{http_request.method} {path}: {error}")
-            raise
+        with _refusing(session, path):
+            fields = await read_json(http_request)
+            response = self._prepare(path, session, fields, http_request.receive)
         if response.request.stream:
             events = _with_error(response.events(), path)
             return StreamingResponse(events, media_type="text/event-stream")
@@ -147,25 +155,81 @@ class Endpoint:
 
         Raises:
             UserError: The request cannot be answered.
+            KeyError, TypeError, ValueError, AttributeError: It is malformed.
         """
         to_chat, make_response = OTHERS.get(path, (None, PendingResponse))
-        try:
-            chat_fields = to_chat(fields) if to_chat else fields
-            request = parse_request(chat_fields)
-            if (request.messages is None) != (path == COMPLETIONS):
-                raise BadRequest("a chat needs `messages`, a completion needs a `prompt`")
-            return make_response(session, request, receive)
-        except KeyError as error:
-            raise BadRequest(f"malformed request: the field {error} is missing") from error
-        except (TypeError, ValueError, AttributeError, RecursionError) as error:
-            problem = (str(error).splitlines() or [""])[0]
-            raise BadRequest(f"malformed request: {type(error).__name__}: {problem}") from error
+        chat_fields = to_chat(fields) if to_chat else fields
+        request = parse_request(chat_fields)
+        if (request.messages is None) != (path == COMPLETIONS):
+            raise BadRequest("a chat needs `messages`, a completion needs a `prompt`")
+        return make_response(session, request, receive)
+
+    async def _tokenize(self, http_request: HTTPRequest) -> JSONResponse:
+        """Answer with the tokens of a prompt as the engine would read it, or with their number."""
+        path = http_request.url.path
+        session = self._session(http_request)
+        with _refusing(session, path):
+            fields = await read_json(http_request)
+            if path == COUNT_TOKENS:
+                fields = anthropic.to_chat({"max_tokens": 1, **fields})
+            prompts = _read(session, fields)
+            require(len(prompts) == 1, f"{path} takes one prompt, and there are {len(prompts)}")
+            tokens = prompts[0].tokens
+            if path == COUNT_TOKENS:
+                return JSONResponse({"input_tokens": len(tokens)})
+            said = {"count": len(tokens), "max_model_len": session.max_model_len, "tokens": tokens}
+            return JSONResponse(said)
+
+    async def _detokenize(self, http_request: HTTPRequest) -> JSONResponse:
+        """Answer with the text of tokens."""
+        session = self._session(http_request)
+        with _refusing(session, DETOKENIZE):
+            fields = await read_json(http_request)
+            # Read as the prompt of a completion, which refuses what are no tokens.
+            (prompt,) = _read(session, {"prompt": fields["tokens"]})
+            return JSONResponse({"prompt": prompt.text})
 
     def _session(self, http_request: HTTPRequest) -> SessionState:
         key = api_key(http_request)
         if key not in self._sessions:
             raise BadRequest("the API key belongs to no open session", 401, "invalid_api_key")
         return self._sessions[key]
+
+
+@contextlib.contextmanager
+def _refusing(session: SessionState, path: str) -> Iterator[None]:
+    """Turn what a malformed request raises into a BadRequest, and note why one is refused.
+
+    Args:
+        session: Of the request.
+        path: Of the request.
+
+    Raises:
+        UserError: The request cannot be answered.
+    """
+    try:
+        try:
+            yield
+        except KeyError as error:
+            raise BadRequest(f"malformed request: the field {error} is missing") from error
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
+            problem = (str(error).splitlines() or [""])[0]
+            raise BadRequest(f"malformed request: {type(error).__name__}: {problem}") from error
+    except UserError as error:
+        session.refusals.append(f"POST {path}: {error}")
+        raise
+
+
+def _read(session: SessionState, fields: Any) -> list[Prompt]:
+    """Return the prompts that a body has. Raises what `_refusing` turns into a BadRequest."""
+    request = parse_request(fields)
+    session.check(request)
+    return read_prompts(session, request)
+
+
+async def _health(_: HTTPRequest) -> Response:
+    """Say that the endpoint is there, to whoever asks."""
+    return Response()
 
 
 async def _with_error(events: AsyncIterator[str], path: str) -> AsyncIterator[str]:

@@ -63,7 +63,7 @@ class BadRequest(UserError):
     def body(self, path: str = "") -> dict[str, Any]:
         """Return the body of the response, in the form of the API that the path belongs to."""
         kind = _KINDS.get(self.status, "invalid_request_error")
-        if path == MESSAGES:
+        if path.startswith(MESSAGES):
             return {"type": "error", "error": {"type": kind, "message": str(self)}}
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
